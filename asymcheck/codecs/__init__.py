@@ -1,1 +1,1 @@
-"""Codecs by number: plain bytes to payload and back (SPEC.md §12). Pure functions on buffers."""
+"""Codecs encode plain bytes into a payload and decode them again (SPEC.md §12). They are pure functions on buffers."""

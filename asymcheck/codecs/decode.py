@@ -1,4 +1,4 @@
-"""Decoding: the plain bytes of a frame's payload, and of frames that need a base (SPEC.md §12.5 says how deep)."""
+"""Decode payloads into plain bytes, with the chain of bases of delta and derived frames (SPEC.md §12.5)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from asymcheck.format.frame import FrameDescriptor
 from asymcheck.types import Digest
 
 Mapper = Callable[[Callable[[int], None], Iterable[int]], Iterable[None]]
-"""Works off chunks: the builtin ``map``, or that of an executor with several threads; the result is consumed."""
+"""Processes chunks: the builtin ``map``, or ``map`` of a thread pool. The caller consumes the result."""
 
 
 def decode(
@@ -41,11 +41,19 @@ def decode(
     where: str = "frame",
     mapped: Mapper = map,
 ) -> memoryview:
-    """Return the plain bytes of a payload; for codec identity that is the payload itself, without a copy.
+    """Return the plain bytes of a payload. For codec identity, return the payload itself, without a copy.
 
-    ``base`` is the plain bytes of the partition ``descriptor.base_digest``, whose digest was checked; ``where`` names
-    the frame in errors. The digest of the result is for the caller to check. A payload that breaks a rule of its codec,
-    or does not fit the base, raises the FormatError of its kind.
+    The caller checks the digest of the result.
+
+    Args:
+        descriptor: descriptor of the frame.
+        payload: its payload.
+        base: plain bytes of the partition ``descriptor.base_digest``, whose digest was checked.
+        where: the frame in error messages.
+        mapped: runs the chunks.
+
+    Raises:
+        FormatError: the payload breaks a rule of its codec, or does not fit the base.
     """
     length = descriptor.plain_length
     if descriptor.codec == registry.CODEC_IDENTITY:
@@ -60,10 +68,10 @@ def decode(
             f"{where}: codec {descriptor.codec} ({name}) is not supported: install a newer asymcheck"
         )
     if base is None:
-        raise StructureError(f"{where}: its base, partition {descriptor.base_digest.hex()}, is not there to decode it")
+        raise StructureError(f"{where}: cannot decode without the base, partition {descriptor.base_digest.hex()}")
     if descriptor.codec == registry.CODEC_DELTA:
         if len(base) != length:
-            raise StructureError(f"{where}: a delta of {length} bytes against a base of {len(base)}")
+            raise StructureError(f"{where}: delta of {length} bytes against a base of {len(base)} bytes")
         return _decode_planes(payload, length, np.frombuffer(base, dtype=np.uint8), where, mapped)
     return decode_derived(payload, length, base, where)
 
@@ -74,79 +82,79 @@ def _decode_planes(
     tables = container.decode_tables(payload, plain_length, where)
     plain = np.empty(plain_length, dtype=np.uint8)
 
-    def fill(number: int) -> None:
+    def decode_chunk(number: int) -> None:
         chunk = tables.layout.chunk(number)
-        words = _words(payload, tables, chunk, where)
+        words = _read_planes(payload, tables, chunk, where)
         if base is not None:
-            older = planes.as_words(base[chunk.start : chunk.end], chunk.width)
-            words = planes.applied(words, older, is_float=chunk.is_float)
+            base_words = planes.as_words(base[chunk.start : chunk.end], chunk.width)
+            words = planes.apply_difference(words, base_words, is_float=chunk.is_float)
         elif chunk.is_float:
             words = planes.rotated_back(words)
         planes.as_words(plain[chunk.start : chunk.end], chunk.width)[:] = words
 
-    for _ in mapped(fill, range(len(tables.layout))):
+    for _ in mapped(decode_chunk, range(len(tables.layout))):
         pass
     return plain.data
 
 
-def _words(payload: memoryview, tables: Tables, chunk: Chunk, where: str) -> Words:
-    """Return the elements of a chunk as their planes give them."""
+def _read_planes(payload: memoryview, tables: Tables, chunk: Chunk, where: str) -> Words:
     count = chunk.length // chunk.width
-    found: list[Bytes | int] = []
+    chunk_planes: list[Bytes | int] = []
     for entry in range(chunk.entry, chunk.entry + chunk.width):
         encoding, value, start = int(tables.encodings[entry]), int(tables.values[entry]), int(tables.offsets[entry])
         if encoding == container.CONSTANT:
-            found.append(value)
+            chunk_planes.append(value)
             continue
         data: bytes | memoryview = payload[start : start + value]
         if encoding == container.ZSTD:
             data = zstd.decompress(data, count, f"{where}: plane {entry}")
-        found.append(np.frombuffer(data, dtype=np.uint8))
-    return planes.join(found, count)
+        chunk_planes.append(np.frombuffer(data, dtype=np.uint8))
+    return planes.join(chunk_planes, count)
 
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """The frames from the partition that is wanted down to the one that is decoded now."""
+    """The frames from the requested partition down to the frame that is decoded now."""
 
     names: tuple[Digest, ...] = ()
     deltas: int = 0
     lost: set[tuple[Digest, int]] = dataclasses.field(default_factory=set, compare=False)
-    """Bases that could not be had below so many deltas, on any way down from the same partition."""
+    """Unreadable bases, each with the number of deltas above it, shared by all chains of one partition."""
 
     def below(self, frame: FrameDescriptor, where: str) -> Chain:
         """Return the chain for the base of ``frame``.
 
         Raises:
-            BaseDamagedError: the frame is derived and somebody's base, the chain is too long, or leads back.
+            BaseDamagedError: a derived frame is used as a base, the chain is too long, or the chain is a cycle.
         """
         names = (*self.names, frame.digest)
         deltas = self.deltas + (frame.kind == registry.KIND_DELTA)
         if frame.kind == registry.KIND_DERIVED and self.names:
-            raise BaseDamagedError(f"{where}: a derived partition is a base")
+            raise BaseDamagedError(f"{where}: a derived partition is used as a base")
         if deltas > registry.DELTA_DEPTH_MAX:
-            raise BaseDamagedError(f"{where}: a chain of more than {registry.DELTA_DEPTH_MAX} deltas")
+            raise BaseDamagedError(f"{where}: the chain of bases has more than {registry.DELTA_DEPTH_MAX} deltas")
         if frame.base_digest in names:
-            raise BaseDamagedError(f"{where}: its chain of bases leads back to {frame.base_digest.hex()}")
+            raise BaseDamagedError(f"{where}: the chain of bases leads back to {frame.base_digest.hex()}")
         return Chain(names, deltas, self.lost if self.names else set())
 
 
-_WANTED = Chain()
+_START = Chain()
 
 BaseReader = Callable[[Digest, Chain], memoryview]
-"""Returns the plain bytes of a base, whose digest was checked, or raises what is wrong with it."""
+"""Returns the plain bytes of a base, with a checked digest, or raises the reason why it is unreadable."""
 
 FrameReader = Callable[[], tuple[FrameDescriptor, memoryview, str]]
-"""Reads and checks one frame: its descriptor, its payload, and its name in errors."""
+"""Reads and checks one frame. Returns its descriptor, its payload, and its name in errors."""
 
 
 def base_reader(copies_of: Callable[[Digest], Iterable[FrameReader]]) -> BaseReader:
-    """Return a reader of bases that takes the first copy which is intact, and has intact bases itself."""
+    """Return a reader that decodes the first intact copy of a base. The bases of that copy must be intact, too."""
 
     def read(name: Digest, chain: Chain) -> memoryview:
         if (name, chain.deltas) in chain.lost:
-            # Each copy of each frame above asks for it again: of a few in each place, that would be millions of ways.
-            raise BaseDamagedError("as was said of another copy")
+            # Every copy of every frame above asks for this base again. Without this check, a few copies of each frame
+            # would lead to millions of attempts.
+            raise BaseDamagedError("the base is unreadable, as reported for another copy")
         problems = []
         for copy in copies_of(name):
             try:
@@ -157,19 +165,19 @@ def base_reader(copies_of: Callable[[Digest], Iterable[FrameReader]]) -> BaseRea
             except (FormatError, RecoveryError, StorageError) as error:
                 problems.append(str(error))
         chain.lost.add((name, chain.deltas))
-        raise BaseDamagedError("; ".join(problems) or "it lies in no readable pack")
+        raise BaseDamagedError("; ".join(problems) or "no readable pack stores it")
 
     return read
 
 
 def decode_checked(
-    name: Digest, frame: FrameDescriptor, payload: memoryview, where: str, read_base: BaseReader, chain: Chain = _WANTED
+    name: Digest, frame: FrameDescriptor, payload: memoryview, where: str, read_base: BaseReader, chain: Chain = _START
 ) -> memoryview:
-    """Return the plain bytes of a checked frame, which have the digest ``name``; its base is read where it has one.
+    """Decode a checked frame, with its base if it has one, and compare the plain bytes with the digest ``name``.
 
     Raises:
-        BaseDamagedError: the base cannot be had; the message names both.
-        FormatError: of the kind that fits.
+        BaseDamagedError: the base is unreadable. The message names the partition and the base.
+        FormatError: the payload is damaged, or the plain bytes have another digest.
     """
     base = None
     if frame.kind != registry.KIND_FULL:

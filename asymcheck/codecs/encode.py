@@ -1,4 +1,4 @@
-"""Encoding: a payload for the plain bytes of a partition, and the descriptor that goes with it."""
+"""Encode the plain bytes of a partition into a payload and a frame descriptor."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from asymcheck.format.frame import FrameDescriptor
 from asymcheck.types import Digest
 
 CHUNK_BYTES = 1 << 19
-"""Plain bytes that one call works on. Measured: shorter pieces pack worse by the zstd tables in each, longer ones leave
-the cache (docs/decisions/0014)."""
+"""Plain bytes per chunk. Measured: smaller chunks compress worse (each has its own zstd tables), larger ones leave the
+cache (docs/decisions/0014)."""
 
 _SAMPLE_BYTES = 8192
-# Bits of a byte that are worth the work: 2 % of eight. Of a sample that long, noise shows 7.98.
-_WORTH_BITS = 7.84
-_WORTH = 0.98
+# Compression must save at least 2 %. Random bytes show an entropy of 7.98 bits in a sample of this length.
+_ENTROPY_BITS_MAX = 7.84
+_RATIO_MAX = 0.98
 
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """A partition ready to be stored."""
+    """An encoded partition."""
 
     descriptor: FrameDescriptor
     parts: tuple[Buffer, ...]
 
-    def write_to(self, room: memoryview) -> None:
-        """Copy the payload to where it goes, ``descriptor.stored_length`` bytes."""
+    def write_to(self, buffer: memoryview) -> None:
+        """Copy the payload, ``descriptor.stored_length`` bytes, to the start of a buffer."""
         start = 0
         for part in self.parts:
-            room[start : start + len(part)] = part
+            buffer[start : start + len(part)] = part
             start += len(part)
 
     def payload(self) -> bytes:
-        """Return the payload in one piece."""
+        """Return the payload as one bytes object."""
         return b"".join(self.parts)
 
 
 _Packed = list[tuple[int, Buffer]]
-"""Of every plane of a chunk: its word in the table, and its data."""
+"""Table entry and data of every plane of a chunk."""
 
 Mapper = Callable[[Callable[[int], _Packed], Iterable[int]], Iterable[_Packed]]
-"""How chunks are worked off, in order: the builtin ``map``, or that of an executor with several threads."""
+"""Processes chunks in order: the builtin ``map``, or ``map`` of a thread pool."""
 
 
 def encode_zstd(name: Digest, plain: memoryview) -> Encoded:
@@ -66,10 +66,10 @@ def encode_planes(
     chunk_bytes: int = CHUNK_BYTES,
     mapped: Mapper = map,
 ) -> Encoded:
-    """Encode with codec byte-planes: floats and integers plane by plane, each stored in the shortest way.
+    """Encode with codec byte-planes. Each plane is stored raw, compressed, or as one repeated byte.
 
     Raises:
-        InvalidInputError: the segments are not those of ``plain``.
+        InvalidInputError: the segments do not fit ``plain``.
     """
     data = np.frombuffer(plain, dtype=np.uint8)
 
@@ -91,18 +91,18 @@ def encode_delta(
     chunk_bytes: int = CHUNK_BYTES,
     mapped: Mapper = map,
 ) -> Encoded:
-    """Encode with codec ordered-integer-delta, against a base of the same length; ``base_name`` is its digest.
+    """Encode with codec ordered-integer-delta against a base of the same length. ``base_name`` is the base's digest.
 
     Raises:
-        InvalidInputError: the base has another length, or the segments are not those of ``plain``.
+        InvalidInputError: the base has another length, or the segments do not fit ``plain``.
     """
     if len(base) != len(plain):
-        raise InvalidInputError(f"a base of {len(base)} bytes for a partition of {len(plain)}: give one as long")
-    data, older = np.frombuffer(plain, dtype=np.uint8), np.frombuffer(base, dtype=np.uint8)
+        raise InvalidInputError(f"delta of {len(plain)} bytes against a base of {len(base)} bytes: pass one as long")
+    data, base_data = np.frombuffer(plain, dtype=np.uint8), np.frombuffer(base, dtype=np.uint8)
 
     def rows(chunk: container.Chunk) -> Bytes:
-        target, of_base = (planes.as_words(side[chunk.start : chunk.end], chunk.width) for side in (data, older))
-        return planes.split(planes.difference(target, of_base, is_float=chunk.is_float))
+        target, base_words = (planes.as_words(side[chunk.start : chunk.end], chunk.width) for side in (data, base_data))
+        return planes.split(planes.difference(target, base_words, is_float=chunk.is_float))
 
     parts = _pack_chunks(len(data), segments, chunk_bytes, rows, mapped)
     return _encoded(name, plain, registry.CODEC_DELTA, parts, base_name)
@@ -111,9 +111,9 @@ def encode_delta(
 def encode_derived(
     name: Digest, plain: memoryview, dtype: int, base_name: Digest, base: memoryview, offset: int
 ) -> Encoded | None:
-    """Encode with codec derived-round-to-nearest, or return None where the bytes are not the rounded base.
+    """Encode with codec derived-round-to-nearest, or return None if ``plain`` is not the rounded base.
 
-    ``dtype`` is ``rounding.BFLOAT16`` or ``FLOAT16``; the float32 elements begin at byte ``offset`` of the base.
+    ``dtype`` is ``derived.BFLOAT16`` or ``derived.FLOAT16``. The float32 elements begin at byte ``offset`` of the base.
     """
     if len(plain) % 2 or offset + 2 * len(plain) > len(base):
         return None
@@ -134,19 +134,21 @@ def _encoded(
 def _pack_chunks(
     length: int, segments: Sequence[Segment], chunk_bytes: int, rows: Callable[[container.Chunk], Bytes], mapped: Mapper
 ) -> list[Buffer]:
-    joined = container.merged(segments, chunk_bytes)
-    if sum(segment.length for segment in joined) != length or any(one.length % one.width for one in joined):
-        raise InvalidInputError(f"segments {joined} are not those of a partition of {length} bytes")
-    table = container.rows_of(joined)
+    joined = container.merge_segments(segments, chunk_bytes)
+    if sum(segment.length for segment in joined) != length or any(segment.length % segment.width for segment in joined):
+        raise InvalidInputError(
+            f"segments {joined} do not fit a partition of {length} bytes: pass those of its tensors"
+        )
+    table = container.segment_table(joined)
     layout = container.cut(table, chunk_bytes)
     packed = mapped(lambda number: [_pack_plane(plane) for plane in rows(layout.chunk(number))], range(len(layout)))
-    found = [one for chunk in packed for one in chunk]
-    tables = container.encode_tables(table, chunk_bytes, [entry for entry, _ in found])
-    return [tables, *(data for _, data in found if len(data))]
+    plane_data = [plane for chunk in packed for plane in chunk]
+    tables = container.encode_tables(table, chunk_bytes, [entry for entry, _ in plane_data])
+    return [tables, *(data for _, data in plane_data if len(data))]
 
 
 def _pack_plane(plane: Bytes) -> tuple[int, Buffer]:
-    """Store a plane as one byte, as a Zstandard frame where that is worth it, or as it is."""
+    """Return the table entry and the data of a plane: constant, compressed if that saves 2 %, or raw."""
     raw = plane.data
     first = int(plane[0])
     if first == plane[-1] and bool((plane == first).all()):
@@ -154,24 +156,24 @@ def _pack_plane(plane: Bytes) -> tuple[int, Buffer]:
     effort = _effort(plane)
     if effort is not None:
         packed = zstd.compress(raw, effort)
-        if len(packed) < _WORTH * len(plane):
+        if len(packed) < _RATIO_MAX * len(plane):
             return container.plane_entry(container.ZSTD, len(packed)), packed
     return container.plane_entry(container.RAW, len(plane)), raw
 
 
 def _effort(plane: Bytes) -> Effort | None:
-    """Look at a piece from the middle: what a plane is worth; None for noise."""
+    """Choose the compression effort from a sample in the middle of a plane; return None for incompressible bytes."""
     if len(plane) < 2 * _SAMPLE_BYTES:
         return Effort.REPEATS
     start = (len(plane) - _SAMPLE_BYTES) // 2
     sample = plane[start : start + _SAMPLE_BYTES]
     repeats = len(zstd.compress(sample.data, Effort.REPEATS))
     if repeats >= _SAMPLE_BYTES:
-        # Neither repeats nor frequent bytes: three planes of four, and this is the quickest way to see it.
+        # No repeats and no frequent bytes. Three of four planes end here, and this is the fastest test.
         return None
     counts = np.bincount(sample, minlength=256)
     shares = counts[counts > 0] / _SAMPLE_BYTES
     bits = float(-(shares * np.log2(shares)).sum())
     if repeats < 0.9 * bits / 8 * _SAMPLE_BYTES:
         return Effort.REPEATS
-    return Effort.SYMBOLS if bits < _WORTH_BITS else None
+    return Effort.SYMBOLS if bits < _ENTROPY_BITS_MAX else None

@@ -1,4 +1,4 @@
-"""Elements as integers: their byte planes, and differences in the order of their values (SPEC.md §12.2, 12.3)."""
+"""Byte planes of elements, and zig-zag differences of elements in value order (SPEC.md §12.2, §12.3)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.unsignedinteger[Any]]
 
-# Comparisons of 8-byte integers take eight times as long as those of 4-byte ones.
-_COMPARED_BYTES_MAX = 4
+# Comparing 8-byte integers takes eight times as long as comparing 4-byte integers.
+_FAST_COMPARE_BYTES_MAX = 4
 
 
 def as_words(chunk: Bytes, width: int) -> Words:
-    """Return bytes as unsigned little-endian integers of ``width`` bytes, without a copy."""
+    """View bytes as unsigned little-endian integers of ``width`` bytes, without a copy."""
     words: Words = chunk.view(np.dtype(f"<u{width}"))
     return words
 
 
 def rotated(words: Words) -> Words:
-    """Rotate each element left by one bit: the sign goes last, so that the exponent fills the first byte."""
+    """Rotate each element left by one bit. The sign becomes the lowest bit, and the exponent fills the highest byte."""
     one, rest = words.dtype.type(1), words.dtype.type(8 * words.itemsize - 1)
     result: Words = np.left_shift(words, one)
     result |= np.right_shift(words, rest)
@@ -37,17 +37,17 @@ def rotated_back(words: Words) -> Words:
 
 
 def split(words: Words) -> Bytes:
-    """Return the planes as rows, the least significant bytes first."""
+    """Return the planes as rows, starting with the least significant bytes."""
     planes = np.empty((words.itemsize, len(words)), dtype=np.uint8)
     _split_into(words, planes)
     return planes
 
 
 def _split_into(words: Words, planes: Bytes) -> None:
-    """Halve the elements until they are bytes.
+    """Split the elements into halves until they are bytes.
 
-    Whole elements shifted and narrowed run in vector registers, and each halving leaves half as many bytes to go
-    over; a strided copy of bytes takes three times as long.
+    Shifting and narrowing whole elements uses vector registers, and each step halves the bytes to process. A strided
+    copy of bytes takes three times as long.
     """
     if words.itemsize == 1:
         np.copyto(planes[0], words)
@@ -65,19 +65,16 @@ def _split_into(words: Words, planes: Bytes) -> None:
 
 def split_rotated(words: Words) -> Bytes:
     """Return the planes of :func:`rotated` elements."""
-    if words.itemsize > _COMPARED_BYTES_MAX:
+    if words.itemsize > _FAST_COMPARE_BYTES_MAX:
         return split(rotated(words))
-    # Doubled, they lack the sign only, and to compare is cheaper than to shift it down.
+    # Doubling shifts out the sign only. A comparison restores it faster than a shift.
     planes = split(np.add(words, words))
     planes[0] |= np.less(words.view(np.dtype(f"<i{words.itemsize}")), 0).view(np.uint8)
     return planes
 
 
 def join(planes: list[Bytes | int], count: int) -> Words:
-    """Return ``count`` elements made of planes; a plane is a row of bytes, or one byte that it repeats.
-
-    The result may be one of the planes.
-    """
+    """Join planes (rows of bytes, or one repeated byte) into ``count`` elements. May return the memory of a plane."""
     dtype = np.dtype(f"<u{len(planes)}")
     constant = [plane for plane in planes if isinstance(plane, int)]
     if len(constant) == len(planes):
@@ -92,7 +89,7 @@ def join(planes: list[Bytes | int], count: int) -> Words:
 
 
 def _signed_shift(words: Words) -> Words:
-    """Return all ones for each element whose first bit is set, else zero."""
+    """Return all ones for each element with its highest bit set, else zero."""
     signed = words.view(np.dtype(f"<i{words.itemsize}"))
     bits = signed.dtype.type(8 * words.itemsize - 1)
     result: Words = np.right_shift(signed, bits).view(words.dtype)
@@ -100,7 +97,7 @@ def _signed_shift(words: Words) -> Words:
 
 
 def in_order(words: Words) -> Words:
-    """Map floats, sign and magnitude, to two's complement integers of the same order; it undoes itself."""
+    """Map floats to two's complement integers of the same order. The mapping is its own inverse."""
     mask = _signed_shift(words)
     np.right_shift(mask, words.dtype.type(1), out=mask)
     mask ^= words
@@ -108,7 +105,7 @@ def in_order(words: Words) -> Words:
 
 
 def difference(target: Words, base: Words, *, is_float: bool) -> Words:
-    """Return target minus base modulo 2^w, zig-zag: 0, -1, 1, -2 become 0, 1, 2, 3."""
+    """Return target minus base modulo 2^b in zig-zag form: 0, -1, 1, -2 become 0, 1, 2, 3."""
     if is_float:
         target, base = in_order(target), in_order(base)
     delta: Words = np.subtract(target, base)
@@ -118,8 +115,8 @@ def difference(target: Words, base: Words, *, is_float: bool) -> Words:
     return result
 
 
-def applied(zigzag: Words, base: Words, *, is_float: bool) -> Words:
-    """Undo :func:`difference`: return the target."""
+def apply_difference(zigzag: Words, base: Words, *, is_float: bool) -> Words:
+    """Undo :func:`difference` and return the target."""
     one = zigzag.dtype.type(1)
     sign = np.bitwise_and(zigzag, one)
     np.negative(sign, out=sign)

@@ -1,5 +1,5 @@
-"""The store format, SPEC.md in code: bytes and names to values and back.
+"""The store format of SPEC.md in code: encode and decode files, records and names.
 
-Functions that read take `where`, the name of the structure in errors, and raise the FormatError that fits when bytes
-break a rule. Times (`created_ns`) are nanoseconds since 1970-01-01 UTC, `writer` is the name and version of a program.
+Decoding functions take ``where``, the name of the structure in error messages. They raise a FormatError if the bytes
+break a rule. Times (``created_ns``) are nanoseconds since 1970-01-01 UTC. ``writer`` is a program's name and version.
 """

@@ -1,4 +1,7 @@
-"""Keys and values of the catalog (SPEC.md §7.5). Every value ends in a sum8 over its key and the rest of it."""
+"""Encode and decode keys and values of the catalog (SPEC.md §7.5).
+
+Every value ends in a sum8 over its key and the rest of the value.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +20,25 @@ _SIZE = struct.Struct("<Q")
 
 
 def seal(key: bytes, body: bytes) -> bytes:
-    """Return a value: its body and the checksum that binds it to its key."""
+    """Append the checksum over ``key`` and ``body`` to ``body``."""
     return body + sum8(key + body)
 
 
 def unseal(key: bytes, value: bytes) -> bytes | None:
-    """Return the body of a value, or None when the checksum is wrong: the entry then counts as absent."""
-    body, own = value[:-8], value[-8:]
-    return body if own == sum8(key + body) else None
+    """Return the body of a value, or None if the checksum is wrong. Readers ignore such an entry."""
+    body, own_sum = value[:-8], value[-8:]
+    return body if own_sum == sum8(key + body) else None
 
 
-def encode_location(digest: bytes, at: Location) -> bytes:
-    """Return the value of a partition."""
-    where = at.pack_id, at.offset, at.stored_length, at.plain_length
-    encoding = at.base_digest, at.kind, at.codec, at.digest_algorithm
-    return seal(digest, PARTITION.pack(*where, *encoding, bytes(5), bytes(8))[:-8])
+def encode_location(digest: bytes, location: Location) -> bytes:
+    """Return the value of a partition entry."""
+    place = location.pack_id, location.offset, location.stored_length, location.plain_length
+    encoding = location.base_digest, location.kind, location.codec, location.digest_algorithm
+    return seal(digest, PARTITION.pack(*place, *encoding, bytes(5), bytes(8))[:-8])
 
 
 def decode_location(digest: bytes, value: bytes) -> Location | None:
-    """Return where a partition lies, or None for a damaged entry."""
+    """Return the location of a partition, or None for a damaged entry."""
     body = unseal(digest, value)
     if body is None or len(value) != PARTITION.size:
         return None
@@ -46,7 +49,7 @@ def decode_location(digest: bytes, value: bytes) -> Location | None:
 
 
 def encode_pack_entry(pack_id: bytes, state: int, frame_count: int, pack_length: int) -> bytes:
-    """Return the value of a pack."""
+    """Return the value of a pack entry."""
     return seal(pack_id, PACK.pack(state, bytes(7), frame_count, pack_length, bytes(8))[:-8])
 
 
@@ -59,12 +62,12 @@ def decode_pack_state(pack_id: bytes, value: bytes) -> int | None:
 
 
 def manifest_key(run: str, ref: CheckpointRef, name: ManifestName) -> bytes:
-    """Return the key of a manifest."""
+    """Return the key of a manifest entry."""
     return f"{run}/{checkpoint_name(ref)}/{name}".encode("ascii")
 
 
 def encode_manifest_entry(key: bytes, size: int) -> bytes:
-    """Return the value of a manifest: its size in bytes."""
+    """Return the value of a manifest entry, which is the file size in bytes."""
     return seal(key, _SIZE.pack(size))
 
 
@@ -74,12 +77,12 @@ def pin_key(save_id: SaveId, rank: int) -> bytes:
 
 
 def encode_pin(key: bytes, owner: Owner, packs: Sequence[PackId]) -> bytes:
-    """Return the value of a pin: who holds which packs."""
+    """Return the value of a pin: its owner and the pinned packs."""
     return seal(key, canonical_json({"owner": vars(owner), "packs": sorted(pack.hex() for pack in packs)}))
 
 
 def decode_pin(key: bytes, value: bytes) -> tuple[Owner, list[PackId]] | None:
-    """Return who holds which packs, or None for a damaged entry."""
+    """Return the owner and the pinned packs, or None for a damaged entry."""
     body = unseal(key, value)
     if body is None:
         return None

@@ -1,4 +1,4 @@
-"""The digest that names partitions, and the short checksum derived from it (SPEC.md §5)."""
+"""Compute digests (xxh3-128) and the checksum sum8 (SPEC.md §5)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import xxhash
 from asymcheck.types import Digest
 
 Buffer = bytes | bytearray | memoryview
-"""Types that are hashed without a copy."""
+"""Bytes that are hashed without a copy."""
 
 ZERO_DIGEST = bytes(16)
 
 
 def digest(data: Buffer) -> Digest:
-    """Return the xxh3-128 of ``data`` (16 bytes, canonical order). Releases the GIL for large data."""
+    """Return the xxh3-128 hash of ``data`` (16 bytes, canonical order). Releases the GIL for large data."""
     return Digest(xxhash.xxh3_128_digest(data))
 
 
@@ -30,7 +30,7 @@ def sum8(data: Buffer) -> bytes:
 
 
 def sum8_of(parts: Iterable[Buffer]) -> bytes:
-    """Return the sum8 of bytes in several parts."""
+    """Return the sum8 of the concatenation of ``parts``."""
     state = xxhash.xxh3_128()
     for part in parts:
         state.update(part)

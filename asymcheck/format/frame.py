@@ -1,4 +1,4 @@
-"""Frames: one encoded partition as stored (SPEC.md §7.1)."""
+"""Encode and check frames: the stored form of a partition (SPEC.md §7.1)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NO_PARAMETERS = bytes(12)
 
 @dataclasses.dataclass(frozen=True)
 class FrameDescriptor:
-    """The part of a frame's header that is the same in every tier."""
+    """The part of a frame header that is the same in every tier."""
 
     digest: Digest
     """Digest of the plain bytes."""
@@ -41,15 +41,15 @@ class FrameDescriptor:
     codec: int = registry.CODEC_IDENTITY
     digest_algorithm: int = registry.DIGEST_XXH3_128
     base_digest: bytes = ZERO_DIGEST
-    """Digest of the base partition; zero when there is none."""
+    """Digest of the base partition; zero if the frame has no base."""
     codec_parameters: bytes = _NO_PARAMETERS
-    """12 bytes that the codec defines."""
+    """12 bytes defined by the codec."""
     payload_shift: int = 0
     """Bytes from the frame's second block to the payload, fewer than a block; 0 for a small frame."""
 
     @classmethod
     def identity(cls, digest: Digest, length: int, shift: int = 0) -> FrameDescriptor:
-        """Describe a partition stored as it is: its payload's sum8 is part of the digest already."""
+        """Describe a partition stored with codec identity. The sum8 of its payload is part of the digest."""
         return cls(digest, length, length, digest[8:], payload_shift=shift)
 
     @property
@@ -65,7 +65,7 @@ class FrameDescriptor:
 
 @dataclasses.dataclass(frozen=True)
 class FrameHeader:
-    """A whole frame header: the descriptor, and where the frame was stamped to lie."""
+    """A frame header: the descriptor and the placement."""
 
     descriptor: FrameDescriptor
     place_id: PackId
@@ -89,22 +89,22 @@ def encode_header(descriptor: FrameDescriptor, place_id: PackId, sequence: int) 
     version = registry.FRAME_MAGIC, registry.FORMAT_WRITE
     encoding = descriptor.kind, descriptor.codec, descriptor.digest_algorithm, _RESERVED
     payload = descriptor.digest, descriptor.plain_length, descriptor.stored_length, descriptor.stored_sum
-    rest = descriptor.base_digest, descriptor.payload_offset, descriptor.codec_parameters, bytes(8)
-    summed = DESCRIPTOR.pack(*version, *encoding, *payload, *rest)[:_SUMMED_BYTES]
-    checked = summed + sum8(summed)
-    place = PLACEMENT.pack(place_id, sequence, bytes(8))[:24]
-    return checked + place + sum8(checked[_SUMMED_BYTES:] + place)
+    base_fields = descriptor.base_digest, descriptor.payload_offset, descriptor.codec_parameters, bytes(8)
+    summed = DESCRIPTOR.pack(*version, *encoding, *payload, *base_fields)[:_SUMMED_BYTES]
+    with_sum = summed + sum8(summed)
+    placement = PLACEMENT.pack(place_id, sequence, bytes(8))[:24]
+    return with_sum + placement + sum8(with_sum[_SUMMED_BYTES:] + placement)
 
 
 def decode_header(data: Buffer, where: str) -> FrameHeader:
-    """Read and check a frame header; ``where`` names the frame in errors."""
+    """Read and check a frame header. ``where`` names the frame in errors."""
     if len(data) < HEADER_BYTES:
         raise TruncatedError(f"{where}: header has {len(data)} of {HEADER_BYTES} bytes")
     raw = bytes(data[:HEADER_BYTES])
     fields = DESCRIPTOR.unpack_from(raw)
     magic, _, kind, codec, algorithm, reserved, name, plain, stored, stored_sum, base, offset, params, own_sum = fields
     if magic != registry.FRAME_MAGIC:
-        raise BadMagicError(f"{where}: no frame begins here")
+        raise BadMagicError(f"{where}: not a frame (wrong magic)")
     check_binary_version(raw[:_SUMMED_BYTES], own_sum, where)
     if own_sum != sum8(raw[:_SUMMED_BYTES]):
         raise ChecksumError(f"{where}: header checksum mismatch")
@@ -127,49 +127,49 @@ def decode_header(data: Buffer, where: str) -> FrameHeader:
 
 
 def check_encoding(kind: int, codec: int, algorithm: int, where: str) -> None:
-    """Refuse frame kinds, codecs and digest algorithms that this program does not know, or that do not go together."""
-    for what, number, known, names in (
+    """Refuse an unsupported frame kind, codec or digest algorithm, or a codec that the kind does not allow."""
+    for field, number, supported, names in (
         ("frame kind", kind, registry.SUPPORTED_KINDS, registry.FRAME_KINDS),
         ("digest algorithm", algorithm, registry.SUPPORTED_DIGESTS, registry.DIGESTS),
         ("codec", codec, registry.SUPPORTED_CODECS, registry.CODECS),
     ):
-        if number not in known:
+        if number not in supported:
             name = names.get(number, "unknown")
             raise UnsupportedCodecError(
-                f"{where}: {what} {number} ({name}) is not supported: install a newer asymcheck"
+                f"{where}: {field} {number} ({name}) is not supported: install a newer asymcheck"
             )
     if codec not in registry.CODECS_OF_KIND[kind]:
-        raise StructureError(f"{where}: a {registry.FRAME_KINDS[kind]} frame with codec {registry.CODECS[codec]}")
+        raise StructureError(f"{where}: {registry.FRAME_KINDS[kind]} frame cannot have codec {registry.CODECS[codec]}")
 
 
 def check_base(kind: int, name: bytes, base: bytes, where: str) -> None:
-    """Refuse a full frame with a base, and another without one or that is its own."""
+    """Refuse a full frame with a base, another frame without one, and a frame that is its own base."""
     if (base == ZERO_DIGEST) != (kind == registry.KIND_FULL):
-        raise StructureError(f"{where}: a {registry.FRAME_KINDS[kind]} frame whose base is {base.hex()}")
+        raise StructureError(f"{where}: {registry.FRAME_KINDS[kind]} frame cannot have base {base.hex()}")
     if kind != registry.KIND_FULL and base == name:
         raise StructureError(f"{where}: the frame is its own base")
 
 
 def check_lengths(plain: int, stored: int, codec: int, where: str) -> None:
-    """Refuse lengths beyond the limits, before anything is allocated."""
+    """Refuse lengths beyond the limits, before memory is allocated."""
     if plain > registry.PARTITION_BYTES_MAX or stored > registry.FRAME_STORED_BYTES_MAX:
-        raise LimitError(f"{where}: {plain} plain and {stored} stored bytes are beyond the limits")
+        raise LimitError(f"{where}: {plain} plain and {stored} stored bytes exceed the limits")
     if plain < 1 or stored < 1:
-        raise StructureError(f"{where}: {plain} plain and {stored} stored bytes: a frame holds at least one")
+        raise StructureError(f"{where}: {plain} plain and {stored} stored bytes, a frame has at least one")
     if codec == registry.CODEC_IDENTITY and plain != stored:
         raise StructureError(f"{where}: codec identity with {plain} plain and {stored} stored bytes")
 
 
 def check_shift(shift: int, stored: int, where: str) -> None:
-    """Refuse a payload that begins where none of so many bytes may."""
+    """Refuse a payload shift that a payload of this length cannot have."""
     if shift and (stored < registry.ALIGNED_PAYLOAD_MIN_BYTES or not 0 < shift < registry.BLOCK_BYTES):
-        raise StructureError(f"{where}: payload shift {shift} does not belong to {stored} stored bytes")
+        raise StructureError(f"{where}: payload shift {shift} is not allowed for {stored} stored bytes")
 
 
 def check_frame(data: memoryview, pack_id: PackId, sequence: int, where: str) -> tuple[FrameDescriptor, memoryview]:
-    """Check a whole frame as read from a pack, all but the plain digest, and return its descriptor and payload.
+    """Check a frame of a pack and return its descriptor and payload.
 
-    ``data`` is the frame with its padding. The caller decodes the payload and compares the digest.
+    ``data`` is the frame with its padding. The caller decodes the payload and compares the digest of the plain bytes.
     """
     descriptor = check_header(data, len(data), pack_id, sequence, where)
     start, end = descriptor.payload_offset, descriptor.payload_offset + descriptor.stored_length
@@ -181,11 +181,7 @@ def check_frame(data: memoryview, pack_id: PackId, sequence: int, where: str) ->
 
 
 def check_header(data: memoryview, length: int, pack_id: PackId, sequence: int, where: str) -> FrameDescriptor:
-    """Check the header at the beginning of ``data``, of a frame in a place for ``length`` bytes of a pack.
-
-    Raises:
-        FormatError: of the kind that fits.
-    """
+    """Check the header of a frame to which the pack index gives ``length`` bytes."""
     header = decode_header(data, where)
     if header.place_id != pack_id or header.sequence != sequence:
         raise StructureError(
@@ -193,17 +189,13 @@ def check_header(data: memoryview, length: int, pack_id: PackId, sequence: int, 
         )
     needed = header.descriptor.frame_length
     if length < needed:
-        raise TruncatedError(f"{where}: {length} of {needed} bytes")
+        raise TruncatedError(f"{where}: frame has {length} of {needed} bytes")
     if length > needed:
-        raise StructureError(f"{where}: frame of {needed} bytes in a place for {length}")
+        raise StructureError(f"{where}: frame of {needed} bytes, the pack has {length} bytes for it")
     return header.descriptor
 
 
 def check_padding(parts: Iterable[memoryview], where: str) -> None:
-    """Check that the padding of a frame, which is in several parts, is zero.
-
-    Raises:
-        StructureError
-    """
+    """Check that all parts of the padding of a frame are zero."""
     if not all(map(is_zero, parts)):
         raise StructureError(f"{where}: padding is not zero")

@@ -1,4 +1,4 @@
-"""Names of everything in a store, made and parsed in one place (SPEC.md §4)."""
+"""Build and parse the names of files and directories in a store (SPEC.md §4)."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ class ManifestName:
     rank: int
     world_size: int
     digest: Digest
-    """Digest of the file's content."""
+    """Digest of the whole file."""
 
     def __str__(self) -> str:
         return f"{self.rank:05d}-of-{self.world_size:05d}-{self.digest.hex()}.manifest"
 
 
 def check_run(run: object) -> str:
-    """Return ``run`` if it can name a run; else raise InvalidInputError."""
+    """Return ``run`` if it is a valid run name; raise InvalidInputError otherwise."""
     if not isinstance(run, str) or not is_run(run):
         raise InvalidInputError(
-            f"run name {run!r:.100}: use 1 to {registry.RUN_NAME_BYTES_MAX} letters, digits, '.', '_' or '-', "
+            f"invalid run name {run!r:.100}: use 1 to {registry.RUN_NAME_BYTES_MAX} letters, digits, '.', '_' or '-', "
             f"beginning with a letter or digit, and not ending in {TEMPORARY!r}"
         )
     return run
 
 
 def is_run(name: str) -> bool:
-    """Tell whether a directory name can be a run."""
+    """Tell whether a directory name is a valid run name."""
     return _RUN.match(name) is not None and not name.endswith(TEMPORARY)
 
 
@@ -70,18 +70,18 @@ def pack_temporary_name(pack_id: PackId) -> str:
 
 
 def parse_pack_name(name: str) -> PackId | None:
-    """Return the id in the name of a complete pack, or None for another name."""
+    """Return the pack id in the name of a complete pack, or None for another name."""
     match = _PACK.match(name)
     return PackId(bytes.fromhex(match[1])) if match else None
 
 
 def doomed_name(pack_id: PackId, collection: bytes) -> str:
-    """Return the file name of a pack that the collection of these 16 bytes is about to remove from a remote layout."""
+    """Return the file name of a doomed pack of a remote layout; ``collection`` is the 16-byte id of the collection."""
     return f"{pack_id.hex()}.{collection.hex()}.doomed"
 
 
 def parse_doomed_name(name: str) -> PackId | None:
-    """Return the id in the name of a pack that is about to be removed, or None for another name."""
+    """Return the pack id in the name of a doomed pack, or None for another name."""
     match = _DOOMED.match(name)
     return PackId(bytes.fromhex(match[1])) if match else None
 
@@ -97,12 +97,12 @@ def is_record_temporary(name: str) -> bool:
 
 
 def catalog_set_aside_name(time_ns: int) -> str:
-    """Return the directory name of a damaged catalog that gave way to a new one."""
+    """Return the directory name of a damaged catalog that was replaced."""
     return f"{CATALOG}.damaged-{time_ns}{TEMPORARY}"
 
 
 def is_catalog_set_aside(name: str) -> bool:
-    """Tell whether a directory name is that of a damaged catalog."""
+    """Tell whether a directory name is that of a replaced damaged catalog."""
     return _CATALOG_SET_ASIDE.match(name) is not None
 
 
@@ -123,7 +123,7 @@ def checkpoint_name(ref: CheckpointRef) -> str:
 
 
 def parse_checkpoint_name(name: str) -> CheckpointRef | None:
-    """Return the checkpoint that a directory name says, or None for another name."""
+    """Return the checkpoint that a directory name names, or None for another name."""
     match = _CHECKPOINT.match(name)
     if not match or int(match[1]) < 1:
         return None
@@ -131,7 +131,7 @@ def parse_checkpoint_name(name: str) -> CheckpointRef | None:
 
 
 def parse_manifest_name(name: str) -> ManifestName | None:
-    """Return what the name of a manifest says, or None for another name."""
+    """Return the fields of a manifest name, or None for another name."""
     match = _MANIFEST.match(name)
     if not match or int(match[1]) >= int(match[2]):
         return None
@@ -144,6 +144,6 @@ def ring_name(store_id: bytes, ring_id: bytes) -> str:
 
 
 def parse_ring_name(name: str) -> tuple[bytes, bytes] | None:
-    """Return store id and ring id, or None for a foreign name."""
+    """Return the store id and the ring id in the name of a ring, or None for another name."""
     match = _RING.match(name)
     return (bytes.fromhex(match[1]), bytes.fromhex(match[2])) if match else None

@@ -1,4 +1,4 @@
-"""Manifests: Arrow IPC files with one row a tensor, and their columns (SPEC.md §7.3)."""
+"""Build and encode manifests: Arrow IPC files with one row per tensor (SPEC.md §7.3)."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from asymcheck.format.tree import Node, encode_metric
 from asymcheck.types import CheckpointRef, Digest, PackId
 
 # Many methods of Arrow's arrays import pyarrow.compute, and pyarrow.array() of a numpy array imports numpy.ma. Both
-# take tens of milliseconds in every process that saves or restores, so they are not used here.
-_MANY = 4096
-"""Number of rows from which the import pays."""
+# take tens of milliseconds in every process that saves or restores, so this module avoids them.
+_COMPUTE_ROWS_MIN = 4096
+"""Number of rows from which importing pyarrow.compute pays off."""
 
 
 def integer_column(values: npt.NDArray[np.signedinteger]) -> pa.Array:
-    """Return integers as a column of the same width, without a copy of contiguous ones."""
+    """Return integers as a column of the same width. Contiguous arrays are not copied."""
     contiguous = np.ascontiguousarray(values)
     kind = pa.from_numpy_dtype(contiguous.dtype)
     return pa.Array.from_buffers(kind, len(contiguous), [None, pa.py_buffer(contiguous)])
 
 
 def list_offsets(column: pa.ListArray) -> npt.NDArray[np.int64]:
-    """Return where each list of a column begins in its flattened values, and where the last ends."""
+    """Return the start of each list of a column in its flattened values, and the end of the last list."""
     offsets: npt.NDArray[np.int64] = column.offsets.to_numpy().astype(np.int64)
     relative: npt.NDArray[np.int64] = offsets - offsets[0]
     return relative
 
 
 def flattened(column: pa.ListArray) -> pa.Array:
-    """Return the values of all lists of a column, of which none is null, without a copy."""
-    first, last = (column.offsets[place].as_py() for place in (0, -1))
-    return column.values.slice(first, last - first)
+    """Return the values of all lists of a column without nulls, without a copy."""
+    start, end = (column.offsets[index].as_py() for index in (0, -1))
+    return column.values.slice(start, end - start)
 
 
 def fixed_bytes(column: pa.FixedSizeBinaryArray) -> npt.NDArray[np.void]:
@@ -54,7 +54,7 @@ def fixed_bytes(column: pa.FixedSizeBinaryArray) -> npt.NDArray[np.void]:
 
 
 def is_valid(column: pa.Array) -> npt.NDArray[np.bool_]:
-    """Return for each row whether it is not null."""
+    """Return for each row whether its value is not null."""
     bitmap = column.buffers()[0]
     if bitmap is None or not column.null_count:
         return np.full(len(column), fill_value=True)
@@ -65,17 +65,17 @@ def is_valid(column: pa.Array) -> npt.NDArray[np.bool_]:
 
 
 def distinct(column: pa.StringArray) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """Return the values of a column, each once, and for each row the number of its value among them."""
-    if len(column) < _MANY:
-        texts = column.to_pylist()
-        numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
-        return list(numbers), np.array([numbers[text] for text in texts], dtype=np.int64)
+    """Return the distinct values of a column, and the index of each row's value among them."""
+    if len(column) < _COMPUTE_ROWS_MIN:
+        values = column.to_pylist()
+        indices = {value: index for index, value in enumerate(dict.fromkeys(values))}
+        return list(indices), np.array([indices[value] for value in values], dtype=np.int64)
     encoded = column.dictionary_encode()
     return encoded.dictionary.to_pylist(), encoded.indices.to_numpy().astype(np.int64)
 
 
-def picked(column: pa.Array, rows: Sequence[int]) -> list[Any]:
-    """Return some rows as Python values."""
+def take_rows(column: pa.Array, rows: Sequence[int]) -> list[Any]:
+    """Return the given rows of a column as Python values."""
     if len(rows) * 8 < len(column):
         return [column[row].as_py() for row in rows]
     values = column.to_pylist()
@@ -83,7 +83,7 @@ def picked(column: pa.Array, rows: Sequence[int]) -> list[Any]:
 
 
 Column: TypeAlias = pa.Array
-"""The values of one field, by row."""
+"""The values of one field of the schema, by row."""
 _INT_LIST = pa.list_(pa.field("item", pa.int64(), nullable=False))
 _EXTENT = pa.struct(
     [
@@ -109,16 +109,16 @@ SCHEMA = pa.schema(
     ]
 )
 DESCRIBING = SCHEMA.names[:8]
-"""The columns that say what tensors are, not what is in them."""
+"""Columns that describe tensors, without their bytes."""
 
 
 def describing_columns(values: Mapping[str, Sequence[object]]) -> list[Column]:
-    """Return the columns of :data:`DESCRIBING`, of one value a row each."""
+    """Return the columns of :data:`DESCRIBING` from lists of values."""
     return [pa.array(values[name], type=SCHEMA.field(name).type) for name in DESCRIBING]
 
 
 def inline_columns(inline: Sequence[bytes | None]) -> list[Column]:
-    """Return the columns of bytes that stay in the manifest, by row, and of their digests."""
+    """Return the columns ``inline`` and ``inline_digest``."""
     digests = [None if data is None else digest(data) for data in inline]
     return [
         pa.array(inline, type=SCHEMA.field("inline").type),
@@ -133,7 +133,7 @@ def extents_column(
     lengths: npt.NDArray[np.int64],
     partition_lengths: npt.NDArray[np.int64],
 ) -> Column:
-    """Return the column of extents: for row r those from ``starts[r]`` to ``starts[r + 1]`` of the other arrays."""
+    """Return the column of extents. Row r has the extents from ``starts[r]`` to ``starts[r + 1]``."""
     fields = [
         pa.Array.from_buffers(_EXTENT.field("digest").type, len(digests), [None, pa.py_buffer(digests.tobytes())]),
         *(integer_column(values) for values in (offsets, lengths, partition_lengths)),
@@ -147,7 +147,7 @@ METADATA_KEY = b"asymcheck"
 
 @dataclasses.dataclass(frozen=True)
 class Extent:
-    """A byte range of one partition that holds the next bytes of a tensor."""
+    """A byte range of one partition that stores consecutive bytes of a tensor."""
 
     digest: Digest
     offset: int
@@ -159,7 +159,7 @@ class Extent:
 
 @dataclasses.dataclass(frozen=True)
 class TensorRow:
-    """One tensor as the manifest describes it; its bytes are inline or in extents."""
+    """A row of a manifest: one tensor, with its bytes inline or in extents."""
 
     name: str
     aliases: tuple[str, ...]
@@ -171,7 +171,7 @@ class TensorRow:
     nbytes: int
     inline: bytes | None
     extents: tuple[Extent, ...]
-    """Where the bytes lie, in order; empty when inline."""
+    """Byte ranges of partitions, in order; empty for an inline tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,33 +183,33 @@ class ManifestHeader:
     rank: int
     world_size: int
     parent: CheckpointRef | None
-    """The checkpoint before, as the writer knew it."""
+    """The previous checkpoint on the line, as the writer knew it."""
     created_ns: int
     writer: str
     metrics: Mapping[str, float]
     plan: Mapping[str, object]
-    """How the state was cut."""
+    """How the state was cut into partitions."""
     packs: tuple[PackId, ...]
-    """Packs in which the partitions lay at commit; a hint."""
+    """Packs that stored the partitions at commit; a hint."""
     tree: Node
     store_ranks: Spans | None = None
-    """The ranks that save into the store for which it was written; None when all do."""
+    """The ranks that save into the same store; None if all ranks do."""
     elsewhere: bytes = b""
-    """A bit for each of :meth:`Manifest.partitions`, lowest first: whether another store of the job brings it to where
-    all are together. A hint."""
+    """One bit for each of :meth:`Manifest.partitions`, lowest first: whether another store of the job pushes the
+    partition. A hint."""
 
 
 class Manifest:
-    """A checked manifest: its header, and its rows by column."""
+    """A checked manifest: the header, and the rows as columns."""
 
     def __init__(self, header: ManifestHeader, batch: pa.RecordBatch) -> None:
-        """Wrap a record batch that ``manifest_reader`` has checked, or :func:`manifest_of` made."""
+        """Wrap a record batch that ``manifest_reader`` checked or :func:`manifest_of` built."""
         self.header = header
         self._batch = batch
         extents = batch.column("extents")
         flat = flattened(extents)
         self.extent_starts: npt.NDArray[np.int64] = list_offsets(extents)
-        """For row r, its extents are those from ``extent_starts[r]`` to ``extent_starts[r + 1]``."""
+        """Row r has the extents from ``extent_starts[r]`` to ``extent_starts[r + 1]``."""
         self.extent_digests: npt.NDArray[np.void] = fixed_bytes(flat.field("digest"))
         self.extent_offsets: npt.NDArray[np.int64] = flat.field("offset").to_numpy()
         self.extent_lengths: npt.NDArray[np.int64] = flat.field("length").to_numpy()
@@ -241,13 +241,13 @@ class Manifest:
         return roles
 
     def row(self, index: int) -> TensorRow:
-        """Return one row as a value; for many rows use the columns."""
+        """Return one row. Use the columns to read many rows."""
         return self.rows([index])[0]
 
     def rows(self, indices: Sequence[int]) -> list[TensorRow]:
-        """Return some rows as values."""
+        """Return the given rows."""
         names = (name for name in SCHEMA.names if name not in ("inline_digest", "extents"))
-        columns = [picked(self._batch.column(name), indices) for name in names]
+        columns = [take_rows(self._batch.column(name), indices) for name in names]
         rows = []
         values = zip(indices, *columns, strict=True)
         for index, name, aliases, dtype, role, shape, whole, offset, nbytes, inline in values:
@@ -268,34 +268,34 @@ class Manifest:
         )
 
     def partitions(self) -> dict[Digest, int]:
-        """Return every partition that the manifest names, with its plain length."""
+        """Return the digests of all partitions in the manifest, with their plain lengths."""
         digests = self.extent_digests.tobytes()
         size = registry.DIGEST_BYTES
         lengths = self.extent_partition_lengths.tolist()
         return {Digest(digests[i * size : (i + 1) * size]): length for i, length in enumerate(lengths)}
 
     def elsewhere(self) -> set[Digest]:
-        """Return the partitions that another store of the job brings to where all are together, as far as is known."""
+        """Return the partitions that another store of the job pushes, as far as the hint says."""
         bits = np.unpackbits(np.frombuffer(self.header.elsewhere, dtype=np.uint8), bitorder="little").tolist()
         return {name for name, bit in zip(self.partitions(), bits, strict=False) if bit} if bits else set()
 
 
 def elsewhere_bits(partitions: Iterable[Digest], elsewhere: Container[Digest]) -> bytes:
-    """Return :attr:`ManifestHeader.elsewhere` of a manifest with these partitions, of which others have some."""
+    """Return :attr:`ManifestHeader.elsewhere` for a manifest with these partitions."""
     bits = np.array([name in elsewhere for name in partitions], dtype=bool)
     return np.packbits(bits, bitorder="little").tobytes().rstrip(b"\0")
 
 
 def manifest_of(header: ManifestHeader, columns: Sequence[pa.Array]) -> Manifest:
-    """Return a manifest that this program makes itself, of all columns of the schema."""
+    """Build a manifest from all columns of the schema."""
     return Manifest(header, pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
 
 
 def encode(manifest: Manifest, header: ManifestHeader | None = None) -> bytes:
-    """Return the bytes of a manifest file, with another ``header`` if one is given.
+    """Return the bytes of a manifest file; ``header`` replaces the header of the manifest.
 
     Raises:
-        LimitError: it would be too large.
+        LimitError: the file would be too large.
     """
     schema = SCHEMA.with_metadata({METADATA_KEY: _encode_header(header or manifest.header)})
     sink = pa.BufferOutputStream()
@@ -303,7 +303,7 @@ def encode(manifest: Manifest, header: ManifestHeader | None = None) -> bytes:
         writer.write_batch(pa.RecordBatch.from_arrays(manifest.columns, schema=schema))
     data: bytes = sink.getvalue().to_pybytes()
     if len(data) > registry.MANIFEST_BYTES_MAX:
-        raise LimitError(f"a manifest of {len(data)} bytes is beyond {registry.MANIFEST_BYTES_MAX}")
+        raise LimitError(f"manifest of {len(data)} bytes exceeds the limit of {registry.MANIFEST_BYTES_MAX} bytes")
     return data
 
 

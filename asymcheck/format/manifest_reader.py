@@ -1,4 +1,4 @@
-"""Reading manifests: every rule of SPEC.md §7.3 is checked, in columns, before a value is handed out."""
+"""Read manifests. Check every rule of SPEC.md §7.3, column by column, before any value is returned."""
 
 from __future__ import annotations
 
@@ -33,71 +33,66 @@ from asymcheck.format.spans import read_spans
 from asymcheck.format.tree import decode_metric
 from asymcheck.types import CheckpointRef, Digest, PackId, SaveId
 
-_BEFORE, _AFTER = b'"tree":', b',"world_size":'
-"""Text before and after the tree in canonical JSON. A header in another form is parsed as a whole."""
-_NAMES = [name for name in SCHEMA.names if name != "extents"]
+_TREE_PREFIX, _TREE_SUFFIX = b'"tree":', b',"world_size":'
+"""Text before and after the tree in canonical JSON. Headers in another form are parsed without the cache."""
+_FLAT_COLUMNS = [name for name in SCHEMA.names if name != "extents"]
 _EXTENTS = SCHEMA.field("extents").type
 _FIELDS = list(_EXTENTS.value_type)
 
-RowsName = tuple[Digest, Digest]
-"""The digests of a message with rows, of its metadata and of its body: what has the same has the same rows."""
+BatchKey = tuple[Digest, Digest]
+"""Digests of the metadata and the body of a record batch message. Equal keys mean equal rows."""
 
 
 class ManifestCache:
-    """Parts that the manifests of one checkpoint share, parsed and kept once for all ranks. For one thread.
+    """Trees and columns that the manifests of one checkpoint share. Not thread-safe.
 
-    Sixteen thousand ranks have as many manifests, of which most say the same but for some offsets and digests: kept as
-    they were read, they would take some gigabytes. Nothing is left unchecked: what is taken for the same as in the
-    manifest before was compared with it, or has the same digest.
+    A checkpoint of 16,000 ranks has as many manifests, which differ in a few offsets and digests. Without sharing, they
+    would take some gigabytes. Shared data is compared byte by byte, or by digest, so that nothing stays unchecked.
     """
 
     def __init__(self) -> None:
-        """Begin without any."""
         self._tree: tuple[bytes, object] = b"", None
         self._columns: dict[str, pa.Array] = {}
-        self.batches: dict[RowsName, pa.RecordBatch] = {}
-        """The rows that were met and are checked."""
+        self.batches: dict[BatchKey, pa.RecordBatch] = {}
+        """Checked rows."""
 
     def parse(self, text: bytes, where: str) -> object:
-        """Return what :func:`parse_json` returns; the tree, if the text before had the same, is the same object."""
-        start, end = text.find(_BEFORE) + len(_BEFORE), text.rfind(_AFTER)
-        if not len(_BEFORE) <= start < end:
+        """Parse a header as :func:`parse_json` does. Reuse the tree of the previous header if it has the same text."""
+        start, end = text.find(_TREE_PREFIX) + len(_TREE_PREFIX), text.rfind(_TREE_SUFFIX)
+        if not len(_TREE_PREFIX) <= start < end:
             return parse_json(text, where)
-        # A number that the text does not have stands in for the tree. If it comes out under the key of the tree, then
-        # that is what stood in this place, from its first byte to its last; else the text is not what it seemed to be.
-        # One that nobody can foresee: a text that has those that would be tried takes minutes.
-        mark = 1 << 64 | secrets.randbits(64)
-        while str(mark).encode() in text:
-            mark = 1 << 64 | secrets.randbits(64)
+        # Parse the header with a placeholder number in place of the tree. If the result has the placeholder as its
+        # tree, the replaced bytes are exactly the tree. The number is random: a hostile header that contains
+        # predictable placeholders could keep this loop busy for minutes.
+        placeholder = 1 << 64 | secrets.randbits(64)
+        while str(placeholder).encode() in text:
+            placeholder = 1 << 64 | secrets.randbits(64)
         try:
             if text[start:end] != self._tree[0]:
                 self._tree = text[start:end], parse_json(text[start:end], where)
-            fields = parse_json(text[:start] + str(mark).encode() + text[end:], where)
+            fields = parse_json(text[:start] + str(placeholder).encode() + text[end:], where)
         except StructureError:
             return parse_json(text, where)
-        if not isinstance(fields, dict) or type(fields.get("tree")) is not int or fields["tree"] != mark:
+        if not isinstance(fields, dict) or type(fields.get("tree")) is not int or fields["tree"] != placeholder:
             return parse_json(text, where)
         return {**fields, "tree": self._tree[1]}
 
-    def keep(self, name: RowsName, batch: pa.RecordBatch) -> None:
-        """Keep checked rows in separate memory; columns that equal those of the rows before share their memory.
-
-        The file that the rows were read from, and its two headers, are not kept.
-        """
-        columns = [self._column(name, batch.column(name)) for name in _NAMES]
+    def keep(self, name: BatchKey, batch: pa.RecordBatch) -> None:
+        """Copy checked rows into the cache. Columns that equal those of the previous rows share their memory."""
+        columns = [self._column(name, batch.column(name)) for name in _FLAT_COLUMNS]
         extents = batch.column("extents")
         flat = flattened(extents)
-        fields = [self._column(f"extents.{one.name}", flat.field(one.name)) for one in _FIELDS]
+        fields = [self._column(f"extents.{field.name}", flat.field(field.name)) for field in _FIELDS]
         starts = self._column("extents", integer_column(list_offsets(extents).astype(np.int32)))
-        # Neither lists nor what is in them are null: that is one of the rules.
+        # Lists and their items are never null: this is a checked rule.
         values = pa.StructArray.from_arrays(fields, fields=_FIELDS)
         columns.append(pa.ListArray.from_arrays(starts, values, type=_EXTENTS))
         self.batches[name] = pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
     def _column(self, name: str, column: pa.Array) -> pa.Array:
-        before = self._columns.get(name)
-        if before is None or not before.equals(column):
-            # Of one array this would return the same memory, which is all of the file.
+        cached = self._columns.get(name)
+        if cached is None or not cached.equals(column):
+            # concat_arrays of a single array would return its memory, which keeps the whole file alive.
             self._columns[name] = pa.concat_arrays([column, column.slice(0, 0)])
         return self._columns[name]
 
@@ -105,71 +100,71 @@ class ManifestCache:
 DIMENSIONS_MAX = 64
 _INVALID = "not a valid Arrow IPC file"
 _FILE_MAGIC = b"ARROW1\0\0"
-_WITHOUT_NULLS = [name for name in SCHEMA.names if not SCHEMA.field(name).nullable]
-_SURE = float(1 << 62)
-"""A product that is less in binary64 is less than 2^63."""
+_NOT_NULLABLE = [name for name in SCHEMA.names if not SCHEMA.field(name).nullable]
+_EXACT_PRODUCT_MAX = float(1 << 62)
+"""A product below this value in binary64 arithmetic is less than 2^63."""
 
 
 def decode_manifest(data: Buffer, where: str) -> Manifest:
-    """Read and check a manifest file whose digest the caller has compared with its name."""
+    """Read and check a manifest file. The caller has compared its digest with its name."""
     header, rows = _open(data, where, parse_json)
     batch = _read_rows(rows, where)
     _check_rows(batch, where)
     return Manifest(header, batch)
 
 
-def decode_manifests(files: Sequence[tuple[Buffer, str]], alike: ManifestCache) -> list[Manifest]:
-    """Do the same for some manifests of one checkpoint at once; what they are alike in is kept once.
+def decode_manifests(files: Sequence[tuple[Buffer, str]], cache: ManifestCache) -> list[Manifest]:
+    """Read and check several manifests of one checkpoint. Equal parts are kept once in ``cache``.
 
     Raises:
-        FormatError: as :func:`decode_manifest`, of one of them.
+        FormatError: a manifest breaks a rule.
     """
-    opened = [_open(data, where, alike.parse) for data, where in files]
-    names = [(digest(rows.metadata), digest(rows.body)) for _, rows in opened]
-    new: dict[RowsName, tuple[pa.RecordBatch, str]] = {}
-    for name, (_, rows), (_, where) in zip(names, opened, files, strict=True):
-        # Replicas have the same rows: they are read and checked once.
-        if name not in new and name not in alike.batches:
-            new[name] = _read_rows(rows, where), where
+    opened = [_open(data, where, cache.parse) for data, where in files]
+    keys = [(digest(rows.metadata), digest(rows.body)) for _, rows in opened]
+    new: dict[BatchKey, tuple[pa.RecordBatch, str]] = {}
+    for key, (_, rows), (_, where) in zip(keys, opened, files, strict=True):
+        # Replicas have the same rows, which are read and checked once.
+        if key not in new and key not in cache.batches:
+            new[key] = _read_rows(rows, where), where
     if new:
         _check_all(list(new.values()))
-    for name, (batch, _) in new.items():
-        alike.keep(name, batch)
-    return [Manifest(header, alike.batches[name]) for name, (header, _) in zip(names, opened, strict=True)]
+    for key, (batch, _) in new.items():
+        cache.keep(key, batch)
+    return [Manifest(header, cache.batches[key]) for key, (header, _) in zip(keys, opened, strict=True)]
 
 
 def _check_all(batches: Sequence[tuple[pa.RecordBatch, str]]) -> None:
     try:
-        # The rules are rules of rows: where all keep them, each manifest does, in a fraction of the calls.
+        # Rules apply to rows, so checking the rows of all manifests together takes a fraction of the calls.
         columns = [pa.concat_arrays([batch.column(name) for batch, _ in batches]) for name in SCHEMA.names]
         _check_rows(pa.RecordBatch.from_arrays(columns, schema=SCHEMA), "")
     except FormatError:
-        # Now which it was; or none, for two ranks may give one partition two lengths.
+        # Find the manifest that breaks a rule. No manifest may do so: two ranks may give one partition two lengths.
         for batch, where in batches:
             _check_rows(batch, where)
 
 
 def check_manifest(manifest: Manifest, where: str) -> None:
-    """Check the rules of rows of a manifest that was not read but made: what breaks one could never be read."""
+    """Check the rows of a manifest that this program built, so that every committed manifest can be read."""
     _check_rows(pa.RecordBatch.from_arrays(manifest.columns, schema=SCHEMA), where)
 
 
 def _open(data: Buffer, where: str, parse: Callable[[bytes, str], object]) -> tuple[ManifestHeader, pa.Message]:
-    """Read the header of a manifest and find its rows."""
+    """Read the header of a manifest, and return it with the unread record batch message."""
     if len(data) > registry.MANIFEST_BYTES_MAX:
-        raise LimitError(f"{where}: a manifest of {len(data)} bytes is beyond {registry.MANIFEST_BYTES_MAX}")
+        raise LimitError(f"{where}: manifest of {len(data)} bytes exceeds {registry.MANIFEST_BYTES_MAX} bytes")
     if bytes(data[: len(_FILE_MAGIC)]) != _FILE_MAGIC:
-        # Arrow's reader looks at the magic at the end only.
+        # Arrow checks only the magic at the end of the file.
         raise BadMagicError(f"{where}: not an Arrow IPC file")
     try:
         schema, rows = _messages(data, where)
     except (pa.ArrowException, OSError, MemoryError, StopIteration) as error:
-        # StopIteration is how a message reader says that there are fewer messages than were asked for.
+        # A message reader raises StopIteration when the file has too few messages.
         raise StructureError(f"{where}: {_INVALID}: {error}") from error
     metadata = dict(schema.metadata or {})
-    # A dict has lost a key that was there twice; the comparison of schemas counts the entries.
+    # The dict drops repeated keys. The comparison of schemas counts the entries.
     if set(metadata) != {METADATA_KEY} or not schema.equals(SCHEMA.with_metadata(metadata), check_metadata=True):
-        raise StructureError(f"{where}: the schema's metadata is not one entry 'asymcheck'")
+        raise StructureError(f"{where}: schema metadata is not exactly one entry 'asymcheck'")
     return _decode_header(parse(metadata[METADATA_KEY], f"{where}: header"), where), rows
 
 
@@ -179,13 +174,13 @@ def _read_rows(rows: pa.Message, where: str) -> pa.RecordBatch:
         batch.validate(full=True)
     except (pa.ArrowException, OSError, MemoryError) as error:
         raise StructureError(f"{where}: {_INVALID}: {error}") from error
-    # Arrow does not validate the offsets of empty columns, but trusts them, and aborts when they are wrong.
+    # Arrow does not validate the offsets of empty columns, and aborts the process if they are wrong.
     return batch if batch.num_rows else pa.RecordBatch.from_pylist([], schema=SCHEMA)
 
 
 def _messages(data: Buffer, where: str) -> tuple[pa.Schema, pa.Message]:
-    # The footer is compared, but the batch is read from the messages in file order: offsets in a hostile footer are
-    # never followed, and a compressed body, which could claim to expand to any size, is refused before it is read.
+    # Read the batch from the messages in file order and only compare the footer, because its offsets may be hostile.
+    # Refuse a compressed body before it is read, because it could expand to any size.
     buffer = pa.py_buffer(data)
     with pa.ipc.open_file(buffer) as reader:
         schema, batches = reader.schema, reader.num_record_batches
@@ -197,16 +192,16 @@ def _messages(data: Buffer, where: str) -> tuple[pa.Schema, pa.Message]:
         or second.type != "record batch"
         or not schema.remove_metadata().equals(SCHEMA)
     ):
-        raise StructureError(f"{where}: the schema or the number of record batches is not that of a manifest")
+        raise StructureError(f"{where}: schema or number of record batches is not that of a manifest")
     if not pa.ipc.read_schema(first).equals(schema, check_metadata=True) or _is_compressed(
         second.metadata.to_pybytes(), where
     ):
-        raise StructureError(f"{where}: the footer contradicts the schema, or the record batch is compressed")
+        raise StructureError(f"{where}: footer and schema message disagree, or the record batch is compressed")
     return schema, second
 
 
 def _is_compressed(message: bytes, where: str) -> bool:
-    """Tell from the flatbuffer of a record batch message whether field 3 (compression) of its header is present."""
+    """Tell whether the flatbuffer of a record batch message has field 3 (compression) of its header."""
     try:
         root = struct.unpack_from("<I", message)[0]
         header_field = _field(message, root, 2)
@@ -217,7 +212,7 @@ def _is_compressed(message: bytes, where: str) -> bool:
 
 
 def _field(message: bytes, table: int, number: int) -> int:
-    """Return the position of a field of a flatbuffer table, or 0 when it is absent."""
+    """Return the position of a field of a flatbuffer table, or 0 if the field is absent."""
     vtable = table - struct.unpack_from("<i", message, table)[0]
     size = struct.unpack_from("<H", message, vtable)[0]
     slot = 4 + 2 * number
@@ -249,7 +244,7 @@ def _decode_header(fields: object, where: str) -> ManifestHeader:
             packs=tuple(PackId(parse_id(pack, where)) for pack in fields["packs"]),
             tree=fields["tree"],
             store_ranks=read_spans(fields, where),
-            elsewhere=_bits(fields.get("elsewhere", ""), where),
+            elsewhere=_decode_bits(fields.get("elsewhere", ""), where),
         )
         _check_header(header, where)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -257,35 +252,36 @@ def _decode_header(fields: object, where: str) -> ManifestHeader:
     return header
 
 
-def _bits(value: str, where: str) -> bytes:
+def _decode_bits(value: str, where: str) -> bytes:
     bits = bytes.fromhex(value)
     if bits.hex() != value:
-        raise StructureError(f"{where}: elsewhere {value!r:.100} is not written as it should be")
+        raise StructureError(f"{where}: elsewhere {value!r:.100} is not lower-case hexadecimal")
     return bits
 
 
 def _check_header(header: ManifestHeader, where: str) -> None:
     ref = header.ref
     integers = (ref.generation, ref.step, header.rank, header.world_size, header.created_ns)
-    typed = all(type(number) is int for number in integers) and type(header.writer) is str and type(header.plan) is dict
-    ranges = (
-        typed
+    is_typed = (
+        all(type(number) is int for number in integers) and type(header.writer) is str and type(header.plan) is dict
+    )
+    is_in_range = (
+        is_typed
         and 1 <= ref.generation <= registry.GENERATION_MAX
         and 0 <= ref.step <= registry.STEP_MAX
         and (header.parent is None or header.parent.generation <= ref.generation)
         and 0 <= header.rank < header.world_size <= registry.WORLD_SIZE_MAX
         and 0 <= header.created_ns < 1 << 64
     )
-    plan = type(header.plan.get("number")) is int and type(header.plan.get("kind")) is str
-    if not (ranges and plan and type(header.run) is str and is_run(header.run)):
+    has_plan = type(header.plan.get("number")) is int and type(header.plan.get("kind")) is str
+    if not (is_in_range and has_plan and type(header.run) is str and is_run(header.run)):
         raise StructureError(f"{where}: a value in the manifest header is outside its limits")
     if len(header.metrics) > registry.METRICS_MAX:
-        raise LimitError(f"{where}: {len(header.metrics)} metrics are beyond {registry.METRICS_MAX}")
+        raise LimitError(f"{where}: {len(header.metrics)} metrics exceed the limit of {registry.METRICS_MAX}")
 
 
 def _check_rows(batch: pa.RecordBatch, where: str) -> None:
-    """Check the rules of §7.3 for all rows at once."""
-    for name in _WITHOUT_NULLS:
+    for name in _NOT_NULLABLE:
         if batch.column(name).null_count:
             raise StructureError(f"{where}: column {name} has nulls")
     extents = batch.column("extents")
@@ -300,7 +296,7 @@ def _check_rows(batch: pa.RecordBatch, where: str) -> None:
     _check_shapes(batch, where)
     _check_extents(batch, flat, where)
     if has_two_values(fixed_bytes(flat.field("digest")), flat.field("partition_length").to_numpy()):
-        raise StructureError(f"{where}: one partition is given two lengths")
+        raise StructureError(f"{where}: one partition has two lengths")
 
 
 def _check_shapes(batch: pa.RecordBatch, where: str) -> None:
@@ -311,38 +307,38 @@ def _check_shapes(batch: pa.RecordBatch, where: str) -> None:
     shapes = (batch.column(name) for name in ("shape", "global_shape", "offset"))
     starts = [list_offsets(column) for column in shapes]
     if len(batch) and np.diff(starts[0]).max() > DIMENSIONS_MAX:
-        # Before anything is multiplied: the product of a million dimensions takes hours.
+        # Check this before computing products: the product of a million dimensions takes hours.
         raise StructureError(f"{where}: a tensor of more than {DIMENSIONS_MAX} dimensions")
     if any(not np.array_equal(starts[0], other) for other in starts[1:]):
         raise StructureError(f"{where}: shape, global shape and offset have different numbers of dimensions")
     shape, whole, offset = (flattened(batch.column(name)).to_numpy() for name in ("shape", "global_shape", "offset"))
     if len(shape) and (min(shape.min(), offset.min()) < 0 or np.any(shape > whole) or np.any(offset > whole - shape)):
-        raise StructureError(f"{where}: a piece lies outside its tensor")
+        raise StructureError(f"{where}: a part exceeds its tensor")
     sizes = np.array([registry.DTYPE_BYTES[dtype] for dtype in dtypes], dtype=np.int64)
     nbytes, begins = batch.column("nbytes").to_numpy(), starts[0]
     expected = _products(shape, begins, sizes[dtype_of])
     for row in np.flatnonzero((expected != nbytes) | (expected < 0)).tolist():
-        # Once more, one by one: a product beyond 64 bits is not among them.
+        # Recompute with Python integers, because the vectorised product may exceed 64 bits.
         size = int(sizes[dtype_of[row]])
         for extent in shape[begins[row] : begins[row + 1]].tolist():
             size *= extent
         if size != nbytes[row] or size >= 1 << 63:
-            raise StructureError(f"{where}: row {row}: {nbytes[row]} bytes do not belong to its shape and dtype")
+            raise StructureError(f"{where}: row {row}: {nbytes[row]} bytes do not match its shape and dtype")
 
 
 def _products(
     values: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], factors: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Return each list's product (of numbers that are not negative) with its factor; -1 where it may be too large."""
+    """Return the product of each list of non-negative numbers and its factor, or -1 if it may exceed 64 bits."""
     products: npt.NDArray[np.int64] = factors.copy()
     rows = np.flatnonzero(np.diff(starts))
     if len(rows):
-        # A list without numbers ends where it begins, so that of the others each begins where the last one ends.
+        # Empty lists take no values, so the remaining lists are contiguous as reduceat requires.
         begins = starts[rows]
         with np.errstate(over="ignore", invalid="ignore"):
-            roughly = np.multiply.reduceat(values.astype(np.float64), begins) * factors[rows]
-            exactly = np.multiply.reduceat(values, begins) * factors[rows]
-        products[rows] = np.where(roughly < _SURE, exactly, -1)
+            approximate = np.multiply.reduceat(values.astype(np.float64), begins) * factors[rows]
+            exact = np.multiply.reduceat(values, begins) * factors[rows]
+        products[rows] = np.where(approximate < _EXACT_PRODUCT_MAX, exact, -1)
     return products
 
 
@@ -350,11 +346,11 @@ def _check_extents(batch: pa.RecordBatch, flat: pa.StructArray, where: str) -> N
     nbytes, inline = batch.column("nbytes").to_numpy(), batch.column("inline")
     offset, length, whole = (flat.field(name).to_numpy() for name in ("offset", "length", "partition_length"))
     if len(length) and whole.max() > registry.PARTITION_BYTES_MAX:
-        raise LimitError(f"{where}: a partition of {whole.max()} bytes is beyond {registry.PARTITION_BYTES_MAX}")
+        raise LimitError(f"{where}: partition of {whole.max()} bytes exceeds {registry.PARTITION_BYTES_MAX} bytes")
     if len(length) and (
         length.min() < 1 or offset.min() < 0 or np.any(length > whole) or np.any(offset > whole - length)
     ):
-        raise StructureError(f"{where}: an extent lies outside its partition")
+        raise StructureError(f"{where}: an extent exceeds its partition")
     starts = list_offsets(batch.column("extents"))
     sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(length, dtype=np.int64)])[starts - starts[0]]
     is_inline = is_valid(inline)
@@ -370,6 +366,6 @@ def _check_extents(batch: pa.RecordBatch, flat: pa.StructArray, where: str) -> N
     for row in np.flatnonzero(is_inline).tolist():
         data = inline[row].as_py()
         if len(data) > registry.INLINE_BYTES_MAX:
-            raise LimitError(f"{where}: row {row}: {len(data)} inline bytes are beyond {registry.INLINE_BYTES_MAX}")
+            raise LimitError(f"{where}: row {row}: {len(data)} inline bytes exceed {registry.INLINE_BYTES_MAX}")
         if len(data) != nbytes[row] or digest(data) != names[row].as_py():
-            raise StructureError(f"{where}: row {row}: inline bytes do not have their length or digest")
+            raise StructureError(f"{where}: row {row}: inline bytes do not match their length or digest")

@@ -1,4 +1,4 @@
-"""Packs: many frames in one file, with an index of them (SPEC.md §7.2)."""
+"""Encode and check the header and the index of packs (SPEC.md §7.2)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Entries = npt.NDArray[np.void]
 
 
 def location_of(pack_id: PackId, entries: Entries, number: int) -> Location:
-    """Return the location of a frame, by its number, from the index of its pack."""
+    """Return the location of the frame with this number in the pack index."""
     _, base, offset, stored, plain, kind, codec, algorithm, *_ = entries[number].item()
     return Location(pack_id, offset, stored, plain, kind, codec, algorithm, base)
 
@@ -47,24 +47,24 @@ _INDEX_SUMMED = INDEX_HEADER.size - 8
 
 @dataclasses.dataclass(frozen=True)
 class PackHeader:
-    """Content of the first block of a pack."""
+    """The header block of a pack."""
 
     pack_id: PackId
-    """This life of the file."""
+    """Id of the pack. A recycled file gets a new id."""
     frame_count: int
     index_offset: int
-    """Bytes from the start of the file to the index."""
+    """Bytes from the start of the file to the pack index."""
     created_ns: int
     writer: str
 
     @property
     def index_length(self) -> int:
-        """Bytes of the index without padding."""
+        """Bytes of the pack index without padding."""
         return INDEX_HEADER.size + ENTRY_DTYPE.itemsize * self.frame_count
 
     @property
     def pack_length(self) -> int:
-        """Bytes of the file that belong to this pack; the file may be longer."""
+        """Bytes of the pack. The file may be longer."""
         return round_up(self.index_offset + self.index_length)
 
 
@@ -74,7 +74,7 @@ def round_up(length: int) -> int:
 
 
 def encode_pack_header(header: PackHeader) -> bytes:
-    """Return the first block of a pack."""
+    """Return the header block of a pack."""
     version = registry.PACK_MAGIC, registry.FORMAT_WRITE, bytes(6)
     lengths = header.frame_count, header.index_offset, header.index_length, header.pack_length
     origin = header.created_ns, header.writer.encode("ascii")[:32]
@@ -83,33 +83,33 @@ def encode_pack_header(header: PackHeader) -> bytes:
 
 
 def decode_pack_header(data: Buffer, where: str) -> PackHeader:
-    """Read and check the first block of a pack; ``where`` names the pack in errors."""
+    """Read and check the header block of a pack. ``where`` names the pack in errors."""
     if len(data) < registry.BLOCK_BYTES:
         raise TruncatedError(f"{where}: pack header has {len(data)} of {registry.BLOCK_BYTES} bytes")
     raw = bytes(data[: registry.BLOCK_BYTES])
-    magic, _, reserved_a, pack_id, *lengths, created_ns, writer, reserved_b, own = PACK_HEADER.unpack_from(raw)
+    magic, _, reserved_a, pack_id, *lengths, created_ns, writer, reserved_b, own_sum = PACK_HEADER.unpack_from(raw)
     count, index_offset, index_length, pack_length = lengths
     if magic != registry.PACK_MAGIC:
-        raise BadMagicError(f"{where}: not a pack")
-    check_binary_version(raw[:_HEADER_SUMMED], own, where)
-    if own != sum8(raw[:_HEADER_SUMMED]):
+        raise BadMagicError(f"{where}: not a pack (wrong magic)")
+    check_binary_version(raw[:_HEADER_SUMMED], own_sum, where)
+    if own_sum != sum8(raw[:_HEADER_SUMMED]):
         raise ChecksumError(f"{where}: pack header checksum mismatch")
     if not (is_zero(reserved_a) and is_zero(reserved_b) and is_zero(raw[PACK_HEADER.size :])):
         raise StructureError(f"{where}: reserved bytes or padding of the pack header are not zero")
     if index_length > registry.PACK_INDEX_BYTES_MAX:
-        raise LimitError(f"{where}: an index of {index_length} bytes is beyond {registry.PACK_INDEX_BYTES_MAX}")
-    name = writer.rstrip(b"\0")
-    if not name.isascii() or b"\0" in name:
-        raise StructureError(f"{where}: the writer's name is not ASCII, padded with zero")
-    header = PackHeader(PackId(pack_id), count, index_offset, created_ns, name.decode("ascii"))
-    consistent = header.index_length == index_length and header.pack_length == pack_length
-    if count < 1 or index_offset % registry.BLOCK_BYTES or not consistent:
+        raise LimitError(f"{where}: an index of {index_length} bytes exceeds {registry.PACK_INDEX_BYTES_MAX}")
+    writer_name = writer.rstrip(b"\0")
+    if not writer_name.isascii() or b"\0" in writer_name:
+        raise StructureError(f"{where}: the writer's writer_name is not ASCII, padded with zero")
+    header = PackHeader(PackId(pack_id), count, index_offset, created_ns, writer_name.decode("ascii"))
+    is_consistent = header.index_length == index_length and header.pack_length == pack_length
+    if count < 1 or index_offset % registry.BLOCK_BYTES or not is_consistent:
         raise StructureError(f"{where}: counts and lengths in the pack header contradict each other")
     return header
 
 
 def encode_index(pack_id: PackId, entries: Entries) -> bytes:
-    """Return the index of a pack, padded with zero to a block boundary."""
+    """Return the pack index, padded with zero to a block boundary."""
     body = entries.tobytes()
     version = registry.PACK_INDEX_MAGIC, registry.FORMAT_WRITE, ENTRY_DTYPE.itemsize, 0
     sums = bytes(8), sum8(body), bytes(8)
@@ -119,17 +119,17 @@ def encode_index(pack_id: PackId, entries: Entries) -> bytes:
 
 
 def decode_index(data: Buffer, header: PackHeader, where: str) -> Entries:
-    """Read and check the index of a pack, with its padding."""
+    """Read and check the pack index and its padding."""
     if len(data) < round_up(header.index_length):
         raise TruncatedError(f"{where}: pack index has {len(data)} of {round_up(header.index_length)} bytes")
-    magic, _, entry_size, reserved_a, pack_id, count, reserved_b, entries_sum, own = INDEX_HEADER.unpack_from(data)
+    magic, _, entry_size, reserved_a, pack_id, count, reserved_b, entries_sum, own_sum = INDEX_HEADER.unpack_from(data)
     if magic != registry.PACK_INDEX_MAGIC:
-        raise BadMagicError(f"{where}: no pack index where the header points")
-    check_binary_version(bytes(data[:_INDEX_SUMMED]), own, f"{where}: pack index")
-    if own != sum8(bytes(data[:_INDEX_SUMMED])):
+        raise BadMagicError(f"{where}: no pack index at the offset in the pack header")
+    check_binary_version(bytes(data[:_INDEX_SUMMED]), own_sum, f"{where}: pack index")
+    if own_sum != sum8(bytes(data[:_INDEX_SUMMED])):
         raise ChecksumError(f"{where}: pack index header checksum mismatch")
     if entry_size != ENTRY_DTYPE.itemsize or reserved_a or any(reserved_b):
-        raise StructureError(f"{where}: reserved bytes or entry size of the pack index are wrong")
+        raise StructureError(f"{where}: wrong reserved bytes or entry size in the pack index")
     if pack_id != header.pack_id or count != header.frame_count:
         raise StructureError(f"{where}: pack index and pack header disagree")
     body = bytes(data[INDEX_HEADER.size : header.index_length])
@@ -143,25 +143,25 @@ def decode_index(data: Buffer, header: PackHeader, where: str) -> Entries:
 
 
 def check_entry(entry: np.void, frame: FrameDescriptor, where: str) -> None:
-    """Check that an index entry says what the frame's own header says."""
+    """Check that an index entry agrees with the header of the frame."""
     if entry.item() != entry_of(frame, int(entry["offset"])):
-        raise StructureError(f"{where}: the frame is not the one that the pack index describes")
+        raise StructureError(f"{where}: frame header and pack index entry disagree")
 
 
 def entry_of(frame: FrameDescriptor, offset: int) -> tuple[object, ...]:
-    """Return the index entry of a frame at ``offset``, as a row of :data:`ENTRY_DTYPE`."""
+    """Return the index entry of a frame at ``offset`` as a row of :data:`ENTRY_DTYPE`."""
     lengths = offset, frame.stored_length, frame.plain_length
     numbers = frame.kind, frame.codec, frame.digest_algorithm
     return (frame.digest, frame.base_digest, *lengths, *numbers, frame.payload_shift, bytes(3))
 
 
 def entry_length(entry: np.void) -> int:
-    """Return the bytes of the frame that an entry describes."""
+    """Return the length of the frame of an index entry, in bytes."""
     return frame_length(int(entry["stored_length"]), int(entry["payload_shift"]))
 
 
 def frame_lengths(entries: Entries) -> npt.NDArray[np.uint64]:
-    """Return the lengths of the frames of an index, in one pass (compare :func:`entry_length`)."""
+    """Return the lengths of all frames of an index (vectorised :func:`entry_length`)."""
     stored, shift = entries["stored_length"], entries["payload_shift"].astype(np.uint64)
     block = np.uint64(registry.BLOCK_BYTES)
     start = np.where(stored >= np.uint64(registry.ALIGNED_PAYLOAD_MIN_BYTES), block + shift, np.uint64(128))
@@ -170,10 +170,9 @@ def frame_lengths(entries: Entries) -> npt.NDArray[np.uint64]:
 
 
 def _check_entries(entries: Entries, header: PackHeader, where: str) -> None:
-    """Check all entries at once: limits, encodings, and that frames lie end to end."""
     stored, plain = entries["stored_length"], entries["plain_length"]
     if stored.max() > registry.FRAME_STORED_BYTES_MAX or plain.max() > registry.PARTITION_BYTES_MAX:
-        raise LimitError(f"{where}: a length in the pack index is beyond the limits")
+        raise LimitError(f"{where}: a length in the pack index exceeds the limits")
     if stored.min() < 1 or plain.min() < 1:
         raise StructureError(f"{where}: a length in the pack index is zero")
     for kind, codec, algorithm in set(entries[["kind", "codec", "digest_algorithm"]].tolist()):
@@ -182,15 +181,15 @@ def _check_entries(entries: Entries, header: PackHeader, where: str) -> None:
         raise StructureError(f"{where}: stored and plain lengths of unencoded frames differ")
     shift = entries["payload_shift"]
     if (shift >= registry.BLOCK_BYTES).any() or shift[stored < registry.ALIGNED_PAYLOAD_MIN_BYTES].any():
-        raise StructureError(f"{where}: a payload shift in the pack index does not belong to its stored length")
+        raise StructureError(f"{where}: a payload shift in the pack index is not allowed for its stored length")
     if not is_zero(entries["reserved_a"].tobytes()):
         raise StructureError(f"{where}: reserved bytes of a pack index entry are not zero")
-    based = entries["base_digest"] != np.void(ZERO_DIGEST)
-    if not np.array_equal(based, entries["kind"] != registry.KIND_FULL):
-        raise StructureError(f"{where}: a full frame has no base, and every other has one")
-    if (based & (entries["base_digest"] == entries["digest"])).any():
+    has_base = entries["base_digest"] != np.void(ZERO_DIGEST)
+    if not np.array_equal(has_base, entries["kind"] != registry.KIND_FULL):
+        raise StructureError(f"{where}: a full frame has a base, or another frame has none")
+    if (has_base & (entries["base_digest"] == entries["digest"])).any():
         raise StructureError(f"{where}: a frame in the pack index is its own base")
     ends = np.uint64(registry.BLOCK_BYTES) + np.cumsum(frame_lengths(entries), dtype=np.uint64)
     starts = np.concatenate([np.array([registry.BLOCK_BYTES], dtype=np.uint64), ends[:-1]])
     if not np.array_equal(entries["offset"], starts) or int(ends[-1]) != header.index_offset:
-        raise StructureError(f"{where}: frames in the pack index do not lie end to end")
+        raise StructureError(f"{where}: frames in the pack index are not contiguous")

@@ -1,4 +1,4 @@
-"""JSON read strictly (SPEC.md §5), and record files: the store's descriptor and head records (SPEC.md §6)."""
+"""Encode and decode record files: the store descriptor and head records (SPEC.md §6), with strict JSON (§5)."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from asymcheck.types import CheckpointRef, SaveId
 
 
 def parse_json(text: bytes, where: str) -> object:
-    """Return the value of a JSON text; ``where`` names the structure in errors.
+    """Parse JSON strictly. ``where`` names the structure in errors.
 
     Raises:
-        StructureError: not UTF-8, a byte order mark, a key twice in one object, NaN or an infinity, a lone surrogate,
-            nesting beyond what the parser takes, or no JSON at all.
+        StructureError: the text is not UTF-8 or not JSON, or has a byte order mark, a repeated key, NaN, an infinity,
+            a lone surrogate, or too deep nesting.
     """
     try:
-        value: object = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        value: object = json.loads(text.decode("utf-8"), object_pairs_hook=_object, parse_constant=_refuse_constant)
         if b"\\ud" in text.lower():
-            # Only an escape can bring in half a surrogate pair; such a string can be neither printed nor written again.
+            # Only an escape can produce a lone surrogate. Such a string can be neither printed nor encoded.
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
-        raise StructureError(f"{where}: not JSON as the format has it: {error}") from error
+        raise StructureError(f"{where}: not valid JSON: {error}") from error
     return value
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        raise StructureError("a JSON object has a key twice")
+        raise StructureError("JSON object has a key twice")
     return value
 
 
-def _no_constant(name: str) -> object:
+def _refuse_constant(name: str) -> object:
     raise StructureError(f"{name} is not JSON")
 
 
@@ -64,17 +64,17 @@ class HeadRecord:
     run: str
     generation: int
     parent: CheckpointRef | None
-    """The checkpoint that training continued from; None when it began from nothing."""
+    """The checkpoint that training continued from; None if it began without one."""
     created_ns: int
     writer: str
 
     def is_same(self, other: HeadRecord) -> bool:
-        """Tell whether another record of this generation is of the same training: its time and parent are no chance."""
+        """Tell whether another record of this generation is of the same training: it has the same parent and time."""
         return (self.parent, self.created_ns) == (other.parent, other.created_ns)
 
 
 def canonical_json(value: object) -> bytes:
-    """Return canonical JSON: ASCII, sorted keys, no spaces."""
+    """Encode as canonical JSON: ASCII, sorted keys, no spaces."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
 
 
@@ -82,17 +82,17 @@ def encode_record(value: Mapping[str, object]) -> bytes:
     """Return the 8192 bytes of a record file.
 
     Raises:
-        LimitError: the JSON has more than 4000 bytes.
+        LimitError: the JSON has more than 4,000 bytes.
     """
     text = canonical_json(value)
     if len(text) > registry.RECORD_JSON_BYTES_MAX:
-        raise LimitError(f"a record of {len(text)} bytes does not fit; the limit is {registry.RECORD_JSON_BYTES_MAX}")
+        raise LimitError(f"record of {len(text)} bytes exceeds the limit of {registry.RECORD_JSON_BYTES_MAX} bytes")
     body = text + b"\n" + digest(text).hex().encode("ascii") + b"\n"
     return (body.ljust(registry.BLOCK_BYTES - 1, b" ") + b"\n") * 2
 
 
 def decode_record(data: Buffer, kind: str, where: str) -> tuple[dict[str, object], int]:
-    """Return the object of a record file and how many of its two copies are damaged."""
+    """Return the object of a record file, and the number of damaged copies (0 or 1)."""
     if len(data) != RECORD_BYTES:
         raise TruncatedError(f"{where}: record file has {len(data)} bytes, not {RECORD_BYTES}")
     blocks = [bytes(data[: registry.BLOCK_BYTES]), bytes(data[registry.BLOCK_BYTES :])]
@@ -109,10 +109,7 @@ def decode_record(data: Buffer, kind: str, where: str) -> tuple[dict[str, object
 
 
 def repaired_record(data: bytes) -> bytes | None:
-    """Return a record file with both copies intact, made from the first intact one; None when there is none.
-
-    The bytes are those that are there: keys that this program does not know stay.
-    """
+    """Return the record file with two intact copies, or None if no copy is intact. Unknown keys are kept."""
     blocks = [data[: registry.BLOCK_BYTES], data[registry.BLOCK_BYTES : RECORD_BYTES]]
     intact = [block for block in blocks if _intact_text(block) is not None]
     if not intact:
@@ -121,11 +118,11 @@ def repaired_record(data: bytes) -> bytes | None:
 
 
 def is_canonical(value: dict[str, object], text: bytes) -> bool:
-    """Tell whether a text that was read as this object is its canonical JSON."""
+    """Tell whether ``text`` is the canonical JSON of ``value``."""
     try:
         return canonical_json(value) == text
     except (ValueError, RecursionError):
-        # A number beyond binary64, or nesting that can be read but not written.
+        # A number beyond binary64, or nesting that the parser accepts but the encoder does not.
         return False
 
 
@@ -139,13 +136,13 @@ def _intact_text(block: bytes) -> bytes | None:
 
 
 def encode_descriptor(descriptor: Descriptor) -> bytes:
-    """Return the bytes of ``asymcheck.store``; as in all records, the keys are the names of the fields."""
+    """Return the bytes of ``asymcheck.store``. The keys of a record are the names of the fields."""
     fields = {**vars(descriptor), "kind": "store", "format": registry.FORMAT_WRITE}
     return encode_record({**fields, "store_id": descriptor.store_id.hex()})
 
 
 def decode_descriptor(data: Buffer, where: str) -> tuple[Descriptor, int]:
-    """Read a store's descriptor; also return how many of its copies are damaged."""
+    """Return a store descriptor, and the number of damaged copies."""
     value, damaged = decode_record(data, "store", where)
     readers, writers = strings(value, "reader_features", where), strings(value, "writer_features", where)
     check_reader_features(readers, where)
@@ -161,12 +158,12 @@ def head_to_json(head: HeadRecord) -> dict[str, object]:
 
 
 def encode_head(head: HeadRecord) -> bytes:
-    """Return the bytes of a head record's file."""
+    """Return the bytes of a head record file."""
     return encode_record(head_to_json(head))
 
 
 def decode_head(data: Buffer, where: str) -> tuple[HeadRecord, int]:
-    """Read a head record; also return how many of its copies are damaged."""
+    """Return a head record, and the number of damaged copies."""
     value, damaged = decode_record(data, "head", where)
     return head_from_json(value, where), damaged
 
@@ -175,10 +172,10 @@ def head_from_json(value: Mapping[str, object], where: str) -> HeadRecord:
     """Read the JSON form of a head record."""
     generation = integer(value, "generation", where)
     if "parent" not in value:
-        raise StructureError(f"{where}: a head record without a parent says so with null")
+        raise StructureError(f"{where}: head record lacks the key parent")
     parent = parent_from_json(value["parent"], where)
     if not 1 <= generation <= registry.GENERATION_MAX or (parent is not None and parent.generation >= generation):
-        raise StructureError(f"{where}: generation {generation} cannot follow its parent")
+        raise StructureError(f"{where}: generation {generation} does not follow its parent")
     created = integer(value, "created_ns", where)
     return HeadRecord(string(value, "run", where), generation, parent, created, string(value, "writer", where))
 
@@ -201,7 +198,7 @@ def parent_from_json(value: object, where: str) -> CheckpointRef | None:
 
 
 def parse_id(value: object, where: str) -> bytes:
-    """Return the 16 bytes that 32 lower-case hexadecimal digits stand for."""
+    """Return the 16 bytes of an id of 32 lower-case hexadecimal digits."""
     if not isinstance(value, str) or not _HEX32.match(value):
         raise StructureError(f"{where}: not an id of 32 lower-case hexadecimal digits: {value!r}")
     return bytes.fromhex(value)

@@ -1,6 +1,6 @@
-"""Registry: numbers, names and limits of SPEC.md §15, and the features that this program knows (§13).
+"""Numbers, names and limits of SPEC.md §15, and the supported features (§13).
 
-Tests compare them with format_spec/registry.json.
+Tests compare these values with format_spec/registry.json.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CODECS_OF_KIND: Final = {
     KIND_DELTA: frozenset({CODEC_DELTA}),
     KIND_DERIVED: frozenset({CODEC_DERIVED}),
 }
-"""Which codecs a frame of each supported kind may have."""
+"""Allowed codecs for each supported frame kind."""
 SUPPORTED_KINDS: Final = frozenset(CODECS_OF_KIND)
 SUPPORTED_CODECS: Final = frozenset().union(*CODECS_OF_KIND.values())
 SUPPORTED_DIGESTS: Final = frozenset({DIGEST_XXH3_128})
@@ -99,42 +99,42 @@ METRICS_MAX: Final = 256
 CODEC_PLANES_MAX: Final = 65536
 DELTA_DEPTH_MAX: Final = 8
 
-
 _VERSION = slice(8, 10)
 """Position of the version in every binary structure."""
 
 
-def check_version(version: int, what: str) -> None:
+def check_version(version: int, where: str) -> None:
     """Refuse a structure whose major version is outside the readable range."""
     if not FORMAT_MIN_READ <= version <= FORMAT_MAX_READ:
         newer = version > FORMAT_MAX_READ
-        remedy = "install a newer asymcheck" if newer else "the file is damaged, or not of this format"
+        remedy = "install a newer asymcheck" if newer else "the file is damaged, or has another format"
         raise UnsupportedVersionError(
-            f"{what} has format version {version}; this program reads {FORMAT_MIN_READ} to {FORMAT_MAX_READ}: {remedy}"
+            f"{where} has format version {version}; this program reads {FORMAT_MIN_READ} to {FORMAT_MAX_READ}: {remedy}"
         )
 
 
-def check_binary_version(summed: bytes, own_sum: bytes, what: str) -> None:
-    """Refuse a binary structure (its magic, then its version) outside the readable range.
+def check_binary_version(summed: bytes, own_sum: bytes, where: str) -> None:
+    """Refuse a binary structure whose version is outside the readable range.
 
-    The checksum over ``summed`` distinguishes a flipped bit in the version from a newer program's version: after a flip
-    it matches one of the known versions.
+    If the checksum over ``summed`` is right with a known version in place of the version, the version field is damaged.
     """
     version = int.from_bytes(summed[_VERSION], "little")
     for known in range(FORMAT_MIN_READ, FORMAT_MAX_READ + 1):
-        there = known.to_bytes(2, "little")
-        if version != known and sum8(summed[: _VERSION.start] + there + summed[_VERSION.stop :]) == own_sum:
-            raise ChecksumError(f"{what}: checksum mismatch in the format version {version}, which was {known}")
-    check_version(version, what)
+        version_bytes = known.to_bytes(2, "little")
+        if version != known and sum8(summed[: _VERSION.start] + version_bytes + summed[_VERSION.stop :]) == own_sum:
+            raise ChecksumError(f"{where}: checksum mismatch in format version {version}, which was {known}")
+    check_version(version, where)
 
 
-def check_reader_features(features: Iterable[str], what: str) -> None:
-    """Refuse reader features that this program lacks."""
+def check_reader_features(features: Iterable[str], where: str) -> None:
+    """Refuse unsupported reader features."""
     unknown = sorted(set(features) - READER_FEATURES)
     if unknown:
-        raise UnsupportedFeatureError(f"{what} needs reader feature(s) {', '.join(unknown)}: install a newer asymcheck")
+        raise UnsupportedFeatureError(
+            f"{where} needs reader feature(s) {', '.join(unknown)}: install a newer asymcheck"
+        )
 
 
 def missing_writer_features(features: Iterable[str]) -> list[str]:
-    """Return the writer features that this program lacks; a store that has any is opened read-only."""
+    """Return the unsupported writer features. A store that lists any is opened read-only."""
     return sorted(set(features) - WRITER_FEATURES)

@@ -1,4 +1,4 @@
-"""Rings: captured frames in memory that outlives its process (SPEC.md §7.6)."""
+"""Encode and decode the header and the capture entries of a ring (SPEC.md §7.6)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ COMPLETE, DURABLE = 1, 2
 _ENTRY = struct.Struct("<Q16sQ24s8s")
 ENTRY_BYTES = _ENTRY.size
 UNUSED = bytes(ENTRY_BYTES)
-"""An entry that names no capture."""
+"""An unused entry."""
 _SUMMED = ENTRY_BYTES - 8
 
 
 @dataclasses.dataclass(frozen=True)
 class RingHeader:
-    """Content of the record at the beginning of a ring."""
+    """The header record of a ring."""
 
     ring_id: bytes
-    """16 random bytes, the ``place_id`` of its frames."""
+    """16 random bytes; the ``place_id`` of the frames."""
     store_id: bytes
     store: str
     run: str
@@ -44,19 +44,19 @@ class RingHeader:
 
 @dataclasses.dataclass(frozen=True)
 class CaptureEntry:
-    """One capture that is complete in a ring."""
+    """The entry of a capture in a ring."""
 
     offset: int
-    """Bytes from the start of the file to the frame of its manifest."""
+    """Bytes from the start of the file to the frame of the manifest."""
     save_id: SaveId
     state: int
 
 
 def encode_ring_header(header: RingHeader) -> bytes:
-    """Return the record at the beginning of a ring.
+    """Return the header record of a ring.
 
     Raises:
-        LimitError: the path of the store is too long for it.
+        LimitError: the path of the store does not fit the record.
     """
     fields = {**vars(header), "kind": "ring", "format": registry.FORMAT_WRITE}
     ids = {"ring_id": header.ring_id.hex(), "store_id": header.store_id.hex()}
@@ -64,11 +64,11 @@ def encode_ring_header(header: RingHeader) -> bytes:
 
 
 def decode_ring_header(data: Buffer, where: str) -> RingHeader:
-    """Read the record at the beginning of a ring."""
+    """Read the header record of a ring."""
     value, _ = decode_record(data, "ring", where)
     run, size = string(value, "run", where), integer(value, "data_bytes", where)
     if not is_run(run) or size % registry.BLOCK_BYTES or not size:
-        raise StructureError(f"{where}: run {run!r} or {size} bytes of data cannot be")
+        raise StructureError(f"{where}: invalid run {run!r} or data size of {size} bytes")
     return RingHeader(
         ring_id=parse_id(value.get("ring_id"), where),
         store_id=parse_id(value.get("store_id"), where),
@@ -83,13 +83,13 @@ def decode_ring_header(data: Buffer, where: str) -> RingHeader:
 
 
 def encode_entry(entry: CaptureEntry) -> bytes:
-    """Return the 64 bytes of an entry."""
+    """Return the 64 bytes of a capture entry."""
     summed = _ENTRY.pack(entry.offset, entry.save_id, entry.state, bytes(24), bytes(8))[:_SUMMED]
     return summed + sum8(summed)
 
 
 def decode_entry(data: Buffer, data_bytes: int) -> CaptureEntry | None:
-    """Read an entry of a ring with so many bytes of data; None when it is unused, or was not written to its end."""
+    """Read a capture entry of a ring with ``data_bytes`` bytes of data. Return None for an unused or invalid entry."""
     offset, save_id, state, reserved, own_sum = _ENTRY.unpack_from(data)
     if own_sum != sum8(bytes(data[:_SUMMED])) or state not in (COMPLETE, DURABLE) or not is_zero(reserved):
         return None

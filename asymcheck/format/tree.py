@@ -1,4 +1,4 @@
-"""The tree: the structure of a state and its plain values, as JSON nodes (SPEC.md §7.4)."""
+"""Encode and decode the tree of a manifest: the structure and plain values of a state as JSON (SPEC.md §7.4)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asymcheck.errors import LimitError, StructureError
 from asymcheck.format import registry
 
 Node = object
-"""A JSON value that follows the table of nodes."""
+"""A JSON value of the table of nodes in SPEC.md §7.4."""
 
 Key = str | int
 
@@ -26,29 +26,29 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 
 class TreeBuilder(Protocol[_T_co]):
-    """Makes values out of nodes; :func:`decode` calls it bottom-up."""
+    """Builds values from nodes. :func:`decode` calls the methods bottom-up."""
 
     def plain(self, value: object) -> _T_co:
-        """Make a None, bool, int, float, complex, str or bytes."""
+        """Build a None, bool, int, float, complex, str or bytes."""
         ...
 
     def sequence(self, kind: str, items: list[object]) -> _T_co:
-        """Make a list (``l``) or a tuple (``t``)."""
+        """Build a list (``l``) or a tuple (``t``)."""
         ...
 
     def mapping(self, kind: str, pairs: list[tuple[Key, object]], metadata: object) -> _T_co:
-        """Make a mapping (``d``), an ordered mapping (``o``) or a module's state (``m``, with its version metadata)."""
+        """Build a mapping (``d``), an ordered mapping (``o``) or a module's state (``m``, with version metadata)."""
         ...
 
     def tensor(self, row: int, as_array: bool) -> _T_co:  # noqa: FBT001 - a protocol method, called by position in one place
-        """Make the tensor of a row, or a numpy array of it."""
+        """Build the tensor of a row, or a numpy array."""
         ...
 
     def tagged(self, kind: str, value: object) -> _T_co:
-        """Make a value of a type that is not Python's own.
+        """Build a value of torch or numpy.
 
-        A tensor shape (``z``) from a tuple of int, a numpy scalar (``n``) from its dtype and bytes, a dtype (``y``) or
-        a device (``v``) from its name.
+        The values are a tensor shape (``z``) from a tuple of int, a numpy scalar (``n``) from its dtype and bytes, and
+        a dtype (``y``) or a device (``v``) from its name.
         """
         ...
 
@@ -57,8 +57,8 @@ def encode_plain(value: object) -> Node:
     """Return the node of a None, bool, int, float, complex, str or bytes.
 
     Raises:
-        StructureError: any other type, or a string that is not valid Unicode.
-        LimitError: an integer with more digits than a reader takes.
+        StructureError: the type is another one, or a string has lone surrogates.
+        LimitError: an integer has too many digits.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -66,7 +66,7 @@ def encode_plain(value: object) -> Node:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise StructureError("a string with lone surrogates has no UTF-8 form") from error
+            raise StructureError("cannot encode a string with lone surrogates as UTF-8") from error
         return value
     if type(value) is int:
         return encode_integer(value)
@@ -80,22 +80,18 @@ def encode_plain(value: object) -> Node:
 
 
 def encode_integer(value: int) -> Node:
-    """Return the node of an integer.
-
-    Raises:
-        LimitError: it has more digits than a reader takes.
-    """
+    """Return the node of an integer; raise LimitError if it has too many digits."""
     if -_EXACT_INTEGER < value < _EXACT_INTEGER:
         return value
-    # A digit has more than three bits: what is far too large is refused before the slow way to its digits.
+    # A decimal digit has less than four bits. Refuse far too large integers before the slow conversion to decimal.
     text = _decimal(value) if value.bit_length() <= 4 * registry.INTEGER_DIGITS_MAX else None
     if text is None or len(text.removeprefix("-")) > registry.INTEGER_DIGITS_MAX:
-        raise LimitError(f"an integer of more than {registry.INTEGER_DIGITS_MAX} digits; make it bytes (int.to_bytes)")
+        raise LimitError(f"integer of more than {registry.INTEGER_DIGITS_MAX} digits: convert it with int.to_bytes")
     return ["i", text]
 
 
 def encode_metric(value: float) -> object:
-    """Return the JSON form of a metric: a number, or the name of a value that JSON lacks."""
+    """Return the JSON form of a metric: a number, or the name of a non-finite value."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
@@ -111,7 +107,7 @@ def decode_metric(value: object, where: str) -> float:
 
 
 def decode(node: Node, rows: int, build: TreeBuilder[object], where: str) -> object:
-    """Check a whole tree and build the state from it: every one of ``rows`` must be named at least once."""
+    """Check a tree and build a value from it. The tree must name each of ``rows`` rows at least once."""
     seen = bytearray(rows)
     value = _Decoder(rows, seen, build, where).value(node, 1)
     if not all(seen):
@@ -120,13 +116,11 @@ def decode(node: Node, rows: int, build: TreeBuilder[object], where: str) -> obj
 
 
 def check(node: Node, rows: int, where: str) -> None:
-    """Check a whole tree as :func:`decode` does, and build nothing."""
-    decode(node, rows, _Nothing(), where)
+    """Check a tree without building values."""
+    decode(node, rows, _NullBuilder(), where)
 
 
-class _Nothing:
-    """Builds nothing."""
-
+class _NullBuilder:
     def plain(self, value: object) -> None: ...
 
     def sequence(self, kind: str, items: list[object]) -> None: ...
@@ -139,8 +133,6 @@ class _Nothing:
 
 
 class _Decoder:
-    """One pass over a tree; keeps what every node needs."""
-
     def __init__(self, rows: int, seen: bytearray, build: TreeBuilder[object], where: str) -> None:
         self.rows, self.seen, self.build, self.where = rows, seen, build, where
         self.kinds: dict[object, tuple[int, Callable[[list[object], int], object]]] = {
@@ -190,7 +182,7 @@ class _Decoder:
         digits = text.removeprefix("-")
         if len(digits) > registry.INTEGER_DIGITS_MAX:
             raise LimitError(
-                f"{self.where}: an integer of {len(digits)} digits is beyond {registry.INTEGER_DIGITS_MAX}"
+                f"{self.where}: integer of {len(digits)} digits exceeds {registry.INTEGER_DIGITS_MAX} digits"
             )
         if not _BIG_INTEGER.match(text):
             raise self.bad(node)
@@ -226,7 +218,7 @@ class _Decoder:
         except (binascii.Error, ValueError) as error:
             raise self.bad(node) from error
         if base64.b64encode(data) != text.encode():
-            # Bits that belong to no byte: two texts would stand for the same bytes.
+            # Unused bits are set, so that two texts would encode the same bytes.
             raise self.bad(node)
         return self.build.plain(data)
 
@@ -249,10 +241,10 @@ class _Decoder:
         _, pairs, *metadata = node
         if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):
             raise self.bad(node)
-        built = [(self._key(key), self.value(value, depth + 1)) for key, value in pairs]
-        if len({key for key, _ in built}) != len(built):
-            raise StructureError(f"{self.where}: a mapping of the tree has a key twice")
-        return self.build.mapping(str(node[0]), built, self.value(metadata[0], depth + 1) if metadata else None)
+        items = [(self._key(key), self.value(value, depth + 1)) for key, value in pairs]
+        if len({key for key, _ in items}) != len(items):
+            raise StructureError(f"{self.where}: mapping of the tree has a key twice")
+        return self.build.mapping(str(node[0]), items, self.value(metadata[0], depth + 1) if metadata else None)
 
     def _key(self, key: object) -> Key:
         return key if isinstance(key, str) else self._integer(key)
@@ -297,8 +289,7 @@ def _float_hex(value: float) -> str:
     return struct.pack(">d", value).hex()
 
 
-# Python refuses to convert integers of more than 4300 digits at once (a guard against quadratic time), so they go in
-# pieces.
+# Python refuses to convert integers of more than 4,300 digits at once, because that takes quadratic time.
 _DIGITS = 4000
 _PIECE = 10**_DIGITS
 
@@ -317,8 +308,7 @@ def _decimal(value: int) -> str:
 def _natural(digits: str) -> int:
     if len(digits) <= _DIGITS:
         return int(digits)
-    # In halves, because Python multiplies large numbers in less than quadratic time. Up to the limit of the format a
-    # digit takes no longer than a byte of other nodes does; a million digits would take several times that.
+    # Python multiplies large integers in less than quadratic time, so convert the digits in halves.
     low = len(digits) // 2
     power: int = 10**low
     return _natural(digits[:-low]) * power + _natural(digits[-low:])

@@ -1,1 +1,1 @@
-"""Verification and repair of a store: one frame scanner, read-only checks, repair, and the catalog's rebuild."""
+"""Verification and repair of a store, with one frame scanner for verify, repair and catalog rebuild."""

@@ -1,8 +1,7 @@
-"""Scan: the packs of a store one after the other, and the frames of each with what is wrong with them.
+"""Scan the packs of a store and check every frame. Verify, repair and catalog rebuild share this scanner.
 
-Verify, repair and rebuild differ only in what they do with a frame. One pack is open and one frame in memory at a time:
-a store may have more packs than a process may open files. Errors after which nothing is known of the stored bytes
-(:data:`asymcheck.errors.UNKNOWING`) are raised, and never taken for damage.
+One pack is open and one frame is in memory at a time, because a store may have more packs than a process may open
+files. Errors that say nothing about the stored bytes (:data:`asymcheck.errors.UNKNOWING`) are raised, not recorded.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from asymcheck.storage.slots import Slot
 from asymcheck.types import Digest, Location, PackId, Progress
 
 Opened = OpenPack | AsymcheckError
-"""An open pack, or why it cannot be opened."""
+"""An open pack, or the error of opening it."""
 
 
 def each_pack(pack_ids: Iterable[PackId], open_pack: Callable[[PackId], OpenPack]) -> Iterator[tuple[PackId, Opened]]:
-    """Open packs one after the other; each is closed before the next is opened."""
+    """Open packs one after the other. Each pack is closed before the next is opened."""
     for pack_id in pack_ids:
         try:
             pack = open_pack(pack_id)
@@ -57,7 +56,7 @@ def each_pack(pack_ids: Iterable[PackId], open_pack: Callable[[PackId], OpenPack
 
 
 def each_manifest(tier: ReadTier, listing: CheckpointFiles) -> Iterator[tuple[ManifestName, Manifest | AsymcheckError]]:
-    """Read the manifests of a checkpoint, or say why not; those that were deleted since it was listed are left out."""
+    """Read the manifests of a checkpoint, or yield the error. Skip manifests that were deleted since the listing."""
     for name in listing.manifests:
         try:
             manifest = tier.manifests.read(listing.run, listing.ref, name)
@@ -72,33 +71,33 @@ def each_manifest(tier: ReadTier, listing: CheckpointFiles) -> Iterator[tuple[Ma
 
 
 class Frame(NamedTuple):
-    """One frame of an open pack that was read."""
+    """A frame of an open pack, after it was read."""
 
     sequence: int
     name: Digest
-    """Digest of its partition, as the index says."""
+    """Digest of the partition in the pack index."""
     problem: AsymcheckError | None
-    """The rule that it breaks, or the refusal of the device; None when its plain bytes have the digest."""
+    """The broken rule or the I/O error; None if the plain bytes have the digest."""
     slot: Slot
-    """The memory of the scanner, for :meth:`FrameScanner.rescue`."""
+    """The read buffer of the scanner, for :meth:`FrameScanner.salvage`."""
 
 
 class FrameScanner:
-    """Reads and checks frames. One serves all packs of a store: to find the bases it looks into every pack."""
+    """Reads and checks the frames of any pack of a tier. Bases are searched in all packs."""
 
     def __init__(self, tier: ReadTier) -> None:
         self._read_base = base_reader(BaseFrames(tier).copies_of)
 
     def frames(self, pack: OpenPack, wanted: Sequence[int], undecoded: Container[Digest] = ()) -> Iterator[Frame]:
-        """Read frames of a pack and check them against header, index entry and digest.
+        """Read frames of a pack and check header, index entry and digest.
 
-        The payloads of partitions in ``undecoded`` are compared with their checksums only.
+        Partitions in ``undecoded`` are not decoded: only the checksums of their payloads are checked.
         """
-        names = pack.digests()
+        digests = pack.digests()
         slot = Slot(int(pack.entries["stored_length"].max(initial=0)))
         pack.expect(wanted)
         for sequence in wanted:
-            copy, name, problem = PartitionCopy(pack, sequence), names[sequence], None
+            copy, name, problem = PartitionCopy(pack, sequence), digests[sequence], None
             try:
                 if name in undecoded:
                     read_frame(copy, slot)
@@ -110,13 +109,13 @@ class FrameScanner:
                 problem = error
             yield Frame(sequence, name, problem, slot)
 
-    def rescue(self, pack: OpenPack, sequence: int, name: Digest, slot: Slot) -> FrameDescriptor | None:
-        """Read a frame; describe its payload if that has the digest, whatever else is wrong with the frame, else None.
+    def salvage(self, pack: OpenPack, sequence: int, name: Digest, slot: Slot) -> FrameDescriptor | None:
+        """Read a frame of which the header may be damaged. Return its descriptor if the payload has the digest.
 
         Raises:
-            TruncatedError: the file ends before the frame does.
-            BaseDamagedError: the base of the frame cannot be had.
-            StorageError: the device refused.
+            TruncatedError: the file ends before the frame.
+            BaseDamagedError: the base of the frame is unreadable.
+            StorageError: the device failed.
         """
         entry = pack.entries[sequence]
         pack.read_frame(sequence, slot)
@@ -126,125 +125,125 @@ class FrameScanner:
         payload = slot.memory[start : start + stored]
         if codec == CODEC_IDENTITY:
             return FrameDescriptor.identity(name, stored, shift) if digest_of(payload) == name else None
-        base, own_sum = entry["base_digest"].tobytes(), sum8(payload)
-        described = FrameDescriptor(name, plain, stored, own_sum, kind, codec, base_digest=base, payload_shift=shift)
+        base, checksum = entry["base_digest"].tobytes(), sum8(payload)
+        descriptor = FrameDescriptor(name, plain, stored, checksum, kind, codec, base_digest=base, payload_shift=shift)
         try:
-            decode_checked(name, described, payload, str(PartitionCopy(pack, sequence)), self._read_base)
+            decode_checked(name, descriptor, payload, str(PartitionCopy(pack, sequence)), self._read_base)
         except BaseDamagedError:
             raise
         except FormatError:
             return None
-        return described
+        return descriptor
 
 
 @dataclasses.dataclass
 class PackContent:
-    """Content of one pack."""
+    """Frames of one pack, by sequence number, with their damage."""
 
     header: PackHeader
-    """Its header, or what a scan makes of it."""
+    """The pack header, or a header rebuilt from a scan."""
     entries: Entries
-    """One for each frame that was found."""
-    names: list[Digest]
+    """Index entries of the frames."""
+    digests: list[Digest]
     damage: str
-    """Damage of the header or the index; a catalog has no entries of such a pack."""
-    wrong: dict[int, str] = dataclasses.field(default_factory=dict)
-    """Frames that break a rule, by number, and which."""
-    rescued: set[int] = dataclasses.field(default_factory=set)
-    """Damaged frames whose payload still has the digest, so that the partition can be rescued."""
-    unread: set[int] = dataclasses.field(default_factory=set)
-    """Those of them that the device did not give: they may be intact."""
-    baseless: set[int] = dataclasses.field(default_factory=set)
-    """Frames that break no rule, but cannot be decoded for want of a base; garbage, or the base may come back."""
+    """Damage of the header or the index; empty if both are intact. The catalog has no entries of a damaged pack."""
+    damaged: dict[int, str] = dataclasses.field(default_factory=dict)
+    """Damaged frames, with the reasons."""
+    salvageable: set[int] = dataclasses.field(default_factory=set)
+    """Damaged frames whose payload still has the digest."""
+    unreadable: set[int] = dataclasses.field(default_factory=set)
+    """Damaged frames that the device could not read. They may be intact."""
+    without_base: set[int] = dataclasses.field(default_factory=set)
+    """Intact frames whose base is missing. They are garbage, or the base may be stored again."""
 
     @property
     def is_sound(self) -> bool:
-        """Whether the pack is as the format says."""
-        return not self.damage and not self.wrong
+        """Whether the header, the index and all frames are intact."""
+        return not self.damage and not self.damaged
 
-    def promised(self) -> list[int]:
-        """Return the frames that a save may rely on."""
-        return [] if self.damage else self._but(self.wrong.keys() | self.baseless)
+    def reusable(self) -> list[int]:
+        """Return the frames that a save may reuse."""
+        return [] if self.damage else self._without(self.damaged.keys() | self.without_base)
 
-    def intact(self) -> list[int]:
-        """Return the frames whose partition can be had."""
-        return self._but((self.wrong.keys() - self.rescued) | self.baseless)
+    def readable(self) -> list[int]:
+        """Return the frames whose partition can be decoded."""
+        return self._without((self.damaged.keys() - self.salvageable) | self.without_base)
 
-    def _but(self, some: set[int]) -> list[int]:
-        return [number for number in range(len(self.names)) if number not in some]
+    def _without(self, excluded: set[int]) -> list[int]:
+        return [sequence for sequence in range(len(self.digests)) if sequence not in excluded]
 
     def copy(self, sequence: int) -> tuple[Digest, bytes]:
-        """Return the digest of a frame, and that of its base; zero for a full one."""
-        return self.names[sequence], self.entries["base_digest"][sequence].tobytes()
+        """Return the digest of a frame, and the digest of its base (zero for a full frame)."""
+        return self.digests[sequence], self.entries["base_digest"][sequence].tobytes()
 
     def location(self, sequence: int) -> Location:
-        """Return where a frame lies, as a catalog says it."""
+        """Return the location of a frame for the catalog."""
         return location_of(self.header.pack_id, self.entries, sequence)
 
     def check(self, pack: OpenPack, scanner: FrameScanner) -> None:
-        """Read all frames of the open pack, and note what is wrong with them.
+        """Read all frames of the open pack and record damage.
 
         Raises:
             UnsupportedFormatError: the pack needs a newer program.
         """
-        for frame in scanner.frames(pack, range(len(self.names))):
+        for frame in scanner.frames(pack, range(len(self.digests))):
             problem, sequence = frame.problem, frame.sequence
             if isinstance(problem, UnsupportedFormatError):
                 raise problem
             if isinstance(problem, BaseDamagedError):
-                # Nothing is wrong with this frame. Whoever needs it is told; else its base was garbage as it is.
-                self.baseless.add(sequence)
+                # The frame itself is intact. Repair reports the loss only if a checkpoint needs the partition.
+                self.without_base.add(sequence)
             elif problem is not None:
-                self.wrong[sequence] = str(problem)
+                self.damaged[sequence] = str(problem)
             if isinstance(problem, StorageError):
-                self.unread.add(sequence)
-            elif sequence in self.wrong:
+                self.unreadable.add(sequence)
+            elif sequence in self.damaged:
                 with contextlib.suppress(FormatError, StorageError):
-                    if scanner.rescue(pack, sequence, frame.name, frame.slot) is not None:
-                        self.rescued.add(sequence)
+                    if scanner.salvage(pack, sequence, frame.name, frame.slot) is not None:
+                        self.salvageable.add(sequence)
 
 
 @dataclasses.dataclass
-class Survey:
-    """Contents of the packs of a store."""
+class ScanResult:
+    """The packs of a store."""
 
     packs: dict[PackId, PackContent] = dataclasses.field(default_factory=dict)
-    """Packs that were read."""
-    left_out: dict[PackId, AsymcheckError] = dataclasses.field(default_factory=dict)
-    """Packs that were not, and why: held by another process, for a newer program, or the device refused."""
+    """Scanned packs."""
+    skipped: dict[PackId, AsymcheckError] = dataclasses.field(default_factory=dict)
+    """Packs that were not scanned, with the reason: locked by another process, newer format, or I/O error."""
 
-    def take(self, pack_id: PackId, pack: Opened, scanner: FrameScanner | None = None) -> None:
-        """Note what a pack holds, as its index says; with a ``scanner``, as its frames say."""
+    def add(self, pack_id: PackId, pack: Opened, scanner: FrameScanner | None = None) -> None:
+        """Add a pack by its index. With a ``scanner``, also check its frames."""
         if isinstance(pack, MissingPartitionError):
-            return  # Collected since it was listed.
+            return  # Garbage collection removed the pack after the listing.
         if isinstance(pack, AsymcheckError):
-            self.left_out[pack_id] = pack
+            self.skipped[pack_id] = pack
             return
         content = PackContent(pack.header, pack.entries, pack.digests(), str(pack.damage or ""))
         try:
             if scanner is not None:
                 content.check(pack, scanner)
         except UnsupportedFormatError as error:
-            self.left_out[pack_id] = error
+            self.skipped[pack_id] = error
         else:
             self.packs[pack_id] = content
 
 
-def read_indexes(tier: NvmeTier) -> Survey:
-    """Read the header and the index of every pack, and no frame."""
-    found = Survey()
+def read_indexes(tier: NvmeTier) -> ScanResult:
+    """Read the header and the index of every pack, without reading frames."""
+    scan = ScanResult()
     for pack_id, pack in each_pack(tier.pack_ids(), tier.open_pack):
-        found.take(pack_id, pack)
-    return found
+        scan.add(pack_id, pack)
+    return scan
 
 
-def survey(tier: NvmeTier, progress: Progress | None = None) -> Survey:
-    """Read every frame of every pack and compare it with its digest."""
-    found, done, scanner = Survey(), 0, FrameScanner(tier)
+def scan_packs(tier: NvmeTier, progress: Progress | None = None) -> ScanResult:
+    """Read and check every frame of every pack."""
+    scan, done, scanner = ScanResult(), 0, FrameScanner(tier)
     sizes = {pack_id: 0 if progress is None else tier.pack_bytes(pack_id) for pack_id in tier.pack_ids()}
     for pack_id, pack in each_pack(sizes, tier.open_pack_to_repair):
-        found.take(pack_id, pack, scanner)
+        scan.add(pack_id, pack, scanner)
         done += sizes[pack_id]
         if progress is not None:
             progress(done, sum(sizes.values()))
-    return found
+    return scan

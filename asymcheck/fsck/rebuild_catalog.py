@@ -1,7 +1,7 @@
-"""The catalog made to agree with packs and manifests, which alone are the truth (SPEC.md §10.4).
+"""Rebuild or correct the catalog from packs and manifests, which are authoritative (SPEC.md §10.4).
 
-Safe beside saves and collections of other processes that have the catalog open: what they have done meanwhile is seen
-inside the one write transaction that makes the changes.
+Other processes may save and collect at the same time. One write transaction compares and changes the catalog, so that
+it includes their changes.
 """
 
 from __future__ import annotations
@@ -15,91 +15,90 @@ from functools import partial
 from asymcheck.events import emit
 from asymcheck.format import layout, registry
 from asymcheck.format.catalog_records import manifest_key
-from asymcheck.fsck.frame_scanner import PackContent, Survey, read_indexes
+from asymcheck.fsck.frame_scanner import PackContent, ScanResult, read_indexes
 from asymcheck.storage.nvme import Catalog, NvmeTier, Transaction
 from asymcheck.types import Digest, Location, Owner, PackId
 
 
 @dataclasses.dataclass(frozen=True)
 class Rebuilt:
-    """Contents of a catalog after it was made to agree with packs and manifests."""
+    """Contents of a rebuilt or corrected catalog."""
 
     packs: int
     partitions: int
     manifests: int
     left_out: tuple[str, ...]
-    """Packs that were not entered, with the reasons."""
+    """Packs without catalog entries, with the reasons."""
     changed: int
-    """Entries that were missing, wrong or damaged before."""
+    """Number of entries that were missing, wrong or damaged."""
     kept_pins: int
-    """Pins of living processes, which a rebuild keeps."""
+    """Number of pins of living processes, which were kept."""
 
 
 def rebuild(tier: NvmeTier, transaction: Transaction) -> Rebuilt:
-    """Enter every complete pack with its partitions, and every manifest, into an empty catalog.
+    """Enter all complete packs, their partitions, and all manifests into an empty catalog.
 
-    A pack that cannot be read is left out: what it holds is written again by the next save that needs it.
+    Unreadable packs are skipped. Saves write the partitions of skipped packs again when they need them.
     """
-    return _Changes(tier, {}, read_indexes(tier), _manifests(tier), transaction).apply()
+    return _Changes(tier, {}, read_indexes(tier), _manifest_sizes(tier), transaction).apply()
 
 
-def reconcile(tier: NvmeTier, catalog: Catalog, survey: Survey | None = None) -> Rebuilt:
-    """Make a catalog agree with the packs and the manifests; other processes may have it open.
+def reconcile(tier: NvmeTier, catalog: Catalog, scan: ScanResult | None = None) -> Rebuilt:
+    """Correct a catalog from the packs and the manifests. Other processes may have the catalog open.
 
-    ``survey`` is what the packs hold, if every frame was read; else their indexes are believed.
+    ``scan`` is a scan of all frames. Without ``scan``, the pack indexes are trusted.
 
     Raises:
-        CatalogError: it is damaged so that it must be set aside, which the next start does.
+        CatalogError: the catalog is too damaged to correct. The next start replaces it.
     """
-    # Read before a transaction begins, in which nothing slow may happen.
-    changes = partial(_Changes, tier, catalog.dead_pins(), survey or read_indexes(tier), _manifests(tier))
+    # Read packs and manifests before the transaction, which must be short.
+    changes = partial(_Changes, tier, catalog.dead_pins(), scan or read_indexes(tier), _manifest_sizes(tier))
     with catalog.read() as transaction:
-        # A look first: as a rule there is nothing to do, and a writer would keep saves waiting.
-        found = changes(transaction)
-    if found.count():
+        # Compare in a read transaction first: usually nothing differs, and a write transaction blocks saves.
+        difference = changes(transaction)
+    if difference.count():
         with catalog.write() as transaction:
             return changes(transaction).apply()
-    return found.result()
+    return difference.result()
 
 
-def _manifests(tier: NvmeTier) -> dict[bytes, int]:
-    found = {}
+def _manifest_sizes(tier: NvmeTier) -> dict[bytes, int]:
+    sizes = {}
     for run in tier.manifests.runs():
         for listing in tier.manifests.checkpoints(run):
             for name in listing.manifests:
                 path = tier.manifests.directory(run, listing.ref) / str(name)
-                with contextlib.suppress(OSError):  # deleted since it was listed, or a link that leads nowhere
-                    found[manifest_key(run, listing.ref, name)] = path.stat().st_size
-    return found
+                with contextlib.suppress(OSError):  # deleted since the listing, or a dangling link
+                    sizes[manifest_key(run, listing.ref, name)] = path.stat().st_size
+    return sizes
 
 
 class _Changes:
-    """Differences between a catalog and the files, found inside one transaction.
+    """Differences between a catalog and the files, computed in one transaction.
 
-    Garbage collection marks a pack freed, in another transaction, before it removes the pack. Therefore a pack that
-    exists and is not marked stays until this transaction ends.
+    Garbage collection marks a pack freed in another transaction before it removes the file. A pack that exists and is
+    not marked freed therefore exists until this transaction ends.
     """
 
     def __init__(
         self,
         tier: NvmeTier,
         dead_pins: Mapping[bytes, Owner],
-        survey: Survey,
+        scan: ScanResult,
         manifests: Mapping[bytes, int],
         transaction: Transaction,
     ) -> None:
-        """Compare with a survey and with the sizes of the manifests by catalog key."""
         self._tier = tier
-        self._survey = survey
+        self._scan = scan
         self._transaction = transaction
-        self._present = set(tier.pack_ids())
-        # Packs that the catalog should know; those held by a writer or collection are theirs to enter, or to forget.
+        self._pack_ids = set(tier.pack_ids())
+        # Packs that belong in the catalog. Writers and collections enter or remove the packs that they hold.
         self._live: dict[PackId, PackContent] = {}
-        self._held: set[PackId] = set()
+        self._locked: set[PackId] = set()
         self._put_packs: list[PackId] = []
         self._compare_packs(transaction.pack_states())
-        # Partitions that the catalog knows and that lie where it says.
-        self._known: set[Digest] = set()
+        # Partitions with a correct location in the catalog.
+        self._correct: set[Digest] = set()
         self._put_locations: dict[Digest, Location] = {}
         self._delete_locations: list[Digest] = []
         self._compare_locations(transaction)
@@ -108,66 +107,67 @@ class _Changes:
         self._kept_pins = len(transaction.pins()) - len(self._delete_pins)
 
     def _compare_packs(self, states: Mapping[PackId, int | None]) -> None:
-        self._delete_packs = [pack_id for pack_id in states if pack_id not in self._present]
-        for pack_id, pack in self._survey.packs.items():
-            if pack_id not in self._present or pack.damage:
+        self._delete_packs = [pack_id for pack_id in states if pack_id not in self._pack_ids]
+        for pack_id, pack in self._scan.packs.items():
+            if pack_id not in self._pack_ids or pack.damage:
                 continue
             if states.get(pack_id) != registry.PACK_LIVE:
-                # Collection holds what it has marked and not taken away yet; a writer, what it has not entered yet. A
-                # lock that can be had says that neither is about it, and in this transaction neither begins.
+                # A collection locks packs that it has marked and not removed yet, and a writer locks packs that it has
+                # not entered yet. If the lock is free, neither holds the pack, and neither can begin to during this
+                # transaction.
                 with self._tier.locked(self._tier.packs / layout.pack_name(pack_id), exclusive=False) as free:
                     if not free:
-                        self._held.add(pack_id)
+                        self._locked.add(pack_id)
                         continue
                 self._put_packs.append(pack_id)
             self._live[pack_id] = pack
 
     def _compare_locations(self, transaction: Transaction) -> None:
-        places = {
-            pack_id: {pack.names[sequence]: sequence for sequence in reversed(pack.promised())}
+        sequences = {
+            pack_id: {pack.digests[sequence]: sequence for sequence in reversed(pack.reusable())}
             for pack_id, pack in self._live.items()
         }
         for name, location in transaction.locations():
-            if location is not None and self._is_right(location, places.get(location.pack_id, {}).get(name)):
-                self._known.add(name)
+            if location is not None and self._is_correct(location, sequences.get(location.pack_id, {}).get(name)):
+                self._correct.add(name)
             else:
                 self._delete_locations.append(name)
         for pack_id, pack in self._live.items():
-            for name, sequence in places[pack_id].items():
-                if name not in self._known and name not in self._put_locations:
+            for name, sequence in sequences[pack_id].items():
+                if name not in self._correct and name not in self._put_locations:
                     self._put_locations[name] = pack.location(sequence)
 
-    def _is_right(self, location: Location, sequence: int | None) -> bool:
-        """Tell whether a location is that of frame ``sequence`` of its pack, which the partition has there."""
+    def _is_correct(self, location: Location, sequence: int | None) -> bool:
+        """Tell whether a location matches frame ``sequence``, where its pack stores the partition."""
         pack = self._live.get(location.pack_id)
         if pack is None:
-            # A pack that was not read is new, or held; whoever entered it knew what it holds.
-            return location.pack_id in self._present and location.pack_id not in self._survey.packs
+            # An unscanned pack is new or locked. The process that entered it knew its frames.
+            return location.pack_id in self._pack_ids and location.pack_id not in self._scan.packs
         if sequence is None:
             return False
         entry = pack.entries[sequence]
         return (location.offset, location.plain_length) == (int(entry["offset"]), int(entry["plain_length"]))
 
-    def _compare_manifests(self, seen: Mapping[bytes, int], entered: set[bytes]) -> None:
-        # Those that were committed since the listing stay: collection relies on them. Those deleted since go.
+    def _compare_manifests(self, listed: Mapping[bytes, int], entered: set[bytes]) -> None:
+        # Keep manifests committed since the listing, because collection relies on them. Remove deleted manifests.
         root = self._tier.root / layout.MANIFESTS
-        known = entered | seen.keys()
-        gone = {key for key in known if not os.path.lexists(os.path.normpath(root / os.fsdecode(key)))}
-        self._put_manifests = {key: size for key, size in seen.items() if key not in entered and key not in gone}
+        keys = entered | listed.keys()
+        gone = {key for key in keys if not os.path.lexists(os.path.normpath(root / os.fsdecode(key)))}
+        self._put_manifests = {key: size for key, size in listed.items() if key not in entered and key not in gone}
         self._delete_manifests = sorted(entered & gone)
-        self._manifests = known - gone
+        self._manifests = keys - gone
 
     def count(self) -> int:
-        """Return how many entries differ."""
-        # What is replaced is in two of these.
+        """Return the number of different entries."""
+        # A replaced entry is in both the put and the delete list, and counts once.
         locations = self._put_locations.keys() | set(self._delete_locations)
         manifests = self._put_manifests.keys() | set(self._delete_manifests)
         return sum(map(len, (self._put_packs, self._delete_packs, locations, manifests, self._delete_pins)))
 
     def apply(self) -> Rebuilt:
-        """Make the changes, and say what the catalog knows then."""
+        """Apply the changes to the catalog."""
         transaction = self._transaction
-        # Whoever gave a pack its name may have been killed before this; from now on saves rely on it.
+        # Saves rely on entered packs, but a process may have been killed between the rename of a pack and the sync.
         self._tier.files.sync_directory(self._tier.packs)
         for name in self._delete_locations:
             transaction.delete_location(name)
@@ -188,14 +188,14 @@ class _Changes:
         return self.result()
 
     def result(self) -> Rebuilt:
-        """Say what the catalog knows with the changes."""
-        left_out = {pack_id: str(error) for pack_id, error in self._survey.left_out.items()}
-        left_out |= {pack_id: pack.damage for pack_id, pack in self._survey.packs.items() if pack.damage}
-        held = "is held by a writer or by collection"
-        left_out |= {pack_id: f"pack {layout.pack_name(pack_id)} {held}" for pack_id in self._held}
+        """Return the contents of the catalog after the changes."""
+        left_out = {pack_id: str(error) for pack_id, error in self._scan.skipped.items()}
+        left_out |= {pack_id: pack.damage for pack_id, pack in self._scan.packs.items() if pack.damage}
+        locked = "is locked by a save or a garbage collection"
+        left_out |= {pack_id: f"pack {layout.pack_name(pack_id)} {locked}" for pack_id in self._locked}
         return Rebuilt(
             packs=len(self._live),
-            partitions=len(self._known | self._put_locations.keys()),
+            partitions=len(self._correct | self._put_locations.keys()),
             manifests=len(self._manifests),
             left_out=tuple(left_out[pack_id] for pack_id in sorted(left_out)),
             changed=self.count(),

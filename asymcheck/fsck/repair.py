@@ -1,4 +1,4 @@
-"""Repair: what is damaged is made whole from what is intact (SPEC.md §8.4). No checkpoint is deleted."""
+"""Repair a store: rebuild damaged data from intact data (SPEC.md §8.4). A repair deletes no checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asymcheck.events import emit
 from asymcheck.format import layout, registry
 from asymcheck.format.digest import ZERO_DIGEST
 from asymcheck.format.pack import PackHeader, entry_length
-from asymcheck.fsck.frame_scanner import FrameScanner, PackContent, Survey, each_manifest, survey
+from asymcheck.fsck.frame_scanner import FrameScanner, PackContent, ScanResult, each_manifest, scan_packs
 from asymcheck.fsck.rebuild_catalog import Rebuilt, reconcile
 from asymcheck.restore.resolve import what_is_missing
 from asymcheck.storage.manifests import generations
@@ -23,20 +23,21 @@ from asymcheck.types import Digest, Location, PackId, Progress
 
 @dataclasses.dataclass(frozen=True)
 class Repair:
-    """One thing that was repaired."""
+    """A repaired problem."""
 
     kind: str
     """Stable code: ``temporaries``, ``record``, ``catalog``, ``pack`` or ``remote``."""
     where: str
-    """The file, below the store; or the remote location."""
+    """Path of the file below the store, or the remote location."""
     found: str
     """Description of the damage."""
     done: str
+    """Description of the repair."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Unrepaired:
-    """One thing that is wrong and was not repaired."""
+    """A problem that could not be repaired."""
 
     kind: str
     """Stable code: ``lost-partitions``, ``damaged-manifest``, ``incomplete-checkpoint``, ``damaged-head``,
@@ -47,12 +48,12 @@ class Unrepaired:
     remedy: str
     """Advice to the user."""
     checkpoints: tuple[str, ...] = ()
-    """Checkpoints that cannot be restored because of it, as ``<run> <checkpoint>``."""
+    """Checkpoints that this problem makes unrestorable, as ``<run> <checkpoint>``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Repaired:
-    """Result of a repair; a second repair in a row changes nothing."""
+    """Result of a repair. An immediate second repair changes nothing."""
 
     done: tuple[Repair, ...]
     left: tuple[Unrepaired, ...]
@@ -61,22 +62,25 @@ class Repaired:
     copied_bytes: int
 
 
-_AGAIN = "run the repair again when no other process uses it"
-_DELETE = "delete that step, or restore another with step=…"
-_INCOMPLETE = f"nothing, while other ranks may be saving it; else {_DELETE}"
-_HEAL = f"save a state with the same bytes, which writes them again; or {_DELETE}"
-_NAME_STEP = "restore a step (step=…), or one of several saves of it (save:DIGITS); training goes on from there"
+_RETRY = "run the repair again when no other process uses it"
+_DELETE = "delete that step, or restore another step (step=…)"
+_INCOMPLETE = f"wait if other ranks may still be saving it; otherwise {_DELETE}"
+_SAVE_AGAIN = f"save a state with the same bytes again, {_DELETE}"
+_NAME_STEP = "restore a named step (step=…) or save (save:DIGITS); training continues from there"
 
 
 def repair(tier: NvmeTier, catalog: Catalog, progress: Progress | None = None, made: Rebuilt | None = None) -> Repaired:
-    """Repair a store; safe beside saves, loads and collections of other processes.
+    """Repair a store. Other processes may save, load and collect at the same time.
 
-    ``progress`` is called with bytes read so far and the total; ``made`` is the result of rebuilding the catalog
-    when it was opened, if that was necessary.
+    Args:
+        tier: the store.
+        catalog: its catalog.
+        progress: called with the bytes read so far and the total.
+        made: the result of a catalog rebuild when the store was opened, if one was necessary.
 
     Raises:
-        StorageError: the device refused, or is full; nothing is lost, and the next repair goes on.
-        CatalogError: the catalog must be set aside, which the next start does.
+        StorageError: the device failed or is full. Nothing is lost; the next repair continues.
+        CatalogError: the catalog is too damaged to correct. The next start replaces it.
     """
     return _Repairer(tier, catalog).repair(progress, made)
 
@@ -92,37 +96,39 @@ class _Repairer:
 
     def repair(self, progress: Progress | None, made: Rebuilt | None) -> Repaired:
         if made is not None:
-            what = f"made anew: {made.packs} packs, {made.partitions} partitions and {made.manifests} manifests"
-            self._done.append(Repair("catalog", layout.CATALOG, "it was missing, or could not be trusted", what))
-        # First of all: on a full disk, what follows needs the room.
-        self._temporaries()
+            contents = f"{made.packs} packs, {made.partitions} partitions and {made.manifests} manifests"
+            damage = "the catalog was missing, or could not be trusted"
+            self._done.append(Repair("catalog", layout.CATALOG, damage, f"rebuilt: {contents}"))
+        # Remove temporaries first: on a full disk, the other steps need the space.
+        self._remove_temporaries()
         if self._tier.repair_descriptor():
-            self._record(layout.DESCRIPTOR_NAME)
-        # Before the survey: the packs of these manifests are complete by then, and so are seen.
+            self._note_record(layout.DESCRIPTOR_NAME)
+        # Read manifests before the scan, so that the scan finds the packs of all these manifests.
         needs: dict[Digest, set[int]] = {}
         for run in self._tier.manifests.runs():
-            self._heads(run)
-            self._manifests(run, needs)
-        found = survey(self._tier, progress)
-        self._reconcile(found)
-        have = self._packs(found)
-        self._lost(needs, have, found)
+            self._repair_heads(run)
+            self._check_manifests(run, needs)
+        scan = scan_packs(self._tier, progress)
+        self._correct_catalog(scan)
+        readable = self._repair_packs(scan)
+        self._report_lost(needs, readable, scan)
         copied_bytes = sum(location.plain_length for location in self._copied.values())
         return Repaired(tuple(self._done), tuple(self._left), len(self._copied), copied_bytes)
 
-    def _temporaries(self) -> None:
+    def _remove_temporaries(self) -> None:
         stale = [str(path.relative_to(self._tier.root)) for path in self._tier.stale_temporaries()]
         removed = self._tier.remove_stale_temporaries()
         if removed:
-            what = "files that a killed process left, or a damaged catalog that was set aside"
-            self._done.append(Repair("temporaries", ", ".join(stale) or layout.CATALOG, what, f"{removed} removed"))
+            damage = "temporary files of a killed process, or a replaced damaged catalog"
+            self._done.append(Repair("temporaries", ", ".join(stale) or layout.CATALOG, damage, f"{removed} removed"))
 
-    def _record(self, where: str) -> None:
+    def _note_record(self, where: str) -> None:
         emit("repair.record_rewritten", where)
-        what = "one of two copies of the record was damaged"
-        self._done.append(Repair("record", where, what, "written again with both copies"))
+        self._done.append(
+            Repair("record", where, "one of two copies of the record was damaged", "both copies rewritten")
+        )
 
-    def _heads(self, run: str) -> None:
+    def _repair_heads(self, run: str) -> None:
         numbers = self._tier.manifests.heads(run)
         listed = [listing.ref.generation for listing in self._tier.manifests.checkpoints(run)]
         for generation in generations([*numbers, *listed]):
@@ -138,188 +144,188 @@ class _Repairer:
                 self._left.append(Unrepaired("damaged-head", where, str(error), _NAME_STEP))
             else:
                 if rewritten:
-                    self._record(where)
+                    self._note_record(where)
 
-    def _manifests(self, run: str, needs: dict[Digest, set[int]]) -> None:
+    def _check_manifests(self, run: str, needs: dict[Digest, set[int]]) -> None:
         for listing in self._tier.manifests.checkpoints(run):
             checkpoint = f"{run} {listing.ref}"
-            # By number: a listing of many ranks takes long to hash, and each of them has thousands of partitions.
+            # Refer to checkpoints by index, because hashing the listing of many ranks for every partition is slow.
             number = len(self._checkpoints)
             self._checkpoints.append(listing)
             if not listing.is_complete:
                 where = f"{layout.MANIFESTS}/{run}/{layout.checkpoint_name(listing.ref)}"
-                left = Unrepaired("incomplete-checkpoint", where, what_is_missing(listing), _INCOMPLETE, (checkpoint,))
-                self._left.append(left)
+                problem = what_is_missing(listing)
+                self._left.append(Unrepaired("incomplete-checkpoint", where, problem, _INCOMPLETE, (checkpoint,)))
             for name, manifest in each_manifest(self._tier, listing):
                 if isinstance(manifest, AsymcheckError):
                     where = f"{layout.MANIFESTS}/{run}/{layout.checkpoint_name(listing.ref)}/{name}"
-                    left = Unrepaired("damaged-manifest", where, str(manifest), _DELETE, (checkpoint,))
-                    self._left.append(left)
+                    self._left.append(Unrepaired("damaged-manifest", where, str(manifest), _DELETE, (checkpoint,)))
                 else:
                     for digest in manifest.partitions():
                         needs.setdefault(digest, set()).add(number)
 
-    def _reconcile(self, found: Survey) -> None:
-        changed = reconcile(self._tier, self._catalog, found).changed
+    def _correct_catalog(self, scan: ScanResult) -> None:
+        changed = reconcile(self._tier, self._catalog, scan).changed
         if changed:
             entries = "1 entry was" if changed == 1 else f"{changed} entries were"
-            what = f"{entries} missing, wrong, damaged or without use"
-            self._done.append(Repair("catalog", layout.CATALOG, what, "corrected from packs and manifests"))
+            damage = f"{entries} missing, wrong, damaged or unused"
+            self._done.append(Repair("catalog", layout.CATALOG, damage, "corrected from packs and manifests"))
 
-    def _packs(self, found: Survey) -> set[Digest]:
-        """Replace the damaged packs; return all partitions that can be had afterwards."""
-        elsewhere = _Elsewhere()
-        have: set[Digest] = set()
-        for pack in found.packs.values():
-            for sequence in pack.promised() if pack.is_sound else ():
-                elsewhere.add(pack.names[sequence], pack.location(sequence))
-                have.add(pack.names[sequence])
-        for pack_id, pack in found.packs.items():
+    def _repair_packs(self, scan: ScanResult) -> set[Digest]:
+        """Replace the damaged packs. Return all partitions that are readable afterwards."""
+        intact_frames = _IntactFrames()
+        readable: set[Digest] = set()
+        for pack in scan.packs.values():
+            for sequence in pack.reusable() if pack.is_sound else ():
+                intact_frames.add(pack.digests[sequence], pack.location(sequence))
+                readable.add(pack.digests[sequence])
+        for pack_id, pack in scan.packs.items():
             if not pack.is_sound:
-                have.update(pack.names[sequence] for sequence in pack.intact())
-                self._replace(pack_id, pack, elsewhere)
-        for pack_id, error in found.left_out.items():
+                readable.update(pack.digests[sequence] for sequence in pack.readable())
+                self._replace_pack(pack_id, pack, intact_frames)
+        for pack_id, error in scan.skipped.items():
             busy = isinstance(error, LockTimeoutError)
-            remedy = _AGAIN if busy else "see to what the message says; until then the file is left as it is"
+            remedy = _RETRY if busy else "fix the reported problem and run the repair again; the pack was not changed"
             kind = "busy-pack" if busy else "unreadable-pack"
-            self._left.append(Unrepaired(kind, _where(pack_id), str(error), remedy))
-        return have
+            self._left.append(Unrepaired(kind, _pack_path(pack_id), str(error), remedy))
+        return readable
 
-    def _replace(self, pack_id: PackId, pack: PackContent, elsewhere: _Elsewhere) -> None:
-        where = _where(pack_id)
-        found = pack.damage or f"{len(pack.wrong)} of {len(pack.names)} frames are damaged: {_first(pack.wrong)}"
-        replaced = Replacement(self._tier, self._catalog, pack, elsewhere)
-        busy = replaced.carry_out()
-        if busy:
-            self._left.append(Unrepaired("busy-pack", where, f"{found}; {busy}", _AGAIN))
+    def _replace_pack(self, pack_id: PackId, pack: PackContent, intact_frames: _IntactFrames) -> None:
+        where = _pack_path(pack_id)
+        reason = next(iter(pack.damaged.values()), "")
+        damage = pack.damage or f"{len(pack.damaged)} of {len(pack.digests)} frames are damaged: {reason}"
+        replacement = Replacement(self._tier, self._catalog, pack, intact_frames)
+        obstacle = replacement.carry_out()
+        if obstacle:
+            self._left.append(Unrepaired("busy-pack", where, f"{damage}; {obstacle}", _RETRY))
             return
-        for (name, _), location in replaced.copied.items():
-            elsewhere.add(name, location)
+        for (name, _), location in replacement.copied.items():
+            intact_frames.add(name, location)
             self._copied[name] = location
-        if replaced.changed:
-            copied, lost = len(replaced.copied), len(pack.wrong) - len(pack.rescued)
-            kept = len(pack.intact()) - copied
+        if replacement.changed:
+            copied, lost = len(replacement.copied), len(pack.damaged) - len(pack.salvageable)
+            stored = len(pack.readable()) - copied
             done = (
-                copied and f"{copied} partition{'s' if copied > 1 else ''} copied into a new pack",
-                kept and f"{kept} lie elsewhere",
-                lost and f"{lost} lost here",
-                replaced.removed and "the damaged pack removed",
+                copied and f"{_count(copied, 'partition')} copied into a new pack",
+                stored and f"{_count(stored, 'partition')} already stored in other packs",
+                lost and f"{_count(lost, 'frame')} beyond repair",
+                replacement.removed and "damaged pack removed",
             )
-            self._done.append(Repair("pack", where, found, ", ".join(part for part in done if part)))
-        if not replaced.removed:
-            refused = f"the device did not give {len(pack.unread)} frames ({_first(pack.wrong)})" if pack.unread else ""
-            baseless = f"the bases of {len(pack.baseless)} frames are lost" if pack.baseless else ""
-            message = f"{' and '.join(filter(None, (refused, baseless)))}; all others lie elsewhere"
-            # A base comes back with a save of the same bytes.
-            remedy = f"{'replace the device; ' if refused else ''}remove the file when nothing on it is needed any more"
+            self._done.append(Repair("pack", where, damage, ", ".join(part for part in done if part)))
+        if not replacement.removed:
+            unread = len(pack.unreadable)
+            unreadable = f"the device cannot read {unread} frames ({reason})" if unread else ""
+            baseless = f"the bases of {len(pack.without_base)} frames are lost" if pack.without_base else ""
+            message = f"{' and '.join(filter(None, (unreadable, baseless)))}; all other frames are in other packs"
+            # A save of the same bytes stores a lost base again.
+            remedy = f"{'replace the device; ' if unread else ''}remove the file when no checkpoint needs it any more"
             self._left.append(Unrepaired("unreadable-pack", where, message, remedy))
 
-    def _lost(self, needs: Mapping[Digest, set[int]], have: set[Digest], found: Survey) -> None:
-        numbers: dict[int, list[Digest]] = {}
+    def _report_lost(self, needs: Mapping[Digest, set[int]], readable: set[Digest], scan: ScanResult) -> None:
+        lost_by_number: dict[int, list[Digest]] = {}
         for digest, users in needs.items():
-            if digest not in have:
+            if digest not in readable:
                 for number in users:
-                    numbers.setdefault(number, []).append(digest)
+                    lost_by_number.setdefault(number, []).append(digest)
         lost: dict[str, list[Digest]] = {}
-        for number, digests in numbers.items():
+        for number, digests in lost_by_number.items():
             listing = self._checkpoints[number]
-            # It may have been deleted during the survey, and its packs collected.
+            # The checkpoint may have been deleted during the scan, and its packs collected.
             if self._tier.manifests.listing(listing.run, listing.ref).manifests:
                 lost.setdefault(f"{listing.run} {listing.ref}", []).extend(digests)
-        unless = ", unless they lie in a pack that could not be looked into" if found.left_out else ""
+        unless = ", unless a pack that could not be read stores it" if scan.skipped else ""
         for checkpoint, digests in sorted(lost.items()):
             first = digests[0].hex()
-            message = f"partition {first} that it needs is lost{unless}"
+            message = f"partition {first} is lost{unless}"
             if len(digests) > 1:
-                message = f"{len(digests)} partitions that it needs are lost{unless}; the first is {first}"
-            self._left.append(Unrepaired("lost-partitions", checkpoint, message, _HEAL, (checkpoint,)))
+                message = f"{len(digests)} partitions are lost{unless}; the first is {first}"
+            self._left.append(Unrepaired("lost-partitions", checkpoint, message, _SAVE_AGAIN, (checkpoint,)))
 
 
 _Copy = tuple[Digest, bytes]
-"""A partition and the base that a frame of it is encoded against; zero for a full frame."""
+"""Digest of a partition, and digest of the base of one of its frames (zero for a full frame)."""
 
-_CHANGED = "the store changed while it was being repaired"
+_CHANGED = "the store changed during the repair"
 _HELD = "another process reads or writes it"
-_PINNED = "a save that is under way has reused partitions of it"
+_PINNED = "a save in progress reuses partitions of it"
 
 
-class _Elsewhere:
-    """Frames that lie intact in sound packs.
+class _IntactFrames:
+    """Intact frames in sound packs.
 
-    A full frame can stand for any other; one with a base only for its like: else a chain of deltas could grow too long,
-    or lead back to itself.
+    A full frame replaces any frame of its digest. Any other frame replaces only a frame with the same base. Otherwise
+    a chain of deltas could become too long, or a cycle.
     """
 
     def __init__(self) -> None:
-        self._places: dict[Digest, dict[bytes, Location]] = {}
+        self._locations: dict[Digest, dict[bytes, Location]] = {}
 
     def add(self, name: Digest, location: Location) -> None:
-        self._places.setdefault(name, {})[location.base_digest] = location
+        self._locations.setdefault(name, {})[location.base_digest] = location
 
-    def stands(self, copy: _Copy) -> bool:
-        """Tell whether there is a frame that can stand for this one."""
+    def can_replace(self, copy: _Copy) -> bool:
         name, base = copy
-        return not {ZERO_DIGEST, base}.isdisjoint(self._places.get(name, {}))
+        return not {ZERO_DIGEST, base}.isdisjoint(self._locations.get(name, {}))
 
-    def of(self, name: Digest) -> Location | None:
-        """Return where a partition lies, in full if it does."""
-        places = self._places.get(name, {})
-        return places.get(ZERO_DIGEST) or next(iter(places.values()), None)
+    def location(self, name: Digest) -> Location | None:
+        """Return the location of a frame of a partition, preferably a full frame."""
+        locations = self._locations.get(name, {})
+        return locations.get(ZERO_DIGEST) or next(iter(locations.values()), None)
 
 
 class Replacement:
     """The replacement of one damaged pack.
 
-    At every instant each intact partition lies in a complete pack: the new one gets its name before the damaged one
-    loses its own. The new pack needs no pin. A save that reuses a partition of the damaged pack finds, when it pins the
-    pack, that it is freed, and writes the partition again. Manifests keep the new pack alive.
+    Every intact partition is in a complete pack at every instant: the new pack is renamed before the damaged pack is
+    removed. The new pack needs no pin, because manifests name its partitions. A save that reuses a partition of the
+    damaged pack notices that the pack is freed when it pins the pack, and writes the partition again.
     """
 
-    def __init__(self, tier: NvmeTier, catalog: Catalog, content: PackContent, elsewhere: _Elsewhere) -> None:
-        """Replace the pack with this ``content``; a frame for which one ``elsewhere`` stands needs no copy."""
+    def __init__(self, tier: NvmeTier, catalog: Catalog, content: PackContent, intact_frames: _IntactFrames) -> None:
         self._tier = tier
         self._catalog = catalog
         self._content = content
         self._pack_id = content.header.pack_id
         self._path = tier.packs / layout.pack_name(self._pack_id)
-        intact = {content.copy(sequence): sequence for sequence in content.intact()}
+        readable = {content.copy(sequence): sequence for sequence in content.readable()}
         self._copies = {
             (name, base): sequence
-            for (name, base), sequence in intact.items()
-            if not elsewhere.stands((name, base)) and (base == ZERO_DIGEST or (name, ZERO_DIGEST) not in intact)
+            for (name, base), sequence in readable.items()
+            if not intact_frames.can_replace((name, base))
+            and (base == ZERO_DIGEST or (name, ZERO_DIGEST) not in readable)
         }
-        others = {*content.names} - {name for name, _ in self._copies}
-        self._elsewhere = {name: place for name in others if (place := elsewhere.of(name)) is not None}
-        # What the device did not give may be there another day.
-        self._keep = bool(content.unread or content.baseless)
+        others = {*content.digests} - {name for name, _ in self._copies}
+        self._replacements = {name: found for name in others if (found := intact_frames.location(name)) is not None}
+        # Unreadable frames may become readable again, and a lost base may be stored again.
+        self._keep = bool(content.unreadable or content.without_base)
         self._entered = False
         self.copied: dict[_Copy, Location] = {}
-        """Frames that are now in a new pack."""
+        """Frames that were copied into the new pack."""
         self.removed = self.changed = False
 
     def carry_out(self) -> str:
-        """Copy, enter, remove; return why nothing could be done, or nothing.
+        """Copy the frames, update the catalog, remove the damaged pack. Return the obstacle, or an empty string.
 
         Raises:
-            StorageError: the device refused, or is full; nothing is lost.
+            StorageError: the device failed or is full. Nothing is lost.
         """
         with self._tier.locked(self._path) as held, self._catalog.read() as transaction:
-            busy = self._obstacle(transaction) if held else _HELD
-            pointing = self._pointing(transaction)
-        if busy or (self._keep and not self._copies and not pointing):
-            return busy
+            obstacle = self._find_obstacle(transaction) if held else _HELD
+            entered_digests = self._catalog_digests(transaction)
+        if obstacle or (self._keep and not self._copies and not entered_digests):
+            return obstacle
         try:
             with self._new_pack() as (header, locations), self._tier.locked(self._path) as held:
-                busy = self._enter(header, locations) if held else _HELD
-                if not busy and not self._keep:
-                    # Not into the pool: its blocks may be bad.
+                obstacle = self._enter(header, locations) if held else _HELD
+                if not obstacle and not self._keep:
+                    # Do not recycle the file: its blocks may be bad.
                     self._tier.files.unlink(self._path)
                     emit("repair.removed", self._path.name)
                     self._tier.files.sync_directory(self._tier.packs)
         except (DigestMismatchError, BaseDamagedError) as error:
-            return f"it reads differently each time ({error})"
-        if busy:
-            return busy
+            return f"repeated reads differ ({error})"
+        if obstacle:
+            return obstacle
         self.copied, self.changed, self.removed = locations, True, not self._keep
         if self.removed:
             with self._catalog.write() as transaction:
@@ -327,17 +333,17 @@ class Replacement:
             emit("repair.forgotten", self._path.name)
         return ""
 
-    def _obstacle(self, transaction: Transaction) -> str:
+    def _find_obstacle(self, transaction: Transaction) -> str:
         if any(self._pack_id in packs for _, packs in transaction.pins().values()):
             return _PINNED
-        # What lies elsewhere is relied upon: not in a pack that collection, or another repair, has taken meanwhile.
-        relied = {location.pack_id for location in self._elsewhere.values()}
-        if any(transaction.pack_state(pack_id) != registry.PACK_LIVE for pack_id in relied):
+        # Collection or another repair may have freed the packs of replacement frames.
+        pack_ids = {location.pack_id for location in self._replacements.values()}
+        if any(transaction.pack_state(pack_id) != registry.PACK_LIVE for pack_id in pack_ids):
             return _CHANGED
         return ""
 
-    def _pointing(self, transaction: Transaction) -> list[Digest]:
-        """Return the partitions of the pack by the catalog, which alone names those of lost frames."""
+    def _catalog_digests(self, transaction: Transaction) -> list[Digest]:
+        """Return the partitions that the catalog locates in the pack. Only the catalog names those of lost frames."""
         return [
             name
             for name, location in transaction.locations()
@@ -346,9 +352,9 @@ class Replacement:
 
     @contextlib.contextmanager
     def _new_pack(self) -> Iterator[tuple[PackHeader | None, dict[_Copy, Location]]]:
-        """Write the intact partitions into a complete pack, locked for the ``with`` block.
+        """Write the frames to copy into a complete pack, locked for the ``with`` block.
 
-        Unless it was entered by the end of the block, it is removed again.
+        The new pack is removed at the end of the block unless it was entered into the catalog.
         """
         if not self._copies:
             yield None, {}
@@ -357,7 +363,7 @@ class Replacement:
         writer = self._tier.start_pack(sum(map(entry_length, entries)))
         try:
             try:
-                self._copy(writer, int(entries["stored_length"].max()))
+                self._copy_frames(writer, int(entries["stored_length"].max()))
                 header, locations = writer.seal(time.time_ns(), WRITER)
             except BaseException:
                 writer.abandon()
@@ -365,31 +371,31 @@ class Replacement:
             yield header, {(name, location.base_digest): location for name, location in locations}
         finally:
             if not self._entered:
-                # Nobody else could open it yet. Were it to stay, it would be no harm but a second copy.
+                # No other process could open the new pack yet. If the removal fails, a harmless second copy stays.
                 with contextlib.suppress(AsymcheckError):
                     self._tier.files.unlink(self._tier.packs / layout.pack_name(writer.pack_id))
             writer.close()
 
-    def _copy(self, writer: PackWriter, longest: int) -> None:
+    def _copy_frames(self, writer: PackWriter, longest: int) -> None:
         with contextlib.closing(self._tier.open_pack_to_repair(self._pack_id)) as pack:
             slot, scanner = Slot(longest), FrameScanner(self._tier)
             for (name, _), sequence in self._copies.items():
-                found = scanner.rescue(pack, sequence, name, slot) if sequence < len(pack.entries) else None
-                if found is None:
+                descriptor = scanner.salvage(pack, sequence, name, slot) if sequence < len(pack.entries) else None
+                if descriptor is None:
                     raise DigestMismatchError(f"digest mismatch in frame {sequence} of pack {self._pack_id.hex()}")
-                writer.write(slot, found)
+                writer.write(slot, descriptor)
 
     def _enter(self, header: PackHeader | None, locations: Mapping[_Copy, Location]) -> str:
-        """Say in the catalog where the partitions lie now, in one transaction, or return why not."""
+        """Update the catalog in one transaction. Return the obstacle, or an empty string."""
         with self._catalog.read() as transaction:
-            pointing = self._pointing(transaction)
+            entered_digests = self._catalog_digests(transaction)
         with self._catalog.write() as transaction:
-            reason = self._obstacle(transaction)
-            if reason:
-                return reason
-            for name in {*pointing, *self._content.names}:
+            obstacle = self._find_obstacle(transaction)
+            if obstacle:
+                return obstacle
+            for name in {*entered_digests, *self._content.digests}:
                 transaction.forget_location(name, self._pack_id)
-            for name, location in self._elsewhere.items():
+            for name, location in self._replacements.items():
                 if transaction.location(name) is None:
                     transaction.put_location(name, location)
             for (name, _), location in locations.items():
@@ -398,15 +404,15 @@ class Replacement:
                 transaction.put_pack(header.pack_id, registry.PACK_LIVE, header.frame_count, header.pack_length)
             if not self._keep:
                 transaction.put_pack(self._pack_id, registry.PACK_FREED, 0, 0)
-        # Before the damaged pack goes: from here on the new one must not be removed.
+        # From now on the new pack must not be removed, although the damaged pack still exists.
         self._entered = True
         emit("repair.entered", self._path.name)
         return ""
 
 
-def _where(pack_id: PackId) -> str:
+def _pack_path(pack_id: PackId) -> str:
     return f"{layout.PACKS}/{layout.pack_name(pack_id)}"
 
 
-def _first(wrong: Mapping[int, str]) -> str:
-    return next(iter(wrong.values()))
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number > 1 else ''}"

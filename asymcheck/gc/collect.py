@@ -1,4 +1,4 @@
-"""Garbage collection: frees packs that no manifest and no pin names (SPEC.md §8.3), and rings of killed processes."""
+"""Collect garbage: free packs that no manifest or pin needs (SPEC.md §8.3), and remove rings of killed processes."""
 
 from __future__ import annotations
 
@@ -23,50 +23,49 @@ from asymcheck.types import PackId
 
 _ATTEMPTS = 8
 _PATIENT_ATTEMPTS = 4
-"""Attempts during which others may commit. Later attempts read the new manifests while nobody can commit."""
+"""Attempts during which other processes may commit. Later attempts read new manifests in the write transaction."""
 _PAUSE_S = 0.02
-# Packs are freed a few at a time: their locks need descriptors, and the transaction stays short.
+# Free a few packs at a time: each lock needs a file descriptor, and the transaction must be short.
 _BATCH = 64
 
 
 @dataclasses.dataclass
 class Collected:
-    """Result of a collection, or with ``dry_run`` its plan."""
+    """Result of a collection, or the expected result of a dry run."""
 
     freed_packs: int = 0
-    """Packs taken out of use."""
+    """Number of packs freed."""
     freed_bytes: int = 0
-    """Bytes of their files."""
+    """Bytes of the files of freed packs."""
     pooled_packs: int = 0
-    """Those of them kept to be overwritten; the rest was unlinked."""
+    """Number of freed packs moved to the pool. The other freed packs were unlinked."""
     removed_temporaries: int = 0
-    """Unfinished packs of dead writers that were removed."""
+    """Number of unfinished packs of dead writers that were removed."""
     busy_packs: int = 0
-    """Packs that could be freed but are locked by a reader or a writer."""
+    """Number of packs that could be freed, but are locked by a reader or a writer."""
     kept_packs: int = 0
-    """Packs that a manifest or a pin needs."""
+    """Number of packs that a manifest or a pin needs."""
     repacked_packs: int = 0
-    """Those of the freed ones that held something needed, which was copied into new packs first."""
+    """Number of freed packs whose live frames were copied into new packs first."""
     copied_bytes: int = 0
-    """Bytes of the frames copied."""
+    """Bytes of the copied frames."""
 
 
 class Sweep(abc.ABC):
-    """One collection. A subclass knows how packs are stored.
+    """A mark-and-sweep collection. Subclasses implement it for a store and for a remote location.
 
-    A pack that nothing needs is first announced as garbage, where every writer looks, and is removed only when another
-    look at manifests and packs has confirmed it.
+    A garbage pack is announced to all writers first. It is removed only after manifests and packs were read again.
     """
 
     def __init__(self, reachable: Reachability, *, dry_run: bool) -> None:
         self.reachable, self.dry_run, self.result = reachable, dry_run, Collected()
 
     def carry_out(self) -> Collected:
-        """Collect, again while packs or checkpoints come meanwhile."""
+        """Collect. Retry while other processes add packs or checkpoints."""
         self._remove_temporaries()
         for attempt in range(_ATTEMPTS):
             if attempt and self.reachable.problem is not None:
-                # What was refused may be had in a moment.
+                # The problem may be transient, such as a lock.
                 time.sleep(attempt * _PAUSE_S)
             self._mark()
             if self.dry_run:
@@ -78,36 +77,36 @@ class Sweep(abc.ABC):
         problem = self.reachable.problem
         if problem is not None:
             raise StorageError(
-                f"nothing was freed, because it is unknown what partitions in a pack are encoded against: {problem}; "
+                f"cannot free any pack: the bases of partitions in a pack are unknown: {problem}; "
                 "run gc again, or verify --repair if that does not help"
             ) from problem
         raise StorageError(
-            f"store {self.reachable.tier.root}: packs or checkpoints came {_ATTEMPTS} times during one collection; "
-            "run gc again"
+            f"cannot collect store {self.reachable.tier.root}: other processes added packs or checkpoints during all "
+            f"{_ATTEMPTS} attempts; run gc again"
         )
 
     @abc.abstractmethod
     def _remove_temporaries(self) -> None:
-        """Remove, or count, what killed writers have left unfinished."""
+        """Remove unfinished files of killed writers; only count them in a dry run."""
 
     @abc.abstractmethod
     def _mark(self) -> None:
-        """Look at manifests and packs, and find the packs that nothing needs."""
+        """Read manifests and packs, and find the garbage packs."""
 
     @abc.abstractmethod
     def _count(self) -> None:
-        """Count the packs that would be freed."""
+        """Count the packs that a collection would free."""
 
     @abc.abstractmethod
     def _free(self, *, insists: bool) -> bool:
-        """Announce and remove the packs; return False when it has to begin again.
+        """Announce and remove the garbage packs. Return False if the collection must start again.
 
-        If it ``insists``, it looks again while commits wait for it: no checkpoint comes then, but one may go.
+        With ``insists``, read manifests again while commits are blocked, so that no checkpoint is added meanwhile.
         """
 
     @abc.abstractmethod
     def _finish(self) -> None:
-        """Complete the result, and what goes with it unless it is a dry run."""
+        """Complete the result. Unless this is a dry run, do the remaining work."""
 
     def _count_freed(self, nbytes: int) -> None:
         self.result.freed_packs += 1
@@ -122,24 +121,24 @@ def collect(
     without: Collection[NamedCheckpoint] = (),
     needed: StoreReachability | None = None,
 ) -> Collected:
-    """Free every pack that nothing names, and those of which little is needed, when that is copied.
+    """Free all garbage packs, and packs that are mostly garbage after copying their live frames.
 
     Args:
         tier: the store.
         catalog: its catalog.
         dry_run: only count.
-        without: with ``dry_run``: checkpoints that count as deleted.
-        needed: what an earlier collection has read, so that it is not read again.
+        without: checkpoints to treat as deleted in a dry run.
+        needed: reachability from an earlier collection, to avoid reading manifests and indexes again.
 
     Raises:
-        InconsistentCheckpointError: a manifest cannot be read, so that what it needs is unknown; nothing was freed.
-        StructureError: the manifests are gone, though nobody deleted them here; nothing was freed.
+        InconsistentCheckpointError: a manifest is unreadable, so its partitions are unknown. Nothing was freed.
+        StructureError: the manifests are gone, although no process deleted them. Nothing was freed.
     """
     return StoreSweep(tier, catalog, needed or StoreReachability(tier, without), dry_run=dry_run).carry_out()
 
 
 class StoreSweep(Sweep):
-    """A collection in a store: packs are announced as garbage in the catalog, and go to the pool or are unlinked."""
+    """A collection in a store. The catalog announces garbage packs, which move to the pool or are unlinked."""
 
     reachable: StoreReachability
 
@@ -148,36 +147,35 @@ class StoreSweep(Sweep):
         self._tier, self._catalog = tier, catalog
 
     def _remove_temporaries(self) -> None:
-        """Remove unfinished packs, and trim the pool: on a full disk, what follows needs the room."""
+        """Remove unfinished packs and trim the pool first, because the next steps need space on a full disk."""
         if self.dry_run:
             self.result.removed_temporaries = len(self._tier.stale_temporaries())
             return
         self.result.removed_temporaries = self._tier.remove_stale_temporaries()
         for path in self._tier.pool.surplus():
-            # But for packs that a writer takes at this moment.
+            # A locked file is being taken from the pool by a writer.
             with self._tier.locked(path) as held:
                 if held:
                     self._tier.files.unlink(path)
 
     def _mark(self) -> None:
-        """Do steps 1 to 3 of §8.3."""
-        # The order matters: an owner found dead here has committed by now, or never will, so the listing below sees
-        # all it did.
+        """Do steps 1 to 3 of SPEC.md §8.3."""
+        # Find dead owners before listing manifests: a dead owner cannot commit any more, so the listing is complete.
         self.dead_pins = self._catalog.dead_pins()
-        self._look()
+        self._refresh()
         _, self.stale = self.reachable.since(self._catalog)
         self.result.kept_packs = len(self.reachable.packs) - len(self.candidates) + self.reachable.unread
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         self.reachable.look()
         self.candidates = self.reachable.garbage()
 
     def _count(self) -> None:
-        """Count what ``_free`` and a repack would free."""
+        """Count the packs that :meth:`_free` and a repack would free."""
         with self._catalog.read() as transaction:
             dead_pins = transaction.still_dead(self.dead_pins)
             pinned = pinned_packs(transaction, dead_pins)
-        room = self._tier.pool.room()
+        space = self._tier.pool.room()
         for pack_id in self.candidates:
             with self._tier.locked(_path(self._tier, pack_id)) as held:
                 if not held:
@@ -185,20 +183,20 @@ class StoreSweep(Sweep):
                 elif pack_id in pinned:
                     self.result.kept_packs += 1
                 else:
-                    room = self._count_pooled(pack_id, room)
+                    space = self._count_pooled(pack_id, space)
         plan = plan_repack(self._tier, self._catalog, self.reachable, dead_pins)
         for pack_id in itertools.chain(*plan.batches):
-            room = self._count_pooled(pack_id, room)
+            space = self._count_pooled(pack_id, space)
         self._count_repacked(plan.expected)
 
-    def _count_pooled(self, pack_id: PackId, room: int) -> int:
-        """Count a pack that would be freed; return what room the pool has then."""
+    def _count_pooled(self, pack_id: PackId, space: int) -> int:
+        """Count a pack that would be freed. Return the space left in the pool."""
         path = _path(self._tier, pack_id)
         self._count_freed(path.stat().st_size)
-        if not self._tier.pool.would_keep(path, room):
-            return room
+        if not self._tier.pool.would_keep(path, space):
+            return space
         self.result.pooled_packs += 1
-        return room - path.stat().st_size
+        return space - path.stat().st_size
 
     def _count_repacked(self, done: Repacked) -> None:
         self.result.repacked_packs, self.result.copied_bytes = done.packs, done.copied_bytes
@@ -206,7 +204,7 @@ class StoreSweep(Sweep):
         self.result.kept_packs += done.new_packs - done.packs - done.busy
 
     def _free(self, *, insists: bool) -> bool:
-        """Free the candidates batch by batch; return False when checkpoints or packs came meanwhile."""
+        """Free the candidates in batches. Return False if another process added checkpoints or packs."""
         candidates = list(self.candidates)
         for start in range(0, max(len(candidates), 1), _BATCH):
             batch = candidates[start : start + _BATCH]
@@ -223,10 +221,10 @@ class StoreSweep(Sweep):
         return True
 
     def _mark_freed(self, locked: Sequence[PackId], *, insists: bool) -> list[PackId] | None:
-        """§8.3 step 4, one transaction; None when there is a manifest or a pack that this attempt has not seen."""
+        """Do step 4 of SPEC.md §8.3. Return None if a manifest or a pack is new since the mark."""
         with self._catalog.write() as transaction:
             if insists and not self.reachable.is_current(transaction, self.stale):
-                self._look()
+                self._refresh()
             if not self.reachable.is_current(transaction, self.stale):
                 return None
             for key in self.stale:
@@ -243,7 +241,7 @@ class StoreSweep(Sweep):
         return freed
 
     def _retire(self, freed: Sequence[PackId]) -> None:
-        """§8.3 step 5: packs that are marked freed, and locked by the caller, go to the pool."""
+        """Do step 5 of SPEC.md §8.3: move freed packs, which the caller has locked, to the pool."""
         for pack_id in freed:
             path = _path(self._tier, pack_id)
             self._count_freed(path.stat().st_size)
@@ -254,14 +252,14 @@ class StoreSweep(Sweep):
             self._tier.files.sync_directory(self._tier.packs)
         present = set(self._tier.pack_ids())
         with self._catalog.write() as transaction:
-            # Also those that an earlier collection marked and retired before it was killed.
+            # Include packs that an earlier collection retired before it was killed.
             for pack_id in transaction.freed_packs():
                 if pack_id not in present:
                     transaction.delete_pack(pack_id)
         emit("gc.forgotten", f"{len(freed)} packs")
 
     def _finish(self) -> None:
-        """Repack, and remove folders that a save left which was killed before its commit."""
+        """Repack, and remove empty directories of saves that were killed before the commit."""
         if self.dry_run:
             return
         self._count_repacked(repack(self._tier, self._catalog, self.reachable, self._retire))
@@ -280,25 +278,25 @@ def _path(tier: NvmeTier, pack_id: PackId) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class CollectedRing:
-    """A ring of a killed process, and what became of it."""
+    """A ring of a killed process, and whether it was removed."""
 
     ring: RingFile
-    """The ring, as it was found; its frames were not checked."""
+    """The ring before removal. Its frames were not checked."""
     is_store_gone: bool
-    """Whether its store is not where it was any more."""
+    """Whether the store of the ring no longer exists at its path."""
     unsaved: int
-    """Captures in it that are complete and not durable."""
+    """Number of captures that are complete and not durable."""
     is_removed: bool
-    """Whether it was removed, or would be."""
+    """Whether the ring was removed, or a dry run would remove it."""
 
 
 def collect_rings(tier: NvmeTier, folder: Path, *, discard: bool, dry_run: bool) -> list[CollectedRing]:
-    """Remove rings of killed processes: of this store, and of stores that are gone.
+    """Remove rings of killed processes that belong to this store, or to stores that no longer exist.
 
-    With ``discard`` also those with captures that are not durable.
+    Rings with captures that are not durable are removed only with ``discard``.
 
     Raises:
-        StorageError: one could not be read or removed.
+        StorageError: a ring cannot be read or removed.
     """
     collected = []
     store_id = tier.descriptor.store_id.hex()
@@ -312,14 +310,13 @@ def collect_rings(tier: NvmeTier, folder: Path, *, discard: bool, dry_run: bool)
         if is_gone and not is_store_gone(tier, ring.store, bytes.fromhex(ring.store_id)):
             continue
         unsaved = sum(not capture.is_durable for capture in ring.captures)
-        is_needless = ring.is_unmade or not (unsaved or ring.problem)
-        is_removed = (is_needless or discard) and (dry_run or _remove(ring))
+        is_obsolete = ring.is_unmade or not (unsaved or ring.problem)
+        is_removed = (is_obsolete or discard) and (dry_run or _remove(ring))
         collected.append(CollectedRing(ring, is_gone, unsaved, is_removed))
     return collected
 
 
 def _remove(ring: RingFile) -> bool:
-    """Remove a ring that nobody uses; return whether it is gone."""
     if ring.problem:
         return remove_unread(ring.path, damaged=not ring.is_unmade) != "used"
     try:

@@ -1,4 +1,4 @@
-"""Repacking: what is needed of a pack that is mostly garbage is copied, so that the pack can go (SPEC.md §8.3)."""
+"""Repack: copy the live frames of packs that are mostly garbage, then free those packs (SPEC.md §8.3)."""
 
 from __future__ import annotations
 
@@ -28,86 +28,86 @@ from asymcheck.storage.reachability import HeldFrames, StoreReachability, pinned
 from asymcheck.types import Digest, Location, PackId
 
 _ATTEMPTS = 8
-# As in a collection: locks need descriptors.
+# Each lock needs a file descriptor.
 _BATCH = 64
 
 _Copy = tuple[Digest, bytes]
-"""A partition and the base that it is encoded against; zero for a full frame.
+"""Digest of a partition, and digest of the base of one of its frames (zero for a full frame).
 
-A full frame can stand for any other; one with a base only for its like: else a chain of deltas could grow too long.
+A full frame replaces any frame of its digest. Any other frame replaces only a frame with the same base. Otherwise a
+chain of deltas could become too long.
 """
 
 
 class BaseLocations:
-    """Frames in packs that stay, each read before another one is given up for it."""
+    """Locations of frames in packs that are kept. Each frame is read and checked before it replaces another frame."""
 
     def __init__(self, tier: NvmeTier) -> None:
-        """Begin without any."""
         self._tier = tier
-        self._places: dict[_Copy, Location] = {}
+        self._locations: dict[_Copy, Location] = {}
         self._sound: dict[Location, bool] = {}
 
-    def add(self, places: Iterable[tuple[_Copy, Location]]) -> None:
-        """Know of more."""
-        self._places.update(places)
+    def add(self, locations: Iterable[tuple[_Copy, Location]]) -> None:
+        """Add frames of packs that are kept."""
+        self._locations.update(locations)
 
     def of(self, copy: _Copy) -> Location | None:
-        """Return where a frame lies that can stand for this one, and is sound."""
-        for place in map(self._places.get, _standing(copy)):
-            if place is not None and self._is_sound(place):
-                return place
+        """Return the location of a sound frame that can replace this one, or None."""
+        for location in map(self._locations.get, _replacements_of(copy)):
+            if location is not None and self._is_sound(location):
+                return location
         return None
 
-    def _is_sound(self, place: Location) -> bool:
-        if place not in self._sound:
-            self._sound[place] = False
+    def _is_sound(self, location: Location) -> bool:
+        if location not in self._sound:
+            self._sound[location] = False
             with contextlib.suppress(FormatError, StorageError, MissingPartitionError), contextlib.ExitStack() as stack:
-                pack = stack.enter_context(contextlib.closing(self._tier.open_pack(place.pack_id)))
-                slot = stack.enter_context(self._tier.slots.slot(place.stored_length))
-                # None when its index was damaged since it was looked at.
-                for number in np.flatnonzero(pack.entries["offset"] == place.offset).tolist():
-                    where = f"frame {number} of pack {layout.pack_name(place.pack_id)}"
-                    _checked(pack.read_frame(number, slot), place.pack_id, number, where)
-                    self._sound[place] = True
-        return self._sound[place]
+                pack = stack.enter_context(contextlib.closing(self._tier.open_pack(location.pack_id)))
+                slot = stack.enter_context(self._tier.slots.slot(location.stored_length))
+                # No match if the index was damaged since the mark.
+                for number in np.flatnonzero(pack.entries["offset"] == location.offset).tolist():
+                    where = f"frame {number} of pack {layout.pack_name(location.pack_id)}"
+                    _check_stored(pack.read_frame(number, slot), location.pack_id, number, where)
+                    self._sound[location] = True
+        return self._sound[location]
 
 
 @dataclasses.dataclass
 class Repacked:
-    """The result of a repack, or the result to expect of one."""
+    """Result of a repack, or its expected result."""
 
     packs: int = 0
-    """Packs marked freed, and retired."""
+    """Number of packs freed."""
     copied_bytes: int = 0
-    """Bytes of the frames copied."""
+    """Bytes of the copied frames."""
     new_packs: int = 0
-    """Packs that the copied frames are stored in."""
+    """Number of new packs with the copied frames."""
     busy: int = 0
-    """Packs that should go but are in use."""
+    """Number of packs that should be freed but are in use."""
 
 
 @dataclasses.dataclass
 class RepackPlan:
-    """Which packs are to go, and what is copied before."""
+    """The packs to free, and the frames to copy first."""
 
-    homes: BaseLocations
-    """Where partitions lie that need no copy, in packs that stay."""
+    kept: BaseLocations
+    """Frames in packs that are kept. Their partitions need no copy."""
     batches: list[dict[PackId, list[int]]] = dataclasses.field(default_factory=list)
-    """For each new pack, the packs to free, and the frames of each that are copied into it, by number."""
+    """For each new pack, the packs to free, with the numbers of the frames to copy."""
     expected: Repacked = dataclasses.field(default_factory=Repacked)
-    """The result, if no pack comes into use meanwhile."""
+    """The result if no other process locks a pack meanwhile."""
 
 
 def plan_repack(
     tier: NvmeTier, catalog: Catalog, needed: StoreReachability, dead_pins: Collection[bytes] = frozenset()
 ) -> RepackPlan:
-    """Choose the packs that are worth it, by what ``needed`` has seen; ``dead_pins`` protect nothing."""
+    """Choose the packs to free, by the manifests and packs that ``needed`` has read. Ignore ``dead_pins``."""
     live = needed.live()
     with catalog.read() as transaction:
         states = transaction.pack_states()
         pinned = pinned_packs(transaction, dead_pins)
-    # Of the others all is needed, and of entirely dead ones nothing.
-    in_part = {
+    # Packs with live and dead frames. Other packs are entirely live or entirely dead.
+    partly_live = {
         pack_id: held
         for pack_id, held in needed.packs.items()
         if pack_id not in pinned
@@ -115,36 +115,36 @@ def plan_repack(
         and not live.isdisjoint(held.names)
         and (states.get(pack_id) != registry.PACK_LIVE or not live.issuperset(held.names))
     }
-    wanted = live.intersection(name for held in in_part.values() for name in held.names)
+    wanted = live.intersection(name for held in partly_live.values() for name in held.names)
     plan = RepackPlan(BaseLocations(tier))
     expected = plan.expected
     for pack_id, held in needed.packs.items():
-        if pack_id not in in_part and states.get(pack_id) == registry.PACK_LIVE:
-            plan.homes.add(_places(pack_id, held, wanted))
+        if pack_id not in partly_live and states.get(pack_id) == registry.PACK_LIVE:
+            plan.kept.add(_locations(pack_id, held, wanted))
     claimed: set[_Copy] = set()
     batch_bytes = 0
-    # Packs that the catalog does not know come last: most are copies that a killed collection left of the others.
-    for pack_id, held in sorted(in_part.items(), key=lambda item: states.get(item[0]) != registry.PACK_LIVE):
-        own = [number for number, name in enumerate(held.names) if name in live]
-        own = [number for number in own if not _stands(_copy_of(held, number), claimed, plan.homes)]
-        own_bytes, total = int(held.lengths[own].sum()), int(held.lengths.sum())
-        if own and total - own_bytes <= tier.config.repack_waste * total:
+    # Packs that the catalog does not list come last: most are copies from a killed collection.
+    for pack_id, held in sorted(partly_live.items(), key=lambda item: states.get(item[0]) != registry.PACK_LIVE):
+        to_copy = [number for number, name in enumerate(held.names) if name in live]
+        to_copy = [number for number in to_copy if not _has_replacement(_copy_of(held, number), claimed, plan.kept)]
+        copy_bytes, total = int(held.lengths[to_copy].sum()), int(held.lengths.sum())
+        if to_copy and total - copy_bytes <= tier.config.repack_waste * total:
             if states.get(pack_id) == registry.PACK_LIVE:
-                plan.homes.add(_places(pack_id, held, wanted))
+                plan.kept.add(_locations(pack_id, held, wanted))
             continue
         with tier.locked(tier.packs / layout.pack_name(pack_id)) as free:
             if not free:
                 expected.busy += 1
                 continue
-        if not plan.batches or len(plan.batches[-1]) == _BATCH or batch_bytes + own_bytes > tier.config.pack_bytes:
+        if not plan.batches or len(plan.batches[-1]) == _BATCH or batch_bytes + copy_bytes > tier.config.pack_bytes:
             plan.batches.append({})
             batch_bytes = 0
-        expected.new_packs += bool(own) and not batch_bytes
-        batch_bytes += own_bytes
-        plan.batches[-1][pack_id] = own
+        expected.new_packs += bool(to_copy) and not batch_bytes
+        batch_bytes += copy_bytes
+        plan.batches[-1][pack_id] = to_copy
         expected.packs += 1
-        expected.copied_bytes += own_bytes
-        claimed.update(_copy_of(held, number) for number in own)
+        expected.copied_bytes += copy_bytes
+        claimed.update(_copy_of(held, number) for number in to_copy)
     return plan
 
 
@@ -152,16 +152,15 @@ def _copy_of(held: HeldFrames, number: int) -> _Copy:
     return held.names[number], held.entries["base_digest"][number].tobytes()
 
 
-def _stands(copy: _Copy, claimed: set[_Copy], homes: BaseLocations) -> bool:
-    return not claimed.isdisjoint(_standing(copy)) or homes.of(copy) is not None
+def _has_replacement(copy: _Copy, claimed: set[_Copy], kept: BaseLocations) -> bool:
+    return not claimed.isdisjoint(_replacements_of(copy)) or kept.of(copy) is not None
 
 
-def _standing(copy: _Copy) -> tuple[_Copy, _Copy]:
-    """Return the copies that can stand for one."""
+def _replacements_of(copy: _Copy) -> tuple[_Copy, _Copy]:
     return copy, (copy[0], ZERO_DIGEST)
 
 
-def _places(pack_id: PackId, held: HeldFrames, wanted: set[Digest]) -> Iterator[tuple[_Copy, Location]]:
+def _locations(pack_id: PackId, held: HeldFrames, wanted: set[Digest]) -> Iterator[tuple[_Copy, Location]]:
     if wanted.isdisjoint(held.names):
         return
     for number, name in enumerate(held.names):
@@ -172,28 +171,29 @@ def _places(pack_id: PackId, held: HeldFrames, wanted: set[Digest]) -> Iterator[
 def repack(
     tier: NvmeTier, catalog: Catalog, needed: StoreReachability, retire: Callable[[Sequence[PackId]], object]
 ) -> Repacked:
-    """Copy what is needed of packs that are mostly garbage, and free these; safe beside saves and reads.
+    """Copy live frames of packs that are mostly garbage, and free these packs.
 
-    ``retire`` takes the packs that are marked freed and locked. On a disk without room for a copy nothing is done.
+    Other processes may save and read at the same time. ``retire`` removes packs that are marked freed and locked. If
+    the disk is full, the repack stops.
 
     Raises:
-        StorageError: the device refused; nothing is lost.
+        StorageError: the device failed. Nothing is lost.
     """
     plan = plan_repack(tier, catalog, needed)
     done = Repacked(busy=plan.expected.busy)
     for frames in plan.batches:
         try:
-            _Batch(tier, catalog, needed, plan.homes, frames).carry_out(retire, done)
+            _Batch(tier, catalog, needed, plan.kept, frames).carry_out(retire, done)
         except OutOfSpaceError:
             break
     return done
 
 
 class _Batch:
-    """Some packs whose needed frames go into one new pack.
+    """Packs whose live frames are copied into one new pack.
 
-    At every instant each of these partitions lies in a complete pack: the new one gets its name before the old ones
-    are marked freed, in the transaction that enters it. Until then nothing relies on it.
+    Every live partition is in a complete pack at every instant. One transaction enters the new pack and marks the old
+    packs freed. The new pack has its final name before.
     """
 
     def __init__(
@@ -201,18 +201,18 @@ class _Batch:
         tier: NvmeTier,
         catalog: Catalog,
         needed: StoreReachability,
-        homes: BaseLocations,
+        kept: BaseLocations,
         frames: Mapping[PackId, Sequence[int]],
     ) -> None:
-        self._tier, self._catalog, self._needed, self._homes, self._frames = tier, catalog, needed, homes, frames
+        self._tier, self._catalog, self._needed, self._kept, self._frames = tier, catalog, needed, kept, frames
         self._held = {pack_id: needed.packs[pack_id] for pack_id in frames}
-        self._places: dict[_Copy, Location] = {}
+        self._copied: dict[_Copy, Location] = {}
         self._entered = False
 
     def carry_out(self, retire: Callable[[Sequence[PackId]], object], done: Repacked) -> None:
         """Copy, enter, retire."""
         with self._new_pack() as header, contextlib.ExitStack() as locks:
-            # What came while frames were copied: before the locks, for which readers wait.
+            # Read manifests committed during the copy now, before taking the locks that block readers.
             self._needed.look()
             free = [
                 pack_id
@@ -227,11 +227,11 @@ class _Batch:
             if freed:
                 retire(freed)
                 done.packs += len(freed)
-        self._homes.add(self._places.items() if self._entered else ())
+        self._kept.add(self._copied.items() if self._entered else ())
 
     @contextlib.contextmanager
     def _new_pack(self) -> Iterator[PackHeader | None]:
-        """Copy into a complete pack, locked for the ``with`` block; it is removed again unless it was entered."""
+        """Copy frames into a complete pack, locked for the ``with`` block. Remove the pack unless it was entered."""
         expected = sum(int(self._held[pack_id].lengths[numbers].sum()) for pack_id, numbers in self._frames.items())
         if not expected:
             yield None
@@ -239,22 +239,22 @@ class _Batch:
         writer = self._tier.start_pack(expected)
         try:
             try:
-                header, locations = self._written(writer)
+                header, locations = self._copy_frames(writer)
             except BaseException:
                 writer.abandon()
                 raise
             if header is None:
                 writer.abandon()
-            self._places = {(name, location.base_digest): location for name, location in locations}
+            self._copied = {(name, location.base_digest): location for name, location in locations}
             yield header
         finally:
             if not self._entered:
-                # Nobody else could open it yet. Were it to stay, it would be no harm but a second copy.
+                # No other process could open the new pack yet. If the removal fails, a harmless second copy stays.
                 with contextlib.suppress(AsymcheckError):
                     self._tier.files.unlink(self._tier.packs / layout.pack_name(writer.pack_id))
             writer.close()
 
-    def _written(self, writer: PackWriter) -> tuple[PackHeader | None, list[tuple[Digest, Location]]]:
+    def _copy_frames(self, writer: PackWriter) -> tuple[PackHeader | None, list[tuple[Digest, Location]]]:
         for pack_id, numbers in self._frames.items():
             for slot, descriptor in self._read(pack_id, numbers):
                 writer.write(slot, descriptor)
@@ -263,36 +263,33 @@ class _Batch:
         return writer.seal(time.time_ns(), WRITER)
 
     def _read(self, pack_id: PackId, numbers: Sequence[int]) -> Iterator[tuple[Slot, FrameDescriptor]]:
-        """Yield frames as they are stored, each checked; stop at the first damaged frame of a pack.
-
-        The pack of a frame that cannot be read stays, for a repair.
-        """
+        """Yield checked frames in their stored encoding. Stop at the first damaged frame, so that the pack is kept."""
         if not numbers:
             return
-        held, where = self._held[pack_id], f"pack {layout.pack_name(pack_id)}"
-        longest = int(held.entries["stored_length"][numbers].max())
+        longest = int(self._held[pack_id].entries["stored_length"][numbers].max())
         with contextlib.ExitStack() as stack:
             try:
                 pack = stack.enter_context(contextlib.closing(self._tier.open_pack(pack_id)))
                 slot = stack.enter_context(self._tier.slots.slot(longest))
                 for number in numbers:
-                    yield slot, _checked(pack.read_frame(number, slot), pack_id, number, f"frame {number} of {where}")
+                    where = f"frame {number} of pack {layout.pack_name(pack_id)}"
+                    yield slot, _check_stored(pack.read_frame(number, slot), pack_id, number, where)
             except FormatError:
-                # It will be as damaged at the next collection.
+                # The next collection must not try to copy this pack again.
                 self._needed.unmovable.add(pack_id)
             except (StorageError, MissingPartitionError):
                 return
 
     def _enter(self, header: PackHeader | None, free: Sequence[PackId]) -> list[PackId]:
-        """Mark packs freed in the transaction that enters the new one; return which."""
+        """Enter the new pack and mark the old packs freed in one transaction. Return the freed packs."""
         own = [] if header is None else [header.pack_id]
         for _ in range(_ATTEMPTS):
-            came, gone = self._needed.since(self._catalog)
-            if came:
-                # Committed while frames were copied: it may need what was not.
+            new, gone = self._needed.since(self._catalog)
+            if new:
+                # A manifest committed during the copy may need frames that were not copied.
                 self._needed.look()
             live = self._needed.live()
-            moved = {pack_id: self._moved(pack_id, live) for pack_id in free}
+            moved = {pack_id: self._new_locations(pack_id, live) for pack_id in free}
             with self._catalog.write() as transaction:
                 is_current = self._needed.is_current(transaction, gone, own)
                 freed = self._mark_freed(transaction, header, moved) if is_current else []
@@ -303,18 +300,18 @@ class _Batch:
             self._needed.look()
         return []
 
-    def _moved(self, pack_id: PackId, live: set[Digest]) -> dict[Digest, Location] | None:
-        """Return where else each needed partition of a pack lies; None when one of them lies nowhere else."""
-        held, found = self._held[pack_id], {}
+    def _new_locations(self, pack_id: PackId, live: set[Digest]) -> dict[Digest, Location] | None:
+        """Return other locations of the live partitions of a pack, or None if a partition has no other location."""
+        held, locations = self._held[pack_id], {}
         for number, name in enumerate(held.names):
             if name in live:
                 copy = _copy_of(held, number)
-                own = (self._places[one] for one in _standing(copy) if one in self._places)
-                place = next(own, None) or self._homes.of(copy)
-                if place is None:
+                copied = (self._copied[other] for other in _replacements_of(copy) if other in self._copied)
+                location = next(copied, None) or self._kept.of(copy)
+                if location is None:
                     return None
-                found[name] = place
-        return found
+                locations[name] = location
+        return locations
 
     def _mark_freed(
         self,
@@ -324,15 +321,15 @@ class _Batch:
     ) -> list[PackId]:
         pinned = pinned_packs(transaction)
         freed = []
-        for pack_id, places in moved.items():
-            if places is None or pack_id in pinned:
+        for pack_id, locations in moved.items():
+            if locations is None or pack_id in pinned:
                 continue
-            relied = {location.pack_id for location in places.values()} - {header.pack_id if header else None}
-            if any(transaction.pack_state(one) != registry.PACK_LIVE for one in relied):
+            targets = {location.pack_id for location in locations.values()} - {header.pack_id if header else None}
+            if any(transaction.pack_state(target) != registry.PACK_LIVE for target in targets):
                 continue
             for name in self._held[pack_id].names:
                 transaction.forget_location(name, pack_id)
-            for name, location in places.items():
+            for name, location in locations.items():
                 if transaction.location(name) is None:
                     transaction.put_location(name, location)
             transaction.put_pack(pack_id, registry.PACK_FREED, 0, 0)
@@ -342,12 +339,8 @@ class _Batch:
         return freed
 
 
-def _checked(frame: memoryview, pack_id: PackId, number: int, where: str) -> FrameDescriptor:
-    """Check a frame as far as that needs no base and no decoding, and return its descriptor.
-
-    Raises:
-        FormatError
-    """
+def _check_stored(frame: memoryview, pack_id: PackId, number: int, where: str) -> FrameDescriptor:
+    """Check a frame without decoding it, and return its descriptor."""
     descriptor, payload = check_frame(frame, pack_id, number, where)
     if descriptor.codec == registry.CODEC_IDENTITY and digest(payload) != descriptor.digest:
         raise DigestMismatchError(f"digest mismatch in {where}")

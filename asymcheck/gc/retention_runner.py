@@ -1,4 +1,4 @@
-"""Pruning: delete the checkpoints that retention does not keep, then free the packs that nothing needs."""
+"""Run retention: delete the checkpoints that no rule keeps, then collect garbage."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from asymcheck.storage.reachability import StoreReachability
 from asymcheck.types import Checkpoint, CheckpointRef, PackId
 
 Held = Callable[[], Mapping[str, str]]
-"""Asked before anything is deleted: the save ids of what stays whatever the rules say, with the reasons."""
+"""Returns the save ids of checkpoints that must be kept regardless of the rules, with the reasons."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pruned:
-    """Result of pruning, or with ``dry_run`` its plan."""
+    """Result of pruning, or the plan of a dry run."""
 
     run: str
     verdicts: tuple[Verdict, ...]
-    """Every checkpoint of the run, oldest first, with the reasons for which it stays; those without went."""
+    """All checkpoints of the run, oldest first, with the reasons to keep them. Those without reasons were deleted."""
     collected: Collected
     """Result of the garbage collection."""
 
     @property
     def removed(self) -> list[Checkpoint]:
-        """The checkpoints that went."""
+        """The deleted checkpoints."""
         return [verdict.checkpoint for verdict in self.verdicts if not verdict.stays]
 
 
-class _Known(NamedTuple):
-    """Facts about a checkpoint from its manifests, which never change."""
+class _CheckpointFacts(NamedTuple):
+    """A checkpoint with the packs and the names of its manifests, which never change."""
 
     checkpoint: Checkpoint
     packs: frozenset[PackId]
@@ -51,15 +51,17 @@ class _Known(NamedTuple):
 
 
 def newest_consistent(
-    tier: ReadTier, found: Sequence[Checkpoint], listing_of: Callable[[Checkpoint], CheckpointFiles | None]
+    tier: ReadTier, checkpoints: Sequence[Checkpoint], listing_of: Callable[[Checkpoint], CheckpointFiles | None]
 ) -> dict[str, str]:
-    """Return the save id of the one to restore now, with that reason; all there are, while none can be restored.
+    """Return the save id of the newest consistent checkpoint, or of all checkpoints if none is consistent.
+
+    Each save id comes with the reason to keep the checkpoint.
 
     Raises:
-        UnsupportedFormatError, TooManyFilesError, RemoteUnreachableError: that cannot be told.
+        UnsupportedFormatError, TooManyFilesError, RemoteUnreachableError: consistency cannot be determined.
     """
-    for one in sorted(found, key=lambda one: one.ref, reverse=True):
-        listing = listing_of(one) if one.on_line and one.complete else None
+    for checkpoint in sorted(checkpoints, key=lambda checkpoint: checkpoint.ref, reverse=True):
+        listing = listing_of(checkpoint) if checkpoint.on_line and checkpoint.complete else None
         if listing is not None:
             try:
                 resolve_one(tier, listing).sources.close()
@@ -67,48 +69,48 @@ def newest_consistent(
                 raise
             except (FormatError, RecoveryError):
                 continue
-            return {one.save_id: "newest consistent"}
-    return {one.save_id: "none on the line is consistent" for one in found}
+            return {checkpoint.save_id: "newest consistent"}
+    return {checkpoint.save_id: "none on the line is consistent" for checkpoint in checkpoints}
 
 
 class Pruner:
-    """Prunes one run, again and again: it reads only what is new since the last time. For one thread at a time."""
+    """Prunes one run repeatedly, and reads only new checkpoints each time. Not thread-safe."""
 
     def __init__(
         self, tier: NvmeTier, catalog: Catalog, run: str, retention: Retention, held: Held = dict[str, str]
     ) -> None:
-        """Keep of ``run`` what ``retention`` says, and what is ``held``."""
+        """Prune ``run`` by ``retention``; ``held`` returns checkpoints that must be kept."""
         self._tier, self._catalog, self._run, self._retention, self._held = tier, catalog, run, retention, held
         self._needed = StoreReachability(tier)
-        self._present: dict[CheckpointRef, _Known] = {}
+        self._checkpoints: dict[CheckpointRef, _CheckpointFacts] = {}
         self._is_unfinished = True
 
     def prune(self, now_ns: int, *, dry_run: bool = False, always_collect: bool = False) -> Pruned:
-        """Delete what no rule keeps, and free what it alone needed.
+        """Delete the checkpoints that no rule keeps, and collect garbage.
 
         Args:
-            now_ns: the present, nanoseconds since 1970-01-01 UTC.
-            dry_run: only say.
-            always_collect: also when nothing was deleted; without, not before something was.
+            now_ns: the current time, nanoseconds since 1970-01-01 UTC.
+            dry_run: return the plan and change nothing.
+            always_collect: collect even if no checkpoint was deleted.
 
         Raises:
-            StorageError: the device refused; what could not be read was not deleted.
-            UnsupportedFormatError: a checkpoint needs a newer program; nothing was deleted.
-            InconsistentCheckpointError: a manifest is damaged, so that nothing can be freed; what goes was deleted.
+            StorageError: the device failed. Unreadable checkpoints were not deleted.
+            UnsupportedFormatError: a checkpoint needs a newer program. Nothing was deleted.
+            InconsistentCheckpointError: a manifest is damaged. Checkpoints were deleted, but no pack was freed.
         """
         line, listings = known_line(self._tier, self._run), self._listings()
         verdicts = self._judge(line, listings, now_ns)
-        going = [verdict.checkpoint.ref for verdict in verdicts if not verdict.stays]
+        to_delete = [verdict.checkpoint.ref for verdict in verdicts if not verdict.stays]
         if dry_run:
-            without = [(self._run, ref) for ref in going]
+            without = [(self._run, ref) for ref in to_delete]
             return Pruned(self._run, tuple(verdicts), collect(self._tier, self._catalog, dry_run=True, without=without))
         collected = Collected()
-        if going and known_line(self._tier, self._run) != line:
-            # Training went back meanwhile, perhaps to one of these.
+        if to_delete and known_line(self._tier, self._run) != line:
+            # Training went back to an earlier checkpoint meanwhile, perhaps to one of these.
             return self.prune(now_ns, always_collect=always_collect)
-        for ref in going:
+        for ref in to_delete:
             remove(self._tier, self._catalog, listings[ref])
-        if going or always_collect or self._is_unfinished:
+        if to_delete or always_collect or self._is_unfinished:
             self._is_unfinished = True
             collected = collect(self._tier, self._catalog, needed=self._needed)
             self._is_unfinished = collected.busy_packs > 0
@@ -116,66 +118,69 @@ class Pruner:
 
     def _listings(self) -> dict[CheckpointRef, CheckpointFiles]:
         listings = {listing.ref: listing for listing in self._tier.manifests.checkpoints(self._run)}
-        present = {}
+        checkpoints = {}
         for ref, listing in listings.items():
-            entry = self._present.get(ref)
-            # What is not whole may be tomorrow.
+            entry = self._checkpoints.get(ref)
+            # An incomplete checkpoint may become complete.
             is_known = entry is not None and entry.checkpoint.complete and entry.names == listing.manifests
-            present[ref] = entry if entry is not None and is_known else self._read(listing)
-        self._present = present
+            checkpoints[ref] = entry if entry is not None and is_known else self._read(listing)
+        self._checkpoints = checkpoints
         return listings
 
-    def _read(self, listing: CheckpointFiles) -> _Known:
+    def _read(self, listing: CheckpointFiles) -> _CheckpointFacts:
         try:
             manifests = read_manifests(self._tier, listing)
         except (UnsupportedFormatError, StorageError):
-            # Nothing is known to be wrong with it: it must not count as incomplete, and go for that.
+            # The checkpoint may be intact: it must not count as incomplete, and be deleted for that reason.
             raise
         except AsymcheckError:
-            return _Known(describe_by(listing, None, None), frozenset(), listing.manifests)
+            return _CheckpointFacts(describe_by(listing, None, None), frozenset(), listing.manifests)
         packs = frozenset(pack_id for manifest in manifests for pack_id in manifest.header.packs)
-        return _Known(describe_by(listing, manifests, None), packs, listing.manifests)
+        return _CheckpointFacts(describe_by(listing, manifests, None), packs, listing.manifests)
 
     def _judge(
         self, line: Lineage | None, listings: Mapping[CheckpointRef, CheckpointFiles], now_ns: int
     ) -> list[Verdict]:
-        found = [
+        checkpoints = [
             dataclasses.replace(entry.checkpoint, on_line=None if line is None else ref in line)
-            for ref, entry in self._present.items()
+            for ref, entry in self._checkpoints.items()
         ]
-        verdicts = judge(self._retention, found, now_ns)
+        verdicts = judge(self._retention, checkpoints, now_ns)
         if all(verdict.stays for verdict in verdicts):
             return verdicts
-        held = {**self._held(), **newest_consistent(self._tier, found, lambda one: listings[one.ref])}
-        verdicts = judge(self._retention, found, now_ns, held)
-        return judge(self._retention, found, now_ns, {**self._being_read(verdicts), **held})
+        held = {
+            **self._held(),
+            **newest_consistent(self._tier, checkpoints, lambda checkpoint: listings[checkpoint.ref]),
+        }
+        verdicts = judge(self._retention, checkpoints, now_ns, held)
+        return judge(self._retention, checkpoints, now_ns, {**self._being_read(verdicts), **held})
 
     def _being_read(self, verdicts: Sequence[Verdict]) -> dict[str, str]:
-        """Return those that would go and that somebody reads: a pack that they alone need is locked."""
-        packs = {verdict.checkpoint.save_id: self._present[verdict.checkpoint.ref].packs for verdict in verdicts}
-        staying = frozenset().union(*(packs[one.checkpoint.save_id] for one in verdicts if one.stays))
-        going = {one.checkpoint.save_id for one in verdicts if not one.stays}
-        alone = frozenset().union(*(packs[save_id] for save_id in going)) - staying
-        locked = {pack_id for pack_id in alone if self._is_locked(pack_id)}
-        return {save_id: "being read" for save_id in going if packs[save_id] & locked}
+        """Return checkpoints to delete that are being read: a pack that only they need is locked."""
+        packs = {verdict.checkpoint.save_id: self._checkpoints[verdict.checkpoint.ref].packs for verdict in verdicts}
+        kept = frozenset().union(*(packs[verdict.checkpoint.save_id] for verdict in verdicts if verdict.stays))
+        to_delete = {verdict.checkpoint.save_id for verdict in verdicts if not verdict.stays}
+        unshared = frozenset().union(*(packs[save_id] for save_id in to_delete)) - kept
+        locked = {pack_id for pack_id in unshared if self._is_locked(pack_id)}
+        return {save_id: "being read" for save_id in to_delete if packs[save_id] & locked}
 
     def _is_locked(self, pack_id: PackId) -> bool:
         path = self._tier.packs / layout.pack_name(pack_id)
         with self._tier.locked(path) as held:
-            # One that was repacked is there no more.
+            # A repacked pack no longer exists.
             return not held and path.exists()
 
 
 class MaintenanceThread:
-    """Prunes after each commit; what fails is kept for the training loop."""
+    """Prunes after each commit, and keeps the last failure for the training loop."""
 
     def __init__(self, make: Callable[[], Pruner]) -> None:
-        """Prune with what ``make`` returns when the first checkpoint has been committed."""
+        """Prune with the result of ``make``, which is called after the first commit."""
         self._make = make
         self._pruner: Pruner | None = None
         self._lock = threading.Lock()
         self._failure: Exception | None = None
-        self._told = ""
+        self._reported = ""
 
     def after_commit(self) -> None:
         """Prune; never raises."""
@@ -184,23 +189,23 @@ class MaintenanceThread:
                 if self._pruner is None:
                     self._pruner = self._make()
                 self._pruner.prune(time.time_ns())
-            except Exception as error:  # noqa: BLE001 - the checkpoint is committed; the loop is told of the rest
+            except Exception as error:  # noqa: BLE001 - the checkpoint is committed; the training loop reports the failure
                 self._failure = error
-                # What it knows may be what is wrong.
+                # The cached state may have caused the failure.
                 self._pruner = None
             else:
-                self._failure, self._told = None, ""
+                self._failure, self._reported = None, ""
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """Wait until nothing is being pruned, and let nothing be inside the ``with`` block."""
+        """Wait for a running prune, and block pruning in the ``with`` block."""
         with self._lock:
             yield
 
     def new_failure(self) -> Exception | None:
-        """Return why the last pruning failed, once for each reason."""
+        """Return the failure of the last pruning, once for each message."""
         failure = self._failure
-        if failure is None or str(failure) == self._told:
+        if failure is None or str(failure) == self._reported:
             return None
-        self._told = str(failure)
+        self._reported = str(failure)
         return failure

@@ -1,7 +1,7 @@
-"""Difference: what changed between two checkpoints, and by how much.
+"""Compare two checkpoints: changed tensors with the norms of their differences, and changed values.
 
-Tensors with equal digests are not read. Others are streamed, a few partitions in memory at a time; norms are summed up
-block by block, in float64 or complex128.
+Tensors with equal digests are not read. Other tensors are streamed, with a few partitions in memory at a time. Norms
+are accumulated block by block in float64 or complex128.
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ Numbers = npt.NDArray[np.float64] | npt.NDArray[np.complex128]
 
 @dataclasses.dataclass(frozen=True)
 class TensorNorms:
-    """How far apart two tensors of one shape are.
+    """Norms of the difference of two tensors of one shape.
 
-    Numbers are compared as float64, complex ones as complex128, bool as 0 and 1. Sums leave out elements that are
-    infinite or not a number, in either tensor for the difference.
+    Numbers are compared as float64, complex numbers as complex128, bool as 0 and 1. Norms skip elements that are
+    infinite or not a number. Norms of the difference skip elements that are so in either tensor.
     """
 
     l2_a: float | None
     l2_difference: float | None
     """L2 norm of B - A."""
     relative: float | None
-    """``l2_difference / l2_a``; None when A is zero."""
+    """``l2_difference / l2_a``; None if A is zero."""
     largest: float | None
     """The largest absolute difference of two elements."""
     differing: int
-    """Elements that differ: in their bytes when the dtypes are equal, else in their value."""
+    """Number of different elements: by bytes if the dtypes are equal, otherwise by value."""
     elements: int
-    """Number of elements; of dtype float4_e2m1fn_x2, bytes with two numbers each."""
+    """Number of elements. An element of dtype float4_e2m1fn_x2 is a byte with two numbers."""
     nonfinite_a: int | None
-    """Elements of A that are infinite or not a number."""
+    """Number of elements of A that are infinite or not a number."""
     nonfinite_b: int | None
     note: str
-    """Why there are no norms (the fields that are None); empty when there are."""
+    """Reason why the norms are None; empty if they exist."""
 
 
 class NormSums:
-    """Sums up two tensors of one shape, block by block."""
+    """Accumulates the norms of two tensors of one shape, block by block."""
 
     def __init__(self, dtype_a: str, dtype_b: str, role: str) -> None:
-        """Compare tensors of these dtypes; ``role`` tells what their numbers mean."""
+        """Compare tensors of these dtypes. The state of a random number generator (by ``role``) has no norms."""
         self.dtypes = (dtype_a, dtype_b)
         self.note = _without_norms(self.dtypes, role)
         self._l2_a = self._l2_difference = self._largest = 0.0
@@ -82,7 +82,7 @@ class NormSums:
             self._differing += _count_differing(a, b, DTYPE_BYTES[self.dtypes[0]])
         if self.note and same_dtype:
             return
-        # A value too large for the sum makes it infinite, which is the answer.
+        # A sum that overflows is infinite, which is the correct result.
         with np.errstate(over="ignore"):
             numbers_a, numbers_b = _numbers(a, self.dtypes[0]), _numbers(b, self.dtypes[1])
             self._add_numbers(numbers_a, numbers_b)
@@ -97,7 +97,7 @@ class NormSums:
         nonfinite = [len(finite) - int(np.count_nonzero(finite)) for finite in (finite_a, finite_b)]
         self._nonfinite_a += nonfinite[0]
         self._nonfinite_b += nonfinite[1]
-        # Choosing elements costs a copy, which is saved where all are chosen.
+        # Select elements only if necessary, because the selection copies them.
         self._l2_a = math.hypot(self._l2_a, _l2(np.abs(a[finite_a] if nonfinite[0] else a)))
         if self.dtypes[0] != self.dtypes[1] or self.dtypes[0] not in _WIDE_INTEGERS:
             if any(nonfinite):
@@ -109,7 +109,7 @@ class NormSums:
         self._largest = max(self._largest, float(sizes.max(initial=0.0)))
 
     def result(self) -> TensorNorms:
-        """Return the norms of what was added."""
+        """Return the norms of all added blocks."""
         if self.note:
             return TensorNorms(None, None, None, None, self._differing, self._elements, None, None, self.note)
         l2_a, l2 = self._l2_a, self._l2_difference
@@ -121,13 +121,13 @@ def _without_norms(dtypes: tuple[str, str], role: str) -> str:
     for dtype in dtypes:
         if dtype == _PACKED:
             return f"{dtype} packs two numbers into a byte"
-        if dtype not in NUMPY_DTYPES and (lack := _lack_of_torch(dtype)):
-            return lack
-    # The state of a random number generator is a bit pattern: a distance between two says nothing.
+        if dtype not in NUMPY_DTYPES and (problem := _unsupported_by_torch(dtype)):
+            return problem
+    # The state of a random number generator is a bit pattern, so that norms have no meaning.
     return "state of a random number generator" if role == _RANDOM else ""
 
 
-def _lack_of_torch(dtype: str) -> str:
+def _unsupported_by_torch(dtype: str) -> str:
     import torch
 
     from asymcheck.state.dtypes import TORCH_DTYPES
@@ -137,10 +137,10 @@ def _lack_of_torch(dtype: str) -> str:
 
 def _numbers(data: npt.NDArray[np.uint8], dtype: str) -> Numbers:
     is_complex = dtype.startswith("complex")
-    known = NUMPY_DTYPES.get(dtype)
+    numpy_dtype = NUMPY_DTYPES.get(dtype)
     numbers: Numbers
-    if known is not None:
-        numbers = data.view(known).astype(np.complex128 if is_complex else np.float64)
+    if numpy_dtype is not None:
+        numbers = data.view(numpy_dtype).astype(np.complex128 if is_complex else np.float64)
     else:
         import torch
 
@@ -152,7 +152,6 @@ def _numbers(data: npt.NDArray[np.uint8], dtype: str) -> Numbers:
 
 
 def _count_differing(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8], size: int) -> int:
-    """Count the elements of ``size`` bytes that are not the same bits."""
     words = f"u{min(size, 8)}"
     differ = a.view(words) != b.view(words)
     if size > 8:  # noqa: PLR2004 - the widest integer of numpy, in bytes
@@ -161,41 +160,42 @@ def _count_differing(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8], size: i
 
 
 def _integer_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.float64]:
-    """Return absolute differences of 64-bit integers, subtracted before they are rounded to float64."""
+    """Return absolute differences of 64-bit integers, rounded to float64 after the subtraction."""
     x, y = a.view(dtype), b.view(dtype)
-    # Modulo 2^64 the difference of the larger and the smaller is exact.
+    # The larger minus the smaller integer is exact modulo 2^64.
     higher, lower = np.maximum(x, y).view(np.uint64), np.minimum(x, y).view(np.uint64)
     sizes: npt.NDArray[np.float64] = (higher - lower).astype(np.float64)
     return sizes
 
 
 def _l2(sizes: npt.NDArray[np.float64]) -> float:
-    """Return the L2 norm of absolute values, scaled so that no square overflows or vanishes."""
+    """Return the L2 norm of absolute values, scaled to avoid overflow and underflow."""
     largest = float(sizes.max(initial=0.0))
     if largest == 0.0 or not math.isfinite(largest):
         return largest
-    # Not np.dot: the threads of a BLAS, and torch's beside them, wait for each other on few cores.
+    # Avoid np.dot: on few cores, BLAS threads and torch threads wait for each other.
     return largest * math.sqrt(float(np.square(sizes / largest).sum()))
 
 
-# So few that torch converts them in this thread: measured, its pool makes a diff tens of times slower on busy cores.
+# Small enough that torch converts a block in this thread. Measured: on busy cores, its thread pool is tens of times
+# slower.
 _BLOCK_ELEMENTS = 1 << 15
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorChange:
-    """One tensor that is not the same in two checkpoints, A and B; dtype and shape are None where it is not."""
+    """A tensor that differs between checkpoints A and B. Dtype and shape are None where the tensor does not exist."""
 
     name: str
     aliases: tuple[str, ...]
-    """Further names of the same tensor, in both checkpoints if it is in both."""
+    """Further names of the tensor; in both checkpoints, if both have the tensor."""
     rank: int
     role: str
     change: str
-    """``added``, ``removed``, ``shape``, ``dtype``, ``value``, or ``layout``: the rank has another part of the tensor.
+    """``added``, ``removed``, ``shape``, ``dtype``, ``value``, or ``layout`` (the rank has another part of the tensor).
 
-    A further name of a tensor that is in both checkpoints is added or removed with no bytes.
-    ``undecided`` occurs without norms only: its bytes are in other partitions than before, which tensors share.
+    An added or removed alias of a tensor in both checkpoints has 0 bytes. ``undecided`` occurs only without norms, if
+    the tensor is in other partitions than before and shares them with other tensors.
     """
     dtype_a: str | None
     dtype_b: str | None
@@ -205,22 +205,22 @@ class TensorChange:
     bytes_a: int
     bytes_b: int
     shared_bytes: int
-    """Those of its bytes in B (in A when it was removed) that both checkpoints have, in the same partitions.
+    """Bytes of the tensor in B (in A if it was removed) in partitions of both checkpoints.
 
-    A tensor that is stored in the manifest counts if the other manifest has the same bytes.
+    An inline tensor counts if the other checkpoint has an inline tensor with the same bytes.
     """
     norms: TensorNorms | None
-    """How far apart they are; None when not asked for, or when elements cannot be compared one by one."""
+    """Norms of the difference; None if not requested, or if the shapes or parts differ."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ValueChange:
-    """One plain value that is not the same in two checkpoints."""
+    """A plain value that differs between two checkpoints."""
 
     name: str
-    """Dotted name in the state; of several ranks, with the rank in front."""
+    """Dotted name in the state, after the rank if there are several ranks."""
     a: str | None
-    """The value in A as text, shortened in the middle; None when there is none."""
+    """The value in A as text, shortened in the middle; None if A has no such value."""
     b: str | None
 
 
@@ -231,22 +231,22 @@ class CheckpointDiff:
     a: Checkpoint
     b: Checkpoint
     other_saves_a: tuple[str, ...]
-    """Save ids of further checkpoints of A's step, when A was named by a step."""
+    """Save ids of other checkpoints of the step of A, if A was named by a step."""
     other_saves_b: tuple[str, ...]
     tensors: tuple[TensorChange, ...]
-    """The tensors that changed, by name."""
+    """The changed tensors, by name."""
     unchanged_tensors: int
     unchanged_bytes: int
-    """Their bytes in B."""
+    """Bytes of the unchanged tensors in B."""
     values: tuple[ValueChange, ...]
-    """The plain values that changed, by name."""
+    """The changed plain values, by name."""
     unchanged_values: int
     bytes_a: int
     bytes_b: int
     shared_bytes: int
-    """Bytes of B's tensors in partitions that A refers to, too: these are stored once.
+    """Bytes of tensors of B in partitions that A needs, too, and that are stored once.
 
-    Bytes that both manifests hold count as well, although each manifest has a copy.
+    Equal inline bytes count, too, although each manifest stores a copy.
     """
 
 
@@ -260,15 +260,15 @@ def compare(
     norms: bool = True,
     progress: Progress | None = None,
 ) -> CheckpointDiff:
-    """Compare two checkpoints, named as :func:`asymcheck.inspect.diff.find_checkpoint` says.
+    """Compare two checkpoints, named as for :func:`find_checkpoint`.
 
-    ``tensors`` is a glob of the names of tensors and plain values to compare; the total bytes are those of all tensors.
+    ``tensors`` is a glob for names of tensors and plain values. Total bytes include all tensors.
 
     Raises:
-        InvalidInputError, CheckpointNotFoundError: A or B does not name one checkpoint, the glob matches nothing, or
-            the numbers of ranks differ.
+        InvalidInputError, CheckpointNotFoundError: A or B is not the name of one checkpoint, the glob matches nothing,
+            or the numbers of ranks differ.
         InconsistentCheckpointError, FormatError: a manifest is missing or damaged.
-        MissingPartitionError, DamagedPartitionError: no intact copy of bytes that must be read.
+        MissingPartitionError, DamagedPartitionError: a partition to read has no intact copy.
     """
     side_a, side_b = (Side(tier, *find_checkpoint(tier, name, run)) for name in (a, b))
     return _Comparison(tier, side_a, side_b, tensors).result(norms=norms, progress=progress)
@@ -276,8 +276,6 @@ def compare(
 
 @dataclasses.dataclass(frozen=True)
 class _Pair:
-    """A tensor that is in A and in B, under the same names."""
-
     rank: int
     names: tuple[str, ...]
     a: TensorRow
@@ -294,35 +292,35 @@ class _Pair:
 
     @property
     def has_same_bytes(self) -> bool:
-        """Whether the manifests alone tell that nothing changed."""
+        """Whether the manifests show that the tensor is unchanged."""
         if self.kind != "value" or self.a.inline != self.b.inline:
             return False
-        return [_place(one) for one in self.a.extents] == [_place(one) for one in self.b.extents]
+        return list(map(_byte_range, self.a.extents)) == list(map(_byte_range, self.b.extents))
 
     @property
     def is_comparable(self) -> bool:
-        """Whether there is something to read, and element can be compared with element."""
+        """Whether the tensors can be compared element by element."""
         if self.kind == "dtype":
             return not _without_norms((self.a.dtype, self.b.dtype), "")
         return self.kind == "value"
 
     @property
     def kind_without_reading(self) -> str:
-        """Kind of the change, as far as the manifests show it."""
+        """Kind of the change according to the manifests."""
         if self.kind != "value" or (self.a.inline is not None and self.b.inline is not None):
             return self.kind
-        # Partitions that belong to this tensor alone, cut alike: then other digests are other bytes.
-        starts = dict(_whole_partitions(self.a))
-        told = any(starts.get(place, digest) != digest for place, digest in _whole_partitions(self.b))
-        return self.kind if told else "undecided"
+        # Different digests prove a change if a partition holds the same range of this tensor, and nothing else.
+        digests = dict(_whole_partitions(self.a))
+        is_changed = any(digests.get(span, digest) != digest for span, digest in _whole_partitions(self.b))
+        return self.kind if is_changed else "undecided"
 
 
-def _place(extent: Extent) -> tuple[Digest, int, int]:
+def _byte_range(extent: Extent) -> tuple[Digest, int, int]:
     return extent.digest, extent.offset, extent.length
 
 
 def _whole_partitions(row: TensorRow) -> Iterator[tuple[tuple[int, int], Digest]]:
-    """Yield start and length in the tensor, and the digest, of each partition that holds nothing else."""
+    """Yield the range in the tensor (start and length) and the digest of each partition that holds only this tensor."""
     start = 0
     for extent in row.extents:
         if extent.length == extent.partition_length:
@@ -350,8 +348,8 @@ class _Comparison:
     def __init__(self, tier: ReadTier, a: Side, b: Side, pattern: str) -> None:
         self.tier, self.a, self.b, self.pattern = tier, a, b, pattern
         if len(a.manifests) != len(b.manifests):
-            ranks = f"{a.ref} was saved by {len(a.manifests)} ranks and {b.ref} by {len(b.manifests)}"
-            raise InvalidInputError(f"{ranks}, and only what equally many saved can be compared; restore both to files")
+            ranks = f"{a.ref} was saved by {len(a.manifests)} ranks and {b.ref} by {len(b.manifests)} ranks"
+            raise InvalidInputError(f"cannot compare checkpoints of different numbers of ranks: {ranks}; restore both")
         self.changed: list[TensorChange] = []
         self.unchanged: list[TensorRow] = []
         names = [*(name for side in (a, b) for _, name in side.rows), *a.values, *b.values]
@@ -359,7 +357,7 @@ class _Comparison:
             raise no_match(pattern, names, "either checkpoint", "they have")
 
     def result(self, *, norms: bool, progress: Progress | None) -> CheckpointDiff:
-        self._one_sided()
+        self._note_unpaired()
         to_read = []
         for pair in self._pairs():
             if pair.has_same_bytes:
@@ -384,61 +382,59 @@ class _Comparison:
             unchanged_values=unchanged_values,
             bytes_a=a.checkpoint.state_bytes,
             bytes_b=b.checkpoint.state_bytes,
-            shared_bytes=sum(a.has_bytes_of(row) for *_, row in b.tensors),
+            shared_bytes=sum(a.shared_bytes_of(row) for *_, row in b.tensors),
         )
 
-    def _one_sided(self) -> None:
-        """Note the tensors, and the further names of tensors, that are in one checkpoint only."""
+    def _note_unpaired(self) -> None:
         for side, other, change in ((self.a, self.b, "removed"), (self.b, self.a, "added")):
             for rank, names, row in side.tensors:
-                alone = tuple(name for name in names if (rank, name) not in other.rows)
-                if alone and matches(self.pattern, alone):
-                    # A further name has no bytes of its own.
-                    shared = other.has_bytes_of(row) if alone == names else 0
-                    found = row if alone == names else dataclasses.replace(row, nbytes=0)
-                    a, b = (found, None) if change == "removed" else (None, found)
-                    self.changed.append(_change(rank, alone, row.role, change, a, b, shared))
+                unpaired = tuple(name for name in names if (rank, name) not in other.rows)
+                if unpaired and matches(self.pattern, unpaired):
+                    # An alias has no additional bytes.
+                    shared = other.shared_bytes_of(row) if unpaired == names else 0
+                    changed_row = row if unpaired == names else dataclasses.replace(row, nbytes=0)
+                    a, b = (changed_row, None) if change == "removed" else (None, changed_row)
+                    self.changed.append(_change(rank, unpaired, row.role, change, a, b, shared))
 
     def _pairs(self) -> list[_Pair]:
-        """Return the tensors that are in both; where the tied names of one were untied, it is in several pairs."""
-        found: dict[tuple[int, int], _Pair] = {}
+        """Return the tensors of both checkpoints. A tensor whose tied names were untied is in several pairs."""
+        pairs: dict[tuple[int, int], _Pair] = {}
         for (rank, name), b in self.b.rows.items():
             a = self.a.rows.get((rank, name))
             if a is not None:
-                known = found.get((id(a), id(b)))
-                names = (*known.names, name) if known else (name,)
-                found[id(a), id(b)] = _Pair(rank, names, a, b)
-        return [pair for pair in found.values() if matches(self.pattern, pair.names)]
+                pair = pairs.get((id(a), id(b)))
+                names = (*pair.names, name) if pair else (name,)
+                pairs[id(a), id(b)] = _Pair(rank, names, a, b)
+        return [pair for pair in pairs.values() if matches(self.pattern, pair.names)]
 
     def _note(self, pair: _Pair, change: str, norms: TensorNorms | None = None) -> None:
-        shared = self.a.has_bytes_of(pair.b)
+        shared = self.a.shared_bytes_of(pair.b)
         self.changed.append(_change(pair.rank, pair.names, pair.b.role, change, pair.a, pair.b, shared, norms))
 
     def _read(self, pairs: Sequence[_Pair], progress: Progress | None) -> None:
-        """Compare tensors element by element."""
-        wanted: dict[Digest, int] = {}
+        partitions: dict[Digest, int] = {}
         for extent in (extent for pair in pairs for row in (pair.a, pair.b) for extent in row.extents):
-            if wanted.setdefault(extent.digest, extent.partition_length) != extent.partition_length:
+            if partitions.setdefault(extent.digest, extent.partition_length) != extent.partition_length:
                 raise MissingPartitionError(
-                    f"partition {extent.digest.hex()} has two lengths in the manifests; run asymcheck verify",
+                    f"partition {extent.digest.hex()} has two lengths in the manifests: run asymcheck verify",
                     extent.digest,
                 )
         hints = [pack for side in (self.a, self.b) for manifest in side.manifests for pack in manifest.header.packs]
         total, done = sum(pair.a.nbytes + pair.b.nbytes for pair in pairs), 0
         try:
-            with PartitionLocator(self.tier, PartitionSet.of_lengths(wanted), dict.fromkeys(hints)) as sources:
-                order = {digest: place for place, digest in enumerate(sources.in_reading_order(list(wanted)))}
-                cache = PartitionCache(sources, list(wanted))
-                # Tensors that share partitions one after the other, and from the start of a pack to its end.
-                for pair in sorted(pairs, key=lambda pair: _first_place(pair, order)):
+            with PartitionLocator(self.tier, PartitionSet.of_lengths(partitions), dict.fromkeys(hints)) as sources:
+                order = {digest: index for index, digest in enumerate(sources.in_reading_order(list(partitions)))}
+                cache = PartitionCache(sources, list(partitions))
+                # Read in pack order, so that tensors that share partitions follow each other.
+                for pair in sorted(pairs, key=lambda pair: _first_position(pair, order)):
                     sums = NormSums(pair.a.dtype, pair.b.dtype, pair.b.role)
                     for compared in _compare_blocks(pair, cache, sums):
                         done += compared
                         if progress is not None:
                             progress(done, total)
-                    found = sums.result()
-                    if found.differing or pair.kind != "value":
-                        self._note(pair, pair.kind, found)
+                    result = sums.result()
+                    if result.differing or pair.kind != "value":
+                        self._note(pair, pair.kind, result)
                     else:
                         self.unchanged.append(pair.b)
         except (MissingPartitionError, DamagedPartitionError) as error:
@@ -450,28 +446,28 @@ class _Comparison:
         a, b = self.a.values, self.b.values
         names = [name for name in sorted({*a, *b}, key=in_order) if matches(self.pattern, [name])]
         changed = [name for name in names if a.get(name) != b.get(name)]
-        found = tuple(ValueChange(name, shortened(a.get(name)), shortened(b.get(name))) for name in changed)
-        return found, len(names) - len(changed)
+        changes = tuple(ValueChange(name, shortened(a.get(name)), shortened(b.get(name))) for name in changed)
+        return changes, len(names) - len(changed)
 
 
 def _compare_blocks(pair: _Pair, cache: PartitionCache, sums: NormSums) -> Iterator[int]:
-    """Add two tensors to ``sums`` block by block; yield the bytes of each block."""
+    """Add two tensors to ``sums`` block by block. Yield the bytes of each block."""
     sizes = [DTYPE_BYTES[row.dtype] for row in (pair.a, pair.b)]
     streams = [TensorStream(row, cache) for row in (pair.a, pair.b)]
     blocks = [np.empty(_BLOCK_ELEMENTS * size, dtype=np.uint8) for size in sizes]
-    left = pair.a.nbytes // sizes[0]
-    while left:
-        count = min(left, _BLOCK_ELEMENTS)
+    remaining = pair.a.nbytes // sizes[0]
+    while remaining:
+        count = min(remaining, _BLOCK_ELEMENTS)
         views = [block[: count * size] for block, size in zip(blocks, sizes, strict=True)]
         for stream, view in zip(streams, views, strict=True):
             stream.read_into(view)
         sums.add(*views)
-        left -= count
+        remaining -= count
         yield count * sum(sizes)
 
 
-def _first_place(pair: _Pair, order: Mapping[Digest, int]) -> tuple[int, int]:
-    """Return where the first byte of a pair lies, A's before B's; inline tensors come first."""
+def _first_position(pair: _Pair, order: Mapping[Digest, int]) -> tuple[int, int]:
+    """Return the position of the first byte of A, or of B if A is inline. Inline pairs come first."""
     for row in (pair.a, pair.b):
         if row.extents:
             return order[row.extents[0].digest], row.extents[0].offset
@@ -483,16 +479,16 @@ _SAVE = re.compile(r"save:([0-9a-f]{1,32})\Z")
 
 
 def find_checkpoint(tier: ReadTier, name: int | str, run: str) -> tuple[CheckpointFiles, list[CheckpointFiles]]:
-    """Return the checkpoint of a name: ``STEP``, ``save:DIGITS``, or either after ``RUN@``.
+    """Return the checkpoint with a name: ``STEP``, ``save:DIGITS``, or either after ``RUN@``.
 
-    A step that was saved several times means the checkpoint that a restore would take: the newest attempt on the line,
-    or else of the newest generation; the others of that step are returned too, newest first. ``DIGITS`` are the first
-    hexadecimal digits of a save id; one checkpoint must have them.
+    If a step was saved several times, return the checkpoint that a restore would choose: the newest save on the line,
+    or of the newest generation. The other checkpoints of the step follow, newest first. ``DIGITS`` are the first
+    hexadecimal digits of exactly one save id.
 
     Raises:
-        InvalidInputError: it is no such name, or several checkpoints have these digits.
+        InvalidInputError: the name is invalid, or several checkpoints have these digits.
         CheckpointNotFoundError: no checkpoint has this name.
-        HeadRecordError: the step was saved several times, and the line cannot be followed.
+        HeadRecordError: the step was saved several times, and the line is unknown.
     """
     text = str(name)
     if "@" in text:
@@ -500,50 +496,50 @@ def find_checkpoint(tier: ReadTier, name: int | str, run: str) -> tuple[Checkpoi
     layout.check_run(run)
     if _STEP.match(text):
         chosen = candidates(tier, run, int(text))[0]
-        same = [listing for listing in tier.manifests.checkpoints(run) if listing.ref.step == int(text)]
-        return chosen, [listing for listing in reversed(same) if listing.ref != chosen.ref]
+        same_step = [listing for listing in tier.manifests.checkpoints(run) if listing.ref.step == int(text)]
+        return chosen, [listing for listing in reversed(same_step) if listing.ref != chosen.ref]
     digits = _SAVE.match(text)
     if digits is None:
         raise InvalidInputError(
-            f"{str(name)!r} names no checkpoint: give STEP or save:DIGITS (the first hexadecimal digits of a save id), "
-            "or RUN@ and one of the two"
+            f"invalid checkpoint name {str(name)!r}: use STEP or save:DIGITS (the first hexadecimal digits of a save "
+            "id), alone or after RUN@"
         )
     return by_save_id(tier, run, digits[1]), []
 
 
 class Side:
-    """One of the two checkpoints."""
+    """The tensors and values of one of the two checkpoints."""
 
-    def __init__(self, tier: ReadTier, listing: CheckpointFiles, others: Sequence[CheckpointFiles]) -> None:
+    def __init__(self, tier: ReadTier, listing: CheckpointFiles, same_step: Sequence[CheckpointFiles]) -> None:
         self.ref = listing.ref
         self.manifests: list[Manifest] = read_manifests(tier, listing)
         self.checkpoint = describe_by(listing, self.manifests, Lineage.read_or_empty(tier, listing.run))
-        self.other_saves = tuple(other.ref.save_id.hex() for other in others)
+        self.other_saves = tuple(other.ref.save_id.hex() for other in same_step)
         self.partitions: set[Digest] = set()
         self.inline: set[bytes] = set()
         self.tensors: list[tuple[int, tuple[str, ...], TensorRow]] = []
-        """Each tensor once, with its rank and its names there."""
+        """Each tensor once, with its rank and its names."""
         self.rows: dict[tuple[int, str], TensorRow] = {}
         """Each tensor by each of its names."""
         self.values: dict[str, str] = {}
         for manifest in self.manifests:
-            self._take(manifest)
+            self._add(manifest)
 
-    def _take(self, manifest: Manifest) -> None:
+    def _add(self, manifest: Manifest) -> None:
         rank = manifest.header.rank
         self.partitions.update(manifest.partitions())
-        taken: dict[str, int] = {}
+        name_counts: dict[str, int] = {}
         for row in manifest.rows(range(len(manifest))):
             if row.inline is not None:
                 self.inline.add(row.inline)
-            names = tuple(told_apart(name, taken) for name in (row.name, *row.aliases))
+            names = tuple(told_apart(name, name_counts) for name in (row.name, *row.aliases))
             self.tensors.append((rank, names, row))
             self.rows.update(dict.fromkeys([(rank, name) for name in names], row))
         prefix = f"rank {rank}: " if len(self.manifests) > 1 else ""
         self.values.update({prefix + name: text for name, text in plain_values(manifest).items()})
 
-    def has_bytes_of(self, row: TensorRow) -> int:
-        """Return how many bytes of another checkpoint's tensor are here, as partitions or in the manifest, as there."""
+    def shared_bytes_of(self, row: TensorRow) -> int:
+        """Count the bytes of a tensor of the other checkpoint that this checkpoint has, too."""
         if row.inline is not None:
             return len(row.inline) if row.inline in self.inline else 0
         return sum(extent.length for extent in row.extents if extent.digest in self.partitions)

@@ -1,7 +1,7 @@
-"""Accounting: which checkpoint and which role needs how many bytes, and what collection would free.
+"""Compute disk usage per checkpoint and tensor role, and the bytes that garbage collection would free.
 
-Reads manifests and the indexes of packs, never a tensor and never the catalog. Partitions are counted as numbers in
-arrays, so that a million of them are a matter of seconds.
+Reads manifests and pack indexes, but neither tensors nor the catalog. Partitions are integer ids in arrays, so that a
+million partitions take seconds.
 """
 
 from __future__ import annotations
@@ -31,83 +31,83 @@ _ROLES = {role: number for number, role in enumerate(registry.ROLES)}
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointBytes:
-    """Disk usage of one checkpoint. Stored bytes are those of whole frames: header, payload and padding."""
+    """Disk usage of one checkpoint. Stored bytes include headers, payloads and padding of frames."""
 
     run: str
     step: int
     generation: int
     save_id: str
-    """The attempt that saved it, 32 hexadecimal digits."""
+    """Save id, 32 hexadecimal digits."""
     complete: bool
-    """Whether the manifests of all ranks are there and can be read."""
+    """Whether the manifests of all ranks exist and are readable."""
     on_line: bool
-    """Whether it leads to the present."""
+    """Whether the checkpoint is on the line."""
     state_bytes: int
     stored_bytes: int
-    """Stored bytes of the partitions that it refers to, each counted once."""
+    """Stored bytes of the partitions of the checkpoint, each counted once."""
     own_bytes: int
-    """Those that no other checkpoint of any run refers to: what deleting it makes garbage."""
+    """Stored bytes that only this checkpoint needs, which become garbage if it is deleted."""
     shared_bytes: int
-    """The rest of ``stored_bytes``."""
+    """Stored bytes that other checkpoints need, too."""
     manifest_bytes: int
-    """Bytes of its manifests, which deleting it gives back at once."""
+    """Bytes of the manifests, which a deletion frees immediately."""
     missing_partitions: int
-    """Partitions of the checkpoint that are in no readable pack."""
+    """Number of partitions in no readable pack."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RoleBytes:
-    """Disk usage of the tensors of one role, in all listed checkpoints together."""
+    """Disk usage of the tensors of one role in all listed checkpoints."""
 
     role: str
     state_bytes: int
     stored_bytes: int
-    """Stored bytes of their partitions, each counted once; of one with several roles, a share by their bytes in it."""
+    """Stored bytes of the partitions, each counted once. A partition of several roles is divided by their bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DiskUsage:
-    """Disk usage of a store, by purpose.
+    """Disk usage of a store.
 
     ``pack_bytes`` is the sum of ``live_bytes``, ``locked_bytes``, ``freeable_bytes``, ``overhead_bytes`` and
-    ``unreadable_bytes``. Uncommitted bytes of a save in progress look like garbage.
+    ``unreadable_bytes``. Uncommitted bytes of a save in progress count as garbage.
     """
 
     store_id: str
-    """The store's id, 32 hexadecimal digits."""
+    """Store id, 32 hexadecimal digits."""
     checkpoints: tuple[CheckpointBytes, ...]
-    """The checkpoints, or those of one run, oldest first."""
+    """The checkpoints of the store or of one run, oldest first."""
     roles: tuple[RoleBytes, ...]
     packs: int
     pack_bytes: int
     live_bytes: int
-    """Bytes of frames that a checkpoint of any run refers to, further copies of a partition included."""
+    """Bytes of frames that a checkpoint needs, including further copies of a partition."""
     locked_bytes: int
-    """Bytes of frames that none refers to, in packs that collection keeps: for the sake of other frames of them, or
-    because their index is damaged. While a manifest is unreadable, it keeps all packs."""
+    """Bytes of garbage in packs that collection keeps: packs with live frames or a damaged index. While a manifest is
+    unreadable, collection keeps all packs."""
     freeable_packs: int
-    """Number of packs that collection would free: they hold no live frame."""
+    """Number of packs without live frames, which collection would free."""
     freeable_bytes: int
     overhead_bytes: int
-    """Headers and indexes of the other packs, and what is left in their files of an earlier life."""
+    """Bytes of headers, indexes, and remains of recycled files in the other packs."""
     damaged_packs: int
-    """Number of packs whose header or index is damaged; collection keeps them."""
+    """Number of packs with a damaged header or index. Collection keeps them."""
     unreadable_bytes: int
-    """Bytes of files of packs of which nothing can be read."""
+    """File bytes of completely unreadable packs."""
     pooled_packs: int
-    """Number of freed packs kept to be overwritten."""
+    """Number of freed packs in the pool."""
     pooled_bytes: int
     unfinished_bytes: int
-    """Bytes of packs that are being written, or were when a process was killed."""
+    """Bytes of packs that are being written, or were abandoned by a killed process."""
     manifests: int
     manifest_bytes: int
     unreadable_manifests: int
-    """Number of manifests that cannot be read. Their partitions look like garbage; collection frees nothing."""
+    """Number of unreadable manifests. Their partitions count as garbage, but collection frees nothing."""
     catalog_bytes: int
 
 
 def account(tier: NvmeTier, run: str | None = None) -> DiskUsage:
-    """Count the bytes of a store; list the checkpoints of one run, or of all.
+    """Compute the disk usage of a store, with the checkpoints of one run or of all runs.
 
     Raises:
         CheckpointNotFoundError: the store has other runs, but not this one.
@@ -115,21 +115,21 @@ def account(tier: NvmeTier, run: str | None = None) -> DiskUsage:
     runs = tier.manifests.runs()
     if run is not None and runs:
         check_run_exists(tier.root, run, runs)
-    needs, frames = _Needs(), _Frames()
-    # In this order a checkpoint that is committed meanwhile is left out; in the other its partitions would seem lost.
+    needs, frames = _References(), _FrameTable()
+    # Read manifests before packs, so that a concurrent commit is omitted. Otherwise its partitions would seem lost.
     for name in runs:
         needs.add_run(tier, name)
     for pack_id, pack in each_pack(tier.pack_ids(), tier.open_pack):
         frames.add(tier.packs / layout.pack_name(pack_id), pack)
-    return _Sums(tier, needs, frames).result(run)
+    return _Totals(tier, needs, frames).result(run)
 
 
-class _Needs:
-    """What all checkpoints refer to: one reference an extent, in columns."""
+class _References:
+    """References of checkpoints to partitions: one row per extent, in columns."""
 
     def __init__(self) -> None:
         self.checkpoints: list[CheckpointBytes] = []
-        """Checkpoints by their manifests alone: the sums over frames are 0."""
+        """Checkpoints with the facts from manifests. Sums over frames are 0."""
         self.manifests = 0
         self.unreadable = 0
         self.digests: list[bytes] = []
@@ -145,7 +145,7 @@ class _Needs:
             manifest_bytes = read = 0
             for name in listing.manifests:
                 path = tier.manifests.directory(run, listing.ref) / str(name)
-                with contextlib.suppress(OSError):  # deleted since it was listed
+                with contextlib.suppress(OSError):  # deleted since the listing
                     manifest_bytes += path.stat().st_size
             for _, manifest in each_manifest(tier, listing):
                 if isinstance(manifest, AsymcheckError):
@@ -180,8 +180,8 @@ class _Needs:
         self.users.append(np.full(len(manifest.extent_digests), len(self.checkpoints), dtype=np.int64))
 
 
-class _Frames:
-    """What all packs hold: one entry a frame, in columns."""
+class _FrameTable:
+    """Frames of all packs: one row per frame, in columns."""
 
     def __init__(self) -> None:
         self.digests: list[bytes] = []
@@ -196,13 +196,13 @@ class _Frames:
 
     def add(self, path: Path, pack: Opened) -> None:
         if isinstance(pack, MissingPartitionError):
-            return  # recycled since it was listed
+            return  # recycled since the listing
         if isinstance(pack, AsymcheckError):
-            with contextlib.suppress(OSError):  # as above
+            with contextlib.suppress(OSError):  # deleted since the listing
                 self.unreadable_bytes += path.stat().st_size
                 self.unreadable += 1
             return
-        # While it is open it is locked, so the file is there and is still this pack.
+        # The pack is open and therefore locked, so its file exists.
         self.file_bytes.append(path.stat().st_size)
         self.is_damaged.append(pack.damage is not None)
         self.digests.append(pack.entries["digest"].tobytes())
@@ -213,21 +213,25 @@ class _Frames:
         self.packs.append(np.full(len(pack.entries), len(self.file_bytes) - 1, dtype=np.int64))
 
 
-class _Sums:
-    """The sums, over partitions that are numbered from 0."""
+class _Totals:
+    """Sums over partitions, with dense integer ids."""
 
-    def __init__(self, tier: NvmeTier, needs: _Needs, frames: _Frames) -> None:
+    def __init__(self, tier: NvmeTier, needs: _References, frames: _FrameTable) -> None:
         self.tier, self.needs, self.frames = tier, needs, frames
-        users, self.roles, self.role_bytes = _joined(needs.users), _joined(needs.roles), _joined(needs.lengths)
+        users, self.roles, self.role_bytes = (
+            _concatenate(needs.users),
+            _concatenate(needs.roles),
+            _concatenate(needs.lengths),
+        )
         digests = b"".join(needs.digests + frames.digests + frames.based + frames.bases)
         column = np.frombuffer(digests, dtype=f"V{registry.DIGEST_BYTES}")
-        known = DigestSet(column)
-        numbers, self.count = known.numbers(column), len(known)
+        digest_set = DigestSet(column)
+        numbers, self.count = digest_set.numbers(column), len(digest_set)
         stored = sum(map(len, frames.digests)) // registry.DIGEST_BYTES
         self.needed, self.stored, based = np.split(numbers, [len(users), len(users) + stored])
         self.users = users
-        self.lengths, self.packs = _joined(frames.lengths), _joined(frames.packs)
-        self.bytes_of = _summed(self.stored, self.lengths, self.count)
+        self.lengths, self.packs = _concatenate(frames.lengths), _concatenate(frames.packs)
+        self.bytes_of = _sum_by_key(self.stored, self.lengths, self.count)
         pairs = np.unique(users * max(self.count, 1) + self.needed)
         pairs = _with_bases(pairs, max(self.count, 1), *np.split(based, 2))
         self.pair_users, self.pair_needs = np.divmod(pairs, max(self.count, 1))
@@ -237,9 +241,9 @@ class _Sums:
         tier, needs, frames = self.tier, self.needs, self.frames
         chosen = np.array([run in (None, item.run) for item in needs.checkpoints], dtype=bool)
         live = self.users_of[self.stored] > 0
-        held = _summed(self.packs, live.astype(np.int64), len(frames.file_bytes)) > 0
-        # Collection leaves a pack alone whose index it cannot trust, and all packs when it cannot know what is needed.
-        kept = held | np.array(frames.is_damaged, dtype=bool) | (needs.unreadable > 0)
+        has_live = _sum_by_key(self.packs, live.astype(np.int64), len(frames.file_bytes)) > 0
+        # Collection keeps packs with a damaged index, and all packs while a manifest is unreadable.
+        kept = has_live | np.array(frames.is_damaged, dtype=bool) | (needs.unreadable > 0)
         file_bytes = np.array(frames.file_bytes, dtype=np.int64)
         live_bytes = int(self.lengths[live].sum())
         locked_bytes = int(self.lengths[~live & kept[self.packs]].sum())
@@ -263,17 +267,17 @@ class _Sums:
             manifests=needs.manifests,
             manifest_bytes=sum(item.manifest_bytes for item in needs.checkpoints),
             unreadable_manifests=needs.unreadable,
-            # In blocks: the size of a sparse file says nothing.
+            # Count allocated blocks, because the catalog is a sparse file.
             catalog_bytes=_bytes_in(tier, tier.root / layout.CATALOG, "st_blocks") * _STAT_BLOCK,
         )
 
     def _checkpoints(self, chosen: npt.NDArray[np.bool_]) -> tuple[CheckpointBytes, ...]:
         items = self.needs.checkpoints
-        bytes_of, alone = self.bytes_of[self.pair_needs], self.users_of[self.pair_needs] == 1
-        stored = _summed(self.pair_users, bytes_of, len(items)).tolist()
-        own = _summed(self.pair_users, bytes_of * alone, len(items)).tolist()
-        # A frame is never empty, so a partition of no bytes lies nowhere.
-        missing = _summed(self.pair_users, (bytes_of == 0).astype(np.int64), len(items)).tolist()
+        bytes_of, is_own = self.bytes_of[self.pair_needs], self.users_of[self.pair_needs] == 1
+        stored = _sum_by_key(self.pair_users, bytes_of, len(items)).tolist()
+        own = _sum_by_key(self.pair_users, bytes_of * is_own, len(items)).tolist()
+        # Frames are never empty, so a partition of 0 bytes is in no pack.
+        missing = _sum_by_key(self.pair_users, (bytes_of == 0).astype(np.int64), len(items)).tolist()
         return tuple(
             dataclasses.replace(
                 item,
@@ -291,9 +295,9 @@ class _Sums:
             (by_role for by_role, wanted in zip(self.needs.state_by_role, chosen, strict=True) if wanted),
             np.zeros(len(_ROLES), dtype=np.int64),
         )
-        counted = chosen[self.users] if len(self.users) else np.zeros(0, dtype=bool)
-        keys = self.needed[counted] * len(_ROLES) + self.roles[counted]
-        stored = _shared_out(keys, self.role_bytes[counted], self.bytes_of)
+        is_counted = chosen[self.users] if len(self.users) else np.zeros(0, dtype=bool)
+        keys = self.needed[is_counted] * len(_ROLES) + self.roles[is_counted]
+        stored = _divide_by_role(keys, self.role_bytes[is_counted], self.bytes_of)
         return tuple(
             RoleBytes(role, int(state[number]), int(stored[number]))
             for role, number in _ROLES.items()
@@ -301,27 +305,26 @@ class _Sums:
         )
 
 
-def _joined(columns: list[_Ints]) -> _Ints:
+def _concatenate(columns: list[_Ints]) -> _Ints:
     return np.concatenate([np.zeros(0, dtype=np.int64), *columns])
 
 
-def _summed(keys: _Ints, values: _Ints, count: int) -> _Ints:
-    """Return the sum of the values of each key from 0 to ``count`` - 1, in integers."""
+def _sum_by_key(keys: _Ints, values: _Ints, count: int) -> _Ints:
     sums = np.zeros(count, dtype=np.int64)
     np.add.at(sums, keys, values)
     return sums
 
 
-def _shared_out(keys: _Ints, weights: _Ints, bytes_of: _Ints) -> _Ints:
-    """Return the bytes of each role, when each partition's are shared out among the roles by weight.
+def _divide_by_role(keys: _Ints, weights: _Ints, bytes_of: _Ints) -> _Ints:
+    """Divide the bytes of each partition among roles by weight. Return the bytes of each role.
 
-    A key is the number of a partition times the number of roles, plus that of a role. The shares of a partition are
-    whole numbers that add up to its bytes.
+    A key is the id of a partition times the number of roles, plus the number of a role. The shares of a partition are
+    integers that add up to its bytes.
     """
-    pairs, place = np.unique(keys, return_inverse=True)
+    pairs, inverse = np.unique(keys, return_inverse=True)
     partitions, roles = np.divmod(pairs, len(_ROLES))
-    sums = np.cumsum(_summed(place, weights, len(pairs)))
-    # The pairs of a partition are neighbours: a share is what lies between two marks on its bytes.
+    sums = np.cumsum(_sum_by_key(inverse, weights, len(pairs)))
+    # The pairs of a partition are adjacent. Each share is the range between two cumulative weights.
     is_first = np.diff(partitions, prepend=-1) > 0
     is_last = np.append(is_first[1:], True)[: len(pairs)]
     group = np.cumsum(is_first) - 1
@@ -330,29 +333,29 @@ def _shared_out(keys: _Ints, weights: _Ints, bytes_of: _Ints) -> _Ints:
     spans = np.maximum(high - low, 1)
     ends = np.floor(bytes_of[partitions] * ((sums - low) / spans)).astype(np.int64)
     starts = np.floor(bytes_of[partitions] * ((before - low) / spans)).astype(np.int64)
-    return _summed(roles, ends - starts, len(_ROLES))
+    return _sum_by_key(roles, ends - starts, len(_ROLES))
 
 
 def _bytes_in(tier: NvmeTier, folder: Path, field: str, wanted: Callable[[str], bool] = bool) -> int:
     total = 0
     for name in filter(wanted, tier.files.list(folder)):
-        with contextlib.suppress(OSError):  # finished, removed or set aside since it was listed
+        with contextlib.suppress(OSError):  # renamed or removed since the listing
             total += getattr((folder / name).stat(), field)
     return total
 
 
 def _with_bases(pairs: _Ints, count: int, based: _Ints, bases: _Ints) -> _Ints:
-    """Who needs a partition needs what it is encoded against, too: add these pairs of user and partition."""
+    """Add the bases of needed partitions, transitively, to pairs of user and partition."""
     order = np.argsort(based, kind="stable")
     based, bases = based[order], bases[order]
     while len(based):
         users, needs = np.divmod(pairs, count)
-        first, behind = np.searchsorted(based, needs), np.searchsorted(based, needs, side="right")
-        times = behind - first
-        within = np.arange(int(times.sum())) - np.repeat(np.cumsum(times) - times, times)
-        more = np.repeat(users, times) * count + bases[np.repeat(first, times) + within]
-        together: _Ints = np.unique(np.concatenate([pairs, more]))
-        if len(together) == len(pairs):
+        starts, ends = np.searchsorted(based, needs), np.searchsorted(based, needs, side="right")
+        counts = ends - starts
+        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        added = np.repeat(users, counts) * count + bases[np.repeat(starts, counts) + within]
+        merged: _Ints = np.unique(np.concatenate([pairs, added]))
+        if len(merged) == len(pairs):
             break
-        pairs = together
+        pairs = merged
     return pairs

@@ -1,7 +1,4 @@
-"""History: checkpoints described without reading a tensor, and where training went on from an earlier one.
-
-Reads manifests and head records only.
-"""
+"""Describe checkpoints, and the generations of a run, from manifests and head records without reading tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def known_line(tier: ReadTier, run: str) -> Lineage | None:
-    """Return the line of a run; None when a head record is lost, for then nobody knows."""
+    """Return the line of a run, or None if a head record is lost."""
     try:
         line = read_line(tier, run)
         check_generations(tier.manifests.checkpoints(run), line)
@@ -33,13 +30,13 @@ def known_line(tier: ReadTier, run: str) -> Lineage | None:
 
 
 def is_on_line(tier: ReadTier, run: str, ref: CheckpointRef) -> bool | None:
-    """Tell whether a checkpoint leads to the present; None when nobody knows."""
+    """Tell whether a checkpoint is on the line; None if a head record is lost."""
     line = known_line(tier, run)
     return None if line is None else ref in line
 
 
 def describe(tier: ReadTier, listing: CheckpointFiles, line: Lineage | None) -> Checkpoint:
-    """Describe a checkpoint by its name and its manifests."""
+    """Describe a checkpoint from its name and its manifests."""
     try:
         return describe_by(listing, read_manifests(tier, listing), line)
     except UNKNOWING:
@@ -49,8 +46,8 @@ def describe(tier: ReadTier, listing: CheckpointFiles, line: Lineage | None) -> 
 
 
 def describe_by(listing: CheckpointFiles, manifests: Sequence[Manifest] | None, line: Lineage | None) -> Checkpoint:
-    """Describe a checkpoint; ``manifests`` is None when they are not all there, or one cannot be read."""
-    found = Checkpoint.of(
+    """Describe a checkpoint; ``manifests`` is None if a manifest is missing or unreadable."""
+    checkpoint = Checkpoint.of(
         listing.run,
         listing.ref,
         listing.world_size,
@@ -58,11 +55,10 @@ def describe_by(listing: CheckpointFiles, manifests: Sequence[Manifest] | None, 
         complete=manifests is not None,
         on_line=None if line is None else listing.ref in line,
     )
-    return found if listing.is_whole else dataclasses.replace(found, store_ranks=listing.store_ranks)
+    return checkpoint if listing.is_whole else dataclasses.replace(checkpoint, store_ranks=listing.store_ranks)
 
 
 def _sums(manifests: Sequence[Manifest]) -> tuple[dict[str, float], int]:
-    """Return the metrics that ranks have saved, and the bytes of their tensors."""
     metrics: dict[str, float] = {}
     for manifest in manifests:
         metrics.update(manifest.header.metrics)
@@ -70,7 +66,7 @@ def _sums(manifests: Sequence[Manifest]) -> tuple[dict[str, float], int]:
 
 
 def describe_loaded(tier: ReadTier, loaded: Loaded, *, is_newest: bool) -> Checkpoint:
-    """Describe a checkpoint that was read; the newest one is on the line."""
+    """Describe a loaded checkpoint. The newest checkpoint is always on the line."""
     on_line = is_newest or is_on_line(tier, loaded.run, loaded.ref)
     world_size = loaded.manifests[0].header.world_size
     return Checkpoint.of(loaded.run, loaded.ref, world_size, *_sums(loaded.manifests), on_line=on_line)
@@ -78,40 +74,40 @@ def describe_loaded(tier: ReadTier, loaded: Loaded, *, is_newest: bool) -> Check
 
 @dataclasses.dataclass(frozen=True)
 class HistoryEntry:
-    """One checkpoint in the history of a run."""
+    """A checkpoint in the history of a run."""
 
     checkpoint: Checkpoint
-    """The checkpoint; of one that is not complete, metrics and bytes are unknown."""
+    """The checkpoint. Metrics and bytes of an incomplete checkpoint are unknown."""
     writer: str
-    """Name and version of the program that saved it; empty when no manifest of it can be read."""
+    """Name and version of the program that saved it; empty if no manifest is readable."""
     step_before: int | None
-    """Step of the complete checkpoint before it, from which training came; None for the first, or when unknown."""
+    """Step of the previous complete checkpoint; None for the first checkpoint, or if unknown."""
     since_before_ns: int | None
-    """Nanoseconds from the save of that checkpoint to this one; negative when the clock was set back."""
+    """Nanoseconds since the save of the previous checkpoint; negative if the clock was set back."""
     problem: str
-    """Why it is not complete; empty when it is."""
+    """Reason why the checkpoint is incomplete; empty if it is complete."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerationStart:
-    """Where a generation of a run was opened."""
+    """The start of a generation of a run."""
 
     generation: int
     on_line: bool
-    """Whether the line of training leads through it."""
+    """Whether the generation is on the line."""
     opened_ns: int | None = None
-    """When, nanoseconds since 1970-01-01 UTC; None when its head record cannot be read."""
+    """Start time, nanoseconds since 1970-01-01 UTC; None if the head record is unreadable."""
     writer: str = ""
-    """Name and version of the program that opened it; empty when its head record cannot be read."""
+    """Name and version of the program that started it; empty if the head record is unreadable."""
     parent_step: int | None = None
-    """Step of the checkpoint that training went on from; None when it began from nothing, or when unknown."""
+    """Step of the checkpoint from which training continued; None if there was none, or if unknown."""
     parent_generation: int | None = None
     parent_save_id: str | None = None
-    """Its save id, 32 hexadecimal digits."""
+    """Save id of that checkpoint, 32 hexadecimal digits."""
     abandoned: int | None = None
-    """How many checkpoints of the line as it was before are still there and no longer on it; None when unknown."""
+    """Number of existing checkpoints that this generation abandoned; None if unknown."""
     problem: str = ""
-    """Why the head record cannot be read; empty when it can."""
+    """Reason why the head record is unreadable; empty if it is readable."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,33 +116,33 @@ class History:
 
     run: str
     generation: int | None
-    """The present generation; None when a head record is lost."""
+    """The present generation; None if a head record is lost."""
     entries: tuple[HistoryEntry, ...]
-    """The checkpoints; on the line, older ones come later."""
+    """The checkpoints, newest first."""
     openings: tuple[GenerationStart, ...]
-    """The generations that were opened. An opening is older than the checkpoints of its generation."""
+    """The starts of generations. A generation starts before its checkpoints."""
     hidden_abandoned: int
-    """How many checkpoints were left out because training abandoned them."""
+    """Number of omitted abandoned checkpoints."""
     hidden_incomplete: int
-    """How many checkpoints of the line were left out because they are incomplete or damaged."""
+    """Number of omitted checkpoints on the line that are incomplete or damaged."""
     line_problem: str
-    """Why it cannot be known which checkpoints are on the line; empty when it is known."""
+    """Reason why the line is unknown; empty if it is known."""
 
 
 def read_history(tier: ReadTier, run: str, *, everything: bool = False) -> History:
-    """Return the history of a run; with ``everything`` also what is abandoned, incomplete or damaged.
+    """Return the history of a run. With ``everything``, include abandoned, incomplete and damaged checkpoints.
 
     Raises:
         CheckpointNotFoundError: the store has other runs, but not this one.
-        HeadRecordError: the line cannot be followed; with ``everything`` the result says so instead.
+        HeadRecordError: the line is unknown. With ``everything``, the result reports this instead.
     """
     runs = tier.manifests.runs()
     if runs:
         check_run_exists(tier.root, run, runs)
-    return _Historian(tier, run).write(everything=everything)
+    return _HistoryReader(tier, run).read(everything=everything)
 
 
-class _Historian:
+class _HistoryReader:
     def __init__(self, tier: ReadTier, run: str) -> None:
         self.tier, self.run = tier, run
         self.listings = tier.manifests.checkpoints(run)
@@ -155,7 +151,7 @@ class _Historian:
         self.complete: list[CheckpointRef] = []
         self.lines: dict[int, Lineage | None] = {}
 
-    def write(self, *, everything: bool) -> History:
+    def read(self, *, everything: bool) -> History:
         try:
             self.line = read_line(self.tier, self.run)
             check_generations(self.listings, self.line)
@@ -166,7 +162,7 @@ class _Historian:
         read = [self._read(listing) for listing in self.listings]
         self.complete = [entry.checkpoint.ref for entry in read if entry.checkpoint.complete]
         shown = [
-            self._after(entry)
+            self._with_previous(entry)
             for entry in read
             if everything or (entry.checkpoint.complete and entry.checkpoint.on_line)
         ]
@@ -175,7 +171,7 @@ class _Historian:
             run=self.run,
             generation=None if self.line is None else self.line.generation,
             entries=tuple(reversed(shown)),
-            openings=tuple(self._openings(everything=everything)),
+            openings=tuple(self._generation_starts(everything=everything)),
             hidden_abandoned=sum(checkpoint.on_line is False for checkpoint in hidden),
             hidden_incomplete=sum(bool(checkpoint.on_line) and not checkpoint.complete for checkpoint in hidden),
             line_problem=self.line_problem,
@@ -191,19 +187,18 @@ class _Historian:
         writers = dict.fromkeys(manifest.header.writer for manifest in manifests)
         return HistoryEntry(describe_by(listing, manifests, self.line), ", ".join(writers), None, None, "")
 
-    def _after(self, entry: HistoryEntry) -> HistoryEntry:
-        """Add which checkpoint came before."""
+    def _with_previous(self, entry: HistoryEntry) -> HistoryEntry:
         ref = entry.checkpoint.ref
         line = self._line_of(ref.generation)
         earlier = reversed(self.complete[: bisect.bisect_left(self.complete, ref)])
-        before = next((one for one in earlier if line is not None and one in line), None)
-        if before is None:
+        previous = next((other for other in earlier if line is not None and other in line), None)
+        if previous is None:
             return entry
-        since = entry.checkpoint.created_ns - int.from_bytes(before.save_id[:8], "big")
-        return dataclasses.replace(entry, step_before=before.step, since_before_ns=since)
+        since = entry.checkpoint.created_ns - int.from_bytes(previous.save_id[:8], "big")
+        return dataclasses.replace(entry, step_before=previous.step, since_before_ns=since)
 
     def _line_of(self, generation: int) -> Lineage | None:
-        """Return the line as it is when ``generation`` is the present one; None when a head record is lost."""
+        """Return the line with ``generation`` as the present generation, or None if a head record is lost."""
         if generation not in self.lines:
             try:
                 self.lines[generation] = read_line(self.tier, self.run, generation)
@@ -211,34 +206,33 @@ class _Historian:
                 self.lines[generation] = None
         return self.lines[generation]
 
-    def _openings(self, *, everything: bool) -> list[GenerationStart]:
-        """Return the openings, newest first."""
+    def _generation_starts(self, *, everything: bool) -> list[GenerationStart]:
         numbers = self.tier.manifests.heads(self.run)
         return [
-            self._opening(generation, max(numbers[:place], default=1))
-            for place, generation in reversed(list(enumerate(numbers)))
+            self._generation_start(generation, max(numbers[:index], default=1))
+            for index, generation in reversed(list(enumerate(numbers)))
             if everything or (self.line is not None and generation in self.line.limits)
         ]
 
-    def _opening(self, generation: int, before: int) -> GenerationStart:
+    def _generation_start(self, generation: int, before: int) -> GenerationStart:
         on_line = self.line is not None and generation in self.line.limits
         try:
-            found = self.tier.manifests.read_head(self.run, generation)
+            record = self.tier.manifests.read_head(self.run, generation)
         except UNKNOWING:
             raise
         except AsymcheckError as error:
             return GenerationStart(generation, on_line, problem=str(error))
-        if found is None:
-            return GenerationStart(generation, on_line, problem="it is gone")
-        head, parent = found[0], found[0].parent
+        if record is None:
+            return GenerationStart(generation, on_line, problem="the head record is missing")
+        head, parent = record[0], record[0].parent
         step, number, save_id = (parent.step, parent.generation, parent.save_id.hex()) if parent else (None, None, None)
-        abandoned = self._left_by(generation, before)
+        abandoned = self._abandoned_by(generation, before)
         return GenerationStart(generation, on_line, head.created_ns, head.writer, step, number, save_id, abandoned)
 
-    def _left_by(self, generation: int, before: int) -> int | None:
-        """Count the checkpoints that were on the line of generation ``before`` and are not on that of ``generation``.
+    def _abandoned_by(self, generation: int, before: int) -> int | None:
+        """Count the checkpoints on the line of generation ``before`` that are not on the line of ``generation``.
 
-        Checkpoints that a process of the older generation saved after the opening count, too.
+        Checkpoints that a process of the older generation saved later count, too.
         """
         if generation == 1:
             return 0

@@ -1,4 +1,4 @@
-"""Inventory: what a checkpoint holds and where it lies, without reading a tensor."""
+"""List the tensors and values of a checkpoint and where they are stored, without reading tensors."""
 
 from __future__ import annotations
 
@@ -18,84 +18,85 @@ from asymcheck.types import CheckpointRef
 
 @dataclasses.dataclass(frozen=True)
 class StoredPartition:
-    """One partition of a tensor, and where it lies."""
+    """A partition of a tensor, and its location."""
 
     digest: str
     """32 hexadecimal digits."""
     length: int
-    """Bytes of this tensor in the partition."""
+    """Bytes of the tensor in the partition."""
     partition_length: int
     """Plain bytes of the whole partition."""
     pack: str | None
     """Id of the pack; None if the partition is in no readable pack."""
     frame: int | None
+    """Number of the frame in the pack."""
     codec: str | None
     """Name of the codec; None if the partition is in no readable pack."""
     stored_length: int | None
-    """Bytes of its payload there."""
+    """Bytes of the payload."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint, as one rank saved it."""
+    """A tensor of a checkpoint, as saved by one rank."""
 
     name: str
     aliases: tuple[str, ...]
     dtype: str
     role: str
     shape: tuple[int, ...]
-    """Shape; of a tensor that ranks share, that of the part that this rank saved."""
+    """Shape of the part that this rank saved."""
     nbytes: int
     rank: int
     global_shape: tuple[int, ...]
     """Shape of the whole tensor over all ranks."""
     offset: tuple[int, ...]
-    """Where the part begins in the whole, for each dimension."""
+    """Offset of the part in the whole tensor, for each dimension."""
     inline: bool
-    """Whether its bytes are stored in the manifest."""
+    """Whether the bytes are stored in the manifest."""
     partitions: tuple[StoredPartition, ...]
-    """Where its bytes lie otherwise, in order."""
+    """Partitions with the bytes, in order; empty if inline."""
     why: Mapping[str, str]
-    """Why tensors of its role are stored in a codec, by the names of codecs, as the save noted for people."""
+    """Reasons why the save chose codecs for tensors of this role, by codec name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredValue:
-    """One plain value of a checkpoint, as one rank saved it."""
+    """A plain value of a checkpoint, as saved by one rank."""
 
     name: str
     text: str
-    """The value as Python writes it, or a few words for what has no literal."""
+    """The value as a Python literal, or a description if it has no literal."""
     rank: int
 
 
 def values(tier: ReadTier, run: str, step: int | str | None, pattern: str) -> tuple[CheckpointRef, list[StoredValue]]:
-    """Return a checkpoint (the newest by default) and its plain values whose name matches a glob, in their order.
+    """Return a checkpoint (the newest by default) and its plain values whose names match a glob.
 
     Raises:
         CheckpointNotFoundError, InconsistentCheckpointError, FormatError, HeadRecordError
-        InvalidInputError: the glob matches none.
+        InvalidInputError: the glob matches no value.
     """
     listing = candidates(tier, run, step)[0]
-    found = [
+    stored = [
         StoredValue(name, text, manifest.header.rank)
         for manifest in read_manifests(tier, listing)
         for name, text in plain_values(manifest).items()
     ]
-    chosen = [one for one in found if matches(pattern, [one.name])]
+    chosen = [value for value in stored if matches(pattern, [value.name])]
     if not chosen and pattern != "*":
-        raise no_match(pattern, (value.name for value in found), "the plain values of the checkpoint")
+        raise no_match(pattern, (value.name for value in stored), "the plain values of the checkpoint")
     return listing.ref, chosen
 
 
 def inventory(
     tier: ReadTier, run: str, step: int | str | None, pattern: str
 ) -> tuple[CheckpointRef, list[StoredTensor]]:
-    """Return a checkpoint (the newest by default) and its tensors whose name or an alias matches a glob.
+    """Return a checkpoint (the newest by default) and its tensors with a name or alias that matches a glob.
 
     Raises:
         CheckpointNotFoundError, InconsistentCheckpointError, FormatError, HeadRecordError
-        InvalidInputError: the glob matches none.
+        InvalidInputError: the glob matches no tensor.
     """
     listing = candidates(tier, run, step)[0]
     tensors: list[StoredTensor] = []
@@ -133,17 +134,17 @@ def _tensor(row: TensorRow, manifest: Manifest, sources: PartitionLocator) -> St
 
 
 def _reasons(manifest: Manifest, role: str) -> dict[str, str]:
-    """Return what the plan says for people; it is not checked when a manifest is read."""
-    noted = manifest.header.plan.get("encoding")
-    reasons = noted.get(role) if isinstance(noted, dict) else None
-    given = reasons.items() if isinstance(reasons, dict) else ()
-    return {codec: reason for codec, reason in given if isinstance(reason, str)}
+    """Return the encoding notes in the plan, which readers do not validate."""
+    notes = manifest.header.plan.get("encoding")
+    reasons = notes.get(role) if isinstance(notes, dict) else None
+    items = reasons.items() if isinstance(reasons, dict) else ()
+    return {codec: reason for codec, reason in items if isinstance(reason, str)}
 
 
 def _partition(extent: Extent, copy: PartitionCopy | None) -> StoredPartition:
-    wanted = extent.digest.hex(), extent.length, extent.partition_length
+    lengths = extent.digest.hex(), extent.length, extent.partition_length
     if copy is None:
-        return StoredPartition(*wanted, None, None, None, None)
+        return StoredPartition(*lengths, None, None, None, None)
     entry = copy.pack.entries[copy.sequence]
     codec, stored = CODECS[int(entry["codec"])], int(entry["stored_length"])
-    return StoredPartition(*wanted, copy.pack.header.pack_id.hex(), copy.sequence, codec, stored)
+    return StoredPartition(*lengths, copy.pack.header.pack_id.hex(), copy.sequence, codec, stored)

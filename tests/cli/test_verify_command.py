@@ -75,10 +75,11 @@ def test_no_checkpoint_is_not_all_well(call: Call, store: Path) -> None:
     assert "no-checkpoint" not in call("verify", store).out
     (store / "manifests" / "default").rename(store / "gone")
     outcome = call("verify", store)
-    assert "no-checkpoint: heads/default: run 'default' was begun, and has no checkpoint" in outcome.out
+    assert "no-checkpoint: heads/default: run 'default'" in outcome.out
     (store / "manifests" / "other").rename(store / "gone-too")
     outcome = call("verify", store)
-    assert "no-checkpoint: packs: there is no checkpoint. When all were deleted, gc frees" in outcome.out
+    assert "no-checkpoint: packs: " in outcome.out
+    assert "manifests/" in outcome.out
     assert outcome.out.endswith("no checkpoints to check\n")
 
 

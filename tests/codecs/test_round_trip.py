@@ -107,7 +107,7 @@ def test_every_pair_of_odd_values_has_a_difference_that_is_undone() -> None:
         target, base = (side.ravel().copy() for side in np.meshgrid(values, values))
         for is_float in (False, True):
             made = planes.difference(target, base, is_float=is_float)
-            assert np.array_equal(planes.applied(made, base, is_float=is_float), target)
+            assert np.array_equal(planes.apply_difference(made, base, is_float=is_float), target)
 
 
 def test_the_order_of_floats_is_that_of_their_values() -> None:
@@ -180,11 +180,11 @@ def test_threads_give_the_same_payload() -> None:
 
 def test_neighbours_of_one_kind_are_joined_and_too_many_become_bytes() -> None:
     """What the tables may not say is not written: equal neighbours, empty segments, more planes than the limit."""
-    joined = container.merged([Segment(4, 4), Segment(8, 4), Segment(0, 2), Segment(2, 2)], CHUNK)
+    joined = container.merge_segments([Segment(4, 4), Segment(8, 4), Segment(0, 2), Segment(2, 2)], CHUNK)
     assert joined == [Segment(12, 4), Segment(2, 2)]
     count = registry.CODEC_PLANES_MAX // 12 + 1
     many = [Segment(8, 8), Segment(4, 4)] * count
-    assert container.merged(many, CHUNK) == [Segment(12 * count, 1)]
+    assert container.merge_segments(many, CHUNK) == [Segment(12 * count, 1)]
     plain = make(12 * count, 3)
     check(encode_planes(digest(plain), memoryview(plain), many, chunk_bytes=CHUNK), plain)
 

@@ -112,7 +112,7 @@ def test_two_ranks_may_give_one_partition_two_lengths() -> None:
     rows = [row("a", (length,), "uint8", (Extent(name, 0, length, length),)) for length in (3, 4)]
     files = [(encode_manifest(HEADER, [one]), "apart") for one in rows]
     assert [manifest.total_bytes for manifest in decode_manifests(files, ManifestCache())] == [3, 4]
-    with pytest.raises(StructureError, match=r"^broken: one partition is given two lengths"):
+    with pytest.raises(StructureError, match=r"^broken: one partition has two lengths"):
         decode_manifests([*files, (encode_manifest(HEADER, rows), "broken")], ManifestCache())
 
 

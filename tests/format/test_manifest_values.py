@@ -35,7 +35,7 @@ def test_distinct_values(many: int, texts: list[str], start: int) -> None:
     """Each value once, and each row's number leads to its value, by either way."""
     column = pa.array(texts, type=pa.string())[start:]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifest, "_MANY", many)
+        patch.setattr(manifest, "_COMPUTE_ROWS_MIN", many)
         values, numbers = manifest.distinct(column)
     assert len(set(values)) == len(values)
     assert [values[number] for number in numbers.tolist()] == texts[start:]
@@ -52,7 +52,7 @@ def test_what_is_null(values: list[bytes | None], start: int) -> None:
 def test_picked_rows(count: int, picks: list[int]) -> None:
     """Few or many, in any order, more than once."""
     rows = [pick % count for pick in picks]
-    assert manifest.picked(pa.array([[number] for number in range(count)]), rows) == [[row] for row in rows]
+    assert manifest.take_rows(pa.array([[number] for number in range(count)]), rows) == [[row] for row in rows]
 
 
 def test_a_small_state_is_saved_and_restored_without_slow_imports(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A survey reads every frame with what it is encoded against, in time that grows with the packs, not their square."""
+"""A scan reads every frame and its bases, in time linear in the number of packs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from asymcheck.codecs.encode import encode_zstd
 from asymcheck.format.digest import digest
-from asymcheck.fsck.frame_scanner import survey
+from asymcheck.fsck.frame_scanner import scan_packs
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.types import PackId
 from tests.damage.small_store import CONFIG
@@ -30,14 +30,14 @@ def test_packs_are_opened_a_few_times_each(tier: NvmeTier, monkeypatch: pytest.M
     opened: list[PackId] = []
     open_pack = tier.open_pack
     monkeypatch.setattr(tier, "open_pack", lambda pack_id: opened.append(pack_id) or open_pack(pack_id))
-    found = survey(tier)
+    found = scan_packs(tier)
     assert len(found.packs) == COUNT
-    assert all(pack.promised() == [0] for pack in found.packs.values())
+    assert all(pack.reusable() == [0] for pack in found.packs.values())
     assert len(opened) <= 3 * COUNT
 
 
 def test_a_base_that_goes_into_another_pack_meanwhile_is_found(tier: NvmeTier) -> None:
-    """A collection beside the survey may copy it: what needs it lacks nothing."""
+    """A collection during the scan may copy it: what needs it lacks nothing."""
     moves = []
 
     def move(_done: int, _total: int) -> None:
@@ -47,10 +47,10 @@ def test_a_base_that_goes_into_another_pack_meanwhile_is_found(tier: NvmeTier) -
             write_pack(tier.root, encode_zstd(digest(plain_of(0)), memoryview(plain_of(0))))
             old.unlink()
 
-    found = survey(tier, move)
+    found = scan_packs(tier, move)
     assert len(moves) == COUNT
     assert len(found.packs) >= COUNT - 1
-    assert all(pack.promised() == [0] for pack in found.packs.values())
+    assert all(pack.reusable() == [0] for pack in found.packs.values())
 
 
 def test_a_base_that_is_lost_is_not_looked_for_again_and_again(tier: NvmeTier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +59,6 @@ def test_a_base_that_is_lost_is_not_looked_for_again_and_again(tier: NvmeTier, m
     listings = []
     pack_ids = tier.pack_ids
     monkeypatch.setattr(tier, "pack_ids", lambda: listings.append(1) or pack_ids())
-    found = survey(tier)
-    assert all(pack.baseless == {0} for pack in found.packs.values())
+    found = scan_packs(tier)
+    assert all(pack.without_base == {0} for pack in found.packs.values())
     assert len(listings) < COUNT

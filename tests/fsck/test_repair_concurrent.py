@@ -125,7 +125,7 @@ def test_a_copy_elsewhere_is_collected_before_it_is_relied_upon(path: Path, monk
 
         def enter(self: Replacement, *arguments: object) -> str:
             with store._opened.catalog().write() as transaction:
-                for pack_id in {location.pack_id for location in self._elsewhere.values()}:
+                for pack_id in {location.pack_id for location in self._replacements.values()}:
                     transaction.put_pack(pack_id, 2, 0, 0)
             reason = original(self, *arguments)  # type: ignore[arg-type]  # passed on as they are
             seen.append(reason)
@@ -144,7 +144,7 @@ def test_a_copy_elsewhere_is_collected_before_it_is_relied_upon(path: Path, monk
         monkeypatch.setattr(Replacement, "_enter", enter)
         before = set(packs(path))
         left = store.repair().left
-        assert seen == ["the store changed while it was being repaired"]
+        assert seen == ["the store changed during the repair"]
         assert {one.kind for one in left} == {"busy-pack"}
         assert set(packs(path)) == before
 

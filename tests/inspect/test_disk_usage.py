@@ -12,7 +12,7 @@ import torch
 import asymcheck
 from asymcheck.errors import CheckpointNotFoundError
 from asymcheck.format.frame import frame_length
-from asymcheck.inspect.disk_usage import _ROLES, DiskUsage, _shared_out
+from asymcheck.inspect.disk_usage import _ROLES, DiskUsage, _divide_by_role
 
 CONFIG = asymcheck.StoreConfig(partition_bytes=8192, bundle_below_bytes=4096, inline_bytes=64)
 
@@ -163,12 +163,12 @@ def test_shares_are_whole_and_add_up() -> None:
     bytes_of = dice.integers(1, 1 << 30, 50)
     keys = dice.integers(0, 50 * count, 1000)
     keys = np.append(keys[keys // count != 7], 7 * count + 2)
-    found = _shared_out(keys, dice.integers(1, 1 << 26, len(keys)), bytes_of)
+    found = _divide_by_role(keys, dice.integers(1, 1 << 26, len(keys)), bytes_of)
     assert found.sum() == bytes_of[np.unique(keys // count)].sum()
     assert found.min() >= 0
-    alone = _shared_out(np.array([7 * count + 2]), np.array([13]), bytes_of)
+    alone = _divide_by_role(np.array([7 * count + 2]), np.array([13]), bytes_of)
     assert alone[2] == alone.sum() == bytes_of[7]
-    assert _shared_out(keys[:0], keys[:0], bytes_of).sum() == 0
+    assert _divide_by_role(keys[:0], keys[:0], bytes_of).sum() == 0
 
 
 def test_an_empty_store(store_path: Path) -> None:

@@ -332,7 +332,8 @@ def test_parts_that_make_up_no_whole_are_found(store_path: Path) -> None:
         save_ranks(store, broken, 4)
         (finding,) = store.verify()
         assert (finding.kind, finding.severity, finding.tensors) == ("partial-tensor", Severity.WARNING, ("w",))
-        assert "tensor w do not make up the whole: [2:4, 0:3] of [4, 3] is in none of the parts" in finding.message
+        assert "tensor w " in finding.message
+        assert "[2:4, 0:3] of [4, 3]" in finding.message
         assert store.verify(3) == []
         with pytest.raises(StateMismatchError):
             store.load(4)

@@ -87,7 +87,7 @@ def test_a_location_that_cannot_be_read_is_like_one_that_does_not_answer(
     change(Path(folder.removeprefix("file://")))
     with (
         Store.open(pushed, config=CONFIG, remote=folder) as opened,
-        pytest.warns(UnreachableRemoteWarning, match="only what lies on this machine is known"),
+        pytest.warns(UnreachableRemoteWarning, match="only checkpoints in the local store are known"),
     ):
         check_state(opened.load(), 2)
     state = state_of(0)

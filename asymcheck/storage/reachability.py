@@ -183,8 +183,8 @@ class StoreReachability(Reachability):
                 return unseen - gone, gone
         raise StructureError(
             f"store {self.tier.root}: all manifests that its catalog names are missing, so nothing was freed. "
-            f"Restore the folder {layout.MANIFESTS} from its new location or from a copy. Only if the manifests were removed on "
-            f"purpose, run asymcheck rebuild {self.tier.root}"
+            f"Restore the folder {layout.MANIFESTS} from its new location or from a copy. "
+            f"Only if the manifests were removed on purpose, run asymcheck rebuild {self.tier.root}"
         )
 
     def _are_lost(self, gone: Collection[bytes]) -> bool:

@@ -56,5 +56,5 @@ def test_packs_that_may_not_be_read_are_not_taken_for_damaged(
         return do(self, action, path, denied if is_new else call, *rest)
 
     monkeypatch.setattr(RemoteFiles, "_do", refused)
-    with Store.open(folder, config=CONFIG) as there, pytest.raises(RemoteUnreachableError, match="may not look there"):
+    with Store.open(folder, config=CONFIG) as there, pytest.raises(RemoteUnreachableError, match="no permission"):
         there.load()

@@ -102,7 +102,7 @@ def test_a_location_that_cannot_be_read_is_like_one_that_does_not_answer(
 def test_a_location_that_has_lost_its_descriptor_gets_no_new_one(pushed: Path, folder: str) -> None:
     """To open it and to push there is refused."""
     lose_descriptor(Path(folder.removeprefix("file://")))
-    with pytest.raises(StructureError, match=r"has lost its asymcheck\.store: it has manifests and packs; put"):
+    with pytest.raises(StructureError, match=r"has no asymcheck\.store, but it has manifests and packs; restore"):
         Store.open(folder, config=CONFIG)
     with Store.open(pushed, config=CONFIG) as opened, pytest.raises(StructureError, match="has lost its"):
         opened.push(folder, 2)

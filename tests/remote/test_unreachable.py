@@ -97,5 +97,5 @@ def test_a_place_where_nothing_can_be_created(store: Path, tmp_path: Path) -> No
     with Store.open(store) as opened:
         with pytest.raises(StorageError, match=r"file:///proc/nope/heads: no directory can .*name another location"):
             opened.push("file:///proc/nope")
-        with pytest.raises(StorageError, match=r"file/below/.* a file is where a directory is meant: name another"):
+        with pytest.raises(StorageError, match=r"file/below/.* a file has the name of a directory: choose another"):
             opened.push(f"file://{tmp_path}/file/below")

@@ -224,7 +224,7 @@ def test_frames_of_another_ring_or_place_are_none(path: Path, tmp_path: Path) ->
 def test_a_ring_under_another_name_is_refused(path: Path) -> None:
     """Its frames would be looked for in the wrong store."""
     for name in ("x.ring", path.name.replace("10", "20", 1), path.name.replace("0f.", "00.")):
-        with pytest.raises(StructureError, match="its header is that of"):
+        with pytest.raises(StructureError, match="the header is that of"):
             RingReader(path.rename(path.with_name(name)))
         path.with_name(name).rename(path)
 

@@ -75,7 +75,7 @@ def test_what_a_training_has_read_before_it_does_not_take_for_deleted(
         store.save(_state(step), step=step)
         pruner.prune(0, always_collect=True)
     lose(store.path)
-    with pytest.raises(StructureError, match="back"):
+    with pytest.raises(StructureError, match="Restore the folder"):
         pruner.prune(0, always_collect=True)
     _put_back(store.path)
     assert pruner.prune(0, always_collect=True).collected == Collected(kept_packs=len(steps))

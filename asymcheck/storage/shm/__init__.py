@@ -1,4 +1,4 @@
-"""The DRAM ring: captured frames in a file in memory, which outlives the process that wrote them (SPEC.md §7.6)."""
+"""DRAM ring: a file in shared memory with captured frames, which survives its process (SPEC.md §7.6)."""
 
 from asymcheck.storage.shm.orphaned_rings import (
     RingCapture,

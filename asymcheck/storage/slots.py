@@ -87,8 +87,7 @@ class SlotPool:
     def slot(self, payload_bytes: int) -> Iterator[Slot]:
         """Provide a slot for up to ``payload_bytes`` of payload."""
         with self._lock:
-            fitting = [slot for slot in self._free if slot.payload_bytes >= payload_bytes]
-            slot = fitting[0] if fitting else None
+            slot = next((free for free in self._free if free.payload_bytes >= payload_bytes), None)
             if slot is not None:
                 self._free.remove(slot)
         slot = slot or Slot(payload_bytes)
@@ -101,7 +100,7 @@ class SlotPool:
                     self._free = sorted([*self._free, slot], key=lambda free: -free.payload_bytes)[: self._capacity]
 
 
-def work_off(
+def run_with_slots(
     items: Sequence[_T],
     work: Callable[[_T, Slot], None],
     *,

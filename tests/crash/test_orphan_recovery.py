@@ -12,7 +12,7 @@ import pytest
 
 from asymcheck import Store
 from asymcheck.errors import CaptureWarning, LockTimeoutError, warn_user
-from asymcheck.storage.shm import RingReader, open_left, orphaned_rings
+from asymcheck.storage.shm import RingReader, open_orphaned_ring, orphaned_rings
 from tests.checkpointer.loops import folder_for_rings, rings
 from tests.crash.dead_rings import CAPTURED, DURABLE, kill_when_ready
 from tests.crash.trainer import assert_restored, train_two_runs
@@ -21,7 +21,7 @@ from tests.zygote import Zygote
 
 def _held(ring: Path) -> RingReader:
     """Hold a ring as somebody does who takes it up."""
-    holder = open_left(ring)
+    holder = open_orphaned_ring(ring)
     assert holder is not None
     return holder
 

@@ -28,7 +28,7 @@ from asymcheck.format.ring_records import (
     encode_entry,
     encode_ring_header,
 )
-from asymcheck.storage.shm import RingReader, remove_unread, ring_reader
+from asymcheck.storage.shm import RingReader, remove_unreadable_ring, ring_reader
 from asymcheck.types import SaveId
 from tests.storage.ring_cases import BLOCK, HEADER, SAVE, found, make_ring, payloads, put
 
@@ -277,5 +277,5 @@ def test_a_ring_of_a_newer_program_stays(path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(UnsupportedVersionError):
         RingReader(path)
-    assert remove_unread(path) == "damaged"
+    assert remove_unreadable_ring(path) == "damaged"
     assert path.read_bytes() == data

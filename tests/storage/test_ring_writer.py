@@ -17,7 +17,7 @@ from asymcheck.format.layout import ring_name
 from asymcheck.format.ring_records import CAPTURES_MAX, COMPLETE, DATA_OFFSET, DURABLE, CaptureEntry
 from asymcheck.storage import local_files
 from asymcheck.storage.local_files import try_lock
-from asymcheck.storage.shm import Ring, RingReader, left_rings
+from asymcheck.storage.shm import Ring, RingReader, list_rings
 from asymcheck.storage.shm import ring_writer as ring_module
 from asymcheck.types import SaveId
 from tests.storage.ring_cases import BLOCK, HEADER, SAVE, found, make_ring, payloads, put
@@ -336,14 +336,14 @@ def test_a_lock_that_another_keeps_is_an_error(tmp_path: Path, monkeypatch: pyte
 
 def test_rings_of_a_store_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those of other stores, nor links, nor what belongs to another user; no folder has none."""
-    assert left_rings(tmp_path / "nowhere", HEADER.store_id) == []
+    assert list_rings(tmp_path / "nowhere", HEADER.store_id) == []
     rings = [make_ring(tmp_path, ring_id=bytes([number]) * 16) for number in (2, 1)]
     other = make_ring(tmp_path, store_id=b"o" * 16)
     (tmp_path / ring_name(HEADER.store_id, b"l" * 16)).symlink_to(other.path)
     (tmp_path / ring_name(HEADER.store_id, b"d" * 16)).mkdir()
     (tmp_path / "asymcheck.ring").write_text("")
-    assert left_rings(tmp_path, HEADER.store_id) == [rings[1].path, rings[0].path]
+    assert list_rings(tmp_path, HEADER.store_id) == [rings[1].path, rings[0].path]
     monkeypatch.setattr(os, "geteuid", lambda: rings[0].path.stat().st_uid + 1)
-    assert left_rings(tmp_path, HEADER.store_id) == []
+    assert list_rings(tmp_path, HEADER.store_id) == []
     for ring in (*rings, other):
         ring.close()

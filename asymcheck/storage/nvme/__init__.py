@@ -8,7 +8,7 @@ from asymcheck.storage.nvme.manifests import ManifestFiles
 from asymcheck.storage.nvme.pack_reader import PackFile
 from asymcheck.storage.nvme.pack_writer import PackWriter
 from asymcheck.storage.nvme.tier import NvmeTier, scratch, seal_scratch_pack
-from asymcheck.storage.slots import Slot, SlotPool, work_off
+from asymcheck.storage.slots import Slot, SlotPool, run_with_slots
 
 __all__ = [
     "BaseFrames",
@@ -24,7 +24,7 @@ __all__ = [
     "SlotPool",
     "Transaction",
     "bases_in",
+    "run_with_slots",
     "scratch",
     "seal_scratch_pack",
-    "work_off",
 ]

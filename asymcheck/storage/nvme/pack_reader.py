@@ -33,11 +33,7 @@ class PackFile(OpenPack):
         self._device = os.fstat(file.descriptor).st_dev
 
     def read_frame(self, sequence: int, slot: Slot) -> memoryview:
-        """Read frame ``sequence`` into ``slot`` as stored, without checks, and return it.
-
-        Raises:
-            TruncatedError: the file ends before the frame does.
-        """
+        """Read frame ``sequence`` into ``slot``; see :meth:`OpenPack.read_frame`."""
         frame = slot.memory[: entry_length(self.entries[sequence])]
         self._check_count(sequence, [frame], self._file.read([frame], self._offset(sequence)))
         return frame
@@ -54,13 +50,9 @@ class PackFile(OpenPack):
     def read_payload(
         self, sequence: int, payload: memoryview, slot: Slot
     ) -> tuple[memoryview, memoryview, memoryview] | None:
-        """Read a frame with its payload directly in ``payload``.
+        """Read a frame with its payload directly in ``payload``; see :meth:`OpenPack.read_payload`.
 
-        Header, padding, and the payload bytes in the same blocks are copied through ``slot``. Return None if a direct
-        read is slow on this drive, or refused.
-
-        Raises:
-            TruncatedError: the file ends before the frame does.
+        Header, padding, and the payload bytes in the same blocks are copied through ``slot``.
         """
         if needs_slot(self._device, payload):
             return None

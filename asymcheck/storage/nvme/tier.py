@@ -164,14 +164,9 @@ class NvmeTier(StoreTier):
         with self._catalog_lock:
             if self._catalog is None:
                 with translated("open catalog of store", self.root):
-                    self._catalog = open_catalog(
-                        self.files,
-                        self.root / layout.CATALOG,
-                        self.descriptor.store_id,
-                        self.config,
-                        populate,
-                        anew=anew,
-                    )
+                    path = self.root / layout.CATALOG
+                    store_id = self.descriptor.store_id
+                    self._catalog = open_catalog(self.files, path, store_id, self.config, populate, anew=anew)
             return self._catalog
 
     def leave_catalog(self) -> None:

@@ -161,12 +161,7 @@ class RemotePack(OpenPack):
         self._reading.follow(self)
 
     def read_frame(self, sequence: int, slot: Slot) -> memoryview:  # noqa: ARG002 - used by other tiers
-        """Return frame ``sequence`` as stored, without checks. The frame is in the prefetch memory, not in ``slot``.
-
-        Raises:
-            TruncatedError: the file ends before the frame does.
-            RemoteUnreachableError: the frame could not be read in time.
-        """
+        """Return frame ``sequence`` in the prefetch memory, not in ``slot``; see :meth:`OpenPack.read_frame`."""
         start, end = self._span(sequence)
         with self._lock:
             number = self._piece_of.pop(sequence, None)

@@ -170,13 +170,7 @@ class RemoteTier(StoreTier):
         return ()
 
     def open_pack(self, pack_id: PackId) -> RemotePack:
-        """Open a complete pack for reading.
-
-        Raises:
-            MissingPartitionError: there is no such pack.
-            FormatError: header or index is damaged and no frame was found, or the pack needs a newer program.
-            RemoteUnreachableError: the location does not answer.
-        """
+        """Open a complete pack; see :meth:`ReadTier.open_pack`. Raise RemoteUnreachableError without an answer."""
         return RemotePack(self.files, partial(self._paths, pack_id), self._index(pack_id), self._ahead)
 
     def _index(self, pack_id: PackId) -> PackIndex:

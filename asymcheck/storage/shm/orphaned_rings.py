@@ -34,7 +34,7 @@ _ADOPTION_S = 1800.0
 """Longer than writing all of the memory to a slow drive takes."""
 
 
-def left_rings(folder: Path, store_id: bytes | None) -> list[Path]:
+def list_rings(folder: Path, store_id: bytes | None) -> list[Path]:
     """Return the rings in ``folder`` that belong to this user, in use or not; an empty list without such a folder.
 
     Files of other users are ignored, because every user may write into ``/dev/shm``.
@@ -59,7 +59,7 @@ def left_rings(folder: Path, store_id: bytes | None) -> list[Path]:
     return paths
 
 
-def open_left(path: Path, *, patient: bool = True) -> RingReader | None:
+def open_orphaned_ring(path: Path, *, patient: bool = True) -> RingReader | None:
     """Open and lock the ring of a dead process; None if the ring is in use.
 
     A process that inspects the ring locks it for a moment. With ``patient``, wait longer for the ring of a dead
@@ -72,8 +72,8 @@ def open_left(path: Path, *, patient: bool = True) -> RingReader | None:
     return _open_locked(path, _ADOPTION_PATIENCE_S if patient else _INSPECTION_S)[0]
 
 
-def wait_for_left(path: Path) -> RingReader | None:
-    """Open a ring like :func:`open_left`, and wait until another process has adopted it.
+def wait_for_orphaned_ring(path: Path) -> RingReader | None:
+    """Open a ring like :func:`open_orphaned_ring`, and wait until another process has adopted it.
 
     Training without the captures in the ring would lose steps.
 
@@ -82,7 +82,7 @@ def wait_for_left(path: Path) -> RingReader | None:
 
     Raises:
         LockTimeoutError: the other process does not finish; names that process.
-        FileNotFoundError, StorageError, FormatError: as :func:`open_left`.
+        FileNotFoundError, StorageError, FormatError: as :func:`open_orphaned_ring`.
     """
     reader, is_orphaned = _open_locked(path, _ADOPTION_PATIENCE_S)
     if reader is None and is_orphaned:
@@ -115,7 +115,7 @@ def _open_locked(path: Path, patience_s: float) -> tuple[RingReader | None, bool
         time.sleep(_POLL_S if waited_s < _ADOPTION_PATIENCE_S else _SLOW_POLL_S)
 
 
-def run_of(path: Path) -> tuple[str, str] | None:
+def ring_run_and_store(path: Path) -> tuple[str, str] | None:
     """Return the run and the store path of a ring, even if it is in use; None if the ring cannot be read."""
     try:
         with RingReader(path, hold=False) as reader:
@@ -136,7 +136,7 @@ def _holder(path: Path) -> str:
     return "a process that is not visible to this process"
 
 
-def remove_unread(path: Path, *, damaged: bool = False) -> Literal["used", "unmade", "damaged", "gone"]:
+def remove_unreadable_ring(path: Path, *, damaged: bool = False) -> Literal["used", "unmade", "damaged", "gone"]:
     """Remove a ring without a readable header, if its process was killed during creation; return the state of the ring.
 
     With ``damaged``, also remove a ring that may contain captures. A ring in use stays.
@@ -238,7 +238,7 @@ class RingFile:
     """Whether the process was killed during creation, so that the ring is empty."""
 
 
-def look_at(path: Path, manifests: ManifestReader, *, check: bool) -> RingFile | None:
+def inspect_ring(path: Path, manifests: ManifestReader, *, check: bool) -> RingFile | None:
     """Return the content of a ring; None if the ring was removed.
 
     Args:
@@ -327,7 +327,7 @@ def _problem(reader: RingReader, manifest: Manifest) -> str:
 
 def survey_rings(tier: StoreTier, folder: Path, run: str | None, *, check: bool) -> list[RingFile]:
     """Return the rings of a store, for one run or all. Rings without a readable header are always included."""
-    rings = [look_at(path, tier.manifests, check=check) for path in left_rings(folder, tier.descriptor.store_id)]
+    rings = [inspect_ring(path, tier.manifests, check=check) for path in list_rings(folder, tier.descriptor.store_id)]
     return [ring for ring in rings if ring is not None and (run is None or ring.run in (None, run))]
 
 

@@ -41,7 +41,7 @@ from asymcheck.storage.slots import Slot
 from asymcheck.types import Digest, PackId
 
 
-class RingReader:
+class RingReader(contextlib.AbstractContextManager["RingReader"]):
     """Frames and captures of a ring. Close the reader, or use it in a ``with`` block."""
 
     def __init__(self, path: Path, *, hold: bool = True) -> None:
@@ -179,12 +179,8 @@ class RingReader:
         descriptor, self._descriptor = self._descriptor, -1
         DESCRIPTORS.close(descriptor)
 
-    def __enter__(self) -> RingReader:
-        """Return itself."""
-        return self
-
     def __exit__(self, *_error: object) -> None:
-        """Close it."""
+        """Close the reader."""
         self.close()
 
 

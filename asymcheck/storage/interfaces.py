@@ -154,4 +154,4 @@ class StoreTier(ReadTier):
                 f"store {self.root} was opened by process {self._pid}; open it again in this forked process"
             )
         if self._closed:
-            raise ClosedStoreError(f"store {self.root} is closed")
+            raise ClosedStoreError(f"store {self.root} is closed; open it again")

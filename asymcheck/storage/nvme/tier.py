@@ -89,13 +89,13 @@ class NvmeTier(StoreTier):
         path = self.root / layout.DESCRIPTOR_NAME
         with translated("look at", self.root):
             if self.root.is_file():
-                raise StoreNotFoundError(f"{self.root} is a file; a store is a directory")
+                raise StoreNotFoundError(f"{self.root} is a file, but a store is a directory; check the path")
         data = self.files.read_small(path, RECORD_BYTES)
         if data is None:
             problem = (
                 "is not an asymcheck store (it has no asymcheck.store)" if self.root.exists() else "does not exist"
             )
-            raise StoreNotFoundError(f"{self.root} {problem}")
+            raise StoreNotFoundError(f"{self.root} {problem}; check the path")
         return decode_descriptor(data, f"store descriptor {path}")
 
     def _create_if_missing(self) -> None:

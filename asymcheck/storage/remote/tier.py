@@ -99,7 +99,7 @@ class RemoteTier(StoreTier):
         if not create:
             missing = self.files.stat(self._top) is None
             problem = "does not exist" if missing else "has no asymcheck.store: nothing was pushed there"
-            raise StoreNotFoundError(f"{self.location} {problem}")
+            raise StoreNotFoundError(f"{self.location} {problem}; check the URI and the mount")
         return self._create()
 
     def _create(self) -> bytes:

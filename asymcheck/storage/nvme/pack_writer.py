@@ -263,8 +263,8 @@ class Pool:
     def put(self, path: Path) -> bool:
         """Move a freed pack, locked by the caller, into the pool.
 
-        Return False if the pack was unlinked instead, because the pool is full or the file has a second hard link, for
-        instance in a copy of the store.
+        Return False if the pack was unlinked instead. This happens if the pool is full, or if the file has a second
+        hard link, for instance in a copy of the store.
         """
         if not self.would_keep(path, self.room()):
             self._files.unlink(path)

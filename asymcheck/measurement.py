@@ -25,7 +25,7 @@ from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.policies.advice import CodecFacts, DriveFacts, Facts
 from asymcheck.storage.available_memory import available_bytes
-from asymcheck.storage.nvme import NvmeTier, OpenFile, Slot, scratch, seal_scratch_pack, work_off
+from asymcheck.storage.nvme import NvmeTier, OpenFile, Slot, run_with_slots, scratch, seal_scratch_pack
 from asymcheck.types import Sample
 
 
@@ -296,7 +296,7 @@ class _Lanes:
             done.append(number)
 
         began = time.perf_counter()
-        work_off(
+        run_with_slots(
             range(count),
             work,
             slots=self._tier.slots,

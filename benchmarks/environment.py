@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import asymcheck
-from asymcheck.storage.nvme.mounts import file_system_type
+from asymcheck.storage.nvme.drives import file_system_type
 
 
 def describe(folder: Path) -> dict[str, str]:

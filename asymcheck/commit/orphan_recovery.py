@@ -20,15 +20,15 @@ from asymcheck.format.manifest import Manifest, ManifestHeader
 from asymcheck.format.record import RECORD_BYTES, decode_descriptor
 from asymcheck.format.ring_records import COMPLETE
 from asymcheck.format.spans import ranks_in
-from asymcheck.storage.nvme import Catalog, CheckpointFiles, NvmeTier, work_off
+from asymcheck.storage.nvme import Catalog, CheckpointFiles, NvmeTier, run_with_slots
 from asymcheck.storage.shm import (
     RingPack,
     RingReader,
-    left_rings,
-    open_left,
-    remove_unread,
-    run_of,
-    wait_for_left,
+    list_rings,
+    open_orphaned_ring,
+    remove_unreadable_ring,
+    ring_run_and_store,
+    wait_for_orphaned_ring,
 )
 from asymcheck.storage.slots import Slot
 from asymcheck.types import CheckpointRef, Digest, SaveId
@@ -78,12 +78,12 @@ def adopting(
     """
     adoption = _Adoption(tier, open_catalog, encoder, placing)
     packs: list[RingPack] = []
-    rings = left_rings(folder, tier.descriptor.store_id)
+    rings = list_rings(folder, tier.descriptor.store_id)
     own = [] if run is None else [path for path in rings if _is_of(tier, path, run)]
     with contextlib.ExitStack() as stack:
         for paths, take in (
-            (own, wait_for_left),
-            ([path for path in rings if path not in own], partial(open_left, patient=run is None)),
+            (own, wait_for_orphaned_ring),
+            ([path for path in rings if path not in own], partial(open_orphaned_ring, patient=run is None)),
         ):
             readers = [stack.enter_context(reader) for reader in adoption.taken(paths, take)]
             if readers:
@@ -93,7 +93,7 @@ def adopting(
 
 
 def _is_of(tier: NvmeTier, path: Path, run: str) -> bool:
-    found = run_of(path)
+    found = ring_run_and_store(path)
     return found is not None and found[0] == run and not is_of_a_copy(tier, found[1])
 
 
@@ -137,7 +137,7 @@ class _Adoption:
             except FileNotFoundError:
                 continue
             except FormatError as error:
-                if remove_unread(path) == "damaged":
+                if remove_unreadable_ring(path) == "damaged":
                     self._note(None, None, f"{error}; {_STAYS}")
                 continue
             if reader is not None and is_of_a_copy(self._tier, reader.header.store):
@@ -230,7 +230,7 @@ class _Adoption:
 
         # Frames are written from the ring, so a slot needs no room.
         config = self._tier.config
-        work_off(list(lengths), add, slots=self._tier.slots, payload_bytes=0, threads=config.slots, name="adopt")
+        run_with_slots(list(lengths), add, slots=self._tier.slots, payload_bytes=0, threads=config.slots, name="adopt")
 
 
 def _check_line(tier: NvmeTier, header: ManifestHeader) -> None:

@@ -28,7 +28,7 @@ from asymcheck.state.leaves import Leaf, copy_partition
 from asymcheck.state.partition_plan import PLAN_KIND, Originals, Partition, cut
 from asymcheck.state.walk import FlatState
 from asymcheck.storage.gpu_staging import catch_up
-from asymcheck.storage.nvme import Catalog, NvmeTier, PackWriter, Slot, work_off
+from asymcheck.storage.nvme import Catalog, NvmeTier, PackWriter, Slot, run_with_slots
 from asymcheck.types import CheckpointRef, Digest
 
 _SAMPLE_STRIDE = 65_521
@@ -99,7 +99,7 @@ class Flusher:
 
         before = self._versions()
         for numbers in (others, sorted(copies)):
-            work_off(
+            run_with_slots(
                 numbers,
                 store,
                 slots=self._tier.slots,

@@ -18,7 +18,7 @@ from asymcheck.format import layout, registry
 from asymcheck.gc.repack import Repacked, plan_repack, repack
 from asymcheck.storage.nvme import Catalog, NvmeTier
 from asymcheck.storage.reachability import NamedCheckpoint, Reachability, StoreReachability, pinned_packs
-from asymcheck.storage.shm import RingFile, left_rings, look_at, open_left, remove_unread
+from asymcheck.storage.shm import RingFile, inspect_ring, list_rings, open_orphaned_ring, remove_unreadable_ring
 from asymcheck.types import PackId
 
 _ATTEMPTS = 8
@@ -300,8 +300,8 @@ def collect_rings(tier: NvmeTier, folder: Path, *, discard: bool, dry_run: bool)
     """
     collected = []
     store_id = tier.descriptor.store_id.hex()
-    for path in left_rings(folder, None):
-        ring = look_at(path, tier.manifests, check=False)
+    for path in list_rings(folder, None):
+        ring = inspect_ring(path, tier.manifests, check=False)
         if ring is None or ring.is_alive:
             continue
         is_gone = ring.store_id != store_id
@@ -318,9 +318,9 @@ def collect_rings(tier: NvmeTier, folder: Path, *, discard: bool, dry_run: bool)
 
 def _remove(ring: RingFile) -> bool:
     if ring.problem:
-        return remove_unread(ring.path, damaged=not ring.is_unmade) != "used"
+        return remove_unreadable_ring(ring.path, damaged=not ring.is_unmade) != "used"
     try:
-        reader = open_left(ring.path)
+        reader = open_orphaned_ring(ring.path)
     except FileNotFoundError:
         return True
     if reader is None:

@@ -47,7 +47,7 @@ class RemoteReachability(Reachability):
         self._damaged: set[PackId] = set()
         self._scanned: set[Digest] = set()
 
-    def _look_at_packs(self) -> None:
+    def _read_packs(self) -> None:
         new = [pack_id for pack_id in self.tier.pack_ids() if pack_id not in self._bases]
         for pack_id, index in self.tier.read_indexes(new).items():
             is_sound = index is not None and index.damage is None

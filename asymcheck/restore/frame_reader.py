@@ -17,7 +17,7 @@ from asymcheck.format.frame import HEADER_BYTES, FrameDescriptor, check_frame, c
 from asymcheck.format.pack import check_entry, entry_length
 from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.restore.partition_locator import PartitionCopy, PartitionLocator
-from asymcheck.storage.nvme import work_off
+from asymcheck.storage.nvme import run_with_slots
 from asymcheck.storage.slots import Slot, SlotPool
 from asymcheck.types import Digest
 
@@ -57,7 +57,7 @@ def fetch(
     sources.expect(ordered)
     largest, total = sources.payload_bytes(digests)
     threads = threads if total > _ONE_THREAD_BYTES else 1
-    work_off(ordered, read, slots=slots, payload_bytes=largest, threads=threads, name="fetch")
+    run_with_slots(ordered, read, slots=slots, payload_bytes=largest, threads=threads, name="fetch")
 
 
 def stored_length(copy: PartitionCopy) -> int:

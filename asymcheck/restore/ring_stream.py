@@ -22,7 +22,7 @@ from asymcheck.restore.tensor_stream import Sink, hand_on
 from asymcheck.storage.interfaces import StoreTier
 from asymcheck.storage.process_identity import describe as describe_owner
 from asymcheck.storage.process_identity import is_dead
-from asymcheck.storage.shm import RingReader, left_rings
+from asymcheck.storage.shm import RingReader, list_rings
 from asymcheck.types import CheckpointRef, Digest, Progress
 
 
@@ -34,7 +34,7 @@ class _Found:
         self.in_use: list[str] = []
         self.damaged: list[str] = []
         self.runs: set[str] = set()
-        for path in left_rings(folder, tier.descriptor.store_id):
+        for path in list_rings(folder, tier.descriptor.store_id):
             try:
                 # Not held: a training that starts meanwhile has to take it up.
                 reader = stack.enter_context(RingReader(path, hold=False))

@@ -1,4 +1,4 @@
-"""Which bytes of a ring are free: first fit, and neighbours that become free are joined."""
+"""First-fit allocator for byte ranges of a ring or a staging buffer. Adjacent free ranges are merged."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ class Allocator:
     """Free byte ranges of one file. Not thread-safe."""
 
     def __init__(self, start: int, length: int) -> None:
-        """All ``length`` bytes from ``start`` on are free."""
+        """Begin with one free range of ``length`` bytes at ``start``."""
         self._starts = [start]
         self._lengths = [length]
         self.free_bytes = length
-        """Bytes that are free, in one piece or in many."""
+        """Total free bytes, over all free ranges."""
 
     def take(self, length: int) -> int | None:
-        """Return where ``length`` bytes were free and are taken now; None when no piece is long enough."""
-        for index, there in enumerate(self._lengths):
-            if there >= length:
+        """Allocate ``length`` bytes and return their offset; None if no free range is long enough."""
+        for index, available in enumerate(self._lengths):
+            if available >= length:
                 start = self._starts[index]
-                if there == length:
+                if available == length:
                     del self._starts[index], self._lengths[index]
                 else:
                     self._starts[index] += length
@@ -30,7 +30,7 @@ class Allocator:
         return None
 
     def give_back(self, start: int, length: int) -> None:
-        """Make bytes free that were taken."""
+        """Free an allocated range."""
         self.free_bytes += length
         index = bisect.bisect(self._starts, start)
         if index < len(self._starts) and start + length == self._starts[index]:

@@ -1,6 +1,6 @@
-"""Available memory: what the machine has left, and the groups of processes in which a container or a job puts this one.
+"""Memory that this process may still allocate: free memory of the machine, limited by cgroups.
 
-Pages of a ring count in all of these groups. The kernel kills a process that exceeds the limit of one of them.
+Pages of a ring count in every cgroup of the process. The kernel kills a process that exceeds a limit.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path("/")
-_GROUPS = Path("sys/fs/cgroup")
+_CGROUPS = Path("sys/fs/cgroup")
 
 
 def available_bytes(root: Path = _ROOT) -> int | None:
-    """Return how much more memory this process may take; None where nothing says so.
+    """Return how many bytes this process may still allocate; None if the system does not say.
 
     Args:
         root: the folder that contains ``proc`` and ``sys``.
     """
-    return min([*_of_machine(root), *_of_groups(root)], default=None)
+    return min([*_machine_bytes(root), *_cgroup_bytes(root)], default=None)
 
 
-def _of_machine(root: Path) -> Iterator[int]:
+def _machine_bytes(root: Path) -> Iterator[int]:
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = (root / "proc/meminfo").read_text().splitlines()
         available = next(line for line in lines if line.startswith("MemAvailable:"))
         yield int(available.split()[1]) * 1024
 
 
-def _of_groups(root: Path) -> Iterator[int]:
-    """Yield what each group leaves that this process is in, whichever version of them it is."""
+def _cgroup_bytes(root: Path) -> Iterator[int]:
+    """Yield the bytes available in each cgroup (v1 or v2) of this process."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except (OSError, ValueError):
@@ -38,29 +38,28 @@ def _of_groups(root: Path) -> Iterator[int]:
     for line in lines:
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if not controllers:
-            for mount in (root / _GROUPS, root / _GROUPS / "unified"):
-                yield from _of_path(mount, path, "memory.max", "memory.current", "")
+            for mount in (root / _CGROUPS, root / _CGROUPS / "unified"):
+                yield from _hierarchy_bytes(mount, path, "memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
-            yield from _of_path(
-                root / _GROUPS / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
-            )
+            mount = root / _CGROUPS / "memory"
+            yield from _hierarchy_bytes(mount, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
-def _of_path(mount: Path, path: str, limit: str, usage: str, prefix: str) -> Iterator[int]:
-    # Inside a container the path may be the one outside, of which nothing is here but the mount: its own group.
+def _hierarchy_bytes(mount: Path, path: str, limit: str, usage: str, prefix: str) -> Iterator[int]:
+    # Inside a container, the path may be that of the host. Then only the mount exists: the group of the container.
     parts = [part for part in path.split("/") if part not in ("", "..")]
     for count in range(len(parts), -1, -1):
         group = mount.joinpath(*parts[:count])
-        # ValueError: "max" is none. A group without a limit may lie in one that has it.
+        # ValueError: "max" means no limit. A parent group may have a limit.
         with contextlib.suppress(OSError, ValueError):
-            left = int((group / limit).read_text()) - int((group / usage).read_text())
-            yield max(0, left + _droppable(group / "memory.stat", prefix))
+            unused = int((group / limit).read_text()) - int((group / usage).read_text())
+            yield max(0, unused + _reclaimable(group / "memory.stat", prefix))
 
 
-def _droppable(statistics: Path, prefix: str) -> int:
-    """Return the bytes of a group in the page cache, which the kernel drops on demand. Pages of a ring do not count."""
-    wanted = {f"{prefix}inactive_file", f"{prefix}active_file"}
+def _reclaimable(statistics: Path, prefix: str) -> int:
+    """Return the page cache of a group, which the kernel frees on demand. Pages of a ring are not page cache."""
+    fields = {f"{prefix}inactive_file", f"{prefix}active_file"}
     with contextlib.suppress(OSError, ValueError):
         lines = [line.split() for line in statistics.read_text().splitlines()]
-        return sum(int(line[1]) for line in lines if len(line) > 1 and line[0] in wanted)
+        return sum(int(line[1]) for line in lines if len(line) > 1 and line[0] in fields)
     return 0

@@ -1,4 +1,4 @@
-"""Frames that others are encoded against, looked for in all packs, and read one pack at a time."""
+"""Lookup of base frames, against which deltas and derived partitions are encoded, in all packs of a tier."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from asymcheck.storage.slots import Slot
 from asymcheck.types import Digest, PackId
 
 _ATTEMPTS = 3
-"""Garbage may lack its base for good, and beside a training there is always a new pack."""
+"""Limit on rescans: garbage may lack its base for good, and a training keeps adding packs."""
 
 
 def bases_in(entries: Entries) -> dict[Digest, Digest]:
-    """Return the frames of an index that need a base, with it."""
+    """Return the digests of the frames that need a base, with the digest of the base."""
     based = entries[entries["kind"] != registry.KIND_FULL]
     return {
         Digest(name.tobytes()): Digest(base.tobytes())
@@ -33,69 +33,69 @@ def bases_in(entries: Entries) -> dict[Digest, Digest]:
 
 
 class BaseFrames:
-    """The bases in the packs of ``tier``, found when the first is asked for. Thread-safe."""
+    """Base frames in the packs of ``tier``. Packs are scanned at the first lookup. Thread-safe."""
 
     def __init__(self, tier: ReadTier) -> None:
         self._tier = tier
-        self._places: dict[Digest, list[tuple[PackId, int]]] | None = None
+        self._locations: dict[Digest, list[tuple[PackId, int]]] | None = None
         self._listed: set[PackId] = set()
         self._missed: Counter[Digest] = Counter()
         self._lock = threading.Lock()
 
     def copies_of(self, name: Digest) -> Iterator[Callable[[], tuple[FrameDescriptor, memoryview, str]]]:
-        """Yield for each frame of this base a function that reads and checks it: descriptor, payload, its name.
+        """Yield a reader for each copy of a base frame. Readers return the checked descriptor, payload and frame name.
 
-        The functions raise FormatError, MissingPartitionError, or StorageError. Ask for the next copy only when no
-        earlier one could be read.
+        Readers raise FormatError, MissingPartitionError, or StorageError. Request the next copy only if no earlier
+        copy could be read.
         """
-        known = self._known(name)
-        yield from (partial(self._read, *place) for place in known)
-        yield from (partial(self._read, *place) for place in self._moved(name) if place not in known)
+        known = self._known_locations(name)
+        yield from (partial(self._read, *location) for location in known)
+        yield from (partial(self._read, *location) for location in self._new_locations(name) if location not in known)
 
-    def _known(self, name: Digest) -> list[tuple[PackId, int]]:
+    def _known_locations(self, name: Digest) -> list[tuple[PackId, int]]:
         with self._lock:
-            if self._places is None:
-                self._places = self._find()
-            if name not in self._places:
-                # Only a scan for a repair finds the frame that needs this base.
-                self._places.update(self._lying({name}, self._tier.pack_ids()))
-            return list(self._places[name])
+            if self._locations is None:
+                self._locations = self._locate_all()
+            if name not in self._locations:
+                # Only a thorough scan for a repair finds the frame that needs this base.
+                self._locations.update(self._locate({name}, self._tier.pack_ids()))
+            return list(self._locations[name])
 
-    def _moved(self, name: Digest) -> list[tuple[PackId, int]]:
-        """Return where a base lies after a look into packs that are new: it may have been copied into one of them."""
+    def _new_locations(self, name: Digest) -> list[tuple[PackId, int]]:
+        """Return the locations of a base after a scan of new packs, into which a repack may have copied the base."""
         with self._lock:
-            assert self._places is not None  # noqa: S101 - for the reader and mypy
+            assert self._locations is not None  # noqa: S101 - for the reader and mypy
             self._missed[name] += 1
             if self._missed[name] <= _ATTEMPTS:
                 new = [pack_id for pack_id in self._tier.pack_ids() if pack_id not in self._listed]
                 self._listed.update(new)
-                # All of them, for no pack is looked into twice.
-                for other, places in self._lying(set(self._places), new).items() if new else ():
-                    self._places[other] += [place for place in places if place not in self._places[other]]
-            return list(self._places[name])
+                # Locate all bases, because no pack is scanned twice.
+                for base, locations in self._locate(set(self._locations), new).items() if new else ():
+                    self._locations[base] += [place for place in locations if place not in self._locations[base]]
+            return list(self._locations[name])
 
-    def _find(self) -> dict[Digest, list[tuple[PackId, int]]]:
-        places: dict[Digest, list[tuple[PackId, int]]] = {}
+    def _locate_all(self) -> dict[Digest, list[tuple[PackId, int]]]:
+        locations: dict[Digest, list[tuple[PackId, int]]] = {}
         for _ in range(_ATTEMPTS):
-            # A base that is missing may have been copied meanwhile into a pack that was not listed yet.
-            now = set(self._tier.pack_ids())
-            if self._listed >= now:
+            # A repack may have copied a missing base into a pack that was not listed yet.
+            pack_ids = set(self._tier.pack_ids())
+            if self._listed >= pack_ids:
                 break
-            self._listed = now
+            self._listed = pack_ids
             packs = self._packs(self._tier.pack_ids())
             names = {name for _, pack in packs for name in bases_in(pack.entries).values()}
-            places = self._lying(names, self._tier.pack_ids()) if names else {}
-            if all(places.values()):
+            locations = self._locate(names, self._tier.pack_ids()) if names else {}
+            if all(locations.values()):
                 break
-        return places
+        return locations
 
-    def _lying(self, names: set[Digest], pack_ids: Iterable[PackId]) -> dict[Digest, list[tuple[PackId, int]]]:
-        places: dict[Digest, list[tuple[PackId, int]]] = {name: [] for name in names}
+    def _locate(self, names: set[Digest], pack_ids: Iterable[PackId]) -> dict[Digest, list[tuple[PackId, int]]]:
+        locations: dict[Digest, list[tuple[PackId, int]]] = {name: [] for name in names}
         wanted = DigestSet(as_column(sorted(names)))
         for pack_id, pack in self._packs(pack_ids):
             for frame in np.flatnonzero(wanted.numbers(pack.entries["digest"]) >= 0).tolist():
-                places[Digest(pack.entries["digest"][frame].tobytes())].append((pack_id, frame))
-        return places
+                locations[Digest(pack.entries["digest"][frame].tobytes())].append((pack_id, frame))
+        return locations
 
     def _packs(self, pack_ids: Iterable[PackId]) -> Iterator[tuple[PackId, OpenPack]]:
         for pack_id in pack_ids:

@@ -1,4 +1,4 @@
-"""Several places read as one tier: a store and a remote location behind it, or packs that are open and a tier."""
+"""Tiers that read from several places: a local store with a remote fallback, and a tier with an overlay of packs."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from asymcheck.types import CheckpointRef, PackId
 
 _T = TypeVar("_T")
 
-# A location that did not answer is not asked again at once: each question may cost a deadline.
-_SULK_S = 60.0
+# Each request to an unreachable location may take a whole deadline, so do not retry at once.
+_BACKOFF_S = 60.0
 
 
 class RemoteFallback:
-    """A remote location that is opened when it is needed. Threads may share it."""
+    """Remote location that is opened on first use. Thread-safe."""
 
     def __init__(self, name: str, connect: Callable[[], RemoteTier]) -> None:
-        """Open what is called ``name`` by ``connect``."""
+        """Open the location ``name`` by calling ``connect`` on first use."""
         self.name = name
         self._connect = connect
         self._tier: RemoteTier | None = None
@@ -47,119 +47,118 @@ class RemoteFallback:
         self._lock = threading.Lock()
 
     def tier(self) -> RemoteTier | None:
-        """Return it; None when nothing at all is there yet.
+        """Return the remote tier; None if the location is empty.
 
         Raises:
-            RemoteUnreachableError: it does not answer, cannot be opened, or could not a moment ago.
-            InvalidInputError: there is no client for it.
+            RemoteUnreachableError: the location does not answer, cannot be opened, or failed less than a minute ago.
+            InvalidInputError: no client supports the location.
         """
         with self._lock:
             if self._refused is not None and time.monotonic() < self._refused[0]:
                 raise self._refused[1]
             if self._tier is None:
-                with self._known():
-                    self._tier = self._opened()
+                with self._failures_remembered():
+                    try:
+                        self._tier = self._connect()
+                    except StoreNotFoundError as error:
+                        if not error.is_empty:
+                            raise RemoteUnreachableError(f"the pushed checkpoints are not known: {error}") from error
+                    except FormatError as error:
+                        raise self._unknown_content(error) from error
             return self._tier
 
-    def _opened(self) -> RemoteTier | None:
-        try:
-            return self._connect()
-        except StoreNotFoundError as error:
-            if error.is_empty:
-                return None
-            raise RemoteUnreachableError(f"what was pushed is not known: {error}") from error
-        except FormatError as error:
-            raise RemoteUnreachableError(f"what lies in {self.name} is not known: {error}") from error
+    def _unknown_content(self, error: Exception) -> RemoteUnreachableError:
+        return RemoteUnreachableError(f"the content of {self.name} is not known: {error}")
 
     def ask(self, question: Callable[[RemoteTier], Iterable[_T]]) -> list[_T]:
-        """Return what it answers about the names that lie there; nothing when nothing at all is there yet.
+        """Return the answers of ``question`` to the remote tier; an empty list if the location is empty.
 
         Raises:
-            RemoteUnreachableError: nobody knows; see :meth:`tier`.
+            RemoteUnreachableError: the location does not answer; see :meth:`tier`.
         """
         tier = self.tier()
         if tier is None:
             return []
-        with self._known():
+        with self._failures_remembered():
             return list(question(tier))
 
     @contextlib.contextmanager
-    def _known(self) -> Iterator[None]:
-        """Turn whatever it refuses into the error for what nobody knows, and remember that."""
+    def _failures_remembered(self) -> Iterator[None]:
+        """Raise RemoteUnreachableError for any refusal of the location, and raise it again during the backoff."""
         try:
             yield
         except TooManyFilesError:
             raise
         except RemoteUnreachableError as error:
-            self._refused = (time.monotonic() + _SULK_S, error)
+            self._refused = (time.monotonic() + _BACKOFF_S, error)
             raise
         except StorageError as error:
-            found = RemoteUnreachableError(f"what lies in {self.name} is not known: {error}")
-            self._refused = (time.monotonic() + _SULK_S, found)
-            raise found from error
+            unreachable = self._unknown_content(error)
+            self._refused = (time.monotonic() + _BACKOFF_S, unreachable)
+            raise unreachable from error
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the remote tier, if it is open."""
         with self._lock:
             if self._tier is not None:
                 self._tier.close()
 
 
 class FallbackManifests(ManifestReader):
-    """The manifests and head records of both. A manifest's bytes and its folder are those that lie near."""
+    """Manifests and head records of a local store and its remote location. Bytes of manifests are read locally."""
 
     def __init__(self, near: NvmeTier, far: RemoteFallback) -> None:
-        """Read ``near`` first."""
+        """Read ``near``, the local store, first."""
         super().__init__(near.files, near.root)
         self._near = near.manifests
         self._far = far
         self.has_parts = False
-        """Whether checkpoints were looked at of which machines have a part each in their stores."""
+        """Whether any listed checkpoint is distributed over the stores of several nodes."""
 
     def runs(self) -> list[str]:
         """Return the names of all runs."""
         return sorted({*self._near.runs(), *self._far.ask(lambda far: far.manifests.runs())})
 
     def checkpoints(self, run: str) -> list[CheckpointFiles]:
-        """Return all checkpoints that have a manifest in one of them.
+        """Return all checkpoints that have a manifest in the local store or at the remote location.
 
         Raises:
-            RemoteUnreachableError: nothing lies near, and whether something lies far nobody knows.
+            RemoteUnreachableError: the local store has no checkpoint, and the remote location does not answer.
 
         Warns:
-            UnreachableRemoteWarning: only what lies near is known.
+            UnreachableRemoteWarning: only local checkpoints are listed.
         """
-        found = {listing.ref: listing for listing in self._near.checkpoints(run)}
+        listings = {listing.ref: listing for listing in self._near.checkpoints(run)}
         try:
             for listing in self._far.ask(lambda far: far.manifests.checkpoints(run)):
-                known = found.get(listing.ref)
-                found[listing.ref] = listing if known is None else self._joined(known, listing)
+                near = listings.get(listing.ref)
+                listings[listing.ref] = listing if near is None else self._joined(near, listing)
         except RemoteUnreachableError as error:
-            if not found:
+            if not listings:
                 raise
-            warn_user(f"only what lies on this machine is known: {error}", UnreachableRemoteWarning)
-        return [found[ref] for ref in sorted(found)]
+            warn_user(f"only checkpoints in the local store are known: {error}", UnreachableRemoteWarning)
+        return [listings[ref] for ref in sorted(listings)]
 
     def refs(self, run: str) -> list[CheckpointRef]:
-        """Return all checkpoints that have a folder in one of them."""
+        """Return all checkpoints of a run; see :meth:`checkpoints`."""
         return [listing.ref for listing in self.checkpoints(run)]
 
     def listing(self, run: str, ref: CheckpointRef) -> CheckpointFiles:
         """Return the manifests of one checkpoint."""
         near = self._near.listing(run, ref)
         with contextlib.suppress(RemoteUnreachableError):
-            for there in self._far.ask(lambda far: [far.manifests.listing(run, ref)]):
-                return self._joined(near, there)
+            for far_listing in self._far.ask(lambda far: [far.manifests.listing(run, ref)]):
+                return self._joined(near, far_listing)
         return near
 
     def _joined(self, near: CheckpointFiles, far: CheckpointFiles) -> CheckpointFiles:
-        """Return a checkpoint of which each may have some manifests."""
+        """Return the union of the manifests of two listings of one checkpoint."""
         self.has_parts |= near.store_ranks is not None
         names = sorted({*near.manifests, *far.manifests}, key=lambda name: (name.rank, name.digest))
         return CheckpointFiles(near.run, near.ref, tuple(names))
 
     def read(self, run: str, ref: CheckpointRef, name: ManifestName) -> Manifest:
-        """Read one manifest, from afar when it is missing or damaged here."""
+        """Read one manifest, from the remote location if the local copy is missing or damaged."""
         try:
             return self._near.read(run, ref, name)
         except (UnsupportedFormatError, *UNKNOWING):
@@ -176,7 +175,7 @@ class FallbackManifests(ManifestReader):
                 raise error from None
 
     def read_all(self, listing: CheckpointFiles) -> list[Manifest]:
-        """Read the manifests of all ranks, from afar those that are missing or damaged here."""
+        """Read the manifests of all ranks; read missing or damaged ones from the remote location."""
         try:
             return self._near.read_all(listing)
         except (UnsupportedFormatError, *UNKNOWING):
@@ -185,78 +184,78 @@ class FallbackManifests(ManifestReader):
             return [self.read(listing.run, listing.ref, name) for name in listing.manifests]
 
     def heads(self, run: str) -> list[int]:
-        """Return the generations that have a head record in one of them."""
+        """Return the generations that have a head record in either place."""
         near = self._near.heads(run)
         with contextlib.suppress(RemoteUnreachableError):
             return sorted({*near, *self._far.ask(lambda far: far.manifests.heads(run))})
         return near
 
     def read_head(self, run: str, generation: int) -> tuple[HeadRecord, int] | None:
-        """Return a head record, from afar when it is missing or damaged here."""
+        """Return a head record, from the remote location if the local copy is missing or damaged."""
         problem: FormatError | None = None
         try:
-            found = self._near.read_head(run, generation)
-            if found is not None:
-                return found
+            head = self._near.read_head(run, generation)
+            if head is not None:
+                return head
         except UnsupportedFormatError:
             raise
         except FormatError as error:
             problem = error
         with contextlib.suppress(RemoteUnreachableError):
-            for there in self._far.ask(lambda far: [far.manifests.read_head(run, generation)]):
-                if there is not None:
-                    return there
+            for far_head in self._far.ask(lambda far: [far.manifests.read_head(run, generation)]):
+                if far_head is not None:
+                    return far_head
         if problem is not None:
             raise problem
         return None
 
 
 class FallbackTier(ReadTier):
-    """A store on a local drive, and a remote location behind it."""
+    """Local store with a remote location as fallback."""
 
     def __init__(self, near: NvmeTier, far: RemoteFallback) -> None:
-        """Read ``near`` first, and ``far`` for what is missing or damaged there."""
+        """Read ``near`` first. Read missing or damaged data from ``far``."""
         self.root = f"{near.root} (and {far.name})"
         self.config, self.slots = near.config, near.slots
         self.manifests: FallbackManifests = FallbackManifests(near, far)
         self._near = near
         self._far = far
         self.far_packs: set[PackId] = set()
-        """Packs of the remote location that were opened because of that."""
+        """Packs of the remote location that were opened."""
         self._far_ids: frozenset[PackId] = frozenset()
 
     def pack_ids(self) -> list[PackId]:
-        """Return the ids of all packs, near ones first.
+        """Return the ids of all packs, local ones first.
 
         Raises:
-            RemoteUnreachableError: something is missing or damaged near, and nobody knows what lies far.
+            RemoteUnreachableError: the remote location does not answer.
         """
         far = self._far.ask(lambda far: far.pack_ids())
         self._far_ids = frozenset(far)
         return [*self._near.pack_ids(), *far]
 
     def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:
-        """Return the packs to look into first: all near ones, before them those that a manifest hints at.
+        """Yield the local packs, those that a manifest hints at first.
 
-        The remote location is asked only for partitions that are missing here.
+        The remote location is read only for partitions that are missing in the local store.
         """
         seen: set[PackId] = set()
         new = [pack_id for pack_id in pack_ids if self._near.pack_bytes(pack_id)]
         while True:
             yield from new
             seen.update(new)
-            # Again while there are new ones: a repair may have put a pack in the place of one that was listed.
+            # List again, because a repair may have replaced a listed pack with a new one.
             more = [pack_id for pack_id in self._near.pack_ids() if pack_id not in seen]
             if not more:
                 return
             new = more
 
     def open_pack(self, pack_id: PackId) -> OpenPack:
-        """Open a complete pack, where it lies."""
+        """Open a complete pack of the local store or of the remote location."""
         try:
             return self._near.open_pack(pack_id)
         except MissingPartitionError:
-            # One that was near, and is gone since it was listed, was never there.
+            # A local pack that was removed after the listing may never have been at the remote location.
             far = self._far.tier() if pack_id in self._far_ids else None
             if far is None:
                 raise
@@ -266,22 +265,22 @@ class FallbackTier(ReadTier):
 
 
 class OverlayTier(ReadTier):
-    """A :class:`ReadTier` that looks into some packs first; which checkpoints there are, the tier says alone."""
+    """Tier that reads some open packs before those of another tier. Manifests are those of the other tier."""
 
     def __init__(self, tier: ReadTier, packs: Sequence[OpenPack]) -> None:
-        """Read ``packs`` before those of ``tier``; both stay their owners'."""
+        """Read ``packs`` before those of ``tier``. The caller closes both."""
         self.root, self.config, self.manifests, self.slots = tier.root, tier.config, tier.manifests, tier.slots
         self._tier = tier
         self._packs = {pack.header.pack_id: pack for pack in packs}
 
     def pack_ids(self) -> list[PackId]:
-        """Return the ids of all packs, those at hand first."""
+        """Return the ids of all packs, those of the overlay first."""
         return [*self._packs, *self._tier.pack_ids()]
 
     def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:
-        """Return the packs to look into first: those at hand, whatever a manifest says."""
+        """Return the packs of the overlay, then those that the tier reads first."""
         return [*self._packs, *self._tier.hinted(pack_ids)]
 
     def open_pack(self, pack_id: PackId) -> OpenPack:
-        """Return a pack at hand, or open one of the tier."""
+        """Return a pack of the overlay, or open a pack of the tier."""
         return self._packs.get(pack_id) or self._tier.open_pack(pack_id)

@@ -1,7 +1,7 @@
-"""The GPU staging tier: a bounded buffer in the memory of a device, and the link that copies from there to the ring.
+"""GPU staging: a bounded buffer in device memory, and copies from the device to the ring on a separate stream.
 
-A device works off two queues beside the program. One queue is the training's own, the other only copies. A *mark* is a
-point in either queue: everything that was queued before it. Only :meth:`Mark.wait` waits for a device.
+A device has two queues: the stream of the training, and a stream for copies. A *mark* is a point in either queue, such
+as a CUDA event. Only :meth:`Mark.wait` blocks the host.
 """
 
 from __future__ import annotations
@@ -25,91 +25,91 @@ _PORTABLE = 1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagingRegion:
-    """Bytes of a staging buffer."""
+    """Allocated range of a staging buffer."""
 
     memory: torch.Tensor
-    """uint8, as long as was asked for."""
+    """uint8 tensor of the requested length."""
     start: int
     """Bytes from the start of the buffer."""
     taken: int
-    """Bytes of the buffer that it keeps."""
+    """Allocated bytes, rounded up to the alignment."""
 
 
 class Staging:
-    """A buffer on one device. Thread-safe."""
+    """Staging buffer on one device. Thread-safe."""
 
     def __init__(self, device: torch.device, size: int) -> None:
-        """Allocate ``size`` bytes now, and never more; none at all if the device has not got them."""
+        """Allocate ``size`` bytes. The buffer stays empty if the device does not have enough memory."""
         try:
             self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
         except torch.cuda.OutOfMemoryError:
             self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self._room = Allocator(0, self._buffer.numel())
+        self._allocator = Allocator(0, self._buffer.numel())
         self._lock = threading.Lock()
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that are free."""
+        """Free bytes of the buffer."""
         with self._lock:
-            return self._room.free_bytes
+            return self._allocator.free_bytes
 
     def take(self, length: int) -> StagingRegion | None:
-        """Return ``length`` bytes of the buffer; None when it has no such piece free."""
+        """Allocate ``length`` bytes; None if no free range is long enough."""
         taken = max(1, -(-length // _ALIGNED_TO)) * _ALIGNED_TO
         with self._lock:
-            start = self._room.take(taken)
+            start = self._allocator.take(taken)
         return None if start is None else StagingRegion(self._buffer[start : start + length], start, taken)
 
     def give_back(self, region: StagingRegion) -> None:
-        """Free a region, once. Queued work may still write to it only if nothing reads it."""
+        """Free a region once. Queued work may still write to the region only if nothing reads it."""
         with self._lock:
-            self._room.give_back(region.start, region.taken)
+            self._allocator.give_back(region.start, region.taken)
 
 
 class Mark(Protocol):
-    """A point in a queue of a device."""
+    """Point in a queue of a device, such as a CUDA event."""
 
     def passed(self) -> bool:
-        """Tell whether the device has got there."""
+        """Tell whether the device has reached the mark."""
 
     def wait(self) -> None:
-        """Return when the device has got there. Releases the GIL."""
+        """Block until the device has reached the mark. Releases the GIL."""
 
     def seconds_after(self, earlier: Mark) -> float:
-        """Return the seconds from an earlier mark to this one, when both have passed."""
+        """Return the seconds between an earlier mark and this one. The device must have reached both."""
 
 
 class Link(Protocol):
-    """One device."""
+    """Queues and pinned memory of one device."""
 
     def mark(self) -> Mark:
-        """Return the present point in the training's queue, of the calling thread."""
+        """Return a mark at the current end of the calling thread's training queue."""
 
     def queue(self, work: Callable[[], None], after: Mark) -> Mark:
-        """Let what ``work`` asks of the device go to the queue for copies, after a mark; return the mark of its end."""
+        """Run ``work`` on the copy queue after a mark; return the mark of its end."""
 
     def is_recorded(self) -> bool:
-        """Tell whether what the calling thread queues now is only recorded, to be done later: a CUDA graph."""
+        """Tell whether the calling thread is recording a CUDA graph instead of running operations."""
 
     def run(self, work: Callable[[], None]) -> None:
-        """Let what ``work`` asks of the device go to the training's queue."""
+        """Run ``work`` on the training's queue."""
 
     def pin(self, memory: memoryview) -> bool:
-        """Pin host memory, for copies at full speed and beside the program; return whether it is pinned."""
+        """Pin host memory for fast asynchronous copies; return whether the memory is pinned."""
 
     def unpin(self, memory: memoryview) -> None:
         """Undo :meth:`pin`."""
 
     def hold(self, until: Mark) -> None:
-        """Let nothing that is queued from now on in the training's queue begin before a mark; the program goes on."""
+        """Make later work in the training's queue wait for a mark, without blocking the host."""
 
 
 class _CudaMark:
-    """An event. It keeps time, so that windows can be measured as the device sees them."""
+    """CUDA event with timing, so that windows can be measured on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Blocking: who waits sleeps, and does not spin on a core that the training needs.
+        # Blocking: a waiting thread sleeps, instead of spinning on a core that the training needs.
         self.event = torch.cuda.Event(enable_timing=True, blocking=True)
         self.event.record(torch.cuda.current_stream(device))
 
@@ -126,7 +126,7 @@ class _CudaMark:
 
 
 class _CudaLink:
-    """Copies on a stream with the lowest priority: where both want the device, training goes first."""
+    """CUDA device. Copies run on a stream of the lowest priority, so that training comes first."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -159,14 +159,13 @@ class _CudaLink:
                 reason = error
             if reason:
                 with contextlib.suppress(RuntimeError):
-                    # CUDA remembers the error until somebody asks, and torch asks after the next kernel, which is then
-                    # taken for what failed. It has no other way to ask.
+                    # CUDA keeps the error until it is read. Torch reads it after the next kernel launch, and would
+                    # blame that kernel. Launch a kernel here to clear the error.
                     torch.zeros(1, device=self._device).add_(1)
         if reason:
             warn_user(
-                f"the ring of {len(memory)} bytes could not be pinned (cudaHostRegister: {reason}): copies from the "
-                "GPU hold the training for longer; raise the limit of locked memory (ulimit -l), or give fewer "
-                "ring_bytes",
+                f"the ring of {len(memory)} bytes could not be pinned (cudaHostRegister: {reason}). Copies from the "
+                "GPU block the training for longer. Raise the limit of locked memory (ulimit -l), or reduce ring_bytes",
                 CaptureWarning,
             )
         return not reason
@@ -177,14 +176,14 @@ class _CudaLink:
 
 
 def _event_of(mark: Mark) -> torch.cuda.Event:
-    assert isinstance(mark, _CudaMark), "marks of one link do not meet those of another"  # noqa: S101 - for the reader and mypy
+    assert isinstance(mark, _CudaMark), "a mark of another kind of link"  # noqa: S101 - for the reader and mypy
     return mark.event
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Make a device the thread's own for a while.
+    """Make ``device`` the current device of this thread.
 
-    Threads begin with device 0, where a process that trains on another one would get a context of hundreds of MiB.
+    Threads begin with device 0. Using that device would create a context of hundreds of MiB on it.
     """
     guard: contextlib.AbstractContextManager[None] = torch.cuda.device(device)
     return guard
@@ -192,12 +191,12 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[None]:
 
 @functools.cache
 def cuda_link(device: torch.device) -> Link:
-    """Return the link of a CUDA device: the same one as long as the process lives."""
+    """Return the link of a CUDA device, one per device and process."""
     return _CudaLink(device)
 
 
 def catch_up(devices: Iterable[torch.device]) -> None:
-    """Wait until CUDA devices have done what this thread asked of them, so that other threads may use its tensors."""
+    """Wait for the CUDA work that this thread has queued, so that other threads may use its tensors."""
     for device in set(devices):
         if device.type == "cuda":
             cuda_link(device).mark().wait()

@@ -1,4 +1,4 @@
-"""Interfaces of tiers that hold packs and manifests, for reads."""
+"""Abstract interfaces of storage tiers: open packs, tiers to read from, and whole stores."""
 
 from __future__ import annotations
 
@@ -17,61 +17,61 @@ from asymcheck.types import Digest, PackId
 
 
 class OpenPack(abc.ABC):
-    """A complete pack open for reading, wherever its frames lie."""
+    """Complete pack that is open for reading, on any tier."""
 
     def __init__(self, index: PackIndex, path: PurePath) -> None:
         """Read the frames of ``index`` from the file at ``path``."""
         self.header = index.header
-        """Its header, or what a scan makes of it."""
+        """Header of the pack, or a header rebuilt by a scan."""
         self.entries = index.entries
-        """One for each frame."""
+        """Index entries, one per frame."""
         self.damage = index.damage
         """Damage of the header or the index, if the frames were found by scanning; else None."""
         self.path = path
-        """Where it lies."""
+        """Path of the file."""
 
     def digests(self) -> list[Digest]:
         """Return the digests of all frames, in order."""
         return digests_of(self.entries)
 
-    def expect(self, frames: Sequence[int]) -> None:  # noqa: B027 - where frames are at hand, nothing is to be done
-        """Say which frames will be read, about in this order, so that neighbours can be fetched together."""
+    def expect(self, frames: Sequence[int]) -> None:  # noqa: B027 - optional
+        """Announce the frames to be read, about in this order, so that adjacent frames can be prefetched together."""
 
     def stamped(self, sequence: int) -> int:
-        """Return what the header of a frame says of its place: its number, in most packs."""
+        """Return the sequence number in the header of a frame, which is ``sequence`` in most packs."""
         return sequence
 
     @abc.abstractmethod
     def read_frame(self, sequence: int, slot: Slot) -> memoryview:
-        """Read frame ``sequence`` as it lies there, unchecked, and return it, in ``slot`` as a rule. Thread-safe.
+        """Return frame ``sequence`` as stored, without checks, usually in the memory of ``slot``. Thread-safe.
 
         Raises:
             TruncatedError: the file ends before the frame does.
         """
 
-    def direct_shift(self, sequence: int) -> int | None:  # noqa: ARG002 - for packs that can
-        """Return which memory :meth:`read_payload` can fill with frame ``sequence``: its address modulo a block.
+    def direct_shift(self, sequence: int) -> int | None:  # noqa: ARG002 - used by packs on a drive
+        """Return the address modulo a block that :meth:`read_payload` requires of its memory.
 
-        None if there is no such memory.
+        None if the payload of frame ``sequence`` cannot be read directly.
         """
         return None
 
     def read_payload(
         self,
-        sequence: int,  # noqa: ARG002 - for packs that can
+        sequence: int,  # noqa: ARG002 - used by packs on a drive
         payload: memoryview,  # noqa: ARG002 - as above
         slot: Slot,  # noqa: ARG002 - as above
     ) -> tuple[memoryview, memoryview, memoryview] | None:
-        """Read frame ``sequence`` with its payload directly into ``payload``, unchecked. Thread-safe.
+        """Read frame ``sequence``, with its payload directly in ``payload``, without checks. Thread-safe.
 
         Args:
             sequence: number of a frame that has a :meth:`direct_shift`.
-            payload: memory of the payload's length at such an address.
-            slot: memory for the rest.
+            payload: memory of the payload's length, at an address congruent to the shift.
+            slot: memory for the header and the padding.
 
         Returns:
-            The frame in three parts: header and padding, ``payload``, and padding. None if the device refuses to
-            read into this memory, or a read through a slot is faster.
+            The frame in three parts: header and padding, ``payload``, and padding. None if the device cannot read
+            into this memory, or a read through a slot is faster.
 
         Raises:
             TruncatedError: the file ends before the frame does.
@@ -80,27 +80,27 @@ class OpenPack(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give up what is held for it."""
+        """Release the resources of the pack."""
 
 
 class ReadTier(abc.ABC):
-    """Packs and manifests to read checkpoints from."""
+    """Source of packs and manifests for reads."""
 
     root: PurePath | str
-    """The place, as errors name it."""
+    """Path or URI, as shown in errors."""
     config: StoreConfig
-    """The knobs."""
+    """Configuration of the store."""
     manifests: ManifestReader
-    """Its manifests and head records."""
+    """Manifests and head records."""
     slots: SlotPool
-    """Memory for frames."""
+    """Reusable memory for frames."""
 
     @abc.abstractmethod
     def pack_ids(self) -> list[PackId]:
         """Return the ids of all complete packs."""
 
     def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:
-        """Return those packs to look into first, of which a manifest says that they held its partitions."""
+        """Return the packs to search first, given the packs that a manifest names as hints."""
         return pack_ids
 
     @abc.abstractmethod
@@ -109,48 +109,49 @@ class ReadTier(abc.ABC):
 
         Raises:
             MissingPartitionError: there is no such pack.
-            FormatError: header or index are damaged and no frame was found, or they need a newer program.
+            FormatError: header or index is damaged and no frame was found, or the pack needs a newer program.
         """
 
 
 class StoreTier(ReadTier):
-    """A whole store or remote location, opened. Threads may share it; a forked child must open its own."""
+    """Open store or remote location. Thread-safe. A forked child must open its own."""
 
     descriptor: Descriptor
     """Descriptor of the store."""
     damaged_descriptor_copies: int
-    """How many copies of that are damaged."""
+    """Number of damaged copies of the descriptor."""
 
     def __init__(self) -> None:
-        """Belong to this process."""
+        """Bind the tier to this process."""
         self._pid = os.getpid()
         self._closed = False
 
     @abc.abstractmethod
     def usage(self) -> tuple[int, int, int, int]:
-        """Return the number and bytes of packs in use, then of packs kept to be overwritten."""
+        """Return number and bytes of the packs in use, then number and bytes of the pooled packs."""
 
     @abc.abstractmethod
     def leftovers(self) -> list[str]:
-        """Return what killed writers left, by its place in the store."""
+        """Return the paths, relative to the store, of files that killed writers left behind."""
 
     @abc.abstractmethod
     def foreign(self) -> list[str]:
-        """Return what is not the store's, by its place in it."""
+        """Return the paths, relative to the store, of files that do not belong to the store."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give up what is held; closing twice is no error."""
+        """Release all resources. Closing twice is allowed."""
 
     def check_usable(self) -> None:
-        """Refuse use after close, or in a forked child.
+        """Check that the tier is open and belongs to this process.
 
         Raises:
-            ClosedStoreError, ForkedStoreError
+            ClosedStoreError: the tier was closed.
+            ForkedStoreError: the tier was opened before this process was forked.
         """
         if os.getpid() != self._pid:
             raise ForkedStoreError(
                 f"store {self.root} was opened by process {self._pid}; open it again in this forked process"
             )
         if self._closed:
-            raise ClosedStoreError(f"store {self.root} is closed")
+            raise ClosedStoreError(f"store {self.root} is closed; open it again")

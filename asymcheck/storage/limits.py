@@ -1,4 +1,4 @@
-"""Limits of a configuration: values beyond these would make stores that cannot be read, or never finish a save."""
+"""Validation of StoreConfig and RemoteConfig: values outside these limits make stores unreadable or saves endless."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from asymcheck.errors import InvalidInputError
 from asymcheck.format import registry
 from asymcheck.format.pack import ENTRY_DTYPE
 
-# Half of what fits into a pack's index when every frame has a single block.
+# Half of the capacity of a pack index if every frame has one block.
 _PACK_BYTES_MAX = registry.PACK_INDEX_BYTES_MAX // ENTRY_DTYPE.itemsize * registry.BLOCK_BYTES // 2
 
 _STORE: dict[str, tuple[float, float]] = {
@@ -47,13 +47,13 @@ _CHECKED_OTHERWISE = {"compression", "remote", "client", "options", "bytes_per_s
 
 
 def check_config(config: StoreConfig) -> None:
-    """Refuse the configuration of a store that cannot work; the error names the field."""
+    """Raise InvalidInputError, naming the field, if a store cannot work with ``config``."""
     _check_bounds(config, _STORE)
     for name in ("partition_bytes", "deferred_bytes_min", "deferred_bytes_max"):
         if getattr(config, name) % registry.BLOCK_BYTES:
             raise InvalidInputError(f"{name} {getattr(config, name)}: give a multiple of {registry.BLOCK_BYTES}")
     if config.deferred_bytes_max < 2 * config.deferred_bytes_min:
-        # Otherwise a size could be too much for one partition and too little for two.
+        # Otherwise a size could be too large for one partition and too small for two.
         raise InvalidInputError(
             f"deferred_bytes_max {config.deferred_bytes_max}: give at least twice deferred_bytes_min, "
             f"{config.deferred_bytes_min}"
@@ -65,7 +65,7 @@ def check_config(config: StoreConfig) -> None:
 
 
 def check_remote(config: RemoteConfig) -> None:
-    """Refuse the configuration of a remote location that cannot work; the error names the field."""
+    """Raise InvalidInputError, naming the field, if a remote location cannot work with ``config``."""
     if config.client not in (None, "hdfs-native", "libhdfs"):
         raise InvalidInputError(f"client {config.client!r}: give 'hdfs-native', 'libhdfs' or None")
     options: object = config.options

@@ -1,7 +1,7 @@
-"""The only access of the tiers on local file systems to the operating system.
+"""File operations on local file systems: durable writes, direct I/O, advisory locks, and translated errors.
 
-Tests replace :class:`Files`, to lose unsynced bytes or to make a call fail. Therefore every change of the store on disk
-goes through it, except those of LMDB, which has its own I/O.
+Tests replace :class:`Files` to lose unsynced bytes or to make a call fail. Therefore every change of a store on disk
+goes through :class:`Files`. Only LMDB does its own I/O.
 """
 
 from __future__ import annotations
@@ -26,57 +26,57 @@ _REPLACE_ATTEMPTS = 8
 
 
 class Files:
-    """File operations with the store's error types; one instance serves all threads."""
+    """File operations that raise the errors of this package. Thread-safe."""
 
     def open_new(self, path: Path) -> int:
-        """Create ``path``, which must not exist, for reading and writing; return a descriptor."""
+        """Create ``path`` for reading and writing; return a descriptor. The file must not exist."""
         with translated("create", path):
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
     def open_existing(self, path: Path) -> int:
-        """Open ``path``, which must not be a link, for reading and writing; return a descriptor."""
+        """Open ``path`` for reading and writing; return a descriptor. The path must not be a link."""
         with translated("open", path):
             return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def open_read(self, path: PurePath) -> int:
-        """Open ``path`` for reading; return a descriptor. A pipe in a store that came from elsewhere is just empty.
+        """Open ``path`` for reading; return a descriptor. O_NONBLOCK keeps a pipe in a copied store from blocking.
 
         Raises:
-            FileNotFoundError: left as it is, because callers treat a vanished file as an answer.
+            FileNotFoundError: there is no such file. Callers handle removed files.
         """
         with translated("open for reading", path):
             return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
         """Write all of ``buffers``, one after another, at ``offset``."""
-        left = [buffer for buffer in buffers if len(buffer)]
+        remaining = [buffer for buffer in buffers if len(buffer)]
         with translated("write", path):
-            while left:
-                written = os.pwritev(descriptor, left, offset)
+            while remaining:
+                written = os.pwritev(descriptor, remaining, offset)
                 if written == 0:
-                    raise OutOfSpaceError(f"write {path}: the device took no more bytes at offset {offset}")
+                    raise OutOfSpaceError(f"write {path}: the device accepted no bytes at offset {offset}; free space")
                 offset += written
-                _advance(left, written)
+                _advance(remaining, written)
 
     def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: PurePath) -> int:
-        """Fill ``buffers``, one after another, from ``offset``; return the bytes read, fewer only at the file's end."""
-        left, start = [buffer for buffer in buffers if len(buffer)], offset
+        """Fill ``buffers`` in order from ``offset``; return the bytes read, fewer only at the end of the file."""
+        remaining, start = [buffer for buffer in buffers if len(buffer)], offset
         with translated("read", path):
-            while left:
-                count = os.preadv(descriptor, left, offset)
+            while remaining:
+                count = os.preadv(descriptor, remaining, offset)
                 if count == 0:
                     break
                 offset += count
-                _advance(left, count)
+                _advance(remaining, count)
             return offset - start
 
     def sync(self, descriptor: int, path: Path) -> None:
-        """Make the file's content durable. After a failure the file must be abandoned: a second sync may lie."""
+        """Make the content of a file durable. Abandon the file after a failure: a second sync may succeed wrongly."""
         with translated("sync", path):
             os.fdatasync(descriptor)
 
     def sync_directory(self, path: Path) -> None:
-        """Make the names in a directory durable."""
+        """Make the entries of a directory durable."""
         with translated("sync directory", path):
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -90,12 +90,12 @@ class Files:
             os.ftruncate(descriptor, length)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a file another name, replacing what has that name."""
+        """Rename a file, replacing an existing target."""
         with translated("rename", source):
             source.rename(target)
 
     def link(self, source: Path, target: Path) -> bool:
-        """Give a file a second name; return False when ``target`` exists already."""
+        """Create a hard link; return False if ``target`` exists."""
         with translated("link", target):
             try:
                 os.link(source, target)
@@ -104,12 +104,12 @@ class Files:
             return True
 
     def unlink(self, path: Path) -> None:
-        """Remove a file; one that is gone already is no error."""
+        """Remove a file, if it exists."""
         with translated("remove", path):
             path.unlink(missing_ok=True)
 
     def make_directory(self, path: Path) -> bool:
-        """Create a directory; return False when it exists already. The caller syncs the parent."""
+        """Create a directory; return False if it exists. The caller syncs the parent."""
         with translated("create directory", path):
             try:
                 path.mkdir()
@@ -118,7 +118,7 @@ class Files:
             return True
 
     def remove_directory(self, path: Path) -> bool:
-        """Remove an empty directory; return False when it is gone or not empty."""
+        """Remove an empty directory; return False if it is missing or not empty."""
         with translated("remove directory", path):
             try:
                 path.rmdir()
@@ -129,7 +129,7 @@ class Files:
             return True
 
     def write_small(self, path: Path, data: bytes) -> None:
-        """Create ``path`` with ``data`` and make its content (not its name) durable."""
+        """Create ``path`` with ``data`` and make the content durable, but not the directory entry."""
         descriptor = self.open_new(path)
         try:
             self.pwrite(descriptor, [memoryview(data)], 0, path)
@@ -139,9 +139,9 @@ class Files:
 
     @contextlib.contextmanager
     def temporary(self, path: Path, data: bytes) -> Iterator[None]:
-        """Give a file with durable ``data`` the name ``path`` for the ``with`` block.
+        """Create a file with durable ``data`` for the ``with`` block, then remove it.
 
-        It is locked, so that collection, which removes what a crash left, leaves it alone.
+        The file is locked, so that garbage collection does not take it for the leftover of a crash.
         """
         descriptor = DESCRIPTORS.open(self.open_new, path)
         try:
@@ -156,31 +156,31 @@ class Files:
                 DESCRIPTORS.close(descriptor)
 
     def publish_record(self, path: Path, data: bytes) -> bool:
-        """Give a file with durable ``data`` the name ``path``; return False when it is taken. The caller syncs it.
+        """Create ``path`` with durable ``data``; return False if it exists. The caller syncs the directory.
 
-        Not by a rename: of two processes that publish one record, the second takes what the first wrote.
+        A hard link instead of a rename keeps the record of the first of two concurrent processes.
         """
         temporary = path.with_name(f"{os.urandom(8).hex()}.tmp")
         with self.temporary(temporary, data):
             try:
                 return self.link(temporary, path)
             except FileNotFoundError:
-                # Collection saw the file before it was locked, and removed it.
+                # Garbage collection removed the file before it was locked.
                 return False
 
     def replace_record(self, path: Path, data: bytes) -> None:
-        """Give ``path`` other content, durably; at every instant it has the old or the new."""
+        """Replace the content of ``path`` durably and atomically."""
         for _ in range(_REPLACE_ATTEMPTS):
             temporary = path.with_name(f"{os.urandom(8).hex()}.tmp")
             with contextlib.suppress(FileNotFoundError), self.temporary(temporary, data):
                 self.rename(temporary, path)
                 self.sync_directory(path.parent)
                 return
-        # Collection saw the file before it was locked, each time.
+        # Garbage collection removed the file before it was locked, each time.
         raise StorageError(f"replace {path}: the temporary file was removed {_REPLACE_ATTEMPTS} times; try again")
 
     def read_small(self, path: PurePath, limit: int) -> bytes | None:
-        """Return a file's content, at most ``limit`` + 1 bytes of it; None when there is no such file."""
+        """Return the content of a file, at most ``limit`` + 1 bytes; None if the file does not exist."""
         try:
             descriptor = self.open_read(path)
         except FileNotFoundError:
@@ -195,12 +195,12 @@ class Files:
             os.close(descriptor)
 
     def free_bytes(self, path: Path) -> int:
-        """Return how many bytes the file system of ``path`` has left for this user."""
+        """Return the free bytes of the file system of ``path`` for this user."""
         with translated("look at", path):
             return shutil.disk_usage(path).free
 
     def list(self, path: PurePath) -> list[str]:
-        """Return the names in a directory, sorted; none when there is no such directory."""
+        """Return the sorted names in a directory; an empty list if the directory does not exist."""
         with translated("list", path):
             try:
                 return sorted(os.listdir(path))
@@ -216,18 +216,19 @@ def _advance(buffers: list[memoryview], count: int) -> None:
         buffers[0] = buffers[0][count:]
 
 
-_LOOKS = "this user may not look there"
-_REFUSALS = {
-    **dict.fromkeys(("open for reading", "read", "list", "look at", "look for"), _LOOKS),
-    "create directory": "choose a place where this user may write; to read a store, open it with read_only=True",
+_ADVICE = {
+    **dict.fromkeys(
+        ("open for reading", "read", "list", "look at", "look for"), "this user has no permission to read it"
+    ),
+    "create directory": "choose a directory where this user may write; to read a store, open it with read_only=True",
 }
 
 
 @contextlib.contextmanager
 def translated(action: str, path: PurePath) -> Iterator[None]:
-    """Turn an operating system error into one of the package's, naming what was done to which file.
+    """Translate an OSError into an error of this package that names the action and the file.
 
-    FileNotFoundError passes: whether a missing file is an error depends on the caller.
+    FileNotFoundError passes unchanged, because only the caller knows whether a missing file is an error.
     """
     try:
         yield
@@ -238,7 +239,7 @@ def translated(action: str, path: PurePath) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise OutOfSpaceError(f"{message}; free space, or delete checkpoints and run gc") from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            advice = _REFUSALS.get(action, "the store cannot be written here; to read it, open it with read_only=True")
+            advice = _ADVICE.get(action, "the store cannot be written here; to read it, open it with read_only=True")
             raise ReadOnlyStoreError(f"{message}; {advice}") from error
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise TooManyFilesError(f"{message}; raise the limit of open files (ulimit -n)") from error
@@ -246,9 +247,9 @@ def translated(action: str, path: PurePath) -> Iterator[None]:
 
 
 def reserve(path: Path, size: int) -> None:
-    """Make sure that a file, of ``size`` bytes when it is new, has room on the disk for all its bytes.
+    """Allocate disk blocks for a whole file before it is mapped. A new file gets ``size`` bytes.
 
-    A page of a mapped file for which there is none kills the process that touches it (SIGBUS).
+    A process that touches a mapped page without a disk block is killed (SIGBUS).
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -261,7 +262,7 @@ def reserve(path: Path, size: int) -> None:
 
 
 def set_direct(descriptor: int) -> bool:
-    """Switch a descriptor to O_DIRECT; return False where the file system has none."""
+    """Switch a descriptor to O_DIRECT; return False if the file system does not support it."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
     except OSError:
@@ -275,10 +276,10 @@ def clear_direct(descriptor: int) -> None:
 
 
 class OpenFile:
-    """An open file, with direct I/O where the file system has it. Threads may share it; its lock is its owner's."""
+    """Open file with direct I/O, if the file system supports it. Thread-safe. The owner manages the lock."""
 
     def __init__(self, files: Files, path: Path, descriptor: int) -> None:
-        """Take over ``descriptor``, which was opened by :data:`DESCRIPTORS`; I/O is buffered at first."""
+        """Take over ``descriptor``, opened by :data:`DESCRIPTORS`. I/O is buffered until :meth:`use_direct`."""
         self.files = files
         self.path = path
         self.descriptor = descriptor
@@ -286,7 +287,7 @@ class OpenFile:
         """Whether reads and writes need aligned memory."""
 
     def use_direct(self) -> None:
-        """Switch to direct I/O, if the file system has it."""
+        """Switch to direct I/O, if the file system supports it."""
         self.is_direct = set_direct(self.descriptor)
 
     def write(self, buffers: Sequence[memoryview], offset: int) -> None:
@@ -294,7 +295,7 @@ class OpenFile:
         self._transfer(self.files.pwrite, buffers, offset)
 
     def read(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Fill ``buffers``, one after another; return the bytes read, fewer only at the end of the file."""
+        """Fill ``buffers`` in order; return the bytes read, which are fewer only at the end of the file."""
         return self._transfer(self.files.pread, buffers, offset)
 
     def read_range(self, offset: int, length: int) -> tuple[memoryview, int]:
@@ -310,19 +311,18 @@ class OpenFile:
         except StorageError as error:
             if not (was_direct and refuses_direct(error)):
                 raise
-            # In this order: a thread that sees the flag cleared transfers without it, and takes any refusal for an
-            # error.
+            # Clear O_DIRECT first: a thread that sees is_direct cleared takes any refusal for an error.
             clear_direct(self.descriptor)
             self.is_direct = False
             return transfer(self.descriptor, buffers, offset, self.path)
 
     def sync(self) -> None:
-        """Make the content durable; see :meth:`Files.sync`."""
+        """Sync the content; see :meth:`Files.sync`."""
         self.files.sync(self.descriptor, self.path)
 
     def close(self) -> None:
-        """Release the lock and close the file. Closing twice is no error."""
-        # Taken out first: by a second close, or a late transfer, the number may be that of another thread's file.
+        """Release the lock and close the file. Closing twice is allowed."""
+        # Forget the descriptor first: a second close, or a late transfer, might hit a file that reuses the number.
         descriptor, self.descriptor = self.descriptor, -1
         DESCRIPTORS.close(descriptor)
 
@@ -330,14 +330,14 @@ class OpenFile:
 def refuses_direct(error: StorageError) -> bool:
     """Tell whether buffered I/O may succeed where direct I/O failed.
 
-    Some file systems accept the flag and refuse the first direct transfer (EINVAL). Direct I/O is impossible with
-    memory that a driver maps (EFAULT).
+    Some file systems accept O_DIRECT but refuse the first transfer (EINVAL). Memory that is mapped by a driver does not
+    support direct I/O (EFAULT).
     """
     return getattr(error.__cause__, "errno", None) in (errno.EINVAL, errno.EFAULT)
 
 
 def try_lock(descriptor: int, *, exclusive: bool) -> bool:
-    """Take an advisory lock without waiting; return False when another holds it."""
+    """Take an advisory lock without waiting; return False if another holder has it."""
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -346,7 +346,7 @@ def try_lock(descriptor: int, *, exclusive: bool) -> bool:
 
 
 def wait_lock(descriptor: int, timeout_s: float, *, exclusive: bool) -> bool:
-    """Take an advisory lock; return False when it could not be had in ``timeout_s`` seconds."""
+    """Take an advisory lock; return False after ``timeout_s`` seconds."""
     deadline = time.monotonic() + timeout_s
     while not try_lock(descriptor, exclusive=exclusive):
         if time.monotonic() > deadline:
@@ -356,7 +356,7 @@ def wait_lock(descriptor: int, timeout_s: float, *, exclusive: bool) -> bool:
 
 
 def unlock(descriptor: int) -> None:
-    """Give an advisory lock back."""
+    """Release an advisory lock."""
     fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
@@ -369,47 +369,47 @@ def is_same_file(descriptor: int, path: Path) -> bool:
 
 
 class Descriptors:
-    """Open descriptors that hold locks. A forked child closes its copies, which would keep the locks of a dead parent.
+    """Registry of open descriptors that hold locks. A forked child closes its copies.
 
-    A fork of Python waits until no descriptor is being opened or closed, so that the child knows all of them. A native
-    fork runs no handler: its child keeps copies, but :meth:`close` gives the lock back for every copy.
+    Otherwise the copies would keep the locks of a dead parent. A fork in Python waits until no descriptor is being
+    opened or closed. A native fork runs no handler, but :meth:`close` releases the lock for every copy.
     """
 
     def __init__(self) -> None:
         self._open: set[int] = set()
-        # Reentrant: a signal handler may fork, or close a file, while the main thread opens another one.
+        # Reentrant: a signal handler may fork or close a file while the main thread opens a file.
         self._forking = threading.RLock()
 
     def open(self, opener: Callable[_P, int], *args: _P.args, **kwargs: _P.kwargs) -> int:
-        """Return the descriptor that ``opener`` opens, remembered before the process can fork."""
+        """Call ``opener`` and register the descriptor before the process can fork."""
         with self._forking:
             descriptor = opener(*args, **kwargs)
             self._open.add(descriptor)
             return descriptor
 
     def close(self, descriptor: int) -> None:
-        """Unlock and close a descriptor that was opened here, and no other.
+        """Unlock and close a registered descriptor; ignore other numbers.
 
-        A number that was closed may be that of another file by now: who may close twice keeps it no longer than once.
+        A closed number may belong to another file. Callers that may close twice must forget the number first.
         """
         with self._forking:
             if descriptor in self._open:
                 self._open.discard(descriptor)
-                # Some file systems have no locks.
+                # Some file systems do not support locks.
                 with contextlib.suppress(OSError):
                     unlock(descriptor)
                 os.close(descriptor)
 
     def hold(self) -> None:
-        """Let no descriptor be opened or closed, before a fork."""
+        """Block the opening and closing of descriptors before a fork."""
         self._forking.acquire()
 
     def release(self) -> None:
-        """Let descriptors be opened again, in the parent."""
+        """Allow the opening and closing of descriptors in the parent after a fork."""
         self._forking.release()
 
     def close_in_child(self) -> None:
-        """Close all of them, in a forked child. The locks stay: they are the parent's."""
+        """Close all registered descriptors in a forked child. The parent keeps the locks."""
         self._forking = threading.RLock()
         for descriptor in tuple(self._open):
             with contextlib.suppress(OSError):

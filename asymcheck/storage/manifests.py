@@ -1,4 +1,4 @@
-"""Manifests and head records as files, as far as they are read: the same on every tier (SPEC.md §4)."""
+"""Listing and reading of manifests and head records, on any tier (SPEC.md §4)."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from asymcheck.format.record import RECORD_BYTES, HeadRecord, decode_head
 from asymcheck.format.spans import Spans, ranks_in
 from asymcheck.types import CheckpointRef, SaveId
 
-_AT_ONCE, _BYTES_AT_ONCE = 64, 16 << 20
-"""Manifests, and bytes of them, that are checked at once."""
+_BATCH_FILES, _BATCH_BYTES = 64, 16 << 20
+"""Maximum number and bytes of the manifests that are decoded together."""
 _GENERATIONS = 1000
-"""Missing generations that are looked for, at most."""
+"""Maximum number of generations without a head record."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointFiles:
-    """The manifests of one checkpoint as a directory listing shows them."""
+    """Manifests of one checkpoint, from a directory listing."""
 
     run: str
     ref: CheckpointRef
     manifests: tuple[ManifestName, ...]
-    """The files in the folder, by rank."""
+    """Manifest files in the folder, sorted by rank."""
     store_ranks: Spans | None = None
-    """The ranks that save into this store, where a job has several; None for all."""
+    """Ranks that save into this store, if the job has several stores; None for all ranks."""
 
     @property
     def world_size(self) -> int:
-        """How many ranks the checkpoint should have; 0 when there is no manifest or they disagree."""
+        """Number of ranks of the checkpoint; 0 if there is no manifest or the manifests disagree."""
         sizes = {name.world_size for name in self.manifests}
         return sizes.pop() if len(sizes) == 1 else 0
 
@@ -55,7 +55,7 @@ class CheckpointFiles:
         return self.world_size > 0 and len(ranks) == len(set(ranks)) and set(ranks) >= set(ranks_in(self.store_ranks))
 
     def of_ranks(self, spans: Spans | None) -> CheckpointFiles:
-        """Return that of these ranks alone, as a store has it into which only they save; None for all ranks."""
+        """Return only the manifests of the given ranks, as in a store of these ranks; None for all ranks."""
         if spans is None:
             return self
         ranks = set(ranks_in(spans))
@@ -63,35 +63,34 @@ class CheckpointFiles:
         return dataclasses.replace(self, manifests=names, store_ranks=spans)
 
     def has(self, rank: int) -> bool:
-        """Tell whether there is a manifest of a rank."""
+        """Tell whether ``rank`` has a manifest."""
         return any(name.rank == rank for name in self.manifests)
 
     @property
     def missing_ranks(self) -> list[int]:
-        """The ranks of this store without a manifest."""
-        wanted = range(self.world_size) if self.store_ranks is None else ranks_in(self.store_ranks)
-        return sorted(set(wanted) - {name.rank for name in self.manifests})
+        """Ranks of this store that have no manifest."""
+        expected = range(self.world_size) if self.store_ranks is None else ranks_in(self.store_ranks)
+        return sorted(set(expected) - {name.rank for name in self.manifests})
 
 
 class SmallFiles(Protocol):
-    """The file operations that reading manifests needs."""
+    """File operations needed to read manifests."""
 
     def list(self, path: PurePath) -> list[str]:
-        """Return the names in a directory, sorted; none when there is no such directory."""
+        """Return the sorted names in a directory; an empty list if the directory does not exist."""
 
     def read_small(self, path: PurePath, limit: int) -> bytes | None:
-        """Return a file's content, at most ``limit`` + 1 bytes of it; None when there is no such file."""
+        """Return the content of a file, at most ``limit`` + 1 bytes; None if the file does not exist."""
 
 
 class ManifestReader:
-    """The folders ``manifests`` and ``heads`` below ``root``, a store or a location."""
+    """Reader of the folders ``manifests`` and ``heads`` of a store or remote location."""
 
     def __init__(self, files: SmallFiles, root: PurePath) -> None:
         self._files = files
         self._root = root
 
     def _names(self, path: PurePath) -> list[str]:
-        """Return the names in a folder of the store."""
         return self._files.list(path)
 
     def runs(self) -> list[str]:
@@ -105,20 +104,20 @@ class ManifestReader:
         return [listing for listing in listings if listing.manifests]
 
     def empty(self, run: str) -> list[CheckpointRef]:
-        """Return the checkpoints whose folder holds no manifest."""
+        """Return the checkpoints whose folder has no manifest."""
         return [ref for ref in self.refs(run) if not self.listing(run, ref).manifests]
 
     def refs(self, run: str) -> list[CheckpointRef]:
-        """Return the checkpoints of a run that have a folder, oldest first, by one listing."""
-        found = map(layout.parse_checkpoint_name, self._names(self._root / layout.MANIFESTS / run))
-        return sorted(ref for ref in found if ref is not None)
+        """Return the checkpoints of a run that have a folder, oldest first. Lists one directory."""
+        refs = map(layout.parse_checkpoint_name, self._names(self._root / layout.MANIFESTS / run))
+        return sorted(ref for ref in refs if ref is not None)
 
     def newest(self, run: str, generation: int, before: SaveId | None = None) -> CheckpointRef | None:
-        """Return the greatest (step, save id) of a generation that has a manifest; looks into one folder as a rule.
+        """Return the checkpoint of a generation with the greatest (step, save id) that has a manifest.
 
-        With ``before`` only those whose save was begun before that one.
+        With ``before``, consider only checkpoints with a smaller save id.
         """
-        # Their names sort as they do, so that a save does not take every name of a long run apart.
+        # Names sort like checkpoints, so the names of a long run need not all be parsed.
         for name in reversed(self._names(self._root / layout.MANIFESTS / run)):
             ref = layout.parse_checkpoint_name(name) if name.startswith(f"{generation:08d}-") else None
             if ref is None or (before is not None and ref.save_id >= before):
@@ -128,7 +127,7 @@ class ManifestReader:
         return None
 
     def listing(self, run: str, ref: CheckpointRef) -> CheckpointFiles:
-        """Return the files in the folder of one checkpoint."""
+        """Return the manifests in the folder of one checkpoint."""
         return listed(run, ref, self._names(self.directory(run, ref)))
 
     def directory(self, run: str, ref: CheckpointRef) -> PurePath:
@@ -140,8 +139,8 @@ class ManifestReader:
 
         Raises:
             MissingPartitionError: the file is gone.
-            ChecksumError: the content is not what the name says.
-            FormatError: it breaks another rule of the format.
+            ChecksumError: the content does not match the digest in the name.
+            FormatError: the content breaks another rule of the format.
         """
         manifest = decode_manifest(self.read_bytes(run, ref, name), _where(run, ref, name))
         _check_path(manifest, run, ref, name)
@@ -149,27 +148,27 @@ class ManifestReader:
 
     def read_all(self, listing: CheckpointFiles) -> list[Manifest]:
         """Read the manifests of all ranks and check each against its path, as :meth:`read` does."""
-        run, ref, alike = listing.run, listing.ref, ManifestCache()
-        found: list[Manifest] = []
+        run, ref, cache = listing.run, listing.ref, ManifestCache()
+        manifests: list[Manifest] = []
         files: list[tuple[bytes, str]] = []
         for name in listing.manifests:
             files.append((self.read_bytes(run, ref, name), _where(run, ref, name)))
-            if len(files) == _AT_ONCE or sum(len(data) for data, _ in files) > _BYTES_AT_ONCE:
-                found += decode_manifests(files, alike)
+            if len(files) == _BATCH_FILES or sum(len(data) for data, _ in files) > _BATCH_BYTES:
+                manifests += decode_manifests(files, cache)
                 files = []
-        found += decode_manifests(files, alike) if files else []
-        for manifest, name in zip(found, listing.manifests, strict=True):
+        manifests += decode_manifests(files, cache) if files else []
+        for manifest, name in zip(manifests, listing.manifests, strict=True):
             _check_path(manifest, run, ref, name)
-        return found
+        return manifests
 
     def read_bytes(self, run: str, ref: CheckpointRef, name: ManifestName) -> bytes:
-        """Return the content of a manifest, which has the digest in its name; see :meth:`read`."""
+        """Return the content of a manifest, checked against the digest in its name; see :meth:`read`."""
         where = _where(run, ref, name)
         data = self._files.read_small(self.directory(run, ref) / str(name), registry.MANIFEST_BYTES_MAX)
         if data is None:
-            raise MissingPartitionError(f"{where} is gone")
+            raise MissingPartitionError(f"{where} was deleted")
         if len(data) > registry.MANIFEST_BYTES_MAX:
-            raise LimitError(f"{where}: more than {registry.MANIFEST_BYTES_MAX} bytes")
+            raise LimitError(f"{where}: the file has more than {registry.MANIFEST_BYTES_MAX} bytes")
         if digest(data) != name.digest:
             raise ChecksumError(f"{where}: the content does not have the digest in the name")
         return data
@@ -180,10 +179,10 @@ class ManifestReader:
         return sorted(number for number in numbers if number is not None)
 
     def read_head(self, run: str, generation: int) -> tuple[HeadRecord, int] | None:
-        """Return a head record and how many of its copies are damaged; None when there is none.
+        """Return a head record and the number of its damaged copies; None if the record does not exist.
 
         Raises:
-            FormatError: both copies are damaged, or it contradicts its path.
+            FormatError: both copies are damaged, or the record contradicts its path.
         """
         path = self._root / layout.HEADS / run / layout.head_name(generation)
         data = self._files.read_small(path, RECORD_BYTES)
@@ -193,7 +192,7 @@ class ManifestReader:
 
 
 def decode_head_of(run: str, generation: int, data: bytes) -> tuple[HeadRecord, int]:
-    """Read the head record of a generation, and check it against its path; see :func:`decode_head`."""
+    """Decode the head record of a generation and check it against its path; see :func:`decode_head`."""
     where = f"head record {run}/{layout.head_name(generation)}"
     head, damaged = decode_head(data, where)
     if (head.run, head.generation) != (run, generation):
@@ -208,17 +207,17 @@ def _check_path(manifest: Manifest, run: str, ref: CheckpointRef, name: Manifest
 
 
 def generations(named: Iterable[int]) -> list[int]:
-    """Return the generations of a run, in order: those that files name, and those that were before them.
+    """Return the generations of a run in order: those named by files, and earlier ones without a file.
 
-    At most 1,000 of the latter: the name of one file must not make a hundred million.
+    At most 1,000 generations without a file are included, because a file name may contain any number.
     """
-    there = {1, *named}
-    before = (generation for generation in range(1, max(there)) if generation not in there)
-    return sorted([*there, *itertools.islice(before, _GENERATIONS)])
+    numbers = {1, *named}
+    unnamed = (generation for generation in range(1, max(numbers)) if generation not in numbers)
+    return sorted([*numbers, *itertools.islice(unnamed, _GENERATIONS)])
 
 
 def listed(run: str, ref: CheckpointRef, names: list[str]) -> CheckpointFiles:
-    """Return a checkpoint by the names in its folder."""
+    """Return the manifests of a checkpoint, given the names in its folder."""
     parsed = map(layout.parse_manifest_name, names)
     present = sorted((name for name in parsed if name is not None), key=lambda name: (name.rank, name.digest))
     return CheckpointFiles(run, ref, tuple(present))

@@ -1,4 +1,4 @@
-"""The frames of a pack, wherever it lies: by its index, or by scanning when that is damaged (SPEC.md §7.2)."""
+"""Index of a pack: read from the file, or rebuilt by a scan of the frames if damaged (SPEC.md §7.2)."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from asymcheck.format.pack import (
 from asymcheck.types import Digest, PackId
 
 ReadRange = Callable[[int, int], tuple[memoryview, int]]
-"""Returns bytes of a file by offset and length, fewer only at the end of the file, and the size of the file."""
+"""Function of offset and length. Returns bytes of a file, fewer only at the end, and the size of the file."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PackIndex:
-    """Frames of a pack."""
+    """Header and index entries of a pack."""
 
     header: PackHeader
-    """Its header, or what a scan makes of it."""
+    """Header of the pack, or a header rebuilt by a scan."""
     entries: Entries
-    """One for each frame that was found."""
+    """Index entries, one per frame."""
     damage: FormatError | None
     """Damage of the header or the index, if the frames were found by scanning; else None."""
 
@@ -45,10 +45,10 @@ def digests_of(entries: Entries) -> list[Digest]:
 
 
 def find_frames(read: ReadRange, name: str, pack_id: PackId, *, thorough: bool = False) -> PackIndex:
-    """Read and check header and index of a pack; when they are damaged, find the frames by scanning.
+    """Read and check header and index of a pack. If they are damaged, find the frames by scanning.
 
     Raises:
-        FormatError: header or index are damaged and no frame was found, or they need a newer program.
+        FormatError: header or index is damaged and no frame was found, or the pack needs a newer program.
     """
     try:
         header, entries = _read_index(read, name, pack_id)
@@ -72,37 +72,37 @@ def _read_index(read: ReadRange, name: str, pack_id: PackId) -> tuple[PackHeader
     if header.pack_id != pack_id:
         raise StructureError(f"{where}: the header names pack {header.pack_id.hex()}")
     if size < header.pack_length:
-        # Before memory is taken for the index, or a place is read that no file reaches.
+        # Check before memory is allocated for the index, or bytes beyond the end of the file are read.
         raise TruncatedError(f"{where}: the file has {size} of {header.pack_length} bytes")
     index, _ = read(header.index_offset, round_up(header.index_length))
     return header, decode_index(index, header, where)
 
 
 def _scan(read: ReadRange, name: str, pack_id: PackId, *, thorough: bool) -> Entries:
-    """Find the frames of a pack by their own headers, as SPEC.md §7.2 allows when header or index are damaged.
+    """Find the frames of a pack by their headers, as SPEC.md §7.2 allows if header or index is damaged.
 
-    A thorough scan looks at every block behind a place where no frame is found, and leaves gaps in the sequence.
+    A thorough scan continues block by block after a damaged frame, so sequence numbers may have gaps.
 
     Raises:
-        UnsupportedFormatError: a frame needs a newer program, and the scan was to find all.
-        StructureError: all frames found belong to another pack, so the file has a wrong name.
+        UnsupportedFormatError: the scan is thorough, and a frame needs a newer program.
+        StructureError: all frames belong to another pack, so the file has a wrong name.
     """
-    found: list[tuple[object, ...]] = []
-    offset, others = registry.BLOCK_BYTES, 0
+    entries: list[tuple[object, ...]] = []
+    offset, foreign_frames = registry.BLOCK_BYTES, 0
     while len(block := read(offset, HEADER_BYTES)[0]) == HEADER_BYTES:
-        header = _frame_header(block, f"frame {len(found)} of pack {name}", thorough=thorough)
-        # A frame of an earlier life of the file has another pack's id.
-        if header is not None and header.place_id == pack_id and (thorough or header.sequence == len(found)):
-            found.append(entry_of(header.descriptor, offset))
+        header = _frame_header(block, f"frame {len(entries)} of pack {name}", thorough=thorough)
+        # In a recycled file, a frame of the earlier pack has the id of that pack.
+        if header is not None and header.place_id == pack_id and (thorough or header.sequence == len(entries)):
+            entries.append(entry_of(header.descriptor, offset))
             offset += header.descriptor.frame_length
         elif thorough:
-            others += header is not None
+            foreign_frames += header is not None
             offset += registry.BLOCK_BYTES
         else:
             break
-    if others and not found:
-        raise StructureError(f"pack {name} is damaged, and has only frames of another pack in it")
-    return np.array(found, dtype=ENTRY_DTYPE)
+    if foreign_frames and not entries:
+        raise StructureError(f"pack {name} is damaged: it contains only frames of another pack")
+    return np.array(entries, dtype=ENTRY_DTYPE)
 
 
 def _frame_header(data: memoryview, where: str, *, thorough: bool) -> FrameHeader | None:

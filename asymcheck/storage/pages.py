@@ -1,4 +1,4 @@
-"""Pages of memory: mapped files, and memory that is taken before it is used."""
+"""Memory pages: huge pages, populated pages, and mapped files."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import os
 import struct
 
 HUGE_PAGE = 2 << 20
-"""Bytes of a huge page; the kernel's number for other architectures only changes what is gained."""
+"""Bytes of a huge page on x86-64. Another size only reduces the benefit."""
 
 _LIBC = ctypes.CDLL(None)
 _HUGE = 14
 """MADV_HUGEPAGE of <linux/mman.h>."""
 _POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of the same, since Linux 5.14."""
+"""MADV_POPULATE_WRITE of <linux/mman.h>, since Linux 5.14."""
 
 _SCAN_ARGUMENT = struct.Struct("=12Q")
 """``struct pm_scan_arg`` of <linux/fs.h>, since Linux 6.7."""
 _SCAN_REGION = struct.Struct("=3Q")
-"""``struct page_region`` of the same: start, end, and categories."""
+"""``struct page_region`` of <linux/fs.h>: start, end, and categories."""
 _PAGEMAP_SCAN = 3 << 30 | _SCAN_ARGUMENT.size << 16 | ord("f") << 8 | 16
 _PAGE_IS_HUGE = 1 << 6
 _REGIONS = 8
-"""Regions to ask for: a partition in huge pages is one region, or a few where small pages are in between."""
+"""Maximum number of regions per request. A partition in huge pages consists of few regions."""
 _HUGE_SHARE = 0.75
 
 
 def use_huge_pages(address: int, nbytes: int) -> None:
-    """Let the kernel use huge pages for untouched memory, as far as it contains whole ones.
+    """Advise the kernel to use huge pages for the whole huge pages in untouched memory.
 
-    A kernel without huge pages refuses, and uses small ones.
+    A kernel without huge pages ignores the advice.
     """
     first, last = -(-address // HUGE_PAGE) * HUGE_PAGE, (address + nbytes) // HUGE_PAGE * HUGE_PAGE
     if first < last:
@@ -39,17 +39,16 @@ def use_huge_pages(address: int, nbytes: int) -> None:
 
 
 def populate(address: int, nbytes: int) -> None:
-    """Have the pages of a part of a mapped file mapped all at once; both ends are those of pages.
+    """Map all pages of a page-aligned part of a mapped file at once. An older kernel ignores the request.
 
-    Else each page is a fault when it is touched first: measured, copies into a ring reach 1 to 2 GB/s so, 0.3 GB/s
-    beside a training, and 8 GB/s into one that is mapped, which takes 0.27 s for a GB. An older kernel refuses; then it
-    is the faults again.
+    Otherwise the first touch of each page is a page fault. Measured: copies into a ring reached 1 to 2 GB/s with page
+    faults, 0.3 GB/s during training, and 8 GB/s into populated pages. Populating 1 GB took 0.27 s.
     """
     _advise(address, nbytes, _POPULATE_WRITE)
 
 
 def are_huge(address: int, nbytes: int) -> bool:
-    """Tell whether most of some memory is in huge pages; False where the kernel does not tell."""
+    """Tell whether most of a memory range is in huge pages; False if the kernel does not say."""
     start, end = address // mmap.PAGESIZE * mmap.PAGESIZE, -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     regions = ctypes.create_string_buffer(_SCAN_REGION.size * _REGIONS)
     argument = _SCAN_ARGUMENT.pack(
@@ -57,14 +56,14 @@ def are_huge(address: int, nbytes: int) -> bool:
         0,  # flags
         start,
         end,
-        0,  # where the kernel stopped
+        0,  # address at which the kernel stopped
         ctypes.addressof(regions),
         _REGIONS,
         0,  # no limit of pages
-        0,  # no category is inverted
-        _PAGE_IS_HUGE,  # needed
-        0,  # any of none
-        _PAGE_IS_HUGE,  # returned
+        0,  # inverted categories
+        _PAGE_IS_HUGE,  # required categories
+        0,  # alternative categories
+        _PAGE_IS_HUGE,  # returned categories
     )
     try:
         with open("/proc/self/pagemap", "rb") as pagemap:
@@ -79,19 +78,18 @@ def are_huge(address: int, nbytes: int) -> bool:
 
 
 def _advise(address: int, nbytes: int, advice: int) -> None:
-    # Not madvise() of a mapping itself, which holds the interpreter's lock meanwhile.
+    # mmap.madvise() would hold the GIL.
     _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)
 
 
 def map_file(descriptor: int, size: int, *, writable: bool = True) -> mmap.mmap:
-    """Map the beginning of the file that is open as ``descriptor``, for reading and, if ``writable``, for writing.
+    """Map the first ``size`` bytes of an open file, for reading and, if ``writable``, for writing.
 
-    A lock (``flock``) lasts until the last mapping of the open file that holds it is gone: views that somebody still
-    has, or the copy of the mapping in a forked child, would keep it. Therefore the file is opened again for the
-    mapping.
+    A lock (``flock``) lasts as long as any mapping of the open file. A remaining view, or the mapping of a forked
+    child, would keep the lock. Therefore the file is opened again for the mapping.
     """
-    other = os.open(f"/proc/self/fd/{descriptor}", (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    reopened = os.open(f"/proc/self/fd/{descriptor}", (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
     try:
-        return mmap.mmap(other, size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+        return mmap.mmap(reopened, size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
     finally:
-        os.close(other)
+        os.close(reopened)

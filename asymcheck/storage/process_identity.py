@@ -1,4 +1,4 @@
-"""Processes as owners of pins and locks: who holds something, and is it still alive (SPEC.md §7.5)."""
+"""Identity and liveness of the processes that own pins, locks and rings (SPEC.md §7.5)."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ _held: set[bytes] = set()
 
 
 def this_process() -> Owner:
-    """Return the calling process as an owner."""
+    """Return the identity of the calling process."""
     pid = os.getpid()
     return Owner(pid, _start_ticks(pid) or 0, _boot_id(), _pid_namespace())
 
 
 def is_dead(owner: Owner) -> bool:
-    """Tell whether an owner is certainly dead; one in another PID namespace of this boot counts as alive."""
+    """Tell whether a process is certainly dead. A process in another PID namespace of this boot counts as alive."""
     if owner.boot_id != _boot_id():
         return True
-    return is_near(owner) and _start_ticks(owner.pid) not in (owner.start_ticks, _HIDDEN)
+    return is_visible(owner) and _start_ticks(owner.pid) not in (owner.start_ticks, _HIDDEN)
 
 
-def is_near(owner: Owner) -> bool:
-    """Tell whether an owner of this boot can be seen from here, dead or alive: it is of this PID namespace."""
+def is_visible(owner: Owner) -> bool:
+    """Tell whether a process of this boot is in this PID namespace, so that its state is known."""
     return owner.pid_namespace == _pid_namespace()
 
 
 def hold(pin: bytes) -> None:
-    """Say that a save of this process uses the pin with this key, until :func:`let_go`."""
+    """Record that a save of this process uses the pin with this key, until :func:`let_go`."""
     _held.add(pin)
 
 
 def let_go(pin: bytes) -> None:
-    """Say that the save has ended, well or not: nothing more will be committed under this pin."""
+    """Record that the save of a pin has ended. Nothing more is committed under this pin."""
     _held.discard(pin)
 
 
 def is_let_go(pin: bytes, owner: Owner) -> bool:
-    """Tell whether a pin is of this process, and its save has ended: one that fails for want of space may leave it."""
+    """Tell whether a pin belongs to an ended save of this process. A save that ran out of space may leave its pin."""
     return owner == this_process() and pin not in _held
 
 
 def describe(owner: Owner) -> str:
-    """Name an owner in a message."""
+    """Return the PID and command line of a process for a message."""
     command = b""
     with contextlib.suppress(OSError):
         command = (_PROC / str(owner.pid) / "cmdline").read_bytes().replace(b"\0", b" ")
@@ -57,9 +57,9 @@ def describe(owner: Owner) -> str:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Return when a process began; None when there is none, ``_HIDDEN`` when it is not shown to this user."""
+    """Return the start time of a process; None if it is dead, ``_HIDDEN`` if this user may not see it."""
     path = _PROC / str(pid) / "stat"
-    # Any other error says nothing of the process: without a free descriptor all would seem to be dead.
+    # Any other error must propagate: without a free descriptor, every process would seem to be dead.
     with translated("look at", path):
         try:
             fields = path.read_bytes().rpartition(b")")[2].split()
@@ -67,7 +67,7 @@ def _start_ticks(pid: int) -> int | None:
             return None
         except PermissionError:
             return _HIDDEN
-    # A zombie has ended: its locks are gone, and it will write nothing more.
+    # A zombie holds no locks and writes nothing more.
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
 
 

@@ -1,11 +1,11 @@
-"""Reachability: which partitions the checkpoints of a store or a remote location need, and which packs hold them."""
+"""Reachability for garbage collection: partitions that checkpoints need, and the packs that hold them."""
 
 from __future__ import annotations
 
 import abc
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import PurePath
 
 import numpy as np
@@ -34,53 +34,53 @@ _ATTEMPTS = 8
 _PAUSE_S = 0.02
 
 NamedCheckpoint = tuple[str, CheckpointRef]
-"""A run and a checkpoint of it."""
+"""Name of a run and one of its checkpoints."""
 
 
 class HeldFrames:
-    """The index of one sound pack."""
+    """Frames of one intact pack."""
 
     def __init__(self, entries: Entries) -> None:
         self.entries = entries
-        """The rows of the index."""
+        """Index entries of the pack."""
         self.names = digests_of(entries)
         """Digests of the frames, in order."""
         self.lengths: npt.NDArray[np.int64] = frame_lengths(entries).astype(np.int64)
-        """Bytes of each frame, with header and padding."""
+        """Bytes of each frame, including header and padding."""
 
 
 class Reachability(abc.ABC):
-    """The partitions that manifests name, and the frames that packs hold: the mark of a collection. For one thread."""
+    """Mark phase of a collection: partitions that manifests name, and frames in packs. Not thread-safe."""
 
     _UNREADABLE: tuple[type[AsymcheckError], ...] = (FormatError, MissingPartitionError)
-    """Errors of a manifest that are no errors of the place where it is stored."""
+    """Errors that are caused by a manifest and not by its storage."""
 
     def __init__(self, tier: ReadTier, refusal: str, without: Collection[NamedCheckpoint] = ()) -> None:
-        """Begin with nothing read; the checkpoints in ``without`` count as deleted. Errors begin with ``refusal``."""
+        """Treat the checkpoints in ``without`` as deleted. Errors begin with ``refusal``."""
         self.tier = tier
-        """The place."""
+        """Store or remote location to collect."""
         self._refusal = refusal
         self._without = frozenset(without)
         self._digests: dict[bytes, bytes] = {}
         self._users: dict[Digest, int] = {}
         self._bases: dict[PackId, dict[Digest, Digest]] = {}
         self.packs: dict[PackId, HeldFrames] = {}
-        """The packs that could be read and are sound."""
+        """Intact packs that could be read."""
         self.problem: AsymcheckError | None = None
-        """Why it is unknown what some partitions are encoded against, so that packs that seem to be garbage stay."""
+        """Reason why the bases of some partitions are unknown, so that no pack may be freed."""
 
     def look(self) -> None:
-        """Read what is new: manifests first, for what they name, and its bases, was stored before them; then packs.
+        """Read new manifests, then new packs. Partitions and bases are stored before the manifest that needs them.
 
         Raises:
-            InconsistentCheckpointError: a manifest cannot be read, so that what it needs is unknown.
+            InconsistentCheckpointError: a manifest cannot be read, so its partitions are unknown.
         """
-        self._look_at_manifests()
-        self._look_at_packs()
+        self._read_manifests()
+        self._read_packs()
 
-    def _look_at_manifests(self) -> set[bytes]:
-        """Read the manifests that have come; return the keys of all that are there."""
-        found = set()
+    def _read_manifests(self) -> set[bytes]:
+        """Read new manifests; return the keys of all manifests."""
+        keys = set()
         manifests = self.tier.manifests
         for run in manifests.runs():
             for listing in manifests.checkpoints(run):
@@ -88,25 +88,27 @@ class Reachability(abc.ABC):
                     continue
                 for name in listing.manifests:
                     key = manifest_key(run, listing.ref, name)
-                    found.add(key)
+                    keys.add(key)
                     if key in self._digests:
                         continue
                     try:
                         manifest = manifests.read(run, listing.ref, name)
                     except self._UNREADABLE as error:
                         if name not in manifests.listing(run, listing.ref).manifests:
-                            # Deleted since it was listed.
+                            # The manifest was deleted after the listing.
                             continue
                         raise InconsistentCheckpointError(
-                            f"{self._refusal}, because what a damaged manifest needs is unknown: {error}; "
+                            f"{self._refusal}, because the partitions of a damaged manifest are unknown: {error}; "
                             "delete that checkpoint first"
                         ) from error
                     self._digests[key] = b"".join(manifest.partitions())
                     self._count(self._digests[key], 1)
-        return found
+        return keys
 
     def _count(self, digests: bytes, change: int) -> None:
-        for name in _each(digests):
+        size = registry.DIGEST_BYTES
+        for start in range(0, len(digests), size):
+            name = Digest(digests[start : start + size])
             users = self._users.get(name, 0) + change
             if users:
                 self._users[name] = users
@@ -114,11 +116,11 @@ class Reachability(abc.ABC):
                 del self._users[name]
 
     @abc.abstractmethod
-    def _look_at_packs(self) -> None:
-        """Read the indexes of the packs that have come."""
+    def _read_packs(self) -> None:
+        """Read the indexes of new packs."""
 
     def live(self) -> set[Digest]:
-        """Return the digests that manifests name, what these are encoded against, and so on."""
+        """Return the digests that manifests name, with all direct and indirect bases."""
         bases: dict[Digest, set[Digest]] = {}
         for based in self._bases.values():
             for name, base in based.items():
@@ -132,46 +134,46 @@ class Reachability(abc.ABC):
         return needed
 
     def garbage(self) -> dict[PackId, list[Digest]]:
-        """Return the sound packs that hold nothing live, with what they hold."""
+        """Return the intact packs without a live partition, with the digests of their frames."""
         live = self.live()
         return {pack_id: held.names for pack_id, held in self.packs.items() if live.isdisjoint(held.names)}
 
 
 class StoreReachability(Reachability):
-    """Reachable partitions of a store on a local drive, kept from one collection to the next."""
+    """Reachable partitions of a local store, updated incrementally from collection to collection."""
 
     _UNREADABLE = (FormatError, MissingPartitionError, StorageError)
     tier: NvmeTier
 
     def __init__(self, tier: NvmeTier, without: Collection[NamedCheckpoint] = ()) -> None:
-        """Begin with nothing read; the checkpoints in ``without`` count as deleted."""
+        """Treat the checkpoints in ``without`` as deleted."""
         super().__init__(tier, "nothing was freed", without)
         self.unread = 0
-        """How many could not be read: held by a writer that has just sealed them, or damaged."""
+        """Number of packs that could not be read: locked by a writer, or damaged."""
         self.unmovable: set[PackId] = set()
-        """Packs in which a needed frame was found to be damaged, so that not all that is needed can be copied."""
+        """Packs with a damaged live frame, which cannot be repacked."""
 
-    def _look_at_manifests(self) -> set[bytes]:
-        """Read what has come, and forget what has gone.
+    def _read_manifests(self) -> set[bytes]:
+        """Read new manifests and forget deleted ones; return the keys of all manifests.
 
         Raises:
-            StructureError: the folder of manifests is gone.
+            StructureError: the folder of manifests is missing.
         """
-        found = super()._look_at_manifests()
-        for key in self._digests.keys() - found:
+        keys = super()._read_manifests()
+        for key in self._digests.keys() - keys:
             self._count(self._digests.pop(key), -1)
-        # After it was read: it may have been moved away meanwhile, and the store have been opened long before.
+        # Check after reading: the folder may have been moved away since the store was opened.
         self.tier.refuse_lost_manifests()
-        return found
+        return keys
 
     def since(self, catalog: Catalog) -> tuple[set[bytes], set[bytes]]:
-        """Return which of the manifests that the catalog names have come since the last look, and which are deleted.
+        """Return the manifests in the catalog that are new since the last :meth:`look`, and those that were deleted.
 
         Raises:
-            StructureError: they were not deleted, but all of them are gone.
+            StructureError: all manifests are missing, and not because they were deleted.
         """
         for attempt in range(_ATTEMPTS):
-            # Several deletions that are under way at once look like that, too, for a moment.
+            # Several concurrent deletions look the same for a moment.
             time.sleep(attempt * _PAUSE_S)
             with catalog.read() as transaction:
                 named = transaction.manifests()
@@ -180,28 +182,28 @@ class StoreReachability(Reachability):
             if gone != named or not self._are_lost(gone):
                 return unseen - gone, gone
         raise StructureError(
-            f"store {self.tier.root}: all manifests that its catalog names are gone, and nothing was freed: put the "
-            f"folder {layout.MANIFESTS} back, from where it was moved to or from a copy; only if they were removed on "
-            f"purpose, run asymcheck rebuild-catalog {self.tier.root}"
+            f"store {self.tier.root}: all manifests that its catalog names are missing, so nothing was freed. "
+            f"Restore the folder {layout.MANIFESTS} from its new location or from a copy. "
+            f"Only if the manifests were removed on purpose, run asymcheck rebuild-catalog {self.tier.root}"
         )
 
     def _are_lost(self, gone: Collection[bytes]) -> bool:
-        """Tell whether manifests that are gone are so many that no deletion was.
+        """Tell whether more manifests are missing than deletions explain.
 
-        A deletion takes the catalog's entries with it. One that was killed in between leaves those of one checkpoint,
-        and the folder of the run, which no deletion removes.
+        A deletion also removes the catalog entries. A killed deletion leaves the entries of one checkpoint, and the
+        folder of the run, which no deletion removes.
         """
         checkpoints = {path.parent for path in map(_path_of, gone) if path is not None}
         return len(checkpoints) > 1 or not all((self.tier.root / path.parent).is_dir() for path in checkpoints)
 
-    def _look_at_packs(self) -> None:
-        present = self.tier.pack_ids()
-        there = set(present)
-        self.packs = {pack_id: held for pack_id, held in self.packs.items() if pack_id in there}
-        self._bases = {pack_id: bases for pack_id, bases in self._bases.items() if pack_id in there}
-        self.unmovable &= there
+    def _read_packs(self) -> None:
+        listed = self.tier.pack_ids()
+        present = set(listed)
+        self.packs = {pack_id: held for pack_id, held in self.packs.items() if pack_id in present}
+        self._bases = {pack_id: bases for pack_id, bases in self._bases.items() if pack_id in present}
+        self.unmovable &= present
         self.unread, self.problem = 0, None
-        for pack_id in present:
+        for pack_id in listed:
             if pack_id not in self.packs:
                 try:
                     self._read_pack(pack_id)
@@ -218,7 +220,7 @@ class StoreReachability(Reachability):
         try:
             pack = self.tier.open_pack(pack_id, wait=False)
         except (FormatError, LockTimeoutError):
-            # Whoever sealed it, or frees another one for it, holds it. What it has does not change any more.
+            # A writer or another collection holds the lock. The content of the pack no longer changes.
             self._scan(pack_id)
             raise
         pack.close()
@@ -229,26 +231,26 @@ class StoreReachability(Reachability):
         self.packs[pack_id] = HeldFrames(pack.entries)
 
     def _scan(self, pack_id: PackId) -> None:
-        """Find the bases of all that can be found in a pack, which may be all that there is of a live partition."""
+        """Find the bases of all frames of a pack, which may contain the only copy of a live partition."""
         if pack_id not in self._bases:
             try:
                 self._bases[pack_id] = bases_in(self.tier.peek(pack_id).entries)
             except UnsupportedFormatError:
                 raise
             except FormatError:
-                # Nothing in it can be found, by nobody.
+                # No reader can find a frame in this pack.
                 self._bases[pack_id] = {}
 
     def is_current(self, transaction: Transaction, gone: Collection[bytes], but: Collection[PackId] = ()) -> bool:
-        """Return whether packs may be freed by the last look. Call it in the transaction that frees them.
+        """Tell whether the last :meth:`look` is still valid. Call it in the transaction that frees packs.
 
-        A manifest that came since then may need them. A frame in a pack of a later save or of another collection may
-        need them, too, because it may be encoded against partitions that seem to be garbage.
+        A newer manifest may need the packs. A frame in a newer pack may be encoded against partitions that seem to be
+        garbage.
 
         Args:
-            transaction: names the manifests.
-            gone: the manifests that were found to be deleted. A pull may have brought one back under its name.
-            but: the caller's own packs.
+            transaction: the transaction, which lists the manifests.
+            gone: the deleted manifests. A pull may have restored a manifest under its old name.
+            but: packs of the caller, which are ignored.
         """
         if transaction.manifests() - self._digests.keys() - {*gone} or not all(is_gone(self.tier, key) for key in gone):
             return False
@@ -258,24 +260,19 @@ class StoreReachability(Reachability):
         )
 
     def _is_file(self, pack_id: PackId) -> bool:
-        """Tell whether a pack is a file, and not a folder of its name, or a link that leads nowhere."""
+        """Tell whether a pack is a file, and not a folder or a dangling link."""
         path = self.tier.packs / layout.pack_name(pack_id)
         with translated("look at", path):
             return path.is_file()
 
 
 def pinned_packs(transaction: Transaction, but: Collection[bytes] = ()) -> set[PackId]:
-    """Return the packs that saves under way need; the pins with the keys ``but`` do not count."""
+    """Return the packs pinned by saves in progress, except by the pins with the keys ``but``."""
     return {pack_id for key, (_, packs) in transaction.pins().items() if key not in but for pack_id in packs}
 
 
-def _each(digests: bytes) -> Iterator[Digest]:
-    size = registry.DIGEST_BYTES
-    return (Digest(digests[start : start + size]) for start in range(0, len(digests), size))
-
-
 def is_gone(tier: NvmeTier, key: bytes) -> bool:
-    """Tell whether a manifest that the catalog names has been deleted, or could never be the name of one."""
+    """Tell whether a manifest in the catalog was deleted, or its key is not a valid name of a manifest."""
     path = _path_of(key)
     if path is None:
         return True
@@ -284,7 +281,7 @@ def is_gone(tier: NvmeTier, key: bytes) -> bool:
 
 
 def _path_of(key: bytes) -> PurePath | None:
-    """Return where in a store the manifest of a key lies; None when that could never be the name of one."""
+    """Return the path of a manifest, relative to the store; None if the key is not a valid name."""
     run, folder, name = [*os.fsdecode(key).split("/", 2), "", ""][:3]
     if not layout.is_run(run) or layout.parse_checkpoint_name(folder) is None or not layout.parse_manifest_name(name):
         return None

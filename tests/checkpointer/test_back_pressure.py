@@ -172,7 +172,7 @@ def test_training_goes_on_with_the_memory_that_is_there(
         reserve(descriptor, offset, length)
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    monkeypatch.setattr(ring_module, "_GROWS_BY", 80 << 10)
+    monkeypatch.setattr(ring_module, "_GROWTH_BYTES", 80 << 10)
     _, _, loop = linear_loop()
     with pytest.warns(CaptureWarning, match=r"ring_bytes.*resumed"):
         assert_every_step_is_right(store, loop, 5, sized(config, 1 << 20))

@@ -83,7 +83,7 @@ def test_containers_save_to_one_store_when_their_numbers_differ(store_path: Path
             assert child.stdout.readline() == "saved\n"
         with _start(store_path, "c", second=False) as third:
             _, error = third.communicate("\n", timeout=60)
-            assert "a process of another PID namespace that has this one's number, 1: give" in error
+            assert "a process with the same PID 1, in another PID namespace" in error
         with Store.open(store_path, create=True) as store:
             store.gc()
             assert store.verify() == []

@@ -12,7 +12,7 @@ import pytest
 
 from asymcheck import Store
 from asymcheck.errors import CaptureWarning, LockTimeoutError, warn_user
-from asymcheck.storage.shm import RingReader, open_left, orphaned_rings
+from asymcheck.storage.shm import RingReader, open_orphaned_ring, orphaned_rings
 from tests.checkpointer.loops import folder_for_rings, rings
 from tests.crash.dead_rings import CAPTURED, DURABLE, kill_when_ready
 from tests.crash.trainer import assert_restored, train_two_runs
@@ -21,7 +21,7 @@ from tests.zygote import Zygote
 
 def _held(ring: Path) -> RingReader:
     """Hold a ring as somebody does who takes it up."""
-    holder = open_left(ring)
+    holder = open_orphaned_ring(ring)
     assert holder is not None
     return holder
 
@@ -53,7 +53,7 @@ def test_ones_own_ring_is_waited_for_as_long_as_somebody_has_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Whether they come to an end with it or not: an older step would be restored without what it holds."""
-    monkeypatch.setattr(orphaned_rings, "_TAKEN_UP_S", 0.1)
+    monkeypatch.setattr(orphaned_rings, "_ADOPTION_PATIENCE_S", 0.1)
     (ring,) = rings(folder)
     holder = _held(ring)
 
@@ -70,7 +70,7 @@ def test_ones_own_ring_is_waited_for_as_long_as_somebody_has_it(
         thread.start()
 
     monkeypatch.setattr(orphaned_rings, "warn_user", warn_and_go_on)
-    with pytest.warns(CaptureWarning, match=rf"{ring}.* held by process {os.getpid()} .* waiting"):
+    with pytest.warns(CaptureWarning, match=rf"{ring}.* locked by process {os.getpid()} .* waiting"):
         assert_restored(folder, CAPTURED - 1)
     thread.join()
     assert rings(folder) == []
@@ -87,13 +87,13 @@ def test_a_ring_that_is_gone_at_last_is_waited_for_no_longer(folder: Path) -> No
 
 def test_who_does_not_come_to_an_end_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing is restored; when it has ended, all is there."""
-    monkeypatch.setattr(orphaned_rings, "_TAKEN_UP_S", 0.1)
+    monkeypatch.setattr(orphaned_rings, "_ADOPTION_PATIENCE_S", 0.1)
     monkeypatch.setattr(orphaned_rings, "_ADOPTION_S", 0.1)
     (ring,) = rings(folder)
     with (
         _held(ring),
         pytest.warns(CaptureWarning, match="at most 0.1 seconds"),
-        pytest.raises(LockTimeoutError, match=rf"{ring}.* by process {os.getpid()} .*stop that process"),
+        pytest.raises(LockTimeoutError, match=rf"{ring}.* by process {os.getpid()} .*Stop that process"),
     ):
         assert_restored(folder, 0)
     assert_restored(folder, CAPTURED - 1)
@@ -101,7 +101,7 @@ def test_who_does_not_come_to_an_end_is_named(folder: Path, monkeypatch: pytest.
 
 def test_who_cannot_be_seen_has_no_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As from another container."""
-    monkeypatch.setattr(orphaned_rings, "_TAKEN_UP_S", 0.1)
+    monkeypatch.setattr(orphaned_rings, "_ADOPTION_PATIENCE_S", 0.1)
     monkeypatch.setattr(orphaned_rings, "_ADOPTION_S", 0.1)
     monkeypatch.setattr(orphaned_rings, "_LOCKS", folder / "locks")
     (ring,) = rings(folder)
@@ -110,8 +110,8 @@ def test_who_cannot_be_seen_has_no_name(folder: Path, monkeypatch: pytest.Monkey
             (folder / "locks").write_text(text)
         with (
             _held(ring),
-            pytest.warns(CaptureWarning, match="held by a process that cannot be seen from here"),
-            pytest.raises(LockTimeoutError, match="by a process that cannot be seen from here"),
+            pytest.warns(CaptureWarning, match="locked by a process that is not visible to this process"),
+            pytest.raises(LockTimeoutError, match="by a process that is not visible to this process"),
         ):
             assert_restored(folder, 0)
 
@@ -121,7 +121,7 @@ def test_the_ring_of_another_run_is_not_waited_for(tmp_path: Path, two: dict[str
     began = time.monotonic()
     with _held(two["two"]):
         assert_restored(tmp_path, 2, run="one")
-    assert time.monotonic() - began < orphaned_rings._TAKEN_UP_S
+    assert time.monotonic() - began < orphaned_rings._ADOPTION_PATIENCE_S
     assert rings(tmp_path) == [two["two"]]
     assert_restored(tmp_path, 2, run="two")
 

@@ -92,16 +92,16 @@ def test_a_manifest_is_committed_during_collection(
     store.save(make_state(0), step=0)
     store.delete(0)
     plans = []
-    original = StoreReachability._look_at_packs
+    original = StoreReachability._read_packs
 
-    def look_at_packs(self: StoreReachability) -> None:
+    def read_packs(self: StoreReachability) -> None:
         if not plans:
             # Reuses all that this collection is about to free, and is done before it does.
             assert other.save(make_state(0), step=1).written_bytes == 0
         plans.append(self)
         original(self)
 
-    monkeypatch.setattr(StoreReachability, "_look_at_packs", look_at_packs)
+    monkeypatch.setattr(StoreReachability, "_read_packs", read_packs)
     store.gc()
     assert len(plans) == 2
     check_steps(store, {1: 0})
@@ -114,13 +114,13 @@ def test_collection_that_does_not_start_again_is_noticed(
     store, other = stores
     store.save(make_state(0), step=0)
     store.delete(0)
-    original = StoreReachability._look_at_packs
+    original = StoreReachability._read_packs
 
-    def look_at_packs(self: StoreReachability) -> None:
+    def read_packs(self: StoreReachability) -> None:
         other.save(make_state(0), step=1)
         original(self)
 
-    monkeypatch.setattr(StoreReachability, "_look_at_packs", look_at_packs)
+    monkeypatch.setattr(StoreReachability, "_read_packs", read_packs)
     monkeypatch.setattr(Transaction, "manifests", lambda _self: set())
     store.gc()
     with pytest.raises(RecoveryError):

@@ -262,7 +262,7 @@ def test_an_entry_of_another_capture_is_passed_over(folder: Path) -> None:
     with ring.open("r+b") as file:
         file.seek(CAPTURES_OFFSET + number * ENTRY_BYTES)
         file.write(encode_entry(CaptureEntry(offset, SaveId(b"another" * 2 + b"!!"), COMPLETE)))
-    with pytest.warns(SkippedCheckpointWarning, match="of another capture than its entry"):
+    with pytest.warns(SkippedCheckpointWarning, match="another capture than its entry"):
         assert_restored(folder, CAPTURED - 2, CAPTURED - 2)
     assert rings(folder) == []
 

@@ -178,7 +178,7 @@ def test_damage_met_in_use_is_noted_for_the_next_start(zygote: Zygote, tmp_path:
         check(str(path), TENSORS, [1, 3, 4])
         assert use(str(path), TENSORS, 11) == []
     assert "" in met, "a page that is needed to open it: repaired by the same start"
-    assert any("stop all processes that use it, the next start rebuilds it" in end for end in met)
+    assert any("stop all processes that use it: the next start rebuilds it" in end for end in met)
 
 
 def test_what_kills_every_writer_and_no_reader_kills_only_once(zygote: Zygote, tmp_path: Path) -> None:

@@ -84,7 +84,10 @@ def test_every_error_is_explained() -> None:
         ("```python\nprint(1 + 1)\n```\n\n```output\n3\n```\n", "the block"),
         ("```python\nprint('not shown')\n```\n", "the block"),
         ("```console\n$ echo right\nwrong\n```\n", "echo right"),
-        ("```console\n$ asymcheck inspect nowhere\nasymcheck: nowhere does not exist\n```\n", "inspect nowhere"),
+        (
+            "```console\n$ asymcheck inspect nowhere\nasymcheck: nowhere does not exist; check the path\n```\n",
+            "inspect nowhere",
+        ),
         ("```console\n$ false\n```\n", "false"),
         ("```console\n$ echo 'state 12 MiB, 3 packs'\nstate 9 MiB, 4 packs\n```\n", "echo"),
         ("```console\n$ true\nthis is not printed\n```\n", "true"),

@@ -15,7 +15,7 @@ from tests.remote.conftest import CONFIG, check_location, check_state, config
 
 def test_a_store_is_no_location(store: Path) -> None:
     """Its catalog says what a save relies on, and nobody who takes it for a location would ask."""
-    said = rf"a store that is saved to on a local drive .* give its path, {store}, instead"
+    said = rf"a local store .* give its path {store};"
     for location in (f"file://{store}", f"file://localhost{store}/"):
         with pytest.raises(InvalidInputError, match=said):
             Store.open(location, config=CONFIG, create=True)
@@ -30,7 +30,7 @@ def test_a_store_that_lost_its_descriptor_is_no_place_for_a_location(store: Path
     (store / "asymcheck.store").rename(store.parent / "aside")
     with Store.open(store.parent / "other", config=CONFIG, create=True) as other:
         other.save({"x": 1}, step=1)
-        with pytest.raises(StructureError, match=r"has lost its asymcheck\.store: it has manifests and packs"):
+        with pytest.raises(StructureError, match=r"has no asymcheck\.store, but it has manifests and packs"):
             other.push(f"file://{store}")
     assert not (store / "asymcheck.store").exists()
 
@@ -47,7 +47,7 @@ def test_a_location_is_named_as_it_can_be_given(store: Path, tmp_path: Path, nam
     check_location(str(parse_location(location)), 1)
     with pytest.raises(StoreNotFoundError) as caught:
         Store.open(f"{location}/nothing", config=CONFIG, create=True)
-    assert str(caught.value) == f"{parse_location(location)}/nothing does not exist"
+    assert f"{parse_location(location)}/nothing does not exist" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,6 @@ def test_packs_that_may_not_be_read_are_not_taken_for_damaged(
     monkeypatch.setattr(RemoteFiles, "_do", refused)
     with (
         Store.open(folder, config=CONFIG, create=True) as there,
-        pytest.raises(RemoteUnreachableError, match="may not look there"),
+        pytest.raises(RemoteUnreachableError, match="no permission"),
     ):
         there.load()

@@ -95,7 +95,7 @@ def test_a_place_where_nothing_can_be_created(store: Path, tmp_path: Path) -> No
     """The kernel's own folder, and a file in the way: an error of ours that names the place."""
     (tmp_path / "file").write_text("x")
     with Store.open(store, create=True) as opened:
-        with pytest.raises(StorageError, match=r"file:///proc/nope/heads: no directory can .*name another location"):
+        with pytest.raises(StorageError, match=r"file:///proc/nope/heads: cannot create this directory"):
             opened.push("file:///proc/nope")
-        with pytest.raises(StorageError, match=r"file/below/.* a file is where a directory is meant: name another"):
+        with pytest.raises(StorageError, match=r"file/below/.* a file has the name of a directory: choose another"):
             opened.push(f"file://{tmp_path}/file/below")

@@ -16,7 +16,7 @@ def test_one_process_has_one_mark_in_a_catalog(tmp_path: Path) -> None:
     folder = tmp_path / "open"
     first, second = CatalogUsers(Files(), folder), CatalogUsers(Files(), folder)
     first.put()
-    with pytest.raises(LockTimeoutError, match="has the store open by another path"):
+    with pytest.raises(LockTimeoutError, match="has opened the store by another path"):
         second.put()
     first.take_back()
     second.put()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from asymcheck.errors import UnsupportedFileSystemError
-from asymcheck.storage.nvme.mounts import NETWORK, file_system_type, refuse_network
+from asymcheck.storage.nvme.drives import NETWORK, file_system_type, refuse_network
 
 
 def _mount(point: str, kind: str, options: str = "shared:1") -> str:

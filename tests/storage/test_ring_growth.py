@@ -30,7 +30,7 @@ class Memory:
         self.left = 1 << 30
         self._is_first = True
         self._reserve, self._populate = os.posix_fallocate, ring_module.populate
-        monkeypatch.setattr(ring_module, "_GROWS_BY", PIECE)
+        monkeypatch.setattr(ring_module, "_GROWTH_BYTES", PIECE)
         monkeypatch.setattr(os, "posix_fallocate", self.reserve)
         monkeypatch.setattr(ring_module, "populate", self.populate)
 

@@ -28,7 +28,7 @@ from asymcheck.format.ring_records import (
     encode_entry,
     encode_ring_header,
 )
-from asymcheck.storage.shm import RingReader, remove_unread, ring_reader
+from asymcheck.storage.shm import RingReader, remove_unreadable_ring, ring_reader
 from asymcheck.types import SaveId
 from tests.storage.ring_cases import BLOCK, HEADER, SAVE, found, make_ring, payloads, put
 
@@ -224,7 +224,7 @@ def test_frames_of_another_ring_or_place_are_none(path: Path, tmp_path: Path) ->
 def test_a_ring_under_another_name_is_refused(path: Path) -> None:
     """Its frames would be looked for in the wrong store."""
     for name in ("x.ring", path.name.replace("10", "20", 1), path.name.replace("0f.", "00.")):
-        with pytest.raises(StructureError, match="its header is that of"):
+        with pytest.raises(StructureError, match="the header is that of"):
             RingReader(path.rename(path.with_name(name)))
         path.with_name(name).rename(path)
 
@@ -277,5 +277,5 @@ def test_a_ring_of_a_newer_program_stays(path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(UnsupportedVersionError):
         RingReader(path)
-    assert remove_unread(path) == "damaged"
+    assert remove_unreadable_ring(path) == "damaged"
     assert path.read_bytes() == data

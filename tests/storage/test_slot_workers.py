@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from asymcheck.storage.nvme import Slot, SlotPool, work_off
+from asymcheck.storage.nvme import Slot, SlotPool, run_with_slots
 
 
 def _names() -> list[str]:
@@ -24,7 +24,7 @@ def test_every_item_is_worked_on_once(threads: int) -> None:
         seen.update(_names())
         done.append(item)
 
-    work_off(range(50), work, slots=SlotPool(4, 1 << 20), payload_bytes=5000, threads=threads, name="test")
+    run_with_slots(range(50), work, slots=SlotPool(4, 1 << 20), payload_bytes=5000, threads=threads, name="test")
     assert sorted(done) == list(range(50))
     assert seen <= {f"asymcheck-test-{i}" for i in range(min(threads, 50))}
     assert _names() == []
@@ -32,7 +32,9 @@ def test_every_item_is_worked_on_once(threads: int) -> None:
 
 def test_no_item_needs_no_thread() -> None:
     """Nothing to do is done at once."""
-    work_off([], lambda _item, _slot: pytest.fail("called"), slots=SlotPool(1, 1), payload_bytes=0, threads=4, name="x")
+    run_with_slots(
+        [], lambda _item, _slot: pytest.fail("called"), slots=SlotPool(1, 1), payload_bytes=0, threads=4, name="x"
+    )
 
 
 def test_threads_that_work_together_have_slots_of_their_own() -> None:
@@ -45,7 +47,7 @@ def test_threads_that_work_together_have_slots_of_their_own() -> None:
         slots.append(id(slot))
         start.wait(60)
 
-    work_off(range(4), work, slots=SlotPool(2, 1 << 20), payload_bytes=10, threads=4, name="test")
+    run_with_slots(range(4), work, slots=SlotPool(2, 1 << 20), payload_bytes=10, threads=4, name="test")
     assert len(set(slots)) == 4
 
 
@@ -59,7 +61,7 @@ def test_the_first_failure_stops_the_others_and_is_raised() -> None:
         done.append(item)
 
     with pytest.raises(ZeroDivisionError):
-        work_off(range(10_000), work, slots=SlotPool(1, 1), payload_bytes=10, threads=1, name="test")
+        run_with_slots(range(10_000), work, slots=SlotPool(1, 1), payload_bytes=10, threads=1, name="test")
     assert done == [0, 1, 2]
     assert _names() == []
 
@@ -81,7 +83,7 @@ def test_an_interrupt_waits_for_the_threads() -> None:
         finished.append(item)
 
     with pytest.raises(KeyboardInterrupt):
-        work_off(range(1000), work, slots=SlotPool(2, 1 << 20), payload_bytes=10, threads=2, name="test")
+        run_with_slots(range(1000), work, slots=SlotPool(2, 1 << 20), payload_bytes=10, threads=2, name="test")
     assert sorted(finished) == sorted(begun)
     time.sleep(0.15)
     assert sorted(finished) == sorted(begun) == list(range(len(begun)))
@@ -107,6 +109,6 @@ def test_a_thread_that_cannot_be_started_stops_those_that_run(monkeypatch: pytes
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(RuntimeError, match="new thread"):
-        work_off(range(50), work, slots=SlotPool(1, 1), payload_bytes=1, threads=4, name="test")
+        run_with_slots(range(50), work, slots=SlotPool(1, 1), payload_bytes=1, threads=4, name="test")
     assert sorted(finished) == sorted(begun)
     assert len(begun) < 10

@@ -22,7 +22,7 @@ from asymcheck.errors import (
     UnsupportedFileSystemError,
 )
 from asymcheck.storage.nvme import catalog as catalog_module
-from asymcheck.storage.nvme import mounts, tier
+from asymcheck.storage.nvme import drives, tier
 from tests.store.equality import assert_same, directory_content
 
 _FORKING = """
@@ -224,7 +224,7 @@ def test_a_network_file_system_is_refused_for_writing(store_path: Path, monkeypa
     mountinfo = f"1 0 0:1 / / rw - ext4 /dev/sda1 rw\n2 1 0:2 / {store_path} rw shared:7 - nfs4 server:/x rw\n"
 
     def refuse(path: Path) -> None:
-        mounts.refuse_network(path, mountinfo)
+        drives.refuse_network(path, mountinfo)
 
     monkeypatch.setattr(tier, "refuse_network", refuse)
     with pytest.raises(UnsupportedFileSystemError, match=r"network file system \(nfs4\)"):
@@ -369,7 +369,7 @@ def test_packs_without_the_folder_of_manifests_are_no_garbage(store_path: Path, 
     with Store.open(store_path, create=True) as store:
         store.save({"a": torch.randn(100_000)}, step=1)
     (store_path / "manifests").rename(store_path.parent / "elsewhere")
-    with pytest.raises(StructureError, match="its folder manifests is gone: put it back"):
+    with pytest.raises(StructureError, match="folder manifests is missing"):
         Store.open(store_path, read_only=read_only)
     (store_path.parent / "elsewhere").rename(store_path / "manifests")
     with Store.open(store_path, read_only=read_only) as store:
@@ -385,7 +385,7 @@ def test_a_store_that_is_taken_away_while_it_is_open_is_not_empty(store_path: Pa
     with Store.open(store_path, read_only=read_only) as store:
         store_path.rename(store_path.parent / "elsewhere")
         for ask in (store.checkpoints, store.runs, store.load, lambda: store.restore(into=state, fall_back=True)):
-            with pytest.raises(StorageError, match=r"store .* is not there any more: was it moved"):
+            with pytest.raises(StorageError, match=r"store .* does not exist any more: was it moved"):
                 ask()
         (store_path.parent / "elsewhere").rename(store_path)
         assert [checkpoint.step for checkpoint in store.checkpoints()] == [1]

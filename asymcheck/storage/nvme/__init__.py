@@ -1,4 +1,4 @@
-"""The NVMe tier: packs written by direct I/O, manifests as files, and the catalog in LMDB."""
+"""Local store on NVMe: packs written by direct I/O, manifest files, and the LMDB catalog."""
 
 from asymcheck.storage.base_frames import BaseFrames, bases_in
 from asymcheck.storage.local_files import Files, OpenFile
@@ -7,10 +7,8 @@ from asymcheck.storage.nvme.catalog import Catalog, Transaction
 from asymcheck.storage.nvme.manifests import ManifestFiles
 from asymcheck.storage.nvme.pack_reader import PackFile
 from asymcheck.storage.nvme.pack_writer import PackWriter
-from asymcheck.storage.nvme.scratch import scratch, seal_scratch_pack
-from asymcheck.storage.nvme.slot_workers import work_off
-from asymcheck.storage.nvme.tier import NvmeTier
-from asymcheck.storage.slots import Slot, SlotPool
+from asymcheck.storage.nvme.tier import NvmeTier, scratch, seal_scratch_pack
+from asymcheck.storage.slots import Slot, SlotPool, run_with_slots
 
 __all__ = [
     "BaseFrames",
@@ -26,7 +24,7 @@ __all__ = [
     "SlotPool",
     "Transaction",
     "bases_in",
+    "run_with_slots",
     "scratch",
     "seal_scratch_pack",
-    "work_off",
 ]

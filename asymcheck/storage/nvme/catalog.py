@@ -1,12 +1,14 @@
-"""The catalog: an LMDB environment that says where partitions lie (SPEC.md §7.5). An index, never the truth.
+"""Catalog of a store: an LMDB index from digests to packs, never authoritative (SPEC.md §7.5).
 
-LMDB maps its file without checksums, so damage can read back as other values or kill the process. Hence: every value
-has a checksum; reads for a restore do not come here at all; after an unclean end the file is not trusted but rebuilt
-from the packs, or, beside other processes that use it, walked in a child process first; and what goes wrong in use is
-noted for the next start, which sets the file aside and rebuilds it.
+LMDB maps its file without checksums. Damage can therefore read back as wrong values, or kill the process:
 
-Transactions are not synced: they survive the death of the process, not a power loss. A power loss leaves the marks of
-its processes, which are durable before their first transaction, and the next start rebuilds the catalog.
+- Every value has a checksum, and restores do not read the catalog.
+- After an unclean end, the catalog is rebuilt from the packs. If other processes use it, a child process checks it.
+- An error in use is recorded. The next start then moves the file aside and rebuilds the catalog.
+
+Transactions are not synced. They survive the death of the process, but not a power loss. After a power loss, the marks
+of the lost processes remain, because marks are durable before the first transaction. The next start then rebuilds the
+catalog.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from asymcheck.storage import process_identity
 from asymcheck.storage.local_files import DESCRIPTORS, Files, reserve, try_lock, unlock, wait_lock
 from asymcheck.types import Digest, Location, Owner, PackId
 
-# Errors that say nothing about the bytes in the file.
+# Errors that do not indicate damage of the file.
 _NO_DAMAGE = (
     lmdb.BadRslotError,
     lmdb.LockError,
@@ -48,7 +50,7 @@ _READER_BYTES = 64
 _DATABASES = ("meta", "partitions", "packs", "manifests", "pins")
 _NO_ROOM_BYTES = 1 << 20
 _WALK_TIMEOUT_S = 600
-# It imports nothing of this package, which would load torch.
+# The child process imports nothing of this package, which would load torch.
 _WALK = """
 import lmdb, sys, xxhash
 env = lmdb.open(sys.argv[1], readonly=True, lock=False, max_dbs=8, map_size=int(sys.argv[2]))
@@ -62,7 +64,7 @@ with env.begin() as txn:
 
 
 class Transaction:
-    """One transaction on the catalog; all methods are for the thread that began it."""
+    """Transaction on the catalog. Use it on the thread that began it."""
 
     def __init__(self, transaction: lmdb.Transaction, databases: dict[str, Any]) -> None:
         """Wrap an LMDB transaction; use :meth:`Catalog.read` or :meth:`Catalog.write`."""
@@ -74,39 +76,39 @@ class Transaction:
         return None if value is None else bytes(value)
 
     def location(self, digest: Digest) -> Location | None:
-        """Return where a partition lies; None when it is unknown or the entry is damaged."""
+        """Return the location of a partition; None if it is unknown or the entry is damaged."""
         value = self._get(digest, "partitions")
         return None if value is None else codec.decode_location(digest, value)
 
     def put_location(self, digest: Digest, location: Location) -> None:
-        """Enter a partition, replacing what was known of it."""
+        """Set the location of a partition."""
         self._txn.put(digest, codec.encode_location(digest, location), db=self._db["partitions"])
 
     def forget_location(self, digest: Digest, pack_id: PackId) -> None:
-        """Remove a partition's entry if it points into ``pack_id``."""
+        """Remove the entry of a partition if it points into ``pack_id``."""
         location = self.location(digest)
         if location is None or location.pack_id == pack_id:
             self._txn.delete(digest, db=self._db["partitions"])
 
     def delete_location(self, digest: Digest) -> None:
-        """Remove a partition's entry, wherever it points."""
+        """Remove the entry of a partition."""
         self._txn.delete(digest, db=self._db["partitions"])
 
     def pack_state(self, pack_id: PackId) -> int | None:
-        """Return a pack's state number; None when it is unknown or the entry is damaged."""
+        """Return the state number of a pack; None if it is unknown or the entry is damaged."""
         value = self._get(pack_id, "packs")
         return None if value is None else codec.decode_pack_state(pack_id, value)
 
     def put_pack(self, pack_id: PackId, state: int, frame_count: int, pack_length: int) -> None:
-        """Enter a pack."""
+        """Set the entry of a pack."""
         self._txn.put(pack_id, codec.encode_pack_entry(pack_id, state, frame_count, pack_length), db=self._db["packs"])
 
     def delete_pack(self, pack_id: PackId) -> None:
-        """Remove a pack's entry."""
+        """Remove the entry of a pack."""
         self._txn.delete(pack_id, db=self._db["packs"])
 
     def pack_states(self) -> dict[PackId, int | None]:
-        """Return the state numbers of all packs entered; None for a damaged entry."""
+        """Return the state numbers of all packs; None for a damaged entry."""
         cursor = self._txn.cursor(db=self._db["packs"])
         return {PackId(bytes(key)): codec.decode_pack_state(bytes(key), bytes(value)) for key, value in cursor}
 
@@ -115,46 +117,46 @@ class Transaction:
         return [pack_id for pack_id, state in self.pack_states().items() if state == registry.PACK_FREED]
 
     def put_manifest(self, key: bytes, size: int) -> None:
-        """Enter a committed manifest."""
+        """Add a committed manifest."""
         self._txn.put(key, codec.encode_manifest_entry(key, size), db=self._db["manifests"])
 
     def delete_manifest(self, key: bytes) -> None:
-        """Remove a manifest's entry."""
+        """Remove the entry of a manifest."""
         self._txn.delete(key, db=self._db["manifests"])
 
     def manifests(self) -> set[bytes]:
-        """Return the keys of all manifests entered; damaged entries count as absent."""
+        """Return the keys of all manifests. Damaged entries count as absent."""
         cursor = self._txn.cursor(db=self._db["manifests"])
         return {bytes(key) for key, value in cursor if codec.unseal(bytes(key), bytes(value)) is not None}
 
     def put_pin(self, key: bytes, owner: Owner, packs: Iterable[PackId]) -> None:
-        """Protect packs from collection until :meth:`delete_pin`, or until the owner is dead."""
+        """Pin packs, so that collection keeps them until :meth:`delete_pin` or the death of the owner."""
         self._txn.put(key, codec.encode_pin(key, owner, list(packs)), db=self._db["pins"])
 
     def delete_pin(self, key: bytes) -> None:
-        """Give up a pin."""
+        """Remove a pin."""
         self._txn.delete(key, db=self._db["pins"])
 
     def pins(self) -> dict[bytes, tuple[Owner, list[PackId]]]:
         """Return all pins.
 
         Raises:
-            CatalogError: a pin is damaged, so that what it protects is unknown.
+            CatalogError: a pin is damaged, so its packs are unknown.
         """
-        found = {}
+        pins = {}
         for key, value in self._txn.cursor(db=self._db["pins"]):
             pin = codec.decode_pin(bytes(key), bytes(value))
             if pin is None:
                 raise CatalogError(
-                    "a pin in the catalog is damaged; stop all processes that use the store, the next start rebuilds it"
+                    "a pin in the catalog is damaged; stop all processes that use the store: the next start rebuilds it"
                 )
-            found[bytes(key)] = pin
-        return found
+            pins[bytes(key)] = pin
+        return pins
 
     def still_dead(self, pins: Mapping[bytes, Owner]) -> set[bytes]:
-        """Return the keys of those :meth:`Catalog.dead_pins` that still protect nothing.
+        """Return the keys of the :meth:`Catalog.dead_pins` that are still dead.
 
-        Another process may take up a save that was killed, and pin packs under the same key.
+        Another process may have adopted a killed save, and pinned packs under the same key.
         """
         return {
             key
@@ -164,16 +166,16 @@ class Transaction:
         }
 
     def locations(self) -> Iterator[tuple[Digest, Location | None]]:
-        """Yield every partition's entry; None for a damaged one."""
+        """Yield the entries of all partitions; None for a damaged entry."""
         for key, value in self._txn.cursor(db=self._db["partitions"]):
             yield Digest(bytes(key)), codec.decode_location(bytes(key), bytes(value))
 
     def put_store_id(self, store_id: bytes) -> None:
-        """Mark the catalog as complete and belonging to a store."""
+        """Mark the catalog as complete, with the id of its store."""
         self._txn.put(b"store_id", codec.seal(b"store_id", store_id), db=self._db["meta"])
 
     def store_id(self) -> bytes | None:
-        """Return the id of the store this catalog belongs to; None before it is complete."""
+        """Return the id of the store; None before the catalog is complete."""
         value = self._get(b"store_id", "meta")
         return None if value is None else codec.unseal(b"store_id", value)
 
@@ -182,15 +184,15 @@ Populate = Callable[[Transaction], None]
 
 
 class CatalogUsers:
-    """The folder ``open`` of a catalog: a file for each process that has it open, locked for as long as it lives.
+    """Marks of the processes that use a catalog: one locked file per process in the folder ``open``.
 
-    A process that was killed leaves its mark, and the lock on it is gone: so it is found to be dead also from another
-    PID namespace, as when a container is started again on the same node. A mark is durable before the first transaction
-    of its process, because transactions are not: after a power loss it tells that the catalog cannot be trusted.
+    The mark of a killed process has no lock. Its death is therefore visible from another PID namespace, for instance in
+    a restarted container. A mark is durable before the first transaction of its process, which is not durable itself. A
+    mark that remains after a power loss shows that the catalog cannot be trusted.
     """
 
     def __init__(self, files: Files, folder: Path) -> None:
-        """Create the folder if it is missing; its parent is the catalog's folder."""
+        """Create ``folder`` and its parent, the folder of the catalog, if they are missing."""
         self._files = files
         self._folder = folder
         self._own: tuple[Path, int] | None = None
@@ -198,10 +200,10 @@ class CatalogUsers:
         files.make_directory(folder)
 
     def put(self) -> None:
-        """Mark durably that this process uses the catalog. The caller holds the catalog's lock, as readers of marks do.
+        """Create the mark of this process durably. Writers and readers of marks hold the lock of the catalog.
 
         Raises:
-            LockTimeoutError: this process has one there already, by another path to it.
+            LockTimeoutError: this process has opened the catalog by another path.
         """
         path = self._path(process_identity.this_process())
         try:
@@ -212,14 +214,16 @@ class CatalogUsers:
             descriptor = DESCRIPTORS.open(self._files.open_existing, path)
         if not try_lock(descriptor, exclusive=True):
             DESCRIPTORS.close(descriptor)
-            raise LockTimeoutError(f"{path} is locked: this process has the store open by another path, too")
+            raise LockTimeoutError(
+                f"cannot lock {path}: this process has opened the store by another path; use one path"
+            )
         self._own = path, descriptor
-        # Every directory entry that leads to the mark, also those that a process created which was killed then.
+        # Sync every parent directory, because a process that created one may have been killed before its sync.
         for folder in (self._folder, self._folder.parent, self._folder.parent.parent):
             self._files.sync_directory(folder)
 
     def take_back(self) -> None:
-        """Unmark. A mark that cannot be removed is left without its lock, as that of a process that was killed."""
+        """Remove the mark of this process. A mark that cannot be removed loses its lock, as after a kill."""
         if self._own is not None:
             path, descriptor = self._own
             self._own = None
@@ -228,8 +232,8 @@ class CatalogUsers:
             finally:
                 DESCRIPTORS.close(descriptor)
 
-    def of_others(self) -> tuple[list[Path], dict[Path, Owner]]:
-        """Return the marks of the dead, and those of living processes, but not this one's."""
+    def other_marks(self) -> tuple[list[Path], dict[Path, Owner]]:
+        """Return the marks of dead processes, and the marks of other living processes."""
         dead: list[Path] = []
         alive: dict[Path, Owner] = {}
         own = self._path(process_identity.this_process())
@@ -246,10 +250,10 @@ class CatalogUsers:
         return dead, alive
 
     def is_dead(self, owner: Owner) -> bool:
-        """Tell whether a process is certainly dead, or uses the catalog no more."""
+        """Tell whether a process is certainly dead or has closed the catalog."""
         if process_identity.is_dead(owner):
             return True
-        if process_identity.is_near(owner):
+        if process_identity.is_visible(owner):
             return False
         try:
             descriptor = DESCRIPTORS.open(os.open, self._path(owner), os.O_RDONLY | os.O_CLOEXEC)
@@ -268,14 +272,14 @@ class CatalogUsers:
 
 
 class Catalog:
-    """One open catalog. LMDB allows one environment per process and path, so get it from :func:`open_catalog`."""
+    """Open catalog. Use :func:`open_catalog`, because LMDB allows one environment per process and path."""
 
     def __init__(
         self, files: Files, path: Path, store_id: bytes, config: StoreConfig, populate: Populate, *, anew: bool = False
     ) -> None:
-        """Open the environment in ``path``; ``populate`` fills it from the packs when it is new.
+        """Open the LMDB environment in ``path``; rebuild it by ``populate`` if it is new, damaged or of another store.
 
-        Or when it is damaged, of another store, or to be made ``anew``, unless a living process uses it.
+        With ``anew``, rebuild the catalog unless another living process uses it.
         """
         self.path = path
         self._config = config
@@ -289,7 +293,7 @@ class Catalog:
             stack.callback(DESCRIPTORS.close, self._lock_descriptor)
             stack.callback(self._marks.take_back)
             with self._writer_lock():
-                self._refuse_namesake()
+                self._refuse_same_pid()
                 self._set_aside_if_damaged(anew=anew)
                 self._marks.put()
                 try:
@@ -306,7 +310,7 @@ class Catalog:
         return self.path / "open" / "damaged"
 
     def _open(self, store_id: bytes, populate: Populate) -> None:
-        # LMDB maps it. Before LMDB opens it: to close it later would drop LMDB's locks.
+        # Reserve before LMDB opens and maps the file: closing the file later would drop the locks of LMDB.
         reserve(self.path / "lock.mdb", _READER_BYTES * self._config.catalog_readers + registry.BLOCK_BYTES)
         with self._lmdb_errors(), contextlib.ExitStack() as stack:
             self._env = lmdb.open(
@@ -329,21 +333,21 @@ class Catalog:
                     emit("catalog.rebuilt", str(self.path))
             stack.pop_all()
 
-    def _refuse_namesake(self) -> None:
-        """Refuse to work beside a process of this one's number: LMDB knows its readers by their numbers alone."""
-        _, alive = self._marks.of_others()
+    def _refuse_same_pid(self) -> None:
+        """Raise if a process with the same PID uses the catalog, because LMDB identifies its readers by PID."""
+        _, alive = self._marks.other_marks()
         if any(owner.pid == self._owner.pid for owner in alive.values()):
             raise CatalogError(
-                f"the catalog {self.path} is in use by a process of another PID namespace that has this one's number, "
-                f"{self._owner.pid}: give their containers one PID namespace, or each a store of its own"
+                f"cannot open catalog {self.path}: a process with the same PID {self._owner.pid}, in another PID "
+                "namespace, uses it. Run the containers in one PID namespace, or give each container a separate store"
             )
 
     def _set_aside_if_damaged(self, *, anew: bool = False) -> None:
-        dead, alive = self._marks.of_others()
+        dead, alive = self._marks.other_marks()
         noted = self._damage_note.exists()
         if (dead or anew) and not alive and not noted:
-            # The damage that killed the last user may be where no walk finds it: LMDB asserts more when it writes.
-            # And reading the indexes of all packs takes about as long as a walk.
+            # Rebuild without a check. A check cannot find all damage, because LMDB asserts more when it writes. Reading
+            # the indexes of all packs takes about as long as the check.
             for name in _FILES:
                 (self.path / name).unlink(missing_ok=True)
         elif (self.path / "data.mdb").exists() and (
@@ -351,9 +355,9 @@ class Catalog:
         ):
             if alive:
                 raise CatalogError(
-                    f"the catalog {self.path} is damaged and in use by "
+                    f"catalog {self.path} is damaged and in use by "
                     f"{', '.join(map(process_identity.describe, alive.values()))}; "
-                    "stop them: the next start rebuilds it"
+                    "stop these processes: the next start rebuilds it"
                 )
             aside = self.path.with_name(layout.catalog_set_aside_name(time.time_ns()))
             aside.mkdir()
@@ -361,14 +365,14 @@ class Catalog:
                 with contextlib.suppress(FileNotFoundError):
                     (self.path / name).rename(aside / name)
         self._damage_note.unlink(missing_ok=True)
-        # Beside living users the marks of the dead stay, for the first start that finds none.
+        # While other processes use the catalog, keep the marks of dead processes for a later start.
         for marker in () if alive else dead:
             marker.unlink(missing_ok=True)
 
     def dead_pins(self) -> dict[bytes, Owner]:
-        """Return by key the owners of pins that protect nothing more: a process has ended, or its save has.
+        """Return the owners of dead pins by key. A pin is dead if its process or its save has ended.
 
-        Call this before listing the manifests, which then include all that these owners committed.
+        Call this before listing the manifests. The listing then includes all manifests of these owners.
         """
         with self.read() as transaction:
             pins = transaction.pins().items()
@@ -380,23 +384,23 @@ class Catalog:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Transaction]:
-        """Begin a read transaction; keep it short, it holds old pages alive."""
+        """Begin a read transaction. Keep it short, because it keeps old pages alive."""
         with self._lmdb_errors(), self._env.begin() as txn:
             yield Transaction(txn, self._db)
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Transaction]:
-        """Begin a write transaction that outlives this process when the block ends, and is void when it raises.
+        """Begin a write transaction. Commit it when the block ends; abort it if the block raises.
 
         Raises:
-            LockTimeoutError: another process holds the writer lock; the message names it.
+            LockTimeoutError: another process, named in the message, holds the writer lock.
         """
         with self._writer_lock(), self._lmdb_errors(), self._env.begin(write=True) as txn:
             yield Transaction(txn, self._db)
 
     @contextlib.contextmanager
     def _lmdb_errors(self) -> Iterator[None]:
-        """Give errors of LMDB their types; what means damage is noted, and the next start sets the catalog aside."""
+        """Translate LMDB errors. Record damage, so that the next start moves the catalog aside."""
         try:
             yield
         except lmdb.Error as error:
@@ -408,14 +412,14 @@ class Catalog:
                 raise CatalogError(f"catalog {self.path}: {error}") from error
             self._note_damage()
             raise CatalogError(
-                f"catalog {self.path}: {error}; stop all processes that use it, the next start rebuilds it"
+                f"catalog {self.path}: {error}; stop all processes that use it: the next start rebuilds it"
             ) from error
         except CatalogError:
             self._note_damage()
             raise
 
     def _is_full(self, message: str) -> bool:
-        # LMDB calls a write that the disk took only in part an input/output error.
+        # LMDB reports a partial write to a full disk as an input/output error.
         exhausted = shutil.disk_usage(self.path).free < _NO_ROOM_BYTES
         return "No space left" in message or ("Input/output error" in message and exhausted)
 
@@ -425,16 +429,16 @@ class Catalog:
 
     @contextlib.contextmanager
     def _writer_lock(self) -> Iterator[None]:
-        # LMDB's own lock waits for ever and names nobody; this one has a deadline and says who holds it.
+        # The lock of LMDB has no timeout and does not name its holder.
         timeout = self._config.lock_timeout_s
         if not self._thread_lock.acquire(timeout=timeout):
             raise LockTimeoutError(
-                f"the catalog {self.path} was locked by another thread of this process for {timeout:g} s"
+                f"catalog {self.path} was locked by another thread of this process for {timeout:g} s; try again"
             )
         try:
             if not wait_lock(self._lock_descriptor, timeout, exclusive=True):
                 raise LockTimeoutError(
-                    f"the catalog {self.path} was locked for {timeout:g} s by {self._holder()}; stop it, or wait"
+                    f"catalog {self.path} was locked for {timeout:g} s by {self._holder()}; stop that process, or wait"
                 )
             os.pwrite(self._lock_descriptor, f"{self._owner.pid:<20}".encode(), 0)
             try:
@@ -452,10 +456,10 @@ class Catalog:
         return process_identity.describe(Owner(int(text), 0, "", ""))
 
     def close(self) -> None:
-        """Make the catalog durable, close it, and remove the mark that this process uses it.
+        """Sync and close the catalog, then remove the mark of this process.
 
         Raises:
-            CatalogError: the device refused; the next start rebuilds the catalog.
+            CatalogError: the sync failed; the next start rebuilds the catalog.
         """
         with contextlib.ExitStack() as stack:
             stack.callback(DESCRIPTORS.close, self._lock_descriptor)
@@ -470,10 +474,7 @@ class Catalog:
 
 
 def _is_intact(path: Path, map_bytes: int) -> bool:
-    """Tell whether every entry of the catalog in ``path`` can be read and has the right checksum.
-
-    A child process walks it: a damaged map may kill who walks it.
-    """
+    """Check every entry of the catalog in ``path`` in a child process, because a damaged map may kill its reader."""
     command = [sys.executable, "-c", _WALK, str(path), str(map_bytes)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
@@ -490,18 +491,16 @@ _open_lock = threading.Lock()
 def open_catalog(
     files: Files, path: Path, store_id: bytes, config: StoreConfig, populate: Populate, *, anew: bool = False
 ) -> Catalog:
-    """Return this process's catalog for ``path``, opening it if it is not open yet.
+    """Return the catalog of this process for ``path``; open it if needed. Call :func:`release_catalog` afterwards.
 
-    With ``anew`` an existing catalog is dropped first, unless a process (also this one) has it open.
-
-    Give it back with :func:`release_catalog`.
+    With ``anew``, drop an existing catalog first, unless this or another process has it open.
     """
     key = (os.getpid(), os.path.realpath(path))
-    if any(where == key[1] and pid != key[0] for pid, where in _open_catalogs):
-        # LMDB cannot: to open it beside what was inherited, or to close that, would take the parent's locks away.
+    if any(open_path == key[1] and pid != key[0] for pid, open_path in _open_catalogs):
+        # Opening a second LMDB environment, or closing the inherited one, would drop the locks of the parent.
         raise ForkedStoreError(
-            f"the process that this one was forked from had opened the catalog {path}, so the store can only "
-            "be read here; start this process by 'spawn', or fork before the first save"
+            f"cannot write in a forked process: the parent process had opened the catalog {path}. "
+            "Start this process by 'spawn', or fork before the first save"
         )
     with _open_lock:
         catalog, users = _open_catalogs.get(key, (None, 0))
@@ -512,7 +511,7 @@ def open_catalog(
 
 
 def release_catalog(catalog: Catalog) -> None:
-    """Give a catalog back; the last user closes it."""
+    """Release a catalog; the last release closes it."""
     key = (os.getpid(), os.path.realpath(catalog.path))
     with _open_lock:
         _, users = _open_catalogs[key]

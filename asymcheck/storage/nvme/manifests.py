@@ -1,4 +1,4 @@
-"""Manifests and head records of a store: publishing and removing them (SPEC.md §8)."""
+"""Publication and removal of manifests and head records in a local store (SPEC.md §8)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from asymcheck.types import CheckpointRef
 
 
 class ManifestFiles(ManifestReader):
-    """The folders ``manifests`` and ``heads`` of a store, to be written as well."""
+    """Reader and writer of the folders ``manifests`` and ``heads`` of a store."""
 
     _files: Files
     _root: Path
@@ -35,29 +35,29 @@ class ManifestFiles(ManifestReader):
         super().__init__(files, root)
         self._manifests = root / layout.MANIFESTS
         self._heads = root / layout.HEADS
-        self._lasting: set[Path] = set()
+        self._synced: set[Path] = set()
         self._spans: dict[bytes, Spans | None] = {}
 
     def _names(self, path: PurePath) -> list[str]:
-        # A drive that was unmounted, or a store that was moved while it is open, has no folders at all.
+        # An unmounted drive, or a store that was moved while open, has no folders.
         names = super()._names(path)
         if not names:
             with translated("look at", self._root):
-                is_there = (self._root / layout.DESCRIPTOR_NAME).exists()
-            if not is_there:
+                exists = (self._root / layout.DESCRIPTOR_NAME).exists()
+            if not exists:
                 raise StorageError(
-                    f"store {self._root} is not there any more: was it moved, removed, or its drive unmounted? Put it "
-                    "back, then open it again"
+                    f"store {self._root} does not exist any more: was it moved, removed, or its drive unmounted? "
+                    "Restore the directory, then open the store again"
                 )
         return names
 
     def listing(self, run: str, ref: CheckpointRef) -> CheckpointFiles:
-        """Return the files in the folder of one checkpoint, and the ranks whose manifests belong there."""
-        found = super().listing(run, ref)
-        return found if found.is_whole else dataclasses.replace(found, store_ranks=self._store_ranks(found))
+        """Return the manifests in the folder of one checkpoint, and the ranks that save into this store."""
+        listing = super().listing(run, ref)
+        return listing if listing.is_whole else dataclasses.replace(listing, store_ranks=self._store_ranks(listing))
 
     def _store_ranks(self, listing: CheckpointFiles) -> Spans | None:
-        """Return which ranks save into this store, as their manifests say; None when all do, or none can be read."""
+        """Return the ranks that save into this store, from their manifests; None for all ranks, or if unreadable."""
         present = {name.rank for name in listing.manifests}
         for name in listing.manifests:
             if name.digest not in self._spans:
@@ -68,7 +68,7 @@ class ManifestFiles(ManifestReader):
                 except (FormatError, MissingPartitionError, StorageError):
                     continue
             spans = self._spans[name.digest]
-            # One that was copied here from another place may name other ranks.
+            # A manifest that was copied from another store may name other ranks.
             if spans is None or present.issuperset(ranks_in(spans)):
                 return spans
         return next((self._spans.get(name.digest) for name in listing.manifests if name.digest in self._spans), None)
@@ -78,19 +78,19 @@ class ManifestFiles(ManifestReader):
         return self._manifests / run / layout.checkpoint_name(ref)
 
     def publish(self, run: str, ref: CheckpointRef, rank: int, world_size: int, data: bytes) -> ManifestName:
-        """Commit a manifest: when this returns, the rank's part of the checkpoint is durable.
+        """Commit a manifest. The rank's part of the checkpoint is then durable.
 
         Raises:
-            StorageError: the device refused; or somebody removed the folder of the checkpoint meanwhile.
+            StorageError: a write failed, or another process removed the folder of the checkpoint.
         """
         name = ManifestName(rank, world_size, digest(data))
         directory = self.directory(run, ref)
         temporary = directory / f"{rank:05d}-{os.urandom(8).hex()}{layout.TEMPORARY}"
         try:
             self._make_run(self._manifests, run)
-            self._make_head_last(run, ref.generation)
+            self._sync_head(run, ref.generation)
             self._files.make_directory(directory)
-            # Also when another rank made it: that rank may not have synced it yet.
+            # Sync even if another rank created the directory, because that rank may not have synced yet.
             self._files.sync_directory(directory.parent)
             emit("manifest.directory_created", directory.name)
             try:
@@ -104,12 +104,12 @@ class ManifestFiles(ManifestReader):
             emit("manifest.renamed", str(name))
             self._files.sync_directory(directory)
         except FileNotFoundError as error:
-            raise StorageError(f"{directory} was removed while the manifest was being written") from error
+            raise StorageError(f"{directory} was removed while the manifest was being written; save again") from error
         emit("manifest.committed", str(name), len(data))
         return name
 
     def withdraw(self, run: str, ref: CheckpointRef, rank: int) -> None:
-        """Take back what a save that failed has published of one rank, durably, with its temporary files."""
+        """Remove the manifest and temporary files of one rank durably, after a failed save."""
         directory = self.directory(run, ref)
         names = [name for name in self._files.list(directory) if name.startswith(f"{rank:05d}-")]
         for name in names:
@@ -120,7 +120,7 @@ class ManifestFiles(ManifestReader):
             self._files.sync_directory(directory.parent)
 
     def remove(self, run: str, ref: CheckpointRef) -> None:
-        """Delete a checkpoint: its manifests first of all, durably, then its folder."""
+        """Delete a checkpoint durably: first its manifests, then its folder."""
         directory = self.directory(run, ref)
         for name in self._files.list(directory):
             if layout.parse_manifest_name(name) is not None:
@@ -128,12 +128,12 @@ class ManifestFiles(ManifestReader):
         try:
             self._files.sync_directory(directory)
         except FileNotFoundError:
-            # Collection, or another deletion, has removed the folder by now: then it is its absence that must last.
+            # A collection or another deletion has removed the folder. Make the removal durable.
             self._files.sync_directory(directory.parent)
         self.remove_empty(run, ref)
 
     def remove_empty(self, run: str, ref: CheckpointRef) -> None:
-        """Remove the folder of a checkpoint that has no manifest, with temporary files that a crash left."""
+        """Remove the folder of a checkpoint without manifests, including temporary files of a crash."""
         directory = self.directory(run, ref)
         names = self._files.list(directory)
         if all(name.endswith(layout.TEMPORARY) for name in names):
@@ -143,28 +143,28 @@ class ManifestFiles(ManifestReader):
                 self._files.sync_directory(directory.parent)
 
     def temporary_heads(self) -> list[Path]:
-        """Return the files of head records that are being written, or were when a process was killed."""
+        """Return the temporary files of head records, of running and of killed writers."""
         runs = [self._heads / run for run in self._files.list(self._heads) if layout.is_run(run)]
         return [run / name for run in runs for name in self._files.list(run) if layout.is_record_temporary(name)]
 
     def repair_head(self, run: str, generation: int) -> bool:
-        """Write a head record again when one of its copies is damaged or cut off; return whether it was.
+        """Rewrite a head record if one of its copies is damaged or truncated; return whether it was.
 
         Raises:
-            FormatError: no copy is intact, or it contradicts its path.
+            FormatError: no copy is intact, or the record contradicts its path.
         """
         path = self._heads / run / layout.head_name(generation)
         data = self._files.read_small(path, RECORD_BYTES) or b""
         whole = repaired_record(data)
         if whole == data:
             return False
-        # Without an intact copy this raises.
+        # Raises if no copy is intact.
         decode_head_of(run, generation, whole or data)
         self._files.replace_record(path, whole or data)
         return True
 
     def publish_head(self, head: HeadRecord) -> bool:
-        """Write a head record durably; return False when its generation is taken."""
+        """Write a head record durably; return False if the generation has a head record."""
         self._make_run(self._heads, head.run)
         path = self._heads / head.run / layout.head_name(head.generation)
         published = self._files.publish_record(path, encode_head(head))
@@ -173,41 +173,41 @@ class ManifestFiles(ManifestReader):
         return published
 
     def take_head(self, head: HeadRecord) -> None:
-        """Have a head record that another store of the job has, durably.
+        """Copy a head record of another store of the job into this store, durably.
 
         Raises:
-            HeadRecordError: the generation has another one here: this store is of another training.
+            HeadRecordError: this store has a different head record of the generation, from another training.
         """
         try:
-            found = self.read_head(head.run, head.generation)
+            stored = self.read_head(head.run, head.generation)
         except UnsupportedFormatError:
             raise
         except FormatError:
             self.replace_head(head)
             return
-        while found is None:
+        while stored is None:
             self.publish_head(head)
-            found = self.read_head(head.run, head.generation)
-        if not found[0].is_same(head):
+            stored = self.read_head(head.run, head.generation)
+        if not stored[0].is_same(head):
             raise HeadRecordError(
                 f"store {self._root} has another generation {head.generation} of run {head.run!r} than the stores of "
-                "the other machines: it was part of an attempt of which they know nothing. Remove it, or the run there"
+                "the other nodes, which do not know this attempt. Remove the store, or the run in it"
             )
 
     def replace_head(self, head: HeadRecord) -> None:
-        """Write a head record durably in the place of one of which no copy is intact."""
+        """Replace a head record without an intact copy, durably."""
         self._files.replace_record(self._heads / head.run / layout.head_name(head.generation), encode_head(head))
 
-    def _make_head_last(self, run: str, generation: int) -> None:
-        # A checkpoint must not outlast its generation's head record, whose writer may have been killed before this.
+    def _sync_head(self, run: str, generation: int) -> None:
+        # A checkpoint must not be durable before its head record, whose writer may have been killed before the sync.
         path = self._heads / run / layout.head_name(generation)
-        if path not in self._lasting and path.exists():
+        if path not in self._synced and path.exists():
             self._files.sync_directory(path.parent)
-            self._lasting.add(path)
+            self._synced.add(path)
 
     def _make_run(self, parent: Path, run: str) -> None:
         self._files.make_directory(parent / run)
-        if parent / run not in self._lasting:
-            # Also when it was there: whoever made it may have been killed before this.
+        if parent / run not in self._synced:
+            # Sync even if the directory existed, because its creator may have been killed before the sync.
             self._files.sync_directory(parent)
-            self._lasting.add(parent / run)
+            self._synced.add(parent / run)

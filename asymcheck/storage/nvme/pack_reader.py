@@ -1,4 +1,4 @@
-"""Packs opened for reading, under a shared lock (SPEC.md §7.2)."""
+"""Reading of packs under a shared lock, with direct I/O (SPEC.md §7.2)."""
 
 from __future__ import annotations
 
@@ -23,29 +23,25 @@ _POLL_S = 0.01
 
 
 class PackFile(OpenPack):
-    """A complete pack open for reading, with a shared lock that keeps it from being recycled."""
+    """Complete pack that is open for reading. A shared lock prevents that the file is recycled."""
 
     def __init__(self, file: OpenFile, index: PackIndex) -> None:
-        """Take over an open file; use :func:`open_pack`."""
+        """Take over an open, locked file; use :func:`open_pack`."""
         super().__init__(index, file.path)
         self._file = file
         file.use_direct()
         self._device = os.fstat(file.descriptor).st_dev
 
     def read_frame(self, sequence: int, slot: Slot) -> memoryview:
-        """Read frame ``sequence`` into ``slot`` as it is stored, unchecked, and return it.
-
-        Raises:
-            TruncatedError: the file ends before the frame does.
-        """
+        """Read frame ``sequence`` into ``slot``; see :meth:`OpenPack.read_frame`."""
         frame = slot.memory[: entry_length(self.entries[sequence])]
         self._check_count(sequence, [frame], self._file.read([frame], self._offset(sequence)))
         return frame
 
     def direct_shift(self, sequence: int) -> int | None:
-        """Return the payload's offset in the file modulo a block, if the payload is large and not encoded.
+        """Return the offset of the payload in the file modulo a block, if the payload is large and not encoded.
 
-        Direct I/O asks for an address in memory that is congruent to it.
+        Direct I/O requires a memory address that is congruent to this offset.
         """
         entry = self.entries[sequence]
         is_plain = entry["codec"] == CODEC_IDENTITY and entry["stored_length"] >= ALIGNED_PAYLOAD_MIN_BYTES
@@ -54,13 +50,9 @@ class PackFile(OpenPack):
     def read_payload(
         self, sequence: int, payload: memoryview, slot: Slot
     ) -> tuple[memoryview, memoryview, memoryview] | None:
-        """Read a frame with its payload into ``payload``, with no copy but of the payload's first and last block.
+        """Read a frame with its payload directly in ``payload``; see :meth:`OpenPack.read_payload`.
 
-        Header, padding, and what of the payload shares a block with either, go through ``slot``. Return None if that
-        is slow on this drive, or refused.
-
-        Raises:
-            TruncatedError: the file ends before the frame does.
+        Header, padding, and the payload bytes in the same blocks are copied through ``slot``.
         """
         if needs_slot(self._device, payload):
             return None
@@ -92,20 +84,20 @@ class PackFile(OpenPack):
             )
 
     def close(self) -> None:
-        """Release the lock. Closing twice is no error."""
+        """Release the lock. Closing twice is allowed."""
         self._file.close()
 
 
 def open_pack(files: Files, directory: Path, pack_id: PackId, timeout_s: float, *, thorough: bool = False) -> PackFile:
     """Open a complete pack for reading under a shared lock, and check its header and index.
 
-    When these are damaged, the frames are found by scanning, and ``damage`` of the result says what was wrong. A
-    ``thorough`` scan goes on behind damaged frames, and may find none.
+    If header or index is damaged, find the frames by scanning and set ``damage`` of the result. A ``thorough`` scan
+    continues after damaged frames, and may find no frame.
 
     Raises:
         MissingPartitionError: there is no such pack (it was never complete, or was recycled).
-        LockTimeoutError: collection or a writer held it for ``timeout_s`` seconds.
-        FormatError: header or index are damaged and no frame was found, or they need a newer program.
+        LockTimeoutError: a collection or a writer held the lock for ``timeout_s`` seconds.
+        FormatError: header or index is damaged and no frame was found, or the pack needs a newer program.
     """
     path = directory / layout.pack_name(pack_id)
     deadline = time.monotonic() + timeout_s
@@ -116,7 +108,9 @@ def open_pack(files: Files, directory: Path, pack_id: PackId, timeout_s: float, 
                 if is_same_file(file.descriptor, path):
                     return PackFile(file, find_frames(file.read_range, path.name, pack_id, thorough=thorough))
             elif time.monotonic() > deadline:
-                raise LockTimeoutError(f"pack {path.name} was locked by a writer or by collection for {timeout_s:g} s")
+                raise LockTimeoutError(
+                    f"pack {path.name} was locked by a writer or a collection for {timeout_s:g} s; try again later"
+                )
         except BaseException:
             file.close()
             raise
@@ -125,13 +119,13 @@ def open_pack(files: Files, directory: Path, pack_id: PackId, timeout_s: float, 
 
 
 def peek(files: Files, directory: Path, pack_id: PackId) -> PackIndex:
-    """Find every frame that can be found in a complete pack, without its lock.
+    """Find all frames of a complete pack by a thorough scan, without taking its lock.
 
-    Nobody changes it while the file has this name; one that is recycled meanwhile is damaged, or another one.
+    The file does not change while it has this name. A file that is recycled during the scan seems damaged.
 
     Raises:
         MissingPartitionError: there is no such pack.
-        FormatError: what is in it is of another pack, or needs a newer program.
+        FormatError: all frames belong to another pack, or a frame needs a newer program.
     """
     with contextlib.closing(_opened(files, directory / layout.pack_name(pack_id))) as file:
         return find_frames(file.read_range, file.path.name, pack_id, thorough=True)

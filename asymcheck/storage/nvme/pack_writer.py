@@ -1,4 +1,4 @@
-"""Packs on disk: writing one, and the pool of freed ones (SPEC.md §7.2, §8). Reading them is in ``pack_files``."""
+"""Writing of packs, and the pool of freed packs to overwrite (SPEC.md §7.2, §8)."""
 
 from __future__ import annotations
 
@@ -21,25 +21,21 @@ from asymcheck.storage.local_files import DESCRIPTORS, Files, OpenFile, is_same_
 from asymcheck.storage.slots import Slot
 from asymcheck.types import Digest, Location, PackId
 
-_INDEX_SPACE = 1 << 20
+_INDEX_BYTES = 1 << 20
 _CREATE_ATTEMPTS = 8
-# Longer than collection or verification hold a file that they only look at.
-_LOOK_S = 1.0
+# Longer than a collection or verification holds the lock of a file that it only inspects.
+_INSPECTION_S = 1.0
 
 
 class PackWriter:
-    """A pack being written. Threads may call :meth:`write` together; the rest is for one thread.
+    """Pack that is being written. Only :meth:`write` and :meth:`write_in_place` are thread-safe.
 
-    The exclusive lock on the file lasts from creation until :meth:`close`, so that collection leaves it alone until
-    the catalog
-    knows and pins the pack.
+    The exclusive lock on the file lasts from creation until :meth:`close`. It protects the pack from collection until
+    the pack is entered and pinned in the catalog.
     """
 
     def __init__(self, files: Files, directory: Path, pack_id: PackId, descriptor: int, *, recycled: bool) -> None:
-        """Write to ``<pack id>.tmp`` in ``directory``, open and exclusively locked as ``descriptor``.
-
-        Use :meth:`Pool.writer`.
-        """
+        """Write to ``<pack id>.tmp`` in ``directory``, which is open and locked; use :meth:`Pool.writer`."""
         self.pack_id = pack_id
         self._files = files
         self._directory = directory
@@ -54,33 +50,32 @@ class PackWriter:
 
     @property
     def length(self) -> int:
-        """Bytes of header and frames so far."""
+        """Bytes of the header and of all frames so far."""
         return self._end
 
     def write(self, slot: Slot, descriptor: FrameDescriptor) -> Location:
-        """Stamp the frame whose payload is in ``slot`` and write it at the next place; return that place."""
-        sequence, offset = self._next_place(descriptor)
+        """Append a frame whose payload is in ``slot``; return its location."""
+        sequence, offset = self._append(descriptor)
         frame = slot.stamp(descriptor, self.pack_id, sequence)
         self._file.write([frame], offset)
         emit("frame.written", self._path.name, len(frame))
         return self._location(offset, descriptor)
 
     def write_in_place(self, payload: memoryview, descriptor: FrameDescriptor, slot: Slot) -> None:
-        """Write a frame whose payload lies elsewhere, and stays as it is there, at the next place.
+        """Append a frame directly from the memory of its payload, which is not changed.
 
         Args:
-            payload: at an address that is congruent to the payload's offset in the frame modulo a block, unless the
-                frame is small.
-            descriptor: of the frame.
-            slot: lends room for three blocks, which hold what shares a block with the header or with padding; or for
-                a whole small frame, which is copied.
+            payload: memory at an address congruent to the offset of the payload in the frame modulo a block. Small
+                frames may be at any address.
+            descriptor: descriptor of the frame.
+            slot: buffer for the blocks that payload and header or padding share, or for a whole small frame.
         """
         start = descriptor.payload_offset
         if start < registry.BLOCK_BYTES:
             slot.payload(len(payload))[:] = payload
             self.write(slot, descriptor)
             return
-        sequence, offset = self._next_place(descriptor)
+        sequence, offset = self._append(descriptor)
         block = registry.BLOCK_BYTES
         first = -descriptor.payload_shift % block
         last = (len(payload) - first) % block
@@ -91,7 +86,7 @@ class PackWriter:
         self._file.write([head, payload[first : len(payload) - last], tail], offset)
         emit("frame.written", self._path.name, descriptor.frame_length)
 
-    def _next_place(self, descriptor: FrameDescriptor) -> tuple[int, int]:
+    def _append(self, descriptor: FrameDescriptor) -> tuple[int, int]:
         with self._lock:
             sequence, offset = len(self._frames), self._end
             self._end += descriptor.frame_length
@@ -99,9 +94,10 @@ class PackWriter:
         return sequence, offset
 
     def seal(self, created_ns: int, writer: str) -> tuple[PackHeader, list[tuple[Digest, Location]]]:
-        """Write index and header, sync, and give the pack its final name; return its header and what it holds.
+        """Write index and header, sync, and rename the pack to its final name; keep the lock.
 
-        The lock stays.
+        Returns:
+            The header, and the digests and locations of all frames.
         """
         entries: Entries = np.array([entry_of(*frame) for frame in self._frames], dtype=ENTRY_DTYPE)
         header = PackHeader(self.pack_id, len(entries), self._end, created_ns, writer)
@@ -109,7 +105,7 @@ class PackWriter:
         self._pwrite_aligned(index, self._end)
         self._pwrite_aligned(encode_pack_header(header), 0)
         if self._recycled and os.fstat(self._file.descriptor).st_size > 2 * header.pack_length:
-            # A recycled file keeps its old tail, whose blocks the next life reuses, unless it is mostly tail.
+            # A recycled file keeps its old tail for the next pack in the same file, unless the tail is too long.
             self._files.truncate(self._file.descriptor, header.pack_length, self._path)
         emit("pack.index_written", self._path.name)
         with timed("sync", self._end, lambda: {"pack": self._path.name}):
@@ -135,17 +131,17 @@ class PackWriter:
         )
 
     def _pwrite_aligned(self, data: bytes, offset: int) -> None:
-        # Not a slot: of its huge pages, which are zeroed first, this would need a corner.
+        # Do not use a slot, because its huge pages would be zeroed for a few bytes.
         memory = memoryview(mmap.mmap(-1, round_up(len(data))))[: len(data)]
         memory[:] = data
         self._file.write([memory], offset)
 
     def close(self) -> None:
-        """Release the lock; from now on only manifests and pins protect the pack. Closing twice is no error."""
+        """Release the lock. From then on, only manifests and pins protect the pack. Closing twice is allowed."""
         self._file.close()
 
     def abandon(self) -> None:
-        """Remove the file after a failure, whatever state it is in. Never raises for a file that is gone."""
+        """Remove the temporary file, if it exists, and release the lock."""
         try:
             self._files.unlink(self._path)
         finally:
@@ -153,10 +149,10 @@ class PackWriter:
 
 
 def create_locked(files: Files, target: Path) -> int:
-    """Create a file and lock it; collection may see it between the two, and remove it."""
+    """Create and lock a file. Retry if a collection removes the file before it is locked."""
     for _ in range(_CREATE_ATTEMPTS):
         descriptor = DESCRIPTORS.open(files.open_new, target)
-        if wait_lock(descriptor, _LOOK_S, exclusive=True) and is_same_file(descriptor, target):
+        if wait_lock(descriptor, _INSPECTION_S, exclusive=True) and is_same_file(descriptor, target):
             return descriptor
         DESCRIPTORS.close(descriptor)
         files.unlink(target)
@@ -164,7 +160,7 @@ def create_locked(files: Files, target: Path) -> int:
 
 
 class Pool:
-    """Freed packs, kept to be overwritten: 1.5 to 2.5 times faster than a new file."""
+    """Pool of freed packs. Overwriting a freed pack is 1.5 to 2.5 times as fast as writing a new file."""
 
     def __init__(self, files: Files, directory: Path, capacity_bytes: int) -> None:
         """Keep at most ``capacity_bytes`` of files in ``directory``."""
@@ -173,24 +169,24 @@ class Pool:
         self._capacity_bytes = capacity_bytes
 
     def sizes(self) -> dict[Path, int]:
-        """Return the freed packs with their sizes in bytes, the smallest first; folders and links are none."""
-        found: dict[Path, int] = {}
+        """Return the freed packs with their sizes in bytes, smallest first, ignoring folders and links."""
+        sizes: dict[Path, int] = {}
         for name in filter(layout.parse_pack_name, self._files.list(self._directory)):
             with contextlib.suppress(FileNotFoundError):
                 status = (self._directory / name).lstat()
                 if stat.S_ISREG(status.st_mode):
-                    found[self._directory / name] = status.st_size
-        return dict(sorted(found.items(), key=operator.itemgetter(1)))
+                    sizes[self._directory / name] = status.st_size
+        return dict(sorted(sizes.items(), key=operator.itemgetter(1)))
 
     def candidates(self, needed_bytes: int) -> list[Path]:
-        """Return freed packs, best first: the smallest that is large enough, then the largest."""
+        """Return freed packs in order of preference: large enough ones by size, then the largest of the others."""
         sizes = self.sizes()
         fitting = [path for path, size in sizes.items() if size >= needed_bytes]
         return fitting + [path for path in reversed(sizes) if sizes[path] < needed_bytes]
 
     def writer(self, packs: Path, pack_id: PackId, needed_bytes: int) -> PackWriter:
-        """Start a pack in a freed file, or in a new one when the pool has none."""
-        target, length = packs / layout.pack_temporary_name(pack_id), needed_bytes + _INDEX_SPACE
+        """Start a pack in a freed file, or in a new file if the pool is empty."""
+        target, length = packs / layout.pack_temporary_name(pack_id), needed_bytes + _INDEX_BYTES
         for path in self.candidates(length):
             descriptor = self._claim(path)
             if descriptor is not None:
@@ -201,7 +197,7 @@ class Pool:
         return self._start(packs, pack_id, create_locked(self._files, target), pooled=None)
 
     def _make_room(self, length: int) -> None:
-        """Unlink freed packs, the smallest first, while there is no room for what the chosen one has to grow by."""
+        """Unlink freed packs, smallest first, until ``length`` bytes are free on the drive."""
         free = self._files.free_bytes(self._directory)
         for path, size in self.sizes().items():
             if free >= length:
@@ -225,50 +221,50 @@ class Pool:
             raise
 
     def _claim(self, path: Path) -> int | None:
-        """Open and lock a freed pack; None when another writer was faster or a reader still looks at it.
+        """Open and lock a freed pack; None if another process uses it.
 
-        None also for what is no file of the pool alone: a folder, a link, a file that has a second name elsewhere.
+        Also return None for a folder, a link, or a file with a second hard link.
         """
         try:
             descriptor = DESCRIPTORS.open(self._files.open_existing, path)
         except (FileNotFoundError, StorageError):
             return None
-        has_it = try_lock(descriptor, exclusive=True) and is_same_file(descriptor, path)
-        if has_it and os.fstat(descriptor).st_nlink == 1:
+        is_locked = try_lock(descriptor, exclusive=True) and is_same_file(descriptor, path)
+        if is_locked and os.fstat(descriptor).st_nlink == 1:
             return descriptor
         DESCRIPTORS.close(descriptor)
         return None
 
     def room(self) -> int:
-        """Return how many bytes of freed packs it would still keep; fewer than none when it holds too many.
+        """Return the remaining capacity in bytes, which is negative if the pool holds too much.
 
-        Never more than are free beside it: where room is short, others need it more.
+        The pool never uses more bytes than are free on the drive.
         """
         limit = min(self._capacity_bytes, self._files.free_bytes(self._directory))
         return limit - sum(self.sizes().values())
 
     def surplus(self) -> list[Path]:
-        """Return the freed packs to unlink, because they are too many for the pool or for the disk."""
+        """Return the freed packs to unlink, because the pool is too large for its capacity or the drive."""
         sizes = self.sizes()
         held, free = sum(sizes.values()), self._files.free_bytes(self._directory)
-        found = []
+        surplus = []
         for path, size in sizes.items():
             if held <= min(self._capacity_bytes, free):
                 break
-            found.append(path)
+            surplus.append(path)
             held, free = held - size, free + size
-        return found
+        return surplus
 
     def would_keep(self, path: Path, room: int) -> bool:
-        """Tell whether :meth:`put` would keep a freed pack when there is ``room`` for so many bytes."""
+        """Tell whether :meth:`put` would keep a freed pack if the pool had ``room`` bytes left."""
         status = path.lstat()
         return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size <= room
 
     def put(self, path: Path) -> bool:
         """Move a freed pack, locked by the caller, into the pool.
 
-        Return False when it was unlinked: for want of room, or because a second name, a hard-linked copy of the store
-        for instance, leads to the same bytes.
+        Return False if the pack was unlinked instead. This happens if the pool is full, or if the file has a second
+        hard link, for instance in a copy of the store.
         """
         if not self.would_keep(path, self.room()):
             self._files.unlink(path)
@@ -277,5 +273,5 @@ class Pool:
         return True
 
     def sync(self) -> None:
-        """Make the pool's names durable."""
+        """Make the directory entries of the pool durable."""
         self._files.sync_directory(self._directory)

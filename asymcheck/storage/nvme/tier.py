@@ -1,4 +1,4 @@
-"""The NVMe tier: a store directory on a local drive (SPEC.md §4)."""
+"""NVMe tier: a store directory on a local drive (SPEC.md §4)."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from asymcheck.errors import (
     StructureError,
 )
 from asymcheck.format import layout
+from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.record import RECORD_BYTES, Descriptor, decode_descriptor, encode_descriptor, repaired_record
 from asymcheck.format.registry import SHIFTED_PAYLOAD, missing_writer_features
 from asymcheck.storage.interfaces import StoreTier
 from asymcheck.storage.limits import check_config
-from asymcheck.storage.local_files import DESCRIPTORS, Files, is_same_file, translated, try_lock
+from asymcheck.storage.local_files import DESCRIPTORS, Files, OpenFile, is_same_file, translated, try_lock
 from asymcheck.storage.nvme.catalog import Catalog, Populate, open_catalog, release_catalog
-from asymcheck.storage.nvme.drives import needs_slot
+from asymcheck.storage.nvme.drives import needs_slot, refuse_network
 from asymcheck.storage.nvme.manifests import ManifestFiles
-from asymcheck.storage.nvme.mounts import refuse_network
 from asymcheck.storage.nvme.pack_reader import PackFile, open_pack, peek
-from asymcheck.storage.nvme.pack_writer import PackWriter, Pool
+from asymcheck.storage.nvme.pack_writer import PackWriter, Pool, create_locked
 from asymcheck.storage.pack_index import PackIndex
-from asymcheck.storage.slots import SlotPool
+from asymcheck.storage.slots import Slot, SlotPool
 from asymcheck.types import PackId
 
-_INDEXES_KEPT = 64
+_CACHED_INDEXES = 64
 _FOLDERS = (layout.HEADS, layout.MANIFESTS, layout.PACKS, layout.POOL)
 
 
 class NvmeTier(StoreTier):
-    """One opened store directory."""
+    """Open store directory."""
 
     root: Path
     manifests: ManifestFiles
@@ -56,8 +56,8 @@ class NvmeTier(StoreTier):
         """Open the store at ``root``; if ``create``, create it in a missing or empty directory, unless ``read_only``.
 
         Raises:
-            StoreNotFoundError: nothing is there and ``read_only``; or a directory that is not a store.
-            UnsupportedFileSystemError: a writable store on a network file system.
+            StoreNotFoundError: ``root`` is not a store, or is missing and ``read_only``.
+            UnsupportedFileSystemError: the store is writable and on a network file system.
             FormatError: the descriptor is damaged or of another version.
             ReadOnlyStoreError: the store has a writer feature that this program lacks.
             InvalidInputError: a value of ``config`` cannot be used.
@@ -69,7 +69,7 @@ class NvmeTier(StoreTier):
         self.files = files or Files()
         self.read_only = read_only
         self.packs = root / layout.PACKS
-        """The folder of complete packs."""
+        """Folder of complete packs."""
         self._catalog: Catalog | None = None
         self._catalog_lock = threading.Lock()
         self._indexes: dict[PackId, tuple[tuple[int, ...], PackIndex]] = {}
@@ -99,7 +99,7 @@ class NvmeTier(StoreTier):
         path = self.root / layout.DESCRIPTOR_NAME
         with translated("look at", self.root):
             if self.root.is_file():
-                raise StoreNotFoundError(f"{self.root} is a file; a store is a directory")
+                raise StoreNotFoundError(f"{self.root} is a file, but a store is a directory; check the path")
         data = self.files.read_small(path, RECORD_BYTES)
         if data is None:
             what = (
@@ -112,46 +112,46 @@ class NvmeTier(StoreTier):
     def _create_if_missing(self) -> None:
         if (self.root / layout.DESCRIPTOR_NAME).exists():
             return
-        # An interrupted creation leaves empty folders and temporary files. Others belong to somebody, or to a store
-        # that has lost its descriptor, and a new one would hide that.
-        foreign = [name for name in self.files.list(self.root) if not self._is_left_by_creation(name)]
+        # An interrupted creation leaves empty folders and temporary files. Other files may belong to a store that has
+        # lost its descriptor. A new descriptor would hide that loss.
+        foreign = [name for name in self.files.list(self.root) if not self._is_creation_leftover(name)]
         if foreign and not (self.root / layout.DESCRIPTOR_NAME).exists():
             raise StoreNotFoundError(
-                f"{self.root} has other files in it and is not a store; name an empty or a new directory"
+                f"{self.root} is not a store and contains other files; choose an empty or a new directory"
             )
         missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
-        above = next(path for path in (self.root, *self.root.parents) if path.exists())
-        if not above.is_dir():
-            raise InvalidInputError(f"cannot create store {self.root}: {above} is a file")
+        parent = next(path for path in (self.root, *self.root.parents) if path.exists())
+        if not parent.is_dir():
+            raise InvalidInputError(f"cannot create store {self.root}: {parent} is a file; choose another path")
         for path in reversed(missing):
             self.files.make_directory(path)
         for name in _FOLDERS:
             self.files.make_directory(self.root / name)
-        # All that leads to the descriptor lasts before there is one. Also what was there already: a process that was
-        # killed may have made it. A directory above that cannot be opened is not ours.
+        # Make all parent directories durable before the descriptor. An existing one may have been created by a process
+        # that was killed before its sync. A parent directory that cannot be opened was not created by asymcheck.
         for path in (self.root, *self.root.absolute().parents):
             with contextlib.suppress(ReadOnlyStoreError):
                 self.files.sync_directory(path)
         descriptor = Descriptor(os.urandom(16), time.time_ns(), WRITER, reader_features=(SHIFTED_PAYLOAD,))
         self.files.publish_record(self.root / layout.DESCRIPTOR_NAME, encode_descriptor(descriptor))
 
-    def _is_left_by_creation(self, name: str) -> bool:
+    def _is_creation_leftover(self, name: str) -> bool:
         path = self.root / name
         return name.endswith(layout.TEMPORARY) or (name in _FOLDERS and path.is_dir() and not self.files.list(path))
 
     def refuse_lost_manifests(self) -> None:
-        """Refuse a store whose manifests are gone: all packs look like garbage, and a collection would free them."""
+        """Raise if the manifests are missing, because a collection would then free all packs."""
         folder = self.root / layout.MANIFESTS
         with translated("look at", folder):
             if folder.exists() or not self.pack_ids():
                 return
         raise StructureError(
-            f"store {self.root} has packs, but its folder {layout.MANIFESTS} is gone: put it back, from where it was "
-            "moved to or from a copy; only if every checkpoint was deleted, make an empty one"
+            f"store {self.root} has packs, but its folder {layout.MANIFESTS} is missing. Restore the folder "
+            "from its new location or from a copy. Only if every checkpoint was deleted, create an empty folder"
         )
 
     def _make_missing_folders(self) -> None:
-        # A copy made by a tool that keeps only files, as git does, has lost the folders that were empty.
+        # A copy by a tool that only keeps files, such as git, has no empty folders.
         missing = [name for name in _FOLDERS if not (self.root / name).exists()]
         for name in missing:
             self.files.make_directory(self.root / name)
@@ -159,39 +159,36 @@ class NvmeTier(StoreTier):
             self.files.sync_directory(self.root)
 
     def check_writable(self) -> None:
-        """Refuse writes to a store that was opened read-only."""
+        """Raise if the store is closed, inherited from a parent process, or read-only."""
         self.check_usable()
         if self.read_only:
-            raise ReadOnlyStoreError(f"store {self.root} was opened with read_only=True")
+            raise ReadOnlyStoreError(
+                f"cannot write to store {self.root}, which was opened with read_only=True: open it without read_only"
+            )
 
     def open_catalog(self, populate: Populate, *, anew: bool = False) -> Catalog:
-        """Open the catalog on first use; ``populate`` rebuilds it from the packs when it is missing or damaged.
+        """Open the catalog on first use. ``populate`` rebuilds a missing or damaged catalog from the packs.
 
-        With ``anew`` also when it is neither, unless a process has it open.
+        With ``anew``, rebuild the catalog unless a process has it open.
         """
         self.check_writable()
         with self._catalog_lock:
             if self._catalog is None:
                 with translated("open catalog of store", self.root):
-                    self._catalog = open_catalog(
-                        self.files,
-                        self.root / layout.CATALOG,
-                        self.descriptor.store_id,
-                        self.config,
-                        populate,
-                        anew=anew,
-                    )
+                    path = self.root / layout.CATALOG
+                    store_id = self.descriptor.store_id
+                    self._catalog = open_catalog(self.files, path, store_id, self.config, populate, anew=anew)
             return self._catalog
 
     def leave_catalog(self) -> None:
-        """Close the catalog, if it is open; the next use opens it again, and rebuilds it if damage was noted."""
+        """Close the catalog. The next use opens it again, and rebuilds it if damage was recorded."""
         with self._catalog_lock:
             if self._catalog is not None:
                 release_catalog(self._catalog)
                 self._catalog = None
 
     def repair_descriptor(self) -> bool:
-        """Write the store descriptor again when one of its copies is damaged; return whether it was."""
+        """Rewrite the store descriptor if one of its copies is damaged; return whether it was."""
         path = self.root / layout.DESCRIPTOR_NAME
         data = self.files.read_small(path, RECORD_BYTES) or b""
         whole = repaired_record(data)
@@ -203,16 +200,16 @@ class NvmeTier(StoreTier):
         return True
 
     def open_pack_to_repair(self, pack_id: PackId) -> PackFile:
-        """Open a complete pack and find every frame that can be found in it; see :func:`open_pack`."""
+        """Open a complete pack with a thorough scan for frames; see :func:`open_pack`."""
         return open_pack(self.files, self.packs, pack_id, self.config.read_lock_timeout_s, thorough=True)
 
     @property
     def may_shift(self) -> bool:
-        """Whether payloads in packs of this store may be shifted to where direct I/O needs no copy (SPEC.md §7.1)."""
+        """Whether packs of this store may have shifted payloads for direct I/O without a copy (SPEC.md §7.1)."""
         return SHIFTED_PAYLOAD in self.descriptor.reader_features
 
     def needs_slot(self, memory: memoryview) -> bool:
-        """Tell whether ``memory`` is written sooner through a slot than directly."""
+        """Tell whether writing ``memory`` through a slot is faster than writing it directly."""
         return needs_slot(self._device, memory)
 
     @functools.cached_property
@@ -221,7 +218,7 @@ class NvmeTier(StoreTier):
             return self.packs.stat().st_dev
 
     def start_pack(self, needed_bytes: int) -> PackWriter:
-        """Start a pack that may grow to about ``needed_bytes``, in a freed file if there is one."""
+        """Start a pack of about ``needed_bytes``, in a freed file if possible."""
         return self.pool.writer(self.packs, PackId(os.urandom(16)), needed_bytes)
 
     def pack_ids(self) -> list[PackId]:
@@ -230,16 +227,16 @@ class NvmeTier(StoreTier):
         return [pack_id for pack_id in ids if pack_id is not None]
 
     def pack_bytes(self, pack_id: PackId) -> int:
-        """Return the bytes of a pack's file; 0 when it is gone."""
+        """Return the size of the file of a pack; 0 if the file does not exist."""
         with contextlib.suppress(FileNotFoundError):
             return (self.packs / layout.pack_name(pack_id)).stat().st_size
         return 0
 
     def usage(self) -> tuple[int, int, int, int]:
-        """Return the number and bytes of packs in use, then of packs in the pool."""
+        """Return number and bytes of the packs in use, then number and bytes of the pooled packs."""
         sizes = []
         for pack_id in self.pack_ids():
-            # A pack may be recycled between the listing and the look at it.
+            # A pack may be recycled after the listing.
             with contextlib.suppress(FileNotFoundError):
                 sizes.append((self.packs / layout.pack_name(pack_id)).stat().st_size)
         pooled = self.pool.sizes().values()
@@ -250,10 +247,7 @@ class NvmeTier(StoreTier):
         return open_pack(self.files, self.packs, pack_id, self.config.read_lock_timeout_s if wait else 0)
 
     def index_of(self, pack_id: PackId) -> PackIndex:
-        """Return the index of a complete pack, as :meth:`open_pack` finds it.
-
-        The index is read again only when the file is another one, or was changed.
-        """
+        """Return the index of a complete pack, cached while the file is unchanged; see :meth:`open_pack`."""
         path = self.packs / layout.pack_name(pack_id)
         try:
             with translated("look at", path):
@@ -262,45 +256,50 @@ class NvmeTier(StoreTier):
             raise MissingPartitionError(f"pack {path.name} does not exist") from error
         file = (status.st_ino, status.st_size, status.st_ctime_ns)
         with self._indexes_lock:
-            kept = self._indexes.pop(pack_id, None)
-        if kept is None or kept[0] != file:
+            cached = self._indexes.pop(pack_id, None)
+        if cached is None or cached[0] != file:
             with contextlib.closing(self.open_pack(pack_id)) as pack:
-                kept = file, PackIndex(pack.header, pack.entries, pack.damage)
+                cached = file, PackIndex(pack.header, pack.entries, pack.damage)
         with self._indexes_lock:
-            # The pack that was asked for longest ago comes first.
-            self._indexes[pack_id] = kept
-            if len(self._indexes) > _INDEXES_KEPT:
+            # The least recently used pack comes first.
+            self._indexes[pack_id] = cached
+            if len(self._indexes) > _CACHED_INDEXES:
                 del self._indexes[next(iter(self._indexes))]
-        return kept[1]
+        return cached[1]
 
     def peek(self, pack_id: PackId) -> PackIndex:
-        """Find what is in a pack that is locked, or damaged; see :func:`asymcheck.storage.nvme.pack_reader.peek`."""
+        """Find the frames of a locked or damaged pack; see :func:`asymcheck.storage.nvme.pack_reader.peek`."""
         return peek(self.files, self.packs, pack_id)
 
     def stale_temporaries(self) -> list[Path]:
-        """Return files of unfinished packs and records whose writer is gone."""
-        return [path for path in self._temporaries() if self._is_unlocked(path)]
+        """Return temporary files of packs and records whose writer is dead."""
+        stale = []
+        for path in self._temporaries():
+            with self.locked(path, exclusive=False) as is_locked:
+                if is_locked:
+                    stale.append(path)
+        return stale
 
     def leftovers(self) -> list[str]:
-        """Return the stale temporaries by their place in the store."""
+        """Return the paths of stale temporary files, relative to the store."""
         return [str(path.relative_to(self.root)) for path in self.stale_temporaries()]
 
     def foreign(self) -> list[str]:
-        """Return what is not the store's, by its place in it."""
-        top = self.files.list(self.root)
-        found = [name for name in top if name not in layout.TOP_LEVEL and not name.endswith(layout.TEMPORARY)]
-        return found + [
+        """Return the paths, relative to the store, of files that do not belong to the store."""
+        names = self.files.list(self.root)
+        foreign = [name for name in names if name not in layout.TOP_LEVEL and not name.endswith(layout.TEMPORARY)]
+        return foreign + [
             f"{layout.PACKS}/{name}"
             for name in self.files.list(self.packs)
             if layout.parse_pack_name(name) is None and not layout.is_pack_temporary(name)
         ]
 
     def remove_stale_temporaries(self) -> int:
-        """Remove files of unfinished packs and records whose writer is gone, and damaged catalogs; return how many."""
+        """Remove stale temporary files and damaged catalogs; return how many were removed."""
         removed = 0
         for path in self._temporaries():
-            with self.locked(path) as held:
-                if held:
+            with self.locked(path) as is_locked:
+                if is_locked:
                     self.files.unlink(path)
                     removed += 1
         for name in filter(layout.is_catalog_set_aside, self.files.list(self.root)):
@@ -314,13 +313,9 @@ class NvmeTier(StoreTier):
         records = [self.root / name for name in self.files.list(self.root) if layout.is_record_temporary(name)]
         return [*packs, *records, *self.manifests.temporary_heads()]
 
-    def _is_unlocked(self, path: Path) -> bool:
-        with self.locked(path, exclusive=False) as held:
-            return held
-
     @contextlib.contextmanager
     def locked(self, path: Path, *, exclusive: bool = True) -> Iterator[bool]:
-        """Try to lock a file for the ``with`` block; yields whether it was had."""
+        """Try to lock a file for the ``with`` block; yield whether the lock was acquired."""
         try:
             descriptor = DESCRIPTORS.open(self.files.open_read, path)
         except FileNotFoundError:
@@ -332,7 +327,41 @@ class NvmeTier(StoreTier):
             DESCRIPTORS.close(descriptor)
 
     def close(self) -> None:
-        """Close the catalog; closing twice is no error."""
+        """Close the catalog. Closing twice is allowed."""
         if not self._closed and os.getpid() == self._pid:
             self._closed = True
             self.leave_catalog()
+
+
+@contextlib.contextmanager
+def scratch(tier: NvmeTier) -> Iterator[OpenFile]:
+    """Provide a scratch file among the packs of a writable store, and remove it at the end of the block.
+
+    The name is that of an unfinished pack, so that collection removes the file after a kill.
+    """
+    path = tier.packs / layout.pack_temporary_name(PackId(os.urandom(16)))
+    with contextlib.closing(OpenFile(tier.files, path, create_locked(tier.files, path))) as file:
+        try:
+            file.use_direct()
+            yield file
+        finally:
+            tier.files.unlink(path)
+
+
+def seal_scratch_pack(tier: NvmeTier, slot: Slot, descriptor: FrameDescriptor) -> float:
+    """Write, sync and remove a pack with the frame in ``slot``; return the seconds for write and sync.
+
+    Collection frees the pack after a kill, because no checkpoint names it.
+    """
+    pack_id = PackId(os.urandom(16))
+    began = time.perf_counter()
+    target = tier.packs / layout.pack_temporary_name(pack_id)
+    writer = PackWriter(tier.files, tier.packs, pack_id, create_locked(tier.files, target), recycled=False)
+    try:
+        writer.write(slot, descriptor)
+        writer.seal(time.time_ns(), WRITER)
+        took = time.perf_counter() - began
+        tier.files.unlink(tier.packs / layout.pack_name(pack_id))
+    finally:
+        writer.abandon()
+    return took

@@ -1,4 +1,4 @@
-"""The remote tier: what survives the loss of the node. The same packs and manifests, and no catalog."""
+"""Remote tier: packs and manifests in HDFS, an object store or a shared file system, without a catalog."""
 
 from asymcheck.storage.remote.location import RemoteLocation, is_uri, parse_location
 from asymcheck.storage.remote.tier import RemoteTier

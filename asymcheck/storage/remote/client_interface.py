@@ -1,4 +1,4 @@
-"""The contract of a client: the operations that a remote location asks of a file system, one class for each kind."""
+"""Abstract client of a remote file system."""
 
 from __future__ import annotations
 
@@ -11,52 +11,52 @@ from typing import Literal, Protocol
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One file or directory of a location."""
+    """File or directory of a remote location."""
 
     path: PurePosixPath
     is_file: bool
     size: int
     """Bytes of a file; 0 for a directory."""
     mtime_ns: int
-    """When it was last changed, nanoseconds since 1970-01-01 UTC by the clock there; 0 when nobody knows."""
+    """Time of the last change in nanoseconds since 1970-01-01 UTC, by the server's clock; 0 if unknown."""
 
     def is_older(self, moment_ns: int) -> bool:
-        """Tell whether it was last changed by a moment, as far as anybody knows."""
+        """Tell whether the entry is known to be unchanged since a moment."""
         return 0 < self.mtime_ns <= moment_ns
 
 
 class Writable(Protocol):
-    """A file being written."""
+    """File that is being written."""
 
     def write(self, data: bytes | memoryview) -> object:
-        """Write all of it."""
+        """Write all of ``data``."""
 
     def close(self) -> None:
-        """Make it complete."""
+        """Complete the file."""
 
 
 class Readable(Protocol):
-    """A complete file, read by position."""
+    """Complete file, read by position."""
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Size of the file in bytes."""
 
     def read_into(self, memory: memoryview, offset: int) -> int:
-        """Read from ``offset`` into ``memory``; return how many bytes, fewer at the end, and perhaps before."""
+        """Read from ``offset`` into ``memory``; return the bytes read, which may be fewer than requested."""
 
 
 class Client(abc.ABC):
-    """A file system. Operations have no deadline, and may raise any exception.
+    """Client of a remote file system. Operations have no deadline, and may raise any exception.
 
-    Only two have a meaning: FileNotFoundError (nothing is at the path) and FileExistsError (the name is taken).
+    Callers distinguish only FileNotFoundError (the path does not exist) and FileExistsError (the name is taken).
     """
 
     kind: Literal["local", "hdfs-native", "libhdfs", "other"]
     top: str
-    """The path of the location in the file system."""
+    """Path of the location in the file system."""
     keeps_files = False
-    """Whether an opened file may be kept for any time, because it holds no connection and nobody closes it."""
+    """Whether an open file holds no connection, so that it may be kept and need not be closed."""
 
     @abc.abstractmethod
     def look(self, path: str) -> Entry | None:
@@ -67,19 +67,19 @@ class Client(abc.ABC):
         """Return the entries in a directory; none for a file."""
 
     def walk(self, path: str) -> list[Entry]:
-        """Return the entries in and below a directory, without directories that vanish meanwhile."""
-        found = self.children(path)
-        folders = [entry.path for entry in found if not entry.is_file]
+        """Return the entries in and below a directory. Directories that are removed meanwhile are skipped."""
+        entries = self.children(path)
+        folders = [entry.path for entry in entries if not entry.is_file]
         while folders:
             with contextlib.suppress(FileNotFoundError):
                 below = self.children(str(folders.pop()))
-                found += below
+                entries += below
                 folders += [entry.path for entry in below if not entry.is_file]
-        return found
+        return entries
 
     @abc.abstractmethod
     def reading(self, path: str) -> contextlib.AbstractContextManager[Readable]:
-        """Open a complete file, for the block of a ``with``; see :attr:`keeps_files`."""
+        """Open a complete file for the ``with`` block; see :attr:`keeps_files`."""
 
     @abc.abstractmethod
     def create(self, path: str) -> Writable:
@@ -87,15 +87,15 @@ class Client(abc.ABC):
 
     @abc.abstractmethod
     def make_directory(self, path: str) -> None:
-        """Create a directory and those that lead to it; an existing one is no error."""
+        """Create a directory and its parents, if they do not exist."""
 
     @abc.abstractmethod
     def publish(self, source: str, target: str) -> bool:
-        """Rename a complete file, durably, unless the target exists; return False then."""
+        """Rename a complete file durably; return False if the target exists."""
 
     @abc.abstractmethod
     def rename(self, source: str, target: str) -> None:
-        """Rename a file, durably, in its directory, to a name that is free."""
+        """Rename a file durably within its directory. The target does not exist."""
 
     @abc.abstractmethod
     def delete(self, path: str) -> None:
@@ -103,4 +103,4 @@ class Client(abc.ABC):
 
     @abc.abstractmethod
     def delete_empty(self, path: str) -> None:
-        """Remove a directory; one that is not empty stays. A client that cannot promise that does nothing."""
+        """Remove a directory if it is empty. Do nothing if the client cannot ensure this atomically."""

@@ -1,4 +1,4 @@
-"""The client that serves a location: a folder, HDFS by hdfs-native, or a file system of pyarrow."""
+"""Clients of remote locations: a local folder, HDFS by hdfs-native or libhdfs, and object stores by pyarrow."""
 
 from __future__ import annotations
 
@@ -24,20 +24,18 @@ from asymcheck.storage.remote.client_interface import Client, Entry, Readable, W
 from asymcheck.storage.remote.deadline import within
 from asymcheck.storage.remote.location import RemoteLocation, unknown_scheme
 
-_KNOCK_S = 3.0
-"""How long to wait for a NameNode to take a connection; one that takes longer may be busy, and the client waits."""
+_PROBE_S = 3.0
+"""Timeout for a connection to a NameNode. A NameNode that takes longer may be busy, so the client waits further."""
 
-_INSTALL = "install asymcheck[hdfs], or Hadoop's libhdfs (ARROW_LIBHDFS_DIR, JAVA_HOME and CLASSPATH say where)"
-_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.ENOTSUP)
-"""Errors of a directory above a location that this user cannot open, or that cannot be synced."""
+_INSTALL = "install asymcheck[hdfs], or Hadoop's libhdfs (set ARROW_LIBHDFS_DIR, JAVA_HOME and CLASSPATH)"
+_UNSYNCABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.ENOTSUP)
+"""Errors of a parent directory that this user cannot open or sync."""
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 """Errors of a file system without hard links."""
 
 
 class _LocalClient(Client):
-    """A folder."""
-
     kind = "local"
 
     def __init__(self, top: str) -> None:
@@ -45,20 +43,20 @@ class _LocalClient(Client):
 
     def look(self, path: str) -> Entry | None:
         try:
-            found = os.stat(path)
+            status = os.stat(path)
         except OSError as error:
             if error.errno not in _ABSENT:
                 raise
             return None
-        is_file = stat.S_ISREG(found.st_mode)
-        return Entry(PurePosixPath(path), is_file, found.st_size if is_file else 0, found.st_mtime_ns)
+        is_file = stat.S_ISREG(status.st_mode)
+        return Entry(PurePosixPath(path), is_file, status.st_size if is_file else 0, status.st_mtime_ns)
 
     def children(self, path: str) -> list[Entry]:
         try:
             paths = [os.path.join(path, name) for name in os.listdir(path)]
         except NotADirectoryError:
             return []
-        # A link that leads nowhere is something, but no file.
+        # Report a dangling link, but not as a file.
         return [self.look(child) or Entry(PurePosixPath(child), False, 0, 0) for child in paths]
 
     @contextlib.contextmanager
@@ -66,17 +64,17 @@ class _LocalClient(Client):
         with io.FileIO(path) as file:
             yield _SeekableFile(file, os.fstat(file.fileno()).st_size)
 
-    def create(self, path: str) -> _LastingFile:
-        return _LastingFile(path)
+    def create(self, path: str) -> _DurableFile:
+        return _DurableFile(path)
 
     def make_directory(self, path: str) -> None:
         os.makedirs(path, exist_ok=True)
-        # Also an existing one: its creator may have been killed before this.
-        for above in (PurePosixPath(path), *PurePosixPath(path).parents):
+        # Sync even if the directory existed, because its creator may have been killed before the sync.
+        for parent in (PurePosixPath(path), *PurePosixPath(path).parents):
             try:
-                _sync(str(above))
+                _sync(str(parent))
             except OSError as error:
-                if error.errno not in _NOT_OURS:
+                if error.errno not in _UNSYNCABLE:
                     raise
 
     def publish(self, source: str, target: str) -> bool:
@@ -93,7 +91,7 @@ class _LocalClient(Client):
                 os.rename(source, target)
         else:
             os.unlink(source)
-        # Also a taken name: an attempt of ours may have taken it, and have failed here.
+        # Sync even if the name is taken: an earlier attempt may have created it and failed before the sync.
         _sync(os.path.dirname(target))
         return is_free
 
@@ -112,22 +110,22 @@ class _LocalClient(Client):
                 raise
 
 
-class _LastingFile:
-    """A file being written. Each piece is durable: the page cache would take any amount at once.
+class _DurableFile:
+    """File that is being written, with a sync after each piece.
 
-    Then nobody would know how fast the location is, and the last byte would have to wait for all of them.
+    Without these syncs, the page cache would hide the throughput of the location, and the last sync would take long.
     """
 
     def __init__(self, path: str) -> None:
         self._file = io.FileIO(path, "w")
-        # A thread that gave up on a write closes the file meanwhile; its number may then be another one's.
+        # Another thread may close the file after a timeout. The descriptor number could then be reused.
         self._lock = threading.Lock()
 
     def write(self, data: bytes | memoryview) -> None:
-        left = memoryview(data)
+        remaining = memoryview(data)
         with self._lock:
-            while left:
-                left = left[self._file.write(left) :]
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
             os.fdatasync(self._file.fileno())
 
     def close(self) -> None:
@@ -136,7 +134,7 @@ class _LastingFile:
 
 
 class _SeekableFile:
-    """A complete file of Python or of pyarrow, read by position."""
+    """Complete file of Python or pyarrow, read by position."""
 
     def __init__(self, file: io.FileIO, size: int) -> None:
         self._file = file
@@ -148,7 +146,7 @@ class _SeekableFile:
 
 
 class _PyarrowClient(Client):
-    """A file system of pyarrow: HDFS by libhdfs, or an object store."""
+    """Client for a pyarrow file system: HDFS by libhdfs, or an object store."""
 
     def __init__(self, filesystem: fs.FileSystem, kind: Literal["libhdfs", "other"], top: str) -> None:
         self._filesystem = filesystem
@@ -163,29 +161,31 @@ class _PyarrowClient(Client):
         return self._entry(info)
 
     def _check_root(self) -> None:
-        """Make sure that nothing was found because nothing is there: libhdfs also says so when the NameNode is down."""
+        """Raise if the root is not found either. Libhdfs also reports "not found" if the NameNode is down."""
         root = PurePosixPath(self.top).parts[0]
         if self._filesystem.get_file_info(root).type == fs.FileType.NotFound:
-            raise RemoteUnreachableError(f"look at {self.top}: not even the root was found; is it reachable?")
+            raise RemoteUnreachableError(
+                f"look at {self.top}: not even the root was found; check that the server is reachable"
+            )
 
     def children(self, path: str) -> list[Entry]:
         return self._select(path, recursive=False)
 
     def walk(self, path: str) -> list[Entry]:
-        """Return the entries in and below a directory, by one request if the file system supports it."""
+        """Return the entries in and below a directory, by a single request if possible."""
         return self._select(path, recursive=True)
 
     def _select(self, path: str, *, recursive: bool) -> list[Entry]:
         try:
-            found = self._filesystem.get_file_info(fs.FileSelector(path, recursive=recursive, allow_not_found=True))
+            infos = self._filesystem.get_file_info(fs.FileSelector(path, recursive=recursive, allow_not_found=True))
         except NotADirectoryError:
             return []
-        if not found:
+        if not infos:
             self._check_root()
-        return [self._entry(info) for info in found]
+        return [self._entry(info) for info in infos]
 
     def _entry(self, info: fs.FileInfo) -> Entry:
-        # libhdfs leaves out what stands before a path; others have none that begins with a slash.
+        # Libhdfs omits the prefix of a path. Paths of object stores do not begin with a slash.
         path = PurePosixPath(PurePosixPath(self.top).root, info.path)
         is_file = info.type == fs.FileType.File
         return Entry(path, is_file, info.size or 0 if is_file else 0, info.mtime_ns or 0)
@@ -207,7 +207,7 @@ class _PyarrowClient(Client):
         self._filesystem.create_dir(path, recursive=True)
 
     def publish(self, source: str, target: str) -> bool:
-        """Rename a file. Most of these replace a target in silence: of two programs at once, the later one wins."""
+        """Rename a file if the target does not exist. If two programs do this at once, the later one wins."""
         if self.look(target) is not None:
             return False
         self.rename(source, target)
@@ -220,15 +220,15 @@ class _PyarrowClient(Client):
         self._filesystem.delete_file(path)
 
     def delete_empty(self, path: str) -> None:
-        """Do nothing: pyarrow removes a directory with its content, which another program may be writing."""
+        """Do nothing, because pyarrow also removes the content, which another program may be writing."""
 
 
 def connect(location: RemoteLocation, config: RemoteConfig) -> Client:
     """Return the client for a location.
 
     Raises:
-        InvalidInputError: no client for it is installed, or it refuses an option.
-        RemoteUnreachableError: there is no NameNode at the host and port.
+        InvalidInputError: no client is installed, or the client refuses an option.
+        RemoteUnreachableError: no NameNode listens at the host and port.
     """
     options = {**config.options, **location.options}
     for name in ("dfs.replication", "dfs.blocksize"):
@@ -243,7 +243,7 @@ def connect(location: RemoteLocation, config: RemoteConfig) -> Client:
         has_native = importlib.util.find_spec("hdfs_native") is not None
         if config.client == "hdfs-native" and not has_native:
             raise InvalidInputError(f"location {location}: hdfs-native is not installed; {_INSTALL}")
-        _knock(location, config.deadline_s)
+        _probe(location, config.deadline_s)
         if config.client != "libhdfs" and has_native:
             return _native(location, options)
         return _PyarrowClient(_libhdfs(location, options, config.deadline_s), "libhdfs", location.path)
@@ -252,10 +252,10 @@ def connect(location: RemoteLocation, config: RemoteConfig) -> Client:
 
 
 def _by_pyarrow(location: RemoteLocation, options: Mapping[str, str], deadline_s: float) -> tuple[fs.FileSystem, str]:
-    """Return the file system that pyarrow has for a URI, and what that calls the location."""
+    """Return the pyarrow file system of a URI, and the path of the location in it."""
     query = f"?{urlencode(options)}" if options else ""
     try:
-        # It may ask a server already, for the region of a bucket.
+        # This may already send a request, for the region of a bucket.
         filesystem, top = within(
             deadline_s, f"connect to {location}", lambda: fs.FileSystem.from_uri(f"{location}{query}")
         )
@@ -263,34 +263,34 @@ def _by_pyarrow(location: RemoteLocation, options: Mapping[str, str], deadline_s
     except (ValueError, KeyError, NotImplementedError) as error:
         if "Unrecognized filesystem type" in str(error):
             raise unknown_scheme(location, location.scheme) from error
-        raise InvalidInputError(f"location {location}: pyarrow has no file system for it: {error}") from error
+        raise InvalidInputError(f"location {location}: pyarrow has no file system for this URI: {error}") from error
     except OSError as error:
         raise RemoteUnreachableError(f"connect to {location}: {error}") from error
 
 
-def _knock(location: RemoteLocation, deadline_s: float) -> None:
-    """Find out at once that nobody listens: the clients try again for a minute or more before they say so.
+def _probe(location: RemoteLocation, deadline_s: float) -> None:
+    """Raise immediately if no NameNode listens. The clients would retry for a minute or more.
 
-    A location without a port is a name service, whose NameNodes the client knows from its options or from Hadoop's own
-    configuration, and tries in turn.
+    A location without a port is a name service. The client finds its NameNodes in the options or in the configuration
+    of Hadoop, and tries each.
     """
-    where = urlsplit(str(location))
+    parts = urlsplit(str(location))
     try:
-        host, port = where.hostname or "", where.port
+        host, port = parts.hostname or "", parts.port
     except ValueError as error:
         raise InvalidInputError(f"location {location}: {error}") from error
     if port is None:
         return
-    what = f"connect to {location}"
+    action = f"connect to {location}"
     try:
-        within(deadline_s, what, lambda: socket.create_connection((host, port), _KNOCK_S).close())
+        within(deadline_s, action, lambda: socket.create_connection((host, port), _PROBE_S).close())
     except TimeoutError:
         return
     except socket.gaierror as error:
-        raise RemoteUnreachableError(f"{what}: host {host} is not known ({error}); correct the location") from error
+        raise RemoteUnreachableError(f"{action}: host {host} is not known ({error}); correct the location") from error
     except OSError as error:
         raise RemoteUnreachableError(
-            f"{what}: no NameNode is at host {host}, port {port} ({error}); start it, or give the host and port of "
+            f"{action}: no NameNode is at host {host}, port {port} ({error}); start it, or use the host and port of "
             "fs.defaultFS in its core-site.xml"
         ) from error
 
@@ -300,17 +300,17 @@ def _native(location: RemoteLocation, options: Mapping[str, str]) -> Client:
         return hdfs_native.connect(location.authority, location.path, options)
     except (OSError, ValueError, RuntimeError) as error:
         is_service = "No NameNode hosts found" in str(error)
-        advice = "; without a port it is a name service: give the port, or the service's options" if is_service else ""
+        advice = "; without a port it is a name service: give the port, or its options" if is_service else ""
         raise InvalidInputError(f"location {location}: hdfs-native refuses it: {error}{advice}") from error
 
 
 def _libhdfs(location: RemoteLocation, options: Mapping[str, str], deadline_s: float) -> fs.FileSystem:
     host, _, port = location.authority.rpartition(":") if ":" in location.authority else (location.authority, "", "")
-    what = f"connect to {location}"
+    action = f"connect to {location}"
     try:
         return within(
             deadline_s,
-            what,
+            action,
             lambda: fs.HadoopFileSystem(
                 host,
                 int(port or 8020),
@@ -321,8 +321,8 @@ def _libhdfs(location: RemoteLocation, options: Mapping[str, str], deadline_s: f
         )
     except OSError as error:
         if "libhdfs" in str(error) or "jvm" in str(error).lower():
-            raise InvalidInputError(f"location {location}: no client for hdfs: {error}; {_INSTALL}") from error
-        raise RemoteUnreachableError(f"{what}: {error}") from error
+            raise InvalidInputError(f"location {location}: no HDFS client is available: {error}; {_INSTALL}") from error
+        raise RemoteUnreachableError(f"{action}: {error}") from error
 
 
 def _sync(directory: str) -> None:

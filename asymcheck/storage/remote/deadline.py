@@ -1,4 +1,4 @@
-"""Deadlines: an operation that does not end is left behind, because no client can be made to stop."""
+"""Deadlines and retries for operations of remote clients, which cannot be cancelled."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from asymcheck.executor import begin
 _T = TypeVar("_T")
 
 
-def within(seconds: float, what: str, call: Callable[[], _T]) -> _T:
-    """Call ``call`` on a thread of its own and return what it returns, or raise what it raises.
+def within(seconds: float, action: str, call: Callable[[], _T]) -> _T:
+    """Run ``call`` on a separate thread and return its result, or raise its exception.
 
-    A thread that is left behind ends with the process. Its late effects do no harm: it writes under temporary
-    names, and gives a file its name only when that is complete.
+    After a timeout, the thread ends with the process. Its late writes are harmless, because they go to temporary
+    names. It renames only complete files.
 
     Raises:
-        RemoteUnreachableError: it took longer than ``seconds``.
+        RemoteUnreachableError: the call took longer than ``seconds``.
     """
     done = begin(call, "remote")
     try:
         if not wait([done], seconds).done:
-            raise RemoteUnreachableError(f"{what}: no answer in {round(seconds, 3):g} s")
+            raise RemoteUnreachableError(f"{action}: no answer in {round(seconds, 3):g} s")
         return done.result()
     finally:
-        # The error knows this frame, which must not know it: what the call held would stay until garbage is collected.
+        # Break the reference cycle between this frame and the error, which would keep the objects of the call alive.
         del done
 
 
 def tried(config: RemoteConfig, call: Callable[[float], _T]) -> _T:
-    """Call ``call`` with the seconds it has, and again after a failure that may pass, until the deadline.
+    """Call ``call`` with a timeout in seconds, and retry transient failures until the deadline.
 
-    All but the last have half of what is left: a connection that never answers is no reason to ask nobody else.
+    Each attempt but the last gets half of the remaining time, so that a hanging connection leaves time for others.
 
     Raises:
-        RemoteUnreachableError: as ``call`` raised it last.
+        RemoteUnreachableError: the last attempt failed.
     """
-    ends, left_s, number = time.monotonic() + config.deadline_s, config.deadline_s, 1
+    ends, remaining_s, number = time.monotonic() + config.deadline_s, config.deadline_s, 1
     while True:
         try:
-            return call(left_s if number == config.attempts else left_s / 2)
+            return call(remaining_s if number == config.attempts else remaining_s / 2)
         except RemoteUnreachableError as error:
             pause_s = config.retry_s * 2 ** (number - 1)
-            left_s = ends - time.monotonic() - pause_s
-            if number >= config.attempts or left_s <= 0:
+            remaining_s = ends - time.monotonic() - pause_s
+            if number >= config.attempts or remaining_s <= 0:
                 if number == 1:
                     raise
                 raise RemoteUnreachableError(f"{error}; attempt {number} of {config.attempts}") from error

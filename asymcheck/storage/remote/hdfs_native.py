@@ -1,6 +1,6 @@
-"""HDFS by hdfs-native, which needs no Java.
+"""HDFS client based on hdfs-native, which needs no Java.
 
-Its adapter for fsspec hands the client buffers that it copies a byte at a time: 16 MiB/s.
+The fsspec adapter of hdfs-native copies buffers byte by byte, at 16 MiB/s, and is therefore not used.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from asymcheck.storage.remote.client_interface import Client, Entry, Readable, W
 _NS_PER_MS = 1_000_000
 
 _NOT_EMPTY = ("PathIsNotEmptyDirectory", "is non empty")
-"""Texts of the NameNode about a directory that is not empty."""
+"""Error texts of the NameNode for a directory that is not empty."""
 
 _DEFAULTS = {
-    # With three replicas, one DataNode that dies must not fail a write.
+    # The loss of one of three DataNodes must not fail a write.
     "dfs.client.block.write.replace-datanode-on-failure.best-effort": "true"
 }
 _WRITE_OPTIONS = {"replication": "dfs.replication", "block_size": "dfs.blocksize"}
 
 
 class _Writer:
-    """A file being written; the client is fast for ``bytes`` only."""
+    """File that is being written. Converts data to ``bytes``, which the client writes fast."""
 
-    def __init__(self, inner: Any) -> None:  # noqa: ANN401 - the client has no types that are stable
+    def __init__(self, inner: Any) -> None:  # noqa: ANN401 - the client has no stable types
         self._inner = inner
 
     def write(self, data: bytes | memoryview) -> None:
@@ -40,24 +40,24 @@ class _Writer:
         try:
             self._inner.close()
         finally:
-            # The client's own object, too, closes itself when it is collected. After a failure that may wait for
-            # servers that are gone, in the main thread, and so hold the end of the process.
+            # The client's file also closes itself when it is garbage collected. After a failure, this could block the
+            # main thread at exit, waiting for dead servers.
             self._inner.close = lambda: None
 
 
 class _Reader:
-    """A complete file, read by position; threads may read together. It holds no connection: nobody closes it."""
+    """Complete file, read by position. Thread-safe. Needs no close, because it holds no connection."""
 
     def __init__(self, inner: Any) -> None:  # noqa: ANN401 - as above
         self._inner = inner
         self.size: int = len(inner)
 
     def read_into(self, memory: memoryview, offset: int) -> int:
-        # Never past the end: the client panics there.
+        # Do not read past the end, where the client panics.
         count = min(len(memory), self.size - offset)
         done = 0
         if count > 0:
-            # A packet after the other, 64 KiB: all at once the client would copy twice more, into memory that is new.
+            # Read packets of 64 KiB. Reading all bytes at once would copy them twice more, into new memory.
             for packet in self._inner.read_range_stream(offset, count):
                 memory[done : done + len(packet)] = packet
                 done += len(packet)
@@ -69,7 +69,7 @@ _inherited: list[_HdfsClient] = []
 
 
 def _keep_in_child() -> None:
-    """Let go of no client in a forked child: its threads are not there, and it would wait for them for ever."""
+    """Keep all clients alive in a forked child, where their destructors would wait forever for missing threads."""
     _inherited.extend(_clients)
 
 
@@ -77,8 +77,6 @@ os.register_at_fork(after_in_child=_keep_in_child)
 
 
 class _HdfsClient(Client):
-    """A directory in HDFS."""
-
     kind = "hdfs-native"
     keeps_files = True
 
@@ -98,9 +96,8 @@ class _HdfsClient(Client):
             return None
 
     def children(self, path: str) -> list[Entry]:
-        # Not by the client's own recursion: that ends with an error where a directory goes that was listed before, so
-        # that all others would seem to be gone with it.
-        return [_entry(found) for found in self._client.list_status(path, recursive=False)]
+        # Do not use the recursive listing of the client, which fails if any directory is removed meanwhile.
+        return [_entry(status) for status in self._client.list_status(path, recursive=False)]
 
     def reading(self, path: str) -> contextlib.AbstractContextManager[Readable]:
         return contextlib.nullcontext(_Reader(self._client.read(path)))
@@ -112,7 +109,7 @@ class _HdfsClient(Client):
         self._client.mkdirs(path, create_parent=True)
 
     def publish(self, source: str, target: str) -> bool:
-        """Rename a file; the NameNode refuses a target that exists."""
+        """Rename a file. The NameNode raises FileExistsError if the target exists."""
         self.rename(source, target)
         return True
 
@@ -130,9 +127,9 @@ class _HdfsClient(Client):
                 raise
 
 
-def _entry(found: Any) -> Entry:  # noqa: ANN401 - the client has no types that are stable
-    size = 0 if found.isdir else found.length
-    return Entry(PurePosixPath(found.path), not found.isdir, size, found.modification_time * _NS_PER_MS)
+def _entry(status: Any) -> Entry:  # noqa: ANN401 - the client has no stable types
+    size = 0 if status.isdir else status.length
+    return Entry(PurePosixPath(status.path), not status.isdir, size, status.modification_time * _NS_PER_MS)
 
 
 def connect(authority: str, top: str, options: Mapping[str, str]) -> Client:

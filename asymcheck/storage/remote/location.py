@@ -1,4 +1,4 @@
-"""Locations: what a URI says about where a remote layout lies."""
+"""URIs of remote locations."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from asymcheck.errors import InvalidInputError
 
 _SCHEMES = "hdfs, file, s3, gs, abfs, viewfs"
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_AS_IT_IS = "/:@=+,~"
-"""Characters, besides letters and digits, that need no quotes in the path of a URI."""
-_UNSEEN = re.compile(r"[\x00-\x1f\x7f]")
+_UNQUOTED = "/:@=+,~"
+"""Characters, besides letters and digits, that are not percent-encoded in the path of a URI."""
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def is_uri(location: object) -> bool:
-    """Tell whether a location is a URI, such as ``hdfs://namenode:8020/checkpoints``, and not a path."""
+    """Tell whether a location is a URI, such as ``hdfs://namenode:8020/checkpoints``, instead of a path."""
     return isinstance(location, str) and _URI.match(location) is not None
 
 
 def unknown_scheme(location: object, scheme: str) -> InvalidInputError:
-    """Return the error for a location of a kind that there is no file system for."""
+    """Return the error for a URI scheme without a file system."""
     return InvalidInputError(
         f"location {str(location)!r:.100}: no file system is known for {scheme}://; use {_SCHEMES}"
     )
@@ -32,31 +32,31 @@ def unknown_scheme(location: object, scheme: str) -> InvalidInputError:
 
 @dataclasses.dataclass(frozen=True)
 class RemoteLocation:
-    """Where a remote layout lies."""
+    """Parsed URI of a remote location."""
 
     scheme: str
-    """``hdfs``, ``file``, or another one that pyarrow knows."""
+    """``hdfs``, ``file``, or another scheme of pyarrow."""
     authority: str
     """Host and port, a name service, or a bucket; empty for ``file``."""
     path: str
-    """Where in that file system, beginning with a slash and ending without one."""
+    """Path in the file system, with a leading slash and no trailing slash."""
     options: Mapping[str, str]
-    """Settings of the client, from the query."""
+    """Options of the client, from the query of the URI."""
 
     def __str__(self) -> str:
         """Return the URI without its options."""
-        return f"{self.scheme}://{self.authority}{quote(self.path, _AS_IT_IS)}"
+        return f"{self.scheme}://{self.authority}{quote(self.path, _UNQUOTED)}"
 
     def below(self, path: PurePath) -> str:
-        """Return the URI of a file below it."""
-        return f"{self}/{quote(str(path), _AS_IT_IS)}" if path.parts else str(self)
+        """Return the URI of a file below the location."""
+        return f"{self}/{quote(str(path), _UNQUOTED)}" if path.parts else str(self)
 
 
 def parse_location(location: str | os.PathLike[str]) -> RemoteLocation:
-    """Take a URI apart.
+    """Parse the URI of a remote location.
 
     Raises:
-        InvalidInputError: it is none, or says too little.
+        InvalidInputError: the location is not a URI, or is incomplete.
     """
     text = os.fspath(location)
     if not is_uri(text):
@@ -64,9 +64,9 @@ def parse_location(location: str | os.PathLike[str]) -> RemoteLocation:
             f"location {text!r:.100}: give a URI, such as hdfs://namenode:8020/checkpoints or file:///mnt/checkpoints"
         )
     if "#" in text:
-        raise InvalidInputError(f"location {text!r:.100}: write %23 for the # in it")
-    if _UNSEEN.search(text):
-        raise InvalidInputError(f"location {text!r:.100}: it has a control character in it")
+        raise InvalidInputError(f"location {text!r:.100}: write %23 for the # in the path")
+    if _CONTROL_CHARACTERS.search(text):
+        raise InvalidInputError(f"location {text!r:.100}: a control character is not allowed; remove it")
     parts = urlsplit(text)
     scheme, path = parts.scheme.lower(), "/" + unquote(parts.path).strip("/")
     if path == "/" and scheme not in (*_SCHEMES.split(", "), "gcs", "abfss"):
@@ -74,7 +74,7 @@ def parse_location(location: str | os.PathLike[str]) -> RemoteLocation:
     if path == "/" or "//" in path or ".." in path.split("/"):
         raise InvalidInputError(f"location {text!r:.100}: name a directory below the root")
     if "\0" in path:
-        raise InvalidInputError(f"location {text!r:.100}: no path has a zero byte in it")
+        raise InvalidInputError(f"location {text!r:.100}: a zero byte is not allowed in a path; remove it")
     if scheme == "file" and "?" in text:
         raise InvalidInputError(f"location {text!r:.100}: a file URI has no options; write %3F for a ? in the path")
     if scheme == "file" and parts.netloc not in ("", "localhost"):
@@ -92,5 +92,5 @@ def _options(text: str, query: str) -> dict[str, str]:
         raise InvalidInputError(f"location {text!r:.100}: give options as ?name=value&name=value: {error}") from error
     options = dict(pairs)
     if len(options) < len(pairs):
-        raise InvalidInputError(f"location {text!r:.100}: an option is given twice")
+        raise InvalidInputError(f"location {text!r:.100}: an option is given twice; give it once")
     return options

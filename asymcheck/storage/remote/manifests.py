@@ -1,4 +1,4 @@
-"""Manifests and head records of a location: found by listings, committed by renames."""
+"""Manifests and head records of a remote location, published by renames."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asymcheck.types import CheckpointRef
 
 
 class RemoteManifests(ManifestReader):
-    """The manifests and head records there; a listing of all is one operation, which ends by one deadline."""
+    """Manifests and head records of a remote location. Each listing is one operation with one deadline."""
 
     _files: RemoteFiles
     _root: PurePosixPath
@@ -26,9 +26,9 @@ class RemoteManifests(ManifestReader):
         super().__init__(files, files.top)
 
     def runs(self) -> list[str]:
-        """Return the names of all runs that have a folder; a file between them is none."""
-        found = [entry for name in (layout.MANIFESTS, layout.HEADS) for entry in self._files.walk(self._root / name)]
-        return sorted({one.path.name for one in found if not one.is_file and layout.is_run(one.path.name)})
+        """Return the names of all runs that have a folder."""
+        entries = [entry for name in (layout.MANIFESTS, layout.HEADS) for entry in self._files.walk(self._root / name)]
+        return sorted({entry.path.name for entry in entries if not entry.is_file and layout.is_run(entry.path.name)})
 
     def directory(self, run: str, ref: CheckpointRef) -> PurePosixPath:
         """Return the folder of a checkpoint."""
@@ -41,32 +41,32 @@ class RemoteManifests(ManifestReader):
             if entry.is_file:
                 names.setdefault(entry.path.parent.name, []).append(entry.path.name)
         refs = {folder: layout.parse_checkpoint_name(folder) for folder in names}
-        found = [listed(run, ref, names[folder]) for folder, ref in refs.items() if ref is not None]
-        return sorted((listing for listing in found if listing.manifests), key=lambda listing: listing.ref)
+        listings = [listed(run, ref, names[folder]) for folder, ref in refs.items() if ref is not None]
+        return sorted((listing for listing in listings if listing.manifests), key=lambda listing: listing.ref)
 
     def stage(self, run: str, ref: CheckpointRef, name: ManifestName, data: bytes) -> PurePosixPath:
-        """Write a manifest under a temporary name, and return that: :meth:`publish` is then but a rename."""
+        """Write a manifest under a temporary name and return the path, so that :meth:`publish` only renames."""
         return self._files.stage_small(self.directory(run, ref) / str(name), data)
 
     def unstage(self, staged: PurePosixPath) -> None:
-        """Remove what was staged and is not to be published."""
+        """Remove a staged manifest that will not be published."""
         self._files.delete(staged)
         self._files.delete_empty(staged.parent)
 
     def publish(
         self, run: str, ref: CheckpointRef, name: ManifestName, data: bytes, staged: PurePosixPath | None = None
     ) -> None:
-        """Commit a manifest: when this returns, the rank's part of the checkpoint is visible there.
+        """Commit a manifest. The rank's part of the checkpoint is then visible at the remote location.
 
         Args:
-            run: the run.
-            ref: the checkpoint.
-            name: rank and digest.
-            data: its bytes.
-            staged: what :meth:`stage` returned; when that is gone, or cannot be renamed, it is written again.
+            run: name of the run.
+            ref: checkpoint of the manifest.
+            name: file name of the manifest.
+            data: content of the manifest.
+            staged: result of :meth:`stage`. If it cannot be renamed, the manifest is written again.
         """
         path = self.directory(run, ref) / str(name)
-        # One that is there already has the same bytes: their digest is in the name.
+        # An existing manifest has the same bytes, because the digest is part of the name.
         try:
             if staged is not None:
                 self._files.publish(staged, path)
@@ -77,10 +77,10 @@ class RemoteManifests(ManifestReader):
         emit("remote.manifest_renamed", str(name), len(data))
 
     def publish_heads(self, heads: Sequence[HeadRecord]) -> None:
-        """Publish those head records of a run that are not there.
+        """Publish the head records of a run that the remote location lacks.
 
         Raises:
-            InvalidInputError: one that is there is another one: two trainings have the same run name.
+            InvalidInputError: a remote head record differs, because two trainings have the same run name.
         """
         if not heads:
             return
@@ -88,8 +88,8 @@ class RemoteManifests(ManifestReader):
         present = set(self.heads(run))
         common = [head for head in heads if head.generation in present]
         for head in common[-1:]:
-            # The last one names its parent by a random id, so that all before it are the same, too; of those that
-            # began from nothing, the time tells them apart.
+            # Checking the last common record is enough, because it names its parent by a random id. Records without a
+            # parent differ in their time.
             self._check_head(head)
         for head in heads:
             if head.generation not in present:
@@ -102,26 +102,26 @@ class RemoteManifests(ManifestReader):
         emit("remote.head_renamed", f"{head.run} generation {head.generation}")
 
     def _check_head(self, head: HeadRecord) -> None:
-        there = self.read_head(head.run, head.generation)
-        if there is None or not there[0].is_same(head):
+        published = self.read_head(head.run, head.generation)
+        if published is None or not published[0].is_same(head):
             raise InvalidInputError(
                 f"{self._files.location} has another generation {head.generation} of run {head.run!r}: another "
-                "training of this name was pushed there; push to another location, or give runs different names"
+                "training of this name was pushed there; push to another location, or give the runs different names"
             )
 
     def remove_left(self, run: str, ref: CheckpointRef, before_ns: int) -> bool:
-        """Delete the files of an incomplete checkpoint, unless some are newer than that; return whether it was done."""
-        found = [entry for entry in self._files.walk(self.directory(run, ref)) if entry.is_file]
-        if not all(entry.is_older(before_ns) for entry in found):
+        """Delete an incomplete checkpoint unless a file is newer than ``before_ns``; return whether it was deleted."""
+        files = [entry for entry in self._files.walk(self.directory(run, ref)) if entry.is_file]
+        if not all(entry.is_older(before_ns) for entry in files):
             return False
-        # These and no others: what comes now is somebody's who brings the rest.
-        self._remove(run, ref, found)
+        # Delete only the listed files. Newer files belong to a process that completes the checkpoint.
+        self._remove(run, ref, files)
         return True
 
     def remove(self, run: str, ref: CheckpointRef) -> None:
         """Delete a checkpoint: its manifests, then its folder."""
-        found = self._files.walk(self.directory(run, ref))
-        self._remove(run, ref, [entry for entry in found if layout.parse_manifest_name(entry.path.name) is not None])
+        entries = self._files.walk(self.directory(run, ref))
+        self._remove(run, ref, [entry for entry in entries if layout.parse_manifest_name(entry.path.name) is not None])
 
     def _remove(self, run: str, ref: CheckpointRef, entries: Sequence[Entry]) -> None:
         for entry in entries:

@@ -1,4 +1,4 @@
-"""Packs in a remote location: reading them by few large ranged reads, several at a time."""
+"""Reading of remote packs by few large range requests, with prefetch."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def read_pack_index(files: RemoteFiles, path: PurePosixPath, pack_id: PackId) ->
 
     Raises:
         MissingPartitionError: there is no such pack.
-        FormatError: header or index are damaged and no frame was found, or they need a newer program.
-        RemoteUnreachableError: nobody knows.
+        FormatError: header or index is damaged and no frame was found, or the pack needs a newer program.
+        RemoteUnreachableError: the location does not answer.
     """
     kept = OpenedFile()
     try:
@@ -41,12 +41,12 @@ def read_pack_index(files: RemoteFiles, path: PurePosixPath, pack_id: PackId) ->
     except FileNotFoundError as error:
         if files.stat(path) is None:
             raise MissingPartitionError(f"pack {path.name} does not exist in {files.location}") from error
-        raise MissingPartitionError(f"pack {path.name} came and went in {files.location}") from error
+        raise MissingPartitionError(f"pack {path.name} was replaced during the read in {files.location}") from error
 
 
 @dataclasses.dataclass(eq=False)
 class _Piece:
-    """Neighbouring frames that are read together."""
+    """Adjacent frames that are read by one request."""
 
     start: int
     end: int
@@ -55,9 +55,9 @@ class _Piece:
 
 
 class Readers(Executor):
-    """At most ``count`` threads, which end when nothing is left to do, or with the process.
+    """Executor with at most ``count`` daemon threads, which end when the queue is empty.
 
-    Python joins the threads of concurrent.futures at its exit, however long a location takes to answer.
+    Python joins the threads of concurrent.futures at exit, which could block on a slow location.
     """
 
     def __init__(self, count: int) -> None:
@@ -67,11 +67,11 @@ class Readers(Executor):
         self._is_shut = False
 
     def submit(self, call: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """Begin ``call`` when it is its turn."""
+        """Queue ``call``."""
         future: Future[_T] = Future()
         with self._lock:
             if self._is_shut:
-                raise ClosedStoreError("the location was closed while something was read from it")
+                raise ClosedStoreError("the remote location was closed during a read; open it again")
             self._waiting.append((future, partial(call, *args, **kwargs)))
             if self._free:
                 begin(self._work, "read-ahead")
@@ -87,17 +87,17 @@ class Readers(Executor):
                 future, call = self._waiting.popleft()
             carry_out(future, call)
 
-    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - as Executor has it; nobody waits
-        """Begin nothing more; what has begun ends as it may."""
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - signature of Executor
+        """Start no more calls, without waiting for running calls."""
         with self._lock:
             self._is_shut = True
-            left = list(self._waiting) if cancel_futures else []
-        for future, _ in left:
+            cancelled = list(self._waiting) if cancel_futures else []
+        for future, _ in cancelled:
             future.cancel()
 
 
 class ReadAhead:
-    """Fetches pieces before they are asked for, at the end of a pack those of the pack that is expected next."""
+    """Prefetch of pieces, continuing at the end of a pack with the pack that is expected next."""
 
     def __init__(self, config: RemoteConfig) -> None:
         self.threads = Readers(config.reads)
@@ -106,30 +106,30 @@ class ReadAhead:
         self._lock = threading.Lock()
 
     def follow(self, pack: RemotePack) -> None:
-        """Read ``pack`` after those that were expected before it."""
+        """Queue ``pack`` after the packs that were announced before."""
         with self._lock:
             last, self._last = self._last, pack
-        # In this order there is no way from a pack back to it, also when it is expected again.
+        # Clear the link first, so that no cycle arises if a pack is expected again.
         pack.next = None
         if last is not None and last is not pack:
             last.next = pack
 
     def close(self) -> None:
-        """Fetch nothing more, and keep no memory."""
+        """Stop the prefetch and release its memory."""
         self.threads.shutdown(cancel_futures=True)
         self.memory.let_go()
 
 
 class RemotePack(OpenPack):
-    """A complete pack opened for reading. Threads may read together."""
+    """Complete remote pack that is open for reading. Thread-safe."""
 
     def __init__(
         self, files: RemoteFiles, paths: Callable[[], Iterator[PurePosixPath]], index: PackIndex, reading: ReadAhead
     ) -> None:
-        """Read the file that is at one of ``paths``, whose index was read; ``reading`` fetches ahead."""
+        """Read the pack with this index from the first of ``paths`` that exists; ``reading`` prefetches."""
         super().__init__(index, next(paths()))
         self.next: RemotePack | None = None
-        """The one that is expected after it."""
+        """Pack that is expected next."""
         self._paths = paths
         self._files = files
         self._reading = reading
@@ -144,7 +144,7 @@ class RemotePack(OpenPack):
         return offset, offset + entry_length(entry)
 
     def expect(self, frames: Sequence[int]) -> None:
-        """Say which frames will be read: neighbours are fetched together, and before they are asked for."""
+        """Announce the frames to be read. Adjacent frames are prefetched together."""
         config = self._files.config
         pieces: list[_Piece] = []
         for sequence in sorted(set(frames)):
@@ -160,13 +160,8 @@ class RemotePack(OpenPack):
             self._piece_of = {sequence: number for number, piece in enumerate(pieces) for sequence in piece.frames}
         self._reading.follow(self)
 
-    def read_frame(self, sequence: int, slot: Slot) -> memoryview:  # noqa: ARG002 - as another tier takes it
-        """Return frame ``sequence`` as it lies there, unchecked; not in ``slot``: what was read is memory enough.
-
-        Raises:
-            TruncatedError: the file ends before the frame does.
-            RemoteUnreachableError: it could not be read, or not in time.
-        """
+    def read_frame(self, sequence: int, slot: Slot) -> memoryview:  # noqa: ARG002 - used by other tiers
+        """Return frame ``sequence`` in the prefetch memory, not in ``slot``; see :meth:`OpenPack.read_frame`."""
         start, end = self._span(sequence)
         with self._lock:
             number = self._piece_of.pop(sequence, None)
@@ -174,31 +169,31 @@ class RemotePack(OpenPack):
         if number is not None:
             self._load_from(number)
         if piece is None or piece.loading is None:
-            data, begin = self._read(start, end), start
+            data, base = self._read(start, end), start
         else:
-            data, begin = piece.loading.result(), piece.start
-        found = data[start - begin : end - begin]
-        if len(found) < end - start:
+            data, base = piece.loading.result(), piece.start
+        frame = data[start - base : end - base]
+        if len(frame) < end - start:
             name = f"frame {sequence} of pack {self.path.name}"
-            raise TruncatedError(f"{name}: the file ends after {len(found)} of {end - start} bytes")
+            raise TruncatedError(f"{name}: the file ends after {len(frame)} of {end - start} bytes")
         if piece is not None:
             with self._lock:
                 piece.frames.discard(sequence)
                 if not piece.frames:
                     piece.loading = None
-        return found
+        return frame
 
     def _load_from(self, number: int) -> None:
-        """Begin to read a piece and those behind it, in the packs behind this one, too."""
-        pack, left = self, self._files.config.reads
-        while left:
-            left = pack._load(number, left)
+        """Start to read a piece and the following pieces, also in the following packs."""
+        pack, count = self, self._files.config.reads
+        while count:
+            count = pack._load(number, count)
             if pack.next is None:
                 return
             pack, number = pack.next, 0
 
     def _load(self, number: int, count: int) -> int:
-        """Begin to read so many pieces from one on; return how many are left to be begun elsewhere."""
+        """Start to read up to ``count`` pieces from ``number`` on; return how many more may be started."""
         with self._lock:
             pieces = self._pieces[number : number + count]
             for piece in pieces:
@@ -207,13 +202,13 @@ class RemotePack(OpenPack):
         return count - len(pieces)
 
     def _read(self, start: int, end: int) -> memoryview:
-        # It may have got another name since it was opened.
+        # The pack may have been renamed since it was opened.
         for path in self._paths():
             with contextlib.suppress(FileNotFoundError):
                 return self._files.read_range(path, start, end - start, self._kept, self._reading.memory)[0]
         raise MissingPartitionError(f"pack {self.path.name} was removed while it was being read")
 
     def close(self) -> None:
-        """Forget what was read ahead."""
+        """Discard the prefetched pieces."""
         with self._lock:
             self._pieces, self._piece_of = [], {}

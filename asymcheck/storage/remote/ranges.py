@@ -1,4 +1,4 @@
-"""Reads by position from complete files, which never change."""
+"""Range reads from complete files, which never change."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from asymcheck.storage.slots import Slot
 
 
 class OpenedFile:
-    """A file that is read more than once: what the client learned when it opened it, for those that can keep that."""
+    """Cache of an open file for repeated reads, if the client can keep files open."""
 
     def __init__(self) -> None:
         self.file: Readable | None = None
 
 
 class RangeMemory:
-    """Memory for ``count`` pieces of at most ``piece_bytes``, used again when nobody has a view of it. Thread-safe.
+    """Pool of ``count`` buffers of ``piece_bytes``, each reused after the last view of it is released. Thread-safe.
 
-    Memory of many megabytes comes from the system page by page, and goes back to it, each time, or does not, as the
-    allocator has it. Measured with 1.15 GB from an HDFS on the same machine: 4.1 s of processor time, and 1.9 s so.
+    Without reuse, the system would allocate large buffers page by page each time. Measured with 1.15 GB from a local
+    HDFS: 1.9 s instead of 4.1 s of CPU time.
     """
 
     def __init__(self, piece_bytes: int, count: int) -> None:
@@ -32,24 +32,24 @@ class RangeMemory:
         self._lock = threading.Lock()
 
     def take(self, count: int) -> memoryview:
-        """Return ``count`` bytes with anything in them; they are free again when the last view of them goes."""
+        """Return a buffer of ``count`` uninitialized bytes, which returns to the pool with its last view."""
         if count > self._piece_bytes:
             return memoryview(bytearray(count))
         with self._lock:
             slot = self._free.pop() if self._free else Slot(self._piece_bytes)
-        # All views made of this one hold it, and so does an operation that was given up and may still read into it.
+        # All views keep the owner alive, also the view of a timed-out operation that may still write into the buffer.
         owner = np.frombuffer(slot.memory, dtype=np.uint8)[:count]
         weakref.finalize(owner, self._give_back, slot).atexit = False
         return memoryview(owner.data)
 
     def let_go(self) -> None:
-        """Give all of it back to the system, from now on as soon as nobody looks at it."""
+        """Free the unused buffers now, and the others with their last view."""
         with self._lock:
             self._count = 0
             self._free.clear()
 
     def _give_back(self, slot: Slot) -> None:
-        # Called wherever the last view goes: also inside of another call of this, when garbage is collected there.
+        # No lock: garbage collection may call this method inside another method of the pool.
         if len(self._free) < self._count:
             self._free.append(slot)
 
@@ -61,13 +61,13 @@ def read_range(
     if (file := kept.file) is not None:
         try:
             return _read(file, offset, length, memory), file.size
-        except Exception:  # noqa: BLE001 - whatever it is: blocks move, and permits to read them run out
+        except Exception:  # noqa: BLE001 - blocks move and access tokens expire, so any error means to reopen the file
             kept.file = None
     with client.reading(path) as file:
-        found = _read(file, offset, length, memory)
+        data = _read(file, offset, length, memory)
         if client.keeps_files:
             kept.file = file
-        return found, file.size
+        return data, file.size
 
 
 def _read(file: Readable, offset: int, length: int, memory: RangeMemory | None) -> memoryview:

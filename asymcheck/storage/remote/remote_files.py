@@ -1,11 +1,10 @@
-"""File operations at a remote location, the only door to it: each has a deadline, and the package's errors.
+"""File operations at a remote location, with deadlines, retries and translated errors.
 
-Paths are those of the file system, below that of the location. Nothing here trusts a client further than this: a file
-that was written and closed has the bytes that were written or fewer, and a file that is renamed keeps them.
+Paths are absolute paths in the file system of the location. Only two assumptions are made about clients: a closed file
+has all or a prefix of the written bytes, and a renamed file keeps its bytes.
 
-Clients have no error classes worth the name: hdfs-native gives OSError and RuntimeError, libhdfs prints Java's
-messages. Therefore the text decides. Any other refusal means "unreachable": an error that stops, and is never taken for
-damage.
+Clients do not raise specific error classes: hdfs-native raises OSError and RuntimeError, and libhdfs passes on Java
+messages. Errors are therefore classified by their text. Any other error is "unreachable", and never taken for damage.
 """
 
 from __future__ import annotations
@@ -45,78 +44,78 @@ _DENIED = ("permission denied", "accesscontrol", "access denied", "unauthorized"
 _SAFE_MODE = ("safemode", "safe mode")
 _DAMAGED = ("checksum",)
 _READS = ("look at ", "list ", "read ")
-_AWAY = {
+_UNREACHABLE = {
     *(errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN),
     *(errno.ENETUNREACH, errno.ENETRESET, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN),
     *(errno.EPIPE, errno.ENOLINK, errno.ECOMM, errno.ENODEV, errno.ENXIO, errno.EAGAIN, errno.ENOMEM),
 }
-"""Errors of a mounted file system whose server is away, of a network that is down, or of missing memory."""
+"""Errors of a mounted file system without its server, of a network failure, or of missing memory."""
 
 
 class RemoteFiles:
-    """File operations at a remote location; one instance serves all threads of one process.
+    """File operations at a remote location. Thread-safe.
 
-    All raise RemoteUnreachableError when nobody answers in time, and StorageError when the location refuses. A file is
-    uploaded up to ``attempts`` times.
+    All operations raise RemoteUnreachableError after the deadline, and StorageError if the location refuses them.
+    Uploads are attempted up to ``attempts`` times.
     """
 
     def __init__(self, location: RemoteLocation, config: RemoteConfig) -> None:
-        """Serve ``location``.
+        """Connect to ``location``.
 
         Raises:
-            InvalidInputError: there is no client for it.
+            InvalidInputError: no client supports the location.
         """
         self.location = location
         self.config = config
         self._client = connect(location, config)
         self.kind: str = self._client.kind
-        """Which client serves it."""
+        """Kind of the client."""
         self.top = PurePosixPath(self._client.top)
-        """The path of the location in the file system."""
+        """Path of the location in the file system."""
         self.pace = Throughput()
-        """The measured throughput."""
+        """Measured throughput."""
 
     def url(self, path: PurePath) -> str:
-        """Return what errors call a file."""
+        """Return the URI of a file for messages."""
         return self.location.below(path.relative_to(self.top))
 
     def _do(self, action: str, path: PurePath, call: Callable[[], _T], seconds: float | None = None) -> _T:
-        """Carry out one operation, in time or in so many seconds, with the package's errors.
+        """Run one operation with a deadline, and translate its errors.
 
-        FileNotFoundError and FileExistsError pass: whether they are errors depends on the caller.
+        FileNotFoundError and FileExistsError pass unchanged, because only the caller knows whether they are errors.
         """
-        what = f"{action} {self.url(path)}"
+        described = f"{action} {self.url(path)}"
         try:
-            return within(seconds or self.config.deadline_s, what, call)
+            return within(seconds or self.config.deadline_s, described, call)
         except (FileNotFoundError, FileExistsError, AsymcheckError):
             raise
         except Exception as error:
-            raise refusal(what, error, is_local=self.kind == "local") from error
+            raise refusal(described, error, is_local=self.kind == "local") from error
         except BaseException as error:
-            # A client in Rust panics with this, and nobody could catch it by another name.
+            # A panic in a Rust client raises this class, which cannot be imported.
             if type(error).__name__ != "PanicException":
                 raise
-            raise StorageError(f"{what}: the client failed: {error}") from error
+            raise StorageError(f"{described}: the client failed: {error}; try again") from error
 
     def stat(self, path: PurePath) -> Entry | None:
         """Return the entry at ``path``; None if there is none."""
         return self._do("look at", path, partial(self._client.look, str(path)))
 
     def walk(self, path: PurePath, *, recursive: bool = False) -> list[Entry]:
-        """Return the content of a directory, by name, or with ``recursive`` all below; empty when it is missing."""
+        """Return the sorted entries in a directory, with ``recursive`` also below it; empty if it is missing."""
         walk = self._client.walk if recursive else self._client.children
         try:
-            found = self._do("list", path, partial(walk, str(path)))
+            entries = self._do("list", path, partial(walk, str(path)))
         except FileNotFoundError:
             return []
-        return sorted(found, key=lambda entry: entry.path)
+        return sorted(entries, key=lambda entry: entry.path)
 
     def list(self, path: PurePath) -> list[str]:
-        """Return the names in a directory, sorted; none when there is no such directory."""
+        """Return the sorted names in a directory; an empty list if the directory does not exist."""
         return [entry.path.name for entry in self.walk(path)]
 
     def read_small(self, path: PurePath, limit: int) -> bytes | None:
-        """Return a file's content, at most ``limit`` + 1 bytes of it; None when there is no such file."""
+        """Return the content of a file, at most ``limit`` + 1 bytes; None if the file does not exist."""
         try:
             data, _ = self.read_range(path, 0, limit + 1)
         except FileNotFoundError:
@@ -134,53 +133,53 @@ class RemoteFiles:
         """Return ``length`` bytes from ``offset``, fewer at the end of the file, and the size of the file.
 
         Args:
-            path: the file.
-            offset: first byte.
+            path: path of the file.
+            offset: offset of the first byte.
             length: number of bytes.
-            kept: pass the same for all reads of one file, so that the client can keep the file open.
-            memory: lends reusable memory for large reads.
+            kept: cache of the open file, shared by all reads of one file.
+            memory: pool of buffers for large reads.
 
         Raises:
             FileNotFoundError: there is no such file.
-            RemoteUnreachableError: it failed ``attempts`` times, or until the deadline.
+            RemoteUnreachableError: the read failed ``attempts`` times, or until the deadline.
         """
-        what = f"read {length} bytes from {offset} of"
+        action = f"read {length} bytes from {offset} of"
         keeps = OpenedFile() if kept is None else kept
         read = partial(read_range, self._client, str(path), offset, length, keeps, memory)
 
         def attempt(seconds: float) -> tuple[memoryview, int]:
             try:
-                return self._do(what, path, read, seconds)
+                return self._do(action, path, read, seconds)
             except RemoteUnreachableError:
-                # The next one opens it anew.
+                # Make the next attempt reopen the file.
                 keeps.file = None
                 raise
 
-        # hdfs-native asks each DataNode that has a block once.
+        # hdfs-native tries each DataNode that has a block only once.
         return tried(self.config, attempt)
 
     def make_directory(self, path: PurePath) -> None:
-        """Create a directory and what leads to it; one that is there is no error.
+        """Create a directory and its parents, if they do not exist.
 
         Raises:
-            StorageError: there can be none: the location refuses, or a file is in the way.
+            StorageError: the location refuses, or a file has the name of a directory.
         """
         try:
             self._do("create directory", path, partial(self._client.make_directory, str(path)))
         except (FileNotFoundError, FileExistsError) as error:
-            message = f"{self.url(path)}: no directory can be created here ({error}); name another location"
+            message = f"{self.url(path)}: cannot create this directory ({error}); choose another location"
             raise StorageError(message) from error
 
     def delete(self, path: PurePath) -> None:
-        """Remove a file; one that is gone already is no error."""
+        """Remove a file, if it exists."""
         self._unless_gone("remove", path, partial(self._client.delete, str(path)))
 
     def delete_empty(self, path: PurePath) -> None:
-        """Remove a directory if it is empty, and the client can promise that: another program may write into it."""
+        """Remove a directory if it is empty and the client can ensure this atomically."""
         self._unless_gone("remove directory", path, partial(self._client.delete_empty, str(path)))
 
     def _unless_gone(self, action: str, path: PurePath, call: Callable[[], object]) -> bool:
-        """Do what needs something at ``path``; return False when nothing is there."""
+        """Run an operation on ``path``; return False if ``path`` does not exist."""
         try:
             self._do(action, path, call)
         except FileNotFoundError:
@@ -195,10 +194,10 @@ class RemoteFiles:
     def write(
         self, path: PurePath, pieces: Iterable[bytes | memoryview], written: Callable[[], None] | None = None
     ) -> int:
-        """Create ``path``, a temporary name, with these bytes; return their number when the file is closed.
+        """Write and close a temporary file; return the number of bytes.
 
-        ``written`` is called when the last of them was written, before the servers are asked to complete the file.
-        After a failure the file may have any length: it must never be renamed.
+        Call ``written`` after the last write, before the file is closed. After a failure the file may have any length,
+        and must never be renamed.
         """
         file = self._do("create", path, partial(self._client.create, str(path)))
         try:
@@ -215,16 +214,16 @@ class RemoteFiles:
             self._do("close", path, file.close)
             self.pace.closed(time.perf_counter() - began)
         except BaseException:
-            # Garbage collection would close the file, and wait for servers that may never answer.
+            # Close on another thread. Otherwise Python's garbage collection would close the file and might block.
             begin(partial(_abandon, file), "abandon")
             raise
         return count
 
     def publish(self, source: PurePath, target: PurePath) -> bool:
-        """Give a complete file its name; when that is taken, remove the file and return False.
+        """Rename a complete file to its final name. If the name is taken, remove the file and return False.
 
-        libhdfs, most others behind pyarrow, and a folder without hard links, replace a file in silence: there it is
-        looked for first, and of two programs that do this at once the later one wins.
+        libhdfs, most pyarrow file systems, and folders without hard links replace an existing file silently. Their
+        clients check for the target first. If two programs do this at once, the later one wins.
         """
         try:
             if self._do("rename", target, partial(self._client.publish, str(source), str(target))):
@@ -235,28 +234,28 @@ class RemoteFiles:
         return False
 
     def rename(self, source: PurePath, target: PurePath) -> bool:
-        """Give a file another name that is free, in the same directory; return False when it is gone."""
+        """Rename a file within its directory to an unused name; return False if the file does not exist."""
         return self._unless_gone("rename", source, partial(self._client.rename, str(source), str(target)))
 
     def put_small(self, path: PurePosixPath, data: bytes) -> bool:
-        """Publish a small file: temporary name, write, close, read back, rename; False when its name is taken."""
+        """Write a small temporary file, read it back, and rename it; return False if the name is taken."""
         return self.attempt(path, lambda temporary: self.publish(self._write_small(temporary, path, data), path))
 
     def stage_small(self, path: PurePosixPath, data: bytes) -> PurePosixPath:
-        """Do all that :meth:`put_small` does before the rename; return the temporary name."""
+        """Write a small temporary file and read it back; return its path."""
         return self.attempt(path, lambda temporary: self._write_small(temporary, path, data))
 
     def _write_small(self, temporary: PurePosixPath, path: PurePosixPath, data: bytes) -> PurePosixPath:
-        # Before each attempt: another upload that was taken back may have removed the empty directory.
+        # Repeat before each attempt, because an aborted upload may have removed the empty directory.
         self.make_directory(path.parent)
         self.write(temporary, [data])
         emit("remote.small_closed", path.name, len(data))
         if self.read_small(temporary, len(data)) != data:
-            raise StorageError(f"{self.url(temporary)}: what was read back is not what was written")
+            raise StorageError(f"{self.url(temporary)}: the content read back differs from the content written")
         return temporary
 
     def attempt(self, path: PurePosixPath, upload: Callable[[PurePosixPath], _T], random_bytes: int = 8) -> _T:
-        """Upload a file under a temporary, random name, and begin anew under another one when that may help."""
+        """Upload a file under a random temporary name. Retry under another name after a transient failure."""
         number = 1
         while True:
             temporary = path.with_name(f"{os.urandom(random_bytes).hex()}{layout.TEMPORARY}")
@@ -268,9 +267,9 @@ class RemoteFiles:
                 if not isinstance(error, (StorageError, FileNotFoundError)):
                     raise
                 if isinstance(error, (ReadOnlyStoreError, OutOfSpaceError)) or number >= self.config.attempts:
-                    which = f"upload of {self.url(path)}, attempt {number} of {self.config.attempts}"
+                    upload_attempt = f"upload of {self.url(path)}, attempt {number} of {self.config.attempts}"
                     kind = type(error) if isinstance(error, StorageError) else StorageError
-                    raise kind(f"{which}: {error}") from error
+                    raise kind(f"{upload_attempt}: {error}") from error
                 if isinstance(error, RemoteUnreachableError):
                     time.sleep(self.config.retry_s * 2 ** (number - 1))
             number += 1
@@ -281,9 +280,9 @@ def _abandon(file: Writable) -> None:
         file.close()
 
 
-def refusal(what: str, error: Exception, *, is_local: bool) -> StorageError:
-    """Return the error for what a client raised when it was to do ``what``."""
-    # An error of the operating system names the file again, and the name may have any word in it.
+def refusal(action: str, error: Exception, *, is_local: bool) -> StorageError:
+    """Translate an exception of a client into an error of this package."""
+    # Do not search the text of an OSError, which contains the file name.
     text = _short((is_local and getattr(error, "strerror", None)) or str(error))
     number = getattr(error, "errno", None)
 
@@ -293,26 +292,26 @@ def refusal(what: str, error: Exception, *, is_local: bool) -> StorageError:
     kind: type[StorageError] = RemoteUnreachableError
     advice = ""
     if says(*_SAFE_MODE):
-        advice = "; HDFS is in safe mode: try again when it has left it"
+        advice = "; HDFS is in safe mode: try again after safe mode has ended"
     elif number in (errno.ENOSPC, errno.EDQUOT) or says(*_FULL):
-        kind, advice = OutOfSpaceError, "; free space or raise the quota there, or delete checkpoints and run gc on it"
+        kind, advice = OutOfSpaceError, "; free space or raise the quota there, or delete checkpoints and run gc there"
     elif number in (errno.EACCES, errno.EPERM, errno.EROFS) or says(*_DENIED):
-        if what.startswith(_READS):
-            # A user who may not look does not know what the location holds.
-            advice = "; this user may not look there"
+        if action.startswith(_READS):
+            # Without permission to read, the content of the location is unknown.
+            advice = "; this user has no permission to read it"
         else:
-            kind, advice = ReadOnlyStoreError, "; this user may not do that there"
+            kind, advice = ReadOnlyStoreError, "; this user has no permission to do this"
     elif number in (errno.EMFILE, errno.ENFILE):
         kind, advice = TooManyFilesError, "; raise the limit of open files (ulimit -n)"
     elif number == errno.ENOTDIR:
-        kind, advice = StorageError, "; a file is where a directory is meant: name another location"
-    elif number not in _AWAY and ((is_local and isinstance(error, OSError)) or says(*_DAMAGED)):
+        kind, advice = StorageError, "; a file has the name of a directory: choose another location"
+    elif number not in _UNREACHABLE and ((is_local and isinstance(error, OSError)) or says(*_DAMAGED)):
         kind = StorageError
-    return kind(f"{what}: {text}{advice}")
+    return kind(f"{action}: {text}{advice}")
 
 
 def _short(text: str) -> str:
-    """Return what comes before the stack: Java adds where it was when it failed, and that has any word in it."""
+    """Return the message without the Java stack trace."""
     for sign in ("\\n\\tat ", "\n\tat "):
         text = text.split(sign, 1)[0]
-    return " ".join(text.replace("\\n", " ").split())[:500] or "it gave no reason"
+    return " ".join(text.replace("\\n", " ").split())[:500] or "no reason given"

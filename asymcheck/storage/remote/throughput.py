@@ -1,4 +1,4 @@
-"""Throughput of a remote location: measured by use, and limited on request."""
+"""Measured throughput of a remote location, and rate limiting."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import threading
 import time
 
 _HALF_BYTES = 1 << 28
-"""Older measurements count half after so many bytes."""
+"""Number of bytes after which older measurements have half their weight."""
 _ENOUGH_BYTES = 16 << 20
-"""Fewer bytes say nothing."""
+"""Minimum number of bytes for a measurement."""
 _CLOSE_S = 0.4
-"""Time for HDFS to complete a file, before it was measured."""
+"""Initial estimate of the time in which HDFS completes a file."""
 _CLOSE_WEIGHT = 0.2
 
 
 class ThroughputMeter:
-    """Bytes by seconds, the latest count most. Thread-safe."""
+    """Moving average of a throughput. Thread-safe."""
 
     def __init__(self) -> None:
         self._sums = (0.0, 0.0)
         self._lock = threading.Lock()
 
     def note(self, count: int, seconds: float) -> None:
-        """Note how long so many bytes took in one stream, beside all others."""
+        """Record the seconds that ``count`` bytes took in one of the concurrent streams."""
         kept = 0.5 ** (count / _HALF_BYTES)
         with self._lock:
             nbytes, spent = self._sums
@@ -30,40 +30,40 @@ class ThroughputMeter:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Bytes per second of one stream; None before enough was measured."""
+        """Bytes per second of one stream; None before enough bytes were measured."""
         nbytes, seconds = self._sums
         return nbytes / seconds if nbytes >= _ENOUGH_BYTES and seconds > 0 else None
 
 
 class Throughput:
-    """Measurements of one location. Thread-safe."""
+    """Measurements of one remote location. Thread-safe."""
 
     def __init__(self) -> None:
         self.writing = ThroughputMeter()
-        """How fast the location takes bytes."""
+        """Throughput of writes to the location."""
         self.making = ThroughputMeter()
-        """How fast bytes to send are read, checked and encoded."""
+        """Throughput of reading, checking and encoding the bytes to send."""
         self._lock = threading.Lock()
         self.close_s = _CLOSE_S
-        """Seconds to complete one more file."""
+        """Average seconds to complete a file."""
 
     def closed(self, seconds: float) -> None:
-        """Note how long one file took until it was complete, after its last byte."""
+        """Record the seconds from the last write to the completion of a file."""
         with self._lock:
             self.close_s += (seconds - self.close_s) * _CLOSE_WEIGHT
 
 
 class RateLimit:
-    """A limit on bytes a second, shared by threads."""
+    """Limit on bytes per second. Thread-safe."""
 
     def __init__(self, bytes_per_s: int | None) -> None:
-        """Let through ``bytes_per_s``; None: all."""
+        """Limit to ``bytes_per_s``; None for no limit."""
         self._bytes_per_s = bytes_per_s
         self._free_at = time.monotonic()
         self._lock = threading.Lock()
 
     def wait(self, count: int) -> None:
-        """Return when ``count`` bytes may be sent."""
+        """Wait until ``count`` bytes may be sent."""
         if self._bytes_per_s is None:
             return
         with self._lock:

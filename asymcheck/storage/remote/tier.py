@@ -1,4 +1,4 @@
-"""The remote tier: a remote layout (SPEC.md §4.1) in HDFS, in a shared file system, or wherever pyarrow reaches."""
+"""Remote tier: the remote layout (SPEC.md §4.1) in HDFS, a shared file system, or an object store."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from asymcheck.types import PackId
 
 
 class RemoteTier(StoreTier):
-    """One opened remote layout."""
+    """Open remote location."""
 
     root: str
     manifests: RemoteManifests
 
     def __init__(self, location: RemoteLocation, config: StoreConfig, *, create: bool = False) -> None:
-        """Open the store at ``location``; with ``create``, create it if nothing is there.
+        """Open the store at ``location``. With ``create``, create it if the location is empty.
 
         Raises:
-            StoreNotFoundError: nothing is there and not ``create``; or a directory that holds something else.
-            RemoteUnreachableError: nobody answers, so that nothing is known.
+            StoreNotFoundError: the location has other files, or is empty and ``create`` is not set.
+            RemoteUnreachableError: the location does not answer.
             FormatError: the descriptor is damaged or of another version.
             InvalidInputError: no client supports the location.
         """
@@ -50,10 +50,10 @@ class RemoteTier(StoreTier):
         self.config = config
         self.files = RemoteFiles(location, config.remote)
         self.pace = self.files.pace
-        """The measured throughput."""
+        """Measured throughput."""
         self._top = self.files.top
         self.packs = self._top / layout.PACKS
-        """The folder of packs."""
+        """Folder of packs."""
         self._indexes: dict[PackId, PackIndex] = {}
         self._doomed: dict[PackId, Entry] = {}
         self._lock = threading.Lock()
@@ -67,39 +67,39 @@ class RemoteTier(StoreTier):
         self._ahead = ReadAhead(config.remote)
 
     def _refuse_local_store(self) -> None:
-        """Refuse a store in use on this machine: nobody here asks its catalog what is pinned, nor takes its locks."""
+        """Raise if the location is a local store, because this tier ignores the pins and locks of such a store."""
         if self.location.scheme != "file":
             return
         own = {layout.CATALOG, layout.POOL}.intersection(self.files.list(self._top))
         if own:
             raise InvalidInputError(
-                f"{self.location} is a store that is saved to on a local drive (it has a {min(own)}): give its path, "
-                f"{self._top}, instead; a location to push to is another directory"
+                f"{self.location} is a local store (it has a {min(own)}). To open it, give its "
+                f"path {self._top}; to push, choose another directory"
             )
 
     def _without_descriptor(self, *, create: bool) -> bytes:
-        """Return the descriptor of a new location; with ``create`` that is made, unless something lies there."""
+        """Return the descriptor of a location that seemed to have none. With ``create``, create an empty location."""
         kept = [name for name in (layout.HEADS, layout.MANIFESTS, layout.PACKS) if self.files.list(self._top / name)]
         if kept:
-            # Another process may have created the location, and pushed, since the first look.
+            # Another process may have created the location and pushed since the first read.
             data = self.files.read_small(self._top / layout.DESCRIPTOR_NAME, RECORD_BYTES)
             if data is not None:
                 return data
             raise StructureError(
-                f"{self.location} has lost its asymcheck.store: it has {' and '.join(kept)}; put that file back from a "
-                "copy, or name another location"
+                f"{self.location} has no asymcheck.store, but it has {' and '.join(kept)}; restore that file from a "
+                "copy, or choose another location"
             )
         if foreign := self._foreign_names():
             error = StoreNotFoundError(
-                f"{self.location} has other files in it ({foreign[0]}), and no asymcheck.store; name the folder to "
-                "which was pushed, or an empty or a new one"
+                f"{self.location} has other files ({foreign[0]}) and no asymcheck.store; give the folder of earlier "
+                "pushes, or an empty or new folder"
             )
             error.is_empty = False
             raise error
         if not create:
             missing = self.files.stat(self._top) is None
-            what = "does not exist" if missing else "has no asymcheck.store in it: nothing was pushed there"
-            raise StoreNotFoundError(f"{self.location} {what}")
+            problem = "does not exist" if missing else "has no asymcheck.store: nothing was pushed there"
+            raise StoreNotFoundError(f"{self.location} {problem}; check the URI and the mount")
         return self._create()
 
     def _create(self) -> bytes:
@@ -112,10 +112,10 @@ class RemoteTier(StoreTier):
         return self.files.read_small(path, RECORD_BYTES) or data
 
     def _packs(self) -> tuple[dict[PackId, Entry], dict[PackId, Entry]]:
-        """Return complete packs, and doomed ones, by one listing: a pack that gets its other name is in one of them."""
+        """Return complete and doomed packs by one listing, so that a renamed pack is in at least one of them."""
         lasting: dict[PackId, Entry] = {}
         doomed: dict[PackId, Entry] = {}
-        # The newest first: they serve the newest checkpoint.
+        # Newest first, because the newest checkpoint needs them.
         for entry in sorted(self.files.walk(self.packs), key=lambda entry: -entry.mtime_ns):
             if (pack_id := layout.parse_pack_name(entry.path.name)) is not None:
                 lasting[pack_id] = entry
@@ -123,60 +123,54 @@ class RemoteTier(StoreTier):
                 doomed[pack_id] = entry
         with self._lock:
             self._doomed = doomed
-            # A training pushes for weeks: forget the indexes of packs that were removed.
+            # Forget the indexes of removed packs, because a training may push for weeks.
             for pack_id in self._indexes.keys() - lasting.keys() - doomed.keys():
                 del self._indexes[pack_id]
         return lasting, doomed
 
     def lasting_packs(self) -> dict[PackId, Entry]:
-        """Return the files of all complete packs, the newest first."""
+        """Return the files of all complete packs, newest first."""
         return self._packs()[0]
 
     def doomed_packs(self) -> dict[PackId, Entry]:
-        """Return the files of packs that a collection is about to remove, or was when it was killed."""
+        """Return the files of packs that a running or killed collection has announced to remove."""
         return self._packs()[1]
 
     def pack_ids(self) -> list[PackId]:
-        """Return the ids of all packs that can be read, the newest first."""
+        """Return the ids of all readable packs, newest first."""
         lasting, doomed = self._packs()
         return [*lasting, *doomed]
 
     def doom(self, entry: Entry, pack_id: PackId, collection: bytes) -> bool:
-        """Announce that ``collection`` will remove a pack; return False when it is gone, or has another name by now."""
+        """Announce that ``collection`` will remove a pack; return False if the pack was removed or renamed."""
         return self.files.rename(entry.path, self.packs / layout.doomed_name(pack_id, collection))
 
     def reprieve(self, pack_ids: Iterable[PackId]) -> set[PackId]:
-        """Withdraw announced removals of packs, by any process; return the packs that are gone."""
+        """Withdraw announced removals of packs by any process; return the packs that were removed."""
         lasting, doomed = self._packs()
-        return {pack_id for pack_id in pack_ids if pack_id not in lasting and not self._kept(pack_id, doomed)}
+        return {pack_id for pack_id in pack_ids if pack_id not in lasting and not self._restore_name(pack_id, doomed)}
 
-    def _kept(self, pack_id: PackId, doomed: Mapping[PackId, Entry]) -> bool:
+    def _restore_name(self, pack_id: PackId, doomed: Mapping[PackId, Entry]) -> bool:
         entry = doomed.get(pack_id)
         return entry is not None and self.files.rename(entry.path, self.packs / layout.pack_name(pack_id))
 
     def _paths(self, pack_id: PackId) -> Iterator[PurePosixPath]:
-        """Yield where a pack may be, likely places first: collections announce what they remove by other names."""
+        """Yield possible paths of a pack, likely ones first. Collections rename the packs that they will remove."""
         yield self.packs / layout.pack_name(pack_id)
         with self._lock:
             known = self._doomed.get(pack_id)
         if known is not None:
             yield known.path
-        for found in self._packs():
-            if pack_id in found:
-                yield found[pack_id].path
+        for packs in self._packs():
+            if pack_id in packs:
+                yield packs[pack_id].path
 
-    def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:  # noqa: ARG002 - as another tier takes it
-        """Return no pack: hints in a manifest name packs of the store that it comes from."""
+    def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:  # noqa: ARG002 - used by other tiers
+        """Return no pack, because hints in a manifest name packs of its original store."""
         return ()
 
     def open_pack(self, pack_id: PackId) -> RemotePack:
-        """Open a complete pack for reading.
-
-        Raises:
-            MissingPartitionError: there is no such pack.
-            FormatError: header or index are damaged and no frame was found, or they need a newer program.
-            RemoteUnreachableError: nobody answers.
-        """
+        """Open a complete pack; see :meth:`ReadTier.open_pack`. Raise RemoteUnreachableError without an answer."""
         return RemotePack(self.files, partial(self._paths, pack_id), self._index(pack_id), self._ahead)
 
     def _index(self, pack_id: PackId) -> PackIndex:
@@ -187,39 +181,39 @@ class RemoteTier(StoreTier):
             with contextlib.suppress(MissingPartitionError):
                 index = read_pack_index(self.files, path, pack_id)
                 if index.damage is None:
-                    # For as long as it is there: a pack here is never overwritten.
+                    # The index stays valid, because remote packs are never overwritten.
                     with self._lock:
                         self._indexes[pack_id] = index
                 return index
         raise MissingPartitionError(f"pack {layout.pack_name(pack_id)} does not exist in {self.location}")
 
     def read_indexes(self, pack_ids: Iterable[PackId]) -> dict[PackId, PackIndex | None]:
-        """Return the indexes of packs, by parallel requests; None for a pack that is gone or has no readable index."""
+        """Read the indexes of packs in parallel; None for a pack that is missing or has no readable index."""
 
         def index_of(pack_id: PackId) -> PackIndex | None:
             with contextlib.suppress(FormatError, MissingPartitionError):
                 return self._index(pack_id)
             return None
 
-        wanted = list(pack_ids)
-        return dict(zip(wanted, self._ahead.threads.map(index_of, wanted), strict=True))
+        requested = list(pack_ids)
+        return dict(zip(requested, self._ahead.threads.map(index_of, requested), strict=True))
 
     def uploader(self) -> PackUpload:
-        """Return what writes packs there; its limit of bytes a second is for all of them together."""
+        """Return an uploader for packs. Its rate limit applies to all of its uploads together."""
         return PackUpload(self.files, self.packs, RateLimit(self.config.remote.bytes_per_s))
 
     def pack_bytes(self, pack_id: PackId) -> int:
-        """Return the bytes of a pack's file; 0 when it is gone."""
-        found = self.files.stat(self.packs / layout.pack_name(pack_id))
-        return 0 if found is None else found.size
+        """Return the size of the file of a pack; 0 if the file does not exist."""
+        entry = self.files.stat(self.packs / layout.pack_name(pack_id))
+        return 0 if entry is None else entry.size
 
     def usage(self) -> tuple[int, int, int, int]:
-        """Return the number and bytes of packs in use; here none are kept to be overwritten."""
+        """Return number and bytes of the packs, then zeros, because remote locations have no pool."""
         files = self.lasting_packs()
         return len(files), sum(entry.size for entry in files.values()), 0, 0
 
     def temporaries(self) -> list[Entry]:
-        """Return what uploads have not finished, or have left."""
+        """Return the temporary files of running and killed uploads."""
         return [
             entry
             for entry in self.files.walk(self._top, recursive=True)
@@ -227,15 +221,15 @@ class RemoteTier(StoreTier):
         ]
 
     def leftovers(self) -> list[str]:
-        """Return the temporary files that are older than uploads take, by their place here."""
+        """Return the paths, relative to the location, of temporary files older than the grace period."""
         before_ns = time.time_ns() - int(self.config.remote.grace_s * 1e9)
         return [str(entry.path.relative_to(self._top)) for entry in self.temporaries() if entry.is_older(before_ns)]
 
     def foreign(self) -> list[str]:
-        """Return what does not belong here, by its place here."""
+        """Return the paths, relative to the location, of files that do not belong to the location."""
         parse = (layout.parse_pack_name, layout.parse_doomed_name)
-        found = [name for name in self._names(self.packs) if not any(one(name) for one in parse)]
-        return [*self._foreign_names(), *(f"{layout.PACKS}/{name}" for name in found)]
+        packs = [name for name in self._names(self.packs) if not any(parser(name) for parser in parse)]
+        return [*self._foreign_names(), *(f"{layout.PACKS}/{name}" for name in packs)]
 
     def _foreign_names(self) -> list[str]:
         return [name for name in self._names(self._top) if name not in layout.REMOTE_TOP_LEVEL]
@@ -244,7 +238,7 @@ class RemoteTier(StoreTier):
         return [name for name in self.files.list(folder) if not name.endswith(layout.TEMPORARY)]
 
     def close(self) -> None:
-        """Let go of it; closing twice is no error."""
+        """Stop the prefetch. Closing twice is allowed."""
         if not self._closed and os.getpid() == self._pid:
             self._closed = True
             self._ahead.close()

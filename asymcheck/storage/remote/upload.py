@@ -1,4 +1,4 @@
-"""A pack on its way to a remote location, frame by frame, in large pieces (SPEC.md §8.6)."""
+"""Upload of packs to a remote location in large pieces (SPEC.md §8.6)."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from asymcheck.types import PackId
 _T = TypeVar("_T")
 
 ReadFrame = Callable[[int, Slot], FrameDescriptor]
-"""Puts payload and padding of the frame with that place in the plan where they belong, checked."""
+"""Function that reads and checks the frame at an index of the plan, and fills a slot with payload and padding."""
 
 
 def plan_pack(frames: Sequence[np.void]) -> Entries:
     """Lay out frames, given by their index entries in other packs, in a new pack.
 
-    Header and index are then known before the first byte is sent.
+    Header and index are thus known before the first byte is sent.
     """
     entries: Entries = np.array(frames, dtype=ENTRY_DTYPE)
     lengths = [frame_length(int(stored)) for stored in entries["stored_length"]]
@@ -45,23 +45,23 @@ def plan_pack(frames: Sequence[np.void]) -> Entries:
 
 
 def _cut(entries: Entries, size: int) -> list[tuple[range, int]]:
-    """Cut a pack into pieces of at most ``size`` bytes, or of one frame: which frames, and the bytes of each.
+    """Cut a pack into pieces of at most ``size`` bytes or one frame; return the frames and bytes of each piece.
 
-    The first begins with the header, and the index comes behind the last.
+    The first piece includes the header. The index follows the last piece.
     """
-    found: list[tuple[range, int]] = []
+    pieces: list[tuple[range, int]] = []
     begin, length = 0, registry.BLOCK_BYTES
     for sequence, stored in enumerate(entries["stored_length"].tolist()):
         more = frame_length(stored)
         if sequence > begin and length + more > size:
-            found.append((range(begin, sequence), length))
+            pieces.append((range(begin, sequence), length))
             begin, length = sequence, 0
         length += more
-    return [*found, (range(begin, len(entries)), length)]
+    return [*pieces, (range(begin, len(entries)), length)]
 
 
 class PackUpload:
-    """Uploads packs to the folder ``packs`` of one location."""
+    """Uploader of packs to one remote location."""
 
     def __init__(self, files: RemoteFiles, packs: PurePosixPath, rate: RateLimit) -> None:
         self._files = files
@@ -72,19 +72,19 @@ class PackUpload:
     def upload(
         self, entries: Entries, read: ReadFrame, sent: Callable[[int], None], written: Callable[[], None]
     ) -> tuple[PackHeader, Entries]:
-        """Write one pack, when it is its turn, and give it its name.
+        """Write, check and publish one pack.
 
-        At most ``uploads`` packs of all threads are written at the same time. A pack's turn ends with its last
-        byte: to complete a file takes HDFS half a second, in which the next one is written.
+        At most ``uploads`` packs are written at the same time. The next upload starts after the last write of a pack,
+        because HDFS needs half a second to complete a file.
 
         Args:
-            entries: the frames of the pack, as :func:`plan_pack` lays them out.
-            read: gives it the frames.
-            sent: called with payload bytes, also after failed attempts.
-            written: called when a turn has ended, also after a failure.
+            entries: frames of the pack, from :func:`plan_pack`.
+            read: reads a frame.
+            sent: called with the number of payload bytes sent, also in failed attempts.
+            written: called after the last write of each attempt, also after a failure.
 
         Raises:
-            StorageError: it failed as often as is allowed.
+            StorageError: all attempts failed.
             FormatError, MissingPartitionError: a frame could not be read.
         """
         end = int(entries[-1]["offset"]) + entry_length(entries[-1])
@@ -96,13 +96,13 @@ class PackUpload:
             with contextlib.ExitStack() as turn:
                 turn.enter_context(self._streams)
                 turn.callback(written)
-                # Read ahead: the device and the location are busy at the same time.
+                # Read ahead, so that the drive and the location work at the same time.
                 with contextlib.closing(ahead(self._pieces(header, entries, read, sent))) as pieces:
                     count = self._files.write(temporary, pieces, turn.close)
             emit("remote.pack_closed", temporary.name, count)
             self._check(temporary, header, entries, count)
             emit("remote.pack_checked", temporary.name)
-            # The name is random, so a file that has it is this pack, named by an attempt whose answer was lost.
+            # An existing file with this random name is this pack, renamed by an attempt whose answer was lost.
             self._files.publish(temporary, final)
             emit("remote.pack_renamed", final.name, count)
 
@@ -112,53 +112,53 @@ class PackUpload:
     def _pieces(
         self, header: PackHeader, entries: Entries, read: ReadFrame, sent: Callable[[int], None]
     ) -> Iterator[bytes]:
-        """Yield the bytes of a pack in pieces; each frame is read into its place in a piece, which is copied once."""
+        """Yield the bytes of a pack in pieces. Frames are read into the buffer of a piece, which is copied once."""
         index = encode_index(header.pack_id, entries)
         groups = _cut(entries, self._files.config.piece_bytes)
         memory = Slot(max(length for _, length in groups)).memory
         memory[: registry.BLOCK_BYTES] = encode_pack_header(header)
-        at = registry.BLOCK_BYTES
+        offset = registry.BLOCK_BYTES
         for sequences, _ in groups:
             for sequence in sequences:
                 stored = int(entries[sequence]["stored_length"])
-                slot = Slot.inside(memory[at : at + frame_length(stored)], stored)
+                slot = Slot.inside(memory[offset : offset + frame_length(stored)], stored)
                 slot.stamp_header(read(sequence, slot), header.pack_id, sequence)
-                at += frame_length(stored)
+                offset += frame_length(stored)
                 sent(stored)
             is_last = sequences.stop == len(entries)
-            piece = b"".join((memory[:at], index)) if is_last else bytes(memory[:at])
+            piece = b"".join((memory[:offset], index)) if is_last else bytes(memory[:offset])
             self._rate.wait(len(piece))
             yield piece
-            at = 0
+            offset = 0
 
     def _check(self, temporary: PurePosixPath, header: PackHeader, entries: Entries, written: int) -> None:
-        """Read back what decides whether the pack can be read: its length, header and index, or every byte."""
+        """Check length, header and index of an uploaded pack; with ``read_back``, also every frame."""
         where = self._files.url(temporary)
-        found = self._files.stat(temporary)
-        size = None if found is None else found.size
+        entry = self._files.stat(temporary)
+        size = None if entry is None else entry.size
         if size != written or written != header.pack_length:
-            raise StorageError(f"{where}: {header.pack_length} bytes were to be written, {size} are there")
+            raise StorageError(f"{where}: the file has {size} of {header.pack_length} bytes after the upload")
         try:
-            back = read_pack_index(self._files, temporary, header.pack_id)
-            if back.damage or back.header != header or back.entries.tobytes() != entries.tobytes():
-                raise StorageError(f"{where}: header and index were read back other than they were written")
-            for sequence, entry in enumerate(entries if self._files.config.read_back else ()):
-                data, _ = self._files.read_range(temporary, int(entry["offset"]), entry_length(entry))
+            stored = read_pack_index(self._files, temporary, header.pack_id)
+            if stored.damage or stored.header != header or stored.entries.tobytes() != entries.tobytes():
+                raise StorageError(f"{where}: header and index read back differ from those written")
+            for sequence, frame in enumerate(entries if self._files.config.read_back else ()):
+                data, _ = self._files.read_range(temporary, int(frame["offset"]), entry_length(frame))
                 check_frame(data, header.pack_id, sequence, f"frame {sequence} of {where}")
         except FormatError as error:
-            raise StorageError(f"{where}: it was read back with damage: {error}") from error
+            raise StorageError(f"{where}: the uploaded pack is damaged: {error}") from error
 
 
 def ahead(items: Iterator[_T]) -> Generator[_T, None, None]:
-    """Yield what ``items`` yields, made by threads, one ahead. Close it: then no thread makes anything any more.
+    """Yield the items of ``items``, each prefetched by a thread. Close the generator to stop the thread.
 
     Raises:
-        AsymcheckError: what ``items`` raised, in its place.
+        AsymcheckError: ``items`` raised this error.
     """
-    made = begin(partial(next, items, None), "push-read")
+    item_future = begin(partial(next, items, None), "push-read")
     try:
-        while (item := made.result()) is not None:
-            made = begin(partial(next, items, None), "push-read")
+        while (item := item_future.result()) is not None:
+            item_future = begin(partial(next, items, None), "push-read")
             yield item
     finally:
-        wait([made])
+        wait([item_future])

@@ -1,16 +1,16 @@
-"""The DRAM ring: captured frames in a file in memory, which outlives the process that wrote them (SPEC.md §7.6)."""
+"""DRAM ring: a file in shared memory with captured frames, which survives its process (SPEC.md §7.6)."""
 
 from asymcheck.storage.shm.orphaned_rings import (
     RingCapture,
     RingFile,
-    left_rings,
-    look_at,
+    inspect_ring,
+    list_rings,
     newer_than_stored,
-    open_left,
-    remove_unread,
-    run_of,
+    open_orphaned_ring,
+    remove_unreadable_ring,
+    ring_run_and_store,
     survey_rings,
-    wait_for_left,
+    wait_for_orphaned_ring,
 )
 from asymcheck.storage.shm.ring_reader import RingPack, RingReader
 from asymcheck.storage.shm.ring_writer import Ring, RingSlot
@@ -22,12 +22,12 @@ __all__ = [
     "RingPack",
     "RingReader",
     "RingSlot",
-    "left_rings",
-    "look_at",
+    "inspect_ring",
+    "list_rings",
     "newer_than_stored",
-    "open_left",
-    "remove_unread",
-    "run_of",
+    "open_orphaned_ring",
+    "remove_unreadable_ring",
+    "ring_run_and_store",
     "survey_rings",
-    "wait_for_left",
+    "wait_for_orphaned_ring",
 ]

@@ -1,4 +1,4 @@
-"""Rings in a folder: those of a store, in use or left behind; taken up, looked at without that, or removed."""
+"""Discovery, inspection, adoption and removal of the rings of a store, in particular of dead processes."""
 
 from __future__ import annotations
 
@@ -28,96 +28,95 @@ from asymcheck.types import CheckpointRef, Owner, SaveId
 _LOCKS = Path("/proc/locks")
 _POLL_S = 0.01
 _SLOW_POLL_S = 0.25
-_TAKEN_UP_S = 10.0
-_LOOKED_AT_S = 0.1
+_ADOPTION_PATIENCE_S = 10.0
+_INSPECTION_S = 0.1
 _ADOPTION_S = 1800.0
-"""Longer than it takes to write all that fits into memory to a slow drive."""
+"""Longer than writing all of the memory to a slow drive takes."""
 
 
-def left_rings(folder: Path, store_id: bytes | None) -> list[Path]:
-    """Return the rings in ``folder`` that belong to this user, in use or not; none without such a folder.
+def list_rings(folder: Path, store_id: bytes | None) -> list[Path]:
+    """Return the rings in ``folder`` that belong to this user, in use or not; an empty list without such a folder.
 
-    Every user may write into ``/dev/shm``: a file of another user is neither ours to open nor to be trusted.
+    Files of other users are ignored, because every user may write into ``/dev/shm``.
 
     Args:
-        folder: where rings are stored.
-        store_id: the store; None for all stores.
+        folder: folder of the rings.
+        store_id: id of the store; None for all stores.
     """
     with translated("list", folder):
         try:
             names = sorted(os.listdir(folder))
         except (FileNotFoundError, NotADirectoryError):
             return []
-    found = []
+    paths = []
     for name in names:
         ids = parse_ring_name(name)
         if ids is not None and store_id in (None, ids[0]):
             with contextlib.suppress(FileNotFoundError):
                 status = (folder / name).lstat()
                 if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-                    found.append(folder / name)
-    return found
+                    paths.append(folder / name)
+    return paths
 
 
-def open_left(path: Path, *, patient: bool = True) -> RingReader | None:
-    """Open a ring that no living process writes into, and hold it; None when it is in use.
+def open_orphaned_ring(path: Path, *, patient: bool = True) -> RingReader | None:
+    """Open and lock the ring of a dead process; None if the ring is in use.
 
-    A process that only looks at the ring holds it for a moment. With ``patient``, wait longer for a ring whose process
-    is dead, because another process may be taking it up.
+    A process that inspects the ring locks it for a moment. With ``patient``, wait longer for the ring of a dead
+    process, because another process may be adopting it.
 
     Raises:
-        FileNotFoundError: it is gone.
-        StorageError, FormatError: it cannot be read, or is no ring.
+        FileNotFoundError: the ring was removed.
+        StorageError, FormatError: the file cannot be read, or is not a ring.
     """
-    return _opened(path, _TAKEN_UP_S if patient else _LOOKED_AT_S)[0]
+    return _open_locked(path, _ADOPTION_PATIENCE_S if patient else _INSPECTION_S)[0]
 
 
-def wait_for_left(path: Path) -> RingReader | None:
-    """Open a ring as :func:`open_left` does, however long another process needs to take it up.
+def wait_for_orphaned_ring(path: Path) -> RingReader | None:
+    """Open a ring like :func:`open_orphaned_ring`, and wait until another process has adopted it.
 
     Training without the captures in the ring would lose steps.
 
     Warns:
-        CaptureWarning: it takes a while; names the process.
+        CaptureWarning: the adoption takes long; names the other process.
 
     Raises:
-        LockTimeoutError: the other process does not come to an end; names it.
-        FileNotFoundError, StorageError, FormatError: as :func:`open_left`.
+        LockTimeoutError: the other process does not finish; names that process.
+        FileNotFoundError, StorageError, FormatError: as :func:`open_orphaned_ring`.
     """
-    reader, is_left = _opened(path, _TAKEN_UP_S)
-    if reader is None and is_left:
+    reader, is_orphaned = _open_locked(path, _ADOPTION_PATIENCE_S)
+    if reader is None and is_orphaned:
         warn_user(
-            f"ring {path}, whose steps may lie nowhere else, is held by {_holder(path)}, which probably takes it up; "
-            f"waiting for that, for at most {_ADOPTION_S:g} seconds",
+            f"ring {path} is locked by {_holder(path)}, which is probably adopting it. The ring may have the only copy "
+            f"of some steps, so waiting for at most {_ADOPTION_S:g} seconds",
             CaptureWarning,
         )
-        reader, is_left = _opened(path, _ADOPTION_S)
-    if reader is None and is_left:
+        reader, is_orphaned = _open_locked(path, _ADOPTION_S)
+    if reader is None and is_orphaned:
         raise LockTimeoutError(
-            f"ring {path}, whose steps may lie nowhere else, has been held for {_ADOPTION_S:g} seconds by "
-            f"{_holder(path)}, which should have taken it up by now: stop that process, by which nothing in the ring "
-            "is lost, then start again"
+            f"ring {path}, which may have the only copy of some steps, was locked for {_ADOPTION_S:g} seconds by "
+            f"{_holder(path)}. Stop that process, which keeps the content of the ring, then start again"
         )
     return reader
 
 
-def _opened(path: Path, patience_s: float) -> tuple[RingReader | None, bool]:
-    """Open a ring and hold it, or give up after a while if its process is dead; return whether that is so, too."""
+def _open_locked(path: Path, patience_s: float) -> tuple[RingReader | None, bool]:
+    """Open and lock a ring; None if it is in use. Also return whether its process is dead."""
     began = time.monotonic()
     while True:
         reader = RingReader(path)
-        is_left = is_dead(reader.header.owner)
+        is_orphaned = is_dead(reader.header.owner)
         if not reader.is_owned:
-            return reader, is_left
+            return reader, is_orphaned
         reader.close()
         waited_s = time.monotonic() - began
-        if waited_s > (patience_s if is_left else _LOOKED_AT_S):
-            return None, is_left
-        time.sleep(_POLL_S if waited_s < _TAKEN_UP_S else _SLOW_POLL_S)
+        if waited_s > (patience_s if is_orphaned else _INSPECTION_S):
+            return None, is_orphaned
+        time.sleep(_POLL_S if waited_s < _ADOPTION_PATIENCE_S else _SLOW_POLL_S)
 
 
-def run_of(path: Path) -> tuple[str, str] | None:
-    """Return the run of a ring and the path of its store, even if the ring is in use; None if it cannot be read."""
+def ring_run_and_store(path: Path) -> tuple[str, str] | None:
+    """Return the run and the store path of a ring, even if it is in use; None if the ring cannot be read."""
     try:
         with RingReader(path, hold=False) as reader:
             return reader.header.run, reader.header.store
@@ -126,7 +125,7 @@ def run_of(path: Path) -> tuple[str, str] | None:
 
 
 def _holder(path: Path) -> str:
-    """Name the process that has a file locked."""
+    """Describe the process that has locked a file."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         status = path.stat()
         device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
@@ -134,25 +133,25 @@ def _holder(path: Path) -> str:
             fields = line.split()
             if fields[1] == "FLOCK" and fields[5] == device and int(fields[4]) > 0:
                 return describe(Owner(int(fields[4]), 0, "", ""))
-    return "a process that cannot be seen from here"
+    return "a process that is not visible to this process"
 
 
-def remove_unread(path: Path, *, damaged: bool = False) -> Literal["used", "unmade", "damaged", "gone"]:
-    """Remove a ring whose header cannot be read, because its process was killed while it made it; return what it was.
+def remove_unreadable_ring(path: Path, *, damaged: bool = False) -> Literal["used", "unmade", "damaged", "gone"]:
+    """Remove a ring without a readable header, if its process was killed during creation; return the state of the ring.
 
-    With ``damaged`` also one in which captures may lie. One that is in use stays.
+    With ``damaged``, also remove a ring that may contain captures. A ring in use stays.
     """
-    with _held(path) as state:
+    with _locked(path) as state:
         if state == "unmade" or (damaged and state == "damaged"):
             path.unlink(missing_ok=True)
         return state
 
 
 @contextlib.contextmanager
-def _held(path: Path) -> Iterator[Literal["used", "unmade", "damaged", "gone"]]:
-    """Lock a file that has the name of a ring, but no header that can be read; yield what it is.
+def _locked(path: Path) -> Iterator[Literal["used", "unmade", "damaged", "gone"]]:
+    """Lock a ring without a readable header; yield its state.
 
-    A process locks a ring before anything else, so that a ring whose lock is free is not being made.
+    A process locks a ring immediately after it creates the file, so an unlocked ring is not being created.
     """
     try:
         with translated("open", path):
@@ -170,7 +169,7 @@ def _held(path: Path) -> Iterator[Literal["used", "unmade", "damaged", "gone"]]:
 
 
 def _may_hold_captures(descriptor: int) -> bool:
-    """Return whether an unreadable ring may hold captures; a ring of another version may hold them anywhere."""
+    """Tell whether an unreadable ring may contain captures. Another version may store them anywhere."""
     try:
         decode_ring_header(os.pread(descriptor, RECORD_BYTES, 0), "ring")
     except UnsupportedVersionError:
@@ -182,31 +181,31 @@ def _may_hold_captures(descriptor: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class RingCapture:
-    """One capture that is complete in a ring."""
+    """Complete capture in a ring."""
 
     run: str
     step: int | None
-    """The training step; None when its manifest cannot be read."""
+    """Training step; None if the manifest cannot be read."""
     generation: int | None
-    """The line of training; None when its manifest cannot be read."""
+    """Generation of the training; None if the manifest cannot be read."""
     save_id: str
-    """The attempt: 32 hexadecimal digits, sorting by time."""
+    """Save id: 32 hexadecimal digits that sort by time."""
     is_durable: bool
-    """Whether it was committed in the store."""
+    """Whether the capture was committed in the store."""
     state_bytes: int
-    """Bytes of all tensors; 0 when its manifest cannot be read."""
+    """Bytes of all tensors; 0 if the manifest cannot be read."""
     is_intact: bool | None
-    """Whether every frame of it is; None when that was not checked."""
+    """Whether every frame is intact; None if the frames were not checked."""
     problem: str
-    """The damage; empty when none is known."""
+    """Description of the damage; empty if none is known."""
     world_size: int = 0
-    """How many ranks the checkpoint has, each with a ring of its own; 0 when its manifest cannot be read."""
+    """Number of ranks of the checkpoint, each with a separate ring; 0 if the manifest cannot be read."""
     store_size: int = 0
-    """How many of them save into this store."""
+    """Number of ranks that save into this store."""
 
     @property
     def ref(self) -> CheckpointRef | None:
-        """The identity of the checkpoint that it is to become; None when its manifest cannot be read."""
+        """Identity of the future checkpoint; None if the manifest cannot be read."""
         if self.step is None or self.generation is None:
             return None
         return CheckpointRef(self.generation, self.step, SaveId(bytes.fromhex(self.save_id)))
@@ -214,38 +213,41 @@ class RingCapture:
 
 @dataclasses.dataclass(frozen=True)
 class RingFile:
-    """One ring in memory."""
+    """Content of one ring."""
 
     path: Path
     store_id: str
-    """The store that it is of, 32 hexadecimal digits."""
+    """Id of the store: 32 hexadecimal digits."""
     store: str | None = None
-    """Where that store was; None when the header cannot be read, as all that follows from it."""
+    """Path of the store. This and the following fields are None if the header cannot be read."""
     run: str | None = None
     rank: int | None = None
     pid: int | None = None
-    """The process that made it."""
+    """Process that created the ring."""
     created_ns: int | None = None
-    """When, nanoseconds since 1970-01-01 UTC."""
+    """Time of creation, in nanoseconds since 1970-01-01 UTC."""
     is_alive: bool = False
-    """Whether a process uses it."""
+    """Whether a process uses the ring."""
     nbytes: int = 0
     """Bytes of the file."""
     captures: tuple[RingCapture, ...] = ()
-    """The complete captures, oldest first."""
+    """Complete captures, oldest first."""
     problem: str = ""
-    """The damage of the ring itself; empty when there is none."""
+    """Damage of the ring itself; empty if none is known."""
     is_unmade: bool = False
-    """Whether its process was killed while it created the ring, which is therefore empty."""
+    """Whether the process was killed during creation, so that the ring is empty."""
 
 
-def look_at(path: Path, manifests: ManifestReader, *, check: bool) -> RingFile | None:
-    """Return the content of a ring; None if it is gone. With ``check``, frames of a dead process are verified.
+def inspect_ring(path: Path, manifests: ManifestReader, *, check: bool) -> RingFile | None:
+    """Return the content of a ring; None if the ring was removed.
 
-    ``manifests`` of the store say which captures were committed.
+    Args:
+        path: file of the ring.
+        manifests: manifests of the store, which show the committed captures.
+        check: whether to verify the frames, if the process is dead.
 
     Raises:
-        StorageError: it cannot be read.
+        StorageError: the ring cannot be read.
     """
     try:
         size = path.stat().st_size
@@ -261,7 +263,7 @@ def look_at(path: Path, manifests: ManifestReader, *, check: bool) -> RingFile |
         header = reader.header
         captures = [_capture(reader, entry, manifests, check=check) for entry in reader.captures]
         if reader.is_owned:
-            # It changes while it is looked at: what could not be read may have given way.
+            # The owner may have overwritten a capture that could not be read.
             captures = [capture for capture in captures if not capture.problem]
         return RingFile(
             path,
@@ -278,8 +280,8 @@ def look_at(path: Path, manifests: ManifestReader, *, check: bool) -> RingFile |
 
 
 def _unread(path: Path, size: int, problem: str) -> RingFile | None:
-    problems = {"used": "a process is making it", "unmade": "its process was killed while it made it"}
-    with _held(path) as state:
+    problems = {"used": "a process is creating it", "unmade": "its process was killed while creating it"}
+    with _locked(path) as state:
         if state == "gone":
             return None
         store_id, _ = parse_ring_name(path.name) or (b"", b"")
@@ -300,17 +302,17 @@ def _capture(reader: RingReader, entry: CaptureEntry, manifests: ManifestReader,
     except FormatError as error:
         return RingCapture(run, None, None, save_id, is_durable, 0, is_intact=False, problem=str(error))
     ref, spans = manifest.header.ref, manifest.header.store_ranks
-    has_been_checked = check and not reader.is_owned
-    problem = _problem(reader, manifest) if has_been_checked else ""
+    is_checked = check and not reader.is_owned
+    problem = _problem(reader, manifest) if is_checked else ""
     return RingCapture(
         run=run,
         step=ref.step,
         generation=ref.generation,
         save_id=save_id,
-        # Its process may have been killed between the commit and the note of it.
+        # The process may have been killed after the commit, before it marked the capture as durable.
         is_durable=is_durable or manifests.listing(run, ref).has(manifest.header.rank),
         state_bytes=manifest.total_bytes,
-        is_intact=not problem if has_been_checked else None,
+        is_intact=not problem if is_checked else None,
         problem=problem,
         world_size=manifest.header.world_size,
         store_size=manifest.header.world_size if spans is None else len(ranks_in(spans)),
@@ -320,19 +322,19 @@ def _capture(reader: RingReader, entry: CaptureEntry, manifests: ManifestReader,
 def _problem(reader: RingReader, manifest: Manifest) -> str:
     lengths = manifest.partitions()
     lost = [name for name, length in lengths.items() if reader.intact(name, length) is None]
-    return f"{len(lost)} of {len(lengths)} partitions lie in no intact frame, one is {lost[0].hex()}" if lost else ""
+    return f"{len(lost)} of {len(lengths)} partitions have no intact frame, for example {lost[0].hex()}" if lost else ""
 
 
 def survey_rings(tier: StoreTier, folder: Path, run: str | None, *, check: bool) -> list[RingFile]:
-    """Return the rings of a store, of one run or of all; a ring whose header cannot be read may be of any run."""
-    looked = [look_at(path, tier.manifests, check=check) for path in left_rings(folder, tier.descriptor.store_id)]
-    return [ring for ring in looked if ring is not None and (run is None or ring.run in (None, run))]
+    """Return the rings of a store, for one run or all. Rings without a readable header are always included."""
+    rings = [inspect_ring(path, tier.manifests, check=check) for path in list_rings(folder, tier.descriptor.store_id)]
+    return [ring for ring in rings if ring is not None and (run is None or ring.run in (None, run))]
 
 
 def newer_than_stored(tier: StoreTier, rings: Sequence[RingFile]) -> list[RingCapture]:
-    """Return of each run the newest capture of dead processes, if it is newer than each checkpoint of the store.
+    """Return the newest capture of dead processes per run, if it is newer than every checkpoint of the run.
 
-    A capture of several ranks counts when all ranks that save into this store have it.
+    Ignore a capture of several ranks unless all ranks that save into this store have it.
     """
     ranks: dict[tuple[str, CheckpointRef], set[int | None]] = {}
     captures: dict[tuple[str, CheckpointRef], RingCapture] = {}
@@ -342,9 +344,9 @@ def newer_than_stored(tier: StoreTier, rings: Sequence[RingFile]) -> list[RingCa
                 ranks.setdefault((capture.run, capture.ref), set()).add(ring.rank)
                 captures[capture.run, capture.ref] = capture
     newest = {run: ref for run, ref in sorted(captures) if len(ranks[run, ref]) == captures[run, ref].store_size}
-    found = []
+    newer = []
     for run, ref in newest.items():
         stored = [listing.ref for listing in tier.manifests.checkpoints(run)]
         if not captures[run, ref].is_durable and all(ref > other for other in stored):
-            found.append(captures[run, ref])
-    return found
+            newer.append(captures[run, ref])
+    return newer

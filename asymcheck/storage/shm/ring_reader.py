@@ -1,4 +1,4 @@
-"""A ring that another process left, or this one's own, read as it lies."""
+"""Reading of a ring in shared memory, of a dead process or of this one."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ from asymcheck.storage.slots import Slot
 from asymcheck.types import Digest, PackId
 
 
-class RingReader:
-    """The frames and captures of a ring, found when it is opened. Close it, or use it in a ``with`` block."""
+class RingReader(contextlib.AbstractContextManager["RingReader"]):
+    """Frames and captures of a ring. Close the reader, or use it in a ``with`` block."""
 
     def __init__(self, path: Path, *, hold: bool = True) -> None:
         """Open a ring for reading; :attr:`is_owned` says whether a process still uses it.
 
-        With ``hold`` nobody else takes it up or removes it until :meth:`close`. Without, nobody is kept from that; who
-        reads on sees the ring as it was, for nobody writes into one whose process is dead.
+        With ``hold``, lock the ring against adoption and removal until :meth:`close`. Without ``hold``, the content of
+        an open orphaned ring still does not change, because only its owner writes into a ring.
 
         Raises:
-            FileNotFoundError: it is gone.
-            StorageError, FormatError: it cannot be read, or is no ring.
+            FileNotFoundError: the ring was removed.
+            StorageError, FormatError: the file cannot be read, or is not a ring.
         """
         self.path = path
         with translated("open", path):
-            # A pipe of that name must not hold who looks at it.
+            # O_NONBLOCK: a pipe with the name of a ring must not block the reader.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
             self._descriptor = DESCRIPTORS.open(os.open, path, flags)
         try:
@@ -64,16 +64,16 @@ class RingReader:
             if not hold:
                 unlock(self._descriptor)
             with translated("read", path):
-                # The last holder of the lock may have moved every capture to the store, and removed the file.
+                # The previous holder of the lock may have adopted the ring and removed the file.
                 if not os.path.samestat(os.fstat(self._descriptor), path.lstat()):
-                    raise StructureError(f"ring {path}: another file has taken its name")
+                    raise StructureError(f"ring {path}: the file was replaced by another file")
                 self.header = self._read_header()
                 self._map = map_file(self._descriptor, DATA_OFFSET + self.header.data_bytes, writable=False)
             self._memory = memoryview(self._map)
             self.captures = [entry for number in range(CAPTURES_MAX) if (entry := self._entry(number)) is not None]
-            """The captures that are complete or durable."""
-            self._places: dict[Digest, list[int]] | None = None
-            self._places_lock = threading.Lock()
+            """Complete and durable captures."""
+            self._offsets: dict[Digest, list[int]] | None = None
+            self._offsets_lock = threading.Lock()
         except BaseException:
             DESCRIPTORS.close(self._descriptor)
             raise
@@ -82,10 +82,10 @@ class RingReader:
         where = f"ring {self.path}"
         header = decode_ring_header(os.pread(self._descriptor, RECORD_BYTES, 0), where)
         if parse_ring_name(self.path.name) != (header.store_id, header.ring_id):
-            raise StructureError(f"{where}: its header is that of {ring_name(header.store_id, header.ring_id)}")
-        size, there = DATA_OFFSET + header.data_bytes, os.fstat(self._descriptor).st_size
-        if there < size:
-            raise TruncatedError(f"{where}: {there} of {size} bytes")
+            raise StructureError(f"{where}: the header is that of {ring_name(header.store_id, header.ring_id)}")
+        size, file_size = DATA_OFFSET + header.data_bytes, os.fstat(self._descriptor).st_size
+        if file_size < size:
+            raise TruncatedError(f"{where}: the file has {file_size} of {size} bytes")
         return header
 
     def _entry(self, number: int) -> CaptureEntry | None:
@@ -94,14 +94,14 @@ class RingReader:
 
     @functools.cached_property
     def entries(self) -> Entries:
-        """One row for each frame that is found by its header, at the first call; ``offset`` is in the file."""
+        """Entries of all frames, found by a scan at the first access. ``offset`` is the offset in the file."""
         magic = np.frombuffer(registry.FRAME_MAGIC, dtype=np.uint64)[0]
         blocks: list[int] = []
         for start, end in _written(self._descriptor, len(self._memory)):
             words: npt.NDArray[np.uint64] = np.frombuffer(self._memory[start:end], dtype=np.uint64)
             first = start // registry.BLOCK_BYTES
             blocks += (np.flatnonzero(words[:: registry.BLOCK_BYTES // 8] == magic) + first).tolist()
-        found = []
+        entries = []
         for block in blocks:
             offset = block * registry.BLOCK_BYTES
             with contextlib.suppress(FormatError):
@@ -109,18 +109,18 @@ class RingReader:
                 fits = offset + header.descriptor.frame_length <= len(self._memory)
                 stamped = (header.place_id, header.sequence) == (self.header.ring_id, offset // registry.BLOCK_BYTES)
                 if fits and stamped and not header.descriptor.payload_shift:
-                    found.append(entry_of(header.descriptor, offset))
-        return np.array(found, dtype=ENTRY_DTYPE)
+                    entries.append(entry_of(header.descriptor, offset))
+        return np.array(entries, dtype=ENTRY_DTYPE)
 
     def frame(self, offset: int, stored_length: int) -> memoryview:
-        """Return a whole frame as it lies."""
+        """Return a whole frame, without checks."""
         return self._memory[offset : offset + frame_length(stored_length)]
 
     def payload_at(self, offset: int, name: Digest | None = None) -> memoryview:
         """Return the checked payload of the frame at ``offset``.
 
         Raises:
-            FormatError: no intact frame lies there, or none of partition ``name``.
+            FormatError: there is no intact frame at ``offset``, or its digest is not ``name``.
         """
         where = f"frame at byte {offset} of ring {self.path.name}"
         header = decode_header(self._memory[offset : offset + HEADER_BYTES], where)
@@ -128,22 +128,22 @@ class RingReader:
         sequence = offset // registry.BLOCK_BYTES
         descriptor, payload = check_frame(frame, PackId(self.header.ring_id), sequence, where)
         if descriptor.codec != registry.CODEC_IDENTITY:
-            raise StructureError(f"{where}: an encoded frame in a ring")
+            raise StructureError(f"{where}: the frame is encoded, but frames in a ring must not be")
         if name not in (None, descriptor.digest) or digest_of(payload) != descriptor.digest:
             raise DigestMismatchError(f"digest mismatch in {where}")
         return payload
 
     def offsets(self) -> dict[Digest, list[int]]:
-        """Return where frames of each digest lie; their payloads are not checked. Threads may call it together."""
-        with self._places_lock:
-            if self._places is None:
-                self._places = {}
+        """Return the offsets of the frames of each digest, without checks of the payloads. Thread-safe."""
+        with self._offsets_lock:
+            if self._offsets is None:
+                self._offsets = {}
                 for name, offset in zip(self.entries["digest"], self.entries["offset"].tolist(), strict=True):
-                    self._places.setdefault(Digest(name.tobytes()), []).append(offset)
-            return self._places
+                    self._offsets.setdefault(Digest(name.tobytes()), []).append(offset)
+            return self._offsets
 
     def intact(self, name: Digest, length: int) -> tuple[int, memoryview] | None:
-        """Return offset and payload of the first intact frame of this partition; None without one."""
+        """Return offset and payload of the first intact frame of a partition; None if there is none."""
         for offset in self.offsets().get(name, []):
             with contextlib.suppress(FormatError):
                 payload = self.payload_at(offset, name)
@@ -155,14 +155,14 @@ class RingReader:
         """Read the manifest of a capture.
 
         Raises:
-            FormatError: it is damaged, or not the one that the entry and the ring are of.
+            FormatError: the manifest is damaged, or does not match the entry and the ring.
         """
         where = f"manifest in ring {self.path.name}"
         data = bytes(self.payload_at(entry.offset))
         manifest = decode_manifest(data, where)
         header = manifest.header
         if (header.ref.save_id, header.run, header.rank) != (entry.save_id, self.header.run, self.header.rank):
-            raise StructureError(f"{where}: it is of another capture than its entry")
+            raise StructureError(f"{where}: the manifest belongs to another capture than its entry")
         return manifest
 
     def unlink(self) -> None:
@@ -171,27 +171,23 @@ class RingReader:
             self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Give the memory and the lock back. Closing twice is no error."""
+        """Release the mapping and the lock. Closing twice is allowed."""
         self._memory.release()
         with contextlib.suppress(BufferError):
             self._map.close()
-        # Taken out first: by a second close the number may be that of another thread's file.
+        # Forget the descriptor first: a second close might hit a file that reuses the number.
         descriptor, self._descriptor = self._descriptor, -1
         DESCRIPTORS.close(descriptor)
 
-    def __enter__(self) -> RingReader:
-        """Return itself."""
-        return self
-
     def __exit__(self, *_error: object) -> None:
-        """Close it."""
+        """Close the reader."""
         self.close()
 
 
 def _written(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield the stretches of the data in which something was written, in whole blocks.
+    """Yield the written ranges of the data, in whole blocks.
 
-    To look at the others would take memory for them, of which there may be none (SIGBUS).
+    Reading an unwritten range would allocate memory, and kill the process if there is none (SIGBUS).
     """
     end = DATA_OFFSET
     while end < size:
@@ -200,7 +196,7 @@ def _written(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
         except OSError as error:
             if error.errno != errno.ENXIO:
                 yield end, size
-            # Nothing was written behind this, or the file system does not tell.
+            # ENXIO: no data follows. Otherwise the file system does not support SEEK_DATA.
             return
         start -= start % registry.BLOCK_BYTES
         end = os.lseek(descriptor, start, os.SEEK_HOLE)
@@ -210,7 +206,7 @@ def _written(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 class RingPack(OpenPack):
-    """The ring of a dead process, read as if it were a pack of frames in memory; the reader belongs to its owner."""
+    """Orphaned ring in the form of a pack. The caller closes the reader."""
 
     def __init__(self, reader: RingReader) -> None:
         ring, entries = reader.header, reader.entries
@@ -219,13 +215,13 @@ class RingPack(OpenPack):
         self._reader = reader
 
     def stamped(self, sequence: int) -> int:
-        """Return what the header of a frame says of its place: in a ring, the number of its block."""
+        """Return the sequence number in the header of a frame, which is its block number in a ring."""
         return int(self.entries["offset"][sequence]) // BLOCK_BYTES
 
-    def read_frame(self, sequence: int, slot: Slot) -> memoryview:  # noqa: ARG002 - as another tier takes it
-        """Return frame ``sequence`` where it lies, unchecked."""
+    def read_frame(self, sequence: int, slot: Slot) -> memoryview:  # noqa: ARG002 - used by other tiers
+        """Return frame ``sequence`` in the memory of the ring, without checks."""
         entry = self.entries[sequence]
         return self._reader.frame(int(entry["offset"]), int(entry["stored_length"]))
 
     def close(self) -> None:
-        """Do nothing: it is read again by the next attempt."""
+        """Do nothing, because a later attempt may read the ring again."""

@@ -1,4 +1,4 @@
-"""A ring being written: places for frames, given out and taken back, and the entries of captures."""
+"""Writing of a ring in shared memory: allocation of frames, and entries of captures."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from asymcheck.storage.pages import map_file, populate, use_huge_pages
 from asymcheck.types import PackId, SaveId
 
 if TYPE_CHECKING:
-    # With it comes torch, which takes seconds: who only looks at rings needs none.
+    # This module loads torch, which takes seconds. Reading a ring does not need torch.
     from asymcheck.storage.gpu_staging import Link
 
 _LOCK_S = 10.0
-_GROWS_BY = 64 << 20
-"""Memory that is reserved in one go. Measured: 1 to 8 GB/s, so that 6 GB at once would hold the first step for long."""
+_GROWTH_BYTES = 64 << 20
+"""Memory reserved per request. At 1 to 8 GB/s, as measured, reserving 6 GB at once would block the first step."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RingSlot:
-    """Place of one frame in a ring."""
+    """Allocated range of a ring for one frame."""
 
     offset: int
     """Bytes from the start of the file."""
@@ -55,31 +55,31 @@ class RingSlot:
 
     @property
     def frame_bytes(self) -> int:
-        """Bytes of the whole frame."""
+        """Bytes of the frame, including header and padding."""
         return frame_length(self.length)
 
 
 class Ring:
-    """A ring of this process. Its lock lasts until :meth:`close`. Thread-safe."""
+    """Ring of this process, locked until :meth:`close`. Thread-safe."""
 
     def __init__(self, folder: Path, header: RingHeader) -> None:
-        """Create the file. Its memory is reserved beside the training, by a thread: it is taken piece by piece anyway.
+        """Create the file. A background thread reserves most of the memory while training continues.
 
         Raises:
-            OutOfSpaceError: the memory is not there; says what to do.
+            OutOfSpaceError: the folder does not have enough free memory.
             StorageError: the folder cannot be used.
         """
         self.header = header
         self.path = folder / ring_name(header.store_id, header.ring_id)
         size = DATA_OFFSET + header.data_bytes
-        reserved = min(size, _GROWS_BY)
+        reserved = min(size, _GROWTH_BYTES)
         self._descriptor = self._open_locked()
         try:
             os.ftruncate(self._descriptor, size)
             status = os.statvfs(folder)
             if status.f_bavail * status.f_frsize < size:
-                # Refused at once: later it would be in the middle of a capture.
-                raise self._no_room(size)
+                # Fail now instead of in the middle of a capture.
+                raise self._out_of_space(size)
             self._reserve(0, reserved)
             with translated("map", self.path):
                 self._map = map_file(self._descriptor, size)
@@ -90,19 +90,18 @@ class Ring:
             raise
         self._memory = memoryview(self._map)
         self._address = np.frombuffer(self._map, dtype=np.uint8).ctypes.data
-        # Where the file system has them (tmpfs: huge=advise). Measured: a ring in them is written in two thirds of the
-        # time.
+        # The file system may support huge pages (tmpfs: huge=advise). Measured: two thirds of the time to write a ring.
         use_huge_pages(self._address, size)
-        self._room = Allocator(DATA_OFFSET, reserved - DATA_OFFSET)
+        self._allocator = Allocator(DATA_OFFSET, reserved - DATA_OFFSET)
         self._taken: set[RingSlot] = set()
-        # How many have a place, by its offset; the others have it alone.
-        self._shared: dict[int, int] = {}
+        # Number of holders of each shared slot, by offset. Other slots have one holder.
+        self._holders: dict[int, int] = {}
         self._entries: dict[int, CaptureEntry] = {}
         self._changed = threading.Condition()
         self._pinned_by: Link | None = None
-        self._was_to_be_pinned = False
+        self._is_pin_attempted = False
         self.refused: AsymcheckError | None = None
-        """Why not all of the memory was there, once that is known; what there was is used."""
+        """Error of a failed reservation. The memory that was reserved before is still used."""
         self._closing = False
         self._growing: threading.Thread | None = None
         if reserved < size:
@@ -111,35 +110,35 @@ class Ring:
             self._growing.start()
         emit("ring.created", self.path.name, size)
 
-    def _no_room(self, size: int) -> OutOfSpaceError:
+    def _out_of_space(self, size: int) -> OutOfSpaceError:
         return OutOfSpaceError(
-            f"{self.path.parent} has no room for a ring of {size} bytes: give fewer ring_bytes, another "
-            f"ring_folder, or make it larger (mount -o remount,size=… {self.path.parent})"
+            f"{self.path.parent} has not enough free memory for a ring of {size} bytes: reduce ring_bytes, choose "
+            f"another ring_folder, or enlarge the file system (mount -o remount,size=… {self.path.parent})"
         )
 
     def _reserve(self, start: int, end: int) -> None:
-        """Reserve memory before it is touched: a page for which there is none would kill the process (SIGBUS)."""
+        """Reserve memory before it is touched. Touching a page without memory would kill the process (SIGBUS)."""
         try:
             os.posix_fallocate(self._descriptor, start, end - start)
         except OSError as error:
             if error.errno == errno.ENOSPC:
-                raise self._no_room(end) from error
+                raise self._out_of_space(end) from error
             raise StorageError(f"reserve {self.path}: {error.strerror}") from error
 
     def _grow(self, start: int, size: int) -> None:
         try:
             self._reserve_rest(start, size)
         finally:
-            # Whatever happened: others wait for the end of this.
+            # Always wake the threads that wait for the end of the growth.
             with self._changed:
                 self._growing = None
                 self._changed.notify_all()
 
     def _reserve_rest(self, start: int, size: int) -> None:
         populate(self._address, start)
-        for end in (*range(start + _GROWS_BY, size, _GROWS_BY), size):
+        for end in (*range(start + _GROWTH_BYTES, size, _GROWTH_BYTES), size):
             try:
-                # First, for to reserve takes small pages. Where there are none left it refuses, and kills nobody.
+                # Populate before fallocate, which uses small pages. Without free memory, populate fails harmlessly.
                 populate(self._address + start, end - start)
                 self._reserve(start, end)
             except AsymcheckError as error:
@@ -147,14 +146,14 @@ class Ring:
             with self._changed:
                 if self._closing or self.refused is not None:
                     return
-                self._room.give_back(start, end - start)
+                self._allocator.give_back(start, end - start)
                 self._changed.notify_all()
             start = end
 
     def _open_locked(self) -> int:
-        """Create the file and lock it before anything else: one without a lock is taken for the rest of a dead process.
+        """Create and lock the file. Another process takes an unlocked ring for orphaned.
 
-        Between the two, another process may be looking at it for that, and remove it.
+        Retry if another process removes the file before it is locked.
         """
         while True:
             try:
@@ -163,68 +162,70 @@ class Ring:
                     descriptor = DESCRIPTORS.open(os.open, self.path, flags, 0o600)
             except FileNotFoundError as error:
                 folder = self.path.parent
-                raise StorageError(f"{folder} is not there: make it, or give another ring_folder") from error
+                raise StorageError(f"{folder} does not exist: create it, or choose another ring_folder") from error
             if not wait_lock(descriptor, _LOCK_S, exclusive=True):
                 self.path.unlink(missing_ok=True)
                 DESCRIPTORS.close(descriptor)
-                raise LockTimeoutError(f"lock {self.path}: another process has held it for {_LOCK_S:g} seconds")
+                raise LockTimeoutError(
+                    f"cannot lock ring {self.path}: another process held the lock for {_LOCK_S:g} seconds; try again"
+                )
             if is_same_file(descriptor, self.path):
                 return descriptor
             DESCRIPTORS.close(descriptor)
 
     def pin(self, link: Link) -> None:
-        """Pin the memory for copies that come by a link; tried once, which is enough for all devices of one kind."""
-        # To pin memory is to touch it.
+        """Pin the memory for copies from a device. Only the first call tries, and pins for all devices."""
+        # Pinning touches the memory, which must be reserved first.
         with self._changed:
             self._changed.wait_for(lambda: self._growing is None)
-        if not self._was_to_be_pinned and self.refused is None:
-            self._was_to_be_pinned = True
+        if not self._is_pin_attempted and self.refused is None:
+            self._is_pin_attempted = True
             self._pinned_by = link if link.pin(self._memory) else None
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of data that no frame takes, of those that are reserved by now."""
+        """Free bytes in the reserved memory."""
         with self._changed:
-            return self._room.free_bytes
+            return self._allocator.free_bytes
 
     def take(self, length: int) -> RingSlot | None:
-        """Return a place for a frame with ``length`` bytes of payload; None when none is free.
+        """Allocate a slot for a frame with ``length`` bytes of payload; None if no free range is long enough.
 
         Raises:
-            InvalidInputError: it would not fit into an empty ring.
-            OutOfSpaceError: nor would it fit if all were free, for not all of the memory was there.
+            InvalidInputError: the frame does not fit into an empty ring.
+            OutOfSpaceError: the frame does not fit, because not all of the memory could be reserved.
         """
         if frame_length(length) > self.header.data_bytes:
             raise InvalidInputError(
                 f"a partition of {length} bytes does not fit into a ring of {self.header.data_bytes}: raise ring_bytes"
             )
         with self._changed:
-            # While it grows nothing has to make room: that would be taken from older captures, or end in streaming.
-            while (offset := self._room.take(frame_length(length))) is None and self._growing is not None:
+            # Wait while the ring grows. Otherwise the caller would evict older captures, or stream.
+            while (offset := self._allocator.take(frame_length(length))) is None and self._growing is not None:
                 self._changed.wait()
             if offset is None:
-                # Frames in use become free later; the memory that was reserved has room then.
+                # Frames in use are freed later, so the reserved memory may suffice then.
                 if self.refused is not None and not self._taken:
                     raise self.refused
                 return None
             slot = RingSlot(offset, length)
             self._taken.add(slot)
-        # Before anything else of it is overwritten, so that what lay here is no frame any more.
+        # Erase the old header before the payload is overwritten.
         self._memory[offset : offset + registry.BLOCK_BYTES] = bytes(registry.BLOCK_BYTES)
         return slot
 
     def share(self, place: RingSlot) -> RingSlot | None:
-        """Return a further hold on the frame of a place, which is free when all were given back; None if it is free."""
+        """Return another reference to the frame of a slot; None if the slot is free."""
         with self._changed:
             if place not in self._taken:
                 return None
             another = RingSlot(place.offset, place.length)
             self._taken.add(another)
-            self._shared[place.offset] = self._shared.get(place.offset, 1) + 1
+            self._holders[place.offset] = self._holders.get(place.offset, 1) + 1
             return another
 
     def payload(self, place: RingSlot) -> memoryview:
-        """Return where the payload of a frame goes."""
+        """Return the memory of the payload of a frame."""
         start = place.offset + payload_offset(place.length)
         return self._memory[start : start + place.length]
 
@@ -233,7 +234,7 @@ class Ring:
         return self._memory[place.offset : place.offset + place.frame_bytes]
 
     def complete(self, place: RingSlot, descriptor: FrameDescriptor) -> None:
-        """Make a frame of a place whose payload is there: the padding, and last of all the header."""
+        """Complete a frame whose payload is written: write the padding, then the header."""
         frame = self.frame(place)
         end = payload_offset(place.length) + place.length
         frame[end:] = bytes(len(frame) - end)
@@ -241,29 +242,29 @@ class Ring:
         frame[:HEADER_BYTES] = header
 
     def give_back(self, place: RingSlot) -> None:
-        """Free a place; who waits for room is woken. To free it twice is no error, for it may be another's by then."""
+        """Release a slot and wake waiting threads. Releasing twice is allowed."""
         with self._changed:
             if place in self._taken:
                 self._taken.remove(place)
-                holders = self._shared.pop(place.offset, 1) - 1
+                holders = self._holders.pop(place.offset, 1) - 1
                 if holders:
-                    self._shared[place.offset] = holders
+                    self._holders[place.offset] = holders
                     return
-                self._room.give_back(place.offset, place.frame_bytes)
+                self._allocator.give_back(place.offset, place.frame_bytes)
                 self._changed.notify_all()
 
     def wait_for_room(self, seconds: float) -> None:
-        """Wait until something is freed, or for some time."""
+        """Wait until a slot is freed, for at most ``seconds``."""
         with self._changed:
             self._changed.wait(seconds)
 
     def wake(self) -> None:
-        """Wake who waits for room, to look at something else."""
+        """Wake the threads in :meth:`wait_for_room`, so that they check other conditions."""
         with self._changed:
             self._changed.notify_all()
 
     def enter(self, manifest: RingSlot, save_id: SaveId) -> int | None:
-        """Say that a capture is complete; return the number of its entry, None when there are too many captures."""
+        """Record that a capture is complete; return the number of its entry, or None if all entries are used."""
         with self._changed:
             number = next((number for number in range(CAPTURES_MAX) if number not in self._entries), None)
             if number is not None:
@@ -271,12 +272,12 @@ class Ring:
         return number
 
     def mark_durable(self, number: int) -> None:
-        """Say that a capture is committed in the store."""
+        """Record that a capture is committed in the store."""
         with self._changed:
             self._write_entry(number, dataclasses.replace(self._entries[number], state=DURABLE))
 
     def forget(self, number: int) -> None:
-        """Say that the frames of a capture are about to be given up."""
+        """Remove the entry of a capture before its frames are released."""
         with self._changed:
             del self._entries[number]
             start = CAPTURES_OFFSET + number * ENTRY_BYTES
@@ -288,7 +289,7 @@ class Ring:
         self._memory[start : start + ENTRY_BYTES] = encode_entry(entry)
 
     def close(self, *, keep: bool = False) -> None:
-        """Remove the file and give its memory back; with ``keep`` leave it to the next start."""
+        """Remove the file and release its memory. With ``keep``, leave the file to the next start."""
         with self._changed:
             growing, self._closing = self._growing, True
         if growing is not None:
@@ -298,9 +299,9 @@ class Ring:
         if self._pinned_by is not None:
             self._pinned_by.unpin(self._memory)
         self._memory.release()
-        # A view that somebody still has keeps the memory; the file is gone anyway.
+        # A remaining view keeps the memory, but the file is removed.
         with contextlib.suppress(BufferError):
             self._map.close()
-        # Taken out first: by a second close the number may be that of another thread's file.
+        # Forget the descriptor first: a second close might hit a file that reuses the number.
         descriptor, self._descriptor = self._descriptor, -1
         DESCRIPTORS.close(descriptor)

@@ -1,9 +1,9 @@
-"""Unchanged: partitions that still have the bytes of an earlier capture are neither copied nor written again.
+"""Skip partitions whose bytes are unchanged since an earlier capture.
 
-Tensors that no optimizer owns may change at any time, and are captured inside ``step()``. In a model that is mostly
-frozen, these are most of the weights. Only their content shows that they are unchanged: no version counter sees every
-write. Therefore their bytes are digested in place, which is several times faster than a copy into the ring, and
-compared with the digest of an earlier capture whose frame is still in the ring. Both captures then share the frame.
+Tensors that no optimizer owns may change at any time, and are captured inside ``step()``. In a mostly frozen
+model, these are most of the weights. Version counters miss some writes, so only the bytes show that a tensor is
+unchanged. The bytes are digested in place, which is several times faster than a copy into the ring. If the digest
+equals that of an earlier capture whose frame is still in the ring, both captures share the frame.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from asymcheck.storage.shm import Ring, RingSlot
 from asymcheck.types import Digest
 
 _REMEMBERED = 4
-"""Captures looked at: the newest ones may not be digested yet."""
+"""Number of earlier captures to compare with; the newest captures may not be digested yet."""
 _ALONE_BYTES = 16 << 20
-"""Bytes that one thread digests before other threads could start."""
+"""Bytes that one thread digests in the time that another thread needs to start."""
 _THREADS_MAX = 8
-"""Threads that saturate the memory of most machines."""
+"""Number of threads that saturates the memory bandwidth of most machines."""
 
 Key = tuple[str, int, int]
-"""Name of a tensor, and first byte and length of a part of it."""
+"""Tensor name, first byte and length of a piece."""
 
 
-class _Seen:
-    """One earlier capture, without its tensors."""
+class _EarlierCapture:
+    """Digests and ring slots of an earlier capture, without its tensors."""
 
     def __init__(self, capture: Capture, numbers: dict[Key, int]) -> None:
         self._numbers = numbers
-        # They fill while it is captured, and its places become free in the end.
+        # The capture thread fills the digests. The slots become free after the flush.
         self._digests, self._slots = capture.digests, capture.slots
 
     def digest(self, key: Key) -> Digest | None:
@@ -46,29 +46,29 @@ class _Seen:
 
 
 class DirtyCheck:
-    """Finds out what is as it was. For the training thread."""
+    """Detector of unchanged partitions, for use on the training thread."""
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._seen: deque[_Seen] = deque(maxlen=_REMEMBERED)
+        self._earlier: deque[_EarlierCapture] = deque(maxlen=_REMEMBERED)
 
     def take(self, capture: Capture, numbers: Sequence[int]) -> list[int]:
-        """Give a capture the frames of earlier ones for those partitions, of ``numbers``, that are as they were.
+        """Assign frames of earlier captures to the unchanged partitions of ``numbers``, and return their numbers.
 
-        Only large parts of contiguous tensors in host memory are looked at, and of these only what did not change the
-        last time: the digest of what changes is worth nothing, for it has to be copied then.
+        Only large pieces of contiguous tensors in host memory are compared. A partition that changed in the last
+        capture is skipped, because its digest would be wasted if it changes again.
         """
         keys = {key: number for number in numbers if (key := _key(capture, number)) is not None}
         shared: dict[int, tuple[RingSlot, Digest, memoryview]] = {}
         for key, number in keys.items():
-            found = self._share(key)
-            source = None if found is None else _source(capture, number)
-            if found is not None and source is not None:
-                shared[number] = *found, source
-            elif found is not None:
-                self._ring.give_back(found[0])
+            shared_frame = self._share(key)
+            source = None if shared_frame is None else _source(capture, number)
+            if shared_frame is not None and source is not None:
+                shared[number] = *shared_frame, source
+            elif shared_frame is not None:
+                self._ring.give_back(shared_frame[0])
         unchanged = self._compare(capture, shared) if shared else []
-        self._seen.appendleft(_Seen(capture, keys))
+        self._earlier.appendleft(_EarlierCapture(capture, keys))
         return unchanged
 
     def _compare(self, capture: Capture, shared: Mapping[int, tuple[RingSlot, Digest, memoryview]]) -> list[int]:
@@ -81,8 +81,8 @@ class DirtyCheck:
                 self._ring.give_back(slot)
             raise
         unchanged = []
-        for (number, (slot, name, _)), now in zip(shared.items(), digests, strict=True):
-            if now == name:
+        for (number, (slot, name, _)), current in zip(shared.items(), digests, strict=True):
+            if current == name:
                 capture.slots[number], capture.digests[number] = slot, name
                 unchanged.append(number)
             else:
@@ -90,15 +90,15 @@ class DirtyCheck:
         return unchanged
 
     def _share(self, key: Key) -> tuple[RingSlot, Digest] | None:
-        """Return a frame of a partition in the newest capture that has one; None when it changed the last time."""
-        known = [(seen, name) for seen in self._seen if (name := seen.digest(key)) is not None]
+        """Return the newest frame of a partition; None if the partition changed in the last capture."""
+        known = [(earlier, name) for earlier in self._earlier if (name := earlier.digest(key)) is not None]
         if not known or (len(known) > 1 and known[0][1] != known[1][1]):
             return None
-        for seen, name in known:
-            slot = seen.slot(key)
-            mine = None if slot is None or name != known[0][1] else self._ring.share(slot)
-            if mine is not None:
-                return mine, name
+        for earlier, name in known:
+            slot = earlier.slot(key)
+            shared_slot = None if slot is None or name != known[0][1] else self._ring.share(slot)
+            if shared_slot is not None:
+                return shared_slot, name
         return None
 
 
@@ -115,15 +115,14 @@ def _source(capture: Capture, number: int) -> memoryview | None:
 
 
 def _digest_all(sources: Sequence[memoryview]) -> list[Digest]:
-    """Return the digests, made by several threads if that is worth it: nothing else runs in ``step()``."""
+    """Return the digests, computed by several threads if there is enough data."""
     threads = min(len(os.sched_getaffinity(0)), _THREADS_MAX, sum(map(len, sources)) // _ALONE_BYTES)
-    found: list[Digest] = [Digest(b"")] * len(sources)
-
+    digests: list[Digest] = [Digest(b"")] * len(sources)
     numbers = iter(range(len(sources)))
 
     def work() -> None:
         for number in numbers:
-            found[number] = digest(sources[number])
+            digests[number] = digest(sources[number])
 
     together(work, max(threads, 1), "digest", lambda: None)
-    return found
+    return digests

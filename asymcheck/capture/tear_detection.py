@@ -1,10 +1,10 @@
-"""Proof: digests of the source at the beginning of a capture, to be compared with the captured bytes.
+"""Detect torn captures: compare digests of the source, taken in ``step()``, with the captured bytes.
 
 Tensors have marks: the version counter, which in-place operations raise, and the address. Writes through ``.data``, a
 numpy view or another process leave the marks as they are, and only the bytes show them. The first captures digest all
-bytes, because a loop that changes a tensor usually does so in each iteration. Later captures digest one part each, in
-turns. The digests are compared with the captured bytes, and with the source at the fence. Therefore a change is found
-wherever in the iteration it comes, even if the copy was made before it.
+bytes, because a loop that changes a tensor usually does so in each iteration. Each later capture digests another part.
+The digests are compared with the captured bytes, and with the source at the fence. A change is therefore detected even
+if the copy was made before the change.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from asymcheck.state.partition_plan import Partition, Piece
 from asymcheck.types import Digest, SaveId
 
 Proof = Literal["full", "sampled", "off"]
-"""How much of the source is digested when a capture begins, to be compared with what was captured."""
+"""Share of the source that is digested at the start of a capture."""
 
 FIRST = 2
-"""Captures of which all bytes are digested, at the beginning and when further tensors are deferred."""
+"""Number of fully digested captures, at the start and again after further tensors are deferred."""
 ROUND = 16
-"""After so many further captures, all bytes in host memory have been digested once more."""
+"""Number of later captures that together digest all bytes in host memory."""
 _FIRST_DEVICE_BYTES = 4 << 30
-"""Most bytes on devices that are digested in one of the first captures: the program waits for their copies."""
+"""Limit of device bytes digested per fully digested capture; training waits for these copies."""
 _WITNESSES = 16
 _WITNESS_BYTES = 4096
 """Number and size of the samples of tensors on devices in each capture."""
 _REMEMBERED = 1024
-"""Captures that can be called suspect later."""
+"""Number of recent captures that can be reported as suspects later."""
 _NAMED = 3
-"""Tensors that a message names."""
+"""Maximum number of tensors that a message names."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _SourceDigest:
-    """Digest of some bytes of a tensor at the beginning of a capture."""
+    """Digest of a piece of a tensor at the start of a capture."""
 
     piece: Piece
     position: int
-    """Their position in the partition."""
+    """Offset of the piece in the partition."""
     digest: Digest
 
 
 class SourceDigests:
-    """Digests of the deferred tensors when one capture began. For the training thread and the capture thread."""
+    """Source digests of one capture, used by the training thread and the capture thread."""
 
     def __init__(
         self,
@@ -68,29 +68,29 @@ class SourceDigests:
         transfers: Transfers,
         digests: Sequence[Digest | None],
     ) -> None:
-        """Begin without any.
+        """Start without digests.
 
         Args:
-            names: those of the tensors, by row.
-            partitions: known by their numbers.
-            transfers: the copies from devices.
-            digests: of the partitions that are complete in the ring.
+            names: tensor names, by row.
+            partitions: partitions, by number.
+            transfers: copies from devices.
+            digests: digests of the partitions that are complete in the ring, by number.
         """
         self.names, self.partitions = names, partitions
         self._transfers, self._digests = transfers, digests
         self._leaves: dict[int, Leaf] = {}
-        self._found: dict[int, list[_SourceDigest]] = {}
+        self._sources: dict[int, list[_SourceDigest]] = {}
         self._marks: dict[int, int] = {}
         self._torn: dict[int, None] = {}
         self._counted: set[int] = set()
         self._is_fenced = False
         self.before: dict[int, int] = {}
-        """When the partitions that are compared whole were compared before."""
+        """Number of the previous capture that compared each partition, by partition number."""
         self.unseen: set[int] = set()
-        """Partitions whose bytes differ though no version does: earlier captures may be torn there, too."""
+        """Partitions whose bytes changed without a version change; earlier captures may be torn as well."""
 
     def mark(self, leaves: Sequence[Leaf], numbers: Iterable[int]) -> None:
-        """Note versions and addresses of the tensors of partitions, and keep the tensors until the fence."""
+        """Record versions and addresses of the tensors of partitions, and keep the tensors until the fence."""
         rows = {piece.row for number in numbers for piece in self.partitions[number].pieces}
         self._leaves = {row: leaves[row] for row in rows}
         self._marks = {row: _mark_of(leaf) for row, leaf in self._leaves.items()}
@@ -107,7 +107,7 @@ class SourceDigests:
                 self._keep(number, position, piece, _bytes_of(self._leaves[piece.row], piece))
 
     def take_samples(self, asides: EagerCopies, numbers: Sequence[int], chance: random.Random) -> None:
-        """Ask for a few KiB anywhere in the first piece of some of the partitions."""
+        """Request small random samples of the first piece of some partitions."""
         for number in chance.sample(numbers, min(_WITNESSES, len(numbers))):
             piece = self.partitions[number].pieces[0]
             length = min(_WITNESS_BYTES, piece.length)
@@ -116,7 +116,7 @@ class SourceDigests:
             asides.want(piece.row, piece.start + start, length, give)
 
     def _keep(self, number: int, position: int, piece: Piece, data: bytes | memoryview) -> None:
-        self._found.setdefault(number, []).append(_SourceDigest(piece, position, digest(data)))
+        self._sources.setdefault(number, []).append(_SourceDigest(piece, position, digest(data)))
 
     def _placed(self, number: int) -> Iterator[tuple[Piece, int]]:
         position = 0
@@ -125,19 +125,19 @@ class SourceDigests:
             position += piece.length
 
     def __contains__(self, number: int) -> bool:
-        """Whether there is one of a partition."""
-        return number in self._found
+        """Return whether a partition has a source digest."""
+        return number in self._sources
 
     def _is_proven(self, number: int) -> bool:
-        """Tell whether all bytes are compared: content decides then, and what changed and was put back is as it was."""
-        proven = sum(witness.piece.length for witness in self._found.get(number, ()))
+        """Return whether all bytes of a partition are compared; marks are ignored then."""
+        proven = sum(witness.piece.length for witness in self._sources.get(number, ()))
         return proven == self.partitions[number].length
 
     def look(self, number: int) -> None:
-        """Note that a partition is torn if a tensor of it has another mark, unless the fence has let it change."""
+        """Record the tensors of a partition as torn if their marks changed before the fence."""
         if not self._is_proven(number):
             moved = self._moved({piece.row for piece in self.partitions[number].pieces})
-            # Asked after the marks were: the fence is noted before anything may change.
+            # Read the flag after the marks, because the fence sets the flag before any tensor may change.
             if moved and not self._is_fenced:
                 self._torn.update(dict.fromkeys(moved))
 
@@ -146,8 +146,8 @@ class SourceDigests:
         return {row for row in rows if (leaf := leaves.get(row)) is not None and self._marks[row] != _mark_of(leaf)}
 
     def check(self, number: int, payload: memoryview) -> None:
-        """Compare what was captured of a partition, and note what of it is torn."""
-        for witness in self._found[number]:
+        """Compare the captured bytes of a partition with the source digests, and record torn tensors."""
+        for witness in self._sources[number]:
             if digest(payload[witness.position :][: witness.piece.length]) != witness.digest:
                 self._torn[witness.piece.row] = None
                 self._note_differing(number, witness.piece.row)
@@ -157,7 +157,10 @@ class SourceDigests:
             self.unseen.add(number)
 
     def fence(self, *, compare: bool) -> list[str]:
-        """Let the tensors change; return which have changed before, torn or not. With ``compare``, bytes tell, too."""
+        """Release the tensors, and return the names of those that changed before the fence.
+
+        With ``compare``, the bytes are compared as well as the marks.
+        """
         if self._is_fenced:
             return []
         self._is_fenced = True
@@ -167,18 +170,18 @@ class SourceDigests:
             rows = dict.fromkeys(piece.row for piece in partition.pieces if piece.row in moved)
             if rows and not self._is_proven(number):
                 changed.update(rows)
-                # What a device still has to copy is in order only with what it was asked to do before.
+                # A pending device copy is only ordered after operations that were queued before.
                 if self._digests[number] is None and self._transfers.is_on_device(number):
                     self._torn.update(rows)
-        for number in self._found if compare else ():
+        for number in self._sources if compare else ():
             if not self._transfers.is_on_device(number):
                 changed.update(self._differing(number))
-        # Not cleared: the other thread may be looking.
+        # Replace the dict instead of clearing it, because the capture thread may be reading it.
         self._leaves = {}
         return [self.names[row] for row in changed]
 
     def _differing(self, number: int) -> Iterator[tuple[int, None]]:
-        for witness in self._found[number]:
+        for witness in self._sources[number]:
             leaf = self._leaves[witness.piece.row]
             if digest(_bytes_of(leaf, witness.piece)) != witness.digest:
                 self._note_differing(number, witness.piece.row)
@@ -187,28 +190,28 @@ class SourceDigests:
 
     @property
     def torn(self) -> list[str]:
-        """The tensors that were not captured as they were."""
+        """Names of the torn tensors."""
         return [self.names[row] for row in self._torn]
 
 
 class TearDetector:
-    """Takes the witnesses of captures, and remembers which tensors change outside optimizers."""
+    """Tear detection across captures, with a record of tensors that change outside optimizers."""
 
     def __init__(self, proof: Proof) -> None:
-        """Take as much as ``proof`` says."""
+        """Digest the share of the source that ``proof`` selects."""
         self._proof = proof
         self.changing: set[str] = set()
-        """Names of tensors that have changed while only optimizers may change them: they are not to be deferred."""
-        self._told: set[str] = set()
+        """Names of tensors that changed outside an optimizer step and must not be deferred again."""
+        self._warned: set[str] = set()
         self._lock = threading.Lock()
         self.compared_s = 0.0
-        """Seconds in which fences compared."""
-        # Not the module's own generator, whose state belongs to the training.
+        """Seconds that fences spent comparing."""
+        # The global generator belongs to the training.
         self._chance = random.Random()  # noqa: S311 - nothing secret is chosen
         self._partitions: Sequence[Partition] = ()
-        self._met: set[tuple[str, int]] = set()
+        self._marked: set[tuple[str, int]] = set()
         self._full = 0
-        self._here: list[int] = []
+        self._on_host: list[int] = []
         self._on_device: list[int] = []
         self._due: list[int] = []
         self._begun = 0
@@ -225,25 +228,25 @@ class TearDetector:
         transfers: Transfers,
         asides: EagerCopies,
     ) -> None:
-        """Take those of a capture of ``leaves``, of which partitions ``numbers`` are deferred."""
+        """Take source digests for a capture of ``leaves`` whose partitions ``numbers`` are deferred."""
         if self._proof == "off":
             return
         self._begun += 1
         witnesses.mark(leaves, numbers)
-        self._meet(witnesses, numbers, transfers)
+        self._reset_for_plan(witnesses, numbers, transfers)
         if self._proof == "full":
             transfers.catch_up(numbers)
             witnesses.take(numbers)
         elif self._full:
             self._full -= 1
-            self._prove(witnesses, self._here)
-            # A device that fails costs its captures: whoever waits for the copies meets that again.
+            self._prove(witnesses, self._on_host)
+            # A device failure is raised again by the code that waits for the copies.
             with contextlib.suppress(RuntimeError):
                 transfers.catch_up(self._on_device)
                 witnesses.take(self._some(self._on_device, _FIRST_DEVICE_BYTES))
         else:
-            self._due = self._due or self._chance.sample(self._here, len(self._here))
-            part = self._some(self._due, sum(self._partitions[number].length for number in self._here) / ROUND)
+            self._due = self._due or self._chance.sample(self._on_host, len(self._on_host))
+            part = self._some(self._due, sum(self._partitions[number].length for number in self._on_host) / ROUND)
             del self._due[: len(part)]
             self._unproven.append((self._begun, save_id.hex()))
             self._prove(witnesses, part)
@@ -255,35 +258,35 @@ class TearDetector:
         witnesses.take(numbers)
 
     def _some(self, numbers: Sequence[int], length: float) -> Sequence[int]:
-        """Return the first of some partitions, of so many bytes together."""
+        """Return the first partitions that together have at least ``length`` bytes."""
         ends = [*itertools.accumulate(self._partitions[number].length for number in numbers)]
         return numbers[: bisect.bisect_left(ends, length) + 1]
 
-    def _meet(self, witnesses: SourceDigests, numbers: Sequence[int], transfers: Transfers) -> None:
-        """Begin anew where the plan is another one than that of the capture before."""
+    def _reset_for_plan(self, witnesses: SourceDigests, numbers: Sequence[int], transfers: Transfers) -> None:
+        """Reset the comparison if the plan differs from that of the previous capture."""
         if witnesses.partitions is self._partitions:
             return
         self._partitions = witnesses.partitions
-        if not witnesses.marked <= self._met:
+        if not witnesses.marked <= self._marked:
             self._full = FIRST
-        self._met, self._due = witnesses.marked, []
+        self._marked, self._due = witnesses.marked, []
         on_device = [number for number in numbers if transfers.is_on_device(number)]
         self._on_device = self._chance.sample(on_device, len(on_device))
-        self._here = [number for number in numbers if not transfers.is_on_device(number)]
-        # Where the cut is another one, so much is known of each partition.
-        self._proven = dict.fromkeys(self._here, min(self._proven.values(), default=self._begun))
+        self._on_host = [number for number in numbers if not transfers.is_on_device(number)]
+        # With new partitions, only the oldest comparison holds for every partition.
+        self._proven = dict.fromkeys(self._on_host, min(self._proven.values(), default=self._begun))
 
     def fence(self, witnesses: SourceDigests) -> None:
-        """Let the tensors of a capture change; warn of those that did before."""
+        """Release the tensors of a capture, and warn about tensors that changed before the fence."""
         began = time.perf_counter()
-        # With "full", what was captured is compared anyway, and to compare the source, too, would cost as much again.
+        # With "full", the captured bytes are compared anyway. Comparing the source would double the cost.
         # An optimizer of another thread must not step while bytes are compared.
         with self._lock:
-            names = [name for name in witnesses.fence(compare=self._proof == "sampled") if name not in self._told]
+            names = [name for name in witnesses.fence(compare=self._proof == "sampled") if name not in self._warned]
             self._suspect(witnesses)
         self.compared_s += time.perf_counter() - began
         if names:
-            self._told.update(names)
+            self._warned.update(names)
             self.changing.update(names)
             warn_user(
                 f"tensor {_listed(names)} changed after step() and before the next optimizer step, outside an "
@@ -293,7 +296,7 @@ class TearDetector:
             )
 
     def verdict(self, witnesses: SourceDigests, step: int) -> TornCaptureError | None:
-        """Return why the capture of ``step`` is given up; None when nothing of it was seen to be torn."""
+        """Return the error for a torn capture of ``step``; None if no tear was detected."""
         names = witnesses.torn
         self._suspect(witnesses)
         self.changing.update(names)
@@ -307,12 +310,12 @@ class TearDetector:
         )
 
     def _suspect(self, witnesses: SourceDigests) -> None:
-        """Note which captures may be torn where one has shown a change that leaves no version."""
+        """Record the captures that may be torn after a change without a version change."""
         since = min((witnesses.before.get(number, self._begun) for number in witnesses.unseen), default=self._begun)
         self._suspects.update(save_id for begun, save_id in tuple(self._unproven) if begun > since)
 
     def take_suspects(self) -> set[str]:
-        """Return the save ids of captures that may be torn unseen, once."""
+        """Return and clear the save ids of captures that may be torn."""
         suspects, self._suspects = self._suspects, set()
         return suspects
 
@@ -326,7 +329,7 @@ def _mark_of(leaf: Leaf) -> int:
     source = leaf.source
     if not isinstance(source, torch.Tensor):
         return 0
-    # One number, which the collector does not look at. Tensors that were made in inference mode count no versions.
+    # An int is not tracked by the Python garbage collector. Inference tensors have no version counter.
     return (source.data_ptr() << 64) + (0 if source.is_inference() else source._version)
 
 

@@ -1,4 +1,4 @@
-"""Rows and header of the manifest of a state."""
+"""Build the header and the columns of a manifest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asymcheck.types import CheckpointRef, Digest
 
 
 def manifest_header(request: SaveRequest, generation: int, plan: Mapping[str, object], tree: Node) -> ManifestHeader:
-    """Return the header of the manifest of a request; the commit replaces the generation, and adds parent and packs."""
+    """Return a manifest header. The commit replaces the generation and adds the parent and the packs."""
     return ManifestHeader(
         run=request.run,
         ref=CheckpointRef(generation, request.step, request.save_id),
@@ -39,14 +39,14 @@ def manifest_header(request: SaveRequest, generation: int, plan: Mapping[str, ob
 
 
 class ManifestBuilder:
-    """Makes the rows of manifests: tensors with where their bytes lie.
+    """Builder of manifest columns: tensors, and the partitions that hold their bytes.
 
-    What a state has in common with the one before, which is all but digests and small tensors as a rule, is made once:
-    of a thousand tensors that leaves an eighth of the time of the interpreter, which the training needs as well.
+    Columns that do not change from state to state are built once. Usually only digests and small tensors change. For a
+    thousand tensors, this needs an eighth of the interpreter time, for which the training thread competes.
     """
 
     def __init__(self) -> None:
-        """Begin without any."""
+        """Start with no cached columns."""
         self._described: Columns | None = None
         self._describing: list[Column] = []
         self._cut: Cut | None = None
@@ -56,7 +56,14 @@ class ManifestBuilder:
     def columns(
         self, described: Columns, cut: Cut, names: Sequence[Digest], inline: Mapping[int, bytes]
     ) -> list[Column]:
-        """Return the columns of a manifest whose tensors are in the partitions ``names``, or ``inline``, by row."""
+        """Return the columns of a manifest.
+
+        Args:
+            described: names, types and shapes of the tensors.
+            cut: partitions of the tensors.
+            names: digest of each partition of ``cut``.
+            inline: bytes of the tensors that the manifest itself stores, by row.
+        """
         count = len(described.names)
         if described is not self._described and described != self._described:
             self._describing = _describing(described)
@@ -86,10 +93,9 @@ def _describing(described: Columns) -> list[Column]:
 
 
 def _extents_of(cut: Cut, rows: int) -> tuple[npt.NDArray[np.int32], list[npt.NDArray[np.int64]]]:
-    """Return the positions of tensors in the partitions of a cut.
+    """Return the first extent of each row, and the columns of the extents.
 
-    These are the first extent of each row, and a column each of the extents in order: number of the partition, offset
-    in it, length, and length of the partition.
+    The columns are partition number, offset in the partition, extent length, and partition length.
     """
     extents: list[tuple[int, int, int, int, int, int]] = []
     for number, partition in enumerate(cut.partitions):
@@ -103,5 +109,5 @@ def _extents_of(cut: Cut, rows: int) -> tuple[npt.NDArray[np.int32], list[npt.ND
 
 
 def inline_bytes(leaves: Sequence[Leaf], cut: Cut) -> dict[int, bytes]:
-    """Return the bytes of the tensors that stay in the manifest, by row."""
+    """Return the bytes of the tensors that the manifest itself stores, by row."""
     return dict(zip(cut.inline, whole_bytes([leaves[row] for row in cut.inline]), strict=True))

@@ -1,4 +1,4 @@
-"""Adopt: what a killed process left complete in its ring becomes checkpoints of the store (SPEC.md §8.5)."""
+"""Commit the complete captures that a killed process left in its ring (SPEC.md §8.5)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from asymcheck.storage.slots import Slot
 from asymcheck.types import CheckpointRef, Digest, SaveId
 
 _SHOWN = 8
-_STAYS = "it stays there, and takes memory until removed"
+_KEPT = "the ring is kept, and uses memory until you remove it"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +42,13 @@ class RecoveredCapture:
     """Outcome of adopting one capture."""
 
     run: str | None
-    """The run; None when it cannot be known."""
+    """Name of the run; None if the ring does not show it."""
     step: int | None
-    """The training step; None when it cannot be known."""
+    """Training step; None if the ring does not show it."""
     ref: CheckpointRef | None
-    """The checkpoint; None when it could not be committed."""
+    """Committed checkpoint; None if the commit failed."""
     problem: str
-    """Why not."""
+    """Reason for the failed commit; empty after a commit."""
 
 
 @contextlib.contextmanager
@@ -60,21 +60,21 @@ def adopting(
     placing: Callable[[ManifestHeader], LineagePosition],
     run: str | None = None,
 ) -> Iterator[tuple[list[RecoveredCapture], list[RingPack]]]:
-    """Commit the complete captures in the rings of this store that no process uses, and remove these rings.
+    """Commit the complete captures in the unused rings of this store, and remove these rings.
 
-    Yields what became of each capture, and the frames of the rings: while the ``with`` block lasts, new and many older
-    checkpoints can be read from that memory. A ring stays when it has a capture that a newer program may commit, or
-    that can be committed when the store is repaired.
+    Yields the outcome of each capture, and the frames of the rings. Inside the ``with`` block, the new checkpoints and
+    many older ones can be read from memory. A ring is kept if a newer program, or a repaired store, may allow the
+    commit of one of its captures.
 
-    The rings of ``run``, which is to go on, come first. When another process adopts them, this waits for it: without
-    them, an older step would be restored. Rings of other runs are taken when they are free.
+    The rings of ``run``, which resumes, come first. If another process adopts them, this function waits; otherwise, an
+    older step would be restored. Rings of other runs are skipped while another process uses them.
 
-    Of a checkpoint of several ranks every part is committed, or none: when some rank has left its part neither in a
-    ring nor in the store, the checkpoint can never be complete.
+    For a checkpoint of several ranks, all parts are committed or none. If the part of a rank is neither in a ring nor
+    in the store, the checkpoint cannot be completed.
 
     Raises:
-        LockTimeoutError: another process adopts a ring of ``run``, and does not come to an end.
-        StorageError: the device refused. The ring stays, and may be adopted again.
+        LockTimeoutError: another process did not finish adopting a ring of ``run``.
+        StorageError: a read or write failed. The ring is kept, and can be adopted again.
     """
     adoption = _Adoption(tier, open_catalog, encoder, placing)
     packs: list[RingPack] = []
@@ -93,11 +93,11 @@ def adopting(
 
 
 def _is_of(tier: NvmeTier, path: Path, run: str) -> bool:
-    found = ring_run_and_store(path)
-    return found is not None and found[0] == run and not is_of_a_copy(tier, found[1])
+    owner = ring_run_and_store(path)
+    return owner is not None and owner[0] == run and not is_of_a_copy(tier, owner[1])
 
 
-class _Found(NamedTuple):
+class _RingCapture(NamedTuple):
     """A complete capture in a ring."""
 
     reader: RingReader
@@ -108,13 +108,13 @@ class _Found(NamedTuple):
         return self.manifest.header
 
     def is_part_of_same(self, other: ManifestHeader) -> bool:
-        """Tell whether this is a part of the checkpoint of which ``other`` describes a part."""
+        """Return whether this capture and ``other`` are parts of the same checkpoint."""
         header = self.header
         return (header.run, header.ref, header.world_size) == (other.run, other.ref, other.world_size)
 
 
 class _Adoption:
-    """The adoption of rings by one process."""
+    """Adoption of rings by one process."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class _Adoption:
         self._unread: set[tuple[str, SaveId]] = set()
 
     def taken(self, paths: Sequence[Path], take: Callable[[Path], RingReader | None]) -> Iterator[RingReader]:
-        """Yield the rings that are free, each locked."""
+        """Lock and yield the rings that no other process uses."""
         for path in paths:
             try:
                 reader = take(path)
@@ -138,70 +138,72 @@ class _Adoption:
                 continue
             except FormatError as error:
                 if remove_unreadable_ring(path) == "damaged":
-                    self._note(None, None, f"{error}; {_STAYS}")
+                    self._note(None, None, f"{error}; {_KEPT}")
                 continue
             if reader is not None and is_of_a_copy(self._tier, reader.header.store):
-                self._leave_to_the_other(reader)
+                self._skip_copied_store(reader)
             elif reader is not None:
                 yield reader
 
     def _note(self, run: str | None, step: int | None, problem: str) -> None:
         self.adopted.append(RecoveredCapture(run, step, None, problem))
 
-    def _leave_to_the_other(self, reader: RingReader) -> None:
-        """Give back the ring of another store that has the id of this one, and say so unless the ring is empty."""
+    def _skip_copied_store(self, reader: RingReader) -> None:
+        """Release the ring of another store with the same id, and report the ring unless it is empty."""
         with reader:
             if all(entry.state != COMPLETE for entry in reader.captures):
                 return
-        problem = f"it is of the store {reader.header.store}, and one of the two is a copy of the other; it stays there"
+        problem = (
+            f"the ring belongs to store {reader.header.store}, which has the same id as this store; open that store"
+        )
         self._note(reader.header.run, None, f"{reader.path}: {problem}")
 
     def commit_all(self, readers: Sequence[RingReader]) -> None:
-        """Commit the complete captures in some rings, all those of a run, and remove the rings that need not stay."""
+        """Commit the complete captures in all rings of a run, and remove the rings that are not kept."""
         catalog = self._open_catalog()
-        found = [capture for reader in readers for capture in self._found_in(reader)]
-        found.sort(key=lambda capture: (capture.header.ref, capture.header.rank))
-        for capture in found:
-            self._commit(catalog, capture, found)
+        captures = [capture for reader in readers for capture in self._captures_in(reader)]
+        captures.sort(key=lambda capture: (capture.header.ref, capture.header.rank))
+        for capture in captures:
+            self._commit(catalog, capture, captures)
         for reader in readers:
             if reader not in self._kept:
                 reader.unlink()
 
-    def _found_in(self, reader: RingReader) -> Iterator[_Found]:
+    def _captures_in(self, reader: RingReader) -> Iterator[_RingCapture]:
         run = reader.header.run
         for entry in reader.captures:
             if entry.state != COMPLETE:
                 continue
             try:
-                yield _Found(reader, reader.manifest(entry))
+                yield _RingCapture(reader, reader.manifest(entry))
             except UnsupportedFormatError as error:
                 self._kept.add(reader)
                 self._unread.add((run, entry.save_id))
-                self._note(run, None, f"{error}; {_STAYS}")
+                self._note(run, None, f"{error}; {_KEPT}")
             except FormatError as error:
                 self._note(run, None, str(error))
 
-    def _commit(self, catalog: Catalog, capture: _Found, found: Sequence[_Found]) -> None:
+    def _commit(self, catalog: Catalog, capture: _RingCapture, captures: Sequence[_RingCapture]) -> None:
         header = capture.header
         run, step = header.run, header.ref.step
         stored = self._tier.manifests.listing(run, header.ref)
         if stored.has(header.rank):
-            # Its process was killed between the commit and the note of it.
+            # The process was killed after the commit, before it marked the capture as committed.
             return
-        parts = [other for other in found if other.is_part_of_same(header)]
+        parts = [other for other in captures if other.is_part_of_same(header)]
         missing = _missing_ranks(header, stored, parts)
         if missing:
             if (run, header.ref.save_id) in self._unread:
                 self._kept.add(capture.reader)
             if header.rank == min(other.header.rank for other in parts):
                 ranks = ", ".join(map(str, missing[:_SHOWN])) + (" and others" if len(missing) > _SHOWN else "")
-                problem = f"of its {header.world_size} ranks, {ranks} left it complete neither there nor in the store"
+                problem = f"incomplete: ranks {ranks} of {header.world_size} have no part in a ring or in the store"
                 self._note(run, step, problem)
             return
         transaction = RingTransaction(self._tier, catalog, self._encoder, header.ref.save_id, header.rank)
         try:
             with transaction:
-                # Asked first, too: what has no place in the store need not be written at each start.
+                # Check the lineage before the write, so that a rejected capture is not written at each start.
                 self._placing(header)
                 _check_line(self._tier, header)
                 self._add_all(transaction, capture)
@@ -209,13 +211,13 @@ class _Adoption:
         except MissingPartitionError as error:
             self._note(run, step, str(error))
         except (FormatError, InvalidInputError) as error:
-            # Nothing is wrong with the capture, but with the store, as with a head record: that may be mended.
+            # The capture is intact, but the store is damaged, for example a head record. A repair may help.
             self._kept.add(capture.reader)
-            self._note(run, step, f"{error}; {_STAYS}")
+            self._note(run, step, f"{error}; {_KEPT}")
         else:
             self.adopted.append(RecoveredCapture(run, step, ref, ""))
 
-    def _add_all(self, transaction: RingTransaction, capture: _Found) -> None:
+    def _add_all(self, transaction: RingTransaction, capture: _RingCapture) -> None:
         reader, lengths = capture.reader, capture.manifest.partitions()
         transaction.expect(sum(frame_length(length) for length in lengths.values()))
 
@@ -228,51 +230,50 @@ class _Adoption:
             else:
                 transaction.reuse(name, lengths[name])
 
-        # Frames are written from the ring, so a slot needs no room.
+        # Frames are written directly from the ring, so the slots hold no payload.
         config = self._tier.config
         run_with_slots(list(lengths), add, slots=self._tier.slots, payload_bytes=0, threads=config.slots, name="adopt")
 
 
 def _check_line(tier: NvmeTier, header: ManifestHeader) -> None:
-    """Refuse a capture of another line whose generation has the same number: of a store before it was put back."""
+    """Reject a capture of an older copy of the store, whose generation has the same number."""
     head = tier.manifests.read_head(header.run, header.ref.generation)
     if head is not None and int.from_bytes(header.ref.save_id[:8], "big") < head[0].created_ns:
         raise InvalidInputError(
             f"step {header.ref.step} of run {header.run!r} was captured before generation {header.ref.generation} was "
-            "opened in this store: it is of another line"
+            "opened in this store, so the capture belongs to another line"
         )
 
 
-def _missing_ranks(header: ManifestHeader, stored: CheckpointFiles, parts: Sequence[_Found]) -> list[int]:
-    left = {part.header.rank for part in parts}
-    # What ranks of other machines have left is there, where nobody can look from here.
+def _missing_ranks(header: ManifestHeader, stored: CheckpointFiles, parts: Sequence[_RingCapture]) -> list[int]:
+    in_rings = {part.header.rank for part in parts}
+    # The rings of other nodes cannot be read from this node.
     wanted = range(header.world_size) if header.store_ranks is None else ranks_in(header.store_ranks)
-    return [rank for rank in wanted if rank not in left and not stored.has(rank)]
+    return [rank for rank in wanted if rank not in in_rings and not stored.has(rank)]
 
 
 def is_gone(tier: NvmeTier, store: str | None, store_id: bytes) -> bool:
-    """Tell whether the store of a ring is certainly not where it was."""
+    """Return whether the store of a ring no longer exists at its recorded path."""
     path = _path(store)
     if path is None:
-        # Where it was, nobody can tell from that.
+        # The ring records no usable path.
         return False
     try:
         return _id_at(tier, path) != store_id
     except (StorageError, FormatError):
-        # Damaged, or not for this user to see; but there.
+        # The store exists, but is damaged or not readable for this user.
         return False
 
 
 def is_of_a_copy(tier: NvmeTier, store: str | None) -> bool:
-    """Return whether a ring with this store's id belongs to another store with the same id, at the path in the ring.
+    """Return whether a ring belongs to another store with the same id, at the path that the ring records.
 
-    One of the two stores is a copy of the other. Captures taken from the ring would be missing in the store in which
-    the training goes on.
+    One store is a copy of the other. If this store took the captures, the store that the training uses would lack them.
     """
     path = _path(store)
     try:
-        there = path is not None and _id_at(tier, path) == tier.descriptor.store_id
-        return there and not os.path.samefile(str(path), tier.root)
+        has_same_id = path is not None and _id_at(tier, path) == tier.descriptor.store_id
+        return has_same_id and not os.path.samefile(str(path), tier.root)
     except (StorageError, FormatError, OSError):
         return False
 

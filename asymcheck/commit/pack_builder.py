@@ -1,4 +1,4 @@
-"""Packing: frames into packs, each partition stored once, up to the moment when the packs are complete and durable."""
+"""Write the frames of one save into packs, and store each partition once."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from asymcheck.types import Digest, Location, PackId
 
 
 class KnownPartitions:
-    """Which partitions the store holds already, believed only when the pack's own index says so too."""
+    """Lookup of stored partitions: the catalog locates a partition, and the index of its pack confirms the location."""
 
     def __init__(self, tier: NvmeTier, catalog: Catalog) -> None:
-        """Look digests up in ``catalog`` and check them against packs of ``tier``."""
+        """Look up digests in ``catalog`` and confirm them in the packs of ``tier``."""
         self._tier = tier
         self._catalog = catalog
         self._indexes: dict[PackId, tuple[npt.NDArray[np.uint64], Entries] | None] = {}
         self._gone: set[PackId] = set()
         self.unread: AsymcheckError | None = None
-        """Why a pack could not be read that may well have what it is said to have: the last one of these."""
+        """Last error of a pack that may be intact but could not be read."""
         self._lock = threading.Lock()
 
     def chain(self, name: Digest) -> list[Location]:
-        """Return where a partition lies, and below it what it is decoded from, down to one that is stored whole.
+        """Return the locations of a partition and its bases, down to a base that is stored whole.
 
-        Nothing when it, or one of those, must be written.
+        Return an empty list if the partition or one of its bases must be written.
         """
-        found: list[Location] = []
+        chain: list[Location] = []
         with self._catalog.read() as transaction:
-            # A derived one may lie on as many deltas as there can be, and these on a whole one.
-            while len(found) < registry.DELTA_DEPTH_MAX + 2:
+            # The longest chain is a derived partition, the maximum number of deltas, and a whole partition.
+            while len(chain) < registry.DELTA_DEPTH_MAX + 2:
                 location = transaction.location(name)
-                if location is None or not self._is_there(name, location):
+                if location is None or not self._is_stored(name, location):
                     return []
-                if found and location.kind == registry.KIND_DERIVED:
-                    # Equal bytes have one name: what is a base here was stored so for another tensor.
+                if chain and location.kind == registry.KIND_DERIVED:
+                    # Another tensor with the same bytes was stored as a derived partition, which cannot be a base.
                     return []
-                found.append(location)
+                chain.append(location)
                 if location.kind == registry.KIND_FULL:
-                    # Of what was garbage for a while, the base may have been stored anew, and deeper, since then.
-                    return found if _deltas(found) <= registry.DELTA_DEPTH_MAX else []
+                    # While the partition was garbage, its base may have been stored again with a longer chain.
+                    return chain if _deltas(chain) <= registry.DELTA_DEPTH_MAX else []
                 name = Digest(location.base_digest)
         return []
 
-    def _is_there(self, name: Digest, location: Location) -> bool:
+    def _is_stored(self, name: Digest, location: Location) -> bool:
         index = None if location.pack_id in self._gone else self._index(location.pack_id)
         if index is None:
             return False
@@ -61,16 +61,16 @@ class KnownPartitions:
         row = int(np.searchsorted(offsets, np.uint64(location.offset)))
         if row == len(offsets) or offsets[row] != location.offset:
             return False
-        found, base, _, _, length, kind, *_ = entries[row].item()
-        return (found, length, kind, base) == (name, location.plain_length, location.kind, location.base_digest)
+        digest, base, _, _, length, kind, *_ = entries[row].item()
+        return (digest, length, kind, base) == (name, location.plain_length, location.kind, location.base_digest)
 
     def forget(self, packs: Sequence[PackId]) -> None:
-        """Never name these packs again: collection has taken them."""
+        """Exclude packs that garbage collection has freed from all later lookups."""
         with self._lock:
             self._gone.update(packs)
 
     def _index(self, pack_id: PackId) -> tuple[npt.NDArray[np.uint64], Entries] | None:
-        """Return the offsets and the rows of a pack's index; None when its partitions must be written again."""
+        """Return the offsets and entries of a pack index; None if its partitions must be written again."""
         with self._lock:
             if pack_id not in self._indexes:
                 self._indexes[pack_id] = self._read_index(pack_id)
@@ -80,7 +80,7 @@ class KnownPartitions:
         try:
             index = self._tier.index_of(pack_id)
         except AsymcheckError as error:
-            # Missing, locked for removal, or damaged.
+            # The pack is missing, locked for removal, or damaged.
             if isinstance(error, (StorageError, UnsupportedFormatError)):
                 self.unread = error
             return None
@@ -92,10 +92,13 @@ def _deltas(chain: Sequence[Location]) -> int:
 
 
 class PackBuilder:
-    """The packs of one save. Threads may call :meth:`claim` and :meth:`write` together; the rest is for one thread."""
+    """Packs of one save.
+
+    Several threads may call :meth:`claim` and :meth:`write` at the same time. One thread calls the other methods.
+    """
 
     def __init__(self, tier: NvmeTier, catalog: Catalog) -> None:
-        """Write packs of ``tier``, and reuse what ``catalog`` knows."""
+        """Write packs to ``tier``, and reuse partitions that ``catalog`` locates."""
         self._tier = tier
         self._known = KnownPartitions(tier, catalog)
         self._lock = threading.Lock()
@@ -104,34 +107,34 @@ class PackBuilder:
         self._writers: list[PackWriter] = []
         self._sealed: list[PackWriter] = []
         self._claimed: set[Digest] = set()
-        # Of what this save writes: all, what is stored derived, and what others are derived from.
-        self._ours: set[Digest] = set()
+        # Partitions that this save writes: all, derived partitions, and the bases of derived partitions.
+        self._new: set[Digest] = set()
         self._derived: set[Digest] = set()
-        self._originals: set[Digest] = set()
-        self._is_given_up = False
+        self._derived_bases: set[Digest] = set()
+        self._is_abandoned = False
         self.written: dict[Digest, Location] = {}
-        """Partitions written by this save, once their packs are sealed."""
+        """Partitions that this save wrote; filled when their packs are sealed."""
         self.reused: dict[Digest, Location] = {}
-        """Partitions that the store held already."""
+        """Partitions that the store already had."""
         self.relied: dict[Digest, list[Location]] = {}
-        """Chains of bases, in packs of other saves, from which partitions of this save are decoded."""
+        """Chains of bases, in packs of other saves, that partitions of this save need for decoding."""
         self.packs: dict[PackId, PackHeader] = {}
-        """Packs of this save, once they are sealed."""
+        """Sealed packs of this save."""
         self.written_bytes = 0
         """Payload bytes of frames written."""
         self.new_bytes = 0
-        """Bytes of the partitions that these are, before encoding."""
+        """Bytes of the written partitions before encoding."""
 
     def expect(self, frame_bytes: int) -> None:
-        """Say how many bytes of frames are to come, at most: a freed pack of that size is looked for."""
+        """Announce the maximum number of frame bytes, so that a freed pack of that size is reused."""
         with self._lock:
             self._needed_bytes = frame_bytes
 
     def write(self, descriptor: FrameDescriptor, write: Callable[[PackWriter, FrameDescriptor], object]) -> None:
-        """Store a partition that was claimed, as ``descriptor`` says, with ``write``.
+        """Store a claimed partition: call ``write`` with a pack writer and ``descriptor``.
 
         Raises:
-            StorageError: the device refused, and :meth:`abandon` comes next; or that came already.
+            StorageError: the write failed, or the save is abandoned. After a failed write, call :meth:`abandon`.
         """
         write(self._writer(descriptor.frame_length), descriptor)
         with self._lock:
@@ -139,7 +142,7 @@ class PackBuilder:
             self.new_bytes += descriptor.plain_length
 
     def claim(self, name: Digest) -> bool:
-        """Tell whether a partition must be written: the first time it is asked for, when the store lacks it."""
+        """Return True if the caller must write a partition: first claim in this save, and not in the store."""
         with self._lock:
             if name in self._claimed:
                 return False
@@ -150,19 +153,18 @@ class PackBuilder:
                 self.reused[name] = chain[0]
                 self.relied[name] = chain[1:]
             else:
-                self._ours.add(name)
+                self._new.add(name)
         return not chain
 
     def rely(self, name: Digest, base: Digest, codec: int) -> bool:
-        """Rely on a base for a partition that was claimed; return whether that can be done.
+        """Register a base for a claimed partition; return False if the base cannot be used.
 
-        It cannot when the base, or what that is decoded from, is not in the store, when the chain would be too long, or
-        when a derived partition would be a base.
+        A base cannot be used if its chain is incomplete or too long, or if the base is a derived partition.
         """
         is_delta = codec == registry.CODEC_DELTA
         with self._lock:
-            if base in self._ours:
-                # What this save writes it keeps; but how deep a delta on it would lie may not be known yet.
+            if base in self._new:
+                # This save keeps its own partitions, but the chain length of a delta on them may not be known yet.
                 return not is_delta and self._derive(name, base)
         chain = self._known.chain(base)
         if not chain or chain[0].kind == registry.KIND_DERIVED or _deltas(chain) + is_delta > registry.DELTA_DEPTH_MAX:
@@ -174,18 +176,18 @@ class PackBuilder:
         return True
 
     def _derive(self, name: Digest, base: Digest) -> bool:
-        """Note that a partition is derived from another one, unless either is what the other must not be."""
-        if base in self._derived or name in self._originals:
+        """Register a derived partition; return False if it is a base itself, or if its base is derived."""
+        if base in self._derived or name in self._derived_bases:
             return False
         self._derived.add(name)
-        self._originals.add(base)
+        self._derived_bases.add(base)
         return True
 
     def _writer(self, length: int) -> PackWriter:
         with self._lock:
-            if self._is_given_up:
-                # Nobody would seal or remove a pack that is begun now.
-                raise StorageError("this save was given up: nothing is written for it any more")
+            if self._is_abandoned:
+                # A pack started now would never be sealed or removed.
+                raise StorageError("cannot write a partition: its save was abandoned; save the step again")
             if self._current is None or self._current.length + length > self._tier.config.pack_bytes:
                 room = min(self._needed_bytes, self._tier.config.pack_bytes)
                 self._current = self._tier.start_pack(room)
@@ -194,7 +196,7 @@ class PackBuilder:
             return self._current
 
     def seal(self) -> None:
-        """Make every pack of this save complete and durable. Their locks stay until :meth:`close`."""
+        """Complete and sync every pack of this save. The packs stay locked until :meth:`close`."""
         try:
             while self._writers:
                 writer = self._writers[-1]
@@ -208,12 +210,12 @@ class PackBuilder:
         self._current = None
 
     def take_back(self, packs: Sequence[PackId]) -> list[Digest]:
-        """Forget reused partitions whose packs collection has taken; return their digests, to be written again."""
-        # Its own, too, which the catalog may know by now: to look into one is to wait for its lock, which is ours.
+        """Forget reused partitions in packs that garbage collection has freed; return the digests to write again."""
+        # The catalog may list the packs of this save by now. A lookup there would wait for a lock that this save holds.
         self._known.forget([*packs, *self.packs])
-        gone = set(packs)
-        lost = {name for name, location in self.reused.items() if location.pack_id in gone}
-        lost |= {name for name, chain in self.relied.items() if any(location.pack_id in gone for location in chain)}
+        freed = set(packs)
+        lost = {name for name, location in self.reused.items() if location.pack_id in freed}
+        lost |= {name for name, chain in self.relied.items() if any(location.pack_id in freed for location in chain)}
         for name in lost:
             self.reused.pop(name, None)
             self.relied.pop(name, None)
@@ -222,30 +224,30 @@ class PackBuilder:
 
     @property
     def unread(self) -> AsymcheckError | None:
-        """Why it may not be known what the store holds."""
+        """Last error of a pack that could not be read; its partitions are treated as missing."""
         return self._known.unread
 
     def needed_packs(self) -> set[PackId]:
-        """Return the packs of others that this save needs: of what it reuses, and of bases."""
+        """Return the packs of other saves that hold reused partitions or bases of this save."""
         chains = (location for chain in self.relied.values() for location in chain)
         return {location.pack_id for location in (*self.reused.values(), *chains)}
 
     def close(self) -> None:
-        """Release the locks of the packs, which pins protect by now."""
+        """Release the locks of the sealed packs, which pins protect from now on."""
         for writer in self._sealed:
             writer.close()
         self._sealed.clear()
 
     def abandon(self) -> None:
-        """Remove what this save has written and not sealed; what is sealed waits for collection."""
+        """Remove the unsealed packs of this save. Garbage collection frees the sealed packs."""
         with self._lock:
-            self._is_given_up = True
+            self._is_abandoned = True
         self.close()
         for writer in self._writers:
             try:
                 writer.abandon()
             except AsymcheckError:
-                # The first failure is the one to report; collection removes what is left.
+                # The caller reports the first failure. Garbage collection removes the pack later.
                 continue
         self._writers.clear()
         self._current = None

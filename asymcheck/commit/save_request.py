@@ -1,4 +1,4 @@
-"""Save requests: what a checkpoint is called, its place on the line of training, and the save that ranks share."""
+"""Records that identify a save: request, position in the lineage, and the round that all ranks share."""
 
 from __future__ import annotations
 
@@ -14,56 +14,56 @@ from asymcheck.types import CheckpointRef, SaveId
 
 @dataclasses.dataclass(frozen=True)
 class LineagePosition:
-    """A place on the line of training."""
+    """Generation and parent of a new checkpoint."""
 
     generation: int
-    """The generation."""
+    """Generation of the checkpoint."""
     parent: CheckpointRef | None
-    """The checkpoint before it."""
+    """Previous checkpoint on the line; None for the first checkpoint."""
 
 
 def new_save_id() -> SaveId:
-    """Return a save id: the time, then random bytes (SPEC.md §4)."""
+    """Return a new save id: the time in nanoseconds, then 8 random bytes (SPEC.md §4)."""
     return SaveId(time.time_ns().to_bytes(8, "big") + os.urandom(8))
 
 
 @dataclasses.dataclass(frozen=True)
 class SaveRequest:
-    """Names of a save: run, step, rank and attempt."""
+    """Run, step, rank and save id of one save."""
 
     run: str
-    """The run."""
+    """Name of the run."""
     step: int
-    """The training step."""
+    """Training step."""
     metrics: Mapping[str, float]
-    """Named numbers of the training loop."""
+    """Metrics that the manifest stores with the checkpoint."""
     rank: int = 0
-    """This rank."""
+    """Rank of this process."""
     world_size: int = 1
-    """How many ranks save."""
+    """Number of ranks that save the checkpoint."""
     save_id: SaveId = dataclasses.field(default_factory=new_save_id)
-    """The attempt, the same for all ranks."""
+    """Save id, equal on all ranks."""
     store_ranks: Spans | None = None
-    """The ranks that save into the same store; None when all do."""
+    """Ranks that save into the same store; None if all ranks do."""
     pace: TrainingPace | None = None
-    """Measurements of this rank, if the interval is chosen by them."""
+    """Measurements of this rank for an automatic save interval; None for a fixed interval."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SaveRound:
-    """One save of all ranks, as rank 0 has begun it."""
+    """One save of all ranks, as announced by rank 0."""
 
     number: int
-    """Its number in the session."""
+    """Number of the round in the session."""
     step: int
-    """The training step."""
+    """Training step."""
     save_id: SaveId
-    """The attempt."""
+    """Save id of the round."""
     generation: int | None
-    """The line of training; None when the commit will open it."""
+    """Generation of the checkpoint; None if the commit opens a new generation."""
     plan: object
-    """The record of the plan that all cut by."""
+    """Record of the partition plan that all ranks use."""
     shares_anew: bool
-    """Whether the ranks look anew at what they have in common."""
+    """Whether the ranks compare their replicas again in this round."""
     head: Mapping[str, object] | None = None
-    """Head record of the generation, if every machine has its own store."""
+    """Head record of the generation; set if every node has its own store."""

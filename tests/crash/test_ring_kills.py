@@ -157,7 +157,7 @@ def test_a_copy_of_a_store_leaves_the_ring_to_its_store(folder: Path, tmp_path: 
         _, _, loop = linear_loop()
         checkpointer = Checkpointer(store, loop.state, capture=config_for(folder), every=1, keep=None)
         with pytest.warns(
-            SkippedCheckpointWarning, match=rf"{ring.name}: it is of the store {folder / 'store'}, and one"
+            SkippedCheckpointWarning, match=rf"{ring.name}: the ring belongs to store {folder / 'store'}, which"
         ):
             restored = checkpointer.restore()
         assert restored is not None
@@ -281,7 +281,7 @@ def test_a_ring_with_a_damaged_header_is_reported_and_stays(folder: Path) -> Non
     (ring,) = rings(folder)
     flip(ring, 30)
     flip(ring, RECORD_BYTES // 2 + 30)
-    with pytest.warns(SkippedCheckpointWarning, match=rf"in memory: .*{ring.name}.*stays there"):
+    with pytest.warns(SkippedCheckpointWarning, match=rf"in memory: .*{ring.name}.*kept"):
         assert_restored(folder, DURABLE - 1, DURABLE - 1)
     assert rings(folder) == [ring]
 

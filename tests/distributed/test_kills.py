@@ -151,6 +151,6 @@ def test_what_all_ranks_left_in_memory_is_taken_up_and_what_one_lacks_is_not(mee
         with store.training.adopting(tmp_path / "part" / "memory") as adopted:
             (left,) = adopted
         assert (left.step, left.ref) == (1, None)
-        assert "left it complete neither there nor in the store" in left.problem
+        assert "incomplete: ranks" in left.problem
         assert [one.step for one in store.checkpoints()] == [0]
     assert not list((tmp_path / "part" / "memory").iterdir())

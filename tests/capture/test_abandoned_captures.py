@@ -73,7 +73,7 @@ def test_a_save_that_was_given_up_begins_no_further_pack(store_path: os.PathLike
         packing.expect(1 << 20)
         _write(packing, store._opened.nvme)
         packing.abandon()
-        with pytest.raises(StorageError, match="given up"):
+        with pytest.raises(StorageError, match="abandoned"):
             _write(packing, store._opened.nvme)
         assert os.listdir(store._opened.nvme.packs) == []
         assert before == DESCRIPTORS._open

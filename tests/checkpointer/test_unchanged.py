@@ -168,7 +168,7 @@ def test_it_is_not_written_again_by_a_capture_that_overtakes_the_commit(
             time.sleep(0.001)
         # As if it had been like that before.
         assert background._capturer is not None
-        background._capturer._unchanged._seen.pop()
+        background._capturer._unchanged._earlier.pop()
         loop.iterate(2)
         costs.begin()
         checkpointer.step(2)

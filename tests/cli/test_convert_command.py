@@ -70,7 +70,7 @@ def test_a_source_that_cannot_be_read_makes_no_store(call: Call, tmp_path: Path,
     ("state", "problem"),
     [
         ({"a": {1, 2}}, "cannot store state at a: values of type set"),
-        ({"a": {"b": "\ud800"}}, "cannot store state at a.b: a string with lone surrogates"),
+        ({"a": {"b": "\ud800"}}, "cannot store state at a.b: cannot encode a string with lone surrogates"),
         ({"a": {(1, 2): 3}}, "cannot store state at a: "),
         (functools.reduce(lambda inner, _: [inner], range(70), 0), "nested deeper than"),
     ],

@@ -256,7 +256,7 @@ def test_what_is_no_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("", "not JSON"),
+        ("", "not valid JSON"),
         ("[]", "not a JSON object with a non-empty weight_map"),
         ("{}", "not a JSON object with a non-empty weight_map"),
         ('{"weight_map":{}}', "not a JSON object with a non-empty weight_map"),

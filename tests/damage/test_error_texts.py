@@ -84,7 +84,7 @@ def test_a_damaged_frame_header_and_padding(small: SmallStore) -> None:
     """The structure that is wrong is named, and the tensor as well."""
     path, sequence, offset = _frame_of(small, 2, "model.embed")
     where = f"frame {sequence} of pack {path.stem}"
-    for at, what in ((0, "no frame begins here"), (16, "header checksum mismatch"), (110, "placement checksum")):
+    for at, what in ((0, "not a frame"), (16, "header checksum mismatch"), (110, "placement checksum")):
         with flipped(path, (offset + at) * 8):
             assert re.fullmatch(
                 rf"{WHICH}: {where}: {what}.*; needed by tensor model\.embed, {WHICH}; run asymcheck verify",

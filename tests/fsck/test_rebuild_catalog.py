@@ -143,7 +143,7 @@ def test_a_damaged_pack_is_left_out(path: Path) -> None:
 def test_what_was_committed_during_a_rebuild_stays_known(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Collection relies on the catalog to name what it has not seen, so a rebuild must not forget it."""
     with open_store(path) as store, open_store(path) as other:
-        original = reconcile.__globals__["_manifests"]
+        original = reconcile.__globals__["_manifest_sizes"]
 
         def manifests(tier: object) -> object:
             found = original(tier)
@@ -152,7 +152,7 @@ def test_what_was_committed_during_a_rebuild_stays_known(path: Path, monkeypatch
 
         with store._opened.catalog().write() as transaction:
             _forget_all(transaction)
-        monkeypatch.setitem(reconcile.__globals__, "_manifests", manifests)
+        monkeypatch.setitem(reconcile.__globals__, "_manifest_sizes", manifests)
         assert store.rebuild_catalog().manifests == 3
         monkeypatch.undo()
         assert len(_rows(store)[2]) == 3
@@ -164,7 +164,7 @@ def test_what_was_collected_during_a_rebuild_is_not_entered(path: Path, monkeypa
     """A pack that is gone by the time of the transaction would be promised to saves."""
     with open_store(path) as store, open_store(path) as other:
         other.gc()
-        original = reconcile.__globals__["_manifests"]
+        original = reconcile.__globals__["_manifest_sizes"]
 
         def manifests(tier: object) -> object:
             found = original(tier)
@@ -173,7 +173,7 @@ def test_what_was_collected_during_a_rebuild_is_not_entered(path: Path, monkeypa
             assert other.gc().freed_packs > 0
             return found
 
-        monkeypatch.setitem(reconcile.__globals__, "_manifests", manifests)
+        monkeypatch.setitem(reconcile.__globals__, "_manifest_sizes", manifests)
         store.rebuild_catalog()
         monkeypatch.undo()
         assert _rows(store) == ({}, {}, set())
@@ -207,7 +207,7 @@ def test_what_collection_has_marked_since_is_not_entered(path: Path, monkeypatch
     pack_id = PackId(bytes.fromhex(pack.stem))
     with open_store(path) as store, contextlib.ExitStack() as stack:
         catalog = store._opened.catalog()
-        original = reconcile.__globals__["_manifests"]
+        original = reconcile.__globals__["_manifest_sizes"]
 
         def manifests(tier: NvmeTier) -> object:
             assert stack.enter_context(tier.locked(pack))
@@ -215,7 +215,7 @@ def test_what_collection_has_marked_since_is_not_entered(path: Path, monkeypatch
                 transaction.put_pack(pack_id, registry.PACK_FREED, 0, 0)
             return original(tier)
 
-        monkeypatch.setitem(reconcile.__globals__, "_manifests", manifests)
+        monkeypatch.setitem(reconcile.__globals__, "_manifest_sizes", manifests)
         rebuilt = store.rebuild_catalog()
         assert [pack.name in reason for reason in rebuilt.left_out] == [True]
         assert _rows(store)[1][pack_id] == registry.PACK_FREED

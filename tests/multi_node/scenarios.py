@@ -109,7 +109,7 @@ def trained(folder: Path) -> dict[str, object]:
                 if sum("Lost" in text for text in texts) > 1:
                     # The other one has ended; that training goes on is enough.
                     break
-            ckpt.wait("hdfs" if os.environ.get("LOCATION") else "nvme")
+            ckpt.wait("remote" if os.environ.get("LOCATION") else "local")
             found["written"] = ckpt.statistics().written_bytes
             found["pushed"] = [
                 ckpt.push_statistics().pushed,

@@ -357,6 +357,6 @@ def test_an_interval_beside_rules_is_refused(store: Path, folder: str) -> None:
     """The rules have their own, and this one would be passed over."""
     with (
         Store.open(store, config=CONFIG, create=True) as opened,
-        pytest.raises(InvalidInputError, match=r"every=5 beside a Push"),
+        pytest.raises(InvalidInputError, match=r"every=5 with a Push"),
     ):
         opened.push_in_background(Push(folder), every=5)

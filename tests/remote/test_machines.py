@@ -39,7 +39,7 @@ def launched(folder: Path, place: str, keys: dist.Store, steps: range) -> list[t
         with (
             Store.open(folder / f"machine-{rank}", config=CONFIG, remote=place, create=True) as store,
             Checkpointer(
-                store, state, push=Push(place, every=2), ranks=ranks, capture=capture, keep=None
+                store, state, every=1, push=Push(place, every=2), ranks=ranks, capture=capture, keep=None
             ) as checkpointer,
         ):
             found = checkpointer.restore()

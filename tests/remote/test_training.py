@@ -56,7 +56,7 @@ def test_what_is_chosen_arrives(store_path: Path, place: str) -> None:
     """While the training runs: waited for, it is there, and the statistics say so."""
     state = dict(state_of(0))
     with Store.open(store_path, config=CONFIG, create=True) as store:
-        with Checkpointer(store, state, push=Push(place, every=2), keep=None) as checkpointer:
+        with Checkpointer(store, state, every=1, push=Push(place, every=2), keep=None) as checkpointer:
             train(checkpointer, state, 0, 1, 2, 3)
             checkpointer.wait("remote")
             now = checkpointer.push_statistics()
@@ -82,7 +82,7 @@ def test_without_one_nothing_is_pushed_and_nobody_waits_for_that(store_path: Pat
         assert checkpointer.push_statistics().pushed == 0
         with pytest.raises(InvalidInputError, match="push="):
             Checkpointer(store, state, push="hdfs://x/y", every=1, keep=None)  # type: ignore[arg-type]  # wrong on purpose
-        with pytest.raises(InvalidInputError, match="'hdfs'"):
+        with pytest.raises(InvalidInputError, match="'remote'"):
             checkpointer.wait("s3")  # type: ignore[arg-type]  # wrong on purpose
 
 

@@ -121,5 +121,5 @@ def test_other_commands_take_all_ranks_together(shared: Path, tmp_path: Path) ->
 
 def test_what_a_program_compares_by_hand_is_told_apart(shared: Path) -> None:
     """The library raises where the command line says no."""
-    with Store.open(shared, create=True) as store, pytest.raises(InvalidInputError, match="equally many"):
+    with Store.open(shared, create=True) as store, pytest.raises(InvalidInputError, match="different numbers of ranks"):
         store.diff(30, 40)

@@ -162,7 +162,7 @@ def test_integers_end_where_the_format_says() -> None:
     most = 10**65536 - 1
     check(flatten({"a": most, -most: 1}).tree, 0, "test")
     for state, name in (({"a": {"b": most + 1}}, "a.b"), ({"a": {-most - 1: 1}}, "a"), ({"a": 1 << (1 << 22)}, "a")):
-        with pytest.raises(UnsupportedValueError, match="65536 digits; make it bytes") as caught:
+        with pytest.raises(UnsupportedValueError, match="65536 digits") as caught:
             flatten(state)
         assert caught.value.path == name
 

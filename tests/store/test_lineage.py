@@ -46,7 +46,7 @@ def test_the_newest_is_the_highest_step(store: Store) -> None:
 def test_an_earlier_step_warns_and_is_not_the_newest(store: Store) -> None:
     """The warning points at the caller, and says how to train on from an earlier step."""
     _save(store, 10)
-    with pytest.warns(StepOrderWarning, match="restore it with a Checkpointer first") as caught:
+    with pytest.warns(StepOrderWarning, match="restore that step with a Checkpointer first") as caught:
         store.save({"value": "late"}, step=4)
     assert caught[0].filename == __file__
     assert _value(store.load()) == "10"

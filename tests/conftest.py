@@ -34,6 +34,16 @@ settings.register_profile(
 settings.load_profile("ci")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Remove the mark ``slow`` from the parameter sets that it lists as ``quick``."""
+    for item in items:
+        mark = item.get_closest_marker("slow")
+        quick = mark.kwargs.get("quick", ()) if mark is not None else ()
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.callspec.id in quick:
+            item.own_markers[:] = [own for own in item.own_markers if own.name != "slow"]
+
+
 def pytest_sessionfinish() -> None:
     """Give the memory back."""
     shutil.rmtree(RINGS, ignore_errors=True)

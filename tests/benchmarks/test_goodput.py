@@ -33,6 +33,7 @@ COSTS = Costs(
 )
 
 
+@pytest.mark.slow(quick=["2048 GPUs-failures3"])
 @pytest.mark.parametrize(("name", "failures"), list(scenarios()))
 def test_simulation_and_formula_agree_within_a_percent(name: str, failures: Failures) -> None:
     """At the best interval, at every step and at four times as many."""

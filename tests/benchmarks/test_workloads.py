@@ -48,7 +48,6 @@ from tools.local_hdfs import LocalHdfs
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 SCHEMA = json.loads((REPOSITORY / "benchmarks" / "report.schema.json").read_text())
-SLOW = ("memory", "stall", "codec", "ranks", "models")
 TINY = training.Shape(1, 64, 16, 2)
 PNG = b"\x89PNG\r\n\x1a\n"
 GRID = models.Grid(["GPT-2"], "tiny", {1: 4, 10: 11}, ["asymcheck +S+O", "safetensors", "PCcheck (reimplemented)"])
@@ -82,14 +81,9 @@ RUNS: dict[str, Callable[[Path], Report]] = {
     "models": lambda folder: models.run(folder, quick=True, grid=GRID),
     "goodput": _goodput,
 }
-MARKS = {
-    "memory": pytest.mark.slow,
-    "stall": pytest.mark.slow,
-    "codec": pytest.mark.slow,
-    "ranks": pytest.mark.slow,
-    "reshard": pytest.mark.slow,
-    "dedupe": pytest.mark.slow,
-    "models": pytest.mark.slow,
+QUICK = ("goodput", "catalog", "bytes")
+"""Workloads that take a second or two; `make check` runs them all."""
+MARKS = {name: pytest.mark.slow for name in RUNS if name not in QUICK} | {
     "gpu": pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 }
 
@@ -158,6 +152,7 @@ def test_the_state_of_the_gpu_workload_has_the_size_that_was_asked_for() -> None
         assert abs(12 * parameters - gigabytes * 1e9) < 0.51 * 12 * 12 * shape.width**2
 
 
+@pytest.mark.slow
 def test_the_workload_hdfs_on_a_real_one(tmp_path: Path) -> None:
     """Pushes, restores and counts; what it leaves is nothing."""
     shape = hdfs.Shape(1, 1, (1,), TINY, 2)
@@ -174,6 +169,7 @@ def test_the_workload_hdfs_on_a_real_one(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_dcp_through_fsspec_writes_a_checkpoint(tmp_path: Path) -> None:
     """What the workload ``hdfs`` counts of the other can be loaded: torch reads it when it is fetched."""
     # Where the client is not installed the other tests here go on.
@@ -211,6 +207,7 @@ def test_the_schema_refuses_a_report_without_its_ratios() -> None:
         jsonschema.validate(dataclasses.asdict(report), SCHEMA)
 
 
+@pytest.mark.slow
 def test_the_command_writes_json_and_a_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,6 +66,7 @@ def test_zeros_at_the_beginning_do_not_hide_the_original() -> None:
     assert found.name == digest(memoryview(master.numpy().tobytes()))
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.lists(st.integers(1, 40), min_size=1, max_size=6))
 def test_candidates_are_the_masters_that_hold_all_of_it(masters: list[int], copies: list[int]) -> None:
     """However the two are cut, and of however many tensors of the shape."""

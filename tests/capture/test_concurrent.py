@@ -42,6 +42,7 @@ def _together(*calls: Callable[[], object]) -> None:
         raise failures[0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::asymcheck.errors.StepOrderWarning")
 def test_threads_may_save_at_the_same_time(store_path: Path) -> None:
     """To runs of their own and to one run, with bytes in common: every checkpoint is whole."""
@@ -62,6 +63,7 @@ def test_threads_may_save_at_the_same_time(store_path: Path) -> None:
         assert store.verify() == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::asymcheck.errors.SkippedCheckpointWarning")
 def test_collecting_beside_saves_and_loads_loses_nothing(store_path: Path) -> None:
     """A keeper of the last two checkpoints, a collector and a reader, each with a store of its own."""
@@ -119,6 +121,7 @@ def _collect_at(event_name: str, store: Store, times: int) -> Callable[[events.E
     return observer
 
 
+@pytest.mark.slow(quick=["catalog.pinned"])
 @pytest.mark.parametrize("event", ["pack.created", "pack.synced", "pack.sealed", "catalog.pinned", "manifest.synced"])
 def test_a_collection_in_the_middle_of_a_save_takes_nothing_that_it_needs(store_path: Path, event: str) -> None:
     """What the save found in the store, and counts on, may be collected before it is pinned: it is written again."""

@@ -176,6 +176,7 @@ def _train(path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch,
         return checkpointer.statistics()
 
 
+@pytest.mark.slow
 def test_what_changes_on_a_device_without_a_version_is_found_in_the_first_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice
 ) -> None:
@@ -210,6 +211,7 @@ def test_what_changes_on_a_device_without_a_version_is_found_in_the_first_captur
             assert torch.equal(store.load(step=step)["weight"], expected[step])
 
 
+@pytest.mark.slow(quick=["sampled-3145728"])
 @pytest.mark.parametrize("ring_bytes", [None, 3 * MIB])
 @pytest.mark.parametrize("proof", ["off", "sampled"])
 def test_what_is_set_aside_is_read_as_it_was_though_the_rest_is_complete_before(
@@ -319,6 +321,7 @@ def test_a_ring_that_cannot_be_pinned_is_not_tried_again(
     assert len(asked) == 1
 
 
+@pytest.mark.slow
 def test_nothing_is_asked_of_a_device_while_a_graph_is_recorded(
     tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

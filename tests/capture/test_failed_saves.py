@@ -102,6 +102,7 @@ CALLS: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.slow(quick=["creating a pack-broken"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_failed_save_leaves_nothing_behind(store: Store, files: Failing, name: str, number: int) -> None:
@@ -124,6 +125,7 @@ def test_a_failed_save_leaves_nothing_behind(store: Store, files: Failing, name:
     assert store.verify() == []
 
 
+@pytest.mark.slow(quick=["writing a frame"])
 @pytest.mark.parametrize("name", CALLS)
 def test_the_save_after_a_failed_one_succeeds(store: Store, files: Failing, name: str) -> None:
     """With the same state, with or without a collection in between."""

@@ -299,6 +299,7 @@ def test_blocks_are_the_longest_list_that_is_no_part_of_a_layer() -> None:
     assert blocks_of(pair.linear) == [pair.linear]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what Python has deprecated
 def test_a_compiled_module_is_one_block_and_its_graph_stays_whole() -> None:
     """Hooks set before and after compiling: no break in the graph, no marks from inside, equal results."""

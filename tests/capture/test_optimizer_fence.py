@@ -74,6 +74,7 @@ OWNERS: dict[str, Callable[[Trained], object]] = {
 }
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(sorted(OWNERS)), max_size=5))
 @settings(deadline=None)
 def test_what_optimizers_own_is_found_as_if_each_state_were_the_first(changes: Sequence[str]) -> None:

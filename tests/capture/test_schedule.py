@@ -256,6 +256,7 @@ def test_a_timer_calls_on_a_thread_of_its_own() -> None:
     assert "asymcheck-timer" not in [thread.name for thread in threading.enumerate()]
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_captured_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest names more windows than its two boundaries make, and each step is right."""
     monkeypatch.setattr(iteration_profile, "TIMED_S", 1e-4)

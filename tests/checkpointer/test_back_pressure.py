@@ -50,6 +50,7 @@ def _large_loop(*, eager: bool) -> Loop:
     return Loop(state, iterate)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eager", [False, True], ids=["deferred", "eager"])
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 def test_a_ring_of_just_over_one_state_makes_training_wait(
@@ -69,6 +70,7 @@ def _frame(elements: int) -> int:
     return -(-4 * elements // 4096) * 4096 + pieces * 4096
 
 
+@pytest.mark.slow(quick=["32768-eager"])
 @pytest.mark.parametrize("eager", [False, True], ids=["deferred", "eager"])
 @pytest.mark.parametrize("size", [1 << 15, 1 << 17])
 def test_a_ring_of_much_less_than_one_state_is_streamed_through(
@@ -131,6 +133,7 @@ def test_a_full_disk_ends_a_capture_that_streams(store: Store, disk: Disk, confi
     assert_stored(store, {3: expected})
 
 
+@pytest.mark.slow
 def test_more_captures_wait_for_the_disk_than_a_ring_has_entries(
     store: Store, disk: Disk, config: CaptureConfig, tmp_path: Path
 ) -> None:
@@ -178,6 +181,7 @@ def test_training_goes_on_with_the_memory_that_is_there(
         assert_every_step_is_right(store, loop, 5, sized(config, 1 << 20))
 
 
+@pytest.mark.slow
 def test_a_plan_of_windows_goes_through_a_small_ring(store: Store, config: CaptureConfig) -> None:
     """Few windows would have partitions that are larger than the ring, from the first plan of them on."""
     model = torch.nn.Linear(1024, 1024)
@@ -205,6 +209,7 @@ def _grows_in_its_first_step() -> Loop:
     return Loop({"model": model, "optimizer": optimizer}, iterate)
 
 
+@pytest.mark.slow
 def test_a_ring_that_is_outgrown_is_made_anew_once(
     store: Store, disk: Disk, config: CaptureConfig, tmp_path: Path
 ) -> None:
@@ -228,6 +233,7 @@ def test_a_ring_that_is_outgrown_is_made_anew_once(
     assert rings(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_ring_of_the_size_that_was_asked_for_stays(store: Store, config: CaptureConfig, tmp_path: Path) -> None:
     """Whatever becomes of the state."""
     loop = _grows_in_its_first_step()
@@ -237,6 +243,7 @@ def test_a_ring_of_the_size_that_was_asked_for_stays(store: Store, config: Captu
     assert seen == [seen[0]] * 3
 
 
+@pytest.mark.slow
 def test_a_ring_that_cannot_be_larger_stays(
     store: Store, config: CaptureConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def test_no_room_for_the_ring_is_a_clear_error(
     assert_stored(store, {0: copy_of(loop.state)})
 
 
+@pytest.mark.slow(quick=["manifests-close"])
 @pytest.mark.parametrize("report", ["step", "wait", "close"])
 @pytest.mark.parametrize("what", ["packs", "manifests"])
 def test_a_full_disk_is_reported_and_later_steps_are_saved(

@@ -41,6 +41,7 @@ def config(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     return CaptureConfig(proof="full", ring_folder=str(folder_for_rings(tmp_path)))
 
 
+@pytest.mark.slow(quick=["late-late-state"])
 @pytest.mark.parametrize("case", CASES)
 def test_each_step_is_stored_as_it_was(store: Store, config: CaptureConfig, case: str) -> None:
     """Every bit of every step, with no warning and no error."""
@@ -48,6 +49,7 @@ def test_each_step_is_stored_as_it_was(store: Store, config: CaptureConfig, case
     assert_every_step_is_right(store, CASES[case](), STEPS, config)
 
 
+@pytest.mark.slow(quick=["late-compiled"])
 @pytest.mark.parametrize("case", [many_tensors, compiled], ids=["many-tensors", "compiled"])
 def test_each_step_of_a_large_model_is_stored_as_it_was(
     store: Store, config: CaptureConfig, case: Callable[[], Loop]
@@ -57,6 +59,7 @@ def test_each_step_of_a_large_model_is_stored_as_it_was(
     assert_every_step_is_right(store, case(), 3, config)
 
 
+@pytest.mark.slow(quick=["early-one"])
 @pytest.mark.parametrize("each", [False, True], ids=["one", "one for each parameter"])
 def test_an_optimizer_inside_the_backward_pass_is_noticed(store: Store, config: CaptureConfig, each: bool) -> None:
     """One warning, however many such optimizers there are, and every capture is right, the first one too."""

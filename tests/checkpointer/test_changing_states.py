@@ -175,6 +175,7 @@ def _train(
     return [str(one.message) for one in caught if one.category is CaptureWarning]
 
 
+@pytest.mark.slow(quick=["soon-a numpy view"])
 @pytest.mark.parametrize("how", LOOPS)
 @pytest.mark.parametrize("when", ["late", "soon"])
 def test_no_checkpoint_is_torn_by_a_change_outside_the_optimizer(
@@ -196,6 +197,7 @@ def test_none_of_two_hundred_is_torn(store: Store, config: CaptureConfig, how: s
     _train(store, net, config, LOOPS[how](net), CAPTURES_LONG)
 
 
+@pytest.mark.slow(quick=["one element"])
 @pytest.mark.parametrize("how", CHANGES)
 def test_a_change_after_the_copy_is_seen_at_the_fence_and_costs_no_checkpoint(
     store: Store, config: CaptureConfig, how: str
@@ -214,6 +216,7 @@ def test_a_change_after_the_copy_is_seen_at_the_fence_and_costs_no_checkpoint(
     assert "model.1.weight" in warned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["a numpy view", "one element of .data"])
 def test_checkpoints_before_a_change_was_found_are_off_the_line(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch, how: str
@@ -293,6 +296,7 @@ def _other_process(net: Net) -> Iterator[Callable[[Checkpointer], None]]:
         process.join()
 
 
+@pytest.mark.slow
 def test_what_another_process_shares_is_copied_inside_step(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def test_a_damaged_step_that_is_asked_for_is_not_replaced(store: Store) -> None:
         checkpointer.restore(1)
 
 
+@pytest.mark.slow(quick=["None"])
 @pytest.mark.parametrize("wanted", [None, 2])
 def test_a_step_saved_twice_gives_way_to_its_older_save(store: Store, wanted: int | None) -> None:
     """The newer save of the same step is damaged: the older one of that step is restored, not an older step."""

@@ -107,6 +107,7 @@ def check(location: Path) -> None:
                 assert tensor.eq(step + 1).all(), f"buffer {name} of step {step}: {tensor.unique()}"
 
 
+@pytest.mark.slow(quick=["in time-default", "late copies-default"])
 @pytest.mark.filterwarnings("ignore:a ring of:asymcheck.errors.CaptureWarning")
 @pytest.mark.parametrize(
     "capture",
@@ -132,6 +133,7 @@ def test_each_checkpoint_has_the_bytes_of_its_step(
     assert device.pinned == 0, "the ring's memory was given back pinned"
 
 
+@pytest.mark.slow
 def test_all_of_the_staging_buffer_is_free_in_the_end(
     tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +150,7 @@ def test_all_of_the_staging_buffer_is_free_in_the_end(
     assert [staging.free_bytes for staging in made] == [7 * MIB, MIB]
 
 
+@pytest.mark.slow
 def test_a_device_without_room_for_a_staging_buffer_is_captured_all_the_same(
     tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,7 @@ def train(
     return wanted
 
 
+@pytest.mark.slow
 def test_every_step_comes_back_from_deltas_and_copies(
     tmp_path: Path, training: tuple[dict[str, object], MixedPrecision, Callable[[], object]]
 ) -> None:
@@ -121,6 +122,7 @@ def test_every_step_comes_back_from_deltas_and_copies(
     assert max(depth(name) for name in found) == DELTA_DEPTH_MAX
 
 
+@pytest.mark.slow
 def test_bases_outlive_the_checkpoints_they_were_saved_for(
     tmp_path: Path, training: tuple[dict[str, object], MixedPrecision, Callable[[], object]]
 ) -> None:
@@ -139,6 +141,7 @@ def test_bases_outlive_the_checkpoints_they_were_saved_for(
     assert frames(tmp_path) == {}
 
 
+@pytest.mark.slow
 def test_what_is_stored_as_a_delta_is_known_when_it_comes_again(
     tmp_path: Path, training: tuple[dict[str, object], MixedPrecision, Callable[[], object]]
 ) -> None:
@@ -193,6 +196,7 @@ def test_a_base_that_is_collected_during_a_save_costs_no_checkpoint(
         assert [finding for finding in store.verify() if finding.severity is not Severity.WARNING] == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a ring of:asymcheck.errors.CaptureWarning")
 @pytest.mark.parametrize("ring_bytes", [1 << 20, 3 << 20, 5 << 20])
 def test_rings_of_any_size_give_the_same_checkpoints(

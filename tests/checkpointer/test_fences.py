@@ -32,6 +32,7 @@ def unproven(config: CaptureConfig, monkeypatch: pytest.MonkeyPatch) -> CaptureC
     return dataclasses.replace(config, proof="off")
 
 
+@pytest.mark.slow(quick=["0"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch is to lose
 @pytest.mark.parametrize("warm", [0, 2])
 def test_a_compiled_optimizer_step_waits(store: Store, unproven: CaptureConfig, warm: int) -> None:

@@ -95,6 +95,7 @@ print(json.dumps([interrupts, nobodys, is_last, is_same, lost]))
 """
 
 
+@pytest.mark.slow
 def test_wherever_it_comes_the_training_goes_on(store_path: Path, tmp_path: Path) -> None:
     """No fence waits for what nobody will do, no room of the ring is lost, and later checkpoints are whole."""
     words = [str(store_path), str(folder_for_rings(tmp_path)), str(POINTS)]

@@ -37,6 +37,7 @@ def _wait_for_pruning(store: Store, checkpointer: Checkpointer) -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True], ids=["all-new", "half-frozen"])
 @pytest.mark.parametrize("waits", [True, False], ids=["calm", "busy"])
 def test_the_disk_stays_bounded(store: Store, config: CaptureConfig, *, waits: bool, frozen: bool) -> None:

@@ -102,6 +102,7 @@ def _check(store_path: Path, steps: int) -> None:
     assert after.descriptors <= before.descriptors + 5
 
 
+@pytest.mark.slow
 def test_memory_and_descriptors_stay_flat(store_path: Path) -> None:
     """Over some dozens of checkpoints."""
     _check(store_path, STEPS)

@@ -251,6 +251,7 @@ def _run_all(folder: Path, seeds: range, monkeypatch: pytest.MonkeyPatch) -> Non
     assert 0 < torn <= lost < captures // 2
 
 
+@pytest.mark.slow
 def test_no_random_capture_is_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is stored is what was, bit for bit; what changed too early is reported, and never stored."""
     _run_all(tmp_path, range(EPISODES), monkeypatch)

@@ -75,6 +75,7 @@ def _final(state: dict[str, Any]) -> dict[str, Any]:
     return {name: part.state_dict() if hasattr(part, "state_dict") else dict(part) for name, part in state.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 4, 7])
 def test_losses_and_the_final_state_are_the_same_to_the_bit(tmp_path: Path, every: int) -> None:
     """Stopped twice, between two checkpoints and at one; each time resumed in objects with other values."""
@@ -119,6 +120,7 @@ def _stretch(path: Path, seed: int, stop: int) -> list[float]:
         return _train(state, checkpointer, restored.step + 1 if restored else 0, stop)
 
 
+@pytest.mark.slow
 def test_another_process_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
     """Nothing that a resume needs lives in the process: the losses after step 10 are the same."""
     root = str(Path(__file__).parents[2])

@@ -43,6 +43,7 @@ def test_a_store_that_is_closed_first_has_everything(disk: Disk, store_path: Pat
         assert [checkpoint.step for checkpoint in store.checkpoints()] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_checkpointer_that_is_dropped_finishes_with_the_store(
     disk: Disk, store_path: Path, config: CaptureConfig
 ) -> None:
@@ -121,6 +122,7 @@ def _many_small(store: Store, config: CaptureConfig, look: Callable[[], int]) ->
         return early, look()
 
 
+@pytest.mark.slow
 def test_memory_and_threads_stay_as_they_are(store: Store, config: CaptureConfig) -> None:
     """Three hundred checkpoints: nothing grows with their number, and nothing is left at the end."""
     threads = threading.active_count()

@@ -110,6 +110,7 @@ def _train(
     return expected, errors
 
 
+@pytest.mark.slow(quick=["last bit of the storage"])
 @pytest.mark.parametrize("how", MUTATIONS)
 def test_a_change_while_a_capture_is_open_gives_it_up(
     store: Store, config: CaptureConfig, tmp_path: Path, how: str

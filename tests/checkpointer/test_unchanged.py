@@ -136,6 +136,7 @@ def test_a_frozen_base_is_copied_and_written_once(
     assert store.verify() == []
 
 
+@pytest.mark.slow
 def test_it_is_not_written_again_by_a_capture_that_overtakes_the_commit(
     store: Store, disk: Disk, config: CaptureConfig, model: Adapted, costs: Costs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +216,7 @@ CHANGES: dict[str, Callable[[Adapted], object]] = {
 }
 
 
+@pytest.mark.slow(quick=["array"])
 @pytest.mark.parametrize("how", CHANGES)
 def test_a_change_that_no_counter_sees_is_captured(
     store: Store, config: CaptureConfig, model: Adapted, costs: Costs, how: str
@@ -324,6 +326,7 @@ def test_a_rollback_brings_shared_frames_back(
         assert_same(copy_of(loop.state), expected[5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [1.05, 0.6, 0.2])
 def test_rings_of_any_size_serve(
     store: Store, disk: Disk, config: CaptureConfig, model: Adapted, costs: Costs, part: float

@@ -50,6 +50,7 @@ def test_nothing_is_deleted_unasked(call: Call, store: Path) -> None:
     assert steps(store) == [10, 20, 30, 25]
 
 
+@pytest.mark.slow(quick=["y\\n-0-left0"])
 @pytest.mark.parametrize(("answer", "status", "left"), [("y\n", 0, [20, 30, 25]), ("n\n", 2, [10, 20, 30, 25])])
 def test_on_a_terminal_it_asks(store: Path, answer: str, status: int, left: list[int]) -> None:
     """And does what the answer says."""

@@ -37,6 +37,7 @@ def test_measures_and_advises(call: Call, store: Path) -> None:
         assert text in advice
 
 
+@pytest.mark.slow
 def test_an_empty_store_needs_a_size(call: Call, store_path: Path) -> None:
     """Without checkpoints it cannot know what to advise for; with a size it can."""
     asymcheck.Store.open(store_path, create=True).close()
@@ -51,6 +52,7 @@ def test_an_empty_store_needs_a_size(call: Call, store_path: Path) -> None:
     assert (situation["state_bytes"], situation["mtbf_s"]) == (2 * 10**9, 5400)
 
 
+@pytest.mark.slow
 def test_a_tiny_state_leaves_nothing_to_tune(call: Call, store_path: Path) -> None:
     """No packs of 4 KiB, no ring of 34 bytes, and no checkpoint every few milliseconds."""
     with asymcheck.Store.open(store_path, create=True) as opened:

@@ -181,6 +181,7 @@ def test_output_that_cannot_be_written_is_said(store: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow(quick=["log nowhere-3"])
 @pytest.mark.parametrize(
     ("words", "status"),
     [
@@ -196,6 +197,7 @@ def test_messages_that_cannot_be_written_change_no_status(store: Path, words: st
     assert done.returncode == status
 
 
+@pytest.mark.slow
 def test_a_defect_has_a_status_of_its_own(store: Path) -> None:
     """Python's own would be 1, which says that a checkpoint is lost."""
     script = "import asymcheck.store as s, asymcheck.cli; s.Store.checkpoints = None; asymcheck.cli.main()"
@@ -205,6 +207,7 @@ def test_a_defect_has_a_status_of_its_own(store: Path) -> None:
     assert _run(f"{sys.executable} -c '{script}' inspect {store} 2> /dev/full").returncode == exit_status.DEFECT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_closed_stream_is_no_defect(store: Path, closed: str) -> None:
     """As services start programs: what would be read is at its end, what would be printed goes nowhere."""
@@ -220,6 +223,7 @@ def test_the_number_of_a_closed_stream_stays_taken(store: Path) -> None:
     assert (done.returncode, done.stdout.splitlines()[-1]) == (exit_status.OK, "/dev/null")
 
 
+@pytest.mark.slow
 def test_no_character_is_too_much_for_a_terminal(tmp_path: Path) -> None:
     """Names and shapes are shown in escapes where its encoding lacks a character."""
     with asymcheck.Store.open(tmp_path / "store", create=True) as opened:
@@ -230,6 +234,7 @@ def test_no_character_is_too_much_for_a_terminal(tmp_path: Path) -> None:
     assert r"\xfc\u2192" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, exit_status.INTERRUPTED), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )

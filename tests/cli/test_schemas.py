@@ -106,6 +106,7 @@ def test_schemas_are_closed_and_described(name: str) -> None:
         assert all(below.get("description") for below in one["properties"].values()), where
 
 
+@pytest.mark.slow(quick=["restore"])
 @pytest.mark.parametrize("name", sorted(WORDS))
 def test_output_is_valid_and_every_property_occurs(call: Call, name: str, store: Path, tmp_path: Path) -> None:
     """For a good store, an empty one and a damaged one."""

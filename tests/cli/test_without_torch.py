@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.zygote import REPOSITORY
 
 CALL = """
@@ -22,6 +24,7 @@ for words in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_what_makes_no_tensors_needs_no_torch(store: Path, tmp_path: Path) -> None:
     """It is not even loaded; to write a checkpoint to a file, or to measure a GPU, is another matter."""
     there = f"file://{tmp_path}/there"

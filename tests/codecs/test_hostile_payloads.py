@@ -124,6 +124,7 @@ def test_lengths_that_lie_cost_nothing(payload: bytes, length: int) -> None:
     assert peak < 8 * BYTES
 
 
+@pytest.mark.slow
 def test_the_largest_tables_are_decoded_soon() -> None:
     """As many planes as are allowed, in segments of one element: slow, but not beyond measure."""
     count = registry.CODEC_PLANES_MAX // 3

@@ -75,6 +75,7 @@ def _check(rows: ManifestBuilder, leaves: list[Leaf], plan: Cut) -> None:
         assert all(len(plains[one.digest]) == one.partition_length for one in row.extents)
 
 
+@pytest.mark.slow
 @given(first=SHAPES, second=SHAPES)
 def test_each_tensor_is_found_where_its_row_says(first: list[tuple[int, ...]], second: list[tuple[int, ...]]) -> None:
     """For one state after another: with other bytes, with another cut, with other names, with other tensors."""

@@ -271,6 +271,7 @@ def _model() -> Any:  # noqa: ANN401 - transformers has no types
     return transformers.GPT2LMHeadModel(config).eval()
 
 
+@pytest.mark.slow
 def test_a_restored_folder_is_a_model_for_transformers(store: Store, tmp_path: Path) -> None:
     """`from_pretrained`, offline: the same logits from a folder of several files."""
     transformers = pytest.importorskip("transformers")
@@ -378,6 +379,7 @@ with Store.open(folder / "store", create=True) as store, Store.open(folder / "ot
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["big.safetensors", "big.pt", "big"])
 def test_memory_stays_bounded(store: Store, tmp_path: Path, name: str) -> None:
     """A state of 400 MB goes out and in again with less than 64 MiB more than a process that has done a small one."""

@@ -105,6 +105,7 @@ def _change(data: bytes, dice: random.Random) -> bytes:
     return changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(len(SEEDS)))
 def test_changed_headers(seed: int, scratch: Path) -> None:
     """Thousands of changed files: a value that the package agrees with, or a ForeignFileError, and both happen."""

@@ -209,6 +209,7 @@ COSTLY = {
 }
 
 
+@pytest.mark.slow(quick=["numbers"])
 @pytest.mark.parametrize("filling", COSTLY.values(), ids=COSTLY)
 def test_parsing_stays_within_the_stated_multiple(filling: bytes, tmp_path: Path) -> None:
     """The JSON that costs most for its length takes at most 48 times that."""

@@ -75,6 +75,7 @@ def _weights(place: Path) -> float:
     return float(safetensors.torch.load_file(place / "m" / "model.safetensors")["w"][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["m", "[*].pt"])
 def test_a_draft_of_a_killed_process_is_removed(place: Path, name: str) -> None:
     """It is as large as the checkpoint, and hidden. That of another target stays until something is written there."""
@@ -110,6 +111,7 @@ sys.stdin.read()
     own.discard()
 
 
+@pytest.mark.slow
 def test_a_folder_whose_replacement_was_killed_is_given_back(place: Path) -> None:
     """Between two renames there is none of its name: the next export finds the old one, and treats it as ever."""
     _old_model(place)
@@ -123,6 +125,7 @@ def test_a_folder_whose_replacement_was_killed_is_given_back(place: Path) -> Non
     assert _weights(place) == 2
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_replaced_is_not_given_back(place: Path) -> None:
     """A kill after the renames leaves what is to be removed, also when the new one has gone since."""
     _old_model(place)
@@ -135,6 +138,7 @@ def test_a_folder_that_was_replaced_is_not_given_back(place: Path) -> None:
     assert _weights(place) == 2
 
 
+@pytest.mark.slow
 def test_what_cannot_be_removed_is_no_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be of another user."""
     left = _kill(place, "m.pt", "while it is written")

@@ -123,6 +123,7 @@ def test_the_bytes_are_those_of_the_package(tensors: list[NewTensor], metadata: 
     assert all(start % DTYPE_BYTES[tensor.dtype] == 0 for start, tensor in zip(starts, tensors, strict=True))
 
 
+@pytest.mark.slow
 @given(tensors=new_tensors, metadata=metadata, dice=st.randoms(use_true_random=False))
 def test_what_is_written_is_read_back(
     scratch: Path, tensors: list[NewTensor], metadata: dict[str, str] | None, dice: random.Random

@@ -113,6 +113,7 @@ def test_compressed_tensors_are_refused(store: Store, tmp_path: Path) -> None:
     assert store.checkpoints() == []
 
 
+@pytest.mark.slow(quick=["200000-version"])
 @pytest.mark.parametrize("record", [PICKLE, "version", "byteorder"])
 @pytest.mark.parametrize("said", [None, 1000, 200_000])
 def test_a_record_that_expands_without_end_is_refused(
@@ -151,6 +152,7 @@ def test_a_compressed_record_that_ends_too_soon_is_refused(store: Store, tmp_pat
         import_checkpoint(store, path)
 
 
+@pytest.mark.slow
 def test_another_byte_order_is_refused(tmp_path: Path) -> None:
     """By the command, which torch would end with a segmentation fault."""
     torch.save(example(), tmp_path / "a.pt")
@@ -222,6 +224,7 @@ def test_a_state_that_contains_itself_is_refused(store: Store, tmp_path: Path) -
         import_checkpoint(store, tmp_path / "loop.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_damaged_file_is_an_error_of_the_package(tmp_path: Path) -> None:
     """Or makes no difference, or gives other values: torch's files say nothing of their bytes."""

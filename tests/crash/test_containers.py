@@ -61,6 +61,7 @@ def _start(path: Path, run: str, *, second: bool) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
+@pytest.mark.slow
 def test_what_was_killed_in_a_container_holds_nothing(store_path: Path) -> None:
     """One is started again and again on one node, each time in another namespace: its pins and marks are the dead's."""
     with Store.open(store_path, create=True) as store:
@@ -75,6 +76,7 @@ def test_what_was_killed_in_a_container_holds_nothing(store_path: Path) -> None:
         store.save({"w": torch.randn(10)}, step=2)
 
 
+@pytest.mark.slow
 def test_containers_save_to_one_store_when_their_numbers_differ(store_path: Path) -> None:
     """Processes of the same number are told apart by nobody, and the later one is refused."""
     with _start(store_path, "a", second=False) as first, _start(store_path, "b", second=True) as second:

@@ -107,12 +107,14 @@ def _check_workers_outlive(zygote: Zygote, tmp_path: Path, fork_at: str, *, keep
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fork_at", ["pack.synced", "catalog.pinned", "catalog.committed"])
 def test_workers_outlive_their_killed_parent(zygote: Zygote, tmp_path: Path, fork_at: str) -> None:
     """They hold no lock of the dead: a new process saves and collects at once, while they are still there."""
     _check_workers_outlive(zygote, tmp_path, fork_at, keep=False)
 
 
+@pytest.mark.slow
 def test_workers_that_keep_locks_are_noticed(zygote: Zygote, tmp_path: Path) -> None:
     """The check bites: a worker that keeps what it inherits keeps a dead save's pack from being collected."""
     with pytest.raises(AssertionError, match=r"packs/.*tmp"):
@@ -186,6 +188,7 @@ def fork_before_saving(path: str) -> None:
     assert leftovers(store) == []
 
 
+@pytest.mark.slow
 def test_a_fork_before_the_first_save(zygote: Zygote, tmp_path: Path) -> None:
     """A process forked from one that has only read, or has closed its store, opens its own and saves."""
     zygote.start(fork_before_saving, path=str(tmp_path)).finish()

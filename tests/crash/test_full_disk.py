@@ -75,6 +75,7 @@ def _save_until_it_fails(store: Store, owed: Promises, first: int) -> None:
         _save(store, owed, step)
 
 
+@pytest.mark.slow
 def test_saving_until_the_disk_is_full(small_disk: Path) -> None:
     """The save that does not fit fails; nothing of it is left, what was there stays, and deleting makes room again."""
     owed = Promises()
@@ -99,6 +100,7 @@ def test_saving_until_the_disk_is_full(small_disk: Path) -> None:
     check_goes_on(path, owed)
 
 
+@pytest.mark.slow(quick=["tmpfs-0"])
 @pytest.mark.parametrize("leave_kib", [0, 8, 64, 160])
 def test_a_disk_that_others_fill(small_disk: Path, leave_kib: int) -> None:
     """Somebody else's file takes the room: saves fail until it is gone, and then work."""
@@ -121,6 +123,7 @@ def test_a_disk_that_others_fill(small_disk: Path, leave_kib: int) -> None:
     check_goes_on(path, owed)
 
 
+@pytest.mark.slow(quick=["tmpfs"])
 def test_deleting_and_collecting_on_a_full_disk(small_disk: Path) -> None:
     """On a disk that others fill, what a collection frees goes back to the file system as far as it is short of it."""
     owed = Promises()
@@ -169,6 +172,7 @@ def try_to_save(path: str, step: int) -> None:
         return
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("catalog", ["there", "lost"])
 def test_nearly_full(small_disk: Path, catalog: str, zygote: Zygote) -> None:
     """However little room is left, a process that opens the store and saves is refused, and not killed by a signal.

@@ -15,6 +15,7 @@ from tests.crash.trainer import assert_restored, train
 from tests.zygote import Zygote
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["missing", "damaged"])
 def test_what_only_the_store_is_to_blame_for_stays_in_memory(zygote: Zygote, tmp_path: Path, how: str) -> None:
     """The capture of a generation whose head record is not what it was is reported, and taken up when that is back."""
@@ -42,6 +43,7 @@ def test_what_only_the_store_is_to_blame_for_stays_in_memory(zygote: Zygote, tmp
     assert rings(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_capture_of_another_line_of_the_same_number_is_not_committed(zygote: Zygote, tmp_path: Path) -> None:
     """The store was put back from a copy that is older than the generation, and training has opened another one."""
     kill_when_ready(zygote.start(train, path=str(tmp_path), steps=1, durable=1), tmp_path)

@@ -109,6 +109,27 @@ def _kill_and_check(zygote: Zygote, template: Copy, folder: Path, scene: str, ki
         check_survived(folder / "store", owed)
 
 
+@pytest.mark.slow(
+    quick=[
+        "a collection-gc.retired-some",
+        "the first save-frame.written-some",
+        "a collection-gc.marked_freed-some",
+        "the first save-pack.created-some",
+        "a collection-gc.forgotten-some",
+        "the first save-pack.synced-some",
+        "the first save-pack.sealed-some",
+        "the first save-pack.index_written-some",
+        "the first save-pack.renamed-some",
+        "the first save-catalog.committed-some",
+        "the first save-manifest.synced-some",
+        "a collection-gc.repacked-some",
+        "the first save-manifest.committed-some",
+        "the first save-manifest.renamed-some",
+        "the first save-catalog.pinned-some",
+        "the first save-manifest.written-some",
+        "the first save-manifest.directory_created-some",
+    ]
+)
 @visiting(2)
 @pytest.mark.parametrize(("scene", "event"), POINTS)
 def test_killed_at_an_event(
@@ -144,6 +165,7 @@ def test_killed_right_after_a_restore(zygote: Zygote, template: Copy, tmp_path: 
     check_survived(tmp_path / "copy" / "store", journal.promises())
 
 
+@pytest.mark.slow(quick=["a deletion-transaction-some"])
 @visiting(12)
 @pytest.mark.parametrize("kill", ["operation", "transaction"])
 @pytest.mark.parametrize("scene", BEFORE)

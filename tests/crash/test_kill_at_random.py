@@ -106,11 +106,13 @@ def _check_goes_on(folder: Path, runs: list[str]) -> None:
                 delete(store, Journal(folder / f"journal-{run}"), newest[run] + 1, run)
 
 
+@pytest.mark.slow
 def test_one_writer(zygote: Zygote, tmp_path: Path) -> None:
     """A training run that is killed twenty times in the midst of its saves loses nothing that it was promised."""
     _kill_repeatedly(zygote, tmp_path, ["default"], kills=20, seed=1)
 
 
+@pytest.mark.slow
 def test_two_writers(zygote: Zygote, tmp_path: Path) -> None:
     """Two runs in one store, whose saves and collections overlap, killed together."""
     _kill_repeatedly(zygote, tmp_path, ["default", "other"], kills=12, seed=2)

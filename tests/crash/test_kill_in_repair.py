@@ -81,6 +81,7 @@ def test_these_are_all_events(counted: dict[str, int]) -> None:
     assert counted.keys() - {"operation", "transaction"} == set(EVENTS)
 
 
+@pytest.mark.slow(quick=["repair.entered", "pack.sealed"])
 @pytest.mark.parametrize("kill", [*EVENTS, "operation", "transaction"])
 def test_killed_in_a_repair(
     kill: str, zygote: Zygote, damaged: tuple[Path, set[int]], counted: dict[str, int], tmp_path: Path
@@ -104,6 +105,7 @@ def test_killed_in_a_repair(
         shutil.rmtree(copy)
 
 
+@pytest.mark.slow(quick=["catalog.reconciled"])
 @pytest.mark.parametrize("kill", ["catalog.reconciled", "catalog.rebuilt", "transaction"])
 def test_killed_in_a_rebuild(kill: str, zygote: Zygote, template: Copy, tmp_path: Path) -> None:
     """The next start has a whole catalog."""

@@ -121,6 +121,7 @@ def operations(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return _live(tmp_path_factory.mktemp("count"), [], FIRST, patch)
 
 
+@pytest.mark.slow(quick=["1-True"])
 @pytest.mark.parametrize(("second", "catalog_lost"), [(0, False), (1, True), (2, False)])
 def test_killed_before_a_barrier_then_powerless(
     second: int, catalog_lost: bool, operations: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -87,6 +87,7 @@ def assert_kept(folder: Path) -> None:
             assert fingerprint(store.load(step)) == prints[step]
 
 
+@pytest.mark.slow(quick=["gc.retired-1"])
 @pytest.mark.parametrize(("event", "number"), POINTS)
 def test_killed_at_each_event(zygote: Zygote, tmp_path: Path, event: str, number: int) -> None:
     """Of a commit and of the pruning after it, early and late."""
@@ -94,6 +95,7 @@ def test_killed_at_each_event(zygote: Zygote, tmp_path: Path, event: str, number
     assert_kept(tmp_path)
 
 
+@pytest.mark.slow
 def test_killed_at_random_again_and_again(zygote: Zygote, tmp_path: Path) -> None:
     """One training, resumed five times: each start goes on from the newest complete step."""
     dice, journal = random.Random(8), Journal(tmp_path / "journal")
@@ -109,6 +111,7 @@ def test_killed_at_random_again_and_again(zygote: Zygote, tmp_path: Path) -> Non
     assert_kept(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_reader_beside_it_always_finds_a_whole_checkpoint(zygote: Zygote, tmp_path: Path) -> None:
     """Another process restores the newest, over and over, while each is gone a moment later."""
     training = zygote.start(train_keeping, path=str(tmp_path))

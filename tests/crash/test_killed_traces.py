@@ -20,6 +20,7 @@ def train_traced(path: str) -> None:
         train(path)
 
 
+@pytest.mark.slow(quick=["1"])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_killed_trace_lacks_only_the_bracket(zygote: Zygote, tmp_path: Path, seed: int) -> None:
     """Whenever it is killed: each line is there as a whole, and what became durable has all its parts."""

@@ -112,6 +112,7 @@ CASES: list[Case] = [
 ]
 
 
+@pytest.mark.slow(quick=["packs_before_manifests_in_deletion"])
 @pytest.mark.parametrize(("how", "actions", "kill", "message"), CASES, ids=[case[0].__name__ for case in CASES])
 def test_a_wrong_order_is_noticed(
     zygote: Zygote,

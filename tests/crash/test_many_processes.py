@@ -115,6 +115,7 @@ def _run(zygote: Zygote, folder: Path, runs: list[str], saves: int) -> None:
         assert int(str(line["right"])) >= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", [["default", "other"], ["default", "default"]], ids=["two runs", "one run"])
 def test_two_writers_a_collector_and_readers(zygote: Zygote, tmp_path: Path, runs: list[str]) -> None:
     """States that are much alike, collected as soon as they are deleted: nobody gets wrong bytes, nobody fails."""
@@ -135,6 +136,7 @@ def create(path: str, number: int) -> None:
         save(store, Journal(Path(path) / f"journal-{number}"), number)
 
 
+@pytest.mark.slow
 def test_several_processes_create_one_store(zygote: Zygote, tmp_path: Path) -> None:
     """All of them get the same store, and all their checkpoints are in it."""
     for attempt in range(3):
@@ -161,6 +163,7 @@ def hold_the_catalog(path: str) -> None:
         time.sleep(600)
 
 
+@pytest.mark.slow
 def test_a_lock_that_is_held_names_its_holder(store_path: Path, zygote: Zygote) -> None:
     """The message says which process to stop, and with which command line it was started."""
     config = dataclasses.replace(CONFIG, lock_timeout_s=0.2)
@@ -180,6 +183,7 @@ def test_a_lock_that_is_held_names_its_holder(store_path: Path, zygote: Zygote) 
         check_steps(store, {0: 0})
 
 
+@pytest.mark.slow
 def test_one_of_two_writers_is_killed_again_and_again(zygote: Zygote, tmp_path: Path) -> None:
     """The other never notices: no lock, no pin and no half-written file of the dead stands in its way."""
     dice = random.Random(5)
@@ -207,6 +211,7 @@ def test_one_of_two_writers_is_killed_again_and_again(zygote: Zygote, tmp_path: 
     check_goes_on(tmp_path / "store", owed)
 
 
+@pytest.mark.slow
 def test_threads_share_a_store(store_path: Path) -> None:
     """Two threads save, one deletes and collects, one reads, all through one object."""
     over = threading.Event()

@@ -48,6 +48,7 @@ def two(zygote: Zygote, tmp_path: Path) -> dict[str, Path]:
     return found
 
 
+@pytest.mark.slow(quick=["given up"])
 @pytest.mark.parametrize("how", ["given up", "taken up"])
 def test_ones_own_ring_is_waited_for_as_long_as_somebody_has_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
@@ -76,6 +77,7 @@ def test_ones_own_ring_is_waited_for_as_long_as_somebody_has_it(
     assert rings(folder) == []
 
 
+@pytest.mark.slow
 def test_a_ring_that_is_gone_at_last_is_waited_for_no_longer(folder: Path) -> None:
     """Whoever had it gave up what it held."""
     (ring,) = rings(folder)
@@ -99,6 +101,7 @@ def test_who_does_not_come_to_an_end_is_named(folder: Path, monkeypatch: pytest.
     assert_restored(folder, CAPTURED - 1)
 
 
+@pytest.mark.slow
 def test_who_cannot_be_seen_has_no_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As from another container."""
     monkeypatch.setattr(orphaned_rings, "_ADOPTION_PATIENCE_S", 0.1)
@@ -116,6 +119,7 @@ def test_who_cannot_be_seen_has_no_name(folder: Path, monkeypatch: pytest.Monkey
             assert_restored(folder, 0)
 
 
+@pytest.mark.slow
 def test_the_ring_of_another_run_is_not_waited_for(tmp_path: Path, two: dict[str, Path]) -> None:
     """Who goes on with that run waits for it."""
     began = time.monotonic()
@@ -126,6 +130,7 @@ def test_the_ring_of_another_run_is_not_waited_for(tmp_path: Path, two: dict[str
     assert_restored(tmp_path, 2, run="two")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["one", "two"])
 def test_ones_own_ring_is_taken_up_first(tmp_path: Path, two: dict[str, Path], run: str) -> None:
     """So that who waits for another one's has it soon; all of them are taken up in the end."""

@@ -87,6 +87,7 @@ def test_the_script_goes_everywhere(recording: tuple[Path, list[Entry]]) -> None
     assert len(cuts(log)) > 150
 
 
+@pytest.mark.slow
 @visiting(50)
 @pytest.mark.parametrize("loss", ["names and data", "half"])
 def test_power_loss_anywhere(
@@ -205,6 +206,7 @@ BROKEN = {
 """A barrier that is left out, and what the check says then."""
 
 
+@pytest.mark.slow(quick=["no sync at all"])
 @pytest.mark.parametrize("barrier", [*BROKEN, "names before content"])
 def test_a_forgotten_barrier_is_noticed(barrier: str, tmp_path: Path, reboot: Callable[[], None]) -> None:
     """The check fails, and says why, for a program that leaves out any one of the barriers."""

@@ -55,6 +55,7 @@ def _snapshot(path: Path) -> dict[str, tuple[int, int]]:
     return {str(one): (one.stat().st_size, one.stat().st_mtime_ns) for one in sorted(path.rglob("*"))}
 
 
+@pytest.mark.slow(quick=["lost"])
 @pytest.mark.parametrize("catalog", ["there", "lost"])
 def test_opened_read_only(folder: Path, catalog: str) -> None:
     """Everything can be read, with a catalog and without one; nothing can be written, and nothing is."""
@@ -87,6 +88,7 @@ def look_as_nobody(path: str, *, read_only: bool) -> None:
         _check_refuses(store, "read_only=True")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("read_only", [True, False])
 def test_another_users_store(folder: Path, read_only: bool, zygote: Zygote) -> None:
@@ -121,6 +123,7 @@ def read_only_mount(folder: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(point)], check=True)
 
 
+@pytest.mark.slow(quick=["False"])
 @pytest.mark.parametrize("read_only", [True, False])
 def test_on_a_read_only_mount(read_only_mount: Path, read_only: bool) -> None:
     """A file system that takes no writes: everything can be read, and writes are refused with the way out."""
@@ -129,6 +132,7 @@ def test_on_a_read_only_mount(read_only_mount: Path, read_only: bool) -> None:
         _check_refuses(store, "read_only=True")
 
 
+@pytest.mark.slow
 def test_the_catalog_is_deleted_between_saves(folder: Path) -> None:
     """It is rebuilt from the packs: what they hold is not written again, and what was deleted stays so."""
     lose_catalog(folder / "store")
@@ -143,6 +147,7 @@ def test_the_catalog_is_deleted_between_saves(folder: Path) -> None:
     check_goes_on(folder / "store", owed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collected", [False, True])
 def test_nothing_deleted_is_resurrected(folder: Path, collected: bool) -> None:
     """Deletion, then the loss of the catalog: the rebuilt one knows the manifests that are there, and no others."""

@@ -89,6 +89,7 @@ class _Failing:
             self._refuse(operation, path)
 
 
+@pytest.mark.slow(quick=["some-the first save-full once"])
 @pytest.mark.parametrize(
     ("number", "for_good"),
     [(errno.ENOSPC, False), (errno.EIO, False), (errno.EIO, True)],
@@ -138,6 +139,7 @@ def _told(where: str) -> Iterator[None]:
         raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scene", BEFORE)
 def test_a_catalog_that_refuses(scene: str, fresh: Callable[[str], Path]) -> None:
     """A failure inside a transaction on the catalog: even after the commit, nothing of the save is left."""
@@ -160,6 +162,7 @@ class _Interrupted(BaseException):
     """What Ctrl-C does."""
 
 
+@pytest.mark.slow(quick=["frame.written"])
 @pytest.mark.parametrize("event", COMMIT_ORDER)
 def test_interrupted_at_an_event(event: str, fresh: Callable[[str], Path]) -> None:
     """A save that is interrupted, by Ctrl-C for instance, leaves nothing, though the process goes on."""
@@ -184,6 +187,7 @@ OTHERS: dict[str, tuple[list[Action], list[Action]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "failing"])
 @pytest.mark.parametrize("scene", OTHERS)
 def test_another_action_is_refused(scene: str, number: int, template: Copy, tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ ACTIONS: dict[str, Callable[[Store], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ACTIONS)
 def test_any_look_fails(path: Path, action: str, tmp_path: Path) -> None:
     """Whichever read, opening or listing fails: it is one of this package's errors, or the outcome is right."""

@@ -306,6 +306,7 @@ def test_the_ring_of_a_living_process_is_not_collected(living: Child, tmp_path: 
     assert living.pid
 
 
+@pytest.mark.slow(quick=["nothing there"])
 @pytest.mark.parametrize("another", [False, True], ids=["nothing there", "another store there"])
 def test_the_ring_of_a_deleted_store_is_named_by_any(deleted: Path, *, another: bool) -> None:
     """And goes when it is discarded."""
@@ -320,6 +321,7 @@ def test_the_ring_of_a_deleted_store_is_named_by_any(deleted: Path, *, another: 
     assert rings(deleted) == []
 
 
+@pytest.mark.slow(quick=["nowhere"])
 @pytest.mark.parametrize("how", ["whole", "damaged", "nowhere", "/no\0where"])
 def test_the_ring_of_another_store_is_its_own_affair(zygote: Zygote, tmp_path: Path, how: str) -> None:
     """As long as that store is there, readable or not, another one neither names its ring nor discards it."""

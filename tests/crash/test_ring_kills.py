@@ -49,6 +49,7 @@ def test_what_only_memory_has_is_taken_up(folder: Path) -> None:
             assert fingerprint(state) == Journal(folder / "journal").lines("step")[step]["fingerprint"]
 
 
+@pytest.mark.slow(quick=["capture.complete-1", "frame.written-4", "manifest.committed-4"])
 @pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize("event", ["ring.created", "capture.complete", "capture.durable", *COMMIT_ORDER])
 def test_killed_at_each_event(zygote: Zygote, tmp_path: Path, event: str, number: int) -> None:
@@ -76,6 +77,7 @@ def _was_killed(child: Child, folder: Path) -> bool:
     return not Journal(folder / "journal").lines("ready")
 
 
+@pytest.mark.slow
 def test_killed_at_random_again_and_again(zygote: Zygote, tmp_path: Path) -> None:
     """One training, resumed six times on a slow disk: each start goes on from the newest complete step."""
     dice = random.Random(5)
@@ -95,6 +97,7 @@ def test_killed_at_random_again_and_again(zygote: Zygote, tmp_path: Path) -> Non
     assert newest_complete(tmp_path) > 8, "the trainings did next to nothing"
 
 
+@pytest.mark.slow(quick=["2-catalog.pinned"])
 @pytest.mark.parametrize("event", ["pack.renamed", "catalog.pinned", "manifest.renamed", "catalog.committed"])
 @pytest.mark.parametrize("number", [1, 2])
 def test_killed_while_a_ring_is_taken_up(zygote: Zygote, folder: Path, event: str, number: int) -> None:
@@ -106,6 +109,7 @@ def test_killed_while_a_ring_is_taken_up(zygote: Zygote, folder: Path, event: st
     assert _steps(folder) == list(range(CAPTURED))
 
 
+@pytest.mark.slow
 def test_two_dead_rings_of_one_store(zygote: Zygote, tmp_path: Path) -> None:
     """Two runs of a killed process: whoever restores first takes up both."""
     child = zygote.start(train_two_runs, path=str(tmp_path), steps=3)
@@ -121,6 +125,7 @@ def test_two_dead_rings_of_one_store(zygote: Zygote, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- rings of others
 
 
+@pytest.mark.slow
 def test_a_ring_that_a_living_process_uses_is_left_alone(zygote: Zygote, tmp_path: Path) -> None:
     """Its process goes on; what it had is taken up when it is dead."""
     child = zygote.start(train, path=str(tmp_path), steps=CAPTURED, durable=DURABLE)
@@ -286,6 +291,7 @@ def test_a_ring_with_a_damaged_header_is_reported_and_stays(folder: Path) -> Non
     assert rings(folder) == [ring]
 
 
+@pytest.mark.slow
 def test_any_flipped_bit_leaves_a_right_state(dead: Path, tmp_path: Path) -> None:
     """At places that nobody chose: some step comes back with the bytes it had, and no restore fails."""
     dice = random.Random(3)

@@ -49,6 +49,7 @@ def _steps(folder: Path) -> list[int]:
         return [checkpoint.step for checkpoint in store.checkpoints()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kept", "dropped", "failed"])
 def test_an_exit_without_close_saves_the_last_step(tmp_path: Path, how: str) -> None:
     """Whether somebody still holds the checkpointer or not."""
@@ -59,6 +60,7 @@ def test_an_exit_without_close_saves_the_last_step(tmp_path: Path, how: str) -> 
     assert rings(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["outside", "inside", "fence", "window", "pushed", "trace"])
 def test_sigterm_saves_the_last_step_and_ends_the_process(zygote: Zygote, tmp_path: Path, where: str) -> None:
     """Between two calls, inside one, and where a hook or a property holds what the threads of the background need.
@@ -76,6 +78,7 @@ def test_sigterm_saves_the_last_step_and_ends_the_process(zygote: Zygote, tmp_pa
         assert [line["args"]["step"] for line in traced if line.get("cat") == "commit"] == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "of_the_second"), [("outside", 2), ("inside 0", 1), ("inside 1", 2)])
 def test_sigterm_saves_the_last_step_of_every_run(
     zygote: Zygote, tmp_path: Path, where: str, of_the_second: int
@@ -136,6 +139,7 @@ with Checkpointer(store, loop.state, capture=config_for(folder), every=1, keep=N
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_leaves_the_capture_to_its_parent(tmp_path: Path) -> None:
     """A worker of a data loader is terminated, ends, computes or closes what it has a copy of: nobody waits for it."""
     command = [sys.executable, "-c", FORKING, str(REPOSITORY), str(tmp_path)]

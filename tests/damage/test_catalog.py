@@ -119,6 +119,7 @@ def test_no_flip_in_the_catalog_costs_a_checkpoint_at_length(
     assert any("MDB_" in end for end in ends) or variant == "killed"
 
 
+@pytest.mark.slow(quick=["2"])
 @pytest.mark.parametrize("pages", range(6))
 def test_a_catalog_cut_short_may_kill_one_process_and_not_the_next(zygote: Zygote, tmp_path: Path, pages: int) -> None:
     """A read beyond the end of a mapped file is a signal and no error: the next start finds the mark of the dead."""
@@ -140,6 +141,7 @@ def _zeros(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
 
+@pytest.mark.slow(quick=["lock.mdb-noise"])
 @pytest.mark.parametrize("damage", [_noise, _zeros, Path.unlink], ids=["noise", "zeros", "lost"])
 @pytest.mark.parametrize("name", ["data.mdb", "lock.mdb", "writer.lock"])
 def test_a_file_of_the_catalog_that_is_lost_or_overwritten(
@@ -163,6 +165,7 @@ def test_a_catalog_that_is_no_database_is_replaced_at_once(zygote: Zygote, tmp_p
     assert len(list(path.glob("catalog.damaged-*.tmp"))) <= 1
 
 
+@pytest.mark.slow
 def test_damage_met_in_use_is_noted_for_the_next_start(zygote: Zygote, tmp_path: Path) -> None:
     """An error of LMDB in the middle of a save: nothing is lost, and a clean close does not hide it."""
     template = tmp_path / "store"

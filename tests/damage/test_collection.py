@@ -29,6 +29,7 @@ def _index_and_second_frame(path: Path) -> list[int]:
     return [*_index(path), (8192 + 20) * 8, (12288 + 20) * 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flips",
     [_header, _index, _header_and_first_frame, _index_and_second_frame],

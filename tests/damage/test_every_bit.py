@@ -44,6 +44,7 @@ def _damage(tier: NvmeTier, pack_id: PackId) -> FormatError | None:
     return pack.damage
 
 
+@pytest.mark.slow
 @visiting(8000)
 def test_no_flipped_bit_of_a_pack_is_read_as_if_nothing_were_wrong(
     tier: NvmeTier, files: FlippingFiles, visited: Visited[int]
@@ -91,6 +92,7 @@ def test_a_flip_in_each_field_gives_the_error_that_fits(tier: NvmeTier, files: F
     pack.close()
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_of_a_manifest_is_read_as_if_nothing_were_wrong(
     tier: NvmeTier, small: SmallStore, files: FlippingFiles
 ) -> None:

@@ -105,7 +105,7 @@ def _may_be_missing(path: Path) -> bool:
     return path.name == "00000001.head" or (path.suffix == ".manifest" and not os.path.lexists(path))
 
 
-@pytest.mark.slow
+@pytest.mark.slow(quick=["asymcheck.store-pipe"])
 @pytest.mark.parametrize("replace", REPLACEMENTS, ids=lambda replace: replace.__name__.strip("_"))
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_file_that_is_something_else_is_noticed(
@@ -144,7 +144,7 @@ def test_a_link_to_the_real_file_is_as_good(small: SmallStore) -> None:
         assert load_all(small).newest == 3
 
 
-@pytest.mark.slow
+@pytest.mark.slow(quick=["asymcheck.store"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_file_cut_short_is_noticed_wherever_it_is_cut(small: SmallStore, pattern: str) -> None:
     """At each block boundary, one byte beside it, and at random lengths."""
@@ -159,6 +159,7 @@ def test_a_file_cut_short_is_noticed_wherever_it_is_cut(small: SmallStore, patte
     assert check_findings(small, load_all(small)) == []
 
 
+@pytest.mark.slow
 def test_a_longer_record_or_manifest_is_noticed(small: SmallStore) -> None:
     """Bytes after the end are damage, but for packs, whose files may have the tail of an earlier life."""
     for path in small.files(*PATTERNS):
@@ -169,6 +170,7 @@ def test_a_longer_record_or_manifest_is_noticed(small: SmallStore) -> None:
                 _check(small, path)
 
 
+@pytest.mark.slow
 def test_a_pack_under_the_name_of_another_is_noticed(small: SmallStore) -> None:
     """Each pack with the content of each other: the header names its own id, so the file is refused."""
     packs = small.files("packs/*.pack")
@@ -252,6 +254,7 @@ def test_collection_frees_nothing_while_a_manifest_cannot_be_read(
     assert load_all(small).refused == {}
 
 
+@pytest.mark.slow(quick=["text"])
 @pytest.mark.parametrize("replace", REPLACEMENTS, ids=lambda replace: replace.__name__.strip("_"))
 def test_a_save_and_a_collection_work_around_a_pack_that_cannot_be_read(
     small: SmallStore, replace: Callable[[Path, Path], None]
@@ -302,6 +305,7 @@ def test_a_hard_linked_copy_of_a_store_keeps_its_bytes(small: SmallStore, tmp_pa
         Files().open_existing(tmp_path / "link.pack")
 
 
+@pytest.mark.slow(quick=["packs"])
 @pytest.mark.parametrize("name", ["manifests", "packs", "heads", "pool", "catalog"])
 def test_a_file_where_a_folder_belongs_gives_named_errors(small: SmallStore, name: str) -> None:
     """Nothing lies in a folder that is a file: every call answers, or refuses with an error of the package."""

@@ -25,6 +25,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> SmallStore:
     return make_store(tmp_path_factory.mktemp("flips") / "store", steps=3)
 
 
+@pytest.mark.slow
 def test_a_flip_in_a_version_is_damage_and_not_a_newer_format(small: SmallStore) -> None:
     """Each bit of the version in pack header, index and frame header: the load falls back, as for any other damage."""
     for path in small.files("packs/*.pack")[:2]:
@@ -38,7 +39,7 @@ def test_a_flip_in_a_version_is_damage_and_not_a_newer_format(small: SmallStore)
                     assert not any("newer asymcheck" in reason for reason in reasons)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(quick=["packs/*.pack"])
 @pytest.mark.parametrize("pattern", ["packs/*.pack", "manifests/*/*/*.manifest", "heads/*/*.head", "asymcheck.store"])
 def test_a_flip_on_disk_never_gives_wrong_bytes_and_is_reported(small: SmallStore, pattern: str) -> None:
     """A record costs nothing, a manifest its checkpoint, a pack those that need it; verify agrees with the loads."""
@@ -96,6 +97,7 @@ def _place(store: Store, name: bytes) -> tuple[Path, int]:
     raise AssertionError("no pack has it")
 
 
+@pytest.mark.slow
 def test_flips_in_what_is_left_of_an_earlier_life_are_harmless(tmp_path: Path) -> None:
     """A recycled pack keeps the tail of what it was; no bit of that tail matters to loads or to verify."""
     config = StoreConfig(partition_bytes=4096, bundle_below_bytes=1024, inline_bytes=64, slots=1)

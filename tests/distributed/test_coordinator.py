@@ -174,6 +174,7 @@ def test_what_rank_0_cannot_decide_fails_for_all() -> None:
     assert each(2, work) == [f"InvalidInputError: {reason}", f"RankFailedError: rank 0: {reason}"]
 
 
+@pytest.mark.slow
 def test_missing_ranks_are_named_on_all_others() -> None:
     """Also on those that began to wait before rank 0 did."""
     sessions = sessions_of(dist.HashStore(), 4, timeout_s=2.0)
@@ -273,6 +274,7 @@ def do(session: Session, step: int) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.slow
 def test_a_rank_that_came_too_late_or_too_early_takes_part_in_what_comes_next() -> None:
     """What was done without it is lost, by name, and nothing after that."""
     sessions = sessions_of(dist.HashStore(), 2, timeout_s=0.5)

@@ -51,6 +51,7 @@ def replicated_bytes() -> int:
     return sum(one.nbytes for one in (*training.model.parameters(), *values))
 
 
+@pytest.mark.slow(quick=["two"])
 def test_a_resumed_training_is_the_same_bit_for_bit(told: Told) -> None:
     """Model, optimizer and what is the rank's own; the scenario compares the bytes."""
     for rank in told:
@@ -60,6 +61,7 @@ def test_a_resumed_training_is_the_same_bit_for_bit(told: Told) -> None:
         assert found["generations"] == [1, 1]
 
 
+@pytest.mark.slow
 def test_what_all_ranks_have_is_written_once(told: Told) -> None:
     """Within some bytes, and by each of them about as much."""
     written = [cast(int, rank["replicas"]["written"]) for rank in told]

@@ -48,6 +48,7 @@ def check_restored(job: Job, least: int) -> int:
     return step
 
 
+@pytest.mark.slow
 def test_after_a_kill_all_go_on_from_what_all_had_committed(meeting: Meeting, tmp_path: Path) -> None:
     """One of two ranks is killed, then the other of their successors; the third launch comes to its end.
 
@@ -118,6 +119,7 @@ def check_newer_program(where: Path) -> None:
             assert [one.problem for one in adopted] == ["", ""]
 
 
+@pytest.mark.slow
 def test_what_all_ranks_left_in_memory_is_taken_up_and_what_one_lacks_is_not(meeting: Meeting, tmp_path: Path) -> None:
     """Both were killed when step 1 was complete in the memory of each, and committed by none."""
     job = meeting.launch("stuck", 2, tmp_path / "whole")

@@ -24,7 +24,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
         yield prepared
 
 
-@pytest.mark.slow
+@pytest.mark.slow(quick=["README", "concepts", "failure-model"])
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
 def test_a_page_shows_what_happens(page: Path, warm: Warm, tmp_path: Path) -> None:
     """Every block runs, top to bottom in a fresh folder, and every output is the one shown."""
@@ -32,6 +32,7 @@ def test_a_page_shows_what_happens(page: Path, warm: Warm, tmp_path: Path) -> No
     assert not problems, "\n".join(problems) + "\npython -m tests.docs.pages --update writes it into the page"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
 def test_links_lead_somewhere(page: Path) -> None:
     """What a page links to in this repository is there."""
@@ -135,6 +136,7 @@ def test_only_what_varies_is_left_out_of_the_comparison() -> None:
         assert normal(line) != normal(other)
 
 
+@pytest.mark.slow
 def test_a_killed_script_ends_with_its_signal(warm: Warm, tmp_path: Path) -> None:
     """The prepared process runs scripts in forks, and tells how they ended as an interpreter of their own would."""
     (tmp_path / "kill.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")

@@ -17,6 +17,7 @@ _FEW = st.lists(_ONE, max_size=12)
 _MANY = st.lists(st.binary(min_size=16, max_size=16).map(Digest), max_size=40)
 
 
+@pytest.mark.slow(quick=["3"])
 @pytest.mark.parametrize("repeated", [1, 3])
 @given(digests=_FEW | _MANY, sought=_FEW | _MANY)
 def test_what_is_in_is_found_and_nothing_else(repeated: int, digests: list[Digest], sought: list[Digest]) -> None:

@@ -71,6 +71,7 @@ def tensor_rows(draw: st.DrawFn) -> TensorRow:
     return dataclasses.replace(row, extents=tuple(extents))
 
 
+@pytest.mark.slow
 @given(st.lists(tensor_rows(), max_size=6))
 def test_rows_go_round(rows: list[TensorRow]) -> None:
     """Every row comes back as it was, one by one and all at once, in any order."""
@@ -116,6 +117,7 @@ def _many(count: int) -> list[TensorRow]:
     return rows
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_rows() -> None:
     """100,000 tensors of two extents each are written and read in seconds, and come back from every part."""
     rows = _many(100_000)

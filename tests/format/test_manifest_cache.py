@@ -82,6 +82,7 @@ def _addresses(manifest: Manifest) -> list[int]:
     return [buffer.address for buffer in buffers if buffer is not None and buffer.size]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_what_is_refused_alone_is_refused_together(seed: int) -> None:
     """Whatever was changed, the same error, in the same words; and nothing is refused that is not alone."""

@@ -55,6 +55,7 @@ def test_picked_rows(count: int, picks: list[int]) -> None:
     assert manifest.take_rows(pa.array([[number] for number in range(count)]), rows) == [[row] for row in rows]
 
 
+@pytest.mark.slow
 def test_a_small_state_is_saved_and_restored_without_slow_imports(tmp_path: Path) -> None:
     """In a new process, as a resumed training is one."""
     command = [sys.executable, "-c", _SAVE_AND_RESTORE, str(tmp_path / "store")]

@@ -112,6 +112,7 @@ def test_a_lost_head_record(path: Path) -> None:
         assert _kinds(store.repair().left) == ["missing-head"]
 
 
+@pytest.mark.slow(quick=["flip_index"])
 @pytest.mark.parametrize("damage", [flip_header, flip_index])
 def test_a_pack_without_header_or_index(path: Path, damage: Callable[[Path], None]) -> None:
     """All its partitions lie in a new pack, which saves rely on; the damaged file is gone, and not in the pool."""
@@ -319,6 +320,7 @@ def _repair_refused(path: Path, at: int) -> Counter:
     return counter
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_nothing(path: Path, tmp_path: Path) -> None:
     """Whichever write of a repair fails: what could be read can be read, and the next repair does the rest."""
     _damage(path)

@@ -57,6 +57,7 @@ def impatient(path: Path) -> Iterator[Store]:
         yield store
 
 
+@pytest.mark.slow(quick=["repair.removed-_collect"])
 @pytest.mark.parametrize("other", [_save, _collect, _repair])
 @pytest.mark.parametrize("event", REPAIR)
 def test_between_two_steps_of_a_repair(
@@ -84,6 +85,7 @@ def test_a_load_that_begins_between_two_steps(path: Path, event: str) -> None:
         check_idle(store)
 
 
+@pytest.mark.slow(quick=["manifest.committed"])
 @pytest.mark.parametrize("event", ["pack.sealed", "catalog.pinned", "manifest.renamed", "manifest.committed"])
 def test_a_repair_in_the_middle_of_a_save(store_path: Path, event: str) -> None:
     """The save has looked up partitions in packs that the repair means to remove: once pinned, they stay till later."""

@@ -9,6 +9,7 @@ from tests.fuzz.hostile_manifests import FAMILIES, PERHAPS
 KINDS = {kind.kind for kind in (FormatError, *FormatError.__subclasses__())} | {"unsupported-version"}
 
 
+@pytest.mark.slow(quick=["rows"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_hostile_manifest_is_refused(zygote: Zygote, family: str) -> None:
     """Wrong columns, batches, bodies that expand, headers, trees and rows: each with one of the format's errors."""

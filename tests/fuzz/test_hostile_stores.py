@@ -115,6 +115,7 @@ def test_a_partition_of_another_length_than_it_has_is_missing_to_both(tmp_path: 
             assert [" step 2 " in name for name in finding.checkpoints] == [True]
 
 
+@pytest.mark.slow
 def test_of_thousands_of_packs_that_are_gone_an_error_names_a_few(tmp_path: Path) -> None:
     """A manifest hints at as many as it likes."""
     with new_store(tmp_path / "store") as store:

@@ -96,6 +96,7 @@ def test_close_waits_for_a_collection_and_raises_what_it_met(
         in_time(checkpointer.close)
 
 
+@pytest.mark.slow
 def test_a_store_gets_one_commit_ahead_of_a_collection_and_no_more(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

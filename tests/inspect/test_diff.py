@@ -79,6 +79,7 @@ def test_what_has_the_same_dotted_name_is_told_apart(store_path: Path) -> None:
         assert len(store.values(0, "n.1")[1]) == 2
 
 
+@pytest.mark.slow(quick=["uint8"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int16", "uint8", "complex64"])
 def test_norms_are_those_of_the_whole_tensors(store_path: Path, dtype: str) -> None:
     """Streamed over many partitions and blocks they equal the norms of torch."""

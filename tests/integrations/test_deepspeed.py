@@ -46,6 +46,7 @@ def whole(meeting: Meeting, folder: Path) -> list[Told]:
     return [one["whole"] for one in meeting.launch("whole", 2, folder, program=PROGRAM).wait()]
 
 
+@pytest.mark.slow
 def test_what_was_killed_goes_on_as_if_it_had_not_been(meeting: Meeting, whole: list[Told], tmp_path: Path) -> None:
     """Rank 1 is killed in the middle of a step, rank 0 while it waits for it; losses and all tensors are the same."""
     job = meeting.launch("killed", 2, tmp_path, program=PROGRAM)
@@ -63,6 +64,7 @@ def test_what_was_killed_goes_on_as_if_it_had_not_been(meeting: Meeting, whole: 
             assert found["digest"] == expected["digests"][str(STEPS)]
 
 
+@pytest.mark.slow
 def test_one_rank_and_another_stage_take_what_two_ranks_saved(
     meeting: Meeting, whole: list[Told], folder: Path, tmp_path: Path
 ) -> None:
@@ -86,6 +88,7 @@ def test_one_rank_and_another_stage_take_what_two_ranks_saved(
         assert text in refused["another model"]
 
 
+@pytest.mark.slow
 def test_weights_and_moments_are_copied_beside_the_training(whole: list[Told]) -> None:
     """They are copied at the fence here, and every capture is compared in full with what there was in step()."""
     beside = ("engine.weights.", "engine.optimizer.")
@@ -143,6 +146,7 @@ class Hostile:
         return (Path.touch, (self.path,))
 
 
+@pytest.mark.slow
 def test_folders_that_lack_files_or_hold_programs_are_refused(whole: list[Told], folder: Path, tmp_path: Path) -> None:
     """Nothing in them is run, and no store is made."""
     for name in ("one", "three"):

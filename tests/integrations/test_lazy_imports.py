@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import sys
 import asymcheck, asymcheck.cli.main, asymcheck.convert.convert, asymcheck.integrations.deepspeed
@@ -11,6 +13,7 @@ print([name for name in heavy if name in sys.modules])
 """
 
 
+@pytest.mark.slow
 def test_adapters_are_loaded_by_who_imports_them() -> None:
     """The package, its commands and its converters leave the others alone."""
     done = subprocess.run([sys.executable, "-c", CODE], check=True, capture_output=True, text=True)

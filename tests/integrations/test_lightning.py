@@ -53,6 +53,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return Run(request.param, tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.slow(quick=["steps-17"])
 @pytest.mark.parametrize("step", [1, 3, STEPS_IN_EPOCH, STEPS_IN_EPOCH + 1, 2 * STEPS_IN_EPOCH, STEPS - 1])
 def test_resumed_at_any_place(step: int, run: Run) -> None:
     """In an epoch, behind a validation and at the end of an epoch; the rest is trained with the same losses."""

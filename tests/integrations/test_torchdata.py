@@ -66,6 +66,7 @@ def train(store: Store, kind: str, stop: int) -> list[list[int]]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shuffled", "workers", "stream"])
 def test_a_resumed_run_goes_on_with_the_next_sample(kind: str, tmp_path: Path) -> None:
     """Stopped within an epoch, and at its last batch."""

@@ -44,6 +44,7 @@ def resumed(folder: Path, *, step: int | None = None, every: int = 4) -> tuple[T
     return trainer, result
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_as_never_killed(tmp_path: Path, never_killed: dict[str, Any]) -> None:
     """SIGKILL in the second epoch, behind a checkpoint, between two logs; every log and every bit is the same."""
     script = str(Path(small_trainer.__file__).resolve())
@@ -69,6 +70,7 @@ def full_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, STEPS_IN_EPOCH, 10, 12, 30, STEPS - 1])
 def test_resumed_at_any_place(step: int, full_store: Path, never_killed: dict[str, Any]) -> None:
     """In an epoch and at the end of one, behind a log, behind an evaluation, and behind both."""
@@ -77,6 +79,7 @@ def test_resumed_at_any_place(step: int, full_store: Path, never_killed: dict[st
     assert_same(outcome(trainer), never_killed)
 
 
+@pytest.mark.slow
 def test_resumed_when_all_is_done(full_store: Path, never_killed: dict[str, Any]) -> None:
     """Nothing is trained, and the model is the trained one."""
     trainer, _ = resumed(full_store, step=STEPS)
@@ -84,6 +87,7 @@ def test_resumed_when_all_is_done(full_store: Path, never_killed: dict[str, Any]
     assert trainer.state.global_step == STEPS
 
 
+@pytest.mark.slow
 def test_the_best_model_at_the_end(tmp_path: Path) -> None:
     """The last checkpoint is the state of the last step, though the Trainer then puts the best model in its place."""
     options = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 6, "learning_rate": 0.5}
@@ -98,6 +102,7 @@ def test_the_best_model_at_the_end(tmp_path: Path) -> None:
     assert not torch.equal(stored["model"][weight], trainer.model.state_dict()[weight])
 
 
+@pytest.mark.slow
 def test_states_of_other_callbacks(tmp_path: Path) -> None:
     """A callback that stops when nothing gets better goes on counting where it was."""
     options = {"metric_for_best_model": "eval_loss", "greater_is_better": False, "learning_rate": 0.5}
@@ -119,6 +124,7 @@ def test_states_of_other_callbacks(tmp_path: Path) -> None:
     assert again.early_stopping_patience_counter == patience.early_stopping_patience_counter > 1
 
 
+@pytest.mark.slow
 def test_the_trainer_is_left_as_it_was(tmp_path: Path, full_store: Path) -> None:
     """The folder of the resume is gone, and the Trainer loads weights from folders again."""
     with Store.open(full_store / "store", create=True) as store:
@@ -132,6 +138,7 @@ def test_the_trainer_is_left_as_it_was(tmp_path: Path, full_store: Path) -> None
     assert "_load_from_checkpoint" not in vars(trainer)
 
 
+@pytest.mark.slow
 def test_a_start_that_would_not_be_exact_is_refused(tmp_path: Path, full_store: Path) -> None:
     """Without resume(), and without giving what it returned to train()."""
     with Store.open(full_store / "store", create=True) as store:

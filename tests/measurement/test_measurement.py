@@ -36,6 +36,7 @@ def _positive(value: object) -> bool:
     return isinstance(value, (int, float)) and value > 0
 
 
+@pytest.mark.slow
 def test_facts_of_a_store(store_path: Path) -> None:
     """All speeds are positive, the latencies in order, and codecs are measured on what was saved last."""
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
@@ -67,6 +68,7 @@ def store_bytes(step: int) -> int:
     return 200_000 * 4 + 40_000 * 2 + 3 * 4 + 110_000 * 4 + 0 * step
 
 
+@pytest.mark.slow
 def test_an_empty_store_is_measured_on_noise(store_path: Path) -> None:
     """And the facts say so."""
     with asymcheck.Store.open(store_path, create=True) as store:
@@ -128,6 +130,7 @@ def test_a_sample_of_tensors_that_share_a_partition(store_path: Path) -> None:
     assert sampled.samples[0].plain == b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
 
 
+@pytest.mark.slow
 def test_a_damaged_partition_is_no_sample(store_path: Path) -> None:
     """Measuring goes on, on noise: it is not for finding damage."""
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -16,6 +17,7 @@ LOSSES = ((1.0, 2.0, 3.0, 4.0), (3.0, 1.0, 2.0, 5.0))
 """Of each rank, step by step; one that is said by several is that of the last."""
 
 
+@pytest.mark.slow
 def test_the_best_is_the_same_one_on_all_machines(tmp_path: Path) -> None:
     """Each rank has a loss of its own, and the accuracy only rank 0 knows: all stores keep and push the same steps."""
     location, keys = (tmp_path / "there").as_uri(), dist.HashStore()

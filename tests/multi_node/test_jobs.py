@@ -49,6 +49,7 @@ def steps_in(store: Path | str) -> list[int]:
         return [one.step for one in opened.checkpoints() if one.complete and one.on_line]
 
 
+@pytest.mark.slow
 def test_each_machine_keeps_what_its_ranks_saved(pushed: tuple[Path, Told]) -> None:
     """That is complete there, and is no whole checkpoint."""
     for machine in range(2):
@@ -85,6 +86,7 @@ def test_what_all_have_is_written_once_on_each_machine_and_sent_once_by_all(push
     assert told[1]["newest_there"] is told[3]["newest_there"] is None
 
 
+@pytest.mark.slow
 def test_parts_that_other_machines_never_send_are_told(
     pushed: tuple[Path, Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +102,7 @@ def test_parts_that_other_machines_never_send_are_told(
         assert pushing.statistics().newest_step is None
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_restores_from_where_all_push(
     launch: Launch, pushed: tuple[Path, Told], tmp_path: Path
 ) -> None:
@@ -127,6 +130,7 @@ def test_a_single_process_reads_what_lies_here_and_there(pushed: tuple[Path, Tol
     assert state["cut"].shape == (ROWS, COLUMNS)
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_lost_comes_back_from_where_all_push(launch: Launch, tmp_path: Path) -> None:
     """And all say what they pass over."""
     there = (tmp_path / "there").as_uri()
@@ -141,6 +145,7 @@ def test_a_machine_that_is_lost_comes_back_from_where_all_push(launch: Launch, t
     assert "it is not complete on this machine" in cast(list[str], job.told(1)["told"])[0]
 
 
+@pytest.mark.slow
 def test_machines_that_changed_places_do_not_begin_anew(launch: Launch, tmp_path: Path) -> None:
     """Each store has what the ranks of the other machine need: nothing is abandoned for that."""
     launch("trained", tmp_path, 2, world_size=2, PER_MACHINE=1).wait()
@@ -154,6 +159,7 @@ def test_machines_that_changed_places_do_not_begin_anew(launch: Launch, tmp_path
         assert steps_in(store_of(tmp_path, machine)) == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_rollback_opens_its_generation_on_all_machines_and_each_deletes(launch: Launch, tmp_path: Path) -> None:
     """What is saved after it belongs to a line that all stores know; each keeps of it what is to be kept."""
     for one in launch("rolled", tmp_path, world_size=2, PER_MACHINE=1, KEEP=2).wait():
@@ -166,6 +172,7 @@ def test_a_rollback_opens_its_generation_on_all_machines_and_each_deletes(launch
             assert [(one.generation, one.step) for one in store.checkpoints() if one.on_line] == [(1, 2), (2, 3)]
 
 
+@pytest.mark.slow
 def test_copies_that_are_not_the_same_on_two_machines_any_more_are_told(launch: Launch, tmp_path: Path) -> None:
     """Of the tensors that differ from rank to rank nothing is said."""
     told = [cast(list[str], one["told"]) for one in launch("diverged", tmp_path, world_size=2, PER_MACHINE=1).wait()]

@@ -40,6 +40,7 @@ def check_restored(job: Job, least: int) -> int:
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1, pytest.param(30, marks=pytest.mark.long)])
 def test_after_a_kill_all_go_on_from_what_all_machines_had_committed(
     launch: Launch, tmp_path: Path, rounds: int
@@ -71,6 +72,7 @@ def test_after_a_kill_all_go_on_from_what_all_machines_had_committed(
             assert not [one for one in store.verify() if one.severity == Severity.ERROR]
 
 
+@pytest.mark.slow
 def test_what_both_machines_left_in_memory_is_taken_up_and_what_one_lost_is_not(launch: Launch, tmp_path: Path) -> None:
     """All were killed when step 1 was complete in memory, and committed by none; machine 1 then loses its memory."""
     for name, lost, step in (("kept", False, 1), ("lost", True, 0)):

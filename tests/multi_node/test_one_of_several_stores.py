@@ -106,6 +106,7 @@ def test_verify_does_not_say_that_a_part_can_be_restored(stores: list[Path]) -> 
     assert outcome.output == "3 checkpoints checked: all shards in this store are intact\n"
 
 
+@pytest.mark.slow
 def test_a_pull_brings_what_others_saved(stores: list[Path], there: str) -> None:
     """A part of a checkpoint is not the checkpoint."""
     with Store.open(stores[1], config=CONFIG, create=True) as store:
@@ -154,6 +155,7 @@ class Busy:
         return {}
 
 
+@pytest.mark.slow
 def test_packs_of_other_trainings_do_not_keep_a_push_waiting_for_a_machine_that_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -35,6 +35,7 @@ class Picky:
         self.step = step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refusing", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("stores", [1, 2])
 def test_a_state_that_an_object_refuses_is_no_damage(tmp_path: Path, stores: int, refusing: tuple[int, ...]) -> None:

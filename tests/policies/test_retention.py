@@ -132,6 +132,7 @@ def test_a_further_rule_keeps_no_less(
     assert {v.checkpoint.save_id for v in fewer if v.stays} <= {v.checkpoint.save_id for v in more if v.stays}
 
 
+@pytest.mark.slow
 @given(checkpoints, rules, st.data())
 def test_what_is_held_stays_and_changes_nothing_else(
     found: list[Checkpoint], given_rules: dict[str, object], data: st.DataObject

@@ -75,6 +75,7 @@ def test_a_state_comes_back_as_it_was(folder: Path, state: object, config: Store
             assert store.checkpoints()[0].state_bytes == saved.state_bytes
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(state=states(), config=configs(), strided=st.booleans())
 def test_a_state_is_filled_in_place(folder: Path, state: object, config: StoreConfig, strided: bool) -> None:
@@ -103,6 +104,7 @@ def _leaves(state: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ob
         yield ".".join(path), state
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(state=states(), config=configs(), data=st.data())
 def test_a_leaf_is_found_by_its_name(folder: Path, state: object, config: StoreConfig, data: st.DataObject) -> None:

@@ -278,6 +278,7 @@ def test_what_was_abandoned_is_not_the_newest_there(store: Path, folder: str, tm
             assert pushing.statistics().newest_step == 1
 
 
+@pytest.mark.slow
 def test_what_was_abandoned_is_not_the_best(store_path: Path, folder: str) -> None:
     """Training has gone back while it was pushed, and the better one is gone here."""
     with Store.open(store_path, config=CONFIG, create=True) as opened:
@@ -343,6 +344,7 @@ def test_a_pause_that_no_thread_can_make(store: Path, folder: str, poll_s: objec
         opened.push_in_background(folder, poll_s=poll_s)  # type: ignore[arg-type]  # wrong on purpose
 
 
+@pytest.mark.slow(quick=["10000000000.0"])
 @pytest.mark.parametrize("timeout_s", [-1, "x", 1e10])
 def test_a_time_that_no_end_can_take(store: Path, folder: str, timeout_s: object) -> None:
     """It is refused, and the pushing goes on."""

@@ -65,6 +65,7 @@ def damaged(place: str, store: Path) -> Callable[[Callable[[bytes], bytes]], str
 Damaged = Callable[[Callable[[bytes], bytes]], str]
 
 
+@pytest.mark.slow(quick=["file-flipped"])
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
@@ -90,6 +91,7 @@ def test_a_damaged_pack_costs_its_checkpoint_and_no_other(
     assert all("step 2" in name for one in lost for name in one.checkpoints)
 
 
+@pytest.mark.slow(quick=["file"])
 def test_a_pack_without_its_index_is_scanned(damaged: Damaged) -> None:
     """Nothing is lost, and the damage is reported."""
     location = damaged(without_index)
@@ -111,6 +113,7 @@ def test_files_between_the_runs_are_no_runs(store: Path, folder: str) -> None:
         assert there.gc().freed_packs == 0
 
 
+@pytest.mark.slow(quick=["file-without_index"])
 @pytest.mark.parametrize("change", [without_index, cut, gone])
 def test_another_push_brings_back_what_is_gone(damaged: Damaged, change: Callable[[bytes], bytes], store: Path) -> None:
     """A checkpoint that has its manifests and not its packs is not there; sent again, it is."""
@@ -124,6 +127,7 @@ def test_another_push_brings_back_what_is_gone(damaged: Damaged, change: Callabl
     check_location(location, 1, 2)
 
 
+@pytest.mark.slow(quick=["file-cut"])
 @pytest.mark.parametrize("change", [cut, gone])
 def test_another_push_brings_back_a_manifest(place: str, store: Path, change: Callable[[bytes], bytes]) -> None:
     """One whose bytes are not what its name says keeps the name taken, and the checkpoint from being read."""

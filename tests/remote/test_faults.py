@@ -39,6 +39,7 @@ def is_readable(location: str) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_frozen_namenode(hdfs: LocalHdfs, store: Path, there: str) -> None:
     """Reads and pushes end by their deadline, with its name; then everything goes on."""
     with Store.open(there, config=IMPATIENT, create=True) as opened_before, hdfs.frozen("nn"):
@@ -68,6 +69,7 @@ def test_a_frozen_datanode(hdfs: LocalHdfs, store: Path, there: str) -> None:
     check_location(there, 1)
 
 
+@pytest.mark.slow
 def test_a_namenode_that_dies_and_comes_back(hdfs: LocalHdfs, store: Path, there: str) -> None:
     """While it is away nothing is "not found"; then everything is there."""
     hdfs.send("nn", signal.SIGKILL)
@@ -82,6 +84,7 @@ def test_a_namenode_that_dies_and_comes_back(hdfs: LocalHdfs, store: Path, there
     check_location(there, 1)
 
 
+@pytest.mark.slow
 def test_datanodes_that_die_and_come_back(hdfs: LocalHdfs, store: Path, there: str) -> None:
     """A checkpoint whose bytes nobody can give now is not taken for damaged."""
     with Store.open(store, config=CONFIG, create=True) as opened:
@@ -97,6 +100,7 @@ def test_datanodes_that_die_and_come_back(hdfs: LocalHdfs, store: Path, there: s
     check_location(there, 1, 2)
 
 
+@pytest.mark.slow
 def test_a_read_is_tried_again_when_a_datanode_comes_back(hdfs: LocalHdfs, there: str) -> None:
     """A restore does not end because a DataNode was started anew in the middle of it."""
     with Store.open(there, config=config(attempts=8, retry_s=0.2), create=True) as opened:
@@ -110,6 +114,7 @@ def test_a_read_is_tried_again_when_a_datanode_comes_back(hdfs: LocalHdfs, there
     hdfs.wait()
 
 
+@pytest.mark.slow
 def test_a_quota(hdfs: LocalHdfs, store: Path, there: str) -> None:
     """Full is said as full; what was committed stays, and the push goes on when there is room."""
     path = there.removeprefix(hdfs.url)
@@ -123,6 +128,7 @@ def test_a_quota(hdfs: LocalHdfs, store: Path, there: str) -> None:
     check_location(there, 1, 2)
 
 
+@pytest.mark.slow
 def test_safe_mode(hdfs: LocalHdfs, store: Path, there: str) -> None:
     """It can be read, and a push is refused with the reason."""
     hdfs.admin("-safemode", "enter")
@@ -139,6 +145,7 @@ def test_safe_mode(hdfs: LocalHdfs, store: Path, there: str) -> None:
     check_location(there, 1)
 
 
+@pytest.mark.slow
 def test_another_user(hdfs: LocalHdfs, store: Path, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who may read reads; who may not write is told so."""
     monkeypatch.setenv("HADOOP_USER_NAME", "somebody")

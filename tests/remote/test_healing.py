@@ -53,6 +53,7 @@ def damage_manifest(store: Path) -> None:
 LOSSES = [flip, lose_packs, damage_manifest]
 
 
+@pytest.mark.slow(quick=["flip"])
 @pytest.mark.parametrize("lose", [*LOSSES, lose_manifest])
 def test_what_is_lost_here_is_read_from_there(pushed: Path, folder: str, lose: Callable[[Path], None]) -> None:
     """The newest checkpoint is read; without the location it is passed over, or all are lost."""
@@ -74,6 +75,7 @@ def test_what_is_lost_here_is_read_from_there(pushed: Path, folder: str, lose: C
             check_state(opened.load(), 1)
 
 
+@pytest.mark.slow(quick=["damage_manifest"])
 @pytest.mark.parametrize("lose", LOSSES)
 def test_a_repair_brings_it_back(pushed: Path, folder: str, lose: Callable[[Path], None]) -> None:
     """It says so; the location is not needed any more; a second one does nothing."""
@@ -210,6 +212,7 @@ def test_a_location_that_goes_away_ends_a_pull(pushed: Path, folder: str, tmp_pa
     assert len(asked) == 2
 
 
+@pytest.mark.slow(quick=["damaged"])
 @pytest.mark.parametrize(
     "lose", [lambda head: head.unlink(), lambda head: head.write_bytes(b"x" * 8192)], ids=["missing", "damaged"]
 )

@@ -53,6 +53,7 @@ def store_with_heads(store: Path) -> Path:
     return store
 
 
+@pytest.mark.slow(quick=["file-remote.manifest_renamed-1", "file-remote.pack_closed-1"])
 def test_killed_at_a_step(zygote: Zygote, store_with_heads: Path, death: tuple[str, str, int]) -> None:
     """Step 1 is there; the push of step 2 dies. Then step 2 is not there, or whole; and a second push ends it."""
     place, event, count = death
@@ -80,6 +81,7 @@ def test_killed_at_a_step(zygote: Zygote, store_with_heads: Path, death: tuple[s
     check_location(place, *sorted({*steps, 2}))
 
 
+@pytest.mark.slow
 def test_killed_before_it_saw_that_packs_are_gone(zygote: Zygote, store: Path, folder: str) -> None:
     """What it has committed is there by its name alone; the next push does not take that for a checkpoint."""
     zygote.start(push_and_lose, store=str(store), location=folder, step=2).wait_killed()
@@ -91,6 +93,7 @@ def test_killed_before_it_saw_that_packs_are_gone(zygote: Zygote, store: Path, f
     check_location(folder, 2)
 
 
+@pytest.mark.slow
 def test_collection_removes_what_a_killed_push_left(zygote: Zygote, store: Path, place: str) -> None:
     """Not while it may still be running; then temporary files and packs that nobody names, and nothing else."""
     zygote.start(push, store=str(store), location=place, step=1).finish()

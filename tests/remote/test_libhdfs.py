@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 SUITES = ("test_remote_files.py", "test_round_trip.py")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CLIENT in os.environ, reason="this is that process")
 @pytest.mark.skipif(libhdfs.java_home() is None, reason="libhdfs is built with a JDK's headers, and there are none")
 def test_hadoops_own_client_keeps_the_contract(hdfs: LocalHdfs) -> None:

@@ -35,6 +35,7 @@ def test_a_store_that_lost_its_descriptor_is_no_place_for_a_location(store: Path
     assert not (store / "asymcheck.store").exists()
 
 
+@pytest.mark.slow(quick=["a b+c"])
 @pytest.mark.parametrize("name", ["a%41b", "what?", "a#b", "a b+c", "ü", "%2F", "a\tb", "*[x]"])
 def test_a_location_is_named_as_it_can_be_given(store: Path, tmp_path: Path, name: str) -> None:
     """What a URI cannot have in it is quoted in it, and in what is printed."""
@@ -96,6 +97,7 @@ def test_a_setting_of_the_configuration_is_checked_as_one_of_the_query() -> None
         Store.open("hdfs://host:8020/q", config=config(options={"dfs.replication": "many"}))
 
 
+@pytest.mark.slow
 def test_a_bucket_is_the_first_part_of_a_path(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of pyarrow's file systems that have buckets, which take no path that begins with a slash."""
     (tmp_path / "bucket").mkdir()

@@ -58,6 +58,7 @@ def launched(folder: Path, place: str, keys: dist.Store, steps: range) -> list[t
     return each(2, work)
 
 
+@pytest.mark.slow
 def test_two_machines_come_back_from_the_location_alone(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
+@pytest.mark.slow
 def test_a_restore_does_as_much_as_with_one(places: tuple[str, str], operations: list[str]) -> None:
     """Every listing is one operation, and no pack is opened but those that are needed."""
     counts = []
@@ -74,6 +75,7 @@ def test_a_restore_does_as_much_as_with_one(places: tuple[str, str], operations:
     assert counts[0] == counts[1] < 40
 
 
+@pytest.mark.slow
 def test_a_push_of_nothing_does_as_little(places: tuple[str, str], operations: list[str]) -> None:
     """That the newest checkpoint is whole there is seen in the newest packs."""
     with Store.open(Path(places[0].removeprefix("file://")).parent / "store", config=CONFIG, create=True) as store:
@@ -83,6 +85,7 @@ def test_a_push_of_nothing_does_as_little(places: tuple[str, str], operations: l
             assert len(operations) < 60
 
 
+@pytest.mark.slow
 def test_a_push_of_all_reads_every_index_once(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many checkpoints it looks at."""
     save_steps(tmp_path / "store", *range(20))
@@ -99,6 +102,7 @@ def test_a_push_of_all_reads_every_index_once(tmp_path: Path, folder: str, monke
     assert len(read) == len(set(read)) > 20
 
 
+@pytest.mark.slow
 def test_what_pushes_looks_twice_at_nothing(places: tuple[str, str], operations: list[str]) -> None:
     """The first look is one listing of all; the next one a listing of names."""
     there = RemoteTier(parse_location(places[1]), CONFIG)
@@ -110,6 +114,7 @@ def test_what_pushes_looks_twice_at_nothing(places: tuple[str, str], operations:
     there.close()
 
 
+@pytest.mark.slow
 def test_a_directory_is_one_listing(places: tuple[str, str], operations: list[str]) -> None:
     """Whatever lies in it; that the checkpoints are many costs no request for each."""
     there = RemoteTier(parse_location(places[1]), CONFIG)

@@ -68,6 +68,7 @@ def stopped(pushing: PushProcess) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_process", [True, False])
 def test_every_so_many_steps_arrive(store_path: Path, place: str, *, own_process: bool) -> None:
     """While the training saves in the background; the others stay here."""
@@ -86,6 +87,7 @@ def test_every_so_many_steps_arrive(store_path: Path, place: str, *, own_process
     check_location(place, 0, 2, 4)
 
 
+@pytest.mark.slow(quick=["False"])
 @pytest.mark.parametrize("own_process", [True, False])
 def test_each_push_is_told(store: Path, folder: str, *, own_process: bool) -> None:
     """A trace of the training shows when bytes went out, and what failed."""
@@ -110,6 +112,7 @@ def test_each_push_is_told(store: Path, folder: str, *, own_process: bool) -> No
         assert (one.detail["location"], one.thread_name) == (folder, "asymcheck-pushing")
 
 
+@pytest.mark.slow
 def test_it_holds_no_torch(store: Path, folder: str) -> None:
     """With a GPU that would be gigabytes of libraries, for which it has no use."""
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
@@ -118,6 +121,7 @@ def test_it_holds_no_torch(store: Path, folder: str) -> None:
     check_location(folder, 1, 2)
 
 
+@pytest.mark.slow
 def test_a_commit_is_counted_and_held_at_once(store: Path, folder: str) -> None:
     """Whatever the other process does meanwhile; when it has sent them, nothing is held."""
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder, hold=2) as pushing:
@@ -135,6 +139,7 @@ def test_a_commit_is_counted_and_held_at_once(store: Path, folder: str) -> None:
     check_location(folder, 1, 2, 3, 4, 5)
 
 
+@pytest.mark.slow
 def test_one_that_is_killed_is_begun_again(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first has sent is counted once, and is not sent again."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
@@ -155,6 +160,7 @@ def test_one_that_is_killed_is_begun_again(store: Path, folder: str, monkeypatch
     check_location(folder, 1, 2, 3)
 
 
+@pytest.mark.slow
 def test_who_waits_is_told_of_its_end(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits after it does not wait for the time of the next attempt, but for its outcome."""
     monkeypatch.setattr(module, "RETRY_S", 900.0)
@@ -172,6 +178,7 @@ def test_who_waits_is_told_of_its_end(store: Path, folder: str, monkeypatch: pyt
     check_location(folder, 1, 2)
 
 
+@pytest.mark.slow
 def test_what_is_left_is_sent_at_the_end_though_it_was_killed(store: Path, folder: str) -> None:
     """Another process does it, at once."""
     with Store.open(store, config=CONFIG, create=True) as opened:
@@ -185,6 +192,7 @@ def test_what_is_left_is_sent_at_the_end_though_it_was_killed(store: Path, folde
     check_location(folder, 1, 2, 3)
 
 
+@pytest.mark.slow
 def test_what_it_finds_there_is_what_is_there(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not what the one before it had sent, which was deleted meanwhile."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
@@ -197,6 +205,7 @@ def test_what_it_finds_there_is_what_is_there(store: Path, folder: str, monkeypa
     check_location(folder, 1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_connected", [True, False])
 def test_one_that_is_begun_again_knows_better_when_it_has_looked(
     store: Path, folder: str, *, is_connected: bool
@@ -213,6 +222,7 @@ def test_one_that_is_begun_again_knows_better_when_it_has_looked(
             pushing._take(news._replace(sent=sent), {})
 
 
+@pytest.mark.slow
 def test_workers_that_are_forked_while_it_begins_keep_nothing_open(store: Path, folder: str) -> None:
     """They live longer than it; its end is seen all the same."""
     workers: list[int] = []
@@ -246,6 +256,7 @@ def test_a_wait_after_the_end(store: Path, folder: str) -> None:
         assert pushing.statistics().pushed == 2
 
 
+@pytest.mark.slow
 def test_one_that_does_nothing_keeps_nobody_waiting(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not who says again and again that there is something to do, and not the end."""
     monkeypatch.setattr(module, "_START_S", 0.0)
@@ -263,6 +274,7 @@ def test_one_that_does_nothing_keeps_nobody_waiting(store: Path, folder: str, mo
             assert not pushing._thread.is_alive()
 
 
+@pytest.mark.slow
 def test_signals_are_not_for_it(store: Path, folder: str) -> None:
     """A terminal or a scheduler sends them to all processes; what is to be done the training says."""
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
@@ -275,6 +287,7 @@ def test_signals_are_not_for_it(store: Path, folder: str) -> None:
     check_location(folder, 1, 2, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker_lives", [True, False])
 def test_it_ends_with_a_training_that_is_killed(store: Path, folder: str, *, worker_lives: bool) -> None:
     """Also when another process has inherited all that the training had open."""
@@ -297,6 +310,7 @@ def test_it_ends_with_a_training_that_is_killed(store: Path, folder: str, *, wor
     check_location(folder, 1, 2)
 
 
+@pytest.mark.slow
 def test_what_is_damaged_here_is_told_and_not_held(store: Path, folder: str) -> None:
     """With all that the error has."""
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
@@ -341,6 +355,7 @@ def test_errors_arrive_as_they_are_or_say_what_they_were() -> None:
     assert str(module._portable(other)) == "StorageError: it holds a lock"
 
 
+@pytest.mark.slow
 def test_it_takes_what_the_training_leaves(store: Path, folder: str) -> None:
     """With all of its threads; and it keeps no terminal busy."""
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:

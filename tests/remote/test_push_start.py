@@ -18,6 +18,7 @@ from tests.remote.conftest import CONFIG, by_process, check_location, save_steps
 from tests.zygote import REPOSITORY, wait_until
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_opened(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process says why, and is begun again until it can."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
@@ -33,6 +34,7 @@ def test_a_store_that_cannot_be_opened(store: Path, folder: str, monkeypatch: py
     check_location(folder, 1, 2)
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_be_begun(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The training goes on, and it is tried again."""
     whole: Callable[..., object] = subprocess.Popen
@@ -71,6 +73,7 @@ def test_a_relative_path_is_that_of_the_training(tmp_path: Path, folder: str, mo
     check_location(folder, 1)
 
 
+@pytest.mark.slow
 def test_it_imports_what_the_training_does(
     store: Path, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

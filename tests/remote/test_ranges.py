@@ -91,6 +91,7 @@ def test_a_read_that_fails_keeps_no_memory() -> None:
         gc.enable()
 
 
+@pytest.mark.slow(quick=["hdfs-memory1"])
 @pytest.mark.parametrize("memory", [None, RangeMemory(1 << 14, 2)])
 def test_ranges_read_with_and_without_such_memory(files: RemoteFiles, memory: RangeMemory | None) -> None:
     """Inside, at the end, past it, and more than a piece; all kept at once."""
@@ -157,6 +158,7 @@ def test_a_client_that_gives_less_than_was_asked_for_is_asked_for_the_rest(files
     assert files.read_range(path_in(files), 60, 50, kept) == (CONTENT[60:90], 100)
 
 
+@pytest.mark.slow
 def test_a_read_that_never_answers_is_tried_again(place: str) -> None:
     """Of a file that is opened anew; half of the time it has goes to the first attempt."""
     found = RemoteFiles(parse_location(place), dataclasses.replace(REMOTE, deadline_s=8.0, attempts=2))

@@ -73,6 +73,7 @@ def store(store_path: Path) -> Path:
     return store_path
 
 
+@pytest.mark.slow
 def test_plain_frames_arrive_encoded_and_come_back_plain(store: Path, place: str, tmp_path: Path) -> None:
     """Fewer bytes there, by deltas where the older state is there too; names are the same, every byte comes back."""
     with Store.open(store, config=CONFIG, create=True) as opened:
@@ -138,6 +139,7 @@ def longest_chain(location: str) -> int:
     return max(map(depth, bases))
 
 
+@pytest.mark.slow
 def test_chains_of_deltas_end(store_path: Path, folder: str) -> None:
     """After as many as a reader follows, a partition is sent whole."""
     with Store.open(store_path, config=CONFIG, create=True) as opened:
@@ -150,6 +152,7 @@ def test_chains_of_deltas_end(store_path: Path, folder: str) -> None:
         assert there.verify() == []
 
 
+@pytest.mark.slow
 def test_what_deltas_are_sent_on_becomes_no_delta_itself(store_path: Path, folder: str) -> None:
     """A partition that lies whole here, on which others are encoded: their chain was counted from there."""
     random = torch.Generator().manual_seed(0)
@@ -177,6 +180,7 @@ def test_what_deltas_are_sent_on_becomes_no_delta_itself(store_path: Path, folde
             assert torch.equal(loaded["newest"], wanted)
 
 
+@pytest.mark.slow(quick=["auto-1000000000000.0-False"])
 @pytest.mark.parametrize(
     ("mode", "bytes_per_s", "is_encoded"),
     [("off", 1.0, False), ("auto", 1e12, False), ("auto", 1e6, True), ("smallest", 1e12, True)],

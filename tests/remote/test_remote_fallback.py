@@ -79,6 +79,7 @@ def put_a_file(there: Path) -> None:
     there.write_text("x")
 
 
+@pytest.mark.slow(quick=["lose_descriptor"])
 @pytest.mark.parametrize("change", [lose_descriptor, damage_descriptor, put_something_else, put_a_file])
 def test_a_location_that_cannot_be_read_is_like_one_that_does_not_answer(
     pushed: Path, folder: str, tmp_path: Path, change: Callable[[Path], None]

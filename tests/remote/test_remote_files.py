@@ -64,6 +64,7 @@ def test_a_file_is_read_by_ranges(files: RemoteFiles) -> None:
     assert found.mtime_ns > 0
 
 
+@pytest.mark.slow
 def test_listings_name_files_and_folders(files: RemoteFiles) -> None:
     """Sorted; below only when asked."""
     files.make_directory(top(files) / "b" / "c")
@@ -75,6 +76,7 @@ def test_listings_name_files_and_folders(files: RemoteFiles) -> None:
     assert {name: size for name, size in walked.items() if size} == {"b/c/two": 7, "one": 3}
 
 
+@pytest.mark.slow
 def test_a_folder_that_goes_during_a_listing_takes_no_other_with_it(
     hdfs_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +98,7 @@ def test_a_folder_that_goes_during_a_listing_takes_no_other_with_it(
     assert names == ["a", "c"]
 
 
+@pytest.mark.slow
 def test_a_name_that_is_taken_is_refused(files: RemoteFiles) -> None:
     """And what has it stays as it is."""
     assert files.put_small(top(files) / "name", b"first") is True
@@ -275,6 +278,7 @@ def test_another_attempt_takes_another_name(files: RemoteFiles, monkeypatch: pyt
     assert files.list(top(files)) == ["name"]
 
 
+@pytest.mark.slow
 def test_what_is_read_back_otherwise_is_never_named(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says which file and which attempt."""
     whole: Write = RemoteFiles.write
@@ -292,6 +296,7 @@ def test_nobody_who_answers_is_not_nothing_that_is_there(client: str) -> None:
         Store.open("hdfs://127.0.0.1:1/x", config=config(client=client, options=quick, deadline_s=20.0))
 
 
+@pytest.mark.slow
 def test_a_file_that_could_not_be_closed_is_not_closed_again() -> None:
     """The client's objects close themselves when they are collected, and would wait for servers that are gone."""
     closed: list[str] = []
@@ -309,6 +314,7 @@ def test_a_file_that_could_not_be_closed_is_not_closed_again() -> None:
     assert closed == ["once more"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_lets_go_of_a_client_without_waiting(hdfs_url: str) -> None:
     """A data loader worker that collects garbage: the threads by which the client ends are not there."""

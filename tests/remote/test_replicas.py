@@ -22,6 +22,7 @@ def three(tmp_path: Path) -> Iterator[LocalHdfs]:
 
 
 # As many replicas as DataNodes can be written anew only when the NameNode has given the dead one up, after 16 seconds.
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_datanode_dies_while_a_pack_is_written(three: LocalHdfs, store_path: Path, replicas: int) -> None:
     """What is committed is whole, is read without it, and the next push goes through with what is left."""

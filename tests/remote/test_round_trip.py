@@ -51,6 +51,7 @@ def test_the_newest_goes_there_and_comes_back_to_a_bare_machine(store: Path, pla
         new.save(state_of(3), step=3)
 
 
+@pytest.mark.slow(quick=["file"])
 def test_what_is_there_is_not_sent_again(store: Path, place: str) -> None:
     """Step 2 shares a third of its bytes with step 1; the second push of it sends nothing."""
     with Store.open(store, config=CONFIG, create=True) as opened:
@@ -61,6 +62,7 @@ def test_what_is_there_is_not_sent_again(store: Path, place: str) -> None:
     check_location(place, 1, 2)
 
 
+@pytest.mark.slow
 def test_packs_are_cut_at_their_size(store: Path, place: str) -> None:
     """Files are few: as many as the bytes ask for, and the rest of each push."""
     with Store.open(store, config=config(pack_bytes=1 << 30), create=True) as opened:
@@ -68,6 +70,7 @@ def test_packs_are_cut_at_their_size(store: Path, place: str) -> None:
     check_location(place, 2)
 
 
+@pytest.mark.slow
 def test_the_line_goes_with_the_checkpoints(store: Path, place: str) -> None:
     """Training went back to step 1: there, too, step 2 is abandoned, and the new step 2 is the newest."""
     with Store.open(store, config=CONFIG, create=True) as opened:
@@ -93,6 +96,7 @@ def test_the_line_goes_also_when_no_checkpoint_does(store: Path, folder: str) ->
         check_state(there.load(), 1)
 
 
+@pytest.mark.slow(quick=["file"])
 def test_two_trainings_of_one_name_are_kept_apart(place: str, tmp_path: Path) -> None:
     """Their head records differ: the second push is refused, and the first is as it was."""
     for name, parent in (("a", 0), ("b", 1)):
@@ -108,6 +112,7 @@ def test_two_trainings_of_one_name_are_kept_apart(place: str, tmp_path: Path) ->
     check_location(place, 3)
 
 
+@pytest.mark.slow(quick=["file"])
 def test_two_trainings_from_nothing_are_kept_apart(place: str, tmp_path: Path) -> None:
     """Neither has a parent, but they began at different times: a training whose store was lost begins anew."""
     for name in ("a", "b"):
@@ -121,6 +126,7 @@ def test_two_trainings_from_nothing_are_kept_apart(place: str, tmp_path: Path) -
     check_location(place, 1)
 
 
+@pytest.mark.slow(quick=["file"])
 def test_two_stores_share_what_is_equal(place: str, tmp_path: Path) -> None:
     """Runs of different names in one place: the second sends only what the first has not sent."""
     for name in ("a", "b"):
@@ -140,6 +146,7 @@ def chain(store_path: Path) -> Path:
     return store_path
 
 
+@pytest.mark.slow(quick=["file"])
 def test_a_delta_arrives_with_its_bases(chain: Path, place: str, tmp_path: Path) -> None:
     """Step 2 alone is pushed: what it is encoded against goes along, though no manifest there names it."""
     with Store.open(chain, config=CONFIG, create=True) as opened:
@@ -303,6 +310,7 @@ def test_what_the_drive_does_not_give_is_not_blamed_on_the_location(
     assert "attempt" not in str(caught.value)
 
 
+@pytest.mark.slow(quick=["file"])
 def test_a_pull_fetches_what_collection_takes_while_the_pull_looks(
     store: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

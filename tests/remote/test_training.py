@@ -52,6 +52,7 @@ def steps_in(store: Store) -> list[int]:
     return [one.step for one in store.checkpoints()]
 
 
+@pytest.mark.slow(quick=["hdfs"])
 def test_what_is_chosen_arrives(store_path: Path, place: str) -> None:
     """While the training runs: waited for, it is there, and the statistics say so."""
     state = dict(state_of(0))
@@ -86,6 +87,7 @@ def test_without_one_nothing_is_pushed_and_nobody_waits_for_that(store_path: Pat
             checkpointer.wait("s3")  # type: ignore[arg-type]  # wrong on purpose
 
 
+@pytest.mark.slow
 def test_retention_leaves_what_waits_alone_up_to_a_bound(
     store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,6 +113,7 @@ def test_retention_leaves_what_waits_alone_up_to_a_bound(
     check_location(folder, 4, 6)
 
 
+@pytest.mark.slow
 def test_an_outage_is_told_once_and_the_backlog_grows(store_path: Path) -> None:
     """Every step is saved here meanwhile; a wait for there says why it is in vain; a close, what was left."""
     state = dict(state_of(0))
@@ -134,6 +137,7 @@ def test_an_outage_is_told_once_and_the_backlog_grows(store_path: Path) -> None:
             assert len(told) == 3
 
 
+@pytest.mark.slow
 def test_an_outage_that_ends_is_told_again_when_it_comes_back(
     store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +190,7 @@ def test_the_end_waits_no_longer_than_it_may(store_path: Path, folder: str, monk
     check_location(folder, 0)
 
 
+@pytest.mark.slow
 def test_the_location_has_a_retention_of_its_own(store_path: Path, place: str) -> None:
     """What goes there goes with its packs, when they are old enough; the store keeps what it keeps."""
     state = dict(state_of(0))
@@ -207,6 +212,7 @@ def test_the_location_has_a_retention_of_its_own(store_path: Path, place: str) -
         assert there.usage().pack_bytes < 3 * 4 * 60_000
 
 
+@pytest.mark.slow
 def test_a_location_of_another_training_is_told_until_it_is_mended(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +239,7 @@ def test_a_location_of_another_training_is_told_until_it_is_mended(
     check_location(place, 0, 1)
 
 
+@pytest.mark.slow
 def test_a_new_machine_goes_on_with_a_number_that_the_location_does_not_have(tmp_path: Path, folder: str) -> None:
     """A generation that was opened and has no checkpoint is known there, too; each store knows the whole line."""
     launches = (("lost", (0,), None), ("lost", (), 0), ("second", (1,), 0), ("third", (2,), 1))
@@ -255,6 +262,7 @@ def test_a_new_machine_goes_on_with_a_number_that_the_location_does_not_have(tmp
                 check_state(alone.load(), *steps)
 
 
+@pytest.mark.slow
 def test_a_training_that_was_lost_before_its_first_checkpoint_begins_again(tmp_path: Path, folder: str) -> None:
     """Its generation is known where it pushed, and nothing else is; another training of that name is refused there."""
     state = state_of(9)

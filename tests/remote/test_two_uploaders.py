@@ -18,6 +18,7 @@ from tests.remote.conftest import CONFIG, announce, check_location, config, save
 from tests.zygote import Zygote
 
 
+@pytest.mark.slow
 def test_processes_that_push_at_once(zygote: Zygote, store: Path, tmp_path: Path, place: str) -> None:
     """Four of them: two stores, of one run each, into a place that none has made."""
     children = [zygote.start(push, store=str(store), location=place, step=step) for step in (1, 2, 1, 2)]
@@ -35,6 +36,7 @@ def orphaned(store: Path, folder: str) -> None:
         there.delete(2)
 
 
+@pytest.mark.slow(quick=["removed"])
 @pytest.mark.parametrize("event", ["remote.pack_doomed", "remote.pack_removed"], ids=["doomed", "removed"])
 def test_a_push_that_relies_on_what_a_collection_takes(store: Path, folder: str, event: str) -> None:
     """The push comes between the announcement and the removal, or right after the first removal."""
@@ -53,6 +55,7 @@ def test_a_push_that_relies_on_what_a_collection_takes(store: Path, folder: str,
     check_location(folder, 1, 2)
 
 
+@pytest.mark.slow(quick=["remote.manifest_renamed"])
 @pytest.mark.parametrize(
     "event", ["remote.pack_begun", "remote.pack_renamed", "remote.small_closed", "remote.manifest_renamed"]
 )

@@ -66,6 +66,7 @@ def test_a_name_service_is_not_connected_to(closed_port: int) -> None:
     assert connect(parse_location("hdfs://cluster/runs"), RemoteConfig(options=options)).kind == "hdfs-native"
 
 
+@pytest.mark.slow
 def test_a_busy_namenode_is_left_to_the_client() -> None:
     """A listener that takes no connection in time is not given up here."""
     with socket.socket() as busy:

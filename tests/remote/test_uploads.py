@@ -45,6 +45,7 @@ def flipped(piece: bytes, place: int) -> bytes:
     return piece[:place] + bytes([piece[place] ^ 1]) + piece[place + 1 :]
 
 
+@pytest.mark.slow(quick=["file-cut"])
 @pytest.mark.parametrize(
     ("spoil", "settings"),
     [
@@ -118,6 +119,7 @@ def test_a_pack_is_written_while_others_are_being_completed(
     check_location(folder, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoilt", [None, 5])
 def test_manifests_are_staged_by_a_few_threads(
     store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch, spoilt: int | None

@@ -98,6 +98,7 @@ def test_parts_that_overlap_are_not_counted_twice() -> None:
     assert tile(Box.of_whole(whole), parts).missing == Box(whole, (3,), (1,))
 
 
+@pytest.mark.slow
 def test_hostile_parts_end_in_an_error() -> None:
     """In many dimensions a few overlapping parts leave millions of pieces; no layout of ranks has such parts."""
     whole = (3,) * 20

@@ -38,6 +38,7 @@ def cuts(draw: st.DrawFn, shape: Sequence[int]) -> list[list[int]]:
     return [draw(st.lists(st.integers(0, size), max_size=2)) for size in shape]
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(data=st.data(), dtype=DTYPES, large=st.booleans())
 def test_parts_of_any_grid_are_read_as_those_of_any_other(
@@ -97,6 +98,7 @@ def layouts(draw: st.DrawFn, dims: int) -> tuple[tuple[int, ...], list[Placement
     return mesh, [draw(st.one_of(st.just(Replicate()), shards)) for _ in mesh]
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(data=st.data(), dtype=DTYPES)
 def test_dtensors_of_any_mesh_are_read_on_any_other(

@@ -73,6 +73,7 @@ def _assert_part(value: torch.Tensor, full: torch.Tensor, rank: int, world_size:
     assert torch.equal(value, expected)
 
 
+@pytest.mark.slow(quick=["1-4-False-adamw in groups"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize(("saved", "wanted"), [(4, 4), (4, 2), (2, 3), (3, 1), (1, 4)])

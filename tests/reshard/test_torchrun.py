@@ -50,6 +50,7 @@ def saved(trained: tuple[Path, dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
     return trained[0], trained[1]["save"]
 
 
+@pytest.mark.slow(quick=["2"])
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [4, 2])
 def test_training_goes_on_as_if_it_had_not_stopped(
@@ -61,6 +62,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(
     assert found == told["save"]
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_with_plain_tensors(saved: tuple[Path, dict[str, Any]]) -> None:
     """A model that knows nothing of ranks."""
     location, expected = saved

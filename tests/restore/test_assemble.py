@@ -37,6 +37,7 @@ TARGETS = {
 }
 
 
+@pytest.mark.slow(quick=["contiguous"])
 @pytest.mark.parametrize("name", TARGETS)
 @given(cuts=st.lists(st.integers(0, 1 << 20), max_size=12), seed=st.randoms(use_true_random=False))
 def test_ranges_may_come_in_any_order(name: str, cuts: list[int], seed: st.DataObject) -> None:

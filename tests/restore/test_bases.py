@@ -156,6 +156,7 @@ def test_bases_that_lie_here_are_not_looked_for_elsewhere(chain: Path, tmp_path:
         assert torch.equal(store.load(2)["w"], weights(2))  # type: ignore[index]  # a mapping
 
 
+@pytest.mark.slow(quick=["hinted1"])
 @pytest.mark.parametrize("hinted", [(2, 1, 0), (2, 1), ()])
 def test_bases_are_looked_for_where_the_manifest_says(
     chain: Path, monkeypatch: pytest.MonkeyPatch, hinted: tuple[int, ...]
@@ -189,6 +190,7 @@ def test_the_catalog_names_the_base(chain: Path) -> None:
     tier.leave_catalog()
 
 
+@pytest.mark.slow
 def test_eight_deltas_are_read_and_nine_are_not(store_path: Path) -> None:
     """The longest chain that is allowed is read; what lies one deeper is damaged, and the older checkpoint is taken."""
     save_steps(store_path, *range(10))
@@ -226,6 +228,7 @@ def test_a_chain_is_followed_no_further_than_it_may_reach(
         assert torch.equal(store.load(60)["w"], weights(60))  # type: ignore[index]  # a mapping
 
 
+@pytest.mark.slow
 def test_a_lost_base_is_told_no_further_than_a_chain_may_reach(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,6 +130,7 @@ class _Saved:
     before: "_Saved | None"
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(st.data())
 def test_the_line_is_what_training_went_through(tmp_path: Path, data: st.DataObject) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from asymcheck import Store
@@ -29,6 +30,7 @@ with Store.open(sys.argv[1], create=True) as store:
 """
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_more_packs_than_can_be_opened_is_an_error(store_path: Path) -> None:
     """Loading it fails by name, with the remedy; all that needs fewer files at a time works."""
     with Store.open(store_path, create=True) as store:
@@ -56,6 +58,7 @@ def _seek(path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_a_copy_is_looked_for_in_more_packs_than_can_be_opened(store_path: Path) -> None:
     """Of a damaged frame another copy is taken; of one that has none the older checkpoint is, with a warning."""
     with Store.open(store_path, create=True) as store:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import pytest
+
 from asymcheck.format.manifest import Extent
 from asymcheck.format.manifest_reader import ManifestCache, decode_manifest, decode_manifests
 from asymcheck.restore.partition_locator import PartitionSet
@@ -17,6 +19,7 @@ def _extents(first: int, count: int) -> tuple[Extent, ...]:
     return tuple(Extent(Digest(bytes([number]) * 16), 0, 4, 8) for number in range(first, first + count))
 
 
+@pytest.mark.slow
 def test_columns_that_ranks_share_are_counted_once_and_others_all() -> None:
     """Replicas, beside ranks with partitions of their own, with fewer, and with none."""
     held = [_extents(0, 3), _extents(0, 3), _extents(3, 3), _extents(0, 2), (), _extents(2, 2)]

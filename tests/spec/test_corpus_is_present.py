@@ -49,6 +49,7 @@ def _kinds(error: type[errors.FormatError]) -> set[str]:
     return set().union(*map(_kinds, below)) if below else {error.kind}
 
 
+@pytest.mark.slow
 def test_the_vectors_are_reproducible(tmp_path: Path) -> None:
     """The tool makes the same files again; manifests only with the same version of Arrow, whose writer made them.
 

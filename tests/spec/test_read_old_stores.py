@@ -48,6 +48,7 @@ def _fingerprint(path: Path) -> list[tuple[str, int, int]]:
     return sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in path.rglob("*"))
 
 
+@pytest.mark.slow(quick=["v1-by-0.1.0-shifted-payload-torn/08-manifest.written-rebuilt"])
 @pytest.mark.parametrize("with_catalog", [False, True], ids=["rebuilt", "old catalog"])
 @pytest.mark.parametrize("frozen", ALL, ids=str)
 def test_a_copy_restores(frozen: Frozen, store_path: Path, *, with_catalog: bool) -> None:
@@ -68,6 +69,7 @@ def test_verify_finds_no_damage(frozen: Frozen, store_path: Path) -> None:
     assert ("stale-temporary" in {finding.kind for finding in findings}) == temporary
 
 
+@pytest.mark.slow(quick=["v1-by-0.1.0-torn/03-pack.synced-rebuilt"])
 @pytest.mark.parametrize("with_catalog", [False, True], ids=["rebuilt", "old catalog"])
 @pytest.mark.parametrize("frozen", ALL, ids=str)
 def test_a_copy_can_be_trained_on(frozen: Frozen, store_path: Path, *, with_catalog: bool) -> None:

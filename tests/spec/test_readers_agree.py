@@ -156,6 +156,7 @@ def changed(value: object, choices: list[object], numbers: random.Random) -> obj
     return value
 
 
+@pytest.mark.slow
 def test_both_say_the_same_of_changed_trees() -> None:
     """Vectors of trees, changed in some places, are accepted by both readers or refused by both."""
     numbers = random.Random(7)
@@ -178,6 +179,7 @@ def test_both_say_the_same_of_changed_trees() -> None:
     assert 500 < accepted < 5500
 
 
+@pytest.mark.slow
 def test_both_say_the_same_of_changed_headers() -> None:
     """So are headers of manifests."""
     numbers = random.Random(8)

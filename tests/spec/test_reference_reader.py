@@ -87,6 +87,7 @@ def test_it_cannot_reach_the_library() -> None:
     assert b"the reference reader imports asymcheck" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", whole_stores(), ids=str)
 def test_it_reads_every_checkpoint_of_a_frozen_store(frozen: Frozen) -> None:
     """Run by run and step by step it finds the tree and the digest of every tensor that were saved."""
@@ -110,6 +111,7 @@ def _age(facts: dict[str, Any]) -> tuple[int, int, str]:
     return (facts["generation"], facts["step"], facts["save_id"])
 
 
+@pytest.mark.slow(quick=["v1-by-0.1.0-torn/11-manifest.committed"])
 @pytest.mark.parametrize("frozen", torn_stores(), ids=str)
 def test_it_recovers_from_every_crash(frozen: Frozen, store_path: Path) -> None:
     """Whatever a crash left, it takes the same checkpoint as the library, and reads the same bytes."""
@@ -120,6 +122,7 @@ def test_it_recovers_from_every_crash(frozen: Frozen, store_path: Path) -> None:
     assert shown(chosen) == shown(facts)
 
 
+@pytest.mark.slow
 def test_it_reads_what_is_written_today(store_path: Path) -> None:
     """A store of the present library, of several packs, generations and layouts of tensors, is read the same."""
     numbers = np.random.default_rng(7)
@@ -208,6 +211,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.slow(quick=["a bit of pack 6"])
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_both_take_the_same_checkpoint_of_a_damaged_store(damage: Callable[[Path], None], store_path: Path) -> None:
     """With one thing damaged both readers take the same checkpoint and read the same bytes, or both refuse."""
@@ -241,6 +245,7 @@ VALID = [vector for folder in FOLDERS for vector in vectors(folder)]
 INVALID = [vector for vector in vectors("invalid") if vector.facts["structure"] in KINDS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vector", VALID, ids=str)
 def test_it_accepts_well_formed_vectors(vector: Vector) -> None:
     """It reads from a well-formed vector what the JSON beside it says."""

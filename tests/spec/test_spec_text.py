@@ -379,6 +379,7 @@ def test_invariants_are_numbered() -> None:
     assert all(row["what is lost if it is broken"] for row in table("invariants"))
 
 
+@pytest.mark.slow(quick=["I6"])
 @pytest.mark.parametrize("number", INVARIANTS)
 def test_each_invariant_is_checked_and_tested(number: str) -> None:
     """The checker names each invariant where it checks it, and a test breaks it on purpose."""

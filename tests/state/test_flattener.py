@@ -226,6 +226,7 @@ TWICE = {"the strides alone", "an array and a tensor", "a generator", "a history
 """What can be changed once more from where it has led."""
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=6))
 @settings(deadline=None, max_examples=300)
 def test_one_state_after_another_is_as_if_each_were_the_first(changes: Sequence[str]) -> None:
@@ -291,6 +292,7 @@ def test_objects_are_asked_once_for_their_state_also_where_it_was_otherwise() ->
     assert part.calls == 1
 
 
+@pytest.mark.slow
 def test_no_tensor_is_kept() -> None:
     """What was freed between two saves is memory that the training needs."""
     value, flattener = state(), Flattener()

@@ -25,6 +25,7 @@ def _state() -> dict[str, object]:
     return {"model": model, "optimizer": optimizer, "step": 0}
 
 
+@pytest.mark.slow
 def test_a_state_that_is_walked_again_leaves_little_to_the_collector() -> None:
     """Some two objects for a tensor: what describes it is the same in each step, and shared."""
     state = _state()

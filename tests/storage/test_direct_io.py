@@ -121,6 +121,7 @@ def test_a_file_system_without_direct_access_is_written_through_the_cache(
     assert files.frames_written == files.frames_read == {False}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(3))
 def test_a_file_system_that_refuses_late_is_used_through_the_cache(store_path: Path, attempt: int) -> None:
     """It took the flag and refuses the access, to several threads at the same time: none of them fails."""

@@ -97,6 +97,7 @@ def _bits() -> list[int]:
     return sorted({*some, *(8 * byte + bit for byte in every for bit in range(8))})
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_makes_nothing_up(path: Path) -> None:
     """In header, entries and frame headers: either it is refused, or all that is found is as it was."""
     answers = {"header": set[str](), "entries": set[str](), "frames": set[str]()}
@@ -114,6 +115,7 @@ def test_a_flipped_bit_makes_nothing_up(path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_the_header_leaves_the_other_copy() -> None:
     """Every bit of both copies, without a file around them."""
     data = bytearray(encode_ring_header(HEADER))

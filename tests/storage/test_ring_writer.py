@@ -237,6 +237,7 @@ def look(path: Path) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_another_process_sees_that_it_is_in_use(tmp_path: Path) -> None:
     """As long as the ring is open, and not after it was left behind."""
     ring = make_ring(tmp_path)

@@ -40,6 +40,7 @@ def test_equal_bytes_of_other_objects_are_found_as_well(store: Store) -> None:
     assert store.save({"other": {"name": large.clone()}}, step=2, run="elsewhere").written_bytes == 0
 
 
+@pytest.mark.slow
 def test_only_what_changed_is_written(store: Store) -> None:
     """One element of 64 MiB: its partition of 4 MiB."""
     large = _random(64)

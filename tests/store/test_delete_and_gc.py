@@ -136,6 +136,7 @@ def test_a_freed_file_is_overwritten_by_the_next_save(store: Store) -> None:
     assert store.verify() == []
 
 
+@pytest.mark.slow(quick=["16-2"])
 @pytest.mark.parametrize(("old", "new"), [(16, 2), (16, 15), (2, 16), (5, 5)])
 def test_a_recycled_file_may_have_any_size(store: Store, old: int, new: int) -> None:
     """What is left of its earlier life behind the end is ignored; one that is mostly tail is cut."""
@@ -149,6 +150,7 @@ def test_a_recycled_file_may_have_any_size(store: Store, old: int, new: int) -> 
     assert store.verify() == []
 
 
+@pytest.mark.slow
 def test_many_rounds_of_recycling_need_the_room_of_three_checkpoints(store: Store) -> None:
     """Keeping two: the files of the third are used again and again, and no new one is made."""
     inodes: set[int] = set()

@@ -96,6 +96,7 @@ def test_a_new_line_from_nothing_abandons_everything(store: Store) -> None:
     assert _listing(store) == [(1, 100, False), (2, 1, True)]
 
 
+@pytest.mark.slow
 def test_the_line_is_followed_through_many_generations(store: Store) -> None:
     """Each restore cuts a little off; what leads to the present is what was kept each time."""
     for generation in range(1, 6):

@@ -44,6 +44,7 @@ def _put_back(store: Path) -> None:
 LOST = [((1, 2), _move_away), ((1, 2), _copy_in), ((1, 2), _begin_to_copy_in), ((1,), _begin_to_copy_in)]
 
 
+@pytest.mark.slow(quick=["steps0-_move_away-<lambda>"])
 @pytest.mark.parametrize("collect", [Store.gc, lambda store: store.gc(dry_run=True)])
 @pytest.mark.parametrize(("steps", "lose"), LOST)
 def test_nothing_is_freed_while_the_manifests_are_somewhere_else(
@@ -65,6 +66,7 @@ def test_nothing_is_freed_while_the_manifests_are_somewhere_else(
         assert store.gc() == Collected(kept_packs=len(steps))
 
 
+@pytest.mark.slow(quick=["steps0-_move_away"])
 @pytest.mark.parametrize(("steps", "lose"), LOST)
 def test_what_a_training_has_read_before_it_does_not_take_for_deleted(
     store: Store, steps: tuple[int, ...], lose: Callable[[Path], None]
@@ -82,6 +84,7 @@ def test_what_a_training_has_read_before_it_does_not_take_for_deleted(
     assert_same(store.load(), _state(steps[-1]))
 
 
+@pytest.mark.slow
 def test_a_repack_frees_nothing_when_the_manifests_go_while_it_copies(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

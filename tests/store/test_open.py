@@ -209,6 +209,7 @@ def test_a_closed_store_says_so(store: Store) -> None:
             call()
 
 
+@pytest.mark.slow
 def test_a_forked_child_must_open_the_store_itself(tmp_path: Path) -> None:
     """Locks and maps do not survive a fork; a data loader's worker that saves would harm its parent."""
     # In a process of its own: the threads that other tests have left may hold a lock when this one is forked.

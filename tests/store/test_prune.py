@@ -170,6 +170,7 @@ with resolve_one(tier, listing).sources:
 """
 
 
+@pytest.mark.slow
 def test_what_another_process_reads_stays_until_it_is_done(store: Store) -> None:
     """Its packs are locked; what is read of others, or shared with those that stay, holds nothing."""
     shared = _state(99)["x"]

@@ -44,6 +44,7 @@ def _is_whole(store: Store, weights: torch.Tensor) -> bool:
     return torch.equal(store.load(step=2)["weights"], weights) and store.verify() == []
 
 
+@pytest.mark.slow
 def test_a_base_stays_while_another_collection_moves_the_delta(store_path: Path, weights: torch.Tensor) -> None:
     """The old pack of the delta is marked freed, the new one is locked: neither can be opened."""
     command = [sys.executable, "-c", _CHILD, str(store_path)]
@@ -72,6 +73,7 @@ def _refuse(monkeypatch: pytest.MonkeyPatch, name: str, times: float) -> None:
     monkeypatch.setattr(Files, "open_read", open_read)
 
 
+@pytest.mark.slow(quick=["1"])
 @pytest.mark.parametrize("times", [1, np.inf])
 def test_a_base_stays_when_the_pack_of_its_delta_cannot_be_read(
     store_path: Path, weights: torch.Tensor, monkeypatch: pytest.MonkeyPatch, times: float

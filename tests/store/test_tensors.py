@@ -144,6 +144,7 @@ def test_sizes_around_every_boundary(store: Store, size: int) -> None:
     assert_same(store.load(), state)
 
 
+@pytest.mark.slow(quick=["a pack for each frame"])
 @pytest.mark.parametrize(
     "config",
     [
@@ -164,6 +165,7 @@ def test_every_configuration_stores_the_same_state(store: Store, store_path: obj
     assert_same(store.load(), state)
 
 
+@pytest.mark.slow
 def test_a_reader_with_small_partitions_reads_large_ones(store: Store) -> None:
     """And the other way round: the reader's memory follows the stored partition, not its own settings."""
     state = {"x": torch.from_numpy(RANDOM.integers(0, 256, 70 << 20, dtype=np.uint8))}

@@ -25,6 +25,7 @@ def _load(store: Store, **options: Any) -> Mapping[str, Any]:  # noqa: ANN401 - 
     return loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 5_000, 3_000_000], ids=["inline", "bundled", "partitioned"])
 def test_the_same_tensor_in_many_places_is_the_same_object(store: Store, count: int) -> None:
     """In mappings, sequences and at several depths; a copy with equal values stays a copy."""

@@ -112,6 +112,7 @@ def test_the_whole_depth_of_the_format_can_be_used(store: Store) -> None:
     assert_same(store.load(), state)
 
 
+@pytest.mark.slow
 def test_a_large_mapping_of_plain_values_comes_back(store: Store) -> None:
     """A log of 10,000 entries inside the state is no special case."""
     state = {"log": [{"step": i, "loss": i / 7, "tag": f"t{i}"} for i in range(10_000)]}

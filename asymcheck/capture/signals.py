@@ -82,11 +82,11 @@ class _Interrupts:
         self._holders.discard(holder)
         if self._holders or self._depth or not _on_main_thread():
             return
-        for number, handler in list(self._handlers.items()):
+        # The handlers stay known: a library that saved the deferring one meanwhile may put it back later.
+        for number, handler in self._handlers.items():
             # The program may have set another handler since.
             if signal.getsignal(number) == self._on_signal:
                 _install(number, handler)
-            del self._handlers[number]
 
     def handler(self, number: int) -> object:
         """Return the program's handler of a signal."""

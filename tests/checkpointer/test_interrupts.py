@@ -184,6 +184,18 @@ def test_handlers_stay_replaced_while_a_checkpointer_is_open(called: list[int]) 
     assert signal.getsignal(signal.SIGUSR1) is handler
 
 
+def test_a_library_that_puts_the_deferring_handler_back_loses_no_signal(called: list[int]) -> None:
+    """Trainers save the handlers at their start and restore them at their end, when nothing is deferred any more."""
+    interrupts = Interrupts()
+    with interrupts:
+        saved = signal.getsignal(signal.SIGUSR1)
+    interrupts.release(Holder())
+    assert signal.getsignal(signal.SIGUSR1) != saved
+    signal.signal(signal.SIGUSR1, saved)
+    signal.raise_signal(signal.SIGUSR1)
+    assert called == [signal.SIGUSR1]
+
+
 def test_interrupted_system_calls_are_restarted_as_the_program_says(called: list[int]) -> None:
     """``signal.siginterrupt(number, False)`` survives both replacements of the handler."""
     interrupts = Interrupts()

@@ -1,4 +1,4 @@
-"""How many of the points that could be tried one by one a test visits: a spread in `make test`, all in `make long`."""
+"""Number of points that a test visits: a sample in `make check`, all in `make long`."""
 
 from __future__ import annotations
 

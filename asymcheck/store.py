@@ -521,10 +521,10 @@ class Store:
         healed = heal(there, self._opened.writable(), self._opened.catalog(), first.left, progress)
         copied, nbytes = first.copied_partitions, first.copied_bytes
         if not healed.done:
-            return Repaired(first.done, healed.told(first.left), copied, nbytes)
+            return Repaired(first.done, healed.with_reasons(first.left), copied, nbytes)
         # Remove the damaged frames that were replaced.
         second = self._opened.with_catalog(lambda catalog, made: repair(self._opened.nvme, catalog, progress, made))
-        return Repaired((*first.done, *healed.done, *second.done), healed.told(second.left), copied, nbytes)
+        return Repaired((*first.done, *healed.done, *second.done), healed.with_reasons(second.left), copied, nbytes)
 
     def push(
         self,

@@ -251,7 +251,7 @@ class _Beside:
                 self._run.train(1)
                 store.save(self._run.state(), step=number)
                 # As a Checkpointer says it: nobody waits for the thread to look by itself.
-                pushing.look()
+                pushing.refresh()
                 ours.append(self._beside(partial(_is_there, pushing, number + 1)))
                 new = self._raw.sizes("/trained/packs")
                 with _Putting(self._cluster.url, f"/raw-{number}", _without(new, sizes)) as putting:

@@ -86,7 +86,7 @@ def _ring_advice(store: Path | str, run: str | None, ring_folder: Path) -> str:
 
 def report_rings(store: Store, run: str | None, ring_folder: Path) -> Report:
     """Report the rings of a store; the status says whether a ring of a killed process is damaged."""
-    with translated("look at", ring_folder):
+    with translated("access", ring_folder):
         if not ring_folder.exists():
             raise NotFoundError(
                 f"ring folder {ring_folder} does not exist; pass the ring folder of the training as --ring-folder"

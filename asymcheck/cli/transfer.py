@@ -253,7 +253,7 @@ def convert(src: Path, dst: Path, step: int | None, run: str, part: str | None, 
     if step is not None:
         check_step(step)
     check_run(run)
-    with translated("look at", src):
+    with translated("access", src):
         if not src.exists():
             raise NotFoundError(f"{src} does not exist")
     if is_store(src):

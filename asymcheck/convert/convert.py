@@ -191,7 +191,7 @@ def foreign_state(path: Path, progress: Progress | None = None, left_out: list[s
 
 
 def _kind_of(path: Path) -> str:
-    with translated("look at", path):
+    with translated("access", path):
         if not path.exists():
             raise NotFoundError(f"{path} does not exist")
         if is_dcp_folder(path):

@@ -57,7 +57,7 @@ def format_of(path: Path) -> str:
 def is_store(path: Path) -> bool:
     """Tell whether ``path`` is a store."""
     check_no_uri(path)
-    with translated("look at", path):
+    with translated("access", path):
         return (path / DESCRIPTOR_NAME).exists()
 
 
@@ -165,7 +165,7 @@ class Draft:
         self.path = _draft_of(target)
         self._files: list[TargetFile] = []
         self._bytes = 0
-        with translated("look at", target):
+        with translated("access", target):
             if not target.absolute().parent.is_dir():
                 raise InvalidInputError(f"cannot write {target}: {target.parent} is not a folder; create it first")
             _clear(target)
@@ -224,7 +224,7 @@ class Draft:
                 file.close()
             if self.path.is_dir():
                 _FILES.sync_directory(self.path)
-            with translated("look at", self.target):
+            with translated("access", self.target):
                 self._check_free()
             self.check_kept({file.path.name for file in self._files})
             with translated("rename", self.path):

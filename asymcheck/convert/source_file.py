@@ -74,7 +74,7 @@ class SourceFile(contextlib.AbstractContextManager["SourceFile"]):
             )
 
     def _status(self) -> os.stat_result:
-        with translated("look at", self.path):
+        with translated("access", self.path):
             return os.fstat(self._descriptor)
 
     def mapped(self, start: int, length: int) -> memoryview:

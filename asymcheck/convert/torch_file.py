@@ -397,7 +397,7 @@ def _writing(file: TargetFile) -> Iterator[None]:
             yield
     except RuntimeError as error:
         # Torch hides the error of the operating system. Another write raises that error again.
-        with translated("look at", file.path):
+        with translated("access", file.path):
             end = file.path.stat().st_size
         file.write(end, bytes(_PROBE_BYTES))
         advice = "check the drive, or choose another path"

@@ -167,7 +167,7 @@ class StoreSweep(Sweep):
         self.result.kept_packs = len(self.reachable.packs) - len(self.candidates) + self.reachable.unread
 
     def _refresh(self) -> None:
-        self.reachable.look()
+        self.reachable.refresh()
         self.candidates = self.reachable.garbage()
 
     def _count(self) -> None:

@@ -213,7 +213,7 @@ class _Batch:
         """Copy, enter, retire."""
         with self._new_pack() as header, contextlib.ExitStack() as locks:
             # Read manifests committed during the copy now, before taking the locks that block readers.
-            self._needed.look()
+            self._needed.refresh()
             free = [
                 pack_id
                 for pack_id in self._held
@@ -287,7 +287,7 @@ class _Batch:
             new, gone = self._needed.since(self._catalog)
             if new:
                 # A manifest committed during the copy may need frames that were not copied.
-                self._needed.look()
+                self._needed.refresh()
             live = self._needed.live()
             moved = {pack_id: self._new_locations(pack_id, live) for pack_id in free}
             with self._catalog.write() as transaction:
@@ -297,7 +297,7 @@ class _Batch:
                 self._entered = bool(freed)
                 emit("gc.repacked", f"{len(freed)} packs")
                 return freed
-            self._needed.look()
+            self._needed.refresh()
         return []
 
     def _new_locations(self, pack_id: PackId, live: set[Digest]) -> dict[Digest, Location] | None:

@@ -1,4 +1,4 @@
-"""Background push: checkpoints go to a remote location beside the training, as they become durable."""
+"""Background push: upload checkpoints to a remote location while training runs, once they are durable."""
 
 from __future__ import annotations
 
@@ -30,142 +30,138 @@ from asymcheck.replication.transfer_stats import PushStatistics
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.types import Checkpoint
 
-SO_IS_ALL = (
-    *(*UNKNOWING, OutOfSpaceError, ReadOnlyStoreError, ClosedStoreError, ForkedStoreError),
-    *(GivenUpError, HeadRecordError, InvalidInputError),
-)
-"""Errors that every checkpoint would have. The last: another training has this name there, until somebody mends it."""
-
-_AGAIN_S = 600.0
-"""After so long a checkpoint that is damaged is tried again: nobody says when it has been repaired."""
-
-Damaged = dict[str, tuple[str, float]]
-"""Checkpoints that are damaged here, by save id: the reason, and when they are tried again, on the monotonic clock."""
-
-
-def add_damaged(damaged: Damaged, checkpoint: Checkpoint, error: Exception) -> None:
-    """Note why a checkpoint cannot be pushed: another attempt changes nothing until somebody has repaired it."""
-    damaged[checkpoint.save_id] = f"{checkpoint.ref}: {error}", time.monotonic() + _AGAIN_S
-
-
-class Backlog(NamedTuple):
-    """The state of the queue at one look."""
-
-    there: Sequence[Checkpoint]
-    """Checkpoints that are known to be at the location, or were."""
-    due: list[Checkpoint]
-    """Checkpoints to be sent, the newest last; without those that cannot be."""
-    damaged: list[str]
-    """Why the others cannot be sent."""
-
-
-class UploadQueue:
-    """Decides what is to be pushed. Threads may share it: each takes ``lock`` for as long as it must not change."""
-
-    def __init__(self, here: ReadTier, run: str, rules: Push) -> None:
-        """Look into ``here``; nothing is known of the location yet."""
-        self._rules = rules
-        self.known = CheckpointCache(here, run, metrics=rules.asks_for_metrics)
-        """The checkpoints of the store."""
-        self.sent: dict[str, Checkpoint] = {}
-        """The checkpoints that are at the location, or were, by save id."""
-        self.generation = 0
-        """The newest that was known there when it was looked for."""
-        self.damaged: Damaged = {}
-        """The checkpoints that are damaged here."""
-        self.lock = threading.RLock()
-
-    def look(self) -> Backlog:
-        """Look what is here now, and what of it is to be sent."""
-        with self.lock:
-            here = self.known.look()
-            there = self._there_by(here)
-            found = due(self._rules, here, there, time.time_ns())
-            now = time.monotonic()
-            reasons = [self.damaged[one.save_id][0] for one in found if one.save_id in self.damaged]
-            return Backlog(there, [one for one in found if self._is_due(one, now)], reasons)
-
-    def _is_due(self, one: Checkpoint, now: float) -> bool:
-        return one.save_id not in self.damaged or self.damaged[one.save_id][1] <= now
-
-    def _there_by(self, here: list[Checkpoint]) -> list[Checkpoint]:
-        """Return the checkpoints at the location; the store decides whether each is on the line."""
-        own = {one.save_id: one for one in here}
-        away = [one for save_id, one in self.sent.items() if save_id not in own]
-        present = [own[save_id] for save_id in self.sent if save_id in own]
-        return [*self.known.placed(away, self.generation), *present]
-
-
 if TYPE_CHECKING:
     from asymcheck.distributed import Ranks
 
+BLOCKING_ERRORS = (
+    *(*UNKNOWING, OutOfSpaceError, ReadOnlyStoreError, ClosedStoreError, ForkedStoreError),
+    *(GivenUpError, HeadRecordError, InvalidInputError),
+)
+"""Errors that every other checkpoint would raise as well. InvalidInputError: another training has the run name."""
+
+_DAMAGED_RETRY_S = 600.0
+"""Seconds until a damaged checkpoint is tried again, because a repair is not announced."""
+
+Damaged = dict[str, tuple[str, float]]
+"""Damaged local checkpoints by save id: the reason, and the time of the next attempt on the monotonic clock."""
+
+
+def add_damaged(damaged: Damaged, checkpoint: Checkpoint, error: Exception) -> None:
+    """Note why a checkpoint cannot be pushed. Attempts before a repair would fail, too."""
+    damaged[checkpoint.save_id] = f"{checkpoint.ref}: {error}", time.monotonic() + _DAMAGED_RETRY_S
+
+
+class Backlog(NamedTuple):
+    """State of the upload queue at one point in time."""
+
+    remote: Sequence[Checkpoint]
+    """Checkpoints that are or were at the remote location."""
+    due: list[Checkpoint]
+    """Checkpoints to upload, newest last, without damaged ones."""
+    damaged: list[str]
+    """Reasons why checkpoints cannot be uploaded."""
+
+
+class UploadQueue:
+    """Checkpoints to upload. Thread-safe; hold ``lock`` while the queue must not change."""
+
+    def __init__(self, local: ReadTier, run: str, rules: Push) -> None:
+        """Select checkpoints of ``local``. The content of the remote location is unknown until ``sent`` is filled."""
+        self._rules = rules
+        self.known = CheckpointCache(local, run, metrics=rules.asks_for_metrics)
+        """Checkpoints of the store."""
+        self.sent: dict[str, Checkpoint] = {}
+        """Checkpoints that are or were at the remote location, by save id."""
+        self.generation = 0
+        """Newest generation at the remote location when it was listed."""
+        self.damaged: Damaged = {}
+        self.lock = threading.RLock()
+
+    def backlog(self) -> Backlog:
+        """List the store, and return the checkpoints to upload."""
+        with self.lock:
+            local = self.known.refresh()
+            remote = self._remote(local)
+            selected = due(self._rules, local, remote, time.time_ns())
+            now = time.monotonic()
+            reasons = [self.damaged[row.save_id][0] for row in selected if row.save_id in self.damaged]
+            ready = [row for row in selected if row.save_id not in self.damaged or self.damaged[row.save_id][1] <= now]
+            return Backlog(remote, ready, reasons)
+
+    def _remote(self, local: list[Checkpoint]) -> list[Checkpoint]:
+        """Return the checkpoints at the remote location. The store decides whether each is on the line of training."""
+        by_id = {checkpoint.save_id: checkpoint for checkpoint in local}
+        remote_only = [checkpoint for save_id, checkpoint in self.sent.items() if save_id not in by_id]
+        present = [by_id[save_id] for save_id in self.sent if save_id in by_id]
+        return [*self.known.placed(remote_only, self.generation), *present]
+
 
 class PushJob(NamedTuple):
-    """Subject of a push: the store, the location and the rules."""
+    """Parameters of a background push."""
 
     store: str
-    """The path or URI of the store."""
+    """Path or URI of the store."""
     config: StoreConfig
     rules: Push
     run: str
     poll_s: float
-    """Seconds between two looks."""
+    """Seconds between two listings of the store."""
     prunes: bool
-    """Whether what is not kept at the location is removed."""
+    """Whether to apply the retention of the remote location."""
 
 
 class PushWorker(abc.ABC):
-    """Pushes what a :class:`Push` chooses of a run. Close it, or use it in a ``with`` block.
+    """Upload the checkpoints of a run that a :class:`Push` selects. Close it, or use it in a ``with`` block.
 
-    It never keeps the training waiting: a location that does not answer makes the backlog grow, and nothing else. The
-    newest checkpoint goes first. One that is deleted here before its turn is not pushed.
+    The training never waits for an upload: if the remote location does not respond, only the backlog grows. The newest
+    checkpoint goes first. A checkpoint that was deleted before its upload is not pushed.
     """
 
-    def __init__(self, here: ReadTier, order: PushJob) -> None:
-        """Push from ``here`` as ``order`` says. The subclass starts the thread."""
-        self.rules = order.rules
-        self.queue = UploadQueue(here, order.run, order.rules)
-        """Checkpoints that are still to be sent."""
+    def __init__(self, local: ReadTier, job: PushJob) -> None:
+        """Push from ``local`` as ``job`` says. The subclass starts the thread."""
+        self.rules = job.rules
+        self.queue = UploadQueue(local, job.run, job.rules)
+        """Checkpoints to upload."""
         self.sending: str | None = None
-        """The save id of the checkpoint that is being sent."""
-        self._run, self._order = order.run, order
+        """Save id of the checkpoint that is being uploaded."""
+        self._run, self._job = job.run, job
         self._failure: Exception | None = None
         self._turn = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="asymcheck-pushing", daemon=True)
 
     @abc.abstractmethod
     def statistics(self) -> PushStatistics:
-        """Return what it has done so far."""
+        """Return the statistics so far."""
 
     @abc.abstractmethod
-    def look(self) -> None:
-        """Count what waits, and send it soon. Called after a commit it makes the backlog true at once; never raises."""
+    def refresh(self) -> None:
+        """Count the backlog at once, and upload it soon. Call it after a commit. Never raises."""
 
     def held(self) -> Mapping[str, str]:
-        """Return the save ids that the retention of the store leaves alone, with the reasons. Speaks to nobody."""
+        """Return the save ids that the retention of the store must keep, with the reasons. Uses no network."""
         return held(self.rules, self._due(), self.sending)
 
     @abc.abstractmethod
     def wait(self) -> None:
-        """Wait until all that is to be pushed now lies there.
+        """Wait until all checkpoints that are due now are at the remote location.
 
         Raises:
-            RemoteUnreachableError, StorageError, AsymcheckError: an attempt that began after the call has failed.
-            InconsistentCheckpointError: some are damaged here; the others lie there.
+            RemoteUnreachableError, StorageError, AsymcheckError: an attempt that began after the call failed.
+            InconsistentCheckpointError: some checkpoints of the store are damaged; the others were uploaded.
         """
 
     def close(self, timeout_s: float | None = None) -> PushStatistics:
-        """Push the remaining checkpoints once, and end; return the statistics. Closing twice is no error.
+        """Push the remaining checkpoints once, end, and return the statistics. Closing twice is no error.
 
         Args:
-            timeout_s: give up after so many seconds; None for ``close_s`` of the rules. The next push of this
-                store to the location sends the rest, but no bytes that were sent already.
+            timeout_s: seconds until giving up; None for ``close_s`` of the rules. The next push of this store to the
+                location sends the rest, and sends no partition again.
 
         Raises:
-            InvalidInputError: no thread can wait for so long; nothing was ended.
+            InvalidInputError: ``timeout_s`` is out of range; the push goes on.
 
         Warns:
-            UnreachableRemoteWarning: checkpoints are left that are not there, or something else is wrong.
+            UnreachableRemoteWarning: checkpoints were not uploaded, or another problem exists.
         """
         if self._end(self.rules.close_s if timeout_s is None else check_seconds("timeout_s", timeout_s)):
             now = self.statistics()
@@ -182,77 +178,77 @@ class PushWorker(abc.ABC):
 
     @abc.abstractmethod
     def _end(self, limit_s: float | None) -> bool:
-        """Push what is left and end, in so many seconds; return whether this is the first time."""
+        """Push the remaining checkpoints and end, within ``limit_s``; return whether this is the first call."""
 
     @abc.abstractmethod
     def _work(self) -> None:
-        """Push until it is to end, on the thread of its own."""
+        """Push until the end, on the worker's own thread."""
 
     def _due(self) -> list[Checkpoint]:
-        return self.queue.look().due
+        return self.queue.backlog().due
 
     def __enter__(self) -> PushWorker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Close it; when the block failed, a warning must not hide why."""
+        """Close the worker. After an exception in the block, no warning of the push hides the exception."""
         with contextlib.suppress(UnreachableRemoteWarning) if error is not None else contextlib.nullcontext():
             self.close()
 
 
 class BackgroundPush:
-    """The pushing of one Checkpointer, or nothing. For the training thread, where nothing else is said."""
+    """Background push of one Checkpointer, which may have none. For the training thread, except where noted."""
 
     def __init__(self, make: Callable[..., PushWorker], push: Push | None, ranks: Ranks | None) -> None:
-        """Push as ``push`` says, if it does, with what ``make`` returns: what the last training has left goes first.
+        """Start pushing, unless ``push`` is None. Checkpoints that an earlier training left go first.
 
-        With several ranks, those that push are known after the rendezvous, and call :meth:`start`. Rank 0 alone
-        removes checkpoints at the location that are not kept.
+        With several ranks, the rendezvous decides which ranks push; these call :meth:`start`. Only rank 0 applies the
+        retention of the remote location.
         """
         self._make, self._push = make, None if push is None else check_push(push)
         self._prunes = ranks is None or ranks.rank == 0
         self._open: PushWorker | None = None
-        # The last one, for what it has done.
-        self._pushing: PushWorker | None = None
-        self._told: set[str] = set()
+        # Kept after close() for its statistics.
+        self._worker: PushWorker | None = None
+        self._warned: set[str] = set()
         if ranks is None:
             self.start()
 
     @property
     def pushes(self) -> bool:
-        """Whether anything is pushed, here or by another rank of this store."""
+        """Whether this rank, or another rank of this store, pushes."""
         return self._push is not None
 
     def start(self) -> None:
-        """Begin, or go on after :meth:`close`."""
+        """Start, or continue after :meth:`close`."""
         if self._push is not None and self._open is None:
-            self._open = self._pushing = self._make(self._push, prunes=self._prunes)
+            self._open = self._worker = self._make(self._push, prunes=self._prunes)
 
     def after_commit(self, upkeep: MaintenanceThread | None) -> None:
-        """Prune, then look what is to be sent; called on a thread of its own; never raises."""
+        """Prune, then count the backlog. Runs on its own thread; never raises."""
         if upkeep is not None:
             upkeep.after_commit()
         if self._open is not None:
-            self._open.look()
+            self._open.refresh()
 
     def held(self) -> Mapping[str, str]:
-        """Return the save ids that are still to be pushed, which no pruner removes, with the reasons."""
-        pushing = self._open
-        return {} if pushing is None else pushing.held()
+        """Return the save ids that no retention may delete before their upload, with the reasons."""
+        worker = self._open
+        return {} if worker is None else worker.held()
 
     def statistics(self) -> PushStatistics:
-        """Return what was done so far, and count what waits now."""
-        if self._pushing is None:
+        """Count the backlog, and return the statistics so far."""
+        if self._worker is None:
             return PushStatistics()
         if self._open is not None:
-            self._open.look()
-        return self._pushing.statistics()
+            self._open.refresh()
+        return self._worker.statistics()
 
     def wait(self, *, raises: bool) -> None:
-        """Wait until all that is to be pushed now lies there; where that fails, raise, or warn.
+        """Wait until all due checkpoints are uploaded; on failure raise, or warn.
 
         Raises:
-            RemoteUnreachableError, StorageError, AsymcheckError: why it does not.
+            RemoteUnreachableError, StorageError, AsymcheckError: the reason of the failure.
         """
         if self._open is None:
             return
@@ -261,32 +257,32 @@ class BackgroundPush:
         except AsymcheckError:
             if raises:
                 raise
-            self.tell()
+            self.warn()
 
-    def tell(self) -> None:
-        """Warn of what is wrong with pushing: once for each kind of it, until all is well again."""
-        if self._pushing is None:
+    def warn(self) -> None:
+        """Warn of a problem, once per kind of problem until the push works again."""
+        if self._worker is None:
             return
-        now = self._pushing.statistics()
+        now = self._worker.statistics()
         if not now.problem:
-            self._told.clear()
+            self._warned.clear()
             return
-        # What is damaged here may be so for long, and must not keep quiet what comes on top of it.
+        # Damaged checkpoints can stay for long, and must not hide other problems.
         kind = now.problem.split(":", 1)[0]
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._warned:
+            self._warned.add(kind)
             waits = f"{now.backlog} checkpoint{' waits' if now.backlog == 1 else 's wait'} to be pushed, "
             warn_user(
-                f"{self._pushing.rules.remote}: {waits if now.backlog else ''}training goes on: {now.problem}",
+                f"{self._worker.rules.remote}: {waits if now.backlog else ''}training goes on: {now.problem}",
                 UnreachableRemoteWarning,
             )
 
     def close(self) -> None:
-        """End it, in bounded time.
+        """End within a bounded time.
 
         Warns:
-            UnreachableRemoteWarning: checkpoints are left that are not there.
+            UnreachableRemoteWarning: checkpoints were not uploaded.
         """
-        pushing, self._open = self._open, None
-        if pushing is not None:
-            pushing.close()
+        worker, self._open = self._open, None
+        if worker is not None:
+            worker.close()

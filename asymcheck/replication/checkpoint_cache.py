@@ -1,4 +1,4 @@
-"""Checkpoint cache: the checkpoints of a run at one place, each read once, and which of a location's are whole."""
+"""Cache of the checkpoints of a run, and verification of remote checkpoints against indexes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from asymcheck.storage.remote import RemoteTier
 from asymcheck.types import Checkpoint, CheckpointRef, PackId
 
 _FIRST_PACKS = 16
-"""So many are looked into first: the newest packs serve the newest checkpoint."""
+"""Number of indexes that are read first. The newest packs serve the newest checkpoint."""
 
 
 class CheckpointCache:
-    """The complete checkpoints of a run at one place, for decisions that are made again and again. For one thread."""
+    """Complete checkpoints of a run in one tier, for repeated decisions. For one thread."""
 
     def __init__(self, tier: ReadTier, run: str, *, metrics: bool) -> None:
-        """Look into ``tier``; without ``metrics`` no manifest is read: names say the rest."""
+        """Cache the checkpoints of ``tier``. Without ``metrics``, no manifest is read, because names suffice."""
         self._tier = tier
         self._run = run
         self._metrics = metrics
@@ -48,10 +48,10 @@ class CheckpointCache:
         self._line: Lineage | None = None
         self._present: Lineage | None = None
 
-    def look(self) -> list[Checkpoint]:
-        """Return what is complete now, oldest first.
+    def refresh(self) -> list[Checkpoint]:
+        """Return the complete checkpoints, oldest first.
 
-        After the first time it takes one listing, and one for each checkpoint that is new or was not complete.
+        After the first call, this lists the run, and each checkpoint that is new or was incomplete.
         """
         manifests = self._tier.manifests
         if self._is_first:
@@ -68,31 +68,31 @@ class CheckpointCache:
         line = self._present = self._present_line(refs)
         self._described = {ref: self._describe(ref) for ref in refs if self._listings[ref].is_complete}
         return [
-            dataclasses.replace(one, on_line=None if line is None else ref in line)
-            for ref, one in self._described.items()
+            dataclasses.replace(checkpoint, on_line=None if line is None else ref in line)
+            for ref, checkpoint in self._described.items()
         ]
 
     @property
     def generation(self) -> int:
-        """The newest one that the last look has seen, by its head record or a checkpoint."""
+        """Newest generation of the last refresh, from head records and checkpoints."""
         return max([*(self._heads or ()), *(ref.generation for ref in self._listings)], default=1)
 
-    def placed(self, others: Iterable[Checkpoint], generation: int) -> list[Checkpoint]:
-        """Return checkpoints that lie elsewhere, where ``generation`` is the newest, by the line of the last look.
+    def placed(self, remote: Iterable[Checkpoint], generation: int) -> list[Checkpoint]:
+        """Return checkpoints of another tier with ``on_line`` set by the line of training in this tier.
 
-        As they are when that is not known, or is older than what is known elsewhere.
+        If this line is unknown, or older than ``generation``, the newest of the other tier, they are unchanged.
         """
         line = self._present
         if line is None or line.generation < generation:
-            return list(others)
-        return [dataclasses.replace(one, on_line=one.ref in line) for one in others]
+            return list(remote)
+        return [dataclasses.replace(checkpoint, on_line=checkpoint.ref in line) for checkpoint in remote]
 
-    def listing(self, one: Checkpoint) -> CheckpointFiles | None:
-        """Return the manifests of a checkpoint; None when the last look has not found it."""
-        return self._listings.get(one.ref)
+    def listing(self, checkpoint: Checkpoint) -> CheckpointFiles | None:
+        """Return the manifests of a checkpoint; None if the last refresh did not find the checkpoint."""
+        return self._listings.get(checkpoint.ref)
 
     def unfinished(self) -> list[CheckpointRef]:
-        """Return those of which the last look has found some manifests, and not all."""
+        """Return the checkpoints of the last refresh that lack manifests."""
         return [ref for ref, listing in self._listings.items() if listing.manifests and not listing.is_complete]
 
     def _describe(self, ref: CheckpointRef) -> Checkpoint:
@@ -107,7 +107,7 @@ class CheckpointCache:
             except UNKNOWING:
                 raise
             except AsymcheckError:
-                # Damaged, or deleted a moment ago: whoever copies it will say so.
+                # A damaged or deleted checkpoint raises when it is copied.
                 manifests = []
         return describe_by(listing, manifests, None)
 
@@ -125,10 +125,10 @@ class CheckpointCache:
 
 
 class RemotePresence:
-    """Current content of a location. Each index is read at most once, and only if it is needed. For one thread."""
+    """Content of a remote location. Indexes are read on demand, each at most once. For one thread."""
 
-    def __init__(self, there: RemoteTier) -> None:
-        self._there = there
+    def __init__(self, remote: RemoteTier) -> None:
+        self._remote = remote
         self._unread: list[PackId] | None = None
         self._read = 0
         self._entries: Entries = np.empty(0, dtype=ENTRY_DTYPE)
@@ -136,15 +136,15 @@ class RemotePresence:
         self._digests = DigestSet(self._readable["digest"])
 
     def has(self, listing: CheckpointFiles) -> bool:
-        """Tell whether a checkpoint is whole: its manifests are intact, and all that they name is in sound packs.
+        """Tell whether a checkpoint is whole: its manifests and packs are intact.
 
-        A pack that a collection is about to remove does not count: a user of the pack has to reprieve it first.
+        Packs whose removal a collection has announced do not count, because a user has to reprieve them first.
 
         Raises:
-            UnsupportedFormatError: it needs a newer program.
+            UnsupportedFormatError: the checkpoint requires a newer version of asymcheck.
         """
         try:
-            needs = PartitionSet.of_manifests(read_manifests(self._there, listing))
+            needs = PartitionSet.of_manifests(read_manifests(self._remote, listing))
         except UnsupportedFormatError:
             raise
         except (FormatError, MissingPartitionError):
@@ -162,16 +162,16 @@ class RemotePresence:
         return bool(np.array_equal(lengths.astype(np.int64), needs.lengths))
 
     def _read_more(self) -> bool:
-        """Look into as many packs as before once more; return False when all were looked into."""
+        """Double the number of indexes that were read; return False if none is left."""
         if self._unread is None:
-            self._unread = list(self._there.lasting_packs())
+            self._unread = list(self._remote.lasting_packs())
         count = max(self._read, _FIRST_PACKS)
-        some, self._unread = self._unread[:count], self._unread[count:]
-        if not some:
+        packs, self._unread = self._unread[:count], self._unread[count:]
+        if not packs:
             return False
-        self._read += len(some)
-        found = self._there.read_indexes(some).values()
-        new = [index.entries for index in found if index is not None and index.damage is None]
+        self._read += len(packs)
+        indexes = self._remote.read_indexes(packs).values()
+        new = [index.entries for index in indexes if index is not None and index.damage is None]
         self._entries = np.concatenate([self._entries, *new])
         self._readable = _readable(self._entries)
         self._digests = DigestSet(self._readable["digest"])
@@ -179,7 +179,7 @@ class RemotePresence:
 
 
 def _readable(entries: Entries) -> Entries:
-    """Return the frames that can be decoded from these alone (SPEC.md §12.5)."""
+    """Return the frames that can be decoded from these frames alone (SPEC.md §12.5)."""
     bases = entries[entries["kind"] == registry.KIND_FULL]
     deltas = entries[entries["kind"] == registry.KIND_DELTA]
     for _ in range(registry.DELTA_DEPTH_MAX):
@@ -192,5 +192,5 @@ def _readable(entries: Entries) -> Entries:
 
 
 def _have_bases(entries: Entries, bases: Entries) -> npt.NDArray[np.bool_]:
-    found: npt.NDArray[np.bool_] = DigestSet(bases["digest"]).numbers(entries["base_digest"]) >= 0
-    return found
+    present: npt.NDArray[np.bool_] = DigestSet(bases["digest"]).numbers(entries["base_digest"]) >= 0
+    return present

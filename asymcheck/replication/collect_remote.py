@@ -1,4 +1,4 @@
-"""Garbage collection and retention in a remote location: without locks, by age and in two steps (SPEC.md §8.6)."""
+"""Garbage collection and retention at a remote location, without locks: by age, in two steps (SPEC.md §8.6)."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from asymcheck.storage.remote.client_interface import Entry
 from asymcheck.types import Checkpoint, Digest, PackId
 
 _COLLECT_S = 3600.0
-"""A collection reads all manifests there, and frees only what is older than a day: more of them would find nothing."""
+"""Minimum seconds between two collections. Each reads all manifests, and frees only files older than a day."""
 
 
-def collect_remote(there: RemoteTier, *, dry_run: bool = False) -> Collected:
-    """Remove packs that no checkpoint needs and files of interrupted uploads; safe beside uploads of others.
+def collect_remote(remote: RemoteTier, *, dry_run: bool = False) -> Collected:
+    """Remove unreachable packs, and files of interrupted uploads; safe while other machines upload.
 
     Files younger than ``grace_s`` stay.
 
     Raises:
-        InconsistentCheckpointError: a manifest, or the index of a pack, cannot be read, so that what they need is
-            unknown; no pack was removed.
-        RemoteUnreachableError: nobody answers.
+        InconsistentCheckpointError: a manifest or an index is unreadable, so reachability is unknown; no pack was
+            removed.
+        RemoteUnreachableError: the location does not respond.
     """
-    return RemoteSweep(there, dry_run=dry_run).carry_out()
+    return RemoteSweep(remote, dry_run=dry_run).carry_out()
 
 
 class RemoteReachability(Reachability):
-    """Reachable partitions of a remote location. A collection reads each fact once."""
+    """Reachable partitions of a remote location."""
 
     tier: RemoteTier
 
-    def __init__(self, there: RemoteTier) -> None:
-        super().__init__(there, f"nothing was removed from {there.location}")
+    def __init__(self, remote: RemoteTier) -> None:
+        super().__init__(remote, f"nothing was removed from {remote.location}")
         self._damaged: set[PackId] = set()
         self._scanned: set[Digest] = set()
 
@@ -54,97 +54,98 @@ class RemoteReachability(Reachability):
             if not is_sound:
                 self._damaged.add(pack_id)
             if index is not None:
-                # Also of a damaged one: what was found in it may be all that there is of a live partition.
+                # A damaged pack may hold the only copy of a live partition.
                 self._bases[pack_id] = bases_in(index.entries)
                 if pack_id in self._damaged:
                     self._scanned.update(digests_of(index.entries))
                 else:
                     self.packs[pack_id] = HeldFrames(index.entries)
-        # What lies in no pack may lie where a pack could not be read, encoded against anything.
+        # A live partition in no pack may be in the unreadable part of a damaged pack, with any partition as its base.
         is_certain = not self._damaged or self.live() <= self._scanned.union(
-            *(one.names for one in self.packs.values())
+            *(frames.names for frames in self.packs.values())
         )
         self.problem = None if is_certain else InconsistentCheckpointError(self._uncertainty())
 
     def _uncertainty(self) -> str:
         names = ", ".join(layout.pack_name(pack_id) for pack_id in sorted(self._damaged))
         return (
-            f"{self._refusal}, because {names} is damaged, and what the checkpoints that need it are encoded against "
-            f"is unknown; delete those first: asymcheck verify {self.tier.location} names them"
+            f"{self._refusal}, because {names} is damaged, so the bases that its checkpoints need are unknown. Delete "
+            f"these checkpoints first; asymcheck verify {self.tier.location} lists them"
         )
 
 
 class RemoteSweep(Sweep):
-    """A collection in a remote location: packs are announced as garbage by another name, and are removed under it."""
+    """Collection at a remote location: garbage is renamed to announce its removal, and removed under this name."""
 
-    def __init__(self, there: RemoteTier, *, dry_run: bool) -> None:
-        super().__init__(RemoteReachability(there), dry_run=dry_run)
-        self._there = there
-        self._before_ns = time.time_ns() - int(there.config.remote.grace_s * 1e9)
+    def __init__(self, remote: RemoteTier, *, dry_run: bool) -> None:
+        super().__init__(RemoteReachability(remote), dry_run=dry_run)
+        self._remote = remote
+        self._before_ns = time.time_ns() - int(remote.config.remote.grace_s * 1e9)
         self._name = os.urandom(16)
         self._spared: AsymcheckError | None = None
 
     def _remove_temporaries(self) -> None:
-        for entry in self._there.temporaries():
+        for entry in self._remote.temporaries():
             if entry.is_older(self._before_ns):
                 self.result.removed_temporaries += 1
                 if not self.dry_run:
-                    self._there.files.delete(entry.path)
+                    self._remote.files.delete(entry.path)
 
     def _mark(self) -> None:
-        """Find what is old enough, and is garbage."""
-        # In this order: whoever relies on a pack of this listing, and commits after the manifests were read, looks for
-        # it again then.
-        self.packs = self._there.lasting_packs()
-        self.reachable.look()
-        self.candidates = self._garbage([one for one, entry in self.packs.items() if entry.is_older(self._before_ns)])
+        """Find old packs that are garbage."""
+        # Packs are listed before manifests: an upload that commits later checks its packs again.
+        self.packs = self._remote.lasting_packs()
+        self.reachable.refresh()
+        self.candidates = self._garbage(
+            [pack_id for pack_id, entry in self.packs.items() if entry.is_older(self._before_ns)]
+        )
 
-    def _garbage(self, among: Collection[PackId]) -> set[PackId]:
-        found = self.reachable.garbage().keys() & among
-        if found and self.reachable.problem is not None:
+    def _garbage(self, packs: Collection[PackId]) -> set[PackId]:
+        garbage = self.reachable.garbage().keys() & packs
+        if garbage and self.reachable.problem is not None:
             self._spared = self.reachable.problem
             return set()
-        return found
+        return garbage
 
     def _count(self) -> None:
-        """Count the candidates, and what others have announced."""
-        self.doomed = self._there.doomed_packs()
+        """Count the candidates, and the packs that other collections have announced."""
+        self.doomed = self._remote.doomed_packs()
         for packs, garbage in ((self.packs, self.candidates), (self.doomed, self._garbage(self.doomed))):
             for pack_id in garbage:
                 self._count_freed(packs[pack_id].size)
 
-    def _free(self, *, insists: bool) -> bool:  # noqa: ARG002 - nothing that comes makes it begin again
-        """Announce the candidates, look again, and remove them; take back what is needed by then."""
+    def _free(self, *, insists: bool) -> bool:  # noqa: ARG002 - a remote sweep never restarts
+        """Announce the candidates, check reachability again, remove garbage, and reprieve packs in use."""
         for pack_id, entry in self.packs.items():
-            if pack_id in self.candidates and self._there.doom(entry, pack_id, self._name):
+            if pack_id in self.candidates and self._remote.doom(entry, pack_id, self._name):
                 emit("remote.pack_doomed", entry.path.name)
-        for pack_id, entry in self._there.doomed_packs().items():
-            # What others have announced is taken over, for they may have been killed. What a living one has seen of it
-            # is not what holds then: it removes under its own names only, as this one does.
+        for pack_id, entry in self._remote.doomed_packs().items():
+            # Another collection that announced a pack may have been killed, so the pack is renamed. A running
+            # collection only removes packs under its own name, so it skips the renamed pack.
             if not self._is_own(pack_id, entry):
-                self._there.doom(entry, pack_id, self._name)
-        self.doomed = self._there.doomed_packs()
-        self.reachable.look()
+                self._remote.doom(entry, pack_id, self._name)
+        self.doomed = self._remote.doomed_packs()
+        self.reachable.refresh()
         garbage = self._garbage(self.doomed)
         for pack_id in sorted(garbage):
             entry = self.doomed[pack_id]
             if self._is_own(pack_id, entry):
-                self._there.files.delete(entry.path)
+                self._remote.files.delete(entry.path)
                 emit("remote.pack_removed", pack_id.hex())
                 self._count_freed(entry.size)
         needed = self.doomed.keys() - garbage
         if needed:
-            self._there.reprieve(needed)
+            self._remote.reprieve(needed)
         return True
 
     def _is_own(self, pack_id: PackId, entry: Entry) -> bool:
         return entry.path.name == layout.doomed_name(pack_id, self._name)
 
     def _finish(self) -> None:
-        """Count what stays.
+        """Count the remaining packs.
 
         Raises:
-            InconsistentCheckpointError: packs stay because it is unknown whether they are needed.
+            InconsistentCheckpointError: packs stay because their reachability is unknown.
         """
         if self._spared is not None:
             raise self._spared
@@ -152,58 +153,61 @@ class RemoteSweep(Sweep):
 
 
 class RemotePruner:
-    """Prunes one run of a remote location, again and again. For one thread."""
+    """Applies the retention of one run at a remote location. For one thread."""
 
-    def __init__(self, there: RemoteTier, run: str, retention: Retention) -> None:
-        """Keep of ``run`` what ``retention`` says."""
-        self._there = there
+    def __init__(self, remote: RemoteTier, run: str, retention: Retention) -> None:
+        """Apply ``retention`` to ``run``."""
+        self._remote = remote
         self._run = run
         self._retention = retention
-        self._known = CheckpointCache(there, run, metrics=retention.keep_best is not None)
-        self._collect_s = min(_COLLECT_S, there.config.remote.grace_s)
+        self._known = CheckpointCache(remote, run, metrics=retention.keep_best is not None)
+        self._collect_s = min(_COLLECT_S, remote.config.remote.grace_s)
         self._collected_at: float | None = None
         self._has_garbage = True
         self.failure: AsymcheckError | None = None
-        """Why nothing could be freed the last time; None when it could."""
+        """Error of the last collection; None if it succeeded."""
 
     def prune(self, now_ns: int) -> list[Checkpoint]:
-        """Delete the checkpoints that no rule keeps, and return them; collect garbage from time to time.
+        """Delete and return the checkpoints that no rule keeps; sometimes collect garbage.
 
-        Incomplete checkpoints older than the newest complete one go, too, if no upload has continued them for long.
+        Incomplete checkpoints older than the newest complete one are deleted, too, after their grace period.
 
         Raises:
-            RemoteUnreachableError, StorageError: the location did not answer, or refused.
+            RemoteUnreachableError, StorageError: the location failed.
         """
-        found = self._known.look()
-        verdicts = judge(self._retention, found, now_ns)
+        checkpoints = self._known.refresh()
+        verdicts = judge(self._retention, checkpoints, now_ns)
         if not all(verdict.stays for verdict in verdicts):
-            verdicts = judge(self._retention, found, now_ns, newest_consistent(self._there, found, self._known.listing))
-        going = [verdict.checkpoint for verdict in verdicts if not verdict.stays]
-        for one in going:
-            self._there.manifests.remove(self._run, one.ref)
-        left = self._remove_left(verdicts, now_ns)
-        self._has_garbage |= bool(going) or left
+            newest = newest_consistent(self._remote, checkpoints, self._known.listing)
+            verdicts = judge(self._retention, checkpoints, now_ns, newest)
+        deleted = [verdict.checkpoint for verdict in verdicts if not verdict.stays]
+        for checkpoint in deleted:
+            self._remote.manifests.remove(self._run, checkpoint.ref)
+        self._has_garbage |= self._remove_unfinished(verdicts, now_ns) or bool(deleted)
         now = time.monotonic()
         if self._has_garbage and (self._collected_at is None or now - self._collected_at >= self._collect_s):
-            # One that fails does so after it has read as much, and is no sooner begun again.
+            # A failed collection is as expensive, so the next one waits as long.
             self._collected_at = now
-            self._collect(found_more=bool(going))
-        return going
+            self._collect(found_more=bool(deleted))
+        return deleted
 
-    def _remove_left(self, verdicts: Sequence[Verdict], now_ns: int) -> bool:
-        """Remove parts of checkpoints whose other parts never came: machines were lost, or have deleted theirs."""
-        newest = max((one.checkpoint.ref for one in verdicts if one.stays and one.checkpoint.on_line), default=None)
-        before_ns = now_ns - int(self._there.config.remote.grace_s * 1e9)
-        # What is newer may be on its way, or is all that a machine can come back from.
+    def _remove_unfinished(self, verdicts: Sequence[Verdict], now_ns: int) -> bool:
+        """Remove old checkpoints of which other machines never pushed their parts; return whether any was removed."""
+        newest = max(
+            (verdict.checkpoint.ref for verdict in verdicts if verdict.stays and verdict.checkpoint.on_line),
+            default=None,
+        )
+        before_ns = now_ns - int(self._remote.config.remote.grace_s * 1e9)
+        # A newer checkpoint may still be completed.
         old = [ref for ref in self._known.unfinished() if newest is not None and ref < newest]
-        return bool([ref for ref in old if self._there.manifests.remove_left(self._run, ref, before_ns)])
+        return bool([ref for ref in old if self._remote.manifests.remove_left(self._run, ref, before_ns)])
 
     def _collect(self, *, found_more: bool) -> None:
         try:
-            collected = collect_remote(self._there)
+            collected = collect_remote(self._remote)
         except AsymcheckError as error:
             self.failure = error
         else:
             self.failure = None
-            # What is too young goes with a later one.
+            # Younger garbage needs a later collection.
             self._has_garbage = found_more or collected.freed_packs > 0

@@ -1,4 +1,4 @@
-"""Others: the stores of one job share out what they have in common, so that each byte is sent by one of them."""
+"""Deduplication between the stores of one job: each common partition is pushed by one store only."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from asymcheck.storage.pack_index import digests_of
 from asymcheck.storage.remote import RemoteTier
 from asymcheck.types import Checkpoint, CheckpointRef, Digest, PackId
 
-_LOOKED_AT = 4
+_CHECKED = 4
 _POLL_S = (0.05, 2.0)
 LATE_S = 600.0
-"""After so long it is said that others have not sent their parts."""
+"""Seconds after which the missing parts of other stores are reported."""
 PATIENCE_S = 30.0
-"""How long is waited for a new pack there, before what others were to bring is sent from here."""
-_AT_MOST = 10
-"""So many times as long when none of the new packs has any of it: other trainings push there, too."""
+"""Seconds without a new pack, after which this store sends the partitions that another store should send."""
+_PATIENCE_FACTOR = 10
+"""Factor for new packs without needed partitions, because other trainings may push to the location, too."""
 
 
 def held_back(manifests: Sequence[Manifest], listing: CheckpointFiles) -> set[Digest]:
-    """Return what other stores bring of a checkpoint: all of this one's manifests that name it say so."""
+    """Return the partitions that other stores push: every local manifest that names one assigns it elsewhere."""
     if listing.is_whole:
-        # All of it lies here.
         return set()
     elsewhere = [manifest.elsewhere() for manifest in manifests]
     own = set[Digest]().union(
@@ -33,72 +32,76 @@ def held_back(manifests: Sequence[Manifest], listing: CheckpointFiles) -> set[Di
     return set[Digest]().union(*elsewhere) - own
 
 
-def begun_first(there: RemoteTier, run: str, left: list[Checkpoint]) -> list[Checkpoint]:
-    """Put the checkpoints first that other stores of the job have begun to push: only complete ones can be restored."""
-    begun = set(there.manifests.refs(run)) if len(left) > 1 else set()
-    return sorted(left, key=lambda one: one.ref not in begun)
+def begun_first(remote: RemoteTier, run: str, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+    """Put checkpoints first that other stores of the job have begun to push, because only complete ones are useful."""
+    begun = set(remote.manifests.refs(run)) if len(checkpoints) > 1 else set()
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.ref not in begun)
 
 
 class SentParts:
-    """Checkpoints of which this store has sent its part, and others may not have sent theirs."""
+    """Checkpoints of which this store has pushed its part, while parts of other stores may be missing."""
 
     def __init__(self, run: str) -> None:
         self._run = run
         self._sent: Mapping[CheckpointRef, float] = {}
 
     def __contains__(self, ref: CheckpointRef) -> bool:
-        """Tell whether one is not known to be there whole."""
+        """Tell whether parts of a checkpoint may be missing."""
         return ref in self._sent
 
     def add(self, ref: CheckpointRef) -> None:
-        """Note that the part of this store is there."""
+        """Note that this store has pushed its part."""
         self._sent = {**self._sent, ref: time.monotonic()}
 
     def late(self) -> str:
-        """Say that others have not sent their parts for long; empty when they have."""
+        """Return a message if parts of other stores are late; otherwise an empty string."""
         now = time.monotonic()
         late = max((ref for ref, sent in self._sent.items() if now - sent > LATE_S), default=None)
         if late is None:
             return ""
         return (
-            f"not whole there: of step {late.step} the other machines' parts have not come in {LATE_S / 60:.0f} "
-            "minutes. See whether all of them push, and to a place that all of them see"
+            f"step {late.step} is incomplete: other machines have not pushed their parts for {LATE_S / 60:.0f} "
+            "minutes. Check that all machines push, and to a location that they share"
         )
 
-    def look(self, there: RemoteTier) -> None:
-        """See whether the newest are whole by now; what came before one that is matters no more."""
-        for ref in sorted(self._sent, reverse=True)[:_LOOKED_AT]:
-            if there.manifests.listing(self._run, ref).is_whole:
-                self._sent = {one: sent for one, sent in self._sent.items() if one > ref}
+    def refresh(self, remote: RemoteTier) -> None:
+        """Forget the newest whole checkpoint and all older ones."""
+        for ref in sorted(self._sent, reverse=True)[:_CHECKED]:
+            if remote.manifests.listing(self._run, ref).is_whole:
+                self._sent = {newer: sent for newer, sent in self._sent.items() if newer > ref}
                 return
 
 
 def wait_for_others(
-    there: RemoteTier, listing: CheckpointFiles, names: set[Digest], report: Callable[[], object]
+    remote: RemoteTier, listing: CheckpointFiles, names: set[Digest], report: Callable[[], object]
 ) -> None:
-    """Wait until ``names`` are there, or the other stores of a checkpoint have sent all, or nothing more comes.
+    """Wait until ``names`` are at the location, other stores have committed their parts, or uploads have stalled.
 
-    ``report`` is called now and then, and may raise to stop that.
+    ``report`` is called regularly, and may raise to stop the wait.
     """
     missing, seen, pause_s = set(names), set[PackId](), _POLL_S[0]
-    own, everybody = {name.rank for name in listing.manifests}, set(range(listing.world_size))
-    news = last_use = time.monotonic()
+    own, all_ranks = {name.rank for name in listing.manifests}, set(range(listing.world_size))
+    last_pack = last_use = time.monotonic()
     while missing:
         count = len(missing)
-        # Before the packs: who has published all manifests has sent all packs.
-        come = {name.rank for name in there.manifests.listing(listing.run, listing.ref).manifests}
-        new = [pack_id for pack_id in there.lasting_packs() if pack_id not in seen]
+        # Listed before the packs: a store commits its manifests after its packs.
+        committed = {name.rank for name in remote.manifests.listing(listing.run, listing.ref).manifests}
+        new = [pack_id for pack_id in remote.lasting_packs() if pack_id not in seen]
         seen.update(new)
-        for index in there.read_indexes(new).values():
+        for index in remote.read_indexes(new).values():
             if index is not None and index.damage is None:
                 missing -= set(digests_of(index.entries))
         now = time.monotonic()
         if len(missing) < count:
             last_use = now
-        if come | own >= everybody or now - news > PATIENCE_S or now - last_use > _AT_MOST * PATIENCE_S:
+        if (
+            committed | own >= all_ranks
+            or now - last_pack > PATIENCE_S
+            or now - last_use > _PATIENCE_FACTOR * PATIENCE_S
+        ):
             return
         if new:
-            news, pause_s = now, _POLL_S[0]
+            last_pack, pause_s = now, _POLL_S[0]
         report()
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _POLL_S[1])

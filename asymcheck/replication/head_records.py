@@ -1,4 +1,4 @@
-"""Head records on their way from a remote location into a store, when both have one training (SPEC.md §6.2)."""
+"""Copy head records from a remote location into a store, if both belong to one training (SPEC.md §6.2)."""
 
 from __future__ import annotations
 
@@ -9,71 +9,71 @@ from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.remote import RemoteTier
 
 
-def pull_heads(there: RemoteTier, here: NvmeTier, run: str) -> None:
-    """Publish the head records of a run that are not here, and replace those of which no copy is intact here.
+def pull_heads(remote: RemoteTier, local: NvmeTier, run: str) -> None:
+    """Copy the head records of a run that are missing or damaged in the store.
 
     Raises:
-        InvalidInputError: one that is here is another one, or may be: two trainings have the same run name.
-        FormatError: one that is needed is damaged there.
+        InvalidInputError: a local record differs, or may differ: two trainings have used the same run name.
+        FormatError: a required record is damaged at the location.
     """
-    for generation in there.manifests.heads(run):
+    for generation in remote.manifests.heads(run):
         try:
-            own = here.manifests.read_head(run, generation)
+            own = local.manifests.read_head(run, generation)
         except UnsupportedFormatError:
             raise
         except FormatError:
-            bring_head(there, here, run, generation)
+            fetch_head(remote, local, run, generation)
             continue
         if own is None:
-            missing = there.manifests.read_head(run, generation)
-            if missing is None or here.manifests.publish_head(missing[0]):
+            missing = remote.manifests.read_head(run, generation)
+            if missing is None or local.manifests.publish_head(missing[0]):
                 continue
-            own = here.manifests.read_head(run, generation)
-        found = _intact(there, run, generation)
-        if own is None or (found is not None and not own[0].is_same(found)):
+            own = local.manifests.read_head(run, generation)
+        other = _intact(remote, run, generation)
+        if own is None or (other is not None and not own[0].is_same(other)):
             raise InvalidInputError(
-                f"store {here.root} has another generation {generation} of run {run!r} than {there.location}: "
-                "another training of this name was saved here; pull into another store"
+                f"cannot pull run {run!r} into store {local.root}: its generation {generation} differs from the one at "
+                f"{remote.location}, so another training of this name was saved in the store; pull into another store"
             )
 
 
-def bring_head(there: RemoteTier, here: NvmeTier, run: str, generation: int) -> None:
-    """Put a head record here that is missing, or of which no copy is intact.
+def fetch_head(remote: RemoteTier, local: NvmeTier, run: str, generation: int) -> None:
+    """Copy one head record that is missing or damaged in the store.
 
     Raises:
-        InvalidInputError: the location has no such record, or none of the same training.
-        FormatError: it is damaged there, too.
+        InvalidInputError: the location has no such record, or one of another training.
+        FormatError: the record is damaged at the location, too.
     """
-    found = there.manifests.read_head(run, generation)
-    if found is None:
-        raise InvalidInputError(f"{there.location} has no head record of generation {generation} of run {run!r}")
-    if not _have_one_training(there, here, run, generation):
+    head = remote.manifests.read_head(run, generation)
+    if head is None:
+        raise InvalidInputError(f"{remote.location} has no head record of generation {generation} of run {run!r}")
+    if not _have_one_training(remote, local, run, generation):
         raise InvalidInputError(
-            f"{there.location} has no checkpoint of generation {generation} of run {run!r} in common with store "
-            f"{here.root}, so its head record may be that of another training"
+            f"cannot copy head record {generation} of run {run!r} from {remote.location}: it has no checkpoint of that "
+            f"generation in common with store {local.root}, so the record may be that of another training"
         )
-    if generation in here.manifests.heads(run):
-        here.manifests.replace_head(found[0])
+    if generation in local.manifests.heads(run):
+        local.manifests.replace_head(head[0])
     else:
-        here.manifests.publish_head(found[0])
+        local.manifests.publish_head(head[0])
 
 
-def _have_one_training(there: RemoteTier, here: NvmeTier, run: str, generation: int) -> bool:
-    """Tell whether a generation is the same on both sides: by a save id, which is random, or by what came after it."""
-    common = set(there.manifests.refs(run)).intersection(here.manifests.refs(run))
+def _have_one_training(remote: RemoteTier, local: NvmeTier, run: str, generation: int) -> bool:
+    """Tell whether a generation is the same on both sides, by a common random save id or by a later generation."""
+    common = set(remote.manifests.refs(run)).intersection(local.manifests.refs(run))
     if any(ref.generation == generation for ref in common):
         return True
-    # A later one has its parent by a save id, or was opened at the same nanosecond.
-    later = [number for number in there.manifests.heads(run) if number > generation]
-    pairs = ((_intact(there, run, number), _intact(here, run, number)) for number in later)
-    return any(one is not None and other is not None and one.is_same(other) for one, other in pairs)
+    # Equal records of a later generation name the same parent and the same start in nanoseconds.
+    later = [number for number in remote.manifests.heads(run) if number > generation]
+    pairs = ((_intact(remote, run, number), _intact(local, run, number)) for number in later)
+    return any(a is not None and b is not None and a.is_same(b) for a, b in pairs)
 
 
 def _intact(tier: ReadTier, run: str, generation: int) -> HeadRecord | None:
     try:
-        found = tier.manifests.read_head(run, generation)
+        head = tier.manifests.read_head(run, generation)
     except UnsupportedFormatError:
         raise
     except FormatError:
         return None
-    return None if found is None else found[0]
+    return None if head is None else head[0]

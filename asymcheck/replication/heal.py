@@ -1,4 +1,4 @@
-"""Heal: what a repair could not make whole is brought from a remote location, as far as that has it."""
+"""Heal: fetch head records and checkpoints that a repair could not restore from a remote location."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from asymcheck.errors import FormatError, InvalidInputError
 from asymcheck.format import layout
 from asymcheck.format.spans import Spans
 from asymcheck.fsck.repair import Repair, Unrepaired
-from asymcheck.replication.head_records import bring_head
+from asymcheck.replication.head_records import fetch_head
 from asymcheck.replication.pull import copy_one, each
 from asymcheck.replication.transfer_stats import Moved
 from asymcheck.storage.manifests import CheckpointFiles
@@ -20,89 +20,95 @@ from asymcheck.types import Progress, readable_size
 _HEADS = ("damaged-head", "missing-head")
 
 
-def can_be_healed(left: Sequence[Unrepaired]) -> bool:
-    """Tell whether anything that a repair left is of a kind that a remote location may have."""
-    return any(one.checkpoints or one.kind in _HEADS for one in left)
+def can_be_healed(unrepaired: Sequence[Unrepaired]) -> bool:
+    """Tell whether a remote location may have any of the unrepaired objects."""
+    return any(problem.checkpoints or problem.kind in _HEADS for problem in unrepaired)
 
 
 @dataclasses.dataclass(frozen=True)
 class Healed:
-    """Partitions and records that were fetched."""
+    """Result of a heal."""
 
     done: tuple[Repair, ...]
     _location: str
     _failed: dict[str, str]
 
-    def told(self, left: Sequence[Unrepaired]) -> tuple[Unrepaired, ...]:
-        """Return what is still wrong, each with the reason for which it could not be brought."""
-        told = []
-        for one in left:
-            names = (one.where, *one.checkpoints)
+    def with_reasons(self, unrepaired: Sequence[Unrepaired]) -> tuple[Unrepaired, ...]:
+        """Add the reasons why the remaining problems could not be healed to their messages."""
+        explained = []
+        for problem in unrepaired:
+            names = (problem.where, *problem.checkpoints)
             reasons = dict.fromkeys(self._failed[name] for name in names if name in self._failed)
-            why = "".join(f"; it could not be brought from {self._location}: {reason}" for reason in reasons)
-            told.append(dataclasses.replace(one, message=one.message + why))
-        return tuple(told)
+            suffix = "".join(f"; cannot fetch it from {self._location}: {reason}" for reason in reasons)
+            explained.append(dataclasses.replace(problem, message=problem.message + suffix))
+        return tuple(explained)
 
 
 def heal(
-    there: RemoteTier, here: NvmeTier, catalog: Catalog, left: Sequence[Unrepaired], progress: Progress | None
+    remote: RemoteTier, local: NvmeTier, catalog: Catalog, unrepaired: Sequence[Unrepaired], progress: Progress | None
 ) -> Healed:
-    """Bring head records and checkpoints that a repair has left; what cannot be had stops nothing else.
+    """Fetch unrepaired head records and checkpoints. A failure of one does not stop the others.
 
     Raises:
-        RemoteUnreachableError: nobody answers there any more; what was brought stays.
-        StorageError: the device is full, or refuses; likewise.
+        RemoteUnreachableError: the location does not respond; fetched data stays.
+        StorageError: the drive is full or failed; fetched data stays.
     """
     failed: dict[str, str] = {}
-    done = _heads(there, here, left, failed)
-    lost = dict.fromkeys(name for one in left for name in one.checkpoints)
-    listings = _listings(there, lost, failed)
-    tally = Moved(str(there.location))
+    done = _heads(remote, local, unrepaired, failed)
+    lost = dict.fromkeys(name for problem in unrepaired for name in problem.checkpoints)
+    listings = _listings(remote, lost, failed)
+    moved = Moved(str(remote.location))
 
-    def bring(listing: CheckpointFiles) -> None:
-        # It may have been deleted since the repair saw it.
-        known = here.manifests.listing(listing.run, listing.ref)
+    def fetch(listing: CheckpointFiles) -> None:
+        # A checkpoint that was deleted since the repair is not fetched.
+        known = local.manifests.listing(listing.run, listing.ref)
         if known.manifests:
-            copy_one(there, here, catalog, listing.of_ranks(_store_ranks(there, listing, known)), tally, progress)
+            copy_one(remote, local, catalog, listing.of_ranks(_store_ranks(remote, listing, known)), moved, progress)
 
-    failed |= {name: str(error) for name, error in each(there, listings, bring).items()}
-    if tally.committed:
-        what = f"{len(tally.committed)} of {len(lost)} checkpoints with lost partitions or manifests"
-        count = tally.moved_partitions
-        partitions = f"{count} partition{'' if count == 1 else 's'} fetched, {readable_size(tally.moved_bytes)}"
+    failed |= {name: str(error) for name, error in each(remote, listings, fetch).items()}
+    if moved.committed:
+        repaired = f"{len(moved.committed)} of {len(lost)} checkpoints with lost partitions or manifests"
+        count = moved.moved_partitions
+        partitions = f"{count} partition{'' if count == 1 else 's'} fetched, {readable_size(moved.moved_bytes)}"
         fetched = partitions if count else "manifests fetched"
-        done.append(Repair("remote", str(there.location), what, fetched))
-    return Healed(tuple(done), str(there.location), failed)
+        done.append(Repair("remote", str(remote.location), repaired, fetched))
+    return Healed(tuple(done), str(remote.location), failed)
 
 
-def _store_ranks(there: RemoteTier, listing: CheckpointFiles, known: CheckpointFiles) -> Spans | None:
-    """Return the ranks that save into this store: where its own manifests cannot be read, those there say it."""
+def _store_ranks(remote: RemoteTier, listing: CheckpointFiles, known: CheckpointFiles) -> Spans | None:
+    """Return the ranks that save into this store, from a remote manifest if the local ones are unreadable."""
     if known.store_ranks is None:
         for name in known.manifests:
             if name in listing.manifests:
-                return there.manifests.read(listing.run, listing.ref, name).header.store_ranks
+                return remote.manifests.read(listing.run, listing.ref, name).header.store_ranks
     return known.store_ranks
 
 
-def _heads(there: RemoteTier, here: NvmeTier, left: Sequence[Unrepaired], failed: dict[str, str]) -> list[Repair]:
+def _heads(
+    remote: RemoteTier, local: NvmeTier, unrepaired: Sequence[Unrepaired], failed: dict[str, str]
+) -> list[Repair]:
     done = []
-    for one in left:
-        _, run, name = one.where.split("/") if one.kind in _HEADS else ("", "", "")
+    for problem in unrepaired:
+        _, run, name = problem.where.split("/") if problem.kind in _HEADS else ("", "", "")
         generation = layout.parse_head_name(name)
         if generation is None:
             continue
         try:
-            bring_head(there, here, run, generation)
+            fetch_head(remote, local, run, generation)
         except (FormatError, InvalidInputError) as error:
-            failed[one.where] = str(error)
+            failed[problem.where] = str(error)
         else:
-            done.append(Repair("record", one.where, one.message, f"brought from {there.location}"))
+            done.append(Repair("record", problem.where, problem.message, f"fetched from {remote.location}"))
     return done
 
 
-def _listings(there: RemoteTier, lost: dict[str, None], failed: dict[str, str]) -> list[CheckpointFiles]:
-    """Return the lost checkpoints that are complete there."""
+def _listings(remote: RemoteTier, lost: dict[str, None], failed: dict[str, str]) -> list[CheckpointFiles]:
+    """Return the lost checkpoints that are complete at the location."""
     runs = dict.fromkeys(name.split(" ", 1)[0] for name in lost)
-    found = {f"{run} {listing.ref}": listing for run in runs for listing in there.manifests.checkpoints(run)}
-    failed |= {name: "it is not there" for name in lost if name not in found or not found[name].is_complete}
-    return [found[name] for name in lost if name not in failed]
+    remote_listings = {f"{run} {listing.ref}": listing for run in runs for listing in remote.manifests.checkpoints(run)}
+    failed |= {name: "the location does not have it" for name in lost if not _is_complete(remote_listings.get(name))}
+    return [remote_listings[name] for name in lost if name not in failed]
+
+
+def _is_complete(listing: CheckpointFiles | None) -> bool:
+    return listing is not None and listing.is_complete

@@ -1,4 +1,4 @@
-"""Pull: a checkpoint copied from a remote location into a store on a local drive, in the order of SPEC.md §8.1."""
+"""Pull: copy checkpoints from a remote location into a store on a local drive, in the order of SPEC.md §8.1."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from asymcheck.storage.nvme import Catalog, NvmeTier, PackWriter
 from asymcheck.storage.remote import RemoteTier
 from asymcheck.types import Digest, Progress
 
-_NO_OTHER_EITHER = (
+_BLOCKING_ERRORS = (
     OutOfSpaceError,
     ReadOnlyStoreError,
     TooManyFilesError,
@@ -42,78 +42,78 @@ _NO_OTHER_EITHER = (
     ClosedStoreError,
     ForkedStoreError,
 )
-"""What stops all copying: another checkpoint would fail for the same reason."""
+"""Errors that every other checkpoint would raise as well."""
 
 
 def pull(
-    there: RemoteTier,
-    here: NvmeTier,
+    remote: RemoteTier,
+    local: NvmeTier,
     catalog: Catalog,
     listings: Sequence[CheckpointFiles],
     progress: Progress | None = None,
 ) -> Moved:
-    """Copy checkpoints into a store, every byte verified. Those that are in it already are passed over.
+    """Copy checkpoints into a store, and verify every byte; skip checkpoints that the store already has.
 
-    One that cannot be copied stops no other; at the end it is an error.
+    A checkpoint that cannot be copied does not stop the others, and raises at the end.
 
     Args:
-        there: where they lie.
-        here: the store.
-        catalog: its catalog.
-        listings: which ones.
-        progress: called with plain bytes read and to be read, for the checkpoint that is being copied.
+        remote: the source.
+        local: the store.
+        catalog: the catalog of the store.
+        listings: the checkpoints.
+        progress: callback with the plain bytes read and to be read, for the current checkpoint.
 
     Raises:
-        InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError: one cannot be copied.
-        InvalidInputError: the store has another training of that run name.
-        RemoteUnreachableError, StorageError: the location, or the device, refused; what was committed stays.
+        InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError: a checkpoint is damaged.
+        InvalidInputError: another training has used the run name in the store.
+        RemoteUnreachableError, StorageError: the location or the drive failed; committed checkpoints stay.
     """
-    tally = Moved(str(there.location))
+    moved = Moved(str(remote.location))
     with_heads = set[str]()
 
     def copy(listing: CheckpointFiles) -> None:
-        # A store of several of one job may have its part, and nothing of the others.
-        if here.manifests.listing(listing.run, listing.ref).is_whole:
-            tally.present += 1
+        # With one store per node, this store may have only the part of its node.
+        if local.manifests.listing(listing.run, listing.ref).is_whole:
+            moved.present += 1
             return
         if listing.run not in with_heads:
-            pull_heads(there, here, listing.run)
+            pull_heads(remote, local, listing.run)
             with_heads.add(listing.run)
-        copy_one(there, here, catalog, listing, tally, progress)
+        copy_one(remote, local, catalog, listing, moved, progress)
 
-    failed = each(there, listings, copy)
+    failed = each(remote, listings, copy)
     if failed:
-        raise _failure(failed, len(listings), there)
-    return tally
+        raise _failure(failed, len(listings), remote)
+    return moved
 
 
 def each(
-    there: RemoteTier, listings: Sequence[CheckpointFiles], copy: Callable[[CheckpointFiles], None]
+    remote: RemoteTier, listings: Sequence[CheckpointFiles], copy: Callable[[CheckpointFiles], None]
 ) -> dict[str, AsymcheckError]:
-    """Copy checkpoints one by one; return what could not be copied, and why.
+    """Copy checkpoints one by one; return the errors of those that could not be copied.
 
     Raises:
-        RemoteUnreachableError, StorageError: no other could be copied, either.
+        RemoteUnreachableError, StorageError: every other checkpoint would fail, too.
     """
     failed: dict[str, AsymcheckError] = {}
     for listing in listings:
         try:
             copy(listing)
-        except _NO_OTHER_EITHER:
+        except _BLOCKING_ERRORS:
             raise
         except AsymcheckError as error:
             if isinstance(error, RemoteUnreachableError):
-                there.manifests.runs()  # An error when nobody answers, whatever is asked.
+                remote.manifests.runs()  # Raises if the whole location is unreachable.
             failed[f"{listing.run} {listing.ref}"] = error
     return failed
 
 
-def _failure(failed: Mapping[str, AsymcheckError], count: int, there: RemoteTier) -> AsymcheckError:
-    """Return one error for all."""
+def _failure(failed: Mapping[str, AsymcheckError], count: int, remote: RemoteTier) -> AsymcheckError:
+    """Combine the errors into one."""
     errors = list(failed.values())
     if count == 1:
         return errors[0]
-    message = f"{len(failed)} of {count} checkpoints could not be copied from {there.location}, the others are here:"
+    message = f"{len(failed)} of {count} checkpoints could not be copied from {remote.location}, all others were:"
     reasons = [f"{name}: {error}" for name, error in failed.items()]
     for kind in (RemoteUnreachableError, StorageError, InvalidInputError):
         if any(isinstance(error, kind) for error in errors):
@@ -122,65 +122,67 @@ def _failure(failed: Mapping[str, AsymcheckError], count: int, there: RemoteTier
 
 
 def copy_one(
-    there: RemoteTier,
-    here: NvmeTier,
+    remote: RemoteTier,
+    local: NvmeTier,
     catalog: Catalog,
     listing: CheckpointFiles,
-    tally: Moved,
+    moved: Moved,
     progress: Progress | None,
 ) -> None:
-    """Copy one checkpoint, or what the store lacks of it: it may be there already, and damaged.
+    """Copy the missing or damaged parts of one checkpoint.
 
     Raises:
-        AsymcheckError: it cannot be copied; what was here before is here still.
+        AsymcheckError: the copy failed; the store keeps everything that it had.
     """
-    manifests = read_manifests(there, listing)
+    manifests = read_manifests(remote, listing)
     for name, manifest in zip(listing.manifests, manifests, strict=True):
-        _Pull(there, here, catalog, tally, progress).carry_out(listing, name, manifest)
-    tally.committed += (f"{listing.run} {listing.ref}",)
+        _Pull(remote, local, catalog, moved, progress).carry_out(listing, name, manifest)
+    moved.committed += (f"{listing.run} {listing.ref}",)
 
 
 class _Pull:
-    """Copies one rank's part of a checkpoint."""
+    """Copies the part of one rank."""
 
     def __init__(
-        self, there: RemoteTier, here: NvmeTier, catalog: Catalog, tally: Moved, progress: Progress | None
+        self, remote: RemoteTier, local: NvmeTier, catalog: Catalog, moved: Moved, progress: Progress | None
     ) -> None:
-        self._there, self._here, self._catalog = there, here, catalog
-        self._tally, self._progress = tally, progress
+        self._remote, self._local, self._catalog = remote, local, catalog
+        self._moved, self._progress = moved, progress
         self._done = 0
         self._lock = threading.Lock()
 
     def carry_out(self, listing: CheckpointFiles, name: ManifestName, manifest: Manifest) -> None:
-        """Fetch what the store lacks, and commit."""
+        """Fetch missing partitions, and commit the manifest."""
         run, ref = listing.run, listing.ref
-        # Frames are stored as they come: to encode them is for a save.
+        # Only saves encode frames.
         encoder = Encoder("off", "nvme")
-        with CommitTransaction(self._here, self._catalog, encoder, ref.save_id, name.rank) as transaction:
-            data = self._there.manifests.read_bytes(run, ref, name)
-            with PartitionLocator(self._there, PartitionSet.of_manifests([manifest]), manifest.header.packs) as sources:
-                fetch_lacking = partial(self._fetch_lacking, transaction, sources, manifest.partitions())
-                fetch_lacking(names := list(manifest.partitions()))
-                transaction.seal(names, lambda lost: fetch_lacking(sorted(lost)))
-            # A manifest that was here before stays, whatever becomes of this: parts of it may be sound.
+        with CommitTransaction(self._local, self._catalog, encoder, ref.save_id, name.rank) as transaction:
+            data = self._remote.manifests.read_bytes(run, ref, name)
+            with PartitionLocator(
+                self._remote, PartitionSet.of_manifests([manifest]), manifest.header.packs
+            ) as sources:
+                fetch_missing = partial(self._fetch_missing, transaction, sources, manifest.partitions())
+                fetch_missing(names := list(manifest.partitions()))
+                transaction.seal(names, lambda lost: fetch_missing(sorted(lost)))
+            # An existing manifest stays: parts of its checkpoint may be readable if this copy fails.
             transaction.publish(run, ref, name.world_size, data, keep_existing=True)
         packing = transaction.packing
-        self._tally.packs += len(packing.packs)
-        self._tally.moved_bytes += packing.written_bytes
-        self._tally.plain_bytes += packing.written_bytes
-        self._tally.moved_partitions += len(packing.written)
-        self._tally.reused_partitions += len(packing.reused)
+        self._moved.packs += len(packing.packs)
+        self._moved.moved_bytes += packing.written_bytes
+        self._moved.plain_bytes += packing.written_bytes
+        self._moved.moved_partitions += len(packing.written)
+        self._moved.reused_partitions += len(packing.reused)
 
-    def _fetch_lacking(
+    def _fetch_missing(
         self,
         transaction: CommitTransaction,
         sources: PartitionLocator,
         lengths: Mapping[Digest, int],
         names: Sequence[Digest],
     ) -> None:
-        lacking = [name for name in names if transaction.claim(name)]
-        total = sum(lengths[name] for name in lacking)
-        transaction.expect(sum(frame_length(lengths[name]) for name in lacking))
+        missing = [name for name in names if transaction.claim(name)]
+        total = sum(lengths[name] for name in missing)
+        transaction.expect(sum(frame_length(lengths[name]) for name in missing))
         self._done = 0
 
         def place(name: Digest, data: memoryview) -> None:
@@ -190,10 +192,10 @@ class _Pull:
                     self._done += len(data)
                     self._progress(self._done, total)
 
-        if lacking:
-            fetch(sources, lacking, place, self._here.slots, self._here.config.slots)
+        if missing:
+            fetch(sources, missing, place, self._local.slots, self._local.config.slots)
 
     def _write(self, data: memoryview, writer: PackWriter, descriptor: FrameDescriptor) -> None:
-        with self._here.slots.slot(len(data)) as slot:
+        with self._local.slots.slot(len(data)) as slot:
             slot.payload(len(data))[:] = data
             writer.write(slot, descriptor)

@@ -1,4 +1,4 @@
-"""Push: a checkpoint copied to a remote location, in the order of SPEC.md §8.6."""
+"""Push: copy checkpoints to a remote location, in the order of SPEC.md §8.6."""
 
 from __future__ import annotations
 
@@ -55,53 +55,52 @@ from asymcheck.storage.slots import Slot
 from asymcheck.types import CheckpointRef, Digest, PackId, Progress
 
 _ATTEMPTS = 8
-_OLDER_LOOKED_AT = 8
-_LEAST_BYTES = 64 << 20
-"""Smaller packs are not made for the sake of more streams."""
+_OLDER_TRIED = 8
+_PACK_BYTES_MIN = 64 << 20
+"""Packs are not made smaller than this to use more streams."""
 _PROBE_BYTES = 32 << 20
-"""Bytes that are sent first to measure the location's speed, which decides whether the rest is encoded."""
+"""Bytes that are sent first to measure the speed of the location, which decides whether the rest is encoded."""
 _MAKE_BYTES_PER_S = 1e9
-"""Speed at which frames are read for one stream, until it was measured."""
+"""Assumed speed of reading frames for one stream, until it was measured."""
 
 
-def encoder_for(there: RemoteTier) -> Encoder:
-    """Return what decides how frames are stored in a location; who keeps it, keeps what it has measured."""
-    config = there.config.remote
-    return Encoder(config.compression, "hdfs", lambda: there.pace.writing.bytes_per_s)
+def encoder_for(remote: RemoteTier) -> Encoder:
+    """Return the encoder of a location. Reuse it to keep its measurements."""
+    config = remote.config.remote
+    return Encoder(config.compression, "hdfs", lambda: remote.pace.writing.bytes_per_s)
 
 
 def push(
-    here: ReadTier,
-    there: RemoteTier,
+    local: ReadTier,
+    remote: RemoteTier,
     listings: Sequence[CheckpointFiles],
     progress: Progress | None = None,
     encoder: Encoder | None = None,
 ) -> Moved:
-    """Copy checkpoints to a remote location, in the order given. Those that are whole there are passed over.
+    """Copy checkpoints to a remote location in the given order; skip checkpoints that are whole there.
 
-    The head records of their runs go there, too, also when no checkpoint does. One that cannot be copied keeps no
-    other from it.
+    The head records of their runs are published, too. A checkpoint that cannot be copied does not stop the others.
 
     Args:
-        here: where they lie.
-        there: where they shall lie, too.
-        listings: which ones.
-        progress: called with payload bytes sent and to be sent, for the checkpoint that is being copied.
-        encoder: of an earlier push to the same location.
+        local: the source.
+        remote: the target.
+        listings: the checkpoints.
+        progress: callback with the payload bytes sent and to be sent, for the current checkpoint.
+        encoder: encoder of an earlier push to the same location.
 
     Raises:
-        InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError: one cannot be copied,
-            because it is damaged here; of several the error names all, and the others are there.
-        HeadRecordError: a head record of a run is damaged, here or there.
-        InvalidInputError: the location has another training of that run name.
-        RemoteUnreachableError, StorageError: the location refused; what was committed stays, and the next push
-            goes on from there.
+        InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError: a checkpoint of the
+            source is damaged. For several, the error names all; the others were copied.
+        HeadRecordError: a head record of a run is damaged.
+        InvalidInputError: another training has used the run name at the location.
+        RemoteUnreachableError, StorageError: the location failed; committed checkpoints stay, and the next push
+            continues.
     """
-    moved = Moved(str(there.location))
-    encoder = encoder or encoder_for(there)
-    present = RemotePresence(there)
-    # Of each run once; an error is not kept.
-    publish = functools.cache(partial(publish_heads, here, there))
+    moved = Moved(str(remote.location))
+    encoder = encoder or encoder_for(remote)
+    present = RemotePresence(remote)
+    # Once per run; a call that raises is repeated.
+    publish = functools.cache(partial(publish_heads, local, remote))
     failures: dict[str, AsymcheckError] = {}
     committed: dict[str, dict[CheckpointRef, CheckpointFiles]] = {}
     for listing in listings:
@@ -109,19 +108,19 @@ def push(
         if run in failures:
             continue
         if run not in committed:
-            committed[run] = {found.ref: found for found in there.manifests.checkpoints(run)}
+            committed[run] = {listed.ref: listed for listed in remote.manifests.checkpoints(run)}
         try:
-            # Of several stores of one job each brings what its ranks saved.
-            parts = {ref: found.of_ranks(listing.store_ranks) for ref, found in committed[run].items()}
-            found = parts.get(listing.ref)
-            if found is not None and found.is_complete and present.has(found):
+            # Each store of a job pushes only what its own ranks saved.
+            parts = {ref: listed.of_ranks(listing.store_ranks) for ref, listed in committed[run].items()}
+            part = parts.get(listing.ref)
+            if part is not None and part.is_complete and present.has(part):
                 moved.present += 1
                 continue
-            older = _older(here, listing, [ref for ref, part in parts.items() if part.is_complete])
-            _Push(here, there, listing, moved, progress, encoder, older, publish).carry_out()
+            older = _older(local, listing, [ref for ref, part in parts.items() if part.is_complete])
+            _Push(local, remote, listing, moved, progress, encoder, older, publish).carry_out()
             committed[run][listing.ref] = listing
         except (HeadRecordError, InvalidInputError) as error:
-            # So it is with every checkpoint of the run.
+            # Every other checkpoint of the run would fail, too.
             failures[run] = error
         except (FormatError, RecoveryError) as error:
             failures[f"{run} {listing.ref}"] = error
@@ -130,61 +129,61 @@ def push(
             publish(run)
         except (HeadRecordError, InvalidInputError) as error:
             failures[run] = error
-    _raise_any(failures, len(listings), there)
+    _raise_any(failures, len(listings), remote)
     return moved
 
 
-def _raise_any(failures: Mapping[str, AsymcheckError], asked: int, there: RemoteTier) -> None:
+def _raise_any(failures: Mapping[str, AsymcheckError], asked: int, remote: RemoteTier) -> None:
     if not failures:
         return
     first = next(iter(failures.values()))
     if asked == 1 or (len(failures) == 1 and isinstance(first, (HeadRecordError, InvalidInputError))):
         raise first
     raise InconsistentCheckpointError(
-        f"{there.location}: these could not be copied, all else is there; run asymcheck verify:",
+        f"some checkpoints could not be copied to {remote.location}, all others were. Run asymcheck verify:",
         [f"{name}: {error}" for name, error in failures.items()],
     ) from first
 
 
-def publish_heads(here: ReadTier, there: RemoteTier, run: str) -> None:
-    """Publish the head records of a run that are not there.
+def publish_heads(local: ReadTier, remote: RemoteTier, run: str) -> None:
+    """Publish the head records of a run that a location lacks.
 
     Raises:
-        HeadRecordError: one is damaged, here or there.
-        InvalidInputError: the location has another training of that run name.
-        RemoteUnreachableError, StorageError: the location refused.
+        HeadRecordError: a head record is damaged in the store or at the location.
+        InvalidInputError: another training has used the run name at the location.
+        RemoteUnreachableError, StorageError: the location failed.
     """
     try:
-        found = [here.manifests.read_head(run, generation) for generation in here.manifests.heads(run)]
+        heads = [local.manifests.read_head(run, generation) for generation in local.manifests.heads(run)]
     except FormatError as error:
-        raise HeadRecordError(f"{here.root}: {error}; run asymcheck verify {here.root}") from error
+        raise HeadRecordError(f"{local.root}: {error}; run asymcheck verify {local.root}") from error
     try:
-        there.manifests.publish_heads([one[0] for one in found if one is not None])
+        remote.manifests.publish_heads([head[0] for head in heads if head is not None])
     except UnsupportedFormatError as error:
-        raise HeadRecordError(f"{there.location}: {error}") from error
+        raise HeadRecordError(f"{remote.location}: {error}") from error
     except FormatError as error:
-        raise HeadRecordError(f"{there.location}: {error}; remove that file there, and push again") from error
+        raise HeadRecordError(f"{remote.location}: {error}; remove that file there, and push again") from error
 
 
 _Staging = Callable[[], dict[ManifestName, PurePosixPath]]
-"""Waits for manifests that are written under temporary names, and returns those names."""
+"""Wait for the upload of manifests, and return their temporary names."""
 
 
-def _older(here: ReadTier, listing: CheckpointFiles, there: Iterable[CheckpointRef]) -> CheckpointFiles | None:
+def _older(local: ReadTier, listing: CheckpointFiles, remote: Iterable[CheckpointRef]) -> CheckpointFiles | None:
     """Return the newest older checkpoint that exists on both sides."""
-    for ref in sorted((ref for ref in there if ref < listing.ref), reverse=True)[:_OLDER_LOOKED_AT]:
-        found = here.manifests.listing(listing.run, ref)
-        if found.is_complete:
-            return found
+    for ref in sorted((ref for ref in remote if ref < listing.ref), reverse=True)[:_OLDER_TRIED]:
+        older = local.manifests.listing(listing.run, ref)
+        if older.is_complete:
+            return older
     return None
 
 
 @dataclasses.dataclass
 class _Push:
-    """One checkpoint on its way."""
+    """Push of one checkpoint."""
 
-    here: ReadTier
-    there: RemoteTier
+    local: ReadTier
+    remote: RemoteTier
     listing: CheckpointFiles
     moved: Moved
     progress: Progress | None
@@ -195,17 +194,17 @@ class _Push:
     reported: tuple[int, int] = (0, 0)
 
     def carry_out(self) -> None:
-        """Send what is missing, then heads, then manifests; again while collection takes away what is relied upon."""
+        """Upload missing packs, then head records, then manifests; repeat if a collection removes needed packs."""
         run, ref = self.listing.run, self.listing.ref
         try:
-            manifests = read_manifests(self.here, self.listing)
-            data = {name: self.here.manifests.read_bytes(run, ref, name) for name in self.listing.manifests}
+            manifests = read_manifests(self.local, self.listing)
+            data = {name: self.local.manifests.read_bytes(run, ref, name) for name in self.listing.manifests}
         except (ClosedStoreError, ForkedStoreError, *UNKNOWING):
             raise
         except StorageError as error:
             raise InconsistentCheckpointError(f"its manifests cannot be read: {error}") from error
-        # Their bytes travel beside the packs: to close a file takes half a second there. The rename comes last.
-        names, threads = list(data), min(self.there.config.remote.uploads, len(data))
+        # Closing a file takes half a second, so manifests are uploaded beside the packs and renamed at the end.
+        names, threads = list(data), min(self.remote.config.remote.uploads, len(data))
         shares = [{name: data[name] for name in names[start::threads]} for start in range(threads)]
         staging: list[_Staging] = [begin(partial(self._stage, share), "push-manifest").result for share in shares]
         staged: dict[ManifestName, PurePosixPath] = {}
@@ -216,11 +215,11 @@ class _Push:
             raise
 
     def _stage(self, data: Mapping[ManifestName, bytes]) -> dict[ManifestName, PurePosixPath]:
-        """Write manifests under temporary names, one after the other; those are all there, or none."""
+        """Upload manifests under temporary names; after a failure, none of them stays."""
         staged: dict[ManifestName, PurePosixPath] = {}
         try:
             for name, content in data.items():
-                staged[name] = self.there.manifests.stage(self.listing.run, self.listing.ref, name, content)
+                staged[name] = self.remote.manifests.stage(self.listing.run, self.listing.ref, name, content)
         except BaseException:
             self._unstage([], staged)
             raise
@@ -237,9 +236,9 @@ class _Push:
         committed = False
         held = held_back(manifests, self.listing)
         if held:
-            # Other stores bring them. What does not come after all is sent with the rest.
+            # Other stores send these partitions. Partitions that do not arrive are sent with the rest.
             self._send(manifests, held)
-            wait_for_others(self.there, self.listing, held, self._report)
+            wait_for_others(self.remote, self.listing, held, self._report)
         for _ in range(_ATTEMPTS):
             relied = self._send(manifests)
             while staging:
@@ -248,43 +247,43 @@ class _Push:
                 continue
             if not committed:
                 self.publish_heads(run)
-                self._make_room(data)
+                self._remove_damaged(data)
                 for name in data:
-                    self.there.manifests.publish(run, ref, name, data[name], staged.pop(name))
+                    self.remote.manifests.publish(run, ref, name, data[name], staged.pop(name))
                 committed = True
-            # A collection that had not seen the manifest may have taken a pack a moment ago. One that takes it from
-            # now on has seen it, and puts it back.
+            # A collection that listed the manifests earlier may have removed a pack by now. A collection that begins
+            # later sees the manifest, and reprieves the pack.
             if self._lasts(relied):
                 self.moved.committed += (f"{run} {ref}",)
                 return
         raise StorageError(
-            f"{self.there.location}: collection took packs away {_ATTEMPTS} times during the push of {ref}; push again"
+            f"cannot push {ref} to {self.remote.location}: collections removed its packs {_ATTEMPTS} times; push again"
         )
 
-    def _make_room(self, data: Mapping[ManifestName, bytes]) -> None:
-        """Remove manifests whose bytes are not what their name says: they would keep the sound ones out."""
+    def _remove_damaged(self, data: Mapping[ManifestName, bytes]) -> None:
+        """Remove damaged manifests with the names of this checkpoint, because a publish never replaces a file."""
         run, ref = self.listing.run, self.listing.ref
-        for name in data.keys() & set(self.there.manifests.listing(run, ref).manifests):
+        for name in data.keys() & set(self.remote.manifests.listing(run, ref).manifests):
             try:
-                self.there.manifests.read_bytes(run, ref, name)
+                self.remote.manifests.read_bytes(run, ref, name)
             except MissingPartitionError:
                 continue
             except FormatError:
-                self.there.files.delete(self.there.manifests.directory(run, ref) / str(name))
+                self.remote.files.delete(self.remote.manifests.directory(run, ref) / str(name))
 
     def _unstage(self, staging: Sequence[_Staging], staged: Mapping[ManifestName, PurePosixPath]) -> None:
-        """Remove what will not be published, as far as that can be done; collection removes the rest."""
+        """Remove staged manifests as far as possible; a collection removes the rest."""
         for wait in (lambda: staged, *staging):
             with contextlib.suppress(Exception):
                 for path in wait().values():
-                    self.there.manifests.unstage(path)
+                    self.remote.manifests.unstage(path)
 
     def _lasts(self, relied: set[PackId]) -> bool:
-        """Tell whether all packs are there to stay; a collection that was killed may have announced their removal."""
-        return not self.there.reprieve(relied)
+        """Tell whether all packs will stay. A killed collection may have announced the removal of some."""
+        return not self.remote.reprieve(relied)
 
     def _report(self) -> None:
-        """Report the progress to a caller, which may stop the push."""
+        """Report the progress to the caller, whose callback may stop the push."""
         if self.progress is not None:
             self.progress(*self.reported)
 
@@ -292,92 +291,92 @@ class _Push:
         self.reported = done, total
         self._report()
 
-    def _send(self, manifests: Sequence[Manifest], but: Collection[Digest] = ()) -> set[PackId]:
-        """Send what is missing, ``but`` for some; return the packs there that are relied upon, new ones too."""
+    def _send(self, manifests: Sequence[Manifest], excluded: Collection[Digest] = ()) -> set[PackId]:
+        """Send missing partitions except ``excluded``; return the old and new packs that the checkpoint relies on."""
         hints = dict.fromkeys(pack_id for manifest in manifests for pack_id in manifest.header.packs)
         needs = PartitionSet.of_manifests(manifests)
         with (
-            PartitionLocator(self.here, needs, hints) as here,
-            older_of(self.here, self.older, self.encoder) as older,
+            PartitionLocator(self.local, needs, hints) as local,
+            older_of(self.local, self.older, self.encoder) as older,
         ):
-            names = here.in_reading_order([needs.digests[number] for number in range(len(needs.digests))])
-            names = [name for name in names if name not in but]
+            names = local.in_reading_order([needs.digests[number] for number in range(len(needs.digests))])
+            names = [name for name in names if name not in excluded]
             while True:
                 try:
-                    return self._send_from(here, names, manifests, older)
+                    return self._send_from(local, names, manifests, older)
                 except DamagedPartitionError as error:
-                    # Then another copy of it is decoded, and sent as that; if there is none, that says so.
+                    # The partition is sent decoded from another copy. Without another copy, the next attempt raises.
                     if error.digest is None or error.digest in self.damaged:
                         raise
                     self.damaged.add(Digest(error.digest))
 
     def _send_from(
-        self, here: PartitionLocator, names: Sequence[Digest], manifests: Sequence[Manifest], older: SharedCheckpoint
+        self, local: PartitionLocator, names: Sequence[Digest], manifests: Sequence[Manifest], older: SharedCheckpoint
     ) -> set[PackId]:
-        # Looked for each time: what another attempt has sent is there.
-        needs = all_needs(here, manifests, older.manifests)
-        self.there.read_indexes(self.there.pack_ids())
-        with PartitionLocator(self.there, needs, (), must_be_complete=False) as there:
-            chooser = TransferPlanner(here, there, self.damaged)
-            chooser.choose(names)
+        # Listed at each attempt, to find the packs of earlier attempts.
+        needs = all_needs(local, manifests, older.manifests)
+        self.remote.read_indexes(self.remote.pack_ids())
+        with PartitionLocator(self.remote, needs, (), must_be_complete=False) as remote:
+            planner = TransferPlanner(local, remote, self.damaged)
+            planner.choose(names)
             reencoder = None
-            if self.there.config.remote.compression != "off":
+            if self.remote.config.remote.compression != "off":
                 partitions = PartitionIndex(manifests, older.manifests)
-                reencoder = Reencoder(self.encoder, partitions, chooser, older.sources)
-            uploader = Uploader(self.there, chooser.stored, self.moved, self._note, reencoder)
-            # A frame never arrives before its base.
-            new = uploader.send(chooser.full) | uploader.send_in_order(chooser.based)
-            self.moved.reused_partitions += chooser.reused
-            return chooser.relied | new
+                reencoder = Reencoder(self.encoder, partitions, planner, older.sources)
+            uploader = Uploader(self.remote, planner.stored, self.moved, self._note, reencoder)
+            # The base of a frame arrives before the frame.
+            new = uploader.send(planner.full) | uploader.send_in_order(planner.based)
+            self.moved.reused_partitions += planner.reused
+            return planner.relied | new
 
 
 class Uploader:
     """Uploads the packs of one checkpoint."""
 
     def __init__(
-        self, there: RemoteTier, total: int, moved: Moved, progress: Progress | None, reencoder: Reencoder | None
+        self, remote: RemoteTier, total: int, moved: Moved, progress: Progress | None, reencoder: Reencoder | None
     ) -> None:
-        """Send ``total`` bytes of payload to ``there``, encoded by ``reencoder`` if there is one."""
-        self._there = there
-        self._config = there.config.remote
-        self._packs = there.uploader()
+        """Send ``total`` bytes of payload to ``remote``, encoded by ``reencoder`` if given."""
+        self._remote = remote
+        self._config = remote.config.remote
+        self._packs = remote.uploader()
         self._reencoder = reencoder
         self._total = total
         self._moved = moved
         self._progress = progress
         self._done = 0
         self._lock = threading.Lock()
-        self._one_was_written = threading.Event()
+        self._probe_written = threading.Event()
         self._in_memory = threading.Semaphore(self._config.uploads)
         self._stopped = False
 
     def send(self, frames: Sequence[Frame]) -> set[PackId]:
-        """Write packs with these frames, several at the same time; return their ids."""
-        # Beside those that are written, as many wait for the location to complete them.
+        """Upload frames in several packs at the same time; return the ids of the packs."""
+        # While some packs are written, as many others wait until the location completes them.
         return self._send_groups(self._groups(frames), min(2 * self._config.uploads, len(frames)))
 
     def send_in_order(self, frames: Sequence[Frame]) -> set[PackId]:
-        """Write packs with these frames, one after the other; return their ids."""
+        """Upload frames in packs, one after the other; return the ids of the packs."""
         return self._send_groups(iter(_cut(frames, self._pack_bytes(frames, 1))), min(1, len(frames)))
 
     def _groups(self, frames: Sequence[Frame]) -> Iterator[Sequence[Frame]]:
-        """Cut frames into packs; while nobody knows what the location takes, the second waits for the first."""
+        """Split frames into packs. If the speed of the location is unknown, the first pack is a probe."""
         uploads = self._config.uploads
         count = 0
-        if self._config.compression == "auto" and self._there.pace.writing.bytes_per_s is None:
+        if self._config.compression == "auto" and self._remote.pace.writing.bytes_per_s is None:
             count = len(next(iter(_cut(frames, min(_PROBE_BYTES, self._pack_bytes(frames, uploads)))), ()))
         if 0 < count < len(frames):
             yield frames[:count]
             frames = frames[count:]
-            self._one_was_written.wait()
+            self._probe_written.wait()
         yield from _cut(frames, self._pack_bytes(frames, uploads))
 
     def _pack_bytes(self, frames: Sequence[Frame], uploads: int) -> int:
-        """Return the size of packs for which all of it is there soonest."""
-        pace, piece = self._there.pace, self._config.piece_bytes
+        """Return the pack size for which the last byte arrives soonest."""
+        pace, piece = self._remote.pace, self._config.piece_bytes
         limit = self._config.pack_bytes
         if self._reencoder is not None:
-            # What is encoded lies in memory until it is sent.
+            # Encoded frames stay in memory until they are sent.
             limit = min(limit, max(self._config.encoded_bytes // uploads, 1))
         facts = FlushFacts(
             volume_bytes=sum(frame_length(frame.stored) for frame in frames),
@@ -386,7 +385,7 @@ class Uploader:
             chunk_s=piece / (pace.making.bytes_per_s or _MAKE_BYTES_PER_S),
             write_bytes_per_s=pace.writing.bytes_per_s or _MAKE_BYTES_PER_S,
         )
-        return stream_batch_bytes(facts, uploads, _LEAST_BYTES, limit)
+        return stream_batch_bytes(facts, uploads, _PACK_BYTES_MIN, limit)
 
     def _send_groups(self, groups: Iterator[Sequence[Frame]], threads: int) -> set[PackId]:
         taking, made = threading.Lock(), list[PackId]()
@@ -399,14 +398,14 @@ class Uploader:
                     return
                 made.append(self._send_pack(group))
 
-        # The threads end with the process, whatever the location does: a missing answer must not hold the exit.
+        # A location that does not respond must not block the exit of the process.
         together(work, threads, "push", self._stop)
         return set(made)
 
     def _stop(self) -> None:
         self._stopped = True
-        # Whoever waits for that looks whether it goes on.
-        self._one_was_written.set()
+        # Wake the thread that waits for the probe.
+        self._probe_written.set()
 
     def _send_pack(self, group: Sequence[Frame]) -> PackId:
         with contextlib.ExitStack() as held:
@@ -419,12 +418,12 @@ class Uploader:
             return self._upload(group, frames, time.perf_counter() - began)
 
     def _upload(self, group: Sequence[Frame], frames: Sequence[Frame], encoding_s: float) -> PackId:
-        """Send a group, as its ``frames`` are to be sent."""
+        """Upload ``frames``, the encoded form of ``group``."""
         spent = [encoding_s]
         plan = plan_pack([frame.entry for frame in frames])
-        header, _ = self._packs.upload(plan, partial(self._read, frames, spent), self._sent, self._one_was_written.set)
+        header, _ = self._packs.upload(plan, partial(self._read, frames, spent), self._sent, self._probe_written.set)
         stored = sum(frame.stored for frame in frames)
-        self._there.pace.making.note(stored, sum(spent))
+        self._remote.pace.making.note(stored, sum(spent))
         with self._lock:
             self._moved.packs += 1
             self._moved.moved_bytes += stored
@@ -438,18 +437,18 @@ class Uploader:
         slot = Slot(max(frame.stored for frame in group))
         frames = []
         for frame in group:
-            self._check_going_on()
+            self._check_stopped()
             frames.append(self._reencoder.encoded(frame, slot))
         with self._lock:
             self._total -= sum(frame.stored for frame in group) - sum(frame.stored for frame in frames)
         return frames
 
-    def _check_going_on(self) -> None:
+    def _check_stopped(self) -> None:
         if self._stopped:
-            raise GivenUpError("another upload of the same push has failed")
+            raise GivenUpError("upload cancelled: another upload of the same push has failed")
 
     def _read(self, frames: Sequence[Frame], spent: list[float], number: int, slot: Slot) -> FrameDescriptor:
-        self._check_going_on()
+        self._check_stopped()
         began = time.perf_counter()
         descriptor = frames[number].read(slot)
         spent.append(time.perf_counter() - began)
@@ -458,13 +457,13 @@ class Uploader:
     def _sent(self, count: int) -> None:
         if self._progress is not None:
             with self._lock:
-                # What is sent again after a failure counts again; it is for the eye.
+                # Bytes that are sent again after a failure count twice.
                 self._done = min(self._done + count, self._total)
                 self._progress(self._done, self._total)
 
 
 def _cut(frames: Sequence[Frame], size: int) -> list[list[Frame]]:
-    """Cut frames into packs of at most ``size`` bytes, or one frame."""
+    """Split frames into groups of at most ``size`` bytes, or of one frame."""
     groups: list[list[Frame]] = []
     room = 0
     for frame in frames:

@@ -1,7 +1,9 @@
-"""Pushing in a process of its own: the interpreter of the training, and its memory, are left alone.
+"""Background push in a separate process, so that uploads use neither the GIL nor the memory of the training.
 
-Measured beside a loop of small operators, which needs the interpreter all the time: while 132 MB went to HDFS, on two
-cores, an iteration took 1.37 times as long with a thread in the same process, and 1.12 times with a process.
+Measured with a loop of small operators, which needs the GIL all the time, on two cores, during an upload of 132 MB to
+HDFS: an iteration took 1.37 times as long with a thread in the same process, and 1.12 times with a separate process.
+
+The training and the child exchange pickled messages over a socket pair. The child ends with the training.
 """
 
 from __future__ import annotations
@@ -36,110 +38,107 @@ from asymcheck.storage.remote import RemoteTier, is_uri, parse_location
 from asymcheck.types import Checkpoint
 
 _START_S = 30.0
-"""It has so long to begin, when it is to end in a given time: it may be starved by the training until then."""
+"""Seconds that a starting child gets in addition to a time limit, because the training may starve it of CPU time."""
 _ANSWER_S = 3.0
-"""Seconds that the process may take to give up and to report it, after its time is over."""
+"""Seconds that the child gets after a time limit to cancel its uploads and report."""
 
 _WAIT_S = 0.5
 _POLL_S = 0.05
 
-# They are for the training, which says what is to be done: terminals and schedulers send them to all processes.
-_NOT_FOR_IT = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+# Terminals and schedulers send these signals to all processes, but only the training decides what to do.
+_IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 
 _CHILD = (
-    # What the training does not import from, the directory it is in, is nothing to import from here.
+    # `python -c` puts the working directory first in sys.path; the training may not import from there.
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); import os, signal; "
-    f"numbers = [getattr(signal, name) for name in {_NOT_FOR_IT}]; "
+    f"numbers = [getattr(signal, name) for name in {_IGNORED_SIGNALS}]; "
     "[signal.signal(number, signal.SIG_IGN) for number in numbers]; "
     "signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers); "
-    # The priority drops when all is imported: with it, imports took a minute beside two busy loops on two cores.
+    # The priority drops after the imports: at low priority, imports took a minute beside two busy loops on two cores.
     "from asymcheck.replication.push_process import serve; "
     "serve({descriptor}, {parent})"
 )
 
 _forking = threading.Lock()
-"""Held while a process is begun: one that is forked then would have what the two talk by, and keep it open."""
-
-
-# Messages travel pickled, between a training and the process that pushes for it.
+"""Held while a child starts. Otherwise a process forked at that moment would inherit the socket and keep it open."""
 
 
 class StatusRequest(NamedTuple):
-    """A request after a commit. Answered by :class:`StatusReply`, and not sent again before that."""
+    """Request after a commit. At most one is unanswered; the answer is a :class:`StatusReply`."""
 
 
 class WaitRequest(NamedTuple):
-    """A request to send all that is to be pushed now. Answered by :class:`WaitReply`."""
+    """Request to push all due checkpoints now. The answer is a :class:`WaitReply`."""
 
     number: int
 
 
 class CloseRequest(NamedTuple):
-    """A request to push what is left in so many seconds, or None for as long as it takes, and to end."""
+    """Request to push the remaining checkpoints and end."""
 
     limit_s: float | None
+    """Time limit in seconds; None for no limit."""
 
 
 class StatusReply(NamedTuple):
-    """The state of the process; sent when it has changed, and after a :class:`StatusRequest`."""
+    """State of the child, sent after each change and after a :class:`StatusRequest`."""
 
     statistics: PushStatistics
-    """Statistics so far."""
     sending: str | None
-    """The save id of the checkpoint that is being sent."""
+    """Save id of the checkpoint that is being uploaded."""
     is_connected: bool
-    """Whether it has listed the location."""
+    """Whether the remote location was listed."""
     is_well: bool
-    """Whether it has done what there was to do, and nothing was in the way."""
+    """Whether the last round had no failure."""
     generation: int
-    """The newest that is known there."""
+    """Newest generation at the remote location."""
     damaged: Damaged
-    """The checkpoints that cannot be pushed."""
+    """Checkpoints that cannot be pushed."""
     sent: Mapping[str, Checkpoint]
-    """Checkpoints that are known to be there and were not before, by save id."""
+    """Checkpoints at the remote location that no earlier reply named, by save id."""
     not_sent: Collection[str]
-    """The save ids of those that are not there, as was thought."""
+    """Save ids of checkpoints that an earlier reply named, but that are not at the remote location."""
     has_looked: bool
-    """Whether it is the answer to a :class:`StatusRequest`."""
+    """Whether this is the answer to a :class:`StatusRequest`."""
     intervals: Sequence[Interval] = ()
-    """Intervals reported to its watchers since the last news; clocks of one machine agree."""
+    """Trace intervals since the last reply. All processes of a machine share the monotonic clock."""
 
 
 class WaitReply(NamedTuple):
-    """The end of a wait, with the reason why not all is there."""
+    """End of a wait, with the error that ended it."""
 
     number: int
     error: Exception | None
 
 
 class FailureReply(NamedTuple):
-    """The last message of a process that could not begin, with the reason."""
+    """Last message of a child that could not start."""
 
     error: Exception
 
 
 class PushProcess(PushWorker):
-    """Pushes in a process of its own, which is begun again when it was killed, and ends with this one."""
+    """Push worker in a child process. A killed child is replaced; the child ends with this process."""
 
-    def __init__(self, here: ReadTier, order: PushJob) -> None:
-        super().__init__(here, order)
+    def __init__(self, local: ReadTier, job: PushJob) -> None:
+        super().__init__(local, job)
         self._child: Connection[Any, Any] | None = None
-        # Of the process that pushes now, and of those before it.
+        # Statistics of the current child, and the sum of those of earlier children.
         self._now, self._before = PushStatistics(), PushStatistics()
         self._backlog = 0
-        # Looks: one is not answered yet, and another one is due then.
+        # Whether a StatusRequest is unanswered, and whether another one must follow.
         self._is_looking = self._looks_again = False
         self._waits: dict[int, Exception | None] = {}
         self._count = self._ends = 0
         self._is_awaited = self._has_begun = self._is_told_to_close = False
         self._closing_in: CloseRequest | None = None
-        self._ours: Connection[Any, Any] | None = None
+        self._own_end: Connection[Any, Any] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         _living.add(self)
         self._thread.start()
 
     def statistics(self) -> PushStatistics:
-        """Return what it has done so far; see :meth:`PushWorker.statistics`."""
+        """Return the statistics so far; see :meth:`PushWorker.statistics`."""
         with self._turn:
             now, before = self._now, self._before
             failure = self._failure
@@ -152,37 +151,37 @@ class PushProcess(PushWorker):
                 problem=now.problem if failure is None else f"{type(failure).__name__}: {failure}",
             )
 
-    def look(self) -> None:
-        """Count what waits, and send it soon; see :meth:`PushWorker.look`."""
+    def refresh(self) -> None:
+        """Count the backlog, and upload it soon; see :meth:`PushWorker.refresh`."""
         self._count_backlog()
         with self._turn:
             if self._is_looking:
-                # No more than one lies in the socket: who writes into a full one waits.
+                # With more than one request in the socket, its buffer could fill up, and send() would block.
                 self._looks_again = True
             elif self._send(StatusRequest()):
                 self._is_looking = True
 
     def wait(self) -> None:
-        """Wait until all that is to be pushed now lies there; see :meth:`PushWorker.wait`."""
+        """Wait until all due checkpoints are at the remote location; see :meth:`PushWorker.wait`."""
         with self._turn:
             self._count += 1
             number, ends = self._count, self._ends
-            # Who waits does not wait for the next attempt.
+            # End the pause before the next attempt.
             self._is_awaited = True
             self._turn.notify_all()
-            self._until(lambda: self._child is not None or self._ends > ends or not self._thread.is_alive())
+            self._wait_until(lambda: self._child is not None or self._ends > ends or not self._thread.is_alive())
             child = self._child
             self._send(WaitRequest(number))
-            self._until(lambda: number in self._waits or child is None or self._child is not child)
+            self._wait_until(lambda: number in self._waits or child is None or self._child is not child)
             if number not in self._waits:
                 raise self._failure or ClosedStoreError(f"run {self._run!r}: pushing to {self.rules.remote} has ended")
             error = self._waits.pop(number)
         if error is not None:
             raise error
 
-    def _until(self, so: Callable[[], bool]) -> None:
-        """Wait until something is so. The caller has ``_turn``."""
-        while not so():
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait for a condition. The caller holds ``_turn``."""
+        while not condition():
             self._turn.wait(_WAIT_S)
 
     def _end(self, limit_s: float | None) -> bool:
@@ -190,7 +189,7 @@ class PushProcess(PushWorker):
             first = self._closing_in is None
             self._closing_in = self._closing_in or CloseRequest(limit_s)
             if first:
-                self._tell_to_close()
+                self._send_close()
             self._turn.notify_all()
             grace_s = GIVE_UP_S + _ANSWER_S + (0.0 if self._has_begun else _START_S)
         self._thread.join(None if limit_s is None else min(limit_s + grace_s, threading.TIMEOUT_MAX))
@@ -203,7 +202,7 @@ class PushProcess(PushWorker):
             self._count_backlog()
         return first
 
-    def _tell_to_close(self) -> None:
+    def _send_close(self) -> None:
         if self._closing_in is not None and self._send(self._closing_in):
             self._is_told_to_close = True
 
@@ -214,20 +213,20 @@ class PushProcess(PushWorker):
                 self._backlog = backlog
 
     def _send(self, message: object) -> bool:
-        """Send a message; return False when there is no process for it. The caller has ``_turn``."""
+        """Send a message; return False without a child. The caller holds ``_turn``."""
         if self._child is None:
             return False
         try:
             self._child.send(message)
         except OSError:
-            # It was killed; the thread that listens finds out, too.
+            # The child was killed. The thread of this worker notices as well.
             return False
         return True
 
     def _work(self) -> None:
         is_last = False
         while not is_last:
-            # What is still to be sent at the end is sent, also when there is no process at that moment.
+            # If close() is called while no child runs, one more child pushes the rest.
             is_last = self._closing_in is not None
             failure = self._attempt()
             with self._turn:
@@ -246,23 +245,23 @@ class PushProcess(PushWorker):
                     self._turn.wait_for(lambda: self._is_awaited or self._closing_in is not None, RETRY_S)
 
     def _attempt(self) -> Exception | None:
-        """Let a process push until it ends; return why, unless it was to end."""
+        """Run one child until it ends; return the reason, or None if it was told to end."""
         try:
-            return self._serve()
+            return self._run_child()
         except OSError as error:
-            return GivenUpError(f"no process could be begun that pushes to {self.rules.remote}: {error}")
-        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on, and the statistics say it
+            return GivenUpError(f"cannot start the process that pushes to {self.rules.remote}: {error}")
+        except Exception as error:  # noqa: BLE001 - training must go on; the statistics report the error
             return error
 
-    def _serve(self) -> Exception | None:
-        with self._begun() as (process, child):
+    def _run_child(self) -> Exception | None:
+        with self._started() as (process, child):
             with self._turn:
-                child.send(self._order)
+                child.send(self._job)
                 self._process, self._child = process, child
-                self._tell_to_close()
+                self._send_close()
                 self._turn.notify_all()
             failure: Exception | None = None
-            told: dict[str, Checkpoint] = {}
+            reported: dict[str, Checkpoint] = {}
             while (message := _next(process, child)) is not None:
                 if isinstance(message, FailureReply):
                     failure = message.error
@@ -271,7 +270,7 @@ class PushProcess(PushWorker):
                         self._waits[message.number] = message.error
                         self._turn.notify_all()
                 elif isinstance(message, StatusReply):
-                    self._take(message, told)
+                    self._apply(message, reported)
             status = process.wait()
         if status == 0 and self._is_told_to_close:
             return None
@@ -281,13 +280,13 @@ class PushProcess(PushWorker):
         )
 
     @contextlib.contextmanager
-    def _begun(self) -> Iterator[tuple[subprocess.Popen[bytes], Connection[Any, Any]]]:
+    def _started(self) -> Iterator[tuple[subprocess.Popen[bytes], Connection[Any, Any]]]:
         with _forking:
-            ours, theirs = socket.socketpair()
-            child = self._ours = Connection(ours.detach())
+            own_end, child_end = socket.socketpair()
+            child = self._own_end = Connection(own_end.detach())
             try:
-                with theirs:
-                    process = _begin(theirs.fileno())
+                with child_end:
+                    process = _start(child_end.fileno())
             except BaseException:
                 child.close()
                 raise
@@ -300,16 +299,16 @@ class PushProcess(PushWorker):
                 process.kill()
                 process.wait()
 
-    def _take(self, message: StatusReply, told: dict[str, Checkpoint]) -> None:
-        """Note what it says; ``told`` is what this process has said to be there."""
+    def _apply(self, message: StatusReply, reported: dict[str, Checkpoint]) -> None:
+        """Apply a reply. ``reported`` accumulates what this child has reported as sent."""
         for interval in message.intervals:
             relay(interval)
-        told.update(message.sent)
+        reported.update(message.sent)
         for save_id in message.not_sent:
-            told.pop(save_id, None)
+            reported.pop(save_id, None)
         with self.queue.lock:
-            # Until it has looked, what one before it has seen there holds.
-            self.queue.sent = dict(told) if message.is_connected else {**self.queue.sent, **message.sent}
+            # Until this child has listed the location, the findings of earlier children remain valid.
+            self.queue.sent = dict(reported) if message.is_connected else {**self.queue.sent, **message.sent}
             self.queue.generation = max(self.queue.generation, message.generation)
             self.queue.damaged = message.damaged
         self._count_backlog()
@@ -324,21 +323,21 @@ class PushProcess(PushWorker):
                     self._is_looking = self._send(StatusRequest())
 
     def leave(self) -> None:
-        """Let go of the process, in a forked child: it ends with this one's parent."""
-        if self._ours is not None:
-            self._ours.close()
+        """Close the connection in a forked process. The child stays with the parent of that process."""
+        if self._own_end is not None:
+            self._own_end.close()
         self._child = None
 
 
-def _begin(descriptor: int) -> subprocess.Popen[bytes]:
-    """Begin a process that is talked to by the socket ``descriptor``."""
-    # It inherits what is blocked here, until it can say itself what it does not listen to.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in _NOT_FOR_IT])
+def _start(descriptor: int) -> subprocess.Popen[bytes]:
+    """Start a child that communicates over the socket ``descriptor``."""
+    # The child inherits the blocked signals, until it has set its own handlers.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in _IGNORED_SIGNALS])
     try:
         return subprocess.Popen(
             [sys.executable, "-c", _CHILD.format(descriptor=descriptor, parent=os.getpid())],
-            # Where this program was found, and what it has imported; not all that is in there need be text.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(one for one in sys.path if type(one) is str)},
+            # The import path of the training. Entries of sys.path need not be strings.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if type(entry) is str)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=(descriptor,),
@@ -348,7 +347,7 @@ def _begin(descriptor: int) -> subprocess.Popen[bytes]:
 
 
 def _next(process: subprocess.Popen[bytes], child: Connection[Any, Any]) -> object:
-    """Return the next message; None if the process has ended, even if a third process holds its end of the socket."""
+    """Return the next message; None after the child's end, even if another process holds its end of the socket."""
     try:
         while not child.poll(_WAIT_S):
             if process.poll() is not None and not child.poll():
@@ -360,24 +359,24 @@ def _next(process: subprocess.Popen[bytes], child: Connection[Any, Any]) -> obje
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Push for the process ``parent``, which sends its orders by the socket ``descriptor``, until it closes or ends."""
-    _stand_back()
+    """Push for the process ``parent``, which sends requests over the socket ``descriptor``, until either ends."""
+    _lower_priority()
     training: Connection[Any, Any] = Connection(descriptor)
     status = 1
     try:
-        # When the training is gone, what was sent stays, and the next one goes on from there.
+        # If the training was killed, its next start continues the upload.
         with contextlib.suppress(EOFError, ConnectionError):
             status = _serve(training, parent)
     except Exception:  # noqa: BLE001 - the training sees the status
         traceback.print_exc()
-    # Not by the interpreter's own end, which would wait for threads that wait for servers.
+    # A regular exit would wait for threads that wait for servers.
     os._exit(status)
 
 
-def _stand_back() -> None:
-    """Take what the training leaves, with all threads that libraries have begun."""
+def _lower_priority() -> None:
+    """Lower the priority of all threads, including those of libraries."""
     for task in os.listdir("/proc/self/task"):
-        # It may have ended meanwhile.
+        # A thread may have ended in the meantime.
         with contextlib.suppress(ProcessLookupError):
             os.setpriority(os.PRIO_PROCESS, int(task), NICE)
 
@@ -386,100 +385,102 @@ def _serve(training: Connection[Any, Any], parent: int) -> int:
     while not training.poll(_POLL_S):
         if os.getppid() != parent:
             return 1
-    order: PushJob = training.recv()
-    place, config = order.store, order.config
+    job: PushJob = training.recv()
     try:
-        is_remote = is_uri(place)
-        here = RemoteTier(parse_location(place), config) if is_remote else NvmeTier(Path(place), config, read_only=True)
-        pushing = PushThread(here, order)
+        local = (
+            RemoteTier(parse_location(job.store), job.config)
+            if is_uri(job.store)
+            else NvmeTier(Path(job.store), job.config, read_only=True)
+        )
+        worker = PushThread(local, job)
     except AsymcheckError as error:
         training.send(FailureReply(_portable(error)))
         return 1
-    serving = _Serving(training, parent, pushing)
-    with watch(serving.note):
-        serving.serve()
+    server = _Server(training, parent, worker)
+    with watch(server.add_interval):
+        server.serve()
     return 0
 
 
-class _Serving:
-    """One training that is served."""
+class _Server:
+    """Loop of the child: requests of the training in, replies out."""
 
-    def __init__(self, training: Connection[Any, Any], parent: int, pushing: PushThread) -> None:
-        self._training, self._parent, self._pushing = training, parent, pushing
-        self._told: object = None
-        self._told_sent: dict[str, Checkpoint] = {}
-        self._waited: list[WaitReply] = []
+    def __init__(self, training: Connection[Any, Any], parent: int, worker: PushThread) -> None:
+        self._training, self._parent, self._worker = training, parent, worker
+        self._reported: object = None
+        self._reported_sent: dict[str, Checkpoint] = {}
+        self._wait_replies: list[WaitReply] = []
         self._intervals: deque[Interval] = deque()
         self._closed = threading.Event()
 
     def serve(self) -> None:
-        """Return when it has been closed, or the training has ended."""
+        """Serve until a CloseRequest was carried out, or the training has ended."""
         while True:
-            has_looked = self._training.poll(_POLL_S) and self._obey(self._training.recv())
+            has_looked = self._training.poll(_POLL_S) and self._handle(self._training.recv())
             if os.getppid() != self._parent:
-                # A process that the training has forked may hold its end of the socket.
+                # A process that the training has forked may still hold its end of the socket.
                 return
-            # In this order what is told is no older than the answers, and no newer than the end.
+            # In this order, the status is not older than the wait replies, and the last status is complete.
             is_over = self._closed.is_set()
-            waited, self._waited = self._waited, []
-            self._tell(has_looked=has_looked)
-            for one in waited:
-                self._training.send(one)
+            replies, self._wait_replies = self._wait_replies, []
+            self._report(has_looked=has_looked)
+            for reply in replies:
+                self._training.send(reply)
             if is_over:
                 return
 
-    def note(self, interval: Interval) -> None:
-        """Keep what the training may want to know of: not of each frame, there may be many thousands."""
+    def add_interval(self, interval: Interval) -> None:
+        """Keep an interval for the training. Intervals of single frames are dropped, as there may be thousands."""
         if interval.name == "push":
             self._intervals.append(dataclasses.replace(interval, thread=os.getpid()))
 
-    def _obey(self, message: object) -> bool:
-        """Do what is asked, or begin it; return whether it was to look."""
+    def _handle(self, message: object) -> bool:
+        """Begin what a request asks for; return whether it was a StatusRequest."""
         if isinstance(message, WaitRequest):
             begin(partial(self._wait, message.number), "push-wait")
         elif isinstance(message, CloseRequest):
             begin(partial(self._close, message.limit_s), "push-close")
         else:
-            self._pushing.look()
+            self._worker.refresh()
         return isinstance(message, StatusRequest)
 
     def _wait(self, number: int) -> None:
+        error: Exception | None = None
         try:
-            self._pushing.wait()
-        except Exception as error:  # noqa: BLE001 - raised where it was asked for
-            self._waited.append(WaitReply(number, _portable(error)))
-        else:
-            self._waited.append(WaitReply(number, None))
+            self._worker.wait()
+        except Exception as failure:  # noqa: BLE001 - raised in the training
+            error = _portable(failure)
+        self._wait_replies.append(WaitReply(number, error))
 
     def _close(self, limit_s: float | None) -> None:
         try:
-            self._pushing.close_in(limit_s)
+            self._worker.close_in(limit_s)
         finally:
             self._closed.set()
 
-    def _tell(self, *, has_looked: bool) -> None:
-        """Send what is new. First the numbers: what is counted as pushed is then among what is known to be there."""
-        pushing, queue = self._pushing, self._pushing.queue
-        facts = pushing.statistics(), pushing.sending, pushing.is_connected, pushing.is_well
+    def _report(self, *, has_looked: bool) -> None:
+        """Send changes. Statistics are read first, so that each checkpoint counted as pushed is in ``sent``."""
+        worker, queue = self._worker, self._worker.queue
+        facts = worker.statistics(), worker.sending, worker.is_connected, worker.is_well
         with queue.lock:
             state = *facts, queue.generation, dict(queue.damaged)
-            told = state, len(queue.sent)
-            if told == self._told and not has_looked and not self._intervals:
+            report = state, len(queue.sent)
+            if report == self._reported and not has_looked and not self._intervals:
                 return
             sent = dict(queue.sent)
-        before, self._told, self._told_sent = self._told_sent, told, sent
-        new = {save_id: one for save_id, one in sent.items() if save_id not in before}
+        before, self._reported, self._reported_sent = self._reported_sent, report, sent
+        new = {save_id: checkpoint for save_id, checkpoint in sent.items() if save_id not in before}
         intervals = [self._intervals.popleft() for _ in range(len(self._intervals))]
         self._training.send(StatusReply(*state, new, before.keys() - sent.keys(), has_looked, intervals))
 
 
 def _portable(error: Exception) -> Exception:
-    """Return an error that arrives as it is: not every class can be made again from its words."""
+    """Return an error that survives pickling. Not every exception can be built from its message."""
     try:
-        found: Exception = ForkingPickler.loads(ForkingPickler.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever is wrong with it
+        copy: Exception = ForkingPickler.loads(ForkingPickler.dumps(error))
+    except Exception:  # noqa: BLE001 - a constructor may raise anything
         return GivenUpError(f"{type(error).__name__}: {error}")
-    return found
+    return copy
 
 
 _living: weakref.WeakSet[PushProcess] = weakref.WeakSet()
@@ -487,8 +488,8 @@ _living: weakref.WeakSet[PushProcess] = weakref.WeakSet()
 
 def _leave_in_child() -> None:
     _forking.release()
-    for one in tuple(_living):
-        one.leave()
+    for worker in tuple(_living):
+        worker.leave()
 
 
 os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_leave_in_child)

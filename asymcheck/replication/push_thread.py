@@ -1,4 +1,4 @@
-"""Pushing on a thread of its own, in this process."""
+"""Background push on a thread of the training process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asymcheck.errors import (
 )
 from asymcheck.events import Detail, timed
 from asymcheck.executor import stand_back
-from asymcheck.replication.background_push import SO_IS_ALL, PushJob, PushWorker, add_damaged
+from asymcheck.replication.background_push import BLOCKING_ERRORS, PushJob, PushWorker, add_damaged
 from asymcheck.replication.checkpoint_cache import CheckpointCache, RemotePresence
 from asymcheck.replication.collect_remote import RemotePruner
 from asymcheck.replication.cross_node_dedup import SentParts, begun_first
@@ -32,83 +32,82 @@ from asymcheck.types import Checkpoint, CheckpointRef
 RETRY_S = 15.0
 """Seconds between a failure and the next attempt."""
 GIVE_UP_S = 2.0
-"""Seconds that an upload has to end after it was given up."""
+"""Seconds that a cancelled upload has to end."""
 _WAIT_S = 0.5
-_LOOKED_AT = 64
-"""About so many manifests of those that are there by name are read, the newest: a push that was killed left one."""
+_VERIFIED_MANIFESTS = 64
+"""Approximate number of manifests, newest first, that are verified at the start: a killed push may have left one."""
 
 
 class PushThread(PushWorker):
-    """Pushes on a thread of its own, in this process."""
+    """Push worker on a thread of this process."""
 
-    def __init__(self, here: ReadTier, order: PushJob) -> None:
-        """Push from ``here`` as ``order`` says."""
-        super().__init__(here, order)
-        self._here = here
-        self._there: RemoteTier | None = None
+    def __init__(self, local: ReadTier, job: PushJob) -> None:
+        super().__init__(local, job)
+        self._local = local
+        self._remote: RemoteTier | None = None
         self._encoder: Encoder | None = None
         self._pruner: RemotePruner | None = None
-        # Found there by name: whether they are whole is still to be seen.
-        self._claimed: dict[str, CheckpointFiles] = {}
+        # Listed at the remote location, but not verified yet.
+        self._unverified: dict[str, CheckpointFiles] = {}
         self._heads: list[int] | None = None
-        # Why some of those that are to be pushed cannot be.
+        # Reasons why due checkpoints cannot be pushed.
         self._damaged: list[str] = []
         self.is_well = False
-        """Whether the last round has done what there was to do, and nothing was in its way."""
+        """Whether the last round did everything without a failure."""
         self._newest: CheckpointRef | None = None
-        self._parts = SentParts(order.run)
+        self._parts = SentParts(job.run)
         self._now = PushStatistics()
-        # For what is known, which is asked on the thread that commits, too; never held while something is sent.
-        self._looking = self.queue.lock
+        # Commits take this lock, too, so it is never held during an upload.
+        self._queue_lock = self.queue.lock
         self._begun = self._failed_in = 0
-        self._untidy: Exception | None = None
+        self._prune_failure: Exception | None = None
         self._is_called = self._is_awaited = False
         self._closing, self._stop = threading.Event(), threading.Event()
         self._thread.start()
 
     def statistics(self) -> PushStatistics:
-        """Return what it has done so far."""
+        """Return the statistics so far."""
         return self._now
 
-    def look(self) -> None:
-        """Count what waits, and send it soon; see :meth:`PushWorker.look`."""
+    def refresh(self) -> None:
+        """Count the backlog, and upload it soon; see :meth:`PushWorker.refresh`."""
         with contextlib.suppress(AsymcheckError):
             self._note(backlog=len(self._due()))
         self._call()
 
     @property
     def is_connected(self) -> bool:
-        """Whether it has listed the location."""
-        return self._there is not None
+        """Whether the remote location was listed."""
+        return self._remote is not None
 
     def wait(self) -> None:
-        """Wait until all that is to be pushed now lies there; see :meth:`PushWorker.wait`."""
-        with self._looking:
-            # They may have been repaired. An attempt that is under way notes what it finds in the old one.
+        """Wait until all due checkpoints are at the remote location; see :meth:`PushWorker.wait`."""
+        with self._queue_lock:
+            # Damaged checkpoints may have been repaired. A running attempt adds its findings to the old mapping.
             self.queue.damaged = {}
-        wanted = self._unsure()
+        wanted = self._pending()
         began = self._begun
-        while wanted & self._unsure():
+        while wanted & self._pending():
             if not self._thread.is_alive():
                 raise ClosedStoreError(f"run {self._run!r}: pushing to {self.rules.remote} has ended")
             with self._turn:
                 self._is_awaited = True
                 self._turn.notify_all()
                 self._turn.wait(_WAIT_S)
-                # One that was under way when it was called does not count.
+                # A failure of an attempt that began before this call does not count.
                 if self._failure is not None and self._failed_in > began:
                     raise self._failure
         if self._damaged:
             raise InconsistentCheckpointError(
-                f"run {self._run!r}: not pushed to {self.rules.remote}, because they are damaged here; run asymcheck "
-                "verify --repair, or delete them:",
+                f"run {self._run!r}: damaged checkpoints were not pushed to {self.rules.remote}. Run asymcheck verify "
+                "--repair, or delete them:",
                 self._damaged,
             )
 
-    def _unsure(self) -> set[str]:
-        """Return what is to be pushed and is not known to be there."""
-        with self._looking:
-            return {one.save_id for one in self._due()} | self._claimed.keys()
+    def _pending(self) -> set[str]:
+        """Return the save ids of checkpoints that are due or not verified."""
+        with self._queue_lock:
+            return {checkpoint.save_id for checkpoint in self._due()} | self._unverified.keys()
 
     def _call(self) -> None:
         with self._turn:
@@ -116,7 +115,7 @@ class PushThread(PushWorker):
             self._turn.notify_all()
 
     def _work(self) -> None:
-        # What it starts inherits that: the threads that read, send and wait.
+        # Threads that this thread starts inherit its priority.
         stand_back()
         try:
             while not self._closing.is_set():
@@ -124,40 +123,40 @@ class PushThread(PushWorker):
                 if isinstance(self._failure, ClosedStoreError):
                     return
                 self._pause(failed=failed)
-            # What became durable last.
+            # The last checkpoints may have become durable in the meantime.
             self._round()
         finally:
-            if self._there is not None:
-                self._there.close()
+            if self._remote is not None:
+                self._remote.close()
 
     def _pause(self, *, failed: bool) -> None:
         with self._turn:
-            # A commit does not cut the pause after a failure short: who has no answer now has none for each step.
+            # A commit does not end the pause after a failure, so an unreachable location is not tried at every step.
             self._turn.wait_for(
                 lambda: self._closing.is_set() or self._is_awaited or (self._is_called and not failed),
-                RETRY_S if failed else self._order.poll_s,
+                RETRY_S if failed else self._job.poll_s,
             )
             self._is_called = self._is_awaited = False
 
     def _round(self) -> bool:
-        """Push what is due, the newest first, each once; return False when one of them failed."""
+        """Try each due checkpoint once, newest first; return False after a failure."""
         with self._turn:
             self._begun += 1
         tried: set[str] = set()
         failed = False
         try:
-            while (one := self._next(tried)) is not None or self._claimed:
-                if self._there is None:
-                    self._there = self._connected()
-                elif one is None:
-                    self._look_again(self._there)
+            while (checkpoint := self._next(tried)) is not None or self._unverified:
+                if self._remote is None:
+                    self._remote = self._connect()
+                elif checkpoint is None:
+                    self._verify_remote(self._remote)
                 else:
-                    tried.add(one.save_id)
-                    failed |= not self._try(self._there, one)
-            if self._there is not None:
-                self._push_heads(self._there)
-                self._parts.look(self._there)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on, and the statistics say it
+                    tried.add(checkpoint.save_id)
+                    failed |= not self._try(self._remote, checkpoint)
+            if self._remote is not None:
+                self._push_heads(self._remote)
+                self._parts.refresh(self._remote)
+        except Exception as error:  # noqa: BLE001 - training must go on; the statistics report the error
             self._fail(error)
             failed = True
         with self._turn:
@@ -169,24 +168,24 @@ class PushThread(PushWorker):
         return not failed
 
     def _next(self, tried: set[str]) -> Checkpoint | None:
-        waiting = self._due()
-        self._note(backlog=len(waiting))
-        left = [one for one in reversed(waiting) if one.save_id not in tried]
-        if self._there is not None and not all(map(self._is_whole, left)):
-            left = begun_first(self._there, self._run, left)
-        return next(iter(left), None)
+        due = self._due()
+        self._note(backlog=len(due))
+        untried = [checkpoint for checkpoint in reversed(due) if checkpoint.save_id not in tried]
+        if self._remote is not None and not all(map(self._is_whole, untried)):
+            untried = begun_first(self._remote, self._run, untried)
+        return next(iter(untried), None)
 
-    def _is_whole(self, one: Checkpoint) -> bool:
-        listing = self.queue.known.listing(one)
+    def _is_whole(self, checkpoint: Checkpoint) -> bool:
+        listing = self.queue.known.listing(checkpoint)
         return listing is None or listing.is_whole
 
-    def _try(self, there: RemoteTier, one: Checkpoint) -> bool:
-        """Push one; return False when it failed for a reason that another one may not have."""
+    def _try(self, remote: RemoteTier, checkpoint: Checkpoint) -> bool:
+        """Push a checkpoint; return False after a failure that may not concern other checkpoints."""
         try:
-            self._push(there, one)
-        except SO_IS_ALL:
+            self._push(remote, checkpoint)
+        except BLOCKING_ERRORS:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others have their turn
+        except Exception as error:  # noqa: BLE001 - other checkpoints may succeed
             self._fail(error)
             return False
         return True
@@ -198,109 +197,117 @@ class PushThread(PushWorker):
             self._turn.notify_all()
 
     def _due(self) -> list[Checkpoint]:
-        with self._looking:
-            found = self.queue.look()
-            whole = [one for one in found.there if one.on_line is not False and one.ref not in self._parts]
-            self._newest = max((one.ref for one in whole), default=None)
-            self._damaged = found.damaged
-            return found.due
+        with self._queue_lock:
+            backlog = self.queue.backlog()
+            self._newest = max(
+                (row.ref for row in backlog.remote if row.on_line is not False and row.ref not in self._parts),
+                default=None,
+            )
+            self._damaged = backlog.damaged
+            return backlog.due
 
-    def _connected(self) -> RemoteTier:
-        there = RemoteTier(parse_location(self.rules.remote), self._order.config, create=True)
+    def _connect(self) -> RemoteTier:
+        remote = RemoteTier(parse_location(self.rules.remote), self._job.config, create=True)
         try:
-            known = CheckpointCache(there, self._run, metrics=self.rules.asks_for_metrics)
-            found = known.look()
-            with self._looking:
+            known = CheckpointCache(remote, self._run, metrics=self.rules.asks_for_metrics)
+            present = known.refresh()
+            with self._queue_lock:
                 self.queue.generation = known.generation
-                here = {one.save_id for one in self.queue.known.look()}
-                self.queue.sent.update((one.save_id, one) for one in found)
+                local = {checkpoint.save_id for checkpoint in self.queue.known.refresh()}
+                self.queue.sent.update((checkpoint.save_id, checkpoint) for checkpoint in present)
                 count = 0
-                for one in reversed([one for one in found if one.save_id in here]):
-                    listing = known.listing(one)
-                    if listing is not None and count < _LOOKED_AT:
+                for checkpoint in reversed([row for row in present if row.save_id in local]):
+                    listing = known.listing(checkpoint)
+                    if listing is not None and count < _VERIFIED_MANIFESTS:
                         count += len(listing.manifests)
-                        self._claimed[one.save_id] = listing
+                        self._unverified[checkpoint.save_id] = listing
         except BaseException:
-            there.close()
+            remote.close()
             raise
-        self._encoder = encoder_for(there)
-        if self.rules.keep is not None and self._order.prunes:
-            self._pruner = RemotePruner(there, self._run, self.rules.keep)
-        return there
+        self._encoder = encoder_for(remote)
+        if self.rules.keep is not None and self._job.prunes:
+            self._pruner = RemotePruner(remote, self._run, self.rules.keep)
+        return remote
 
-    def _look_again(self, there: RemoteTier) -> None:
-        """See whether those that were there by name are whole; one that is not is to be sent."""
-        present = RemotePresence(there)
-        while self._claimed:
-            save_id = next(iter(self._claimed))
-            self._going_on(0, 0)
-            is_whole = present.has(self._claimed[save_id])
-            with self._looking:
+    def _verify_remote(self, remote: RemoteTier) -> None:
+        """Verify that listed checkpoints are whole. Checkpoints that are not whole become due again."""
+        present = RemotePresence(remote)
+        while self._unverified:
+            save_id = next(iter(self._unverified))
+            self._check_stop(0, 0)
+            is_whole = present.has(self._unverified[save_id])
+            with self._queue_lock:
                 if not is_whole:
                     self.queue.sent.pop(save_id, None)
-                del self._claimed[save_id]
+                del self._unverified[save_id]
 
-    def _push_heads(self, there: RemoteTier) -> None:
-        """Let the location know the line also when no checkpoint goes there: training may have gone back."""
-        heads = self._here.manifests.heads(self._run)
+    def _push_heads(self, remote: RemoteTier) -> None:
+        """Publish new head records. A rollback creates one, even if no checkpoint follows."""
+        heads = self._local.manifests.heads(self._run)
         if heads != self._heads:
-            publish_heads(self._here, there, self._run)
+            publish_heads(self._local, remote, self._run)
             self._heads = heads
 
-    def _push(self, there: RemoteTier, one: Checkpoint) -> None:
-        with self._looking:
-            listing = self.queue.known.listing(one)
+    def _push(self, remote: RemoteTier, checkpoint: Checkpoint) -> None:
+        with self._queue_lock:
+            listing = self.queue.known.listing(checkpoint)
             if listing is None:
                 return
-            self.sending = one.save_id
+            self.sending = checkpoint.save_id
         damaged = self.queue.damaged
         try:
-            moved = self._copy(there, one, listing)
+            moved = self._copy(remote, checkpoint, listing)
         except HeadRecordError:
             raise
         except (FormatError, RecoveryError) as error:
-            # One that was deleted meanwhile is due no more.
-            if self._here.manifests.listing(self._run, one.ref).manifests:
-                add_damaged(damaged, one, error)
+            # A checkpoint that was deleted in the meantime is no longer due.
+            if self._local.manifests.listing(self._run, checkpoint.ref).manifests:
+                add_damaged(damaged, checkpoint, error)
                 self._note(failures=1)
         else:
-            with self._looking:
-                self.queue.sent[one.save_id] = one
+            with self._queue_lock:
+                self.queue.sent[checkpoint.save_id] = checkpoint
                 if not listing.is_whole:
-                    self._parts.add(one.ref)
-                elif self._newest is None or self._newest < one.ref:
-                    self._newest = one.ref
+                    self._parts.add(checkpoint.ref)
+                elif self._newest is None or self._newest < checkpoint.ref:
+                    self._newest = checkpoint.ref
             self._note(pushed=len(moved.committed), sent=moved.moved_bytes)
-            self._tidy()
+            self._prune()
         finally:
             self.sending = None
 
-    def _copy(self, there: RemoteTier, one: Checkpoint, listing: CheckpointFiles) -> Moved:
+    def _copy(self, remote: RemoteTier, checkpoint: Checkpoint, listing: CheckpointFiles) -> Moved:
         moved: Moved | None = None
 
-        def about() -> Detail:
+        def details() -> Detail:
             sent = 0 if moved is None else moved.moved_bytes
-            what = {"location": str(there.location), "run": self._run, "save": one.save_id}
-            return {**what, "step": one.step, "sent": sent}
+            location = str(remote.location)
+            return {
+                "location": location,
+                "run": self._run,
+                "save": checkpoint.save_id,
+                "step": checkpoint.step,
+                "sent": sent,
+            }
 
-        with timed("push", 0, about):
-            moved = push(self._here, there, [listing], self._going_on, self._encoder)
+        with timed("push", 0, details):
+            moved = push(self._local, remote, [listing], self._check_stop, self._encoder)
         return moved
 
-    def _tidy(self) -> None:
-        """Remove checkpoints at the location that are not kept. A failure does not block uploads."""
+    def _prune(self) -> None:
+        """Apply the retention of the remote location. A failure does not block uploads."""
         if self._pruner is None:
             return
         try:
             self._pruner.prune(time.time_ns())
         except AsymcheckError as error:
-            self._untidy = error
+            self._prune_failure = error
         else:
-            self._untidy = self._pruner.failure
+            self._prune_failure = self._pruner.failure
 
-    def _going_on(self, _done: int, _total: int) -> None:
+    def _check_stop(self, _done: int, _total: int) -> None:
         if self._stop.is_set():
-            raise GivenUpError("the time for it at the end of the training was over")
+            raise GivenUpError("upload cancelled: the time limit of close() has passed")
 
     def _note(self, *, pushed: int = 0, backlog: int | None = None, sent: int = 0, failures: int = 0) -> None:
         with self._turn:
@@ -317,8 +324,8 @@ class PushThread(PushWorker):
 
     def _problem(self) -> str:
         if self._failure is None and self._damaged:
-            return f"damaged here: {self._damaged[-1]}"
-        problem = self._failure or self._untidy
+            return f"damaged checkpoint: {self._damaged[-1]}"
+        problem = self._failure or self._prune_failure
         return self._parts.late() if problem is None else f"{type(problem).__name__}: {problem}"
 
     def _end(self, limit_s: float | None) -> bool:
@@ -327,11 +334,11 @@ class PushThread(PushWorker):
         return first
 
     def close_in(self, limit_s: float | None) -> None:
-        """End, in so many seconds, or None for as long as it takes; what is left is not told."""
+        """End within ``limit_s``; None means no limit. Does not warn of the remaining backlog."""
         self._closing.set()
         self._call()
         self._thread.join(limit_s)
         if self._thread.is_alive():
             self._stop.set()
-            # One that waits for an answer ends with its deadline, or with the process.
+            # A thread that waits for a response ends with its deadline, or with the process.
             self._thread.join(GIVE_UP_S)

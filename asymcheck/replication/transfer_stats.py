@@ -1,4 +1,4 @@
-"""Transfer statistics: what a push or a pull has moved, and what pushing beside a training has done."""
+"""Statistics of pushes and pulls."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ class Moved:
     location: str
     """The remote location."""
     committed: tuple[str, ...] = ()
-    """Checkpoints that are there now and were not before, as ``<run> <checkpoint>``."""
+    """Newly committed checkpoints, as ``<run> <checkpoint>``."""
     present: int = 0
-    """Checkpoints that were there already."""
+    """Number of checkpoints that the target already had."""
     packs: int = 0
-    """Packs that were written."""
+    """Number of packs written."""
     moved_bytes: int = 0
-    """Payload bytes of the frames in them."""
+    """Payload bytes of the frames in these packs."""
     moved_partitions: int = 0
-    """How many frames that are."""
+    """Number of frames in these packs."""
     reused_partitions: int = 0
-    """Partitions that were there already."""
+    """Number of partitions that the target already had."""
     plain_bytes: int = 0
-    """Payload bytes that these frames had where they came from: more, where they were encoded on the way."""
+    """Payload bytes of these frames at the source: more than ``moved_bytes`` if the copy re-encoded some."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,16 +32,16 @@ class PushStatistics:
     """Statistics of the background push so far."""
 
     pushed: int = 0
-    """Checkpoints that it has committed there."""
+    """Checkpoints committed at the remote location."""
     backlog: int = 0
-    """Checkpoints that are durable here, are to be pushed, and are not known to be there."""
+    """Durable checkpoints that wait for their upload."""
     damaged: int = 0
-    """Those that are damaged here, so that they cannot be pushed until they are repaired."""
+    """Due checkpoints that are damaged in the store, and must be repaired first."""
     sent_bytes: int = 0
-    """Payload bytes of the frames that were sent."""
+    """Payload bytes sent."""
     failures: int = 0
-    """How often a checkpoint could not be pushed; it is tried again, but seldom where it is damaged here."""
+    """Failed attempts. Failed checkpoints are retried; damaged ones less often."""
     problem: str = ""
-    """Why the last attempt, or removal of old ones there, failed, or what is damaged; empty when all is well."""
+    """Error of the last upload or remote prune, or a damaged checkpoint; empty if everything works."""
     newest_step: int | None = None
-    """The newest checkpoint on the line that is known to be there: what is left if this machine is lost now."""
+    """Newest step at the remote location: the step from which another machine can resume."""

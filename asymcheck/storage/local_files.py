@@ -196,7 +196,7 @@ class Files:
 
     def free_bytes(self, path: Path) -> int:
         """Return the free bytes of the file system of ``path`` for this user."""
-        with translated("look at", path):
+        with translated("access", path):
             return shutil.disk_usage(path).free
 
     def list(self, path: PurePath) -> list[str]:
@@ -217,9 +217,7 @@ def _advance(buffers: list[memoryview], count: int) -> None:
 
 
 _ADVICE = {
-    **dict.fromkeys(
-        ("open for reading", "read", "list", "look at", "look for"), "this user has no permission to read it"
-    ),
+    **dict.fromkeys(("open for reading", "read", "list", "access"), "this user has no permission to read it"),
     "create directory": "choose a directory where this user may write; to read a store, open it with read_only=True",
 }
 

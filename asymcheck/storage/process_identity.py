@@ -60,7 +60,7 @@ def _start_ticks(pid: int) -> int | None:
     """Return the start time of a process; None if it is dead, ``_HIDDEN`` if this user may not see it."""
     path = _PROC / str(pid) / "stat"
     # Any other error must propagate: without a free descriptor, every process would seem to be dead.
-    with translated("look at", path):
+    with translated("access", path):
         try:
             fields = path.read_bytes().rpartition(b")")[2].split()
         except (FileNotFoundError, ProcessLookupError):

@@ -69,7 +69,7 @@ class Reachability(abc.ABC):
         self.problem: AsymcheckError | None = None
         """Reason why the bases of some partitions are unknown, so that no pack may be freed."""
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Read new manifests, then new packs. Partitions and bases are stored before the manifest that needs them.
 
         Raises:
@@ -262,7 +262,7 @@ class StoreReachability(Reachability):
     def _is_file(self, pack_id: PackId) -> bool:
         """Tell whether a pack is a file, and not a folder or a dangling link."""
         path = self.tier.packs / layout.pack_name(pack_id)
-        with translated("look at", path):
+        with translated("access", path):
             return path.is_file()
 
 
@@ -276,7 +276,7 @@ def is_gone(tier: NvmeTier, key: bytes) -> bool:
     path = _path_of(key)
     if path is None:
         return True
-    with translated("look for", tier.root / path):
+    with translated("access", tier.root / path):
         return not (tier.root / path).exists()
 
 

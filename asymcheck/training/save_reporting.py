@@ -105,7 +105,7 @@ class SaveReporting:
             # Also if on_checkpoint raises.
             self._report_settled(unreported)
             self._report_pruning(None if maintenance is None else maintenance.new_failure())
-            pusher.tell()
+            pusher.warn()
 
     def _report_settled(self, settled: Sequence[Capture]) -> None:
         """Raise or warn of lost checkpoints, and warn of suspicious ones.

@@ -292,7 +292,7 @@ def test_what_cannot_be_looked_at_is_named(call: Call, store: Path, tmp_path: Pa
     words = (name, tmp_path / "new") if which == "source" else (store, name)
     outcome = call("convert", *words)
     assert outcome.status == exit_status.STORAGE
-    assert outcome.err == f"asymcheck: look at {name}: File name too long\n"
+    assert outcome.err == f"asymcheck: access {name}: File name too long\n"
 
 
 def test_what_is_left_out_of_a_model_folder_is_said(call: Call, tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ class _Terminating:
 _TERMINATES_IN: dict[str, tuple[type, str]] = {
     "fence": (CaptureEngine, "_copy_released"),
     "window": (CaptureEngine, "_release"),
-    "pushed": (CheckpointCache, "look"),
+    "pushed": (CheckpointCache, "refresh"),
     "trace": (Trace, "_write"),
 }
 """What the training thread calls there, in the middle of a copy, or while it holds what others need."""

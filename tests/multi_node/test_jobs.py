@@ -97,7 +97,7 @@ def test_parts_that_other_machines_never_send_are_told(
         pushing.wait()
         assert (pushing.statistics().backlog, pushing.statistics().problem) == (0, "")
         monkeypatch.setattr(cross_node_dedup, "LATE_S", 0.0)
-        with pytest.warns(UnreachableRemoteWarning, match="of step 3 the other machines' parts have not come"):
+        with pytest.warns(UnreachableRemoteWarning, match="step 3 is incomplete: other machines"):
             pushing.close()
         assert pushing.statistics().newest_step is None
 

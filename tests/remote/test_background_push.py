@@ -112,7 +112,7 @@ def test_one_that_is_damaged_here_does_not_hold_up_the_others(store: Path, folde
         rounds = pushing._begun
         wait_until(lambda: pushing._begun > rounds + 2, "rounds without an attempt")
         assert (pushing.statistics().failures, pushing._failure) == (1, None)
-        with pytest.warns(UnreachableRemoteWarning, match=r"damaged here: step 2 "):
+        with pytest.warns(UnreachableRemoteWarning, match=r"damaged checkpoint: step 2 "):
             now = pushing.close()
     assert (now.pushed, now.backlog, now.damaged, now.failures) == (1, 0, 1, 1)
     check_location(folder, 1)
@@ -125,7 +125,7 @@ def test_a_wait_sends_what_was_repaired(store: Path, folder: str) -> None:
     newest.unlink()
     with Store.open(store, config=CONFIG, create=True) as opened, by_thread(opened, folder) as pushing:
         for _ in range(2):
-            with pytest.raises(InconsistentCheckpointError, match=r"damaged here(.|\n)*step 2 .*no readable pack"):
+            with pytest.raises(InconsistentCheckpointError, match=r"damaged(.|\n)*step 2 .*no readable pack"):
                 pushing.wait()
             check_location(folder, 1)
         newest.write_bytes(whole)
@@ -137,7 +137,7 @@ def test_a_wait_sends_what_was_repaired(store: Path, folder: str) -> None:
 
 def test_what_was_repaired_is_sent_without_a_wait(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody says when that is, so now and then it is tried."""
-    monkeypatch.setattr(background_push, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(background_push, "_DAMAGED_RETRY_S", 0.05)
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     whole = newest.read_bytes()
     newest.unlink()
@@ -164,7 +164,7 @@ def test_one_that_the_drive_does_not_give_does_not_hold_up_the_others(
     with Store.open(store, config=CONFIG, create=True) as opened:
         pushing = by_thread(opened, folder)
         wait_until(lambda: pushing.statistics().pushed == 1, "the other one to be pushed")
-        with pytest.warns(UnreachableRemoteWarning, match=r"damaged here: .*Input/output error"):
+        with pytest.warns(UnreachableRemoteWarning, match=r"damaged checkpoint: .*Input/output error"):
             assert pushing.close().damaged == 1
     check_location(folder, 1)
 

@@ -171,7 +171,7 @@ def test_what_cannot_be_had_stops_no_other_repair(broken_there: Path, folder: st
         (left,) = done.left
         assert left.kind == "lost-partitions"
         assert "step 2" in left.where
-        assert f"; it could not be brought from {folder}: " in left.message
+        assert f"; cannot fetch it from {folder}: " in left.message
         assert [one.step for one in opened.checkpoints()] == [1, 2]
         assert opened.repair().done == ()
     with Store.open(broken_there, config=CONFIG, create=True) as opened:

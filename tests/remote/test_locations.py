@@ -115,5 +115,5 @@ def test_a_bucket_is_the_first_part_of_a_path(store: Path, tmp_path: Path, monke
         assert there.gc().freed_packs > 0
     check_location(location, 1)
     (tmp_path / "bucket").rename(tmp_path / "away")
-    with pytest.raises(RemoteUnreachableError, match="not even the root"):
+    with pytest.raises(RemoteUnreachableError, match="even the root was not found"):
         Store.open(location, config=CONFIG, create=True)

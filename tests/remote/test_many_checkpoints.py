@@ -109,7 +109,7 @@ def test_what_pushes_looks_twice_at_nothing(places: tuple[str, str], operations:
     known = CheckpointCache(there, "default", metrics=False)
     for bound in (4, 2):
         operations.clear()
-        assert len(known.look()) == COUNT + 1
+        assert len(known.refresh()) == COUNT + 1
         assert len(operations) <= bound
     there.close()
 

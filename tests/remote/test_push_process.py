@@ -130,7 +130,7 @@ def test_a_commit_is_counted_and_held_at_once(store: Path, folder: str) -> None:
         with stopped(pushing):
             for step in (3, 4, 5):
                 opened.save(state_of(step), step=step)
-                pushing.look()
+                pushing.refresh()
                 assert pushing.statistics().backlog == step - 2
             ids = {one.step: one.save_id for one in opened.checkpoints()}
             assert pushing.held() == {ids[4]: "to be pushed", ids[5]: "to be pushed"}
@@ -150,7 +150,7 @@ def test_one_that_is_killed_is_begun_again(store: Path, folder: str, monkeypatch
         os.kill(first, signal.SIGKILL)
         wait_until(lambda: pushing.statistics().failures == 1, "its end to be seen")
         opened.save(state_of(3), step=3)
-        pushing.look()
+        pushing.refresh()
         wait_until(lambda: pushing.statistics().pushed == 3, "another one to push")
         wait_until(lambda: pushing.statistics().problem == "", "all to be well")
         now = pushing.statistics()
@@ -216,10 +216,10 @@ def test_one_that_is_begun_again_knows_better_when_it_has_looked(
         now, sent = pushing.statistics(), dict(pushing.queue.sent)
         with stopped(pushing):
             news = StatusReply(now, None, is_connected, False, 1, {}, {}, (), has_looked=False)
-            pushing._take(news, {})
+            pushing._apply(news, {})
             assert (pushing.statistics().backlog, len(pushing.held())) == ((2, 2) if is_connected else (0, 0))
             # In truth all is there.
-            pushing._take(news._replace(sent=sent), {})
+            pushing._apply(news._replace(sent=sent), {})
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ def test_a_wait_after_the_end(store: Path, folder: str) -> None:
             pass
         with pytest.raises(ClosedStoreError, match="has ended"):
             pushing.wait()
-        pushing.look()
+        pushing.refresh()
         assert pushing.statistics().pushed == 2
 
 
@@ -268,7 +268,7 @@ def test_one_that_does_nothing_keeps_nobody_waiting(store: Path, folder: str, mo
             with monkeypatch.context() as within:
                 within.setattr(pushing, "_count_backlog", lambda: None)
                 for _ in range(100_000):
-                    pushing.look()
+                    pushing.refresh()
             with pytest.warns(UnreachableRemoteWarning, match="2 checkpoints were not pushed"):
                 pushing.close(0.1)
             assert not pushing._thread.is_alive()
@@ -279,7 +279,7 @@ def test_signals_are_not_for_it(store: Path, folder: str) -> None:
     """A terminal or a scheduler sends them to all processes; what is to be done the training says."""
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
-        for name in module._NOT_FOR_IT:
+        for name in module._IGNORED_SIGNALS:
             os.kill(process_of(pushing), getattr(signal, name))
         opened.save(state_of(3), step=3)
         pushing.wait()
@@ -317,7 +317,7 @@ def test_what_is_damaged_here_is_told_and_not_held(store: Path, folder: str) -> 
     whole = newest.read_bytes()
     newest.unlink()
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
-        with pytest.raises(InconsistentCheckpointError, match=r"damaged here(.|\n)*step 2 .*no readable pack") as told:
+        with pytest.raises(InconsistentCheckpointError, match=r"damaged(.|\n)*step 2 .*no readable pack") as told:
             pushing.wait()
         assert len(told.value.reasons) == 1
         assert (pushing.statistics().damaged, pushing.statistics().backlog, pushing.held()) == (1, 0, {})

@@ -49,7 +49,7 @@ def test_a_process_that_cannot_be_begun(store: Path, folder: str, monkeypatch: p
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     monkeypatch.setattr(subprocess, "Popen", begin)
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
-        with pytest.raises(GivenUpError, match=r"no process could be begun .*: Cannot allocate memory"):
+        with pytest.raises(GivenUpError, match=r"cannot start the process .*: Cannot allocate memory"):
             pushing.wait()
         wait_until(lambda: pushing.statistics().pushed == 2, "the checkpoints to be pushed")
         assert pushing.statistics().failures == 2

@@ -20,7 +20,7 @@ from tests.remote.conftest import CONFIG
     [
         *(("read 9 bytes from 0 of", number, RemoteUnreachableError) for number in (errno.ESTALE, errno.ENOTCONN)),
         *(("write to", number, RemoteUnreachableError) for number in (errno.ETIMEDOUT, errno.EHOSTDOWN)),
-        *((action, errno.EACCES, RemoteUnreachableError) for action in ("read 9 bytes from 0 of", "list", "look at")),
+        *((action, errno.EACCES, RemoteUnreachableError) for action in ("read 9 bytes from 0 of", "list", "access")),
         *((action, errno.EACCES, ReadOnlyStoreError) for action in ("create", "rename", "remove", "create directory")),
         ("read 9 bytes from 0 of", errno.EMFILE, TooManyFilesError),
         ("read 9 bytes from 0 of", errno.EIO, StorageError),

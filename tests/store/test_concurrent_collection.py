@@ -72,7 +72,7 @@ def test_a_pin_that_is_taken_up_stays(
             hold(PIN)
         pin(store, living)
 
-    once(monkeypatch, StoreReachability, "look", take_up)
+    once(monkeypatch, StoreReachability, "refresh", take_up)
     packs = store._opened.nvme.pack_ids()
     assert store.gc().freed_packs == 0
     assert store._opened.nvme.pack_ids() == packs

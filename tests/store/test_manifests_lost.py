@@ -93,15 +93,15 @@ def test_a_repack_frees_nothing_when_the_manifests_go_while_it_copies(
         for step in range(3):
             store.save(_state(step), step=step)
         store.delete(0)
-        real, looks = StoreReachability.look, list[int]()
+        real, looks = StoreReachability.refresh, list[int]()
 
-        def look(needed: StoreReachability) -> None:
+        def refresh(needed: StoreReachability) -> None:
             looks.append(1)
             if len(looks) == 2:
                 _copy_in(store_path)
             real(needed)
 
-        monkeypatch.setattr(StoreReachability, "look", look)
+        monkeypatch.setattr(StoreReachability, "refresh", refresh)
         with pytest.raises(StructureError, match="all manifests that its catalog names are missing"):
             store.gc()
         _put_back(store_path)

@@ -204,12 +204,12 @@ def test_what_is_read_of_a_locked_pack_is_what_is_in_it(store_path: Path) -> Non
     """Collections meet packs that others have just sealed: the bases of their frames are known, and they are kept."""
     tier = NvmeTier(store_path, CONFIG, read_only=True)
     needed = StoreReachability(tier)
-    needed.look()
+    needed.refresh()
     wanted = needed.live()
     with tier.locked(store_path / "packs" / pack_of_the_delta(store_path)) as held:
         assert held
         needed = StoreReachability(tier)
-        needed.look()
+        needed.refresh()
         assert (needed.live(), needed.unread, needed.problem) == (wanted, 1, None)
 
 

@@ -42,7 +42,7 @@ class ManifestFiles(ManifestReader):
         # An unmounted drive, or a store that was moved while open, has no folders.
         names = super()._names(path)
         if not names:
-            with translated("look at", self._root):
+            with translated("access", self._root):
                 exists = (self._root / layout.DESCRIPTOR_NAME).exists()
             if not exists:
                 raise StorageError(

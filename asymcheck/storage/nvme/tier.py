@@ -77,7 +77,7 @@ class NvmeTier(StoreTier):
         if not read_only:
             refuse_network(root)
             if create:
-                with translated("look at", root):
+                with translated("access", root):
                     self._create_if_missing()
         self.descriptor, self.damaged_descriptor_copies = self._read_descriptor()
         if not read_only:
@@ -97,7 +97,7 @@ class NvmeTier(StoreTier):
 
     def _read_descriptor(self) -> tuple[Descriptor, int]:
         path = self.root / layout.DESCRIPTOR_NAME
-        with translated("look at", self.root):
+        with translated("access", self.root):
             if self.root.is_file():
                 raise StoreNotFoundError(f"{self.root} is a file, but a store is a directory; check the path")
         data = self.files.read_small(path, RECORD_BYTES)
@@ -142,7 +142,7 @@ class NvmeTier(StoreTier):
     def refuse_lost_manifests(self) -> None:
         """Raise if the manifests are missing, because a collection would then free all packs."""
         folder = self.root / layout.MANIFESTS
-        with translated("look at", folder):
+        with translated("access", folder):
             if folder.exists() or not self.pack_ids():
                 return
         raise StructureError(
@@ -214,7 +214,7 @@ class NvmeTier(StoreTier):
 
     @functools.cached_property
     def _device(self) -> int:
-        with translated("look at", self.packs):
+        with translated("access", self.packs):
             return self.packs.stat().st_dev
 
     def start_pack(self, needed_bytes: int) -> PackWriter:
@@ -250,7 +250,7 @@ class NvmeTier(StoreTier):
         """Return the index of a complete pack, cached while the file is unchanged; see :meth:`open_pack`."""
         path = self.packs / layout.pack_name(pack_id)
         try:
-            with translated("look at", path):
+            with translated("access", path):
                 status = path.stat()
         except FileNotFoundError as error:
             raise MissingPartitionError(f"pack {path.name} does not exist") from error

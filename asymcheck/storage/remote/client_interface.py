@@ -59,7 +59,7 @@ class Client(abc.ABC):
     """Whether an open file holds no connection, so that it may be kept and need not be closed."""
 
     @abc.abstractmethod
-    def look(self, path: str) -> Entry | None:
+    def stat(self, path: str) -> Entry | None:
         """Return the entry at a path; None if there is none."""
 
     @abc.abstractmethod

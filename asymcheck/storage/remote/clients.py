@@ -41,7 +41,7 @@ class _LocalClient(Client):
     def __init__(self, top: str) -> None:
         self.top = top
 
-    def look(self, path: str) -> Entry | None:
+    def stat(self, path: str) -> Entry | None:
         try:
             status = os.stat(path)
         except OSError as error:
@@ -57,7 +57,7 @@ class _LocalClient(Client):
         except NotADirectoryError:
             return []
         # Report a dangling link, but not as a file.
-        return [self.look(child) or Entry(PurePosixPath(child), False, 0, 0) for child in paths]
+        return [self.stat(child) or Entry(PurePosixPath(child), False, 0, 0) for child in paths]
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[Readable]:
@@ -153,7 +153,7 @@ class _PyarrowClient(Client):
         self.kind = kind
         self.top = top
 
-    def look(self, path: str) -> Entry | None:
+    def stat(self, path: str) -> Entry | None:
         info = self._filesystem.get_file_info(path)
         if info.type == fs.FileType.NotFound:
             self._check_root()
@@ -165,7 +165,7 @@ class _PyarrowClient(Client):
         root = PurePosixPath(self.top).parts[0]
         if self._filesystem.get_file_info(root).type == fs.FileType.NotFound:
             raise RemoteUnreachableError(
-                f"look at {self.top}: not even the root was found; check that the server is reachable"
+                f"cannot access {self.top}: even the root was not found; check that the server is reachable"
             )
 
     def children(self, path: str) -> list[Entry]:
@@ -208,7 +208,7 @@ class _PyarrowClient(Client):
 
     def publish(self, source: str, target: str) -> bool:
         """Rename a file if the target does not exist. If two programs do this at once, the later one wins."""
-        if self.look(target) is not None:
+        if self.stat(target) is not None:
             return False
         self.rename(source, target)
         return True

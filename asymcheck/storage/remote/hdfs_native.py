@@ -89,7 +89,7 @@ class _HdfsClient(Client):
         self._write_options = native.WriteOptions(create_parent=False, **chosen)
         _clients.add(self)
 
-    def look(self, path: str) -> Entry | None:
+    def stat(self, path: str) -> Entry | None:
         try:
             return _entry(self._client.get_file_info(path))
         except FileNotFoundError:

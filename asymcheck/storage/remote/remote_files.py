@@ -43,7 +43,7 @@ _FULL = ("quotaexceeded", "quota of", "quota is exceeded", "no space left", "not
 _DENIED = ("permission denied", "accesscontrol", "access denied", "unauthorized", "forbidden")
 _SAFE_MODE = ("safemode", "safe mode")
 _DAMAGED = ("checksum",)
-_READS = ("look at ", "list ", "read ")
+_READS = ("access ", "list ", "read ")
 _UNREACHABLE = {
     *(errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN),
     *(errno.ENETUNREACH, errno.ENETRESET, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN),
@@ -99,7 +99,7 @@ class RemoteFiles:
 
     def stat(self, path: PurePath) -> Entry | None:
         """Return the entry at ``path``; None if there is none."""
-        return self._do("look at", path, partial(self._client.look, str(path)))
+        return self._do("access", path, partial(self._client.stat, str(path)))
 
     def walk(self, path: PurePath, *, recursive: bool = False) -> list[Entry]:
         """Return the sorted entries in a directory, with ``recursive`` also below it; empty if it is missing."""

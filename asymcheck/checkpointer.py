@@ -180,7 +180,7 @@ class Checkpointer:
             return self._reporting.latest_step
         if waits:
             background.wait("local")
-        if suspects := background.prover.take_suspects():
+        if suspects := background.detector.take_suspects():
             # Otherwise captures in flight would be committed to the new generation.
             background.wait("local")
             opened = self._reporting.abandon_suspects(self._store, suspects, stay=self._coordinator is not None)

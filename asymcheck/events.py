@@ -152,7 +152,7 @@ class _Timed(contextlib.AbstractContextManager[None]):
         ended = time.perf_counter()
         detail = self._detail
         failed = {} if kind is None else {"failed": kind.__name__}
-        tell(self._name, self._began, ended, self._size, lambda: {**(detail() if detail else {}), **failed})
+        report(self._name, self._began, ended, self._size, lambda: {**(detail() if detail else {}), **failed})
 
 
 _UNWATCHED = contextlib.nullcontext()
@@ -172,11 +172,11 @@ def timed(
 
 
 def is_watched() -> bool:
-    """Tell whether anybody watches: else nothing need be gathered for :func:`tell`."""
+    """Tell whether anybody watches: else nothing need be gathered for :func:`report`."""
     return bool(_watchers)
 
 
-def tell(name: str, start_s: float, end_s: float, size: int = 0, detail: Callable[[], Detail] | None = None) -> None:
+def report(name: str, start_s: float, end_s: float, size: int = 0, detail: Callable[[], Detail] | None = None) -> None:
     """Tell every watcher of an interval that was measured otherwise; costs one comparison when there is none.
 
     A watcher that raises is removed, and ``threading.excepthook`` reports it as what ended a thread.
@@ -189,7 +189,7 @@ def tell(name: str, start_s: float, end_s: float, size: int = 0, detail: Callabl
 
 
 def relay(interval: Interval) -> None:
-    """Tell every watcher of an interval, for instance of another process; as :func:`tell`."""
+    """Tell every watcher of an interval, for instance of another process; as :func:`report`."""
     for watcher in tuple(_watchers):
         try:
             watcher(interval)

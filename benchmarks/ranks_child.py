@@ -85,7 +85,7 @@ def others(port: int, world_size: int, extents: int, saves: int) -> dict[str, ob
         _take_part(sessions, (0, 0), b"")
         for number in range(1, saves + 1):
             if sessions:
-                sessions[0].hear((number, 0), "go")
+                sessions[0].receive((number, 0), "go")
             for part in range(1, _PARTS + 1):
                 _take_part(sessions, (number, part), report if part == 1 else b"{}")
 

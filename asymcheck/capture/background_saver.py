@@ -1,4 +1,4 @@
-"""Saving in the background: ring, capture and flush of one run, wired together."""
+"""Background saver: connects the ring, the capture engine and the flusher of one run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from asymcheck.commit.save_request import SaveRequest
 from asymcheck.config import WRITER, CaptureConfig, StoreConfig
 from asymcheck.distributed import Session
 from asymcheck.errors import AsymcheckError, CaptureWarning, warn_user
-from asymcheck.events import is_watched, tell, timed
+from asymcheck.events import is_watched, report, timed
 from asymcheck.format import registry
 from asymcheck.format.frame import frame_length
 from asymcheck.format.manifest import Manifest
@@ -45,40 +45,40 @@ from asymcheck.storage.shm import Ring
 from asymcheck.types import CheckpointRef, Digest
 
 WaitTarget = Literal["memory", "local"]
-_WORTH_IT = 1.25
+_REPLACE_FACTOR = 1.25
 """A ring is replaced if the new ring is larger by this factor."""
 
 
 @dataclasses.dataclass
 class Statistics:
-    """Costs of saving for the training thread so far."""
+    """Costs of saving so far."""
 
     captures: int = 0
-    """Checkpoints begun."""
+    """Number of captures begun."""
     durable: int = 0
-    """Checkpoints that are durable."""
+    """Number of durable checkpoints."""
     lost: int = 0
-    """Checkpoints that could not be stored, or were torn."""
+    """Number of captures that could not be stored, or were torn."""
     step_s: float = 0.0
-    """Seconds inside ``step()``, the eager copies among them."""
+    """Seconds inside ``step()``, including eager copies."""
     fence_s: float = 0.0
-    """Seconds that optimizer steps waited for copies; those of a device count when it has got there."""
+    """Seconds that optimizer steps waited for copies. Waits of a device count once they are measured."""
     hooks_s: float = 0.0
     """Seconds in hooks of modules."""
     durable_s: list[float] = dataclasses.field(default_factory=list)
-    """For each of the durable ones of the last 1,000, seconds from the beginning of ``step()`` until it was durable."""
+    """Seconds from the start of ``step()`` to durability, for the last 1,000 durable checkpoints."""
     captured_bytes: int = 0
     """Bytes of the states of all captures."""
     written_bytes: int = 0
-    """Bytes written to the store; the rest was there already."""
+    """Bytes written to the store, without partitions that it already had."""
     ring_bytes: int = 0
-    """Bytes of the ring."""
+    """Size of the ring."""
     paces: list[TrainingPace] = dataclasses.field(default_factory=list)
-    """On rank 0 of several, with ``every="auto"``: what each rank had measured when the newest durable one began."""
+    """Rank 0, with several ranks and ``every="auto"``: measurements of each rank before the newest durable capture."""
 
 
 class BackgroundSaver:
-    """Captures states of one run, and makes checkpoints of them. For the training thread."""
+    """Captures states of one run, and flushes them to the store. For the training thread."""
 
     def __init__(
         self,
@@ -90,12 +90,12 @@ class BackgroundSaver:
         config: CaptureConfig,
         session: Session | None = None,
     ) -> None:
-        """Prepare; the ring is made when the first state is captured, and anew when it is outgrown.
+        """Prepare. The first capture creates the ring; a larger state replaces it.
 
-        With ``session`` its ranks save together.
+        With ``session``, its ranks save together.
         """
         self._session = session
-        self._joint = None if session is None else TwoPhaseCommit(session, placing, tier.manifests, run)
+        self._two_phase = None if session is None else TwoPhaseCommit(session, placing, tier.manifests, run)
         self._tier, self._catalog, self._encoder, self._placing = tier, catalog, encoder, placing
         self._run = run
         self._config = config
@@ -103,9 +103,9 @@ class BackgroundSaver:
         self._captures: list[Capture] = []
         self._ring: Ring | None = None
         self._flusher: RingFlusher | None = None
-        self._capturer: CaptureEngine | None = None
+        self._engine: CaptureEngine | None = None
         self._fences: OptimizerFences | None = None
-        self._timing: CaptureSchedule | None = None
+        self._schedule: CaptureSchedule | None = None
         self._processes = 1 if session is None else session.local_size
         self._timer = WindowTimer(self._enter_timed)
         self._modules: list[nn.Module] = []
@@ -114,87 +114,87 @@ class BackgroundSaver:
         self._unfenced: Capture | None = None
         self._short: Ring | None = None
         self.statistics = Statistics()
-        self.prover = TearDetector(config.proof)
-        """Knows which captures may be torn."""
+        self.detector = TearDetector(config.proof)
+        """Detector of torn captures."""
         self.held: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        """Entered by what hooks of optimizers and modules do: a signal handler that closes has to wait."""
+        """Context in which hooks of optimizers and modules run. A signal handler waits for its end before it closes."""
         self.on_commit: Callable[[], object] | None = None
-        """Called on a thread of its own after each commit; must not raise."""
+        """Callback after each commit, on a separate thread; must not raise."""
         self.on_close: Callable[[BackgroundSaver], None] = lambda _closed: None
-        """Called with this when it has been closed."""
+        """Callback after :meth:`close`."""
         INTERRUPTS.hold(self)
 
     def begin(self, state: object, request: SaveRequest, generation: int | None) -> Capture:
-        """Begin to capture a state; when this returns, everything but what optimizers own may change.
+        """Begin to capture a state. On return, everything that no optimizer owns may change.
 
         Raises:
-            UnsupportedValueError: something in the state cannot be stored; nothing was begun.
-            AsymcheckError: it could not be copied; nothing is left of it.
+            UnsupportedValueError: the state contains a value that cannot be stored; no capture was begun.
+            AsymcheckError: the copy failed; the capture was discarded.
         """
         began = time.perf_counter()
-        if self._capturer is not None:
-            # An interrupt that ends the waiting here leaves no number that other ranks wait for.
-            self._capturer.fence()
-        with contextlib.nullcontext(0) if self._joint is None else self._joint.beginning() as number:
-            capture, capturer = self._prepared(state, request, generation, number)
+        if self._engine is not None:
+            # An interrupt during this wait must come before the ranks agree on a number.
+            self._engine.fence()
+        with contextlib.nullcontext(0) if self._two_phase is None else self._two_phase.beginning() as number:
+            capture, engine = self._prepared(state, request, generation, number)
         capture.began_s = began
         if self._ring is not None and capture.transfers.lanes:
             self._ring.pin(capture.transfers.lanes[0].link)
         with INTERRUPTS:
-            capturer.begin(capture)
-            # Not before: of one that was not begun, nobody hears that it is durable or lost.
+            engine.begin(capture)
+            # Only a begun capture becomes durable or lost.
             self.statistics.captures += 1
             self.statistics.captured_bytes += capture.state_bytes
             self._captures.append(capture)
-        timing = self._timed(state)
-        timing.began(capture.transfers.lanes[0].link if capture.transfers.lanes else None)
+        schedule = self._timed(state)
+        schedule.began(capture.transfers.lanes[0].link if capture.transfers.lanes else None)
         self._unfenced = capture
         ended = time.perf_counter()
         capture.stalled_s += ended - began
         self.statistics.step_s += ended - began
-        self.statistics.hooks_s = timing.hooks_s
-        tell("step", began, ended, 0, capture.named)
+        self.statistics.hooks_s = schedule.hooks_s
+        report("step", began, ended, 0, capture.named)
         return capture
 
     def _prepared(
         self, state: object, request: SaveRequest, generation: int | None, number: int
     ) -> tuple[Capture, CaptureEngine]:
-        """Return a capture of a state, of which nothing is copied yet, and what is to copy it."""
-        if self._joint is not None:
-            request = dataclasses.replace(request, store_ranks=self._joint.store_ranks)
+        """Return a new capture of a state, and the engine that copies it."""
+        if self._two_phase is not None:
+            request = dataclasses.replace(request, store_ranks=self._two_phase.store_ranks)
         flat = self._flattener.flatten(state)
-        # The compiler of a compiled optimizer step must not look into the fence: it would compile the copies, too.
+        # With a compiled optimizer step, the compiler must not trace the fence.
         fences = self._fences or OptimizerFences(torch.compiler.disable(self.fence))
         self._fences = fences
         fences.come_first()
         optimizers = fences.trusted(find(Optimizer, state))
         parts = [part for part in distributed(state) if fences.trusted([part.optimizer])]
         columns = flat.columns
-        timing, joint, turn = self._timed(state), self._joint, None
+        schedule, two_phase, save_round = self._timed(state), self._two_phase, None
         owned = self._ownership.deferred_rows(flat.leaves, optimizers, parts, self._modules)
-        changing = self.prover.changing
+        changing = self.detector.changing
         deferred = tuple(
             [is_owned and name not in changing for is_owned, name in zip(owned, columns.names, strict=True)]
         )
         layout = PlanInput(columns.sizes, columns.groups, deferred, columns.widths)
-        if joint is None:
-            plan = timing.plan(layout)
-        elif joint.is_first:
-            plan = timing.plan(layout)
-            turn = joint.lead(number, request, generation, plan)
+        if two_phase is None:
+            plan = schedule.plan(layout)
+        elif two_phase.is_first:
+            plan = schedule.plan(layout)
+            save_round = two_phase.lead(number, request, generation, plan)
         else:
-            turn = joint.follow(request)
-            plan = timing.plan(layout, turn.plan)
-            request, generation = dataclasses.replace(request, save_id=turn.save_id), turn.generation
-        capturer = self._started(plan)
+            save_round = two_phase.follow(request)
+            plan = schedule.plan(layout, save_round.plan)
+            request, generation = dataclasses.replace(request, save_id=save_round.save_id), save_round.generation
+        engine = self._started(plan)
         capture = Capture(flat, plan, request, generation, self._lanes)
-        capture.turn = turn
-        return capture, capturer
+        capture.save_round = save_round
+        return capture, engine
 
     def _timed(self, state: object) -> CaptureSchedule:
-        if self._timing is None:
+        if self._schedule is None:
             config, folder = self._config, Path(self._config.ring_folder)
-            self._timing = CaptureSchedule(
+            self._schedule = CaptureSchedule(
                 config,
                 cut_for_ring(self._tier.config, config.ring_bytes, folder, self._processes),
                 newest_plan(self._tier, self._run),
@@ -203,39 +203,39 @@ class BackgroundSaver:
             )
         modules = list(find(nn.Module, state))
         if modules != self._modules:
-            self._timing.watch(modules)
+            self._schedule.watch(modules)
             self._modules = modules
-        return self._timing
+        return self._schedule
 
     def _enter_window(self, number: int) -> None:
-        # What a forked child runs is not captured, and who held a lock at the fork is not in it.
-        if self._capturer is not None and not self._is_forked():
+        # A forked child captures nothing, and its copies of locks may be held for ever.
+        if self._engine is not None and not self._is_forked():
             with self.held:
-                self._capturer.enter_window(number)
+                self._engine.enter_window(number)
 
     def _enter_timed(self, number: int) -> None:
-        if self._capturer is not None and not self._is_forked():
-            self._capturer.enter_timed(number)
+        if self._engine is not None and not self._is_forked():
+            self._engine.enter_timed(number)
 
     def _started(self, plan: Plan) -> CaptureEngine:
         needed = sum(frame_length(partition.length) for partition in plan.cut.partitions)
         if self._ring is not None and self._is_outgrown(self._ring.header.data_bytes, needed):
-            # Optimizers have their state only after a step. All that is in the old one becomes durable first.
+            # Optimizers have no state before the first step. The captures in the old ring become durable first.
             self._end_ring()
-        if self._capturer is None:
+        if self._engine is None:
             self._ring = self._make_ring(needed)
             self._flusher = RingFlusher(
-                self._ring, self._tier, self._catalog, self._encoder, self._placing, self._joint, self.on_commit
+                self._ring, self._tier, self._catalog, self._encoder, self._placing, self._two_phase, self.on_commit
             )
-            self._capturer = CaptureEngine(self._ring, self._flusher, self.prover)
+            self._engine = CaptureEngine(self._ring, self._flusher, self.detector)
         self._warn_of_short_ring()
-        return self._capturer
+        return self._engine
 
     def _is_outgrown(self, size: int, needed: int) -> bool:
-        """Tell whether a ring of a size of our own choice has too little room by now, and a new one would have more."""
+        """Tell whether a ring of automatic size is too small, and a new one would be larger."""
         if self._config.ring_bytes is not None or ROOM_FOR_CAPTURES * needed <= size:
             return False
-        return default_bytes(Path(self._config.ring_folder), needed, size, self._processes) >= _WORTH_IT * size
+        return default_bytes(Path(self._config.ring_folder), needed, size, self._processes) >= _REPLACE_FACTOR * size
 
     def _make_ring(self, needed: int) -> Ring:
         folder = Path(self._config.ring_folder)
@@ -243,14 +243,14 @@ class BackgroundSaver:
         size = -(-size // registry.BLOCK_BYTES) * registry.BLOCK_BYTES
         if size < needed:
             warn_user(
-                f"a ring of {size} bytes is smaller than the state ({needed} bytes of frames), so that checkpoints "
-                "stream through it: none can be resumed from memory, and training waits for the store more often",
+                f"the ring of {size} bytes is smaller than the state ({needed} bytes of frames). Checkpoints are "
+                "streamed through it: none can be resumed from memory, and training waits for the drive more often",
                 CaptureWarning,
             )
         header = RingHeader(
             ring_id=os.urandom(16),
             store_id=self._tier.descriptor.store_id,
-            # Whoever finds the ring looks from another directory.
+            # The next training may start in another directory.
             store=str(self._tier.root.absolute()),
             run=self._run,
             rank=0 if self._session is None else self._session.rank,
@@ -267,34 +267,34 @@ class BackgroundSaver:
         ring = self._ring
         if ring is not None and ring.refused is not None and ring is not self._short:
             self._short = ring
-            what = "fewer checkpoints can be resumed from memory, and training waits for the store more often"
-            warn_user(f"{ring.refused}; as long as that is so, {what}", CaptureWarning)
+            effect = "fewer checkpoints can be resumed from memory, and training waits for the drive more often"
+            warn_user(f"{ring.refused}; until then, {effect}", CaptureWarning)
 
     def fence(self) -> None:
-        """Wait until nothing needs the state as it is any more: it may change when this returns."""
-        capturer, timing = self._capturer, self._timing
-        if capturer is not None and timing is not None and not self._is_forked():
+        """Wait until the state was copied, so that it may change."""
+        engine, schedule = self._engine, self._schedule
+        if engine is not None and schedule is not None and not self._is_forked():
             with self.held:
-                began, compared_s = time.perf_counter(), self.prover.compared_s
-                if not capturer.fence():
+                began, compared_s = time.perf_counter(), self.detector.compared_s
+                if not engine.fence():
                     return
-                compared_s = self.prover.compared_s - compared_s
-                # Of a device it is known when it has got there: it counts for the iteration in which that shows.
+                compared_s = self.detector.compared_s - compared_s
+                # The wait of a device is measured later, and counts for a later iteration.
                 waited = time.perf_counter() - began + self._lanes.held_s()
-                iteration = timing.fenced(began, waited - compared_s)
+                iteration = schedule.fenced(began, waited - compared_s)
                 self.statistics.fence_s += waited
-                self.statistics.hooks_s = timing.hooks_s
+                self.statistics.hooks_s = schedule.hooks_s
                 if iteration is not None and self._unfenced is not None:
                     self._unfenced.stalled_s += waited
-                    _tell_of_windows(iteration, self._unfenced)
+                    _report_windows(iteration, self._unfenced)
                 self._unfenced = None
 
     def _is_forked(self) -> bool:
-        """Tell whether this is a forked child, which has none of the threads; the ring is its parent's."""
+        """Tell whether this is a forked child, which has no threads and does not own the ring."""
         return os.getpid() != self._pid
 
     def settled(self) -> list[Capture]:
-        """Return the captures that have become durable, or were lost, since the last call."""
+        """Return the captures that became durable or lost since the last call."""
         done = [capture for capture in self._captures if capture.durable.is_set()]
         for capture in done:
             self._captures.remove(capture)
@@ -307,29 +307,28 @@ class BackgroundSaver:
         return done
 
     def wait(self, target: WaitTarget) -> None:
-        """Wait until each capture is durable or lost; with ``"memory"``, until it is complete in the ring."""
-        if self._capturer is None or self._flusher is None or self._is_forked():
+        """Wait until each capture is durable or lost; with ``"memory"``, until each is complete in the ring."""
+        if self._engine is None or self._flusher is None or self._is_forked():
             return
-        self._capturer.settle()
+        self._engine.settle()
         if self._captures:
             with timed("wait", 0, lambda: {"run": self._run, "target": target}):
                 for capture in self._captures:
                     capture.complete.wait()
                     if target == "local" or not self._flusher.survives(capture):
                         capture.durable.wait()
-            # Nothing needs the state any more: it may change.
-            self._capturer.fence()
+            self._engine.fence()
 
     def newest_in_ring(
         self, on_line: Callable[[CheckpointRef], bool]
     ) -> tuple[CheckpointRef, Manifest, Callable[[Digest], memoryview]] | None:
-        """Return the newest durable capture that is complete in the ring, and that ``on_line`` does not exclude.
+        """Return the newest durable capture in the ring that ``on_line`` accepts.
 
-        That is: the checkpoint, its manifest, and what gives the bytes of its partitions.
+        The result has the checkpoint, its manifest, and a function that returns the bytes of a partition.
         """
         committed = () if self._flusher is None else self._flusher.committed()
-        found = ((ref, one) for one in committed if (ref := one.capture.ref) is not None and on_line(ref))
-        ref, inflight = next(found, (None, None))
+        candidates = ((ref, kept) for kept in committed if (ref := kept.capture.ref) is not None and on_line(ref))
+        ref, inflight = next(candidates, (None, None))
         if ref is None or inflight is None or self._ring is None:
             return None
         slots = dict(zip(inflight.capture.digests, inflight.capture.slots, strict=True))
@@ -337,7 +336,6 @@ class BackgroundSaver:
 
         def payload(name: Digest) -> memoryview:
             slot = slots[name]
-            # A capture that is complete in the ring has a place for each partition.
             return memoryview(b"") if slot is None else ring.payload(slot)
 
         return ref, inflight.manifest, payload
@@ -345,16 +343,16 @@ class BackgroundSaver:
     def in_ring(self) -> list[CheckpointRef]:
         """Return the durable captures that are complete in the ring, newest first."""
         committed = () if self._flusher is None else self._flusher.committed()
-        return [one.capture.ref for one in committed if one.capture.ref is not None]
+        return [kept.capture.ref for kept in committed if kept.capture.ref is not None]
 
     def close(self) -> None:
-        """Make everything durable and give the ring back; what could not be stored stays in it for the next start."""
+        """Make everything durable and remove the ring, unless it holds captures that could not be stored."""
         if self._is_forked():
             return
         if self._fences is not None:
             self._fences.remove()
-        if self._timing is not None:
-            self._timing.stop()
+        if self._schedule is not None:
+            self._schedule.stop()
         self._timer.stop()
         self._end_ring()
         self._fences = self._unfenced = None
@@ -362,23 +360,23 @@ class BackgroundSaver:
         self.on_close(self)
 
     def _end_ring(self) -> None:
-        if self._capturer is not None and self._flusher is not None and self._ring is not None:
+        if self._engine is not None and self._flusher is not None and self._ring is not None:
             with timed("close", 0, lambda: {"run": self._run}):
-                self._capturer.close()
+                self._engine.close()
                 keep = not self._flusher.close()
                 self._ring.close(keep=keep)
-            self._capturer = self._flusher = self._ring = self._short = None
+            self._engine = self._flusher = self._ring = self._short = None
 
 
-def _tell_of_windows(iteration: Iteration, capture: Capture) -> None:
-    """Report to watchers the times of the windows in which a capture was copied."""
+def _report_windows(iteration: Iteration, capture: Capture) -> None:
+    """Report the windows in which a capture was copied to watchers."""
     for number, (phase, start, end) in enumerate(iteration.windows if is_watched() else ()):
         detail = {**capture.named(), "window": number, "phase": phase}
-        tell("window", start, end, 0, partial(dict, detail))
+        report("window", start, end, 0, partial(dict, detail))
 
 
 def newest_plan(tier: NvmeTier, run: str) -> object:
-    """Return the plan record of the newest checkpoint of a run; None when there is none that can be read."""
+    """Return the plan record of the newest checkpoint of a run; None if none can be read."""
     newest = max(tier.manifests.checkpoints(run), key=lambda listing: listing.ref, default=None)
     if newest is not None and newest.manifests:
         with contextlib.suppress(AsymcheckError):
@@ -387,19 +385,23 @@ def newest_plan(tier: NvmeTier, run: str) -> object:
 
 
 ROOM_FOR_CAPTURES = 2
-# Manifests, and what is lost between frames of different lengths.
+# Manifests, and gaps between frames of different lengths.
 _SLACK = 1.05
 _SLACK_BYTES = 4 << 20
-_LEAST_BYTES = 4 * registry.BLOCK_BYTES
+_RING_BYTES_MIN = 4 * registry.BLOCK_BYTES
 
 
 def default_bytes(folder: Path, needed: int, freed: int = 0, processes: int = 1) -> int:
-    """Return room for two captures, but no more than half of the memory that is available when ``freed`` is.
+    """Return the bytes for two captures, limited to half of the memory that will be available to this process.
 
-    The result is divided by the number of ``processes`` that create a ring at the same time.
+    Args:
+        folder: folder of the ring.
+        needed: bytes of one capture.
+        freed: bytes of a ring that will be removed.
+        processes: number of processes that create a ring at the same time.
     """
     wanted = int(needed * _SLACK * ROOM_FOR_CAPTURES) + _SLACK_BYTES
-    return max(min([wanted, *_limits(folder, freed, processes)]), _LEAST_BYTES)
+    return max(min([wanted, *_limits(folder, freed, processes)]), _RING_BYTES_MIN)
 
 
 def _limits(folder: Path, freed: int, processes: int) -> list[int]:
@@ -414,17 +416,17 @@ def _limits(folder: Path, freed: int, processes: int) -> list[int]:
 
 
 def cut_for_ring(config: StoreConfig, ring_bytes: int | None, folder: Path, processes: int) -> StoreConfig:
-    """Return a configuration whose deferred partitions go through a ring, one being copied while another is written.
+    """Return a configuration whose deferred partitions are small enough that two fit into the ring.
 
-    ``ring_bytes`` is None for a ring of automatic size. Sizes are powers of two: the available memory differs from
-    start to start, and a run that cuts as before writes less.
+    ``ring_bytes`` is None for a ring of automatic size. Sizes are powers of two, so that they rarely change between
+    starts with different available memory: partitions that stay the same are not written again.
     """
     limits = _limits(folder, 0, processes) if ring_bytes is None else [ring_bytes]
     if not limits:
         return config
-    half = max(min(limits) // 2 - registry.BLOCK_BYTES, _LEAST_BYTES)
-    most = 1 << half.bit_length() - 1
-    if most >= config.deferred_bytes_max:
+    half = max(min(limits) // 2 - registry.BLOCK_BYTES, _RING_BYTES_MIN)
+    largest = 1 << half.bit_length() - 1
+    if largest >= config.deferred_bytes_max:
         return config
-    least = min(config.deferred_bytes_min, most // 4)
-    return dataclasses.replace(config, deferred_bytes_max=most, deferred_bytes_min=least)
+    smallest = min(config.deferred_bytes_min, largest // 4)
+    return dataclasses.replace(config, deferred_bytes_max=largest, deferred_bytes_min=smallest)

@@ -1,8 +1,8 @@
-"""Transfers: the copies of one capture that a device carries out by itself, in the order of its queues.
+"""Device copies: asynchronous copies from devices to the ring, ordered by the queues (streams) of each device.
 
-A device works behind the program: when ``step()`` is called, the optimizer step may only be queued. Therefore copies
-are not timed but ordered. They wait, on the device, for a mark that was set after the optimizer step (or, later, when a
-window begins). The next optimizer step waits, on the device, for the last copy. The program itself waits for neither.
+A device executes operations later than the program queues them: when ``step()`` is called, the optimizer step may only
+be queued. Therefore copies are ordered by marks in the queues. They wait for a mark after the optimizer step, or at the
+start of a window. The next optimizer step waits for the last copy. The program itself waits for neither.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from asymcheck.state.partition_plan import Partition, Piece
 from asymcheck.storage.gpu_staging import Link, Mark, Staging, StagingRegion, cuda_link
 
 LinkOf = Callable[[Source], Link | None]
-"""Says by which link the bytes of a tensor come; None for those in host memory, which the program copies itself."""
+"""Return the link to the device of a tensor; None for tensors in host memory, which the program copies."""
 
 
 def link_of(source: Source) -> Link | None:
     """Return the link of a tensor on a CUDA device. Tensors on other devices are copied at once."""
-    # Asked of every tensor in each step, where there is no such device, too.
+    # This is called for every tensor in each step, even without a device.
     if isinstance(source, torch.Tensor) and source.is_cuda:
         return cuda_link(source.device)
     return None
@@ -36,30 +36,30 @@ _ASIDE_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DeviceQueue:
-    """One device, and the buffers in its memory."""
+    """A device and its staging buffers."""
 
     link: Link
     staging: Staging
     aside: Staging
-    """For :class:`EagerCopies` alone: where they have no room, the program waits for the device."""
+    """Buffer for :class:`EagerCopies`. Without space in the buffer, the program waits for the device."""
 
 
 Give = Callable[[bytes], None]
 
 
 class DeviceQueues:
-    """The devices that a training uses."""
+    """Queues of all devices of a training."""
 
     def __init__(self, staging_bytes: int, find: LinkOf = link_of) -> None:
-        """Take ``staging_bytes`` of each device when its first tensor is met."""
+        """Reserve ``staging_bytes`` on each device at its first tensor."""
         self._staging_bytes = staging_bytes
         self._find = find
         self._lanes: dict[Link, DeviceQueue] = {}
         self.holds: deque[tuple[Mark, Mark]] = deque()
-        """Before and after each point at which a device is to wait for copies, of which nothing is known yet."""
+        """Marks before and after each unmeasured wait of a device for copies."""
 
     def held_s(self) -> float:
-        """Return how long devices have waited for copies, as far as that has become known since the last call."""
+        """Return the seconds that devices have waited for copies, as measured since the last call."""
         seconds = 0.0
         while self.holds and self.holds[0][1].passed():
             before, after = self.holds.popleft()
@@ -67,13 +67,13 @@ class DeviceQueues:
         return seconds
 
     def of_all(self, sources: Sequence[Source]) -> list[DeviceQueue | None]:
-        """Return the lane of each tensor; None for host memory."""
+        """Return the queue of each tensor; None for host memory."""
         links = [*map(self._find, sources)]
         return [None if link is None else self._of(link, source) for link, source in zip(links, sources, strict=True)]
 
     def _of(self, link: Link, source: Source) -> DeviceQueue:
         if link not in self._lanes:
-            assert isinstance(source, torch.Tensor)  # noqa: S101 - only those have links; for mypy
+            assert isinstance(source, torch.Tensor)  # noqa: S101 - only tensors have links
             aside_bytes = min(_ASIDE_BYTES, self._staging_bytes // 4)
             self._lanes[link] = DeviceQueue(
                 link, Staging(source.device, self._staging_bytes - aside_bytes), Staging(source.device, aside_bytes)
@@ -82,13 +82,13 @@ class DeviceQueues:
 
 
 class Transfers:
-    """The copies of one capture. The training thread and the capture thread call it, and copy at once.
+    """Copies of one capture, used by the training thread and the capture thread.
 
-    ``leaves`` are the tensors, by row; partitions are named by their pieces and their number in the plan.
+    ``leaves`` are the tensors, by row. Partitions are identified by their number in the plan.
     """
 
     def __init__(self, lanes: DeviceQueues, leaves: Sequence[Leaf], partitions: Sequence[Partition]) -> None:
-        """Find out which device has what."""
+        """Assign the tensors to devices."""
         self._leaves = leaves
         self._partitions = partitions
         self._holds = lanes.holds
@@ -99,14 +99,14 @@ class Transfers:
         self._ends: dict[int, list[Mark]] = {}
         self._regions: dict[int, tuple[DeviceQueue, StagingRegion]] = {}
         self.lanes = tuple(dict.fromkeys(lane for lane in self._lane_of if lane is not None))
-        """Every device that has a tensor of this capture."""
+        """All devices with tensors of this capture."""
 
     def lane_of(self, row: int) -> DeviceQueue | None:
-        """The device that has a tensor; None for host memory."""
+        """Return the device of a tensor; None for host memory."""
         return self._lane_of[row]
 
     def is_on_device(self, number: int) -> bool:
-        """Tell whether a device has some of a partition."""
+        """Tell whether a part of a partition is on a device."""
         return any(self._lane_of[piece.row] is not None for piece in self._partitions[number].pieces)
 
     def is_staged(self, number: int) -> bool:
@@ -114,7 +114,7 @@ class Transfers:
         return number in self._regions
 
     def stage(self, number: int) -> bool:
-        """Clone a partition as it is now, on the device, so that its source may change; return whether there was room.
+        """Clone a partition on its device so that its source may change; return False without space for the clone.
 
         Pieces in host memory are included, if other pieces of the partition are on one device.
         """
@@ -129,41 +129,41 @@ class Transfers:
         try:
             lane.link.run(partial(_gather, self._leaves, partition.pieces, region.memory))
         except torch.cuda.OutOfMemoryError:
-            # A strided tensor needs a contiguous copy of itself for that.
+            # A strided tensor needs a contiguous copy first.
             lane.staging.give_back(region)
             return False
         self._regions[number] = lane, region
         return True
 
     def catch_up(self, numbers: Iterable[int]) -> None:
-        """Wait until devices have done what they were asked to do with partitions: the program may read them then."""
+        """Wait until the devices have computed partitions, so that the program may read them."""
         rows = (piece.row for number in numbers for piece in self._partitions[number].pieces)
         for lane in {self._lane_of[row] for row in rows}:
             if lane is not None:
                 lane.link.mark().wait()
 
     def begin(self) -> None:
-        """Let all copies wait for what the device has been asked to do until now."""
+        """Order all copies after the operations that are queued now."""
         self.gate()
         for lane, gate in self._gates.items():
-            # The gates of windows may lie in other queues of the training, which know nothing of this point.
+            # Gates of windows may be in other streams of the training, which are not ordered with this point.
             lane.link.queue(_nothing, gate)
 
     def gate(self) -> None:
-        """Let copies of tensors that are queued from now on wait for what the device has been asked to do until now."""
+        """Order later copies of tensors after the operations that are queued now."""
         self._gates = {lane: lane.link.mark() for lane in self.lanes}
 
     def gate_clones(self) -> None:
-        """Let copies of what has been staged wait for that, and no other ones."""
+        """Order copies of clones after the clones, without effect on other copies."""
         self._clone_gates = {lane: lane.link.mark() for lane in self.lanes}
 
     @property
     def is_recorded(self) -> bool:
-        """Tell whether what a device is asked to do now is only recorded, to be done later."""
+        """Tell whether a device records operations into a graph instead of executing them."""
         return any(lane.link.is_recorded() for lane in self.lanes)
 
     def copy(self, number: int, payload: memoryview) -> None:
-        """Queue the copies of a partition; those of pieces in host memory are done when this returns."""
+        """Queue the device copies of a partition, and copy its pieces in host memory."""
         ends = self._ends[number] = []
         if number in self._regions:
             lane, region = self._regions[number]
@@ -186,19 +186,19 @@ class Transfers:
             try:
                 mark = lane.link.queue(work, self._gates[lane])
             except BaseException:
-                # Some of it may be under way: until then its place in the ring is not free.
+                # A queued copy may still write to the slot.
                 ends.append(lane.link.queue(_nothing, self._gates[lane]))
                 raise
-            # The training thread and the capture thread both come here, and only those of one thread are in order.
+            # Both threads queue copies, but copies are ordered only within a thread.
             self._last[lane, threading.get_ident()] = mark
             ends.append(mark)
 
     def _work(
         self, number: int, lane: DeviceQueue, parts: Sequence[tuple[Piece, memoryview]], payload: memoryview | None
     ) -> Callable[[], None]:
-        """Return what brings pieces from a device to their places, which make up ``payload`` if that is given."""
+        """Return a function that copies pieces from a device to host memory, which is ``payload`` if given."""
         if payload is not None and len(parts) > 1:
-            # One copy instead of hundreds of small ones, if the buffer has room for them side by side.
+            # With space in the staging buffer, one copy replaces hundreds of small ones.
             region = lane.staging.take(len(payload))
             if region is not None:
                 self._regions[number] = lane, region
@@ -214,13 +214,13 @@ class Transfers:
             self._leaves[piece.row].copy_bytes(piece.start, target, wait=False)
 
     def queue(self, lane: DeviceQueue, work: Callable[[], None]) -> Mark:
-        """Queue a copy that reads no tensor of the state."""
+        """Queue a copy from a staging buffer."""
         return lane.link.queue(work, self._gates[lane])
 
     def hold(self) -> None:
-        """Let what the device is asked to do from now on wait for the copies of tensors that were queued."""
+        """Order later operations of the device after the queued copies of tensors."""
         by_lane: dict[DeviceQueue, list[Mark]] = {}
-        # A copy of the list: of a capture that was given up the other thread may still be queueing copies.
+        # Copied, because the capture thread may still queue copies of a failed capture.
         for (lane, _), mark in list(self._last.items()):
             by_lane.setdefault(lane, []).append(mark)
         for lane, marks in by_lane.items():
@@ -230,11 +230,11 @@ class Transfers:
             self._holds.append((before, lane.link.mark()))
 
     def have_passed(self, number: int) -> bool:
-        """Tell whether the copies of a partition, if any was queued, are done."""
+        """Tell whether all queued copies of a partition are done."""
         return all(mark.passed() for mark in self._ends.get(number, ()))
 
     def wait(self, number: int) -> None:
-        """Return when the copies of a partition, if any was queued, are done; free its part of the staging buffer."""
+        """Wait for the queued copies of a partition, and free its part of the staging buffer."""
         try:
             for mark in self._ends.pop(number, ()):
                 mark.wait()
@@ -244,26 +244,27 @@ class Transfers:
                 lane.staging.give_back(region)
 
     def drop(self) -> None:
-        """Wait for what was queued, and free what is still taken of the staging buffers."""
+        """Wait for all queued copies, and free the staging buffers."""
         for number in {*self._ends, *self._regions}:
             self.wait(number)
 
 
 class EagerCopies:
-    """Small parts of tensors, as they are now: those in host memory are read at once.
+    """Reads small parts of tensors in their current state.
 
-    Those on a device are gathered in its staging buffer, and fetched together in one copy.
+    Parts in host memory are read at once. Parts on a device are gathered in its staging buffer and
+    fetched in one copy.
     """
 
     def __init__(self, transfers: Transfers, leaves: Sequence[Leaf]) -> None:
-        """Begin with none; ``leaves`` are those of ``transfers``."""
+        """Start without requests; ``leaves`` are those of ``transfers``."""
         self._transfers, self._leaves = transfers, leaves
         self._wanted: dict[DeviceQueue, list[tuple[Piece, Give]]] = {}
         self._regions: dict[DeviceQueue, tuple[Staging, StagingRegion]] = {}
         self._fetched: list[tuple[DeviceQueue, memoryview, Mark]] = []
 
     def want(self, row: int, start: int, length: int, give: Give) -> None:
-        """Ask for some bytes of a tensor; ``give`` gets them, at once or in :meth:`settle`."""
+        """Request bytes of a tensor. ``give`` receives them, at once or in :meth:`settle`."""
         lane = self._transfers.lane_of(row)
         if lane is None:
             self._read(Piece(row, start, length), give)
@@ -271,21 +272,21 @@ class EagerCopies:
             self._wanted.setdefault(lane, []).append((Piece(row, start, length), give))
 
     def want_whole(self, rows: Iterable[int], give: Callable[[int, bytes], None]) -> None:
-        """Ask for all bytes of some tensors, likewise; ``give`` gets the row, too."""
-        here: list[int] = []
+        """Request all bytes of tensors. ``give`` receives row and bytes, at once or in :meth:`settle`."""
+        on_host: list[int] = []
         for row in rows:
             if self._transfers.lane_of(row) is None:
-                here.append(row)
+                on_host.append(row)
             else:
                 self.want(row, 0, self._leaves[row].nbytes, partial(give, row))
-        for row, data in zip(here, whole_bytes([self._leaves[row] for row in here]), strict=True):
+        for row, data in zip(on_host, whole_bytes([self._leaves[row] for row in on_host]), strict=True):
             give(row, data)
 
     def _read(self, piece: Piece, give: Give) -> None:
         give(self._leaves[piece.row].some_bytes(piece.start, piece.length))
 
     def gather(self) -> None:
-        """Gather what was asked for; where the staging buffer has no room for it, the program waits and reads it."""
+        """Gather the requested parts on each device; without space in a buffer, wait and read directly."""
         for lane, wanted in list(self._wanted.items()):
             pieces = [piece for piece, _ in wanted]
             length = sum(piece.length for piece in pieces)
@@ -301,14 +302,14 @@ class EagerCopies:
             lane.link.run(partial(_gather, self._leaves, pieces, region.memory))
 
     def fetch(self, room: Callable[[int], memoryview]) -> None:
-        """Queue the copies to host memory, which ``room`` gives: so many bytes for each device."""
-        # A copy of the list: to make room for one, those before may be settled.
+        """Queue the copies to host memory, which ``room`` allocates for each device."""
+        # Copied, because an allocation may settle earlier copies.
         for lane, (_, region) in list(self._regions.items()):
             target = room(len(region.memory))
             self._fetched.append((lane, target, self._transfers.queue(lane, partial(_fetch, region.memory, target))))
 
     def settle(self) -> None:
-        """Wait for the copies, and hand out what was asked for. It may be called again."""
+        """Wait for the copies, and deliver the requested bytes. May be called again."""
         while self._fetched:
             lane, data, end = self._fetched.pop()
             end.wait()
@@ -320,21 +321,21 @@ class EagerCopies:
             buffer.give_back(region)
 
     def drop(self) -> None:
-        """Free what was gathered and never fetched."""
+        """Free buffers that were gathered but never fetched."""
         while self._regions:
             _, (buffer, region) = self._regions.popitem()
             buffer.give_back(region)
 
 
 def _nothing() -> None:
-    """Nothing, in its turn."""
+    """Do nothing."""
 
 
 def _gather(leaves: Sequence[Leaf], pieces: Iterable[Piece], memory: torch.Tensor) -> None:
-    """Copy pieces of tensors one after another into memory of the device."""
+    """Copy pieces of tensors into contiguous memory of the device."""
     views = [leaves[piece.row].as_bytes()[piece.start : piece.start + piece.length] for piece in pieces]
     if all(view.device == memory.device for view in views):
-        # One call for hundreds of small ones.
+        # One call replaces hundreds of small ones.
         torch.cat(views, out=memory)
         return
     start = 0
@@ -345,6 +346,6 @@ def _gather(leaves: Sequence[Leaf], pieces: Iterable[Piece], memory: torch.Tenso
 
 def _fetch(memory: torch.Tensor, target: memoryview) -> None:
     if not len(target):
-        # torch makes no tensor of no bytes.
+        # torch.frombuffer() refuses empty buffers.
         return
     torch.frombuffer(target, dtype=torch.uint8).copy_(memory, non_blocking=True)

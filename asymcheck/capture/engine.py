@@ -1,12 +1,12 @@
-"""Capture: a state is copied into the ring while training goes on, and never torn.
+"""Capture engine: copy a consistent snapshot of a state into the ring while training continues.
 
-Tensors that a forward pass may change are *eager*: they are copied before :meth:`CaptureEngine.begin` returns, unless
-their bytes are those of an earlier capture (see :mod:`asymcheck.capture.dirty_check`). All others are *deferred*: the
-capture thread copies them as the plan releases them, and at the latest at the *fence*, before the next optimizer step
-changes them. The *proof* compares the captured bytes with digests of the source that were taken at the beginning.
+*Eager* tensors may change at any time. They are copied before :meth:`CaptureEngine.begin` returns, unless their bytes
+equal an earlier capture (see :mod:`asymcheck.capture.dirty_check`). *Deferred* tensors only change in an optimizer
+step. The capture thread copies them when the plan releases them, and at the latest at the *fence* before that step.
+Tear detection compares the captured bytes with digests of the source from the start of the capture.
 
-A device copies its own tensors, in the same order (see :mod:`asymcheck.capture.device_copy`): eager tensors are cloned
-at once and fetched later, and the fence holds the device but not the program.
+Devices copy their tensors in the same order (see :mod:`asymcheck.capture.device_copy`). Eager tensors are cloned at
+once and fetched later. The fence blocks the device, but not the program.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from asymcheck.storage.shm import Ring, RingSlot
 _ROOM_POLL_S = 0.05
 _FENCE_POLL_S = 0.1
 _DEVICE_POLL_S = 0.002
-"""How often a device is asked whether a copy is done: rarely enough to take nothing from the training's thread."""
+"""Pause between two queries whether a device copy is done, long enough not to slow down the training thread."""
 
 
 class CaptureEngine:
-    """Copies captures into a ring, with one thread beside the training thread. Begin on one thread only."""
+    """Copies captures into a ring, with the help of a capture thread. Captures begin on one training thread."""
 
-    def __init__(self, ring: Ring, flusher: RingFlusher, prover: TearDetector) -> None:
-        """Start the thread. ``flusher`` takes partitions from the ring; ``prover`` finds out what is torn."""
-        self._ring, self._flusher, self._prover = ring, flusher, prover
+    def __init__(self, ring: Ring, flusher: RingFlusher, detector: TearDetector) -> None:
+        """Start the capture thread. ``flusher`` writes partitions from the ring; ``detector`` finds torn captures."""
+        self._ring, self._flusher, self._detector = ring, flusher, detector
         self._unchanged = DirtyCheck(ring)
         self._changed = threading.Condition()
         self._unreleased: deque[tuple[Capture, int]] = deque()
@@ -52,12 +52,12 @@ class CaptureEngine:
         self._thread.start()
 
     def begin(self, capture: Capture) -> None:
-        """Copy what is eager, and queue the rest for the windows that the plan names.
+        """Copy eager tensors, and queue deferred ones for the windows of the plan.
 
-        One that is given up meanwhile because it could not be stored is one that was begun and is lost.
+        If the flush fails in the meantime, the capture counts as begun and lost.
 
         Raises:
-            AsymcheckError: it could not be copied; the capture was given up.
+            AsymcheckError: the copy failed; the capture was discarded.
         """
         self._training = threading.get_ident()
         self.fence()
@@ -69,9 +69,9 @@ class CaptureEngine:
         try:
             with timed("witness", 0, capture.named):
                 self._set_aside(capture, later)
-            # Before any room is taken: what makes room would free the frames of earlier captures.
+            # This comes first, because making room frees frames of earlier captures.
             unchanged = self._take_unchanged(capture, eager)
-            # Before anything is completed, for then the other thread settles what was set aside.
+            # This precedes the first completion, after which the capture thread settles the asides.
             capture.transfers.begin()
             capture.asides.fetch(partial(self._room_aside, capture))
             for number in unchanged:
@@ -81,13 +81,13 @@ class CaptureEngine:
             for number in eager:
                 if number not in staged:
                     self._copy_now(capture, number)
-                    # At once: where the ring is small, they have to leave it for the next.
+                    # Completed at once, so that a small ring can flush it before the next copy.
                     self._to_be_completed(capture, number)
-            # What was cloned just now is fetched after it.
+            # Clones are fetched after they are complete.
             capture.transfers.gate()
         except BaseException as error:
             is_lost = error is capture.error
-            self._give_up(capture, error)
+            self._fail(capture, error)
             self._to_be_completed(capture, None)
             if is_lost:
                 return
@@ -110,16 +110,16 @@ class CaptureEngine:
         return numbers
 
     def enter_window(self, number: int) -> None:
-        """Say that a window of the plan begins: what it and those before it release is copied from now on."""
+        """Begin a window of the plan, and release the partitions of this and earlier windows."""
         if self._unreleased:
             with INTERRUPTS, self._changed:
-                # Where a CUDA graph is recorded, no window begins: that would become a part of it.
+                # During the recording of a CUDA graph, no window begins, because copies would become part of the graph.
                 if self._open is not None and not self._open.transfers.is_recorded and self._release(number):
-                    # The window begins for the device when it gets here, which may be later.
+                    # The device reaches this point later.
                     self._open.transfers.gate()
 
     def enter_timed(self, number: int) -> None:
-        """Say the same on a thread that knows nothing of the device's queues: copies stay behind the mark they have."""
+        """Begin a window on the timer thread. Device copies keep their gate."""
         with self._changed:
             self._release(number)
 
@@ -136,17 +136,17 @@ class CaptureEngine:
         return released
 
     def fence(self) -> bool:
-        """Return when the source may change: everything has been copied, or given up. This thread helps.
+        """Copy all remaining partitions, or wait for them, so that the source may change.
 
-        Any thread may call it, for any may run an optimizer. Returns whether this is the one that begins captures.
+        Any thread that runs an optimizer may call this. Returns whether this is the thread that begins captures.
         """
         capture, is_training = self._open, self._training == threading.get_ident()
         if capture is not None:
             with INTERRUPTS, timed("fence", 0, capture.named):
                 self._wait_until_copied(capture)
-                self._prover.fence(capture.witnesses)
+                self._detector.fence(capture.source_digests)
             if is_training:
-                # Not on another thread: meanwhile the next capture may have been begun.
+                # On another thread, the next capture may have begun in the meantime.
                 self._open = None
         return is_training
 
@@ -156,7 +156,7 @@ class CaptureEngine:
                 self._stage_late(capture)
             self._release(None)
         while not capture.copied.is_set():
-            # Of what is queued nothing is lost: it is copied by the other thread, or waited for again.
+            # After an interrupt, the capture thread copies the queued partitions.
             INTERRUPTS.come()
             with self._changed:
                 if not self._to_copy:
@@ -167,7 +167,7 @@ class CaptureEngine:
         capture.transfers.hold()
 
     def _stage(self, capture: Capture, number: int) -> bool:
-        """Clone a partition on its device, if there is room for that, so that its source may change."""
+        """Clone a partition on its device so that its source may change; return False without space for the clone."""
         if not capture.transfers.is_on_device(number) or not capture.transfers.stage(number):
             return False
         with self._changed:
@@ -175,11 +175,11 @@ class CaptureEngine:
         return True
 
     def _stage_late(self, capture: Capture) -> None:
-        """Clone what no copy was queued for yet: that takes the device less time than to wait for the link.
+        """Clone partitions whose copies are not queued, because a clone is faster than a copy to the host.
 
-        The last ones first: the device has to wait for the copies of all that comes before one that was not cloned.
+        The last partitions come first, because the device waits for all copies before the last one without a clone.
         """
-        waiting = [number for one, number in (*self._to_copy, *self._unreleased) if one is capture]
+        waiting = [number for queued, number in (*self._to_copy, *self._unreleased) if queued is capture]
         late = [number for number in reversed(waiting) if not capture.transfers.is_staged(number)]
         if [number for number in late if self._stage(capture, number)]:
             capture.transfers.gate_clones()
@@ -189,7 +189,7 @@ class CaptureEngine:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._to_copy or self._to_complete or self._stopping)
-                # Copies first: training may be waiting for them.
+                # Copies come first, because training may be waiting for them.
                 queue = self._to_copy or self._to_complete
                 if not queue:
                     return
@@ -202,7 +202,7 @@ class CaptureEngine:
                 self._copy_released(capture, number)
             else:
                 self._complete_or_finish(capture, number)
-            # Else the last one would be kept alive, with all its tensors, until the next one comes.
+            # Otherwise, this thread would keep the capture and its tensors alive until the next one.
             del capture
 
     def _complete_or_finish(self, capture: Capture, number: int | None) -> None:
@@ -213,14 +213,14 @@ class CaptureEngine:
             self._settle_aside(capture)
             capture.transfers.drop()
             capture.asides.drop()
-            capture.error = capture.error or self._prover.verdict(capture.witnesses, capture.request.step)
+            capture.error = capture.error or self._detector.verdict(capture.source_digests, capture.request.step)
         except BaseException as error:  # noqa: BLE001 - kept in the capture, and raised in the training loop
             capture.error = capture.error or error
         self._flusher.finished(capture)
         capture.forget_sources()
 
     def _settle_aside(self, capture: Capture) -> None:
-        # Either thread may be the first to need what was set aside, or the room that it takes.
+        # Either thread may be the first to need the asides or their space.
         with self._settling:
             capture.asides.settle()
             while capture.aside_slots:
@@ -238,8 +238,8 @@ class CaptureEngine:
             if capture.error is None:
                 self._copy(capture, number)
         except BaseException as error:
-            # Kept in the capture, and raised in the training loop. Ctrl-C is for that, and comes where it helps.
-            self._give_up(capture, error)
+            # The capture keeps the error for the training loop. KeyboardInterrupt is raised at once.
+            self._fail(capture, error)
             if threading.current_thread() is not self._thread and not isinstance(error, Exception):
                 raise
         finally:
@@ -254,12 +254,12 @@ class CaptureEngine:
             capture.uncopied -= 1
 
     def _copy(self, capture: Capture, number: int) -> None:
-        """Copy a partition, or have it copied."""
+        """Copy a partition, or queue its device copy."""
         was_staged = capture.transfers.is_staged(number)
         payload = self._payload(capture, number)
         with timed("copy", len(payload), lambda: capture.named_partition(number)):
             capture.transfers.copy(number, payload)
-            capture.witnesses.look(number)
+            capture.source_digests.check_marks(number)
         with self._changed:
             capture.uncopied -= not was_staged
 
@@ -293,7 +293,7 @@ class CaptureEngine:
                 return slot
 
     def _complete_one(self) -> bool:
-        """Complete what was copied before, so that it can leave the ring; only the capture thread does so."""
+        """Complete an earlier copy so that it can leave the ring. Only the capture thread does so."""
         if threading.current_thread() is not self._thread:
             return False
         with self._changed:
@@ -311,14 +311,14 @@ class CaptureEngine:
 
     def _digest(self, capture: Capture, number: int) -> None:
         try:
-            # Also of one that was given up: until then, a device may write to its place in the ring.
+            # This includes failed captures, because the device may still write to their slots.
             capture.transfers.wait(number)
             if capture.transfers.is_on_device(number):
-                capture.witnesses.look(number)
+                capture.source_digests.check_marks(number)
             if capture.error is None:
                 self._complete(capture, number)
         except BaseException as error:  # noqa: BLE001 - as above
-            self._give_up(capture, error)
+            self._fail(capture, error)
         with self._changed:
             capture.undigested -= 1
             if capture.undigested == 0:
@@ -333,39 +333,39 @@ class CaptureEngine:
             self._flusher.stored(capture, number)
             return
         payload = self._ring.payload(slot)
-        if number in capture.witnesses:
+        if number in capture.source_digests:
             with timed("proof", slot.length, lambda: capture.named_partition(number)):
-                capture.witnesses.check(number, payload)
+                capture.source_digests.check(number, payload)
         with timed("digest", slot.length, lambda: capture.named_partition(number)):
             name = digest(payload)
             self._ring.complete(slot, FrameDescriptor.identity(name, slot.length))
         capture.digests[number] = name
         self._flusher.stored(capture, number)
 
-    def _give_up(self, capture: Capture, error: BaseException) -> None:
+    def _fail(self, capture: Capture, error: BaseException) -> None:
         with self._changed:
             if capture.error is None:
                 capture.error = error
-            # What was not released yet passes through the queues, too, and is counted there.
+            # Unreleased partitions pass through the queues as well, and are counted there.
             self._release(None)
             capture.copied.set()
             self._changed.notify_all()
 
     def _set_aside(self, capture: Capture, deferred: Sequence[int]) -> None:
-        """Read, or have gathered, what stays in the manifest and what the proof compares."""
+        """Read the small tensors of the manifest, and the source digests of the tear detection."""
         asides = capture.asides
         asides.want_whole(capture.plan.cut.inline, capture.inline.__setitem__)
         save_id, leaves = capture.request.save_id, capture.state.leaves
-        self._prover.begin(capture.witnesses, save_id, leaves, deferred, capture.transfers, asides)
+        self._detector.begin(capture.source_digests, save_id, leaves, deferred, capture.transfers, asides)
         asides.gather()
 
     def settle(self) -> None:
-        """Release everything, so that what was begun is completed without another window or fence."""
+        """Release all partitions, so that the capture completes without another window or fence."""
         with INTERRUPTS, self._changed:
             self._release(None)
 
     def close(self) -> None:
-        """Complete what was begun, and end the thread."""
+        """Complete the current capture, and end the thread."""
         self.fence()
         with self._changed:
             self._stopping = True
@@ -374,8 +374,8 @@ class CaptureEngine:
 
 
 def _has_arrived(capture: Capture, number: int | None) -> bool:
-    """Tell whether the copies of a partition are done that a device makes; other ones are when they are queued here."""
+    """Tell whether the device copies of a partition are done. Host copies are done before they are queued."""
     try:
         return number is None or capture.transfers.have_passed(number)
-    except Exception:  # noqa: BLE001 - the device has failed: who waits for it meets that again, and gives the capture up
+    except Exception:  # noqa: BLE001 - the wait for the copy raises the error of the device again
         return True

@@ -1,4 +1,4 @@
-"""Captures: a state on its way into the ring, then in flight to the store, and the report of what that cost."""
+"""State of a capture: in the ring, in flight to the store, and the final report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from asymcheck.capture.tear_detection import SourceDigests
 from asymcheck.commit.encoder import Contents, contents_of
 from asymcheck.commit.save_request import SaveRequest, SaveRound
 from asymcheck.commit.transaction import RingTransaction
-from asymcheck.events import Detail, tell
+from asymcheck.events import Detail, report
 from asymcheck.format.manifest import Manifest
 from asymcheck.policies.interval import TrainingPace
 from asymcheck.state.partition_plan import Partition, Plan
@@ -26,52 +26,52 @@ from asymcheck.types import CheckpointRef, Digest, readable_size
 
 @dataclasses.dataclass(eq=False)
 class Capture:
-    """One state on its way into the ring. The lock of the :class:`Capturer` guards the fields."""
+    """Capture of one state. The lock of the :class:`CaptureEngine` guards the fields."""
 
     state: FlatState
-    """The state; empty when no byte of it is needed any more."""
+    """The state; empty once all bytes were copied."""
     plan: Plan
     request: SaveRequest
     generation: int | None
-    """The generation; None when the commit opens it."""
+    """The generation; None if the commit begins a new one."""
     lanes: dataclasses.InitVar[DeviceQueues]
     began_s: float = dataclasses.field(default_factory=time.perf_counter)
-    """Time of the beginning, by ``time.perf_counter()``."""
+    """Start time, by ``time.perf_counter()``."""
     complete_s: float | None = None
-    """Time when the capture was complete in the ring, by the same clock; None when it is not."""
+    """Time when the capture was complete in the ring, by the same clock; None before."""
     durable_s: float = 0.0
-    """Time when the capture was durable or given up, by the same clock."""
+    """Time when the capture became durable or lost, by the same clock."""
     stalled_s: float = 0.0
-    """Seconds for which ``step()`` and the fence after it held the training."""
+    """Seconds that the training waited in ``step()`` and at the fence."""
     inline: dict[int, bytes] = dataclasses.field(default_factory=dict)
     """Bytes of the tensors that stay in the manifest, by row."""
     aside_slots: list[RingSlot] = dataclasses.field(default_factory=list)
-    """Slots of the ring for those parts of :attr:`asides` that are copied from a device."""
+    """Ring slots for the parts of :attr:`asides` that are copied from a device."""
     written_bytes: int = 0
     """Payload bytes written to the store, once the capture is settled."""
     new_bytes: int = 0
     """Plain bytes of the partitions written."""
     is_stale: bool = False
     """Whether every partition equals that of the previous capture."""
-    turn: SaveRound | None = None
-    """The save of all ranks; None where one process saves alone."""
+    save_round: SaveRound | None = None
+    """The save of all ranks; None for a single process."""
     ref: CheckpointRef | None = None
-    """The checkpoint, once it is committed; a capture that failed after that has it, too."""
+    """The checkpoint, once it is committed, even if the capture failed afterwards."""
     paces: list[TrainingPace] = dataclasses.field(default_factory=list)
-    """On rank 0: the measurements of each rank, from which the interval is chosen."""
+    """Rank 0: measurements of each rank, for the automatic interval."""
     diverged: list[str] = dataclasses.field(default_factory=list)
     """Messages about replicas that differ between ranks."""
     error: BaseException | None = None
-    """The reason for which the capture was given up."""
+    """The error of a failed capture."""
     copied: threading.Event = dataclasses.field(default_factory=threading.Event)
-    """Set when the source may change, or the capture was given up."""
+    """Set when the source may change, or the capture has failed."""
     complete: threading.Event = dataclasses.field(default_factory=threading.Event)
-    """Set when the capture is complete in the ring, or was given up."""
+    """Set when the capture is complete in the ring, or has failed."""
     durable: threading.Event = dataclasses.field(default_factory=threading.Event)
-    """Set when the checkpoint is committed, or was given up."""
+    """Set when the checkpoint is durable or lost."""
 
     def __post_init__(self, lanes: DeviceQueues) -> None:
-        """Derive the columns of the tensors, by row, and the progress of the partitions, by number."""
+        """Set up the columns of the tensors, by row, and the progress of the partitions, by number."""
         leaves, columns, count = self.state.leaves, self.state.columns, len(self.partitions)
         self.names, self.dtypes, self.shapes, self.boxes = columns.names, columns.dtypes, columns.shapes, columns.boxes
         self.state_bytes = sum(columns.sizes)
@@ -80,12 +80,12 @@ class Capture:
         self.reused: frozenset[int] = frozenset()
         """Partitions that share the frame of an earlier capture."""
         self.uncopied = count
-        """Number of partitions whose source is still needed."""
+        """Number of partitions that are not copied."""
         self.undigested = count
         """Number of partitions that are not complete in the ring."""
         self.transfers = Transfers(lanes, leaves, self.partitions)
         self.asides = EagerCopies(self.transfers, leaves)
-        self.witnesses = SourceDigests(self.names, self.partitions, self.transfers, self.digests)
+        self.source_digests = SourceDigests(self.names, self.partitions, self.transfers, self.digests)
 
     @property
     def partitions(self) -> Sequence[Partition]:
@@ -94,46 +94,46 @@ class Capture:
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """Keep the first error, which is raised in the training loop."""
+        """Catch and keep the first error; the training loop raises it later."""
         try:
             yield
         except BaseException as error:  # noqa: BLE001 - as above
             self.error = self.error or error
 
     def end(self) -> None:
-        """Say that the checkpoint is durable, or lost."""
+        """Report that the checkpoint is durable or lost."""
         self.durable_s = time.perf_counter()
         failed = {} if self.error is None else {"failed": type(self.error).__name__}
         detail = {"save": self.request.save_id.hex(), **failed}
-        tell("checkpoint", self.began_s, self.durable_s, self.state_bytes, lambda: {**self.named(), **detail})
+        report("checkpoint", self.began_s, self.durable_s, self.state_bytes, lambda: {**self.named(), **detail})
         self.durable.set()
 
     def forget_sources(self) -> None:
-        """Keep the tensors alive no longer, when all their bytes are in the ring, or none will be."""
-        # Its transfers have the same list.
+        """Release the tensors once no more bytes will be copied."""
+        # Cleared in place, because the transfers hold the same list.
         self.state.leaves.clear()
         self.state = dataclasses.replace(self.state, tree=None, leaves=[])
 
     def contents(self, number: int) -> Contents:
-        """Say what the bytes of a partition mean."""
+        """Return role and element types of a partition."""
         pieces = self.partitions[number].pieces
         return contents_of(pieces, role_of(self.names[pieces[0].row]), self.dtypes)
 
     def named(self) -> Detail:
-        """Say for a trace which one it is."""
+        """Return the identity of the capture for a trace."""
         return {"run": self.request.run, "step": self.request.step}
 
     def named_partition(self, number: int) -> Detail:
-        """Say for a trace which partition of it is meant."""
+        """Return the identity of a partition for a trace."""
         tensor = self.names[self.partitions[number].pieces[0].row]
         return {**self.named(), "partition": number, "window": self.plan.release[number], "tensor": tensor}
 
 
 class InFlight:
-    """One capture between ring and store."""
+    """A capture between ring and store."""
 
     def __init__(self, capture: Capture, transaction: RingTransaction, *, streams: bool) -> None:
-        """Begin; a capture that ``streams`` leaves the ring as it is written, and is never complete in it."""
+        """Start the flush. A capture that ``streams`` leaves the ring while it is written."""
         self.capture = capture
         self.transaction = transaction
         self.streams = streams
@@ -146,20 +146,16 @@ class InFlight:
         self.stored: list[int] = []
         """Partitions that are written and still in the ring."""
         self.postponed: list[int] = []
-        """Partitions that may be derived from others, and wait for these."""
+        """Partitions that wait because they may be derived from others."""
         self.readers = 0
-        """Number of threads that read the frames to encode others. Until they are done, no frame is freed."""
-        self.put_off: list[int] = []
-        """Partitions of an earlier capture, too: looked up in the store when that capture is committed."""
+        """Number of threads that read the frames to encode others. Frames are not freed while a thread reads."""
+        self.reused_numbers: list[int] = []
+        """Partitions that are equal to an earlier capture, and are looked up in the store at the commit."""
         self.held: list[int] = []
-        """Partitions that another rank has, too, or may have: they wait until that rank has written them."""
+        """Partitions that wait because another rank writes them, or may write them."""
 
     def wait(self) -> None:
-        """Wait until all that was begun is written.
-
-        Raises:
-            AsymcheckError: some of it could not be; the first reason.
-        """
+        """Wait until all queued partitions are written, and raise the first error."""
         failures = [error for write in self.writes if (error := write.exception()) is not None]
         if self.capture.error is None and failures:
             self.capture.error = failures[0]
@@ -172,33 +168,31 @@ _WHOLE_MS_S = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointReport:
-    """One checkpoint, once it is durable or lost; ``str()`` of it is one line. Times count from ``step()`` on."""
+    """Report on a checkpoint that is durable or lost. ``str()`` returns one line. Times count from ``step()``."""
 
     run: str
-    """The run."""
     step: int
-    """The training step."""
     state_bytes: int
     """Bytes of all tensors."""
     partitions: int
-    """Partitions that they were cut into."""
+    """Number of partitions."""
     stalled_s: float
-    """Seconds that ``step()`` and the fence after it held the training."""
+    """Seconds that the training waited in ``step()`` and at the fence."""
     in_memory_s: float | None
-    """Seconds until it was complete in memory, where it survives the process; None when it never was."""
+    """Seconds until the checkpoint was complete in memory; None if it never was."""
     durable_s: float
-    """Seconds until it was durable, or given up."""
+    """Seconds until the checkpoint was durable or lost."""
     written_bytes: int
-    """Bytes of payload written to the store, as they are stored."""
+    """Encoded bytes written to the store."""
     new_bytes: int
-    """Bytes of the partitions that these are, before encoding."""
+    """Plain bytes of the partitions written."""
     known_bytes: int
-    """Bytes of partitions that the store had already; 0 for one that was lost."""
+    """Plain bytes of partitions that the store already had; 0 for a lost checkpoint."""
     error: BaseException | None
-    """Why it was lost; None when it is durable."""
+    """The reason of the loss; None for a durable checkpoint."""
 
     def __str__(self) -> str:
-        """Return one line without an end."""
+        """Return one line."""
         size = f"step {self.step}: {readable_size(self.state_bytes)} in {_count(self.partitions)}"
         stalled = f"{size}; stalled {_span(self.stalled_s)}"
         if self.error is not None:
@@ -210,8 +204,8 @@ class CheckpointReport:
 
 
 def report_of(capture: Capture) -> CheckpointReport:
-    """Report on a capture that is durable or lost."""
-    cut = sum(partition.length for partition in capture.partitions)
+    """Return the report of a capture that is durable or lost."""
+    plain_bytes = sum(partition.length for partition in capture.partitions)
     return CheckpointReport(
         run=capture.request.run,
         step=capture.request.step,
@@ -222,8 +216,8 @@ def report_of(capture: Capture) -> CheckpointReport:
         durable_s=capture.durable_s - capture.began_s,
         written_bytes=capture.written_bytes,
         new_bytes=capture.new_bytes,
-        # What collection took away meanwhile is written twice.
-        known_bytes=0 if capture.error else max(cut - capture.new_bytes, 0),
+        # A partition that a collection removed in the meantime was written twice.
+        known_bytes=0 if capture.error else max(plain_bytes - capture.new_bytes, 0),
         error=capture.error,
     )
 

@@ -1,4 +1,4 @@
-"""Flush from the ring: background threads turn captures into checkpoints in the store, in order."""
+"""Flush from the ring: background threads write captures to the store and commit them in order."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from asymcheck.storage.shm import Ring, RingSlot
 from asymcheck.types import Digest
 
 Placing = Callable[[Capture], LineagePosition]
-"""Says where on the line a capture goes; asked when all but its manifest is durable."""
+"""Return the position of a capture on the line of training, once everything except its manifest is durable."""
 
 _WRITERS = 2
 _PATIENCE_S = 0.2
-"""How long frames of the next capture wait for a collection: freed packs are overwritten faster than new files."""
+"""Seconds that the next capture waits for a collection, because freed packs are overwritten faster than new files."""
 
 
 class Bases:
-    """Bases in a ring. Thread-safe."""
+    """Finder of base partitions in a ring. Thread-safe."""
 
     def __init__(self, ring: Ring) -> None:
-        """Look for them in ``ring``."""
+        """Find bases in ``ring``."""
         self._ring = ring
         self._lock = threading.Lock()
         self._plan: Plan | None = None
@@ -50,21 +50,21 @@ class Bases:
         return next(self._originals_of(capture).candidates(number), None) is not None
 
     def of(self, capture: Capture, number: int, older: Capture | None) -> list[Base]:
-        """Return what a partition that is complete in the ring may be decoded from.
+        """Return possible bases of a partition that is complete in the ring.
 
-        ``older`` is a capture before it. The frames of both have to stay in the ring meanwhile.
+        ``older`` is an earlier capture. The caller keeps the frames of both captures in the ring.
         """
-        found = self._read(capture, number)
-        if found is None:
+        own = self._read(capture, number)
+        if own is None:
             return []
-        _, plain = found
+        _, plain = own
         dtype = capture.dtypes[capture.partitions[number].pieces[0].row]
         original = original_of(plain, dtype, number, self._originals_of(capture), partial(self._read, capture))
         bases = [] if original is None else [original]
         if older is not None and older.plan is capture.plan:
-            before = self._read(older, number)
-            if before is not None and len(before[1]) == len(plain):
-                bases.append(Base(CODEC_DELTA, *before))
+            previous = self._read(older, number)
+            if previous is not None and len(previous[1]) == len(plain):
+                bases.append(Base(CODEC_DELTA, *previous))
         return bases
 
     def _read(
@@ -93,20 +93,21 @@ class RingFlusher:
         catalog: Catalog,
         encoder: Encoder,
         placing: Placing,
-        joint: TwoPhaseCommit | None = None,
+        two_phase: TwoPhaseCommit | None = None,
         on_commit: Callable[[], object] | None = None,
     ) -> None:
-        """Start the threads; with ``joint``, other ranks save with this one, and that says where a capture goes.
+        """Start the threads.
 
-        ``on_commit`` is called on a thread of its own after each commit. It must not raise.
+        With ``two_phase``, other ranks save with this one. ``on_commit`` is called after each commit on a separate
+        thread, and must not raise.
         """
-        self._encoder, self._joint = encoder, joint
+        self._encoder, self._two_phase = encoder, two_phase
         self._ring, self._tier, self._catalog, self._placing = ring, tier, catalog, placing
         self._bases = Bases(ring)
         self._rows = ManifestBuilder()
         self._inflight: dict[Capture, InFlight] = {}
         self._last = -math.inf, -math.inf
-        """When the last capture was begun, and when it was durable or lost."""
+        """Times of the start and the end of the last capture."""
         self._is_behind = False
         self._kept: list[InFlight] = []
         self._last_contents: tuple[list[Digest], dict[int, bytes]] = [], {}
@@ -114,27 +115,27 @@ class RingFlusher:
         self._writers = Workers("asymcheck-flush", _WRITERS)
         self._committer = Workers("asymcheck-commit")
         self._on_commit = on_commit or (lambda: None)
-        self._upkeep = None if on_commit is None else Workers("asymcheck-upkeep")
-        self._kept_up: list[Future[object]] = []
+        self._after_commit_worker = None if on_commit is None else Workers("asymcheck-upkeep")
+        self._after_commit: list[Future[object]] = []
 
     def stored(self, capture: Capture, number: int) -> None:
-        """Take a partition, by number, that is complete in the ring. On the capture thread."""
-        self._committer.submit(self._go_on, self._of(capture), number)
+        """Accept a partition that is complete in the ring. Capture thread."""
+        self._committer.submit(self._advance, self._of(capture), number)
 
     def finished(self, capture: Capture) -> None:
-        """Take a capture that is complete, or was given up, as ``error`` says. Never raises. On the capture thread."""
+        """Accept a capture that is complete, or has failed with ``error``. Never raises. Capture thread."""
         with capture.failing():
             inflight = self._of(capture)
             if capture.error is None:
                 self._complete(inflight)
         capture.complete.set()
         if capture in self._inflight:
-            self._committer.submit(self._go_on, self._inflight[capture], None)
+            self._committer.submit(self._advance, self._inflight[capture], None)
         else:
             capture.end()
 
     def _note_failure(self, inflight: InFlight, *writes: Future[bool]) -> None:
-        """Give up a capture that streams when a write of it has failed; one that is all in the ring is kept."""
+        """Fail a streaming capture after a failed write. Other captures stay in the ring."""
         with self._lock:
             failures = [write.exception() for write in writes or tuple(inflight.writes) if write.done()]
             if inflight.streams and inflight.capture.error is None:
@@ -153,22 +154,22 @@ class RingFlusher:
             self._is_behind = self._comes_soon(capture)
             self._writers.hurry(is_behind=self._is_behind)
             self._committer.hurry(is_behind=self._is_behind)
-            if self._upkeep is not None:
-                self._upkeep.hurry(is_behind=self._is_behind)
+            if self._after_commit_worker is not None:
+                self._after_commit_worker.hurry(is_behind=self._is_behind)
         return inflight
 
     def _comes_soon(self, capture: Capture) -> bool:
-        """Tell whether a capture was begun before the last one was durable, or nearly so: they come too fast."""
+        """Tell whether a capture began before, or soon after, the last one was durable."""
         began_s, durable_s = self._last
-        # What was written in a hurry would take twice as long without.
+        # At low priority, the last capture would have taken about twice as long.
         soon_s = durable_s - began_s if self._is_behind else 0.0
         return len(self._inflight) > 1 or capture.began_s < durable_s + soon_s
 
     def _complete(self, inflight: InFlight) -> None:
-        """Put the manifest into the ring, too: from now on the capture survives this process."""
+        """Put the manifest into the ring, so that the capture survives this process."""
         capture = inflight.capture
         names = [name for name in capture.digests if name is not None]
-        # Small tensors lie in the manifest itself.
+        # The manifest contains small tensors.
         contents = (names, dict(capture.inline))
         capture.is_stale = bool(names) and contents == self._last_contents
         self._last_contents = contents
@@ -177,19 +178,19 @@ class RingFlusher:
         inflight.manifest = manifest_of(header, columns)
         if not inflight.streams:
             self._enter(inflight)
-        # Only what has an entry survives this process.
+        # Only captures with an entry survive this process.
         capture.complete_s = None if inflight.entry is None else time.perf_counter()
         emit("capture.copied" if inflight.entry is None else "capture.complete", str(header.ref), capture.state_bytes)
 
     def _enter(self, inflight: InFlight) -> None:
-        # One without a generation belongs to no line yet: who found it in the ring would not know where it goes.
+        # Without a generation, a recovery could not place the capture on a line of training.
         if inflight.capture.generation is not None and not self._survives(inflight):
             return
         with self._lock:
             self._kept.append(inflight)
 
     def _survives(self, inflight: InFlight) -> bool:
-        """Put the manifest into the ring, and enter the capture there, if there is room for both."""
+        """Put the manifest and an entry into the ring; return whether both fit."""
         data = encode(inflight.manifest)
         slot = self._take(len(data))
         if slot is None:
@@ -210,7 +211,7 @@ class RingFlusher:
             pass
         return slot
 
-    def _go_on(self, inflight: InFlight, number: int | None) -> None:
+    def _advance(self, inflight: InFlight, number: int | None) -> None:
         capture = inflight.capture
         if number is not None:
             with capture.failing():
@@ -221,30 +222,30 @@ class RingFlusher:
                 task(inflight)
         capture.end()
         self._last = capture.began_s, capture.durable_s
-        # An observer that raises has nothing to abort any more.
+        # The capture is finished, so errors of observers are ignored.
         with contextlib.suppress(Exception):
             emit("capture.durable" if capture.error is None else "capture.lost", str(capture.ref), capture.state_bytes)
         if capture.error is None:
-            self._keep_up(inflight)
+            self._run_after_commit(inflight)
 
-    def _keep_up(self, inflight: InFlight) -> None:
-        """Have done what follows a commit, on another thread, so that frames of the next capture are written meanwhile.
+    def _run_after_commit(self, inflight: InFlight) -> None:
+        """Call ``on_commit`` on another thread, while the next capture is written.
 
-        The store gets at most one commit ahead, because what is to be removed takes room. A capture that has left the
-        ring cannot write again what a collection takes away: where captures stream, the next one waits.
+        At most one call is pending, because pruning frees space. After a streaming capture, the next one waits for the
+        end of the call: a streaming capture cannot write partitions again that a collection removes.
         """
-        if self._upkeep is not None:
-            wait(self._kept_up)
-            self._kept_up = [self._upkeep.submit(self._on_commit)]
-            # Most collections end soon, and the next capture overwrites what they free.
-            wait(self._kept_up, None if inflight.streams else _PATIENCE_S)
+        if self._after_commit_worker is not None:
+            wait(self._after_commit)
+            self._after_commit = [self._after_commit_worker.submit(self._on_commit)]
+            # Most collections are short, and the next capture can overwrite freed packs.
+            wait(self._after_commit, None if inflight.streams else _PATIENCE_S)
 
     def _queue_write(self, inflight: InFlight, number: int) -> None:
         with self._lock:
             if number in inflight.capture.reused and not inflight.streams:
-                inflight.put_off.append(number)
+                inflight.reused_numbers.append(number)
                 return
-            if self._joint is not None and not inflight.streams and self._joint.holds(inflight.capture, number):
+            if self._two_phase is not None and not inflight.streams and self._two_phase.holds(inflight.capture, number):
                 inflight.held.append(number)
                 return
             if not inflight.streams and self._may_be_derived(inflight.capture, number):
@@ -253,11 +254,11 @@ class RingFlusher:
         self.write_soon(inflight, number)
 
     def _may_be_derived(self, capture: Capture, number: int) -> bool:
-        # In this order: the originals of a plan are not even looked for where no base is wanted.
+        # Ordered by cost.
         return (
             self._encoder.wants_bases
             and self._bases.may_be_derived(capture, number)
-            and self._encoder.looks_for(CODEC_DERIVED, capture.contents(number))
+            and self._encoder.searches_base(CODEC_DERIVED, capture.contents(number))
         )
 
     def _queue_postponed(self, inflight: InFlight) -> None:
@@ -267,7 +268,7 @@ class RingFlusher:
             self.write_soon(inflight, number)
 
     def write_soon(self, inflight: InFlight, number: int) -> None:
-        """Queue a partition to be written."""
+        """Queue the write of a partition."""
         write = self._writers.submit(self.write, inflight, number)
         inflight.writes.append(write)
         write.add_done_callback(lambda _: self._note_failure(inflight, write))
@@ -280,7 +281,7 @@ class RingFlusher:
             return False
         is_new = True
         if capture.error is None:
-            detail = lambda: {**capture.named_partition(number), "known": not is_new}  # noqa: E731 - told at the end
+            detail = lambda: {**capture.named_partition(number), "known": not is_new}  # noqa: E731 - evaluated at the end
             with timed("write", slot.length, detail), self._bases_of(inflight, number) as bases:
                 frame, contents = self._ring.frame(slot), capture.contents(number)
                 is_new = inflight.transaction.add_frame(name, slot.length, frame, contents, bases)
@@ -295,34 +296,35 @@ class RingFlusher:
 
     @contextlib.contextmanager
     def _bases_of(self, inflight: InFlight, number: int) -> Iterator[list[Base]]:
-        """Return what a partition may be decoded from, whose frames stay in the ring for a while."""
+        """Yield possible bases of a partition, and keep their frames in the ring during the block."""
         with self._lock:
-            kept = [one for one in self._settled() if one.capture.ref is not None and one is not inflight]
+            kept = [other for other in self._settled() if other.capture.ref is not None and other is not inflight]
             reads = [inflight, *kept[-1:]] if self._encoder.wants_bases and not inflight.streams else []
-            for one in reads:
-                one.readers += 1
+            for read in reads:
+                read.readers += 1
         try:
             older = reads[1].capture if len(reads) > 1 else None
             yield self._bases.of(inflight.capture, number, older) if reads else []
         finally:
             with self._lock:
-                for one in reads:
-                    one.readers -= 1
+                for read in reads:
+                    read.readers -= 1
 
     def let_stream(self, capture: Capture) -> bool:
-        """Let a capture leave the ring as it is written, if it is alone there and so can wait for nothing else.
+        """Switch a capture to streaming if it is alone in the ring; return whether that made room.
 
-        One that would fit may find the free room in too small pieces. Returns whether that made room.
+        A capture that fits may not find enough contiguous space.
         """
         with self._lock:
             inflight = self._inflight.get(capture)
             if inflight is None or inflight.streams or inflight.readers or self._kept:
                 return False
-            if any(one is not capture for one in tuple(self._inflight)):
+            if any(other is not capture for other in tuple(self._inflight)):
                 return False
             inflight.streams = True
             numbers, inflight.stored = inflight.stored, []
-            put_off, inflight.put_off, inflight.held = [*inflight.put_off, *inflight.held], [], []
+            pending = [*inflight.reused_numbers, *inflight.held]
+            inflight.reused_numbers, inflight.held = [], []
             inflight.transaction.keep_none()
         self._queue_postponed(inflight)
         self._note_failure(inflight)
@@ -330,19 +332,19 @@ class RingFlusher:
             slot, capture.slots[number] = capture.slots[number], None
             if slot is not None:
                 self._ring.give_back(slot)
-        # Alone in the ring, it has no earlier capture to wait for.
-        for number in put_off:
+        # No earlier capture is left to wait for.
+        for number in pending:
             self._queue_write(inflight, number)
         return True
 
     def _settle(self, inflight: InFlight) -> None:
-        """Commit a capture whose partitions have all been queued, or leave nothing of it in the store."""
+        """Commit a capture, or remove its traces from the store."""
         capture = inflight.capture
-        # An interrupt, too: it may have come while the training thread copied, and be why this was given up.
+        # Interrupts are kept, too: the capture may have failed with one on the training thread.
         with capture.failing():
-            if self._joint is not None:
+            if self._two_phase is not None:
                 with timed("commit", 0, capture.named):
-                    self._joint.commit(inflight, self)
+                    self._two_phase.commit(inflight, self)
             else:
                 self._commit_alone(inflight)
         if capture.error is not None:
@@ -353,20 +355,20 @@ class RingFlusher:
     def _commit_alone(self, inflight: InFlight) -> None:
         capture = inflight.capture
         inflight.wait()
-        for number in inflight.put_off:
+        for number in inflight.reused_numbers:
             self.write(inflight, number)
         with timed("commit", 0, capture.named):
             capture.ref = inflight.transaction.commit_capture(inflight.manifest, lambda: self._placing(capture))
 
     def _retire(self, inflight: InFlight) -> None:
-        """Give up what is not needed any more, and tell who waits."""
+        """Free captures that are no longer needed."""
         capture = inflight.capture
         packing = inflight.transaction.packing
         capture.written_bytes, capture.new_bytes = packing.written_bytes, packing.new_bytes
         with self._lock:
             del self._inflight[capture]
-            # The newest durable one stays, for a rollback, also when one after it failed or is on its way, until room
-            # is needed; so does the newest of all, and what waits in memory for the next start.
+            # The newest durable capture stays for a rollback, and the newest capture for a recovery after a crash,
+            # until their space is needed.
             settled = self._settled()
             durable = [kept for kept in settled if kept.capture.error is None]
             stays = (*durable[-1:], *self._kept[-1:])
@@ -374,27 +376,24 @@ class RingFlusher:
             if inflight not in self._kept:
                 freed.append(inflight)
             self._kept = [kept for kept in self._kept if kept not in freed]
-        for one in freed:
-            self._free(one)
+        for capture_freed in freed:
+            self._free(capture_freed)
 
     def _settled(self) -> list[InFlight]:
-        """Return the captures in the ring that are durable or lost, oldest first. Call it under the lock."""
+        """Return the captures in the ring that are durable or lost, oldest first. The caller holds the lock."""
         return [kept for kept in self._kept if kept.capture not in self._inflight]
 
     def survives(self, capture: Capture) -> bool:
-        """Tell whether a finished capture outlives this process: it has an entry in the ring, or is settled."""
+        """Tell whether a finished capture survives this process, because it has an entry in the ring or is settled."""
         inflight = self._inflight.get(capture)
         return inflight is None or inflight.entry is not None
 
     def make_room_for(self, capture: Capture) -> bool:
-        """Make room for more of a capture, at the cost of older ones or in the end of itself; return whether it did.
-
-        Any thread may call it.
-        """
+        """Free an older capture, or switch this one to streaming; return whether that made room. Thread-safe."""
         return self.make_room() or self.let_stream(capture)
 
     def make_room(self) -> bool:
-        """Free the oldest capture that is durable, or could not be made so; return whether there was one."""
+        """Free the oldest settled capture, durable ones first; return whether there was one."""
         with self._lock:
             settled = [kept for kept in self._settled() if not kept.readers]
             settled.sort(key=lambda kept: kept.capture.error is not None)
@@ -418,10 +417,10 @@ class RingFlusher:
             return [kept for kept in reversed(self._kept) if kept.capture.ref is not None]
 
     def close(self) -> bool:
-        """Commit what is queued, and end the threads; return whether every complete capture is durable."""
+        """Commit all queued captures, and end the threads; return whether every complete capture is durable."""
         self._committer.close()
         self._writers.close()
-        if self._upkeep is not None:
-            self._upkeep.close()
+        if self._after_commit_worker is not None:
+            self._after_commit_worker.close()
         with self._lock:
             return all(kept.capture.error is None for kept in self._kept)

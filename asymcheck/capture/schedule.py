@@ -1,16 +1,16 @@
-"""Timing: the plan by which a state is captured, and the times at which its windows begin.
+"""Capture schedule: the partition plan of a state, and the start times of its windows.
 
-The first steps are captured by the canonical plan while the windows between module boundaries are measured. Then one
-plan is made of them and kept: a new one would give all deferred bytes new digests. A resumed run goes on with the plan
-of its newest checkpoint. The release *times* of partitions adapt from step to step; the cut does not.
+The first captures use the canonical plan, while the windows between module boundaries are measured. Then one plan is
+computed and kept, because another plan would change the digests of all deferred bytes. A resumed run continues with the
+plan of its newest checkpoint. Release *times* of partitions adapt from step to step; partition boundaries do not.
 
-Windows begin at module boundaries, which hooks report. The hooks only look: the outputs of a block are the very tensors
-they would be without. Therefore the backward pass is observed through hooks on nodes of the graph, not through
-``register_full_backward_pre_hook``. That hook passes inputs and outputs of the module through a function of its own,
-after which an in-place operation on them, such as the next ReLU, raises.
+Hooks report module boundaries, at which windows begin. The hooks never replace outputs of a block. Therefore the
+backward pass is observed through hooks on graph nodes, not through ``register_full_backward_pre_hook``, which passes
+inputs and outputs of the module through another function. In-place operations on the results, such as the next ReLU,
+would raise.
 
-Where modules are not seen, because all of them are compiled or there are none, windows are equal parts of the time from
-``step()`` to the fence, and a timer says when they begin.
+Without visible modules, because all are compiled or none exist, windows are equal parts of the time from ``step()`` to
+the fence, and a timer starts them.
 """
 
 from __future__ import annotations
@@ -38,61 +38,61 @@ from asymcheck.storage.gpu_staging import Link, Mark
 _OnBoundary = Callable[[Phase], None]
 
 _PROFILED = 5
-"""Iterations that are measured before a plan is made; the first ones allocate, compile and fill caches."""
+"""Number of iterations to measure before a plan is computed. The first ones allocate, compile and fill caches."""
 _CALM = 16
-"""After so many fences without a wait, partitions are released a window later again."""
+"""Number of fences without a wait, after which partitions are released one window later."""
 _WAIT_SHARE = 0.002
-"""A fence that takes less than this part of the iteration is none to speak of."""
+"""Fraction of an iteration below which a fence counts as no wait."""
 
 
 class WindowTimer:
-    """Calls ``reached`` with a number when its time has come, on a thread of its own that the first call starts."""
+    """Calls ``reached`` with a number at a given time, on a thread that the first use starts."""
 
     def __init__(self, reached: Callable[[int], None]) -> None:
-        """Call ``reached``, which must be short, and must not raise."""
+        """Call ``reached``, which must be short and must not raise."""
         self._reached = reached
         self._changed = threading.Condition()
-        self._ahead: deque[tuple[int, float]] = deque()
+        self._pending: deque[tuple[int, float]] = deque()
         self._stopping = False
         self._thread: Future[None] | None = None
 
     def begin(self, times: Sequence[tuple[int, float]]) -> None:
-        """Forget what was asked for before; call at these times of ``time.perf_counter()``, given in order."""
+        """Replace all pending calls by these numbers and ascending times of ``time.perf_counter()``."""
         with self._changed:
-            self._ahead = deque(times)
+            self._pending = deque(times)
             self._changed.notify_all()
         if self._thread is None and times:
             self._thread = begin(self._run, "timer")
 
     def cancel(self) -> None:
-        """Call no more; a call that is under way may still end after this."""
+        """Cancel pending calls. A running call may end later."""
         with self._changed:
-            self._ahead.clear()
+            self._pending.clear()
 
     def due(self, now_s: float) -> tuple[int | None, float | None]:
-        """Take what has come by a time: its greatest number, and how long it is until the next; None for neither."""
+        """Remove due calls; return the greatest due number and the seconds until the next call, or None."""
         number = None
-        while self._ahead and self._ahead[0][1] <= now_s:
-            number = self._ahead.popleft()[0]
-        return number, self._ahead[0][1] - now_s if self._ahead else None
+        while self._pending and self._pending[0][1] <= now_s:
+            number = self._pending.popleft()[0]
+        return number, self._pending[0][1] - now_s if self._pending else None
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                number, left_s = self.due(time.perf_counter())
+                number, remaining_s = self.due(time.perf_counter())
                 if number is None:
                     if self._stopping:
                         return
-                    self._changed.wait(left_s)
+                    self._changed.wait(remaining_s)
                     continue
-            # Outside the lock: who is called takes one of its own, under which it may cancel.
+            # Outside the lock, because the callee may call cancel() under its own lock.
             self._reached(number)
 
     def stop(self) -> None:
-        """End the thread, and raise what a call raised that ended the thread early. May be called again."""
+        """End the thread, and raise the error of a call that ended the thread early. May be called again."""
         with self._changed:
             self._stopping = True
-            self._ahead.clear()
+            self._pending.clear()
             self._changed.notify_all()
         if self._thread is not None:
             thread, self._thread = self._thread, None
@@ -100,7 +100,7 @@ class WindowTimer:
 
 
 class CaptureSchedule:
-    """Plans, and the clock of the iteration. For the training thread, but for :meth:`_mark`."""
+    """Chooses plans, and measures iterations. For the training thread, except :meth:`_mark`."""
 
     def __init__(
         self,
@@ -110,21 +110,21 @@ class CaptureSchedule:
         enter_window: Callable[[int], None],
         timer: WindowTimer,
     ) -> None:
-        """Begin without a profile.
+        """Start without a profile.
 
         Args:
-            capture: which schedule.
-            store: the sizes to aim at.
-            previous: the plan record of the run's newest checkpoint, or None.
-            enter_window: called when window number n begins, on the thread on which its boundary was met.
-            timer: says the same of windows that no boundary begins; it stays the caller's, who stops it.
+            capture: configuration with the kind of schedule.
+            store: configuration with the sizes of partitions.
+            previous: plan record of the run's newest checkpoint, or None.
+            enter_window: callback at the start of a window, on the thread that reached its boundary.
+            timer: timer for windows without a boundary. The caller stops the timer.
         """
         self._kind = capture.schedule
         self._config = store
         self._previous = previous
         self._enter_window = enter_window
         self._timer = timer
-        self._lately: deque[tuple[float, int]] = deque(maxlen=_PROFILED)
+        self._recent: deque[tuple[float, int]] = deque(maxlen=_PROFILED)
         self._timed: list[tuple[Phase, float]] = []
         self._layout: PlanInput | None = None
         self._plan: Plan | None = None
@@ -136,34 +136,33 @@ class CaptureSchedule:
         self._began: float | None = None
         self._boundaries: ModuleHooks | None = None
         self.hooks_s = 0.0
-        """Seconds inside the hooks of modules."""
+        """Seconds inside module hooks."""
         self._lead = 0
         self._calm = 0
 
     def watch(self, modules: Sequence[nn.Module]) -> None:
-        """Look at the boundaries of ``modules`` from now on, and no more at others."""
+        """Observe the boundaries of ``modules`` instead of earlier ones."""
         self.stop()
         self._boundaries = ModuleHooks(modules, self._mark) if modules else None
 
     def stop(self) -> None:
-        """Look at no boundaries any more."""
+        """Stop observing boundaries."""
         if self._boundaries is not None:
             self._boundaries.remove()
             self._boundaries = None
 
-    def plan(self, layout: PlanInput, led: object = None) -> Plan:
-        """Return the plan for a state; the same object as long as the state keeps its layout.
+    def plan(self, layout: PlanInput, leading: object = None) -> Plan:
+        """Return the plan for a state, which is the same object while the layout of the state stays the same.
 
-        ``led`` is the record of another rank's plan, to cut by: replicas that are cut in two ways have no partition in
-        common.
+        ``leading`` is the plan record of rank 0. Replicas with different boundaries would have no common partitions.
         """
-        if led is not None:
-            if self._plan is None or self._layout != layout or self._plan.record() != led:
-                self._plan = plan_from_record(led, layout, self._config) or self._made(layout, 0, None)
+        if leading is not None:
+            if self._plan is None or self._layout != layout or self._plan.record() != leading:
+                self._plan = plan_from_record(leading, layout, self._config) or self._made(layout, 0, None)
             self._layout = layout
             return self._plan
         if self._plan is None:
-            self._plan = self._taken_up(layout) or self._made(layout, 0, None)
+            self._plan = self._previous_plan(layout) or self._made(layout, 0, None)
         elif self._plan.kind == PLAN_KIND and len(self._iterations) >= _PROFILED:
             self._read_device_times()
             profile = timed_profile(self._iterations) or profile_of(self._iterations)
@@ -176,8 +175,8 @@ class CaptureSchedule:
         self._layout = layout
         return self._plan
 
-    def _taken_up(self, layout: PlanInput) -> Plan | None:
-        """Return the plan of the checkpoint before, if it is of the schedule that is asked for, or none yet."""
+    def _previous_plan(self, layout: PlanInput) -> Plan | None:
+        """Return the plan of the previous checkpoint if it fits the configured schedule."""
         plan = plan_from_record(self._previous, layout, self._config)
         return plan if plan is not None and plan.kind in (self._kind, self._kind_before_profile) else None
 
@@ -190,7 +189,7 @@ class CaptureSchedule:
         return EAGER if self._kind == EAGER else PLAN_KIND
 
     def began(self, link: Link | None = None) -> None:
-        """Note that a capture and its window 0 begin. Computation on a device is timed by marks on its ``link``."""
+        """Note the start of a capture and its window 0. Device operations are measured by marks on ``link``."""
         self._link = link if len(self._iterations) < _PROFILED else None
         self._points = [] if self._link is None else [self._link.mark()]
         self._marks = []
@@ -200,13 +199,13 @@ class CaptureSchedule:
             self._enter_window(self._lead)
 
     def _time_windows(self, began: float) -> None:
-        """Where boundaries are not seen: have the timer say when windows begin, as the last iterations went."""
+        """Without visible boundaries, start windows by the timer, based on recent iterations."""
         self._timed = []
-        is_blind = self._lately and all(marks < MARKS_MIN for _, marks in self._lately)
+        is_blind = self._recent and all(marks < MARKS_MIN for _, marks in self._recent)
         if not is_blind or self._plan is None or not self._plan.windows:
             return
         windows = self._plan.windows
-        length = statistics.median(seconds for seconds, _ in self._lately) / len(windows)
+        length = statistics.median(seconds for seconds, _ in self._recent) / len(windows)
         self._timed = [(phase, began + number * length) for number, (phase, _) in enumerate(windows)]
         self._timer.begin([(number + self._lead, at_s) for number, (_, at_s) in enumerate(self._timed) if number])
 
@@ -217,23 +216,23 @@ class CaptureSchedule:
         self._marks.append((phase, began))
         if self._link is not None and not self._link.is_recorded():
             self._points.append(self._link.mark())
-        # The first boundary belongs to window 0, which began when step() returned.
+        # The first boundary is inside window 0, which began when step() returned.
         if len(self._marks) > 1 and not self._timed:
             self._enter_window(len(self._marks) - 1 + self._lead)
         self.hooks_s += time.perf_counter() - began
 
     def fenced(self, at_s: float, waited_s: float) -> Iteration | None:
-        """Say that the fence was met at a time of ``time.perf_counter()``, and how long it held the training.
+        """Note the time of a fence, by ``time.perf_counter()``, and the seconds that training waited there.
 
-        Returns what was seen of the iteration; None when the fence is not the first one after a capture began.
+        Returns the observed iteration; None if this is not the first fence after the start of a capture.
         """
         if self._began is None:
             return None
         self._timer.cancel()
         iteration = Iteration(self._began, tuple(self._marks), at_s)
-        self._lately.append((at_s - self._began, len(self._marks)))
+        self._recent.append((at_s - self._began, len(self._marks)))
         windows = self._timed or self._marks
-        # Of an iteration of which a part was recorded as a graph not all is known.
+        # Device times of an iteration are incomplete if a part was recorded as a graph.
         is_known = self._link is None or len(self._points) == len(self._marks) + 1
         if len(self._iterations) < _PROFILED and is_known:
             self._iterations.append(iteration)
@@ -250,16 +249,16 @@ class CaptureSchedule:
         return dataclasses.replace(iteration, marks=tuple(windows))
 
     def _read_device_times(self) -> None:
-        """Replace the times at which the program got to the boundaries by those at which the device did."""
+        """Replace the program's times of boundaries by the device's times."""
         if not self._unread:
             return
-        found = []
+        iterations = []
         for phases, points in self._unread:
             points[-1].wait()
             first, *seconds = (point.seconds_after(points[0]) for point in points)
-            found.append(Iteration(first, tuple(zip(phases, seconds[:-1], strict=True)), seconds[-1]))
+            iterations.append(Iteration(first, tuple(zip(phases, seconds[:-1], strict=True)), seconds[-1]))
         self._unread.clear()
-        self._iterations = found
+        self._iterations = iterations
 
 
 class ModuleHooks:
@@ -275,7 +274,7 @@ class ModuleHooks:
     """
 
     def __init__(self, modules: Sequence[nn.Module], mark: _OnBoundary) -> None:
-        """Register the hooks: two for each block, a microsecond or two each."""
+        """Register the hooks. Each block has two, which take one or two microseconds each."""
         self._hooks = _Hooks(mark)
         self._handles: list[RemovableHandle] = []
         blocks = {id(block): block for module in modules for block in blocks_of(module)}
@@ -289,14 +288,14 @@ class ModuleHooks:
             raise
 
     def remove(self) -> None:
-        """Remove the hooks; graphs that are still alive give no marks any more. May be called again."""
+        """Remove the hooks, and ignore hooks of graphs that still exist. May be called again."""
         self._hooks.mark = None
         while self._handles:
             self._handles.pop().remove()
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """Return the modules whose beginnings are boundaries; at least one."""
+    """Return the modules whose starts are boundaries; at least one."""
     if _is_compiled(module):
         return [module]
     longest = max(_lists(module), key=len, default=None)
@@ -311,37 +310,37 @@ def _lists(module: nn.Module) -> Iterator[nn.ModuleList | nn.Sequential]:
     if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
         yield module
         if isinstance(module, nn.ModuleList):
-            # Its elements are layers; lists inside a layer are parts of it, such as the experts of one mixture.
+            # The elements are layers. Lists inside a layer, such as experts of a mixture, are parts of the layer.
             return
     for child in module.children():
         yield from _lists(child)
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether it is what ``torch.compile(module)`` returns; its class has no public name."""
+    """Return whether a module is the result of ``torch.compile(module)``, whose class has no public name."""
     return hasattr(module, "_orig_mod")
 
 
 class _Hooks:
-    """The hooks of all blocks. They hold no tensor; copies, as in a deep copy of the model, are silent."""
+    """Hooks of all blocks. They hold no tensors. Copies of hooks, as in a deep copy of the model, do nothing."""
 
     def __init__(self, mark: _OnBoundary | None) -> None:
         self.mark = mark
 
     def __reduce__(self) -> tuple[type[types.SimpleNamespace], tuple[()], dict[str, object]]:
-        # Who loads a model that was pickled whole need not have this package: this one takes anything and does nothing.
+        # A pickled model must load without this package, so its hooks become a function that does nothing.
         nothing = contextlib.nullcontext().__exit__
         return types.SimpleNamespace, (), {"mark": None, "enter": nothing, "leave": nothing}
 
     def enter(self, _block: nn.Module, _args: object) -> None:
-        # The compiler takes the first for a constant and leaves the hook out; a call of mark would break its graph.
+        # The compiler treats the first condition as a constant and omits the hook. A call would break the graph.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _in_backward():
             return
         if self.mark is not None:
             self.mark("forward")
 
     def leave(self, _block: nn.Module, _args: object, output: object) -> None:
-        # Also in backward: reentrant checkpointing has no graph but that of the recomputed forward.
+        # This includes backward, because reentrant checkpointing only has the graph of the recomputed forward.
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         reached = _Reached(self)
@@ -351,7 +350,7 @@ class _Hooks:
 
 
 class _Reached:
-    """Marks a block when the first of its outputs has its gradient."""
+    """Mark a block when the first of its outputs receives its gradient."""
 
     def __init__(self, hooks: _Hooks) -> None:
         self._hooks: _Hooks | None = hooks
@@ -363,7 +362,7 @@ class _Reached:
 
 
 def _tensors(output: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a block's output; what is nested deeper, such as a cache, is not for the next block."""
+    """Yield the tensors of a block's output. Deeper values, such as a cache, are no input of the next block."""
     if isinstance(output, Mapping):
         output = tuple(output.values())
     for value in output if isinstance(output, (tuple, list)) else (output,):
@@ -372,5 +371,5 @@ def _tensors(output: object) -> Iterator[torch.Tensor]:
 
 
 def _in_backward() -> bool:
-    """Whether this thread runs a backward pass. Checkpointing in torch asks the same way; there is no public one."""
+    """Return whether this thread runs a backward pass. Checkpointing in torch uses the same private function."""
     return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - see above

@@ -1,4 +1,4 @@
-"""Signals and the end of a process: handlers wait while a capture is changed, and a process drains before it ends."""
+"""Signal handling: defer handlers while a capture changes, and drain captures before the process ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 
-# signal.getsignal() makes an enum of each handler, which costs 60 times as much.
+# signal.getsignal() converts each handler to an enum, which takes 60 times as long.
 from _signal import getsignal  # type: ignore[import-not-found]  # typeshed has no _signal
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +29,7 @@ _DEFERRED = (
     signal.SIGUSR2,
     signal.SIGALRM,
 )
-"""Signals by which terminals and schedulers interrupt a training."""
+"""Signals with which terminals and schedulers interrupt a training."""
 _SA_RESTART = 0x10000000
 
 
@@ -45,7 +45,7 @@ class _SigAction(ctypes.Structure):
 
 
 def _install(number: int, handler: _Handler | signal.Handlers) -> None:
-    """Set a handler, and keep what the program said by ``signal.siginterrupt``, which ``signal.signal`` forgets."""
+    """Set a handler, and keep the setting of ``signal.siginterrupt``, which ``signal.signal`` resets."""
     action = _SigAction()
     failed = ctypes.CDLL(None).sigaction(number, None, ctypes.byref(action))
     signal.signal(number, handler)
@@ -82,7 +82,7 @@ class _Interrupts:
         self._holders.discard(holder)
         if self._holders or self._depth or not _on_main_thread():
             return
-        # The handlers stay known: a library that saved the deferring one meanwhile may put it back later.
+        # The handlers stay known, because a library that saved the deferring handler may restore it later.
         for number, handler in self._handlers.items():
             # The program may have set another handler since.
             if signal.getsignal(number) == self._on_signal:
@@ -118,14 +118,14 @@ class _Interrupts:
             raise
 
     def __exit__(self, *_error: object) -> None:
-        """Call the handlers of signals that came meanwhile, if this is the outermost block."""
+        """Call the handlers of deferred signals, if this is the outermost block."""
         if _on_main_thread():
             self._depth -= 1
             if not self._depth:
                 self._call()
 
     def come(self) -> None:
-        """Call the handlers of signals that came meanwhile: nothing is half done at this place of a block."""
+        """Call the handlers of deferred signals at a point where no change is half done."""
         if self._due and _on_main_thread():
             self._call()
 
@@ -136,67 +136,66 @@ class _Interrupts:
 
     def _call(self) -> None:
         with contextlib.ExitStack() as calls:
-            # A handler that raises does not keep the others from being called.
+            # All handlers are called, even if one raises.
             while self._due:
                 calls.callback(self._due.pop())
 
 
 INTERRUPTS = _Interrupts()
-"""A process has one main thread, and one handler for each signal."""
+"""Deferral of the process, which has one handler per signal."""
 
 
 class _Termination:
-    """SIGTERM for every Checkpointer of the main thread: a process has one handler, and ends once."""
+    """SIGTERM handling for all Checkpointers of the process."""
 
     def __init__(self) -> None:
         self._armed: list[ExitHandler] = []
         self._pid = os.getpid()
         self._depth = 0
         self.is_due = False
-        """Whether SIGTERM has come."""
+        """Whether SIGTERM was received."""
 
     def enter(self) -> None:
-        """Let SIGTERM wait, until :meth:`leave`."""
+        """Defer SIGTERM until :meth:`leave`."""
         if _on_main_thread():
             self._depth += 1
 
     def leave(self) -> None:
-        """Drain and end now if SIGTERM has come, and no other call is under way."""
-        # Calls on other threads do not count: the signal interrupts the main thread, and ends the process from there.
+        """Drain and end the process if SIGTERM was received and no other call of the main thread is active."""
         if _on_main_thread():
             self._depth -= 1
             if self.is_due and not self._depth:
                 self._terminate()
 
     def arm(self, ending: ExitHandler) -> None:
-        """Drain ``ending`` on SIGTERM, unless the program has a handler of its own."""
+        """Drain ``ending`` on SIGTERM, unless the program has its own handler."""
         self._pid = os.getpid()
         self._armed.append(ending)
         if INTERRUPTS.handler(signal.SIGTERM) is signal.SIG_DFL:
             INTERRUPTS.set_handler(signal.SIGTERM, _terminate)
 
     def disarm(self, ending: ExitHandler) -> None:
-        """Restore the default of SIGTERM, when nothing is left to drain."""
+        """Restore the default handler of SIGTERM if nothing is left to drain."""
         if ending in self._armed:
             self._armed.remove(ending)
             is_last = not self._armed and not self.is_due
-            # Another thread cannot restore it; with nothing to drain, the handler ends the process as the default does.
+            # Other threads cannot restore the handler, but without anything to drain, it acts like the default.
             if is_last and _on_main_thread() and INTERRUPTS.handler(signal.SIGTERM) is _terminate:
                 INTERRUPTS.set_handler(signal.SIGTERM, signal.SIG_DFL)
 
     def signalled(self) -> None:
-        """Drain and end, at once or when the calls under way have returned."""
+        """Drain and end the process, at once or after the active calls."""
         self.is_due = True
-        # A forked child has the handler, and may have been forked in the middle of a call of its parent's.
+        # A forked child inherits the handler, perhaps in the middle of a call of its parent.
         if not self._depth or os.getpid() != self._pid:
             self._terminate()
 
     def _terminate(self) -> None:
-        # Calls from now on do not end in another termination.
+        # Later calls must not terminate the process again.
         self._depth += 1
         with contextlib.ExitStack() as stack:
             stack.callback(_end_by_default)
-            # One that fails does not keep the others from draining.
+            # All Checkpointers drain, even if one fails.
             for ending in self._armed:
                 stack.callback(ending.drain)
 
@@ -218,19 +217,19 @@ class _Closable(Protocol):
 
 
 class ExitHandler:
-    """Drains one Checkpointer at exit and on SIGTERM. As a context manager it makes SIGTERM wait."""
+    """Drains one Checkpointer at exit and on SIGTERM. As a context manager, defers SIGTERM."""
 
     def __init__(self, close: Callable[[], None]) -> None:
-        """Drain by ``close``, a method of an object that this does not keep alive."""
+        """Drain by ``close``, a method of an object that is only weakly referenced."""
         self._close = weakref.WeakMethod(close)
         self._background: Callable[[], _Closable | None] = lambda: None
         self._pid = os.getpid()
         self._is_armed = False
         self.is_hurried = False
-        """Whether the process is about to end for another reason than SIGTERM, and should not wait for other ranks."""
+        """Whether the process is about to end without SIGTERM, and should not wait for other ranks."""
 
     def is_due(self) -> bool:
-        """Return whether the process is to end: calls under way should return soon."""
+        """Return whether the process is about to end, so that active calls should return soon."""
         return self.is_hurried or _TERMINATION.is_due
 
     def __enter__(self) -> None:
@@ -238,11 +237,11 @@ class ExitHandler:
         _TERMINATION.enter()
 
     def __exit__(self, *_error: object) -> None:
-        """Let SIGTERM wait no longer."""
+        """Stop deferring SIGTERM."""
         _TERMINATION.leave()
 
     def arm(self, background: _Closable) -> None:
-        """Drain at exit; on the main thread on SIGTERM too, unless the program has a handler of its own."""
+        """Drain at exit, and on SIGTERM if this is the main thread and the program has no handler."""
         self._background = weakref.ref(background)
         self._pid = os.getpid()
         atexit.register(self.drain)
@@ -251,22 +250,22 @@ class ExitHandler:
             _TERMINATION.arm(self)
 
     def disarm(self) -> None:
-        """Leave exit and SIGTERM as they were."""
+        """Stop draining at exit and on SIGTERM."""
         if self._is_armed:
             atexit.unregister(self.drain)
             self._is_armed = False
             _TERMINATION.disarm(self)
 
     def drain(self) -> None:
-        """Make durable what was begun."""
+        """Make all captures durable."""
         if os.getpid() != self._pid:
-            # A forked child, for instance of a data loader, has none of the threads; its parent drains.
+            # A forked child, for instance of a data loader, has no threads; its parent drains.
             return
-        # An error that nobody caught has ended the program, and that of another rank may have been the cause.
+        # After an uncaught error, other ranks may have failed, too.
         self.is_hurried |= getattr(sys, "last_value", None) is not None
         close, background = self._close(), self._background()
         if close is not None:
             close()
         elif background is not None:
-            # A function that trains may have returned without closing its Checkpointer.
+            # A training function may return without closing its Checkpointer.
             background.close()

@@ -133,7 +133,7 @@ class SourceDigests:
         proven = sum(witness.piece.length for witness in self._sources.get(number, ()))
         return proven == self.partitions[number].length
 
-    def look(self, number: int) -> None:
+    def check_marks(self, number: int) -> None:
         """Record the tensors of a partition as torn if their marks changed before the fence."""
         if not self._is_proven(number):
             moved = self._moved({piece.row for piece in self.partitions[number].pieces})
@@ -221,7 +221,7 @@ class TearDetector:
 
     def begin(
         self,
-        witnesses: SourceDigests,
+        source_digests: SourceDigests,
         save_id: SaveId,
         leaves: Sequence[Leaf],
         numbers: Sequence[int],
@@ -232,58 +232,60 @@ class TearDetector:
         if self._proof == "off":
             return
         self._begun += 1
-        witnesses.mark(leaves, numbers)
-        self._reset_for_plan(witnesses, numbers, transfers)
+        source_digests.mark(leaves, numbers)
+        self._reset_for_plan(source_digests, numbers, transfers)
         if self._proof == "full":
             transfers.catch_up(numbers)
-            witnesses.take(numbers)
+            source_digests.take(numbers)
         elif self._full:
             self._full -= 1
-            self._prove(witnesses, self._on_host)
+            self._prove(source_digests, self._on_host)
             # A device failure is raised again by the code that waits for the copies.
             with contextlib.suppress(RuntimeError):
                 transfers.catch_up(self._on_device)
-                witnesses.take(self._some(self._on_device, _FIRST_DEVICE_BYTES))
+                source_digests.take(self._some(self._on_device, _FIRST_DEVICE_BYTES))
         else:
             self._due = self._due or self._chance.sample(self._on_host, len(self._on_host))
             part = self._some(self._due, sum(self._partitions[number].length for number in self._on_host) / ROUND)
             del self._due[: len(part)]
             self._unproven.append((self._begun, save_id.hex()))
-            self._prove(witnesses, part)
-            witnesses.take_samples(asides, self._on_device, self._chance)
+            self._prove(source_digests, part)
+            source_digests.take_samples(asides, self._on_device, self._chance)
 
-    def _prove(self, witnesses: SourceDigests, numbers: Sequence[int]) -> None:
-        witnesses.before = {number: self._proven[number] for number in numbers}
+    def _prove(self, source_digests: SourceDigests, numbers: Sequence[int]) -> None:
+        source_digests.before = {number: self._proven[number] for number in numbers}
         self._proven.update(dict.fromkeys(numbers, self._begun))
-        witnesses.take(numbers)
+        source_digests.take(numbers)
 
     def _some(self, numbers: Sequence[int], length: float) -> Sequence[int]:
         """Return the first partitions that together have at least ``length`` bytes."""
         ends = [*itertools.accumulate(self._partitions[number].length for number in numbers)]
         return numbers[: bisect.bisect_left(ends, length) + 1]
 
-    def _reset_for_plan(self, witnesses: SourceDigests, numbers: Sequence[int], transfers: Transfers) -> None:
+    def _reset_for_plan(self, source_digests: SourceDigests, numbers: Sequence[int], transfers: Transfers) -> None:
         """Reset the comparison if the plan differs from that of the previous capture."""
-        if witnesses.partitions is self._partitions:
+        if source_digests.partitions is self._partitions:
             return
-        self._partitions = witnesses.partitions
-        if not witnesses.marked <= self._marked:
+        self._partitions = source_digests.partitions
+        if not source_digests.marked <= self._marked:
             self._full = FIRST
-        self._marked, self._due = witnesses.marked, []
+        self._marked, self._due = source_digests.marked, []
         on_device = [number for number in numbers if transfers.is_on_device(number)]
         self._on_device = self._chance.sample(on_device, len(on_device))
         self._on_host = [number for number in numbers if not transfers.is_on_device(number)]
         # With new partitions, only the oldest comparison holds for every partition.
         self._proven = dict.fromkeys(self._on_host, min(self._proven.values(), default=self._begun))
 
-    def fence(self, witnesses: SourceDigests) -> None:
+    def fence(self, source_digests: SourceDigests) -> None:
         """Release the tensors of a capture, and warn about tensors that changed before the fence."""
         began = time.perf_counter()
         # With "full", the captured bytes are compared anyway. Comparing the source would double the cost.
         # An optimizer of another thread must not step while bytes are compared.
         with self._lock:
-            names = [name for name in witnesses.fence(compare=self._proof == "sampled") if name not in self._warned]
-            self._suspect(witnesses)
+            names = [
+                name for name in source_digests.fence(compare=self._proof == "sampled") if name not in self._warned
+            ]
+            self._suspect(source_digests)
         self.compared_s += time.perf_counter() - began
         if names:
             self._warned.update(names)
@@ -295,10 +297,10 @@ class TearDetector:
                 CaptureWarning,
             )
 
-    def verdict(self, witnesses: SourceDigests, step: int) -> TornCaptureError | None:
+    def verdict(self, source_digests: SourceDigests, step: int) -> TornCaptureError | None:
         """Return the error for a torn capture of ``step``; None if no tear was detected."""
-        names = witnesses.torn
-        self._suspect(witnesses)
+        names = source_digests.torn
+        self._suspect(source_digests)
         self.changing.update(names)
         if not names:
             return None
@@ -309,9 +311,11 @@ class TearDetector:
             "step() from now on"
         )
 
-    def _suspect(self, witnesses: SourceDigests) -> None:
+    def _suspect(self, source_digests: SourceDigests) -> None:
         """Record the captures that may be torn after a change without a version change."""
-        since = min((witnesses.before.get(number, self._begun) for number in witnesses.unseen), default=self._begun)
+        since = min(
+            (source_digests.before.get(number, self._begun) for number in source_digests.unseen), default=self._begun
+        )
         self._suspects.update(save_id for begun, save_id in tuple(self._unproven) if begun > since)
 
     def take_suspects(self) -> set[str]:

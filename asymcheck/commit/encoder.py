@@ -1,6 +1,6 @@
-"""Encoder: encodes partitions as the compression policy decides, by what was measured so far.
+"""Encoder: encode partitions as the compression policy decides from measurements.
 
-Facts are kept by kind of bytes: the role of the tensors, and how their elements look.
+Measurements are kept by kind of bytes: the role of the tensors and the type of their elements.
 """
 
 from __future__ import annotations
@@ -27,37 +27,36 @@ from asymcheck.state.partition_plan import Originals, Piece
 from asymcheck.types import Digest
 
 _AGAIN = 64
-"""Partitions of a kind after which it is sampled again."""
+"""Number of partitions of a kind between two samples."""
 _SELDOM = 1024
-"""Partitions of a kind, at most, from one look for a base to the next while such a base does not pay."""
+"""Maximum number of partitions of a kind between two searches for a base while bases do not pay."""
 _SAMPLE_BYTES = CHUNK_BYTES
 _FAST_BYTES_PER_S = 1e9
-_LEAST_BYTES = 64 * 1024
-"""Shorter partitions are few, and cost as much to handle as long ones."""
+_ENCODED_BYTES_MIN = 64 * 1024
+"""Minimum size of a partition to encode. Smaller ones are few, and have the same overhead."""
 
 
 _HALF_BYTES = 1 << 28
-"""Older measurements count half after so many bytes."""
+"""Bytes after which older measurements count half."""
 _ENOUGH_BYTES = 16 << 20
-"""Fewer bytes say nothing."""
+"""Minimum number of bytes for a valid measurement."""
 
 
 class WriteMeter:
-    """Counts bytes, and the seconds that threads took to write them, each by itself. Thread-safe.
+    """Measures the write speed of single threads. Thread-safe.
 
-    What a thread has to wait for, be it others that write or a core, is part of it: what is compared with it, such as
-    the time to encode, is measured beside the same others.
+    Waits for other threads or a core are included, because the times to encode include them as well.
     """
 
     def __init__(self) -> None:
-        """Begin without a measurement."""
+        """Start without a measurement."""
         self._lock = threading.Lock()
         self._bytes = 0.0
         self._seconds = 0.0
 
     @contextlib.contextmanager
     def write(self, size: int) -> Iterator[None]:
-        """Measure what is done inside the ``with`` block: ``size`` bytes are written."""
+        """Measure a block that writes ``size`` bytes."""
         began = time.perf_counter()
         yield
         seconds = time.perf_counter() - began
@@ -68,7 +67,7 @@ class WriteMeter:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """The speed; None before enough was measured."""
+        """Speed in bytes per second; None before enough bytes were measured."""
         with self._lock:
             return self._bytes / self._seconds if self._bytes >= _ENOUGH_BYTES and self._seconds > 0 else None
 
@@ -78,15 +77,15 @@ class Contents:
     """Meaning of the bytes of a partition."""
 
     role: str
-    """The role of its tensors."""
+    """Role of the tensors."""
     segments: tuple[Segment, ...]
     """Its elements."""
 
     @property
     def kind(self) -> tuple[str, Segment]:
-        """What its facts are kept by: the role, and what most of the bytes are."""
-        most = max(self.segments, key=lambda one: one.length)
-        return self.role, dataclasses.replace(most, length=0)
+        """Key of the measurements: the role, and the type of most bytes."""
+        longest = max(self.segments, key=lambda segment: segment.length)
+        return self.role, dataclasses.replace(longest, length=0)
 
 
 def contents_of(pieces: Sequence[Piece], role: str, dtypes: Sequence[str]) -> Contents:
@@ -96,35 +95,34 @@ def contents_of(pieces: Sequence[Piece], role: str, dtypes: Sequence[str]) -> Co
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """Another partition, from which one may be decoded."""
+    """Another partition from which a partition may be decoded."""
 
     codec: int
-    """How: as a delta, or derived."""
+    """Codec: delta or derived."""
     name: Digest
     """Its digest."""
     plain: memoryview
     """Its bytes."""
     offset: int = 0
-    """Where, for derived, the elements begin in it."""
+    """For derived: first byte of the elements in the base."""
     dtype: int = 0
-    """For derived, the number of the dtype that is rounded to."""
+    """For derived: number of the dtype to which the base is rounded."""
 
 
 _LOOK_BYTES = 512
 _NUMBERS = {name: number for number, name in DTYPES.items()}
 
 Read = Callable[[int, int, int | None], tuple[Digest, memoryview] | None]
-"""Gives of a partition, by number, the digest and bytes, from a byte on so many, or all that follow; None while it has
-none."""
+"""Return digest and bytes of a partition, given number, first byte and length (None for all); None without bytes."""
 
 
 def original_of(plain: memoryview, dtype: str, number: int, originals: Originals, read: Read) -> Base | None:
-    """Return the partition that ``plain``, of 2-byte floats, was rounded from, as far as a look at some of it shows."""
+    """Return the partition from which ``plain``, of 2-byte floats, was probably rounded, judged by samples."""
     look = min(len(plain), _LOOK_BYTES)
-    # One place tells too little: where a row of padding is zero, it is so in the moments, too.
+    # One sample is not enough: a row of padding is zero in weights and in moments.
     places = [start // 2 * 2 for start in (0, (len(plain) - look) // 2, len(plain) - look)]
     for other, offset in originals.candidates(number):
-        # Every layer has tensors of this shape, and each three of them: most candidates are none.
+        # Every layer has several tensors of this shape, so most candidates differ.
         if all(_is_rounded(plain[at : at + look], dtype, read(other, offset + 2 * at, 2 * look)) for at in places):
             whole = read(other, 0, None)
             if whole is not None:
@@ -132,22 +130,22 @@ def original_of(plain: memoryview, dtype: str, number: int, originals: Originals
     return None
 
 
-def _is_rounded(plain: memoryview, dtype: str, found: tuple[Digest, memoryview] | None) -> bool:
-    if found is None:
+def _is_rounded(plain: memoryview, dtype: str, base: tuple[Digest, memoryview] | None) -> bool:
+    if base is None:
         return False
-    rounded = derived.rounded_base(found[1], 0, len(plain), _NUMBERS[dtype])
+    rounded = derived.rounded_base(base[1], 0, len(plain), _NUMBERS[dtype])
     return np.array_equal(np.frombuffer(plain, dtype=np.uint8), rounded)
 
 
 class Encoder:
-    """Encodes for one target, by one mode. Thread-safe."""
+    """Encoder for one target. Thread-safe."""
 
     def __init__(
         self, mode: Compression, target: Literal["nvme", "hdfs"], link: Callable[[], float | None] | None = None
     ) -> None:
-        """Encode for ``target``; ``link`` says how many bytes a second one thread writes to it."""
+        """Encode for ``target``; ``link`` returns the write speed of one thread to the target in bytes per second."""
         self.meter = WriteMeter()
-        """Measures what the target takes, where nobody else does."""
+        """Write speed of the target, if no other object measures it."""
         self._link = link or (lambda: self.meter.bytes_per_s)
         self._mode, self._target = mode, target
         self._source = "dram" if target == "nvme" else "nvme"
@@ -159,15 +157,14 @@ class Encoder:
 
     @property
     def wants_bases(self) -> bool:
-        """Whether it is worth looking for bases: to read and compare them takes as long as to write to a fast drive."""
+        """Whether to search for bases. On a fast drive, reading and comparing them takes as long as a write."""
         link = self._link()
         return self._mode == "smallest" or (self._mode == "auto" and link is not None and link < _FAST_BYTES_PER_S)
 
-    def looks_for(self, codec: int, contents: Contents) -> bool:
-        """Tell whether to look for a base that a partition could be decoded from by ``codec``.
+    def searches_base(self, codec: int, contents: Contents) -> bool:
+        """Tell whether to search for a base of a partition for ``codec``.
 
-        While such bases do not pay, or there are none, the pauses between looks grow: each look costs some of the time
-        that it is to save.
+        While bases do not pay, the pauses between searches grow, because each search takes time.
         """
         if self._mode == "smallest" or not self.wants_bases:
             return self._mode == "smallest"
@@ -176,22 +173,22 @@ class Encoder:
             known = self._sampled.get(key)
             if known is not None and choose(self._mode, {codec: known}, self._link()).codec == codec:
                 return True
-            left, pause = self._pauses.get(key, (0, 1))
-            if left:
-                self._pauses[key] = left - 1, pause
+            remaining, pause = self._pauses.get(key, (0, 1))
+            if remaining:
+                self._pauses[key] = remaining - 1, pause
                 return False
             self._pauses[key] = pause, min(2 * pause, _SELDOM)
-            # What is found is sampled anew.
+            # A base that is found will be sampled again.
             self._since[key] = 0
             return True
 
     def stays_plain(self, length: int, contents: Contents, codecs: Sequence[int]) -> bool:
-        """Tell without a look at a partition that it would be stored as it is; at times a look is due, then it is not.
+        """Tell, without reading a partition, whether it is stored plain. False if a new sample is due.
 
-        ``codecs`` are those that could be taken.
+        ``codecs`` are the possible codecs.
         """
         link = self._link()
-        if self._mode == "off" or length < _LEAST_BYTES or (self._mode == "auto" and link is None):
+        if self._mode == "off" or length < _ENCODED_BYTES_MIN or (self._mode == "auto" and link is None):
             return True
         keys = [(*contents.kind, codec) for codec in codecs]
         with self._lock:
@@ -204,16 +201,16 @@ class Encoder:
         return stays
 
     def reasons(self) -> dict[str, dict[str, str]]:
-        """Return by role and codec why tensors are stored so: the reason for the last choice."""
+        """Return the reason for the last choice, by role and codec."""
         with self._lock:
             return {role: dict(codecs) for role, codecs in self._reasons.items()}
 
     def choose(self, plain: memoryview, contents: Contents, bases: Sequence[Base]) -> Choice:
-        """Choose the codec of a partition, which may be decoded from any of ``bases``, at most one per codec."""
+        """Choose the codec of a partition; ``bases`` has at most one possible base per codec."""
         link = self._link()
         if self._mode == "off" or (self._mode == "auto" and link is None):
             return choose(self._mode, {}, link)
-        if len(plain) < _LEAST_BYTES:
+        if len(plain) < _ENCODED_BYTES_MIN:
             return Choice(CODEC_IDENTITY, "too small to be worth it")
         sampled = {CODEC_BYTE_PLANES: self._sample(plain, contents, None)}
         for base in bases:
@@ -221,7 +218,7 @@ class Encoder:
         return choose(self._mode, sampled, link)
 
     def _sample(self, plain: memoryview, contents: Contents, base: Base | None) -> EncodingSample:
-        """Return what a codec gave for such partitions; now and then, and at first, it is tried on a part of one."""
+        """Return the measurement of a codec for such partitions. The first time, and then regularly, take a sample."""
         key = (*contents.kind, CODEC_BYTE_PLANES if base is None else base.codec)
         with self._lock:
             due = self._since.get(key, 0) % _AGAIN == 0
@@ -233,8 +230,8 @@ class Encoder:
         if _is_no_original(base, sampled.ratio):
             return sampled
         if known is not None:
-            # A sample is so short that it seldom has to wait for a core, which a partition may: it corrects what was
-            # seen of whole ones, step by step, and does not replace it.
+            # Short samples rarely wait for a core, unlike whole partitions. Therefore a sample corrects earlier
+            # measurements gradually.
             sampled = EncodingSample(sampled.ratio, math.sqrt(known.bytes_per_s * sampled.bytes_per_s))
         with self._lock:
             self._sampled[key] = sampled
@@ -243,7 +240,7 @@ class Encoder:
     def _note(
         self, contents: Contents, base: Base | None, encoded: Encoded | None, length: int, seconds: float
     ) -> None:
-        """Keep what encoding a whole partition gave."""
+        """Record the measurement of a whole partition."""
         ratio = 0.0 if encoded is None else length / encoded.descriptor.stored_length
         if _is_no_original(base, ratio):
             return
@@ -254,7 +251,7 @@ class Encoder:
     def encode(
         self, name: Digest, choice: Choice, plain: memoryview, contents: Contents, bases: Sequence[Base]
     ) -> Encoded | None:
-        """Encode a partition as was chosen, or without a base if that fails; None when it is stored unencoded."""
+        """Encode a partition as chosen, or without a base if that fails; return None to store it plain."""
         encoded = None
         if choice.codec != CODEC_IDENTITY:
             detail = {"from": self._source, "to": self._target, "role": contents.role, "why": choice.why}
@@ -274,7 +271,7 @@ class Encoder:
 
 
 def _is_no_original(base: Base | None, ratio: float) -> bool:
-    """Tell whether a partition was not rounded from its base after all, which says nothing of others of its kind."""
+    """Tell whether a partition was not rounded from its base, which says nothing about others of its kind."""
     return base is not None and base.codec == CODEC_DERIVED and not ratio
 
 
@@ -288,12 +285,12 @@ def _encode(name: Digest, plain: memoryview, segments: Sequence[Segment], base: 
 
 def _try(plain: memoryview, contents: Contents, base: Base | None) -> EncodingSample:
     """Encode a piece from the middle of the longest run of elements of one kind."""
-    start, found = 0, (0, contents.segments[0])
+    start, longest = 0, (0, contents.segments[0])
     for segment in contents.segments:
-        if segment.length > found[1].length:
-            found = start, segment
+        if segment.length > longest[1].length:
+            longest = start, segment
         start += segment.length
-    first, segment = found
+    first, segment = longest
     length = min(segment.length, _SAMPLE_BYTES)
     # Multiples of 16 bytes keep elements whole, whatever their width.
     offset = first + (segment.length - length) // 2 // 16 * 16

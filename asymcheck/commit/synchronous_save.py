@@ -1,7 +1,4 @@
-"""A synchronous save by one rank: partitions are copied, digested and written while the caller waits.
-
-When :func:`save` returns, the checkpoint is durable.
-"""
+"""Synchronous save: digest and write all partitions, and commit, while the caller waits."""
 
 from __future__ import annotations
 
@@ -32,46 +29,45 @@ from asymcheck.storage.nvme import Catalog, NvmeTier, PackWriter, Slot, run_with
 from asymcheck.types import CheckpointRef, Digest
 
 _SAMPLE_STRIDE = 65_521
-"""Bytes between those that are compared after a write; a prime, so that they are of all places in an element."""
+"""Stride of the bytes that are compared after a write. A prime covers all positions in an element."""
 _SHOWN = 4
-"""Tensors that an error names."""
+"""Maximum number of tensors that an error names."""
 
 
 class Flusher:
-    """Writes partitions of one state, several in flight."""
+    """Writes partitions of one state on several threads."""
 
     def __init__(
         self, tier: NvmeTier, transaction: CommitTransaction, encoder: Encoder, leaves: Sequence[Leaf]
     ) -> None:
-        """Add partitions of ``leaves`` to ``transaction``; ``encoder`` tells which bases to look for."""
+        """Add partitions of ``leaves`` to ``transaction``; ``encoder`` decides whether to search for bases."""
         self._encoder = encoder
         self._transaction = transaction
         self._dtypes = [leaf.dtype for leaf in leaves]
         self._tier = tier
         self._leaves = leaves
         self._lock = threading.Lock()
-        # Copies that run at once take memory bandwidth from each other and from the device; half of the cores are
-        # enough to keep it busy.
+        # Half of the cores saturate the drive. More threads would compete for memory bandwidth.
         self._copying = threading.BoundedSemaphore(max(1, len(os.sched_getaffinity(0)) // 2))
 
     def write(self, partitions: Sequence[Partition]) -> list[Digest]:
         """Digest all partitions and write those that the store lacks; return their digests in order.
 
         Raises:
-            StorageError: the device refused.
-            TornCaptureError: the state changed meanwhile.
+            StorageError: the drive is full or failed.
+            TornCaptureError: the state changed during the save.
         """
         digests: list[Digest | None] = [None] * len(partitions)
         self._transaction.expect(sum(frame_length(partition.length, BLOCK_BYTES - 1) for partition in partitions))
-        left = Counter(piece.row for partition in partitions for piece in partition.pieces)
+        remaining = Counter(piece.row for partition in partitions for piece in partition.pieces)
 
         originals = Originals(partitions, self._dtypes, [leaf.shape for leaf in self._leaves])
-        # What may be a copy comes last, when the digest of its original is known.
+        # Possible rounded copies come last, when the digests of their originals are known.
         copies = {
             number
             for number, partition in enumerate(partitions if self._encoder.wants_bases else ())
             if next(originals.candidates(number), None) is not None
-            and self._encoder.looks_for(CODEC_DERIVED, self._contents(partition))
+            and self._encoder.searches_base(CODEC_DERIVED, self._contents(partition))
         }
         others = [number for number in range(len(partitions)) if number not in copies]
 
@@ -93,8 +89,8 @@ class Flusher:
                 self._put(partition, number, slot, name, [] if base is None else [base])
             for piece in partition.pieces:
                 with self._lock:
-                    left[piece.row] -= 1
-                if not left[piece.row]:
+                    remaining[piece.row] -= 1
+                if not remaining[piece.row]:
                     self._leaves[piece.row].release()
 
         before = self._versions()
@@ -113,21 +109,24 @@ class Flusher:
         return [name for name in digests if name is not None]
 
     def _versions(self) -> list[int | None]:
-        """Return the version counters of all tensors, which say when torch has changed one."""
+        """Return the version counters of all tensors, which torch increments at each change."""
         sources = (leaf.source for leaf in self._leaves)
-        return [one._version if isinstance(one, torch.Tensor) and not one.is_inference() else None for one in sources]
+        return [
+            source._version if isinstance(source, torch.Tensor) and not source.is_inference() else None
+            for source in sources
+        ]
 
     def _lying(self, partition: Partition, start: int, length: int | None) -> memoryview | None:
-        """Return bytes of a partition of one piece where they lie; None if they do not lie there in order.
+        """Return the bytes of a partition of one piece in place; None if they are not contiguous.
 
-        To put them in order would take the memory of their tensor once more, until the end of the save.
+        A contiguous copy would use the memory of the tensor once more until the end of the save.
         """
         (piece,) = partition.pieces
         start, length = piece.start + start, piece.length - start if length is None else length
         return self._leaves[piece.row].lying_bytes(start, length)
 
     def _writable_in_place(self, partition: Partition) -> memoryview | None:
-        """Return the bytes of a partition where they lie, if they can be written from there; else None."""
+        """Return the bytes of a partition in place if they can be written from there; else None."""
         if partition.length < ALIGNED_PAYLOAD_MIN_BYTES or len(partition.pieces) > 1:
             return None
         lying = self._lying(partition, 0, None)
@@ -137,10 +136,10 @@ class Flusher:
         return None if lying is None or not stays or self._tier.needs_slot(lying) else lying
 
     def _put_in_place(self, partition: Partition, number: int, slot: Slot, lying: memoryview) -> Digest:
-        """Digest a partition and write it, with no copy; return the digest.
+        """Digest a partition and write it without a copy; return the digest.
 
         Raises:
-            TornCaptureError: its bytes changed meanwhile.
+            TornCaptureError: the bytes changed during the write.
         """
         sample = np.frombuffer(lying, dtype=np.uint8)[::_SAMPLE_STRIDE]
         before = sample.copy()
@@ -162,7 +161,7 @@ class Flusher:
         with self._copying:
             with timed("copy", partition.length, lambda: {"partition": number}):
                 copy_partition(partition, self._leaves, payload)
-            # At once, while it is in this core's cache.
+            # Encoded at once, while the bytes are in the cache of this core.
             with timed("digest", partition.length, lambda: {"partition": number}):
                 return digest(payload), payload
 
@@ -183,8 +182,7 @@ def _torn(leaves: Sequence[Leaf]) -> TornCaptureError:
     names = ", ".join(leaf.name for leaf in leaves[:_SHOWN])
     more = f" and {len(leaves) - _SHOWN} more" if len(leaves) > _SHOWN else ""
     return TornCaptureError(
-        f"{names}{more} changed while the state was being saved, and no checkpoint was made: "
-        "let nothing change the state until save() returns"
+        f"{names}{more} changed during save(), so no checkpoint was made: do not change the state until save() returns"
     )
 
 
@@ -200,16 +198,17 @@ def save(
     request: SaveRequest,
     placing: Callable[[], LineagePosition],
 ) -> tuple[CheckpointRef, int, int]:
-    """Store a state, encoded as ``encoder`` says, and commit it.
+    """Store and commit a state.
 
-    Return the checkpoint, the bytes of all tensors, and the payload bytes written; the rest was in the store already.
+    Return the checkpoint, the bytes of all tensors, and the payload bytes written without partitions that the store
+    already had.
 
-    ``placing`` says where on the line it goes. It is asked when all but the manifest is durable: a generation that is
-    opened for a checkpoint must not be opened for one that fails.
+    ``placing`` returns the position on the line of training. It is called once everything except the manifest is
+    durable, so that no generation begins for a failed checkpoint.
 
     Raises:
-        StorageError: the device or file system refused. Nothing was committed, earlier checkpoints are untouched.
-        StructureError: the manifest could not be read again; nothing was committed, either.
+        StorageError: the drive is full or failed. Nothing was committed, and earlier checkpoints are untouched.
+        StructureError: the manifest could not be parsed after encoding; nothing was committed.
     """
     leaves = state.leaves
     catch_up(leaf.source.device for leaf in leaves if isinstance(leaf.source, torch.Tensor))

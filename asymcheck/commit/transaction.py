@@ -28,7 +28,7 @@ from asymcheck.storage.reachability import is_gone
 from asymcheck.types import CheckpointRef, Digest, PackId, SaveId
 
 WriteFrame = Callable[[PackWriter, FrameDescriptor], object]
-"""Writes a partition unencoded, from the memory in which it is stored."""
+"""Write a plain partition from its memory."""
 
 
 class CommitTransaction:
@@ -39,9 +39,9 @@ class CommitTransaction:
     """
 
     def __init__(self, tier: NvmeTier, catalog: Catalog, encoder: Encoder, save_id: SaveId, rank: int) -> None:
-        """Begin the part of ``rank`` in the attempt ``save_id``; ``encoder`` decides how partitions are stored."""
+        """Start the part of ``rank`` in the save ``save_id``; ``encoder`` encodes partitions."""
         self.packing = PackBuilder(tier, catalog)
-        """The packs that are written, and the partitions that are reused."""
+        """Written packs and reused partitions."""
         self._tier, self._catalog, self._encoder = tier, catalog, encoder
         self._rank, self._pin = rank, pin_key(save_id, rank)
         self._published: tuple[str, CheckpointRef] | None = None
@@ -59,7 +59,7 @@ class CommitTransaction:
         self.abort()
 
     def expect(self, frame_bytes: int) -> None:
-        """Announce how many bytes of frames follow, at most."""
+        """Announce the maximum number of frame bytes that follow."""
         self.packing.expect(frame_bytes)
 
     def claim(self, name: Digest) -> bool:
@@ -80,13 +80,13 @@ class CommitTransaction:
         Args:
             name: digest of the partition.
             plain: its bytes.
-            contents: what the bytes mean; None for unknown bytes, which are stored unencoded.
-            write_plain: writes the partition unencoded.
-            bases: partitions that it may be decoded from, at most one per codec.
+            contents: role and element types; None for unknown bytes, which are stored plain.
+            write_plain: function that writes the plain partition.
+            bases: possible bases, at most one per codec.
             shift: payload shift of an unencoded frame, in bytes.
 
         Raises:
-            StorageError: the device refused.
+            StorageError: the drive is full or failed.
         """
         if not self.claim(name):
             return False
@@ -101,7 +101,7 @@ class CommitTransaction:
         """Write the frame of a claimed partition.
 
         Raises:
-            StorageError: the device refused.
+            StorageError: the drive is full or failed.
         """
         with self._encoder.meter.write(descriptor.stored_length):
             self.packing.write(descriptor, write)
@@ -128,10 +128,10 @@ class CommitTransaction:
 
         Args:
             names: every partition of the checkpoint.
-            rewrite: stores partitions again whose packs garbage collection has freed meanwhile.
+            rewrite: function that stores partitions again whose packs garbage collection has freed.
 
         Raises:
-            StorageError: the device refused, or garbage collection freed partitions again and again.
+            StorageError: the drive failed, or garbage collection freed partitions repeatedly.
             MissingPartitionError: one of ``names`` was never added.
         """
         attempts = self._tier.config.commit_attempts
@@ -144,11 +144,12 @@ class CommitTransaction:
                 return
             rewrite(set(self.packing.take_back(gone)))
         raise StorageError(
-            f"store {self._tier.root}: collection took partitions away {attempts} times during one save; save again"
+            f"cannot commit to store {self._tier.root}: garbage collection removed partitions {attempts} times during a "
+            "save; save again"
         )
 
     def _pin_packs(self) -> list[PackId]:
-        """Return the reused packs that are gone. If there are none, everything is pinned."""
+        """Pin all packs; if reused packs are missing, return them instead."""
         packing, reused = self.packing, self.packing.needed_packs()
         with self._catalog.write() as transaction:
             gone = [pack_id for pack_id in reused if transaction.pack_state(pack_id) != registry.PACK_LIVE]
@@ -168,26 +169,26 @@ class CommitTransaction:
         elsewhere: Container[Digest] = frozenset(),
         metrics: Mapping[str, float] | None = None,
     ) -> CheckpointRef:
-        """Seal what was added, and publish the manifest: the checkpoint is durable and visible.
+        """Seal all packs and publish the manifest, which makes the checkpoint durable and visible.
 
         Args:
             captured: the manifest, without packs and parent; its generation is replaced.
-            place: returns the generation and the parent. It is called when all but the manifest is durable: a
-                generation must not be opened for a checkpoint that fails.
+            place: returns generation and parent. It is called once everything except the manifest is durable, so that
+                no generation begins for a failed checkpoint.
             rewrite: see :meth:`seal`.
             elsewhere: partitions that another store of the job pushes.
             metrics: replace those of ``captured``.
 
         Raises:
-            StorageError: the device refused; nothing was committed.
-            StructureError: the manifest could not be read again; nothing was committed.
+            StorageError: the drive is full or failed; nothing was committed.
+            StructureError: the manifest could not be parsed after encoding; nothing was committed.
         """
         check_manifest(captured, "manifest of a capture")
         header, names = captured.header, list(captured.partitions())
         self.seal(names, rewrite)
         placed = place()
         ref = CheckpointRef(placed.generation, header.ref.step, header.ref.save_id)
-        # For people: the reasons why tensors are stored so, by role and codec.
+        # The reasons for codecs are informative only.
         reasons = self._encoder.reasons()
         committed = dataclasses.replace(
             header,
@@ -206,10 +207,10 @@ class CommitTransaction:
     ) -> None:
         """Write the manifest and enter it in the catalog, which drops the pin: steps 4 and 5.
 
-        With ``keep_existing``, an :meth:`abort` does not remove a manifest that was published before.
+        With ``keep_existing``, :meth:`abort` keeps a manifest that was published before.
 
         Raises:
-            StorageError: the device refused.
+            StorageError: the drive is full or failed.
         """
         if not (keep_existing and self._tier.manifests.listing(run, ref).has(self._rank)):
             self._published = run, ref
@@ -235,9 +236,9 @@ class CommitTransaction:
         if self._published is not None:
             with contextlib.suppress(AsymcheckError, FileNotFoundError):
                 self._tier.manifests.withdraw(*self._published, self._rank)
-        # The first failure is the one to report. The pin goes when this process has ended.
+        # The first failure is reported. The pin expires when this process ends.
         with contextlib.suppress(AsymcheckError), self._catalog.write() as transaction:
-            # A manifest that could not be removed keeps its packs.
+            # The packs of a manifest that cannot be removed stay.
             if self._published is None or not self._tier.manifests.listing(*self._published).has(self._rank):
                 transaction.delete_pin(self._pin)
 
@@ -253,10 +254,10 @@ def _check_stored(names: Collection[Digest], packing: PackBuilder) -> None:
 
 
 class RingTransaction(CommitTransaction):
-    """The transaction of a capture whose frames are stored in the ring in memory (SPEC.md §8.5)."""
+    """Transaction of a capture whose frames are in the ring (SPEC.md §8.5)."""
 
     def __init__(self, tier: NvmeTier, catalog: Catalog, encoder: Encoder, save_id: SaveId, rank: int) -> None:
-        """Begin; see :class:`CommitTransaction`."""
+        """Start; see :class:`CommitTransaction`."""
         super().__init__(tier, catalog, encoder, save_id, rank)
         self._frames: dict[Digest, tuple[int, memoryview | None]] = {}
 
@@ -271,7 +272,7 @@ class RingTransaction(CommitTransaction):
         """Add a partition of the ring as :meth:`add` does; return whether it was written.
 
         Raises:
-            StorageError: the device refused.
+            StorageError: the drive is full or failed.
         """
         self._frames.setdefault(name, (length, None))
         start = payload_offset(length)
@@ -284,19 +285,19 @@ class RingTransaction(CommitTransaction):
 
     def keep_none(self) -> None:
         """Note that no added frame stays in the ring."""
-        # In place: other threads add frames meanwhile.
+        # Cleared in place, because other threads add frames.
         for name, (length, _) in self._frames.copy().items():
             self._frames[name] = (length, None)
 
     def reuse(self, name: Digest, length: int) -> None:
-        """Take a partition that the store must have already.
+        """Reuse a partition of the store.
 
         Raises:
-            MissingPartitionError: the store does not have it.
-            StorageError, UnsupportedFormatError: a pack that may have it cannot be read now, or not by this program.
+            MissingPartitionError: the store does not have the partition.
+            StorageError, UnsupportedFormatError: a pack that may have the partition cannot be read.
         """
         self._frames[name] = (length, None)
-        self._reuse(name, f"partition {name.hex()} lies neither in the ring nor in the store")
+        self._reuse(name, f"partition {name.hex()} is neither in the ring nor in the store")
 
     def _reuse(self, name: Digest, problem: str) -> None:
         if self.claim(name):
@@ -309,10 +310,10 @@ class RingTransaction(CommitTransaction):
             writer.write_in_place(payload, descriptor, slot)
 
     def seal_frames(self) -> None:
-        """Make what was added durable, so that other ranks can reuse it. More may be added afterwards.
+        """Make all added partitions durable, so that other ranks can reuse them. More may be added later.
 
         Raises:
-            StorageError: the device refused.
+            StorageError: the drive is full or failed.
         """
         self.seal(list(self._frames), self._rewrite)
 
@@ -342,7 +343,7 @@ def remove(tier: NvmeTier, catalog: Catalog, listing: CheckpointFiles) -> None:
     tier.manifests.remove(listing.run, listing.ref)
     keys = [manifest_key(listing.run, listing.ref, name) for name in listing.manifests]
     with catalog.write() as transaction:
-        # A pull may have brought a manifest back meanwhile.
+        # A pull may have restored a manifest in the meantime.
         for key in keys:
             if is_gone(tier, key):
                 transaction.delete_manifest(key)

@@ -1,4 +1,4 @@
-"""The ranks of one training, and how they agree: through a key-value store, never by a collective of the training."""
+"""Agreement between the ranks of a training, through a key-value store instead of collectives."""
 
 from asymcheck.distributed.coordinator import Session
 from asymcheck.distributed.kv_store import KeyStore

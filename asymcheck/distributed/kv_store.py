@@ -1,6 +1,6 @@
-"""The key-value store through which ranks agree (TCPStore, FileStore or HashStore of torch), and waiting for its keys.
+"""Access to the key-value store of the ranks (torch's TCPStore, FileStore or HashStore), and waiting for its keys.
 
-Waiting means to look again and again, ever less often, up to a time limit.
+A wait polls with growing pauses, up to a time limit.
 """
 
 from __future__ import annotations
@@ -14,43 +14,43 @@ from typing import Any, Protocol, runtime_checkable
 from asymcheck.errors import RanksError, RanksMissingError
 
 _PIECE_BYTES = 4 << 20  # torch's server closes a connection that sends more than 8 MiB at once
-_AT_ONCE = 64
+_KEYS_PER_REQUEST = 64
 _COUNT_BYTES = 4
 
 _POLL_S = (0.0002, 0.05)
-"""The first and the longest pause between two looks …"""
-_POLL_OF_EACH_S = 50e-6
-"""… and the addition for each rank that looks at the same time, because all of them ask one server."""
-ENDING_S = 10.0  # time limit in a process that is to end; a fraction of it for a rank that was missing the last time
+"""First and longest pause between two polls."""
+_POLL_PER_RANK_S = 50e-6
+"""Increase of the longest pause per rank that polls at the same time, because all ranks poll one server."""
+ENDING_S = 10.0  # time limit in a process that is about to exit
 _LATE_SHARE = 0.1
-"""Fraction of the time limit for a rank that was missing the last time: it may be dead, and saves queue up."""
+"""Fraction of the time limits for a rank that was missing last time. It may be dead, while saves queue up."""
 _SHOWN = 8
 
 
 @runtime_checkable
 class KeyStore(Protocol):
-    """A ``torch.distributed.Store``, or anything that does what these of its methods do."""
+    """A ``torch.distributed.Store``, or an object with these methods."""
 
-    def set(self, key: str, value: Any) -> None:  # noqa: ANN401 - torch says str, and takes bytes
-        """Put a value there, or another one in its place."""
+    def set(self, key: str, value: Any) -> None:  # noqa: ANN401 - torch declares str, and accepts bytes
+        """Set or replace a value."""
 
     def get(self, key: str) -> bytes:
-        """Return a value; waits for one that is not there."""
+        """Return a value; wait until it exists."""
 
     def check(self, keys: list[str]) -> bool:
-        """Tell whether all of these are there; waits for none."""
+        """Tell whether all keys exist, without waiting."""
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; return whether it was there."""
+        """Remove a key; return whether it existed."""
 
 
 class KeyReader:
-    """One connection to a store, for one thread at a time; nothing here waits for a key."""
+    """Connection to a key-value store, for one thread at a time. No method waits for a key."""
 
     def __init__(self, store: KeyStore) -> None:
-        """Use ``store`` through a connection of its own, where a store has several.
+        """Use ``store`` through a separate connection if possible.
 
-        Another user of the store may make a call that waits, which would block ours on the same connection.
+        On a shared connection, a blocking call of another user of the store would block ours.
         """
         clone = getattr(store, "clone", None)
         self._store: KeyStore = store if clone is None else clone()
@@ -61,7 +61,7 @@ class KeyReader:
         """Set a key to a value of any length, which is complete once the key exists; return the number of its pieces.
 
         Raises:
-            RanksError: the store does not answer, here and in all other methods.
+            RanksError: the store does not respond; so do all other methods.
         """
         pieces = [value[start : start + _PIECE_BYTES] for start in range(0, len(value), _PIECE_BYTES)] or [b""]
         with _translated(f"set {key}"):
@@ -73,7 +73,7 @@ class KeyReader:
     def has(self, keys: Sequence[str]) -> bool:
         """Tell whether all of these keys exist."""
         with _translated("check keys"):
-            return all(self._store.check(some) for some in in_parts(keys))
+            return all(self._store.check(part) for part in in_parts(keys))
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of existing keys."""
@@ -89,16 +89,16 @@ class KeyReader:
         return value
 
     def remove(self, key: str, pieces: int) -> None:
-        """Remove a key whose number of pieces is known, which spares the server a question."""
+        """Remove a key whose number of pieces is known, which saves a request."""
         with _translated("delete keys"):
             self._remove(key, pieces)
 
     def _firsts(self, keys: Sequence[str]) -> Iterator[bytes]:
-        for some in in_parts(keys):
+        for part in in_parts(keys):
             if self._multi_get is not None:
-                yield from self._multi_get(some)
+                yield from self._multi_get(part)
             else:
-                yield from map(self._store.get, some)
+                yield from map(self._store.get, part)
 
     def _whole(self, key: str, first: bytes) -> bytes:
         more = [self._store.get(_piece_key(key, number)) for number in range(1, _count(first))]
@@ -117,9 +117,9 @@ class KeyReader:
 
 
 def in_parts(keys: Sequence[str]) -> Iterator[list[str]]:
-    """Yield as many keys at a time as one question to the store may have."""
-    for start in range(0, len(keys), _AT_ONCE):
-        yield list(keys[start : start + _AT_ONCE])
+    """Split keys into groups for one request each."""
+    for start in range(0, len(keys), _KEYS_PER_REQUEST):
+        yield list(keys[start : start + _KEYS_PER_REQUEST])
 
 
 def _count(first: bytes) -> int:
@@ -132,11 +132,11 @@ def _piece_key(key: str, number: int) -> str:
 
 @contextlib.contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """Turn errors of the store into RanksError; torch's own have no narrower class in all versions."""
+    """Turn errors of the store into RanksError. Not all versions of torch have narrower classes."""
     try:
         yield
     except (RuntimeError, OSError) as error:
-        message = f"the key-value store of the ranks does not answer ({what}): {str(error).splitlines()[0]}"
+        message = f"the key-value store of the ranks does not respond ({what}): {str(error).splitlines()[0]}"
         raise RanksError(message) from error
 
 
@@ -144,22 +144,26 @@ class Clock:
     """Waits until a condition holds, or a time limit has passed."""
 
     def __init__(
-        self, timeout_s: float, lookers: int, is_ending: Callable[[], bool], is_gone: Callable[[], bool] | None = None
+        self,
+        timeout_s: float,
+        waiting_ranks: int,
+        is_ending: Callable[[], bool],
+        is_gone: Callable[[], bool] | None = None,
     ) -> None:
-        """Begin to wait.
+        """Start the clock.
 
         Args:
-            timeout_s: the limit in seconds.
-            lookers: ranks that wait at the same time.
-            is_ending: tells whether this process is to end, which sets another limit.
-            is_gone: tells whether a rank is still missing that was missing before. As long as that is so, only a
-                small fraction of the limits is waited.
+            timeout_s: time limit in seconds.
+            waiting_ranks: number of ranks that wait at the same time.
+            is_ending: return whether this process is about to exit, which shortens the limit.
+            is_gone: return whether a rank that was missing before is still missing, which shortens the limits to a
+                fraction.
         """
         self._began = time.monotonic()
         self._timeout_s = timeout_s
         self._is_ending, self._is_gone = is_ending, is_gone
         self._ending_since: float | None = None
-        self._pause_s, self._pause_max_s = _POLL_S[0], _POLL_S[1] + lookers * _POLL_OF_EACH_S
+        self._pause_s, self._pause_max_s = _POLL_S[0], _POLL_S[1] + waiting_ranks * _POLL_PER_RANK_S
 
     @property
     def waited_s(self) -> float:
@@ -170,7 +174,7 @@ class Clock:
         """Return whether the condition held in time."""
         while not is_met():
             if self._is_over():
-                # Once more, because this process may have been stopped all the time.
+                # Check once more, because this process may have been stopped.
                 return is_met()
             time.sleep(self._pause_s)
             self._pause_s = min(self._pause_s * 1.2, self._pause_max_s)
@@ -191,21 +195,21 @@ class Clock:
 
 
 class Remedy(enum.Enum):
-    """The advice about missing ranks."""
+    """Advice about missing ranks."""
 
     MEETING = (
-        "each rank has to make its Checkpointer and call the same methods in the same order; pass ranks=None to save "
-        "one rank alone"
+        "each rank has to create a Checkpointer and call the same methods in the same order; pass ranks=None to save "
+        "a single rank"
     )
-    ROUND = "look there for what ended or held it up"
+    ROUND = "check the logs of that rank"
 
 
 def missing_error(
     missing: Sequence[int], what: str, waited_s: float, remedy: Remedy = Remedy.ROUND
 ) -> RanksMissingError:
-    """Return an error that names the missing ranks, what was being done, and the remedy."""
+    """Return an error that names the missing ranks, the action and the remedy."""
     ranks = ", ".join(map(str, missing[:_SHOWN]))
     if len(missing) > _SHOWN:
         ranks += f" and {len(missing) - _SHOWN} more"
     noun = "rank" if len(missing) == 1 else "ranks"
-    return RanksMissingError(f"{what}: {noun} {ranks} did not answer within {waited_s:.1f} s; {remedy.value}", missing)
+    return RanksMissingError(f"{what}: {noun} {ranks} did not respond within {waited_s:.1f} s; {remedy.value}", missing)

@@ -1,4 +1,4 @@
-"""The ranks of one training."""
+"""Ranks that save one checkpoint together."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PREFIX = "asymcheck"
 
 
 class Ranks:
-    """The ranks that save one state together, and the key-value store through which they agree.
+    """Ranks that save one checkpoint together, and the key-value store through which they coordinate.
 
-    It carries a few short values a save. Nothing of the training's process groups is used, so saving never waits for a
-    collective of the training, and no collective ever waits for saving.
+    The store carries a few short values per save. No process group of the training is used, so saves never wait for
+    collectives of the training, and collectives never wait for saves.
     """
 
     def __init__(
@@ -34,25 +34,25 @@ class Ranks:
         local_size: int | None = None,
         node: str | None = None,
     ) -> None:
-        """Say who this process is, the same way on each rank.
+        """Describe this rank. All arguments except ``rank``, ``local_size`` and ``node`` are equal on all ranks.
 
         Args:
-            rank: of this process, from 0.
-            world_size: how many ranks save together.
-            store: a ``torch.distributed.TCPStore``, ``FileStore`` or ``HashStore`` that all of them have.
-            timeout_s: how long a rank that is ready waits for the others, in seconds: longer than one of them may take
-                to write its part of a checkpoint, or to read it.
-            local_size: how many of the ranks share the memory of this machine; all with its store when that
-                is not known.
-            node: the name of this machine, whose ranks save into one store; the host name by default.
+            rank: rank of this process, from 0.
+            world_size: number of ranks.
+            store: a ``torch.distributed.TCPStore``, ``FileStore`` or ``HashStore`` that all ranks share.
+            timeout_s: seconds that a rank waits for the others. A rank must be able to write or read its shard within
+                this time.
+            local_size: number of ranks that share the memory of this machine; by default, all ranks that save into
+                the same checkpoint store.
+            node: name of this machine, whose ranks save into one store; by default, the host name.
 
         Raises:
-            InvalidInputError
+            InvalidInputError: an argument is invalid.
         """
         numbers = [number for number in (rank, world_size, local_size) if number is not None]
         if any(type(number) is not int for number in numbers) or not 0 <= rank < world_size <= WORLD_SIZE_MAX:
             raise InvalidInputError(
-                f"rank {rank!r} of {world_size!r}: give integers, the rank from 0 to the world size less 1"
+                f"rank {rank!r} of {world_size!r}: give integers, with a rank from 0 to the world size minus 1"
             )
         if not isinstance(store, KeyStore):
             raise InvalidInputError(f"store {store!r:.100}: give a torch.distributed.Store, such as a TCPStore")
@@ -61,37 +61,35 @@ class Ranks:
         except TypeError:
             is_time = False
         if not is_time:
-            raise InvalidInputError(f"timeout_s={timeout_s!r}: give seconds, more than 0")
+            raise InvalidInputError(f"timeout_s={timeout_s!r}: give a positive number of seconds")
         self.rank = rank
-        """The number of this rank, from 0."""
+        """Number of this rank, from 0."""
         self.world_size = world_size
-        """The number of ranks."""
+        """Number of ranks."""
         self.timeout_s = float(timeout_s)
         """Seconds that a rank waits for the others."""
         self.local_size = max(1, min(world_size if local_size is None else local_size, world_size))
-        """The number of ranks on this machine."""
+        """Number of ranks on this machine."""
         if node is not None and (type(node) is not str or not node):
-            raise InvalidInputError(f"node={node!r:.100}: give a name")
+            raise InvalidInputError(f"node={node!r:.100}: give a non-empty string")
         self.node = node or socket.gethostname()
-        """The name of this machine."""
+        """Name of this machine."""
         self._store = store
 
     def __repr__(self) -> str:
-        """Name the rank."""
+        """Return rank and world size."""
         return f"<asymcheck.Ranks {self.rank} of {self.world_size}>"
 
     @classmethod
     def from_torch(cls, *, timeout_s: float = _TIMEOUT_S, node: str | None = None) -> Ranks:
-        """Return the ranks of ``torch.distributed``, with the store by which their processes found each other.
-
-        ``node`` names this machine; see :class:`Ranks`.
+        """Return the ranks of ``torch.distributed``, with its default key-value store.
 
         Raises:
             InvalidInputError: ``torch.distributed`` is not initialised.
         """
         if not is_initialised():
             raise InvalidInputError("torch.distributed is not initialised: call init_process_group() first")
-        from torch.distributed.distributed_c10d import (  # noqa: PLC0415 - only there where torch was built with it
+        from torch.distributed.distributed_c10d import (  # noqa: PLC0415 - missing if torch was built without it
             PrefixStore,
             _get_default_store,
         )
@@ -107,18 +105,18 @@ class Ranks:
 
 
 def is_initialised() -> bool:
-    """Tell whether this process is one of several of ``torch.distributed``."""
+    """Tell whether ``torch.distributed`` is initialised."""
     return bool(dist.is_available() and dist.is_initialized())
 
 
 RanksGiven: TypeAlias = Ranks | Callable[[], Ranks] | Literal["auto"] | None
-"""Ranks that save together, as users pass them. A function is called late, after ``torch.distributed`` is set up."""
+"""Values of the ``ranks`` argument. A function is called after ``torch.distributed`` is set up."""
 
 
 def find_ranks(given: object) -> Ranks | None:
-    """Return the ranks that save together; None where one process saves alone.
+    """Return the ranks that save together; None if this process saves alone.
 
-    ``"auto"`` means those of ``torch.distributed``, if it is initialised.
+    ``"auto"`` means the ranks of ``torch.distributed``, if it is initialised.
 
     Raises:
         InvalidInputError: ``given`` is none of :data:`RanksGiven`.
@@ -127,5 +125,7 @@ def find_ranks(given: object) -> Ranks | None:
     if isinstance(ranks, str) and ranks == "auto":
         ranks = Ranks.from_torch() if is_initialised() else None
     if ranks is not None and not isinstance(ranks, Ranks):
-        raise InvalidInputError(f"ranks={given!r:.100}: give 'auto', asymcheck.Ranks, what returns one, or None")
+        raise InvalidInputError(
+            f"ranks={given!r:.100}: give 'auto', asymcheck.Ranks, a function that returns one, or None"
+        )
     return None if ranks is None or ranks.world_size == 1 else ranks

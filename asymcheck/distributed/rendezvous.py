@@ -1,4 +1,4 @@
-"""The rendezvous: ranks find each other by a key that rank 0 writes, and compare where each of them saves."""
+"""Rendezvous: ranks find each other through a key that rank 0 writes, and compare their stores."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from asymcheck.format.spans import Spans, spans_of
 
 @dataclasses.dataclass(frozen=True)
 class RankLocation:
-    """The place where a rank saves."""
+    """Store and node of a rank."""
 
     store: str
     node: str
     boot: str
-    pushes: bool = False  # whether it pushes to a location
+    pushes: bool = False  # whether the rank pushes to a remote location
 
 
-NO_HOME = RankLocation("", "", "")  # for ranks whose place does not matter
+NO_LOCATION = RankLocation("", "", "")  # for ranks whose location does not matter
 
 
 @dataclasses.dataclass(frozen=True)
 class RendezvousResult:
-    """The result of a rendezvous."""
+    """Result of a rendezvous."""
 
     name: str
-    groups: tuple[Spans, ...]  # on rank 0: the ranks of each store. On others: those of its own alone
+    groups: tuple[Spans, ...]  # on rank 0: the ranks of each store; on other ranks: the ranks of their own store
     count: int
 
 
-def meet(ranks: Ranks, keys: KeyReader, run: str, terms: Mapping[str, str], home: RankLocation) -> RendezvousResult:
-    """Find the other ranks; return when all are there, have the same ``terms``, and may save where they do.
+def meet(ranks: Ranks, keys: KeyReader, run: str, terms: Mapping[str, str], location: RankLocation) -> RendezvousResult:
+    """Wait until all ranks have arrived, and check that they have the same ``terms`` and compatible locations.
 
     Raises:
-        RanksMissingError: some are not there.
-        RankFailedError: they differ in what they are about to do.
+        RanksMissingError: some ranks did not arrive in time.
+        RankFailedError: terms or locations of the ranks are incompatible.
     """
     meeting = f"{run}/meet"
-    report = {"token": os.urandom(8).hex(), "terms": dict(terms), "home": dataclasses.asdict(home)}
+    report = {"token": os.urandom(8).hex(), "terms": dict(terms), "home": dataclasses.asdict(location)}
     mine = json.dumps(report).encode()
     clock = Clock(ranks.timeout_s, 1 if ranks.rank == 0 else ranks.world_size, lambda: False)
     if ranks.rank:
@@ -56,7 +56,7 @@ def meet(ranks: Ranks, keys: KeyReader, run: str, terms: Mapping[str, str], home
 
 
 def _arrive(ranks: Ranks, keys: KeyReader, meeting: str, mine: bytes, clock: Clock) -> RendezvousResult:
-    """Report to the meeting that rank 0 opened; return when rank 0 has answered this very report."""
+    """Report to the meeting that rank 0 opened, and wait for the answer to this report."""
     reported = ""
     answer = b""
 
@@ -65,13 +65,13 @@ def _arrive(ranks: Ranks, keys: KeyReader, meeting: str, mine: bytes, clock: Clo
         if not keys.has([meeting]):
             return False
         name = keys.get([meeting])[0].decode()
-        # Also when there is a new name: rank 0 answers in one meeting before it opens the next.
+        # Checked even after a change of the name: rank 0 answers in one meeting before it opens the next.
         key = f"{meeting}/{reported}/to/{ranks.rank}"
         answer = keys.get([key])[0] if reported and keys.has([key]) else b""
         if answer.startswith(json.loads(mine)["token"].encode()):
             return True
         if name != reported:
-            # That was a meeting of processes that have ended.
+            # The earlier name was that of a meeting of ended processes.
             keys.drop([f"{meeting}/{reported}/{ranks.rank}"])
             keys.put(f"{meeting}/{name}/{ranks.rank}", mine)
             reported = name
@@ -80,74 +80,75 @@ def _arrive(ranks: Ranks, keys: KeyReader, meeting: str, mine: bytes, clock: Clo
     if not clock.wait(is_answered):
         raise missing_error([0], "finding each other", clock.waited_s, Remedy.MEETING)
     keys.drop([f"{meeting}/{reported}/{ranks.rank}", f"{meeting}/{reported}/to/{ranks.rank}"])
-    said = json.loads(answer[len(json.loads(mine)["token"]) :])
-    if said["refusal"]:
-        raise RankFailedError(said["refusal"])
-    return RendezvousResult(reported, (tuple((first, last) for first, last in said["spans"]),), said["stores"])
+    verdict = json.loads(answer[len(json.loads(mine)["token"]) :])
+    if verdict["refusal"]:
+        raise RankFailedError(verdict["refusal"])
+    spans = tuple((first, last) for first, last in verdict["spans"])
+    return RendezvousResult(reported, (spans,), verdict["stores"])
 
 
 def _receive(ranks: Ranks, keys: KeyReader, meeting: str, mine: bytes, clock: Clock) -> tuple[Spans, ...]:
-    """Wait for the reports of all ranks, compare them with this one's, and answer each; return the ranks by store."""
-    places = [f"{meeting}/{rank}" for rank in range(1, ranks.world_size)]
-    found = [json.loads(mine)]
-    for some in in_parts(places):
-        if not clock.wait(partial(keys.has, some)):
-            missing = [rank for rank, place in enumerate(places, 1) if not keys.has([place])]
+    """Wait for the reports of all ranks, compare them, and answer each; return the ranks of each store."""
+    report_keys = [f"{meeting}/{rank}" for rank in range(1, ranks.world_size)]
+    reports = [json.loads(mine)]
+    for part in in_parts(report_keys):
+        if not clock.wait(partial(keys.has, part)):
+            missing = [rank for rank, key in enumerate(report_keys, 1) if not keys.has([key])]
             raise missing_error(missing or [0], "finding each other", clock.waited_s, Remedy.MEETING)
-        found += map(json.loads, keys.get(some))
-    terms = found[0]["terms"]
-    others = [rank for rank, one in enumerate(found) if one["terms"] != terms]
-    homes = [RankLocation(**one["home"]) for one in found]
-    refusal = refusal_of(homes)
-    if others:
+        reports += map(json.loads, keys.get(part))
+    terms = reports[0]["terms"]
+    differing = [rank for rank, report in enumerate(reports) if report["terms"] != terms]
+    locations = [RankLocation(**report["home"]) for report in reports]
+    refusal = refusal_of(locations)
+    if differing:
         refusal = (
-            f"ranks that save together have to do so in the same way: rank {others[0]} has "
-            f"{found[others[0]]['terms']}, rank 0 has {terms}"
+            f"ranks that save together need the same settings, but rank {differing[0]} has "
+            f"{reports[differing[0]]['terms']}, and rank 0 has {terms}"
         )
-    groups = tuple(spans_of(group) for group in grouped(homes))
+    groups = tuple(spans_of(group) for group in grouped(locations))
     answers = {
-        home.store: json.dumps({"refusal": refusal, "spans": spans, "stores": len(groups)})
-        for home, spans in ((homes[spans[0][0]], spans) for spans in groups)
+        locations[spans[0][0]].store: json.dumps({"refusal": refusal, "spans": spans, "stores": len(groups)})
+        for spans in groups
     }
-    for rank, one in enumerate(found[1:], 1):
-        keys.put(f"{meeting}/to/{rank}", (one["token"] + answers[homes[rank].store]).encode())
+    for rank, report in enumerate(reports[1:], 1):
+        keys.put(f"{meeting}/to/{rank}", (report["token"] + answers[locations[rank].store]).encode())
     if refusal:
         raise RankFailedError(refusal)
     return groups
 
 
-def grouped(homes: Sequence[RankLocation]) -> list[list[int]]:
+def grouped(locations: Sequence[RankLocation]) -> list[list[int]]:
     """Return the ranks of each store, ordered by their first rank."""
     groups: dict[str, list[int]] = {}
-    for rank, home in enumerate(homes):
-        groups.setdefault(home.store, []).append(rank)
+    for rank, location in enumerate(locations):
+        groups.setdefault(location.store, []).append(rank)
     return list(groups.values())
 
 
-def refusal_of(homes: Sequence[RankLocation]) -> str:
-    """Return why ranks that save in these places cannot save together; empty when they can."""
+def refusal_of(locations: Sequence[RankLocation]) -> str:
+    """Return the reason why ranks at these locations cannot save together; empty if they can."""
     of_store: dict[str, int] = {}
     of_node: dict[str, int] = {}
-    for rank, home in enumerate(homes):
-        first = of_store.setdefault(home.store, rank)
-        if homes[first].boot != home.boot:
+    for rank, location in enumerate(locations):
+        first = of_store.setdefault(location.store, rank)
+        if locations[first].boot != location.boot:
             return (
-                f"the stores of rank {first} on {homes[first].node} and of rank {rank} on {home.node} have one id "
-                f"({home.store}): one is a copy of the other. Remove the copy, so that a new store is made there"
+                f"the stores of rank {first} on {locations[first].node} and of rank {rank} on {location.node} have the "
+                f"same id ({location.store}): one is a copy of the other. Remove the copy; a new store will be created"
             )
-        first = of_node.setdefault(home.node, rank)
-        if homes[first].store != home.store:
+        first = of_node.setdefault(location.node, rank)
+        if locations[first].store != location.store:
             return (
-                f"ranks on one machine save into one store: rank {first} has {homes[first].store}, rank {rank} has "
-                f"{home.store}, both on {home.node}. Open the same directory on both; containers with a drive of their "
-                "own say so by Ranks.from_torch(node=…), with a name for each"
+                f"ranks on one machine must save into one store, but rank {first} has {locations[first].store}, "
+                f"rank {rank} has {location.store}, both on {location.node}. Open the same directory on both. For "
+                "containers with their own drives, pass a different name in each: Ranks.from_torch(node=…)"
             )
-    firsts = [group[0] for group in grouped(homes)]
-    pushes, silent = ([rank for rank in firsts if homes[rank].pushes is does] for does in (True, False))
-    if not pushes or not silent:
+    firsts = [group[0] for group in grouped(locations)]
+    pushing, others = ([rank for rank in firsts if locations[rank].pushes is does] for does in (True, False))
+    if not pushing or not others:
         return ""
-    does, does_not = (f"rank {rank} on {homes[rank].node}" for rank in (pushes[0], silent[0]))
+    pusher, other = (f"rank {rank} on {locations[rank].node}" for rank in (pushing[0], others[0]))
     return (
-        f"{does} pushes, and {does_not} does not: where machines have a store each, a checkpoint is whole only where "
-        "all push. Give all of them the same push=, or none"
+        f"{pusher} pushes, and {other} does not. With one store per machine, a remote checkpoint is complete only if "
+        "all machines push. Pass the same push= on all ranks, or none"
     )

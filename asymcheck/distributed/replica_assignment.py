@@ -1,6 +1,6 @@
-"""Replicas: which rank writes a partition that several ranks have in common, and whether replicas stay equal.
+"""Replicas: assign each partition that several ranks have to one writer, and detect replicas that diverge.
 
-Rank 0 decides for all ranks, in columns: 16,384 ranks with 400 partitions each report 6.5 million rows.
+Rank 0 decides for all ranks, vectorised: 16,384 ranks with 400 partitions each report 6.5 million rows.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class DivergedPartition(NamedTuple):
-    """A partition that was a copy of what a rank on another machine has, and is none any more."""
+    """A partition that no longer equals its replica on another machine."""
 
-    number: int  # which partition of this rank
-    other: int
-    step: int  # the last step at which they were found equal
+    number: int  # number of the partition on this rank
+    other: int  # rank of the replica
+    step: int  # last step at which both were equal
 
 
 class DivergenceDetector:
-    """Compares what the ranks report, round by round. For the commit thread of rank 0."""
+    """Compares the reports of the ranks over time. For the commit thread of rank 0."""
 
     def __init__(self) -> None:
-        """Begin without having seen anything."""
+        """Start without earlier reports."""
         self._places: _Keys = np.empty(0, dtype=np.uint64)
         self._keys = self._places
         self._are_same = np.empty(0, dtype=bool)
         self._are_copies = self._are_same
         self._step = 0
 
-    def look(
+    def diverged(
         self, places: Sequence[_Keys], keys: Sequence[_Keys], store_of: Sequence[int], step: int
     ) -> list[list[DivergedPartition]]:
-        """Return for each rank what has become different since the last time.
+        """Return for each rank the partitions that have diverged since the last call.
 
-        Only what has changed and stayed equal before counts: what is equal at first by chance is no copy.
+        Only partitions that were equal after a change count as replicas, because initial values may be equal by chance.
 
         Args:
-            places: for each rank, of each partition what says where in the state it is.
-            keys: likewise, what says that and what is in it.
+            places: for each rank, a hash of the position of each partition in the state.
+            keys: for each rank, a hash of position and content of each partition.
             store_of: for each rank, its store.
-            step: at which that was so.
+            step: the current step.
         """
-        counts = [len(one) for one in places]
+        counts = [len(rank_places) for rank_places in places]
         ranks = np.repeat(np.arange(len(counts)), counts)
-        every = np.concatenate(places)
-        order = np.argsort(every, kind="stable")
-        found = every[order]
-        is_new = np.ones(len(found), dtype=bool)
-        is_new[1:] = found[1:] != found[:-1]
+        unordered = np.concatenate(places)
+        order = np.argsort(unordered, kind="stable")
+        ordered = unordered[order]
+        is_new = np.ones(len(ordered), dtype=bool)
+        is_new[1:] = ordered[1:] != ordered[:-1]
         first = np.flatnonzero(is_new)
         if not len(first):
             return [[] for _ in counts]
@@ -72,9 +72,9 @@ class DivergenceDetector:
         least = np.minimum.reduceat(key, first)
         is_across = np.minimum.reduceat(store, first) != np.maximum.reduceat(store, first)
         is_same = is_across & (least == np.maximum.reduceat(key, first))
-        was_same, was_copy, has_changed = self._before(found[first], least)
+        was_same, was_copy, has_changed = self._before(ordered[first], least)
         differing = np.flatnonzero(is_across & ~is_same & was_copy)
-        told: list[list[DivergedPartition]] = [[] for _ in counts]
+        diverged: list[list[DivergedPartition]] = [[] for _ in counts]
         starts = np.concatenate([[0], np.cumsum(counts)])
         ends = np.append(first[1:], len(order))
         for group in differing.tolist():
@@ -83,16 +83,16 @@ class DivergenceDetector:
             if len(others):
                 row = int(order[inside][others[0]])
                 rank, other = int(ranks[row]), int(ranks[order[first[group]]])
-                told[rank].append(DivergedPartition(row - int(starts[rank]), other, self._step))
-        self._places, self._keys, self._are_same = found[first], least, is_same
+                diverged[rank].append(DivergedPartition(row - int(starts[rank]), other, self._step))
+        self._places, self._keys, self._are_same = ordered[first], least, is_same
         self._are_copies = is_same & (was_copy | (was_same & has_changed))
         self._step = step
-        return told
+        return diverged
 
     def _before(
         self, places: _Keys, keys: _Keys
     ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Tell of each place whether it was the same on all machines, was known to be a copy, and has changed since."""
+        """Return for each place whether it was equal everywhere, was a known replica, and has changed since then."""
         if not len(self._places):
             nothing = np.zeros(len(places), dtype=bool)
             return nothing, nothing, nothing
@@ -103,17 +103,17 @@ class DivergenceDetector:
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaAssignment:
-    """The decision of rank 0 on the partitions of one rank."""
+    """Decision of rank 0 on the partitions of one rank."""
 
-    owners: list[int]  # for each partition, the rank that writes it for all ranks of the store, or :data:`NOBODY`
-    elsewhere: list[bool]  # for each partition, whether another store pushes it to the common location
-    differences: list[DivergedPartition]  # replicas that are not equal to those of other machines any more
+    owners: list[int]  # for each partition, the rank that writes it for the store, or NOBODY
+    elsewhere: list[bool]  # for each partition, whether another store pushes it
+    differences: list[DivergedPartition]  # replicas that no longer equal those of other machines
 
 
 def encode_rows(keys: Sequence[bytes], lengths: Sequence[int], places: Sequence[bytes] = ()) -> bytes:
-    """Return a rank's report: of each partition a key of 8 bytes, which says where and what it is, and its length.
+    """Return a rank's report: for each partition a hash of 8 bytes of position and content, and the length.
 
-    Where there are several stores, also ``places``: likewise what says only where it is.
+    With several stores, ``places`` has a hash of 8 bytes of each position.
     """
     rows = np.empty(len(keys), dtype=_ROW)
     rows["key"] = np.frombuffer(b"".join(keys), dtype="<u8")
@@ -122,62 +122,62 @@ def encode_rows(keys: Sequence[bytes], lengths: Sequence[int], places: Sequence[
 
 
 def decode_shares(data: bytes, count: int) -> ReplicaAssignment:
-    """Return what :class:`ReplicaAssigner` decided on a report of ``count`` partitions."""
+    """Decode the decision of :class:`ReplicaAssigner` on a report of ``count`` partitions."""
     owners: list[int] = np.frombuffer(data, dtype="<i4", count=count).tolist()
     if len(data) == count * _OWNER_BYTES:
         return ReplicaAssignment(owners, [False] * count, [])
     elsewhere: list[bool] = np.frombuffer(data, dtype=bool, offset=count * _OWNER_BYTES, count=count).tolist()
     differences = json.loads(data[count * (_OWNER_BYTES + 1) :])
-    return ReplicaAssignment(owners, elsewhere, [DivergedPartition(*one) for one in differences])
+    return ReplicaAssignment(owners, elsewhere, [DivergedPartition(*fields) for fields in differences])
 
 
 class ReplicaAssigner:
-    """Shares out on rank 0, save by save, what ranks of the same store have in common, and what stores have."""
+    """Assigns, on rank 0, common partitions to the ranks of each store, and to the stores."""
 
     def __init__(self, groups: Sequence[Spans]) -> None:
-        """Share out among ``groups``, the ranks of each store."""
+        """Assign partitions to the ranks in ``groups``, one group per store."""
         self._groups = [ranks_in(spans) for spans in groups]
-        self._parity = DivergenceDetector()
+        self._divergence = DivergenceDetector()
 
     def __call__(self, reports: Sequence[bytes], step: int) -> list[bytes]:
-        """Apply :func:`share_out` to the ranks of each store, which cannot use partitions of another store.
+        """Apply :func:`share_out` to the ranks of each store, because no rank reads partitions of another store.
 
-        Among the stores those partitions are shared out, too, that several of them have: one brings each of them to
-        where all are together. Also says which are copies on different machines no more.
+        Partitions that several stores have are also assigned to one store, which pushes them. The result includes the
+        replicas on different machines that have diverged.
         """
         if len(self._groups) == 1:
             return share_out(reports)
         if any(len(report) % (_ROW.itemsize + _PLACE_BYTES) for report in reports):
-            raise StructureError("a rank reported something else than partitions and their places")
+            raise StructureError("a rank reported something other than partitions and their places")
         counts = [len(report) // (_ROW.itemsize + _PLACE_BYTES) for report in reports]
         rows = [report[: count * _ROW.itemsize] for report, count in zip(reports, counts, strict=True)]
         store_of = np.empty(len(reports) + 1, dtype="<i4")
         for number, group in enumerate(self._groups):
             store_of[group] = number
-        places = [np.frombuffer(report[len(one) :], dtype="<u8") for report, one in zip(reports, rows, strict=True)]
-        keys = [np.frombuffer(one, dtype=_ROW)["key"] for one in rows]
-        differences = self._parity.look(places, keys, store_of[:NOBODY].tolist(), step)
+        places = [np.frombuffer(report[len(part) :], dtype="<u8") for report, part in zip(reports, rows, strict=True)]
+        keys = [np.frombuffer(part, dtype=_ROW)["key"] for part in rows]
+        differences = self._divergence.diverged(places, keys, store_of[:NOBODY].tolist(), step)
         verdicts = share_out(rows)
         for number, group in enumerate(self._groups):
             ranks = np.array([*group, NOBODY], dtype="<i4")
             store_of[NOBODY] = number
             for rank, verdict in zip(group, share_out([rows[rank] for rank in group]), strict=True):
-                # Nobody is the last of them.
+                # NOBODY is the index of the last element.
                 owners = ranks[np.frombuffer(verdict, dtype="<i4")]
                 is_elsewhere = store_of[np.frombuffer(verdicts[rank], dtype="<i4")] != number
-                told = json.dumps(differences[rank][:_DIFFERENCES_MAX]).encode()
-                verdicts[rank] = owners.tobytes() + is_elsewhere.tobytes() + told
+                diverged = json.dumps(differences[rank][:_DIFFERENCES_MAX]).encode()
+                verdicts[rank] = owners.tobytes() + is_elsewhere.tobytes() + diverged
         return verdicts
 
 
 def share_out(reports: Sequence[bytes]) -> list[bytes]:
-    """Choose an owner for each partition that several ranks have, so that each of them writes about as many bytes.
+    """Choose an owner for each common partition, so that all ranks write about the same number of bytes.
 
-    Partitions that the same ranks have are dealt out to these, the longest first, to and fro. Duplicates in the report
-    of one rank count once. Returns for each rank its owners, four bytes each.
+    Partitions that the same ranks have are dealt to these ranks, longest first, in alternating direction. Duplicates in
+    the report of one rank count once. Returns the owners for each rank, four bytes each.
     """
     if any(len(report) % _ROW.itemsize for report in reports):
-        raise StructureError("a rank reported something else than partitions")
+        raise StructureError("a rank reported something other than partitions")
     counts = [len(report) // _ROW.itemsize for report in reports]
     rows = np.frombuffer(b"".join(reports), dtype=_ROW)
     owners = np.full(len(rows), NOBODY, dtype="<i4")
@@ -188,7 +188,7 @@ def share_out(reports: Sequence[bytes]) -> list[bytes]:
 
 
 def _choose(rows: npt.NDArray[np.void], ranks: npt.NDArray[np.int32], owners: npt.NDArray[np.int32]) -> None:
-    # Stable: within a group, members are in order of rank.
+    # The sort is stable, so members of a group are in the order of ranks.
     order = np.argsort(rows["key"], kind="stable")
     keys = rows["key"][order]
     is_new = np.ones(len(keys), dtype=bool)
@@ -209,7 +209,7 @@ def _choose(rows: npt.NDArray[np.void], ranks: npt.NDArray[np.int32], owners: np
 
 
 def _classes(member: npt.NDArray[np.int32], first: _Ints, size: _Ints) -> npt.NDArray[np.uint64]:
-    """Return a number for each group that says which ranks are in it; a chance in 2^64 to mistake it costs balance."""
+    """Return a hash of the ranks in each group. A collision would only cost balance."""
     mixed = (member.astype(np.uint64) + np.uint64(1)) * _MIX
     mixed ^= mixed >> np.uint64(29)
     mixed *= _MIX
@@ -219,14 +219,14 @@ def _classes(member: npt.NDArray[np.int32], first: _Ints, size: _Ints) -> npt.ND
 
 
 def _places(classes: npt.NDArray[np.uint64], length: _Ints, size: _Ints) -> _Ints:
-    """Return for each group which of its members is to write it."""
+    """Return for each group the index of the member that writes it."""
     order = np.lexsort((-length, classes))
     ordered = classes[order]
     is_new = np.ones(len(ordered), dtype=bool)
     is_new[1:] = ordered[1:] != ordered[:-1]
     begins = np.flatnonzero(is_new)
     turn = np.arange(len(ordered)) - np.repeat(begins, np.diff(np.append(begins, len(ordered))))
-    # Classes of one group each would else all go to their first member.
+    # Otherwise, the first member would write all classes that have only one group.
     lead = (ordered >> np.uint64(33)).astype(np.int64)
     sizes = size[order]
     lap, place = np.divmod(turn, sizes)

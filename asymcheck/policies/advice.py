@@ -1,4 +1,4 @@
-"""Advice for a store: sizes, interval and codecs that fit measured facts, each with its reason in one sentence."""
+"""Recommend sizes, interval and codecs for a store from measurements, each with a reason in one sentence."""
 
 from __future__ import annotations
 
@@ -11,62 +11,62 @@ from asymcheck.policies.interval import span, young_s
 
 IDENTITY = "identity"
 _CAPTURES_IN_RING = 2
-# What a ring needs beside the bytes of the tensors: headers, padding, manifests.
+# Overhead of a ring: headers, padding, manifests.
 _RING_SLACK = 1.02
-# Per partition: the calls around an encoder and its tables, in Python.
+# Python overhead of encoding a partition.
 _ENCODE_OVERHEAD_S = 2e-4
 
 
 @dataclasses.dataclass(frozen=True)
 class CodecFacts:
-    """How one codec does on tensors of one role and dtype, on one thread."""
+    """Measurements of one codec on tensors of one role and dtype, on one thread."""
 
     role: str
     """A role of the format, for instance ``weights``."""
     dtype: str
     codec: str
     sample_bytes: int
-    """Plain bytes that it was measured on."""
+    """Plain bytes of the sample."""
     ratio: float
-    """Plain bytes by payload bytes; more is better."""
+    """Plain bytes divided by payload bytes; more is better."""
     encode_bytes_per_s: float
-    """Plain bytes encoded in a second."""
+    """Plain bytes encoded per second."""
     decode_bytes_per_s: float
-    """Plain bytes decoded in a second."""
+    """Plain bytes decoded per second."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DriveFacts:
-    """Measurements of a store's drive, by direct I/O where the file system has it."""
+    """Measurements of a store's drive, with direct I/O if the file system supports it."""
 
     write_bytes_per_s: float
-    """Writing over a file that is there, not yet synced."""
+    """Overwriting an existing file, without sync."""
     durable_write_bytes_per_s: float
-    """The same until it is synced: what recycled packs can reach."""
+    """Overwriting an existing file, with sync: the limit for recycled packs."""
     durable_new_bytes_per_s: float
-    """Writing a new file until it is synced: what new packs can reach."""
+    """Writing a new file, with sync: the limit for new packs."""
     read_bytes_per_s: float
-    """Reading it back."""
+    """Reading a file."""
     write_latency_median_s: float
-    """One block written and synced."""
+    """Median time to write and sync one block."""
     write_latency_p95_s: float
-    """The same: 95 of 100 take no longer."""
+    """95th percentile of the time to write and sync one block."""
     flush_latency_s: float
-    """What making one pack durable takes besides its bytes: file, index, header, sync, its name, idling meanwhile."""
+    """Time to make one pack durable without its bytes: file, index, header, sync, rename, and idle time."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """A machine and the store on it, as measured at one time."""
+    """Measurements of a machine and a store."""
 
     cores: int
-    """Processors that this process may use."""
+    """Number of processors available to this process."""
     ring_room_bytes: int
-    """Memory that a ring may take: most of what is free in its folder, at most half of what is available."""
+    """Memory for a ring: most of the free space in its folder, and at most half of the available memory."""
     copy_bytes_per_s: float
-    """Copying in memory, one thread."""
+    """Speed of a copy in memory, one thread."""
     digest_bytes_per_s: float
-    """Speed of digests of data in memory, one thread."""
+    """Speed of digests, one thread."""
     drive: DriveFacts
     """The drive of the store."""
     codecs: tuple[CodecFacts, ...]
@@ -74,15 +74,15 @@ class Facts:
     sample: str
     """Data that the codecs were measured on."""
     state_bytes: int | None
-    """Bytes of the tensors of the newest checkpoint; None when there is none."""
+    """Tensor bytes of the newest checkpoint; None without a checkpoint."""
     device: str | None
-    """The accelerator that copies were measured from; None where there is none."""
+    """Accelerator whose copies were measured; None without an accelerator."""
     device_copy_bytes_per_s: float | None
-    """Copying from it into pinned memory; None where there is none."""
+    """Speed of copies from the accelerator to pinned memory; None without an accelerator."""
     written_bytes: int
-    """How much measuring wrote to the drive; nothing of it is left."""
+    """Bytes that the measurement wrote to the drive, and removed."""
     took_s: float
-    """How long measuring took."""
+    """Duration of the measurement."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,75 +90,75 @@ class Situation:
     """Requirements of the training, beside the measurements."""
 
     state_bytes: int
-    """Bytes of the tensors of one checkpoint."""
+    """Tensor bytes of one checkpoint."""
     mtbf_s: float
-    """Mean time between failures that end the training."""
+    """Mean time between failures."""
     partition_bytes: int
-    """Largest piece that is encoded and written as one."""
+    """Maximum size of a partition."""
     pack_bytes: int
-    """Largest pack, as the store is configured."""
+    """Configured maximum size of a pack."""
     pack_limit_bytes: int
-    """Largest pack that could be configured."""
+    """Largest possible value of this setting."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchAdvice:
-    """How much to make durable at once."""
+    """Recommended size of packs."""
 
     pack_bytes: int
     """For ``StoreConfig(pack_bytes=...)``."""
     flush_s: float
-    """Predicted time until one checkpoint is durable, with this size."""
+    """Predicted time until a checkpoint is durable with this size."""
     present_flush_s: float
-    """The same with the size that the store is configured to."""
+    """Predicted time with the configured size."""
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class StallAdvice:
-    """How long a checkpoint can hold the training."""
+    """Predicted stall of the training per checkpoint."""
 
     stall_s: float
-    """At most, when nothing of the copy runs beside forward and backward."""
+    """Upper bound, if no copy overlaps with forward and backward."""
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class IntervalAdvice:
-    """How often to checkpoint."""
+    """Recommended checkpoint interval."""
 
     interval_s: float
     """Seconds from one checkpoint to the next."""
     mtbf_s: float
-    """For this mean time between failures."""
+    """Assumed mean time between failures."""
     lost_share: float
-    """Share of the training time that stalls and work done twice then take, restarts apart."""
+    """Fraction of the training time lost to stalls and repeated work, without restarts."""
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class RingAdvice:
-    """How much memory captures need."""
+    """Recommended size of the ring."""
 
     ring_bytes: int
-    """For ``CaptureConfig(ring_bytes=...)``; as much as there is room for."""
+    """For ``CaptureConfig(ring_bytes=...)``; limited by the available memory."""
     wanted_bytes: int
-    """Room for two states: the newest complete one stays while the next is captured."""
+    """Size of two states: the newest complete one stays while the next is captured."""
     room_bytes: int
-    """Space that a ring may use."""
+    """Memory available for a ring."""
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class CodecAdvice:
-    """Whether encoding pays on the way to this drive."""
+    """Recommended codec for one role and dtype."""
 
     role: str
     dtype: str
     codec: str
-    """Name of the codec, ``identity`` where none pays."""
+    """Name of the codec; ``identity`` if encoding does not pay."""
     gain: float
-    """Time to write it plain by time to encode and write it; 1 for ``identity``."""
+    """Time to write plain bytes divided by time to encode and write; 1 for ``identity``."""
     reason: str
 
 
@@ -168,19 +168,15 @@ class Advice:
 
     situation: Situation
     batch: BatchAdvice
-    """How much to make durable at once."""
     stall: StallAdvice
-    """How long a checkpoint can hold the training."""
     interval: IntervalAdvice
-    """How often to checkpoint."""
     ring: RingAdvice
-    """How much memory captures need."""
     codecs: tuple[CodecAdvice, ...]
     """Recommended codecs, by role and dtype."""
 
 
 def advise(facts: Facts, situation: Situation) -> Advice:
-    """Return what fits the facts."""
+    """Return recommendations for the measurements."""
     batch, stall = _batch(facts, situation), _stall(facts, situation)
     return Advice(
         situation,
@@ -193,9 +189,9 @@ def advise(facts: Facts, situation: Situation) -> Advice:
 
 
 def flush_facts(facts: Facts, situation: Situation) -> FlushFacts:
-    """Return what batching needs to know of a save that copies, digests and writes one partition after the other."""
+    """Return the parameters of batching for a save that copies, hashes and writes partition by partition."""
     chunk = min(situation.partition_bytes, max(situation.state_bytes, 1))
-    # Copies run on half of the cores: more would take memory bandwidth from each other.
+    # Copies use half of the cores; with more, memory bandwidth is the limit.
     chunk_s = chunk * (1 / facts.copy_bytes_per_s + 1 / facts.digest_bytes_per_s) / _threads(facts)
     drive = facts.drive
     return FlushFacts(situation.state_bytes, drive.flush_latency_s, chunk, chunk_s, drive.durable_write_bytes_per_s)
@@ -217,7 +213,7 @@ def _stall(facts: Facts, situation: Situation) -> StallAdvice:
     speed = facts.copy_bytes_per_s if device is None else device
     source = "in memory" if device is None else f"from {facts.device}"
     reason = (
-        f"copies {source} run at {_rate(speed)}; what of them fits into forward and backward does not hold the training"
+        f"copies {source} run at {_rate(speed)}; those that overlap with forward and backward do not stall training"
     )
     return StallAdvice(situation.state_bytes / speed, reason)
 
@@ -227,36 +223,36 @@ def _interval(situation: Situation, stall_s: float, durable_s: float) -> Interva
     interval = max(best, durable_s)
     lost = stall_s / interval + (interval / 2 + durable_s) / situation.mtbf_s
     if best >= durable_s:
-        reason = "least time is lost where stalls take as much of it as work done twice (Young)"
+        reason = "the loss is least if stalls take as much time as repeated work (Young)"
     else:
-        reason = "stalls alone would allow more of them, but the drive has not written one before that time"
+        reason = "stalls would permit a shorter interval, but the drive needs this time to write a checkpoint"
     return IntervalAdvice(interval, situation.mtbf_s, lost, reason)
 
 
 def _ring(facts: Facts, situation: Situation) -> RingAdvice:
-    one = math.ceil(situation.state_bytes * _RING_SLACK)
-    wanted, room = _CAPTURES_IN_RING * one, facts.ring_room_bytes
+    capture_bytes = math.ceil(situation.state_bytes * _RING_SLACK)
+    wanted, room = _CAPTURES_IN_RING * capture_bytes, facts.ring_room_bytes
     if room >= wanted:
-        reason = "there is room for two states: the newest complete one stays in memory while the next is captured"
-    elif room >= one:
-        reason = "there is room for one state only: while the next is captured, no complete one stays in memory"
+        reason = "memory suffices for two states: the newest complete one stays while the next is captured"
+    elif room >= capture_bytes:
+        reason = "memory suffices for one state only: during a capture, memory holds no complete state"
     else:
-        reason = "there is no room for a whole state: checkpoints stream through, and none can be resumed from memory"
+        reason = "memory is too small for one state: checkpoints are streamed, and none can be recovered from memory"
     return RingAdvice(min(wanted, room), wanted, room, reason)
 
 
 def _codecs(facts: Facts, situation: Situation) -> tuple[CodecAdvice, ...]:
     kinds: dict[tuple[str, str], list[CodecFacts]] = {}
-    for one in facts.codecs:
-        kinds.setdefault((one.role, one.dtype), []).append(one)
-    return tuple(_codec(facts, found, situation.partition_bytes) for found in kinds.values())
+    for codec in facts.codecs:
+        kinds.setdefault((codec.role, codec.dtype), []).append(codec)
+    return tuple(_codec(facts, codecs, situation.partition_bytes) for codecs in kinds.values())
 
 
-def _codec(facts: Facts, found: Sequence[CodecFacts], length: int) -> CodecAdvice:
+def _codec(facts: Facts, codecs: Sequence[CodecFacts], length: int) -> CodecAdvice:
     speed = facts.drive.durable_write_bytes_per_s
     plain_s = length / speed
-    times = {one.codec: encoded_s(one, length, speed, _threads(facts)) for one in found}
-    best = min(found, key=lambda one: times[one.codec])
+    times = {codec.codec: encoded_s(codec, length, speed, _threads(facts)) for codec in codecs}
+    best = min(codecs, key=lambda codec: times[codec.codec])
     gain = plain_s / times[best.codec]
     encode = (
         f"{best.codec} makes it {best.ratio:.2f} times smaller at {_rate(best.encode_bytes_per_s * _threads(facts))}"
@@ -269,7 +265,7 @@ def _codec(facts: Facts, found: Sequence[CodecFacts], length: int) -> CodecAdvic
 
 
 def encoded_s(codec: CodecFacts, length: int, write_bytes_per_s: float, threads: int) -> float:
-    """Return how long ``length`` plain bytes take encoded: encoding and writing overlap, the slower one counts."""
+    """Return the seconds to encode and write ``length`` plain bytes. Both overlap, so the slower one counts."""
     encode_s = length / (codec.encode_bytes_per_s * threads)
     return max(encode_s, length / codec.ratio / write_bytes_per_s) + _ENCODE_OVERHEAD_S / threads
 

@@ -1,9 +1,9 @@
-"""Interval: after how many steps the next checkpoint, by what a checkpoint costs and how often training fails.
+"""Checkpoint interval: choose the number of steps from the cost of a checkpoint and the rate of failures.
 
-Young's interval sqrt(2 c M) loses least: c is the time for which a checkpoint holds the training, M the mean time
-between failures. It is never shorter than what the store keeps up with, the time Tw until a checkpoint is durable; nor
-than the overhead q allows, c / q. That the ring has room for N of them makes Tw no shorter: they share one drive. Were
-checkpoints begun every Tw / N, the ring would be full soon, and what then holds the training is time of the drive.
+Young's interval sqrt(2 c M) loses the least time: c is the stall per checkpoint, M the mean time between failures. The
+interval has two lower bounds: the time Tw until a checkpoint is durable, and c / q for the permitted overhead q. Room
+for N checkpoints in the ring does not lower Tw, because all share one drive. With an interval of Tw / N, the ring would
+soon be full, and training would wait for the drive.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from datetime import timedelta
 from asymcheck.errors import InvalidInputError
 
 _STAY = 1.25
-"""What was chosen stays until the best is off by more than this: the loss is flat there, less than 3 %."""
+"""A chosen interval stays until the optimum differs by this factor, at which the extra loss is below 3 %."""
 _MINUTE, _HOUR = 60.0, 3600.0
 
 
@@ -25,15 +25,15 @@ class AutoInterval:
     """Goals of ``every="auto"``."""
 
     overhead: float = 0.01
-    """The part of the training time that checkpoints may hold it, at most."""
+    """Maximum fraction of the training time that checkpoints may stall."""
     mtbf: timedelta = timedelta(hours=3)
-    """Mean time between failures: how long training goes on, on average, until a process or a node is lost.
+    """Mean time between failures of any process or node.
 
-    Three hours is what jobs on 16,000 GPUs have; give what yours has.
+    Jobs on 16,000 GPUs have about three hours; give the value of your cluster.
     """
 
     def __post_init__(self) -> None:
-        """Refuse what no interval can be made of."""
+        """Refuse invalid goals."""
         overhead: object = self.overhead
         mtbf: object = self.mtbf
         if isinstance(overhead, bool) or not isinstance(overhead, (int, float)) or not 0 < overhead <= 1:
@@ -47,15 +47,15 @@ class TrainingPace:
     """Measurements of a training. Times are in seconds."""
 
     step_s: float
-    """Time of one training step without a checkpoint; the median."""
+    """Median time of a training step without a checkpoint."""
     stall_s: float
-    """How long one checkpoint held the training; the median."""
+    """Median stall of the training per checkpoint."""
     durable_s: float
-    """How long one takes until it is durable; the median."""
+    """Median time until a checkpoint is durable."""
 
 
 def slowest(paces: Sequence[TrainingPace]) -> TrainingPace:
-    """Return what holds for ranks that train together: the slowest one holds up the others."""
+    """Return the pace of several ranks, which is that of the slowest."""
     return TrainingPace(
         step_s=max(pace.step_s for pace in paces),
         stall_s=max(pace.stall_s for pace in paces),
@@ -65,12 +65,11 @@ def slowest(paces: Sequence[TrainingPace]) -> TrainingPace:
 
 @dataclasses.dataclass(frozen=True)
 class ChosenInterval:
-    """How often a checkpoint is made; ``str()`` of it is a sentence."""
+    """Steps between checkpoints, with the reason. ``str()`` returns a sentence."""
 
     steps: int
-    """Steps between two checkpoints; 0 while that is still being measured."""
+    """Steps between two checkpoints; 0 during the first measurements."""
     reason: str
-    """Why."""
 
     def __str__(self) -> str:
         if not self.steps:
@@ -79,12 +78,12 @@ class ChosenInterval:
 
 
 def young_s(stall_s: float, mtbf_s: float) -> float:
-    """Return Young's interval in seconds, for a stall at each checkpoint and the mean time between failures."""
+    """Return Young's interval in seconds for a stall per checkpoint and a mean time between failures."""
     return math.sqrt(2 * stall_s * mtbf_s)
 
 
 def choose(aim: AutoInterval, facts: TrainingPace, present: ChosenInterval | None = None) -> ChosenInterval:
-    """Return the interval for these facts, or ``present`` as long as it is near enough."""
+    """Return the interval for these measurements, or ``present`` if it is close enough."""
     failure_s = aim.mtbf.total_seconds()
     bounds = {
         f"Young's interval for {span(facts.stall_s)} of stall and a failure every {span(failure_s)}": (
@@ -94,7 +93,7 @@ def choose(aim: AutoInterval, facts: TrainingPace, present: ChosenInterval | Non
         f"{span(facts.stall_s)} of stall may take {aim.overhead:.2g} of the time": facts.stall_s / aim.overhead,
     }
     reason, seconds = max(bounds.items(), key=lambda item: item[1])
-    # Rounded up: the bounds are least ones. Steps of no measurable time are none to count by.
+    # Rounded up, because the bounds are minima. The floor of 1 µs avoids a division by zero.
     steps = max(math.ceil(seconds / max(facts.step_s, 1e-6) - 1e-9), 1)
     if present is not None and present.steps and present.steps / _STAY <= steps <= present.steps * _STAY:
         return present
@@ -103,7 +102,7 @@ def choose(aim: AutoInterval, facts: TrainingPace, present: ChosenInterval | Non
 
 
 def span(seconds: float) -> str:
-    """Return a time for people, for instance ``1.5 ms`` or ``3 h``."""
+    """Format a time, for instance ``1.5 ms`` or ``3 h``."""
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < _MINUTE:

@@ -53,7 +53,7 @@ class Push:
         if self.close_s is not None:
             check_seconds("close_s", self.close_s)
         if type(self.hold) is not int or self.hold < 0:
-            raise InvalidInputError(f"hold={self.hold!r:.100}: give how many checkpoints may be held, 0 or more")
+            raise InvalidInputError(f"hold={self.hold!r:.100}: give a number of checkpoints, 0 or more")
         if self.keep is not None and not isinstance(self.keep, Retention):
             raise InvalidInputError(f"keep={self.keep!r:.100}: give asymcheck.Retention(keep_last=…), or None")
         if type(self.own_process) is not bool:
@@ -68,78 +68,76 @@ class Push:
 
 
 def check_seconds(name: str, seconds: object) -> float:
-    """Return seconds for which a thread can wait, or refuse what is no such number."""
+    """Return a number of seconds that a thread can wait, or raise."""
     if type(seconds) not in (int, float) or not 0 <= seconds <= threading.TIMEOUT_MAX:  # type: ignore[operator]  # a number
         raise InvalidInputError(f"{name}={seconds!r:.100}: give seconds, from 0 to {threading.TIMEOUT_MAX:.0f}")
     return float(seconds)  # type: ignore[arg-type]  # as above
 
 
 def check_push(push: object) -> Push:
-    """Return the rules of a push, or refuse what is none."""
+    """Return ``push`` if it is a Push, or raise."""
     if not isinstance(push, Push):
         raise InvalidInputError(f"push={push!r:.100}: give asymcheck.Push('hdfs://…', every=…), or None")
     return push
 
 
-def due(push: Push, here: Sequence[Checkpoint], there: Sequence[Checkpoint], now_ns: int) -> list[Checkpoint]:
-    """Return what is to be sent, in the order of ``CheckpointRef``: what comes last goes first.
+def due(push: Push, local: Sequence[Checkpoint], remote: Sequence[Checkpoint], now_ns: int) -> list[Checkpoint]:
+    """Return the checkpoints to upload, in the order of ``CheckpointRef``; the last one is uploaded first.
 
     Args:
         push: the rules.
-        here: the checkpoints of one run that the store has.
-        there: those that the location has, or had: what is deleted there is not sent again.
-        now_ns: the present, nanoseconds since 1970-01-01 UTC.
+        local: the checkpoints of one run in the store.
+        remote: its checkpoints that are or were at the remote location. Deleted ones are not uploaded again.
+        now_ns: current time, nanoseconds since 1970-01-01 UTC.
     """
-    sent = {one.save_id for one in there}
-    known = {one.save_id: one for one in (*there, *here) if one.complete and one.on_line is not False}
-    ordered = sorted(known.values(), key=lambda one: one.ref)
+    sent = {checkpoint.save_id for checkpoint in remote}
+    usable = (checkpoint for checkpoint in (*remote, *local) if checkpoint.complete and checkpoint.on_line is not False)
+    ordered = sorted({checkpoint.save_id: checkpoint for checkpoint in usable}.values(), key=lambda row: row.ref)
     wanted = _wanted(push, ordered, sent)
-    going = [one for one in ordered if one.save_id in wanted]
+    selected = [checkpoint for checkpoint in ordered if checkpoint.save_id in wanted]
     if push.keep is None:
-        return going
-    # What would be deleted there at once is not sent: after hours without an answer that is most of the backlog.
-    stays = {
-        verdict.checkpoint.save_id
-        for verdict in judge(push.keep, [*(one for one in ordered if one.save_id in sent), *going], now_ns)
-        if verdict.stays
-    }
-    return [one for one in going if one.save_id in stays]
+        return selected
+    # Checkpoints that the retention of the location would delete at once are not uploaded. After hours without a
+    # connection, these are most of the backlog.
+    present = [checkpoint for checkpoint in ordered if checkpoint.save_id in sent]
+    verdicts = judge(push.keep, [*present, *selected], now_ns)
+    kept = {verdict.checkpoint.save_id for verdict in verdicts if verdict.stays}
+    return [checkpoint for checkpoint in selected if checkpoint.save_id in kept]
 
 
 def _wanted(push: Push, ordered: Sequence[Checkpoint], sent: set[str]) -> set[str]:
-    best = push.best
-    best_ones = set() if best is None else {one.save_id for one in _best(best, ordered)}
+    best = set() if push.best is None else {checkpoint.save_id for checkpoint in _best(push.best, ordered)}
     has_rule = (push.every, push.every_s, push.best) != (None,) * 3
     wanted: set[str] = set()
     last_ns: int | None = None
-    for one in ordered:
-        is_wanted = not has_rule or one.save_id in best_ones
-        is_wanted = is_wanted or (push.every is not None and one.step % push.every == 0)
+    for checkpoint in ordered:
+        is_wanted = not has_rule or checkpoint.save_id in best
+        is_wanted = is_wanted or (push.every is not None and checkpoint.step % push.every == 0)
         if push.every_s is not None:
-            # What began before the one before it did was stamped after a clock that ran ahead had been set right.
-            since_ns = None if last_ns is None else one.created_ns - last_ns
+            # A negative difference means that a clock that was ahead has been set back.
+            since_ns = None if last_ns is None else checkpoint.created_ns - last_ns
             is_wanted = is_wanted or since_ns is None or since_ns < 0 or since_ns >= push.every_s * _NS
-        if one.save_id in sent or is_wanted:
-            last_ns = one.created_ns
-        if is_wanted and one.save_id not in sent:
-            wanted.add(one.save_id)
+        if checkpoint.save_id in sent or is_wanted:
+            last_ns = checkpoint.created_ns
+        if is_wanted and checkpoint.save_id not in sent:
+            wanted.add(checkpoint.save_id)
     return wanted
 
 
 def _best(best: Best, ordered: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
-    if all(best[0] not in one.metrics for one in ordered):
-        # A name that was mistyped, as a rule: to push nothing for it would leave nothing when this machine is lost.
+    if all(best[0] not in checkpoint.metrics for checkpoint in ordered):
+        # The name is probably mistyped. Without any upload, everything would be lost with this machine.
         return ordered[-1:]
     return best_by(best, ordered)
 
 
 def held(push: Push, waiting: Sequence[Checkpoint], sending: str | None) -> dict[str, str]:
-    """Return the save ids that the retention of the store leaves alone, with the reason.
+    """Return the save ids that the retention of the store must keep, with the reasons.
 
     Args:
-        push: how many.
-        waiting: what is to be sent, as :func:`due` returned it.
-        sending: what is being sent, if anything.
+        push: the rules.
+        waiting: the result of :func:`due`.
+        sending: save id of the checkpoint that is being uploaded, if any.
     """
-    found = {one.save_id: "to be pushed" for one in waiting[max(len(waiting) - push.hold, 0) :]}
-    return found if sending is None else {**found, sending: "being pushed"}
+    reasons = {checkpoint.save_id: "to be pushed" for checkpoint in waiting[max(len(waiting) - push.hold, 0) :]}
+    return reasons if sending is None else {**reasons, sending: "being pushed"}

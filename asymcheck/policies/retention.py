@@ -1,4 +1,4 @@
-"""Retention: which checkpoints are kept, and why. A pure function of what is known of them and of the time."""
+"""Retention: decide which checkpoints to keep, and why. Pure functions of an inventory and the time."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from asymcheck.errors import InvalidInputError
 from asymcheck.types import Checkpoint
 
 Best = tuple[str, int] | tuple[str, int, Literal["min", "max"]]
-"""Name of a metric, how many, and whether small or great is good; small, if not said."""
+"""Name of a metric, number of checkpoints, and direction; ``"min"`` by default."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-    """Which checkpoints of a run are kept: those that any of these rules keeps. At least one is given.
+    """Rules that keep checkpoints of a run. A checkpoint stays if any rule keeps it; at least one rule is required.
 
-    The rules are about the line of training. Whatever they say, the newest consistent checkpoint stays, and with it
-    what is newer and incomplete; what somebody reads stays until the reading is done.
+    The rules apply to checkpoints on the line of training. The newest consistent checkpoint and newer incomplete ones
+    always stay. A checkpoint that is being read stays until the reader has finished.
     """
 
     keep_last: int | None = None
-    """The newest so many."""
+    """Keep this many of the newest checkpoints."""
     keep_every: int | None = None
-    """Those whose step is a multiple of this."""
+    """Keep checkpoints whose step is a multiple of this."""
     keep_best: Best | None = None
-    """The best so many by a metric, for instance ``("loss", 3)`` or ``("accuracy", 1, "max")``.
+    """Keep the best checkpoints by a metric, for instance ``("loss", 3)`` or ``("accuracy", 1, "max")``.
 
-    If two are equal, the older is better. A checkpoint that lacks the metric, or has NaN for it, is not among the best.
-    If no checkpoint has the metric, all stay: its name may be mistyped.
+    Of two equal checkpoints, the older is better. A checkpoint without the metric, or with NaN, is not among the best.
+    If no checkpoint has the metric, all stay, because the name may be mistyped.
     """
     keep_for: timedelta | None = None
-    """Those whose save began no longer ago than this."""
+    """Keep checkpoints whose save began within this time."""
     keep_abandoned: bool = True
-    """Whether all that is not on the line is kept; if not, only ``keep_for`` keeps it."""
+    """Keep all checkpoints that are not on the line of training; if False, only ``keep_for`` keeps them."""
 
     def __post_init__(self) -> None:
-        """Refuse rules that mean nothing."""
+        """Refuse invalid rules."""
         for name in ("keep_last", "keep_every"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -49,28 +49,28 @@ class Retention:
             check_best("keep_best", self.keep_best)
         span: object = self.keep_for
         if span is not None and (not isinstance(span, timedelta) or span < timedelta()):
-            raise InvalidInputError(f"keep_for={span!r:.100}: give a timedelta, not below zero")
+            raise InvalidInputError(f"keep_for={span!r:.100}: give a timedelta that is not negative")
         if type(self.keep_abandoned) is not bool:
             raise InvalidInputError(f"keep_abandoned={self.keep_abandoned!r:.100}: give True or False")
         if (self.keep_last, self.keep_every, self.keep_best, self.keep_for) == (None,) * 4:
             raise InvalidInputError(
-                "a retention without a rule: give keep_last, keep_every, keep_best or keep_for; to keep everything, "
-                "give no retention"
+                "Retention() has no rule: give keep_last, keep_every, keep_best or keep_for. To keep everything, pass "
+                "keep=None"
             )
 
 
 def check_best(field: str, best: object) -> None:
-    """Refuse what does not say which metric, how many, and in which direction."""
+    """Refuse anything but a metric, a number and a direction."""
     fields = (*best, "min")[:3] if isinstance(best, tuple) and len(best) in (2, 3) else ("", 0, "")
     name, count, direction = fields
     if type(name) is not str or not name or type(count) is not int or count < 1 or direction not in ("min", "max"):
         raise InvalidInputError(
-            f"{field}={best!r:.100}: give a metric and how many, such as ('loss', 3), or ('accuracy', 1, 'max')"
+            f"{field}={best!r:.100}: give a metric and a number, such as ('loss', 3), or ('accuracy', 1, 'max')"
         )
 
 
 def check_retention(keep: object) -> Retention:
-    """Return a retention, or refuse what is none."""
+    """Return ``keep`` if it is a Retention, or raise."""
     if not isinstance(keep, Retention):
         raise InvalidInputError(f"keep={keep!r:.100}: give asymcheck.Retention(keep_last=…), or None")
     return keep
@@ -82,81 +82,81 @@ class Verdict:
 
     checkpoint: Checkpoint
     reasons: tuple[str, ...]
-    """Why it stays; empty for one that goes."""
+    """Reasons to keep the checkpoint; empty if it is to be deleted."""
 
     @property
     def stays(self) -> bool:
-        """Whether it stays."""
+        """Whether the checkpoint is kept."""
         return bool(self.reasons)
 
 
 def judge(
     retention: Retention, checkpoints: Sequence[Checkpoint], now_ns: int, held: Mapping[str, str] = MappingProxyType({})
 ) -> list[Verdict]:
-    """Say of each checkpoint of one run whether it stays, and why; in the order of ``CheckpointRef``.
+    """Return a verdict on each checkpoint of one run, in the order of ``CheckpointRef``.
 
     Args:
         retention: the rules.
-        checkpoints: all that the run has.
-        now_ns: the present, nanoseconds since 1970-01-01 UTC.
-        held: save ids that stay whatever the rules say, with the reason: the newest consistent one among them.
+        checkpoints: all checkpoints of the run.
+        now_ns: current time, nanoseconds since 1970-01-01 UTC.
+        held: save ids that stay regardless of the rules, with the reasons; the newest consistent one among them.
     """
-    ordered = sorted(checkpoints, key=lambda one: one.ref)
-    # What is incomplete counts for nothing: it might be all that was kept.
-    whole = [one for one in ordered if one.on_line and one.complete]
+    ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.ref)
+    # Incomplete checkpoints do not count, because otherwise the rules might keep nothing else.
+    complete = [checkpoint for checkpoint in ordered if checkpoint.on_line and checkpoint.complete]
     last = retention.keep_last or 0
-    newest = {one.save_id for one in whole[max(len(whole) - last, 0) :]}
-    best = {} if retention.keep_best is None else _best(retention.keep_best, whole)
+    newest = {checkpoint.save_id for checkpoint in complete[max(len(complete) - last, 0) :]}
+    best = {} if retention.keep_best is None else _best(retention.keep_best, complete)
 
-    def reasons(one: Checkpoint) -> Iterator[str]:
-        if one.save_id in held:
-            yield held[one.save_id]
-        yield from _beyond_the_rules(retention, one, whole)
-        if one.save_id in newest:
+    def reasons(checkpoint: Checkpoint) -> Iterator[str]:
+        if checkpoint.save_id in held:
+            yield held[checkpoint.save_id]
+        yield from _fixed_reasons(retention, checkpoint, complete)
+        if checkpoint.save_id in newest:
             yield f"keep last {last}"
-        if retention.keep_every is not None and one.on_line and one.step % retention.keep_every == 0:
+        if retention.keep_every is not None and checkpoint.on_line and checkpoint.step % retention.keep_every == 0:
             yield f"keep every {retention.keep_every}"
-        if one.save_id in best:
-            yield best[one.save_id]
-        if retention.keep_for is not None and one.created_ns >= now_ns - _nanoseconds(retention.keep_for):
+        if checkpoint.save_id in best:
+            yield best[checkpoint.save_id]
+        if retention.keep_for is not None and checkpoint.created_ns >= now_ns - _nanoseconds(retention.keep_for):
             yield f"keep for {retention.keep_for}"
 
-    return [Verdict(one, tuple(reasons(one))) for one in ordered]
+    return [Verdict(checkpoint, tuple(reasons(checkpoint))) for checkpoint in ordered]
 
 
 def _nanoseconds(span: timedelta) -> int:
-    """Return a span in integers: a float of nanoseconds since 1970 is off by hundreds of them."""
+    """Return a span as an integer. Floats of nanoseconds since 1970 are off by hundreds."""
     return span // timedelta(microseconds=1) * 1000
 
 
-def _beyond_the_rules(retention: Retention, one: Checkpoint, whole: Sequence[Checkpoint]) -> list[str]:
-    if one.on_line is None:
-        return ["whether it is on the line cannot be known"]
-    if not one.on_line:
+def _fixed_reasons(retention: Retention, checkpoint: Checkpoint, complete: Sequence[Checkpoint]) -> list[str]:
+    if checkpoint.on_line is None:
+        return ["line of training unknown"]
+    if not checkpoint.on_line:
         return ["abandoned"] if retention.keep_abandoned else []
-    if whole and one.save_id == whole[-1].save_id:
+    if complete and checkpoint.save_id == complete[-1].save_id:
         return ["newest"]
-    if not one.complete and (not whole or whole[-1].ref < one.ref):
-        # Other ranks may be saving it.
-        return ["incomplete, and newer than the newest that is complete"]
+    if not checkpoint.complete and (not complete or complete[-1].ref < checkpoint.ref):
+        # Other ranks may still be saving it.
+        return ["incomplete, and newer than the newest complete one"]
     return []
 
 
-def _best(best: Best, whole: Sequence[Checkpoint]) -> dict[str, str]:
-    """Return why the best are kept, by save id."""
+def _best(best: Best, complete: Sequence[Checkpoint]) -> dict[str, str]:
+    """Return the reasons to keep the best checkpoints, by save id."""
     name, count = best[:2]
-    if all(name not in one.metrics for one in whole):
-        # A name that was mistyped, as a rule: to keep nothing for it would delete what was meant to stay.
-        return {one.save_id: f"no checkpoint has the metric {name}" for one in whole}
+    if all(name not in checkpoint.metrics for checkpoint in complete):
+        # The name is probably mistyped, and deleting everything would lose the checkpoints that were meant.
+        return {checkpoint.save_id: f"no checkpoint has the metric {name}" for checkpoint in complete}
     return {
-        one.save_id: f"keep best {count} by {name}: {one.metrics[name]:g}, number {place}"
-        for place, one in enumerate(best_by(best, whole), 1)
+        checkpoint.save_id: f"keep best {count} by {name}: {checkpoint.metrics[name]:g}, number {place}"
+        for place, checkpoint in enumerate(best_by(best, complete), 1)
     }
 
 
 def best_by(best: Best, ordered: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Return the best by a metric among those in ``ordered``, oldest first; the best one in front."""
+    """Return the best of ``ordered``, which is sorted from oldest to newest, by a metric; the best one first."""
     name, count, direction = (*best, "min")[:3]
     sign = 1 if direction == "min" else -1
-    having = [one for one in ordered if not math.isnan(one.metrics.get(name, math.nan))]
-    return sorted(having, key=lambda one: sign * one.metrics[name])[:count]
+    measured = [checkpoint for checkpoint in ordered if not math.isnan(checkpoint.metrics.get(name, math.nan))]
+    return sorted(measured, key=lambda checkpoint: sign * checkpoint.metrics[name])[:count]

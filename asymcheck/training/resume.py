@@ -98,8 +98,8 @@ class ResumeCoordinator:
     def told(self, step: int, say: Callable[[], object]) -> Any:  # noqa: ANN401 - what JSON can say
         """Run ``say`` on rank 0 and return its result on all ranks; rank 0 does not wait for the others."""
         what = f"choice of an interval at step {step}"
-        _, said = self.session().begin("chooses an interval at", step, None, say, what)
-        return said
+        _, chosen = self.session().begin("chooses an interval at", step, None, say, what)
+        return chosen
 
     def give_up(self, error: BaseException) -> None:
         """Report to the other ranks that this one does not take part in the next action."""
@@ -176,7 +176,7 @@ class ResumeCoordinator:
     ) -> CheckpointRef | None:
         """Return the next checkpoint that rank 0 proposes; None if none is left."""
         if not self.is_first:
-            return _ref_of(json.loads(session.hear(at, f"restore of run {self._run!r}")))
+            return _ref_of(json.loads(session.receive(at, f"restore of run {self._run!r}")))
         try:
             ref = next(proposals, None)
         except CheckpointNotFoundError as error:

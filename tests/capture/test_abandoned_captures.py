@@ -95,7 +95,7 @@ def test_nothing_stays_of_a_capture_that_was_given_up_for_whatever_reason(
             transaction.add_frame(descriptor.digest, len(data), slot.stamp(descriptor, PackId(bytes(16)), 0))
         assert len(os.listdir(tier.packs)) == 1
         flusher = RingFlusher.__new__(RingFlusher)
-        vars(flusher)["_joint"] = None
+        vars(flusher)["_two_phase"] = None
         capture = SimpleNamespace(error=error)
         capture.failing = partial(Capture.failing, cast(Capture, capture))
         inflight = SimpleNamespace(capture=capture, transaction=transaction, writes=[], put_off=[], entry=None)

@@ -237,7 +237,7 @@ def test_a_training_with_boundaries_is_not_timed(clock: Clock) -> None:
 def test_a_timer_says_what_is_due_and_how_long_the_rest_takes() -> None:
     """The greatest of several that have come; nothing when it was cancelled."""
     timer = WindowTimer(lambda _number: None)
-    timer._ahead.extend([(1, 10.0), (2, 11.0), (5, 13.0)])
+    timer._pending.extend([(1, 10.0), (2, 11.0), (5, 13.0)])
     assert timer.due(9.5) == (None, 0.5)
     assert timer.due(11.5) == (2, 1.5)
     timer.cancel()

@@ -191,7 +191,7 @@ def test_a_plan_of_windows_goes_through_a_small_ring(store: Store, config: Captu
         lambda step: update(optimizer, model(torch.full((2, 1024), float(step))).square().mean()),
     )
     kinds = []
-    loop.between = lambda checkpointer: kinds.append(checkpointer._background._timing._plan.kind)
+    loop.between = lambda checkpointer: kinds.append(checkpointer._background._schedule._plan.kind)
     with pytest.warns(CaptureWarning, match="stream"):
         assert_every_step_is_right(store, loop, 8, sized(config, 1 << 20))
     assert kinds[-1] == "asymmetric"

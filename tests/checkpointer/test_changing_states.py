@@ -235,7 +235,7 @@ def test_checkpoints_before_a_change_was_found_are_off_the_line(
             checkpointer.step(step)
             assert checkpointer._background is not None
             # So that it takes some captures in this test until the change is met.
-            checkpointer._background.prover._chance.seed(1)
+            checkpointer._background.detector._chance.seed(1)
             expected[step] = copy_of(state)
             net.backward()
             if step >= 8:

@@ -87,7 +87,7 @@ def test_an_optimizer_of_another_thread_ends_no_fence(
 
 def test_an_optimizer_of_another_thread_waits_while_bytes_are_compared() -> None:
     """Else its step would be taken for a change outside an optimizer."""
-    prover, compares, goes_on = TearDetector("sampled"), threading.Event(), threading.Event()
+    detector, compares, goes_on = TearDetector("sampled"), threading.Event(), threading.Event()
 
     class Compared(SourceDigests):
         def fence(self, *, compare: bool) -> list[str]:
@@ -97,8 +97,8 @@ def test_an_optimizer_of_another_thread_waits_while_bytes_are_compared() -> None
                 assert goes_on.wait(60)
             return []
 
-    witnesses = Compared([], [], Transfers(DeviceQueues(0), [], []), [])
-    first, other = (threading.Thread(target=prover.fence, args=(witnesses,)) for _ in range(2))
+    source_digests = Compared([], [], Transfers(DeviceQueues(0), [], []), [])
+    first, other = (threading.Thread(target=detector.fence, args=(source_digests,)) for _ in range(2))
     first.start()
     assert compares.wait(60)
     other.start()

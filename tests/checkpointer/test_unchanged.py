@@ -156,10 +156,10 @@ def test_it_is_not_written_again_by_a_capture_that_overtakes_the_commit(
             value.data.add_(1)
         background = checkpointer._background
         assert background is not None
-        assert background._timing is not None
-        assert background._timing._plan is not None
+        assert background._schedule is not None
+        assert background._schedule._plan is not None
         # Copied and digested, all but what the optimizer owns.
-        left[0] = sum(window < 0 for window in background._timing._plan.release)
+        left[0] = sum(window < 0 for window in background._schedule._plan.release)
         monkeypatch.setattr(engine, "digest", held)
         before = checkpointer.statistics().written_bytes
         costs.begin()
@@ -168,8 +168,8 @@ def test_it_is_not_written_again_by_a_capture_that_overtakes_the_commit(
         while left[0] >= 0:
             time.sleep(0.001)
         # As if it had been like that before.
-        assert background._capturer is not None
-        background._capturer._unchanged._earlier.pop()
+        assert background._engine is not None
+        background._engine._unchanged._earlier.pop()
         loop.iterate(2)
         costs.begin()
         checkpointer.step(2)

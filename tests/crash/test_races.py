@@ -133,7 +133,7 @@ def test_collection_takes_packs_at_every_attempt(stores: tuple[Store, Store], mo
     store.save(make_state(0), step=0)
     monkeypatch.setattr(Transaction, "pack_state", lambda _self, _pack: None)
     monkeypatch.setattr(KnownPartitions, "forget", lambda _self, _packs: None)
-    with pytest.raises(StorageError, match="collection took partitions away 8 times"):
+    with pytest.raises(StorageError, match="removed partitions 8 times"):
         store.save(make_state(0), step=1)
     monkeypatch.undo()
     check_steps(store, {0: 0})

@@ -107,7 +107,7 @@ def test_nothing_that_was_said_stays_for_long() -> None:
             if rank == 0:
                 sessions[0].post((number, 0), bytes(5 << 20))
             else:
-                sessions[rank].hear((number, 0), "test")
+                sessions[rank].receive((number, 0), "test")
             sessions[rank].agree((number, 1), b"", lambda reports: [b"x"] * len(reports), "test")
             sessions[rank].agree((number, 2), b"", joined, "test")
 
@@ -180,7 +180,7 @@ def test_missing_ranks_are_named_on_all_others() -> None:
     sessions = sessions_of(dist.HashStore(), 4, timeout_s=2.0)
 
     def work(number: int) -> tuple[int, ...]:
-        with pytest.raises(RanksMissingError, match="save of step 7: ranks 1, 3 did not answer") as caught:
+        with pytest.raises(RanksMissingError, match="save of step 7: ranks 1, 3 did not respond") as caught:
             sessions[(0, 2)[number]].agree((1, 1), b"", joined, "save of step 7")
         return caught.value.missing
 
@@ -278,8 +278,8 @@ def do(session: Session, step: int) -> str:
 def test_a_rank_that_came_too_late_or_too_early_takes_part_in_what_comes_next() -> None:
     """What was done without it is lost, by name, and nothing after that."""
     sessions = sessions_of(dist.HashStore(), 2, timeout_s=0.5)
-    assert do(sessions[1], 1).startswith("RanksMissingError: save of step 1: rank 0 did not answer")
-    assert do(sessions[0], 1).startswith("RanksMissingError: save of step 1: rank 1 did not answer")
+    assert do(sessions[1], 1).startswith("RanksMissingError: save of step 1: rank 0 did not respond")
+    assert do(sessions[0], 1).startswith("RanksMissingError: save of step 1: rank 1 did not respond")
     set_timeout(sessions, 60.0)
     mismatch = "rank 0 saves step 1 where rank 1 saves step 2"
     for step in (2, 3):
@@ -381,7 +381,7 @@ def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
         def delete_key(self, key: str) -> bool:
             raise RuntimeError("Connection reset by peer")
 
-    with pytest.raises(RanksError, match=r"store of the ranks does not answer .*: Connection reset by peer"):
+    with pytest.raises(RanksError, match=r"store of the ranks does not respond .*: Connection reset by peer"):
         Session.join(Ranks(0, 2, Broken()), "run", _TERMS)
 
 

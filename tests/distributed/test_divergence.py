@@ -28,7 +28,7 @@ def looked(parity: DivergenceDetector, state: State, step: int) -> list[list[Div
     """Report a state in which partition n of each rank lies in place n."""
     places = [np.arange(len(rank), dtype=np.uint64) for rank in state]
     keys = [np.array([1000 * number + one for number, one in enumerate(rank)], dtype=np.uint64) for rank in state]
-    return parity.look(places, keys, STORES, step)
+    return parity.diverged(places, keys, STORES, step)
 
 
 def expected(states: Sequence[State]) -> list[set[int]]:

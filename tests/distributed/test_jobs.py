@@ -152,8 +152,10 @@ def test_a_rank_that_does_not_come_is_named(two: Told) -> None:
     ]
     assert len(lost) == 1
     assert "step 1 of run 'late'" in lost[0]
-    assert "rank 1 did not answer" in lost[0]
-    assert str(first["missing at the start"]).startswith("RanksMissingError: finding each other: rank 1 did not answer")
+    assert "rank 1 did not respond" in lost[0]
+    assert str(first["missing at the start"]).startswith(
+        "RanksMissingError: finding each other: rank 1 did not respond"
+    )
     outcome, texts = cast(tuple[str, list[str]], second["missing in step"])
     assert outcome == "returned False"
     assert texts[0].startswith("LostCheckpointWarning: step 2 of run 'late' was not saved: rank 0 saves step 1")

@@ -65,7 +65,7 @@ def test_after_a_kill_all_go_on_from_what_all_had_committed(meeting: Meeting, tm
         job.processes[1 - victim].finish()
         found = job.told(1 - victim)
         told = "\n".join([*cast(list[str], found["told"]), str(found.get("ended", ""))])
-        assert f"rank {victim} did not answer" in told
+        assert f"rank {victim} did not respond" in told
         check_restored(job, least)
         least = newest_complete(tmp_path)
 

@@ -38,7 +38,10 @@ def test_ranks_of_one_store_are_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        (RankLocation("b", "one", "boot 1"), "ranks on one machine save into one store: rank 0 has a, rank 1 has b"),
+        (
+            RankLocation("b", "one", "boot 1"),
+            "ranks on one machine must save into one store, but rank 0 has a, rank 1 has b",
+        ),
         (RankLocation("a", "two", "boot 2"), "one is a copy of the other"),
         (RankLocation("a", "one", "boot 2"), "one is a copy of the other"),
     ],

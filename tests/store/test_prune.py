@@ -131,7 +131,7 @@ def test_nothing_goes_while_the_line_cannot_be_known(store: Store) -> None:
     max((store.path / "heads/default").iterdir()).write_bytes(b"")
     pruned = store.prune(Retention(keep_last=1, keep_abandoned=False))
     assert pruned.removed == []
-    assert pruned.verdicts[0].reasons == ("whether it is on the line cannot be known",)
+    assert pruned.verdicts[0].reasons == ("line of training unknown",)
 
 
 def test_what_is_young_stays(store: Store) -> None:

@@ -144,8 +144,8 @@ class CommitTransaction:
                 return
             rewrite(set(self.packing.take_back(gone)))
         raise StorageError(
-            f"cannot commit to store {self._tier.root}: garbage collection removed partitions {attempts} times during a "
-            "save; save again"
+            f"cannot commit to store {self._tier.root}: garbage collection removed partitions {attempts} times "
+            "during one save; save again"
         )
 
     def _pin_packs(self) -> list[PackId]:

@@ -31,7 +31,7 @@ class Retention:
     keep_best: Best | None = None
     """Keep the best checkpoints by a metric, for instance ``("loss", 3)`` or ``("accuracy", 1, "max")``.
 
-    Of two equal checkpoints, the older is better. A checkpoint without the metric, or with NaN, is not among the best.
+    If two are equal, the older is better. A checkpoint without the metric, or with NaN, is not among the best.
     If no checkpoint has the metric, all stay, because the name may be mistyped.
     """
     keep_for: timedelta | None = None

@@ -52,7 +52,7 @@ from asymcheck.replication.push_thread import PushThread
 from asymcheck.replication.transfer_plan import selected
 from asymcheck.replication.transfer_stats import Moved
 from asymcheck.restore.lineage import begin_generation
-from asymcheck.restore.resolve import Resolved, candidates, check_run_exists, what_is_there
+from asymcheck.restore.resolve import Resolved, available, candidates, check_run_exists
 from asymcheck.storage.interfaces import ReadTier, StoreTier
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.remote import RemoteLocation, RemoteTier, is_uri, parse_location
@@ -420,7 +420,7 @@ class Store:
                 raise CheckpointNotFoundError(
                     f"{what} in generation {generation}; it has that step in generation {numbers}"
                 )
-            raise CheckpointNotFoundError(f"{what}{what_is_there(tier, run, there)}")
+            raise CheckpointNotFoundError(f"{what}{available(tier, run, there)}")
         line = known_line(tier, run)
         described = [describe(tier, listing, line) for listing in listings]
         for listing in () if dry_run else listings:

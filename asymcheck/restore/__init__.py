@@ -1,4 +1,1 @@
-"""The way up: resolve the newest consistent checkpoint, fetch its partitions, assemble the state.
-
-Rebuilding the catalog from the packs is here too.
-"""
+"""Restore: resolve a consistent checkpoint, read its partitions, and assemble the state."""

@@ -1,4 +1,4 @@
-"""Assemble: partitions into tensors."""
+"""Assemble tensors from partitions."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from asymcheck.storage.pages import use_huge_pages
 from asymcheck.types import Digest
 
 _SHIFTED_MIN_BYTES = 1 << 20
-"""New tensors of fewer bytes are not made at a certain address, which takes a block of memory more."""
+"""Minimum size of a new tensor at a given address, which needs an additional block of memory."""
 
 _EXTENTS_ASKED = 16
-"""Extents of a tensor that are asked for the address that most of them want."""
+"""Number of extents of a tensor that vote on its address."""
 
 
 class Target:
-    """One tensor to be filled, byte range by byte range, from worker threads."""
+    """Tensor that worker threads fill, byte range by byte range."""
 
     def __init__(
         self,
@@ -40,20 +40,19 @@ class Target:
         in_runs: bool = True,
         shift: int | None = None,
     ) -> None:
-        """Fill ``existing`` tensors of the row's shape and dtype in place.
+        """Fill ``existing`` tensors of the row's shape and dtype in place, or a new tensor on ``device``.
 
-        Allocate one on ``device`` when there is none, as :func:`allocate` does. Without ``in_runs``, bytes come that
-        lie apart in it.
+        Without ``in_runs``, the bytes of a partition are not contiguous in the tensor.
         """
         self.row = row
         self._existing = list(existing) or [allocate(row, device, shift)]
         self.in_place = bool(existing)
         self.touched = False
         self.shares_memory = False
-        """Whether other tensors are filled that share some of its memory."""
+        """Whether other tensors that are filled share its memory."""
         self._left = row.nbytes
         self._lock = threading.Lock()
-        # What is strided, or not in host memory, cannot be filled in bits and pieces: its bytes are gathered first.
+        # Bytes for strided tensors, and for tensors on devices, are gathered first.
         self._gathers = any(
             not _is_plain(tensor) or (not in_runs and tensor.device.type != "cpu") for tensor in self._existing
         )
@@ -66,11 +65,11 @@ class Target:
 
     @property
     def devices(self) -> set[torch.device]:
-        """Where the tensors to be filled lie."""
+        """Devices of the tensors."""
         return {tensor.device for tensor in self._existing}
 
     def room(self, start: int, length: int) -> memoryview | None:
-        """Return the memory of some bytes, to be filled by others who :meth:`count`; None if they cannot lie there."""
+        """Return the memory of a byte range for a direct read, or None. The caller calls :meth:`count` afterwards."""
         if self.shares_memory or self._gathers or len(self._existing) > 1 or self.tensor.device.type != "cpu":
             return None
         return as_bytes(self.tensor.detach())[start : start + length].numpy().data
@@ -82,7 +81,7 @@ class Target:
         self.count(len(data))
 
     def put_regions(self, regions: Iterable[Region], data: memoryview) -> None:
-        """Copy regions of ``data`` to where they say."""
+        """Copy regions of ``data`` into the tensor."""
         flats, done = self._flats(), 0
         for region in regions:
             for flat in flats:
@@ -104,7 +103,7 @@ class Target:
             return [self._staged]
 
     def count(self, done: int) -> None:
-        """Take note that ``done`` bytes are in place; the last of them complete the tensor."""
+        """Note that ``done`` more bytes are in place; the last ones complete the tensor."""
         with self._lock:
             self._left -= done
             if self._left == 0 and self._staged is not None:
@@ -118,8 +117,8 @@ def allocate(row: TensorRow, device: torch.device, shift: int | None = None) -> 
     """Return an uninitialised tensor for a row, in host memory at an address congruent to ``shift`` modulo a block.
 
     Raises:
-        StateMismatchError: this torch has no such dtype.
-        StorageError: torch refused to make it; it may be too large for the memory of ``device``.
+        StateMismatchError: this version of torch lacks the dtype.
+        StorageError: torch cannot allocate the tensor, for instance because ``device`` has too little memory.
     """
     dtype = TORCH_DTYPES.get(row.dtype)
     if dtype is None:
@@ -132,13 +131,14 @@ def allocate(row: TensorRow, device: torch.device, shift: int | None = None) -> 
             del tensor
             tensor = _allocate_shifted(row, dtype, shift)
     except (RuntimeError, AssertionError, ImportError) as error:
-        # The latter two are what torch says of a device for which it was not built.
+        # torch raises the latter two for a device for which it was not built.
         raise StorageError(
-            f"tensor {row.name} ({row.nbytes} bytes, {row.dtype} {list(row.shape)}) cannot be made on {device}: {error}"
+            f"tensor {row.name} ({row.nbytes} bytes, {row.dtype} {list(row.shape)}) cannot be allocated on {device}: "
+            f"{error}"
         ) from error
     if tensor.device.type == "cpu":
-        # Nobody has touched it yet. Measured: 150 MB are filled in a quarter of the processor time, of memory that was
-        # in use before; a virtual machine pays for memory that it touches for the first time, in pages of any size.
+        # Filling reused memory takes a quarter of the CPU time (measured for 150 MB), because page faults of new
+        # memory are expensive in a virtual machine.
         use_huge_pages(tensor.data_ptr(), row.nbytes)
     return tensor
 
@@ -152,21 +152,21 @@ def _allocate_shifted(row: TensorRow, dtype: torch.dtype, shift: int) -> torch.T
     start = (shift - memory.data_ptr()) % BLOCK_BYTES
     if start % dtype.itemsize:
         return torch.empty(row.shape, dtype=dtype, device="cpu")
-    # Not a view, which would behave otherwise where gradients are computed.
+    # Not a view, which would behave differently with autograd.
     tensor = torch.empty(0, dtype=dtype, device="cpu")
     strides = torch.empty(row.shape, device="meta").stride()
     return tensor.set_(memory.untyped_storage(), start // dtype.itemsize, row.shape, strides)
 
 
 class Assembly(ReadPlan):
-    """Tensors to be filled with the bytes of stored parts."""
+    """Tensors that are filled from stored parts."""
 
     def __init__(
         self, demands: Iterable[Demand], device: torch.device, sources: PartitionLocator | None = None
     ) -> None:
-        """Prepare what is wanted; tensors that do not exist are made on ``device``.
+        """Prepare tensors; missing ones are allocated on ``device``.
 
-        With ``sources``, partitions may be read from there into the memory of tensors before they are checked.
+        With ``sources``, partitions may be read into the memory of tensors before they are verified.
         """
         self._sources = sources
         self._filled = {
@@ -181,11 +181,11 @@ class Assembly(ReadPlan):
         }
         existing = [(tensor, demand) for demand in self._filled for tensor in demand.existing]
         self.overlapping = [existing[number] for number in overlapping([tensor for tensor, _ in existing])]
-        """Existing tensors that share some of their memory, with what is wanted for them."""
+        """Existing tensors that share memory, with their demands."""
         for _, demand in self.overlapping:
             self._filled[demand].shares_memory = True
         self._direct: dict[Digest, tuple[Target, memoryview]] = {}
-        # What is made may lie where the device still reads what was freed: other threads fill it, in queues of theirs.
+        # Other threads fill new tensors in other streams, so pending reads of freed memory must end first.
         catch_up(device for target in self._filled.values() for device in target.devices)
         super().__init__(self._filled)
 
@@ -194,18 +194,18 @@ class Assembly(ReadPlan):
         return self._filled[demand].tensor
 
     def _shift_of(self, row: TensorRow, device: torch.device) -> int | None:
-        """Return the address modulo a block that allows direct reads into a new tensor; None if any address will do."""
+        """Return the address, modulo a block, for direct reads into a new tensor; None for any address."""
         if self._sources is None or device.type != "cpu" or row.nbytes < _SHIFTED_MIN_BYTES or not row.extents:
             return None
-        # What was encoded on trial, and stored plain after all, was not written from the tensor's memory.
+        # A partition that was encoded on trial, but stored plain, was not written from the memory of a tensor.
         some = row.extents[:: -(-len(row.extents) // _EXTENTS_ASKED)]
         shifts = Counter(self._sources.direct_shift(extent.digest, extent.length) for extent in some)
         return shifts.most_common(1)[0][0]
 
     def room(self, name: Digest) -> memoryview | None:
-        """Return memory for a partition that is wanted once, as a whole, by a tensor that shares no memory."""
-        fill, *others = self.fills[name]
-        if self._sources is None or others or fill.crossing is not None or not isinstance(fill.target, Target):
+        """Return memory for a direct read of a partition that one tensor needs as a whole, without shared memory."""
+        fill, *more = self.fills[name]
+        if self._sources is None or more or fill.crossing is not None or not isinstance(fill.target, Target):
             return None
         target = fill.target
         shift = self._sources.direct_shift(name, fill.length)
@@ -217,7 +217,7 @@ class Assembly(ReadPlan):
         return memory
 
     def put(self, name: Digest, data: memoryview) -> None:
-        """Copy one partition's bytes to where they belong, unless they are there."""
+        """Copy the bytes of a partition into its tensors, unless they were read directly."""
         target, memory = self._direct.pop(name, (None, None))
         if target is not None and memory is data:
             target.count(len(data))
@@ -225,7 +225,7 @@ class Assembly(ReadPlan):
             super().put(name, data)
 
     def overwritten(self) -> list[str]:
-        """Return the names of existing tensors that hold restored bytes, wholly or in part."""
+        """Return the names of existing tensors that were overwritten at least in part."""
         return [target.row.name for target in self._filled.values() if target.in_place and target.touched]
 
 
@@ -238,25 +238,27 @@ def _copy(flat: torch.Tensor, data: memoryview) -> None:
     if flat.device.type == "cpu":
         np.copyto(flat.numpy(), source)
     else:
-        # It has been read when this returns. torch takes no memory that may not be written to.
+        # The copy has ended on return. torch refuses read-only memory.
         flat.copy_(torch.from_numpy(source.copy() if data.readonly else source))
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the positions of those that may share memory with another of them, in ascending order.
+    """Return the ascending positions of tensors that may share memory with another one.
 
-    Judged by the stretch from the first byte to the last: slices that lie between each other count, too.
+    Compared by the range from the first byte to the last one, so interleaved slices count as well.
     """
-    stretches = sorted((str(one.device), *_stretch(one), number) for number, one in enumerate(tensors) if one.numel())
-    found: set[int] = set()
+    stretches = sorted(
+        (str(tensor.device), *_stretch(tensor), number) for number, tensor in enumerate(tensors) if tensor.numel()
+    )
+    overlapping: set[int] = set()
     widest: tuple[str, int, int] | None = None
-    """Of those so far the one that reaches furthest: what overlaps any of them overlaps it."""
+    """Tensor with the furthest end so far, which overlaps everything that any earlier tensor overlaps."""
     for device, start, end, number in stretches:
         if widest is not None and widest[0] == device and start < widest[1]:
-            found |= {number, widest[2]}
+            overlapping |= {number, widest[2]}
         if widest is None or widest[0] != device or end > widest[1]:
             widest = device, end, number
-    return sorted(found)
+    return sorted(overlapping)
 
 
 def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
@@ -265,7 +267,7 @@ def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def holds(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Tell whether a tensor has the bytes of another one of its dtype and shape."""
+    """Tell whether two tensors of equal dtype and shape have equal bytes."""
     return torch.equal(_bytes(tensor), _bytes(expected).to(tensor.device))
 
 

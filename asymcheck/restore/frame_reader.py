@@ -1,7 +1,7 @@
-"""Fetch: frames read several at a time, every one checked before its bytes are handed on.
+"""Read frames on several threads, and verify each before its bytes are passed on.
 
-Frames are read into private memory or into the memory of the tensor that wants them. Frames in the ring of a dead
-process are used in place, because nobody writes to that memory.
+Frames are read into private memory, or directly into the memory of a tensor. Frames in the ring of a dead process are
+used in place, because no process writes to that memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from asymcheck.storage.slots import Slot, SlotPool
 from asymcheck.types import Digest
 
 _ONE_THREAD_BYTES = 16 << 20
-"""Up to so many bytes the calling thread reads: to start others, and to wait for them, takes longer than they save."""
+"""Number of bytes up to which the calling thread reads alone, because starting threads would take longer."""
 
 Place = Callable[[Digest, memoryview], None]
-"""Takes the checked plain bytes of a partition; called on worker threads; must not keep the view."""
+"""Receive the verified plain bytes of a partition, on a worker thread. The view must not be kept."""
 Room = Callable[[Digest], memoryview | None]
-"""Gives memory that the first copy of a partition can be read into directly, or None; called on worker threads.
+"""Return memory for a direct read of a partition, or None; called on worker threads.
 
-The bytes are there before they are checked. If they are sound, ``place`` gets the same view.
+The memory receives the bytes before they are verified. If they are intact, ``place`` receives the same view.
 """
 
 
@@ -41,11 +41,11 @@ def fetch(
     threads: int,
     room: Room = lambda _name: None,
 ) -> None:
-    """Read partitions by several threads and hand each to ``place``, in no particular order.
+    """Read partitions on several threads, and pass each to ``place``, in any order.
 
     Raises:
         DamagedPartitionError: no copy of a partition is intact; the message names pack and frame.
-        StorageError: the device refused.
+        StorageError: the drive failed.
     """
 
     def read(name: Digest, slot: Slot) -> None:
@@ -61,12 +61,12 @@ def fetch(
 
 
 def stored_length(copy: PartitionCopy) -> int:
-    """Return the bytes of payload of a copy's frame."""
+    """Return the payload bytes of a copy."""
     return int(copy.pack.entries[copy.sequence]["stored_length"])
 
 
 def read_plain(sources: PartitionLocator, name: Digest, first: PartitionCopy) -> memoryview:
-    """Do as :func:`read_any` does, in memory of its own."""
+    """Read a partition into new memory; see :func:`read_any`."""
     return read_any(sources, name, Slot(stored_length(first)), first=first)
 
 
@@ -77,14 +77,14 @@ def read_any(
     room: memoryview | None = None,
     first: PartitionCopy | None = None,
 ) -> memoryview:
-    """Read a partition from the first of its copies that is intact and return its plain bytes.
+    """Read a partition from its first intact copy, and return the plain bytes.
 
     Args:
-        sources: the packs to look into.
-        name: the digest of the partition.
-        slot: memory that the bytes are read into, as a rule.
-        room: memory that they are read into directly instead, and are in if the first copy is sound.
-        first: the copy to read first; None for that which ``sources`` found first.
+        sources: the open packs.
+        name: digest of the partition.
+        slot: memory for the frame.
+        room: memory for a direct read of the first copy.
+        first: the copy to read first; by default the first one in ``sources``.
 
     Raises:
         DamagedPartitionError: no copy is intact; the message names packs and frames.
@@ -100,7 +100,7 @@ def read_any(
         except UNKNOWING:
             raise
         except StorageError as error:
-            # An error of the device does not know which frame it hit.
+            # Errors of the drive do not name the frame.
             problems.append(f"{copy}: {error}")
         except FormatError as error:
             problems.append(str(error))
@@ -108,14 +108,14 @@ def read_any(
 
 
 def _base_reader_of(sources: PartitionLocator) -> BaseReader:
-    """Return a reader of bases from the packs of ``sources``."""
+    """Return a function that reads bases from ``sources``."""
 
     def read_copy(copy: PartitionCopy) -> tuple[FrameDescriptor, memoryview, str]:
         return read_frame(copy, Slot(stored_length(copy)))
 
     def copies_of(name: Digest) -> Iterator[FrameReader]:
         near = sources.base_copies(name)
-        # Only when none of them is intact are others worth the way.
+        # Copies in other packs are only searched if none of these is intact.
         for copy in itertools.chain(near, sources.other_copies(name, near)):
             yield partial(read_copy, copy)
 
@@ -125,13 +125,13 @@ def _base_reader_of(sources: PartitionLocator) -> BaseReader:
 def read_frame(
     copy: PartitionCopy, slot: Slot, room: memoryview | None = None
 ) -> tuple[FrameDescriptor, memoryview, str]:
-    """Read one frame and check all but its plain bytes; return descriptor, payload, and its name.
+    """Read a frame and verify everything except its plain bytes; return descriptor, payload and name.
 
-    The payload is read into ``room`` if one is given and the device does not refuse, else into ``slot``.
+    The payload is read into ``room`` if possible, otherwise into ``slot``.
 
     Raises:
-        FormatError: of the kind that fits.
-        StorageError: the device refused.
+        FormatError: the frame is damaged.
+        StorageError: the drive failed.
     """
     where, entry = str(copy), copy.pack.entries[copy.sequence]
     place = copy.pack.header.pack_id, copy.pack.stamped(copy.sequence), where
@@ -152,13 +152,13 @@ def read_frame(
 def read_checked(
     copy: PartitionCopy, name: Digest, slot: Slot, read_base: BaseReader, room: memoryview | None = None
 ) -> memoryview:
-    """Read one frame and return its plain bytes, which have the digest ``name``; see :func:`read_frame`.
+    """Read and decode a frame, and verify that its plain bytes have the digest ``name``.
 
-    ``read_base`` reads what the frame is encoded against.
+    ``read_base`` reads the base of the frame.
 
     Raises:
-        FormatError: of the kind that fits.
-        StorageError: the device refused.
+        FormatError: the frame is damaged.
+        StorageError: the drive failed.
     """
     descriptor, payload, where = read_frame(copy, slot, room)
     return decode_checked(name, descriptor, payload, where, read_base)

@@ -1,4 +1,4 @@
-"""Filling a given state in place: which existing tensors take which bytes, and what is put back afterwards."""
+"""Restore in place: match a given state with a stored one, fill its tensors, and set its values."""
 
 from __future__ import annotations
 
@@ -31,28 +31,26 @@ _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes),
     *(np.generic, torch.Size, torch.dtype, torch.device),
 )
-"""Values that are replaced by what is stored in their place."""
+"""Types of values that stored values replace."""
 
 Finish = Callable[[Assembly], object]
-"""Called with the filled tensors.
-
-Puts plain values and loaded objects in place and returns the value for the container above.
-"""
+"""Set plain values and load objects, given the filled tensors; return the value for the container above."""
 _Given = torch.Tensor | np.ndarray | TensorShard
 _Tensors = dict[int, Finish]
-"""Results for stored tensors, by their numbers."""
+"""Results by tensor number."""
 
 
 class InPlaceFill:
-    """Matches a given state with a stored one, before a byte is overwritten."""
+    """Match of a given state with a stored one, made before any byte is overwritten."""
 
     def __init__(self, state: object, parts: ShardSet, tensors: str = "*", *, grows: bool = False) -> None:
-        """Match ``state`` with what is stored, of which the glob ``tensors`` is selected.
+        """Match ``state`` with the part of the stored state that the glob ``tensors`` selects.
 
-        A state that ``grows`` gets back what its mappings lack, but for the outermost, of which it may be a part.
+        With ``grows``, stored entries are added to mappings that lack them, except to the outermost one, because the
+        given state may be a part of the stored one.
 
         Raises:
-            StateMismatchError: lists everything that does not fit, or was not saved.
+            StateMismatchError: lists all entries that do not fit, or were not saved.
         """
         self._parts = parts
         self._grows = grows
@@ -64,7 +62,7 @@ class InPlaceFill:
         fillable = isinstance(state, (torch.Tensor, np.ndarray, TensorShard, Mapping, list, tuple, Stateful))
         empty = isinstance(state, (Mapping, list, tuple)) and not state and any(map(rows_in, stored))
         if not fillable or empty or isinstance(state, type):
-            raise InvalidInputError(f"into={state!r:.100}: give a state whose tensors are to be filled")
+            raise InvalidInputError(f"into={state!r:.100}: give a state with tensors to fill")
         self._stored_where = "the checkpoint" + (f", or not in the selection {tensors!r}" if tensors != "*" else "")
         self._finish = self._match(state, stored, ())
         self._problems += self._stages.problems()
@@ -77,18 +75,18 @@ class InPlaceFill:
 
     @property
     def demands(self) -> list[Demand]:
-        """The demands of the state."""
+        """Boxes of stored tensors that the state needs."""
         return list(self._demands.values())
 
     def finish(self, assembly: Assembly) -> object:
-        """Put plain values in place, call ``load_state_dict`` where it belongs, in order; return the state.
+        """Set plain values and call ``load_state_dict`` in order; return the state.
 
         Raises:
-            RefusedStateError: an object did.
+            RefusedStateError: an object refused its state.
         """
         return self._finish(assembly)
 
-    # What ranks have in one place is a sequence: the own comes first, and it is never empty.
+    # ``stored`` has the entries of all ranks at one path; it is never empty, and starts with the own rank.
 
     def _match(self, current: object, stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
         if isinstance(current, (torch.Tensor, np.ndarray, TensorShard)):
@@ -101,19 +99,19 @@ class InPlaceFill:
         if type(current) in (list, tuple):
             return self._match_sequence(current, stored, path)  # type: ignore[arg-type]  # the type was just compared
         if not isinstance(current, _PLAIN):
-            self._refuse(path, f"{type(current).__qualname__} cannot be filled; give None to have it made")
+            self._refuse(path, f"{type(current).__qualname__} cannot be filled; give None to create it")
         return self._made(merge(stored), path)
 
     def _refuse(self, path: tuple[Key, ...], problem: str) -> None:
         self._problems.append(f"{join_name(path) or '<root>'}: {problem}")
 
     def _made(self, shape: object, path: tuple[Key, ...]) -> Finish:
-        """Make what is stored anew, its tensors too."""
+        """Create a stored value, including its tensors."""
         tensors = self._want(shape, path, {})
         return lambda assembly: _put_in(shape, tensors, assembly)
 
     def _want(self, shape: object, path: tuple[Key, ...], tensors: _Tensors) -> _Tensors:
-        """Want all tensors of a shape that are not in ``tensors`` yet, whole; return what each becomes."""
+        """Demand all tensors of a shape that are not in ``tensors``, whole; return the results by number."""
         for number in rows_in(shape):
             if number not in tensors:
                 try:
@@ -123,17 +121,17 @@ class InPlaceFill:
         return tensors
 
     def _demand(self, number: int, box: Box) -> Demand:
-        """Want a box of a tensor.
+        """Demand a box of a tensor.
 
         Raises:
-            StateMismatchError: it cannot be had.
+            StateMismatchError: parts of the box were not saved.
         """
         if (number, box) not in self._demands:
             self._demands[number, box] = Demand.of(self._parts, number, box)
         return self._demands[number, box]
 
     def _match_tensor(self, current: _Given, stored: Sequence[object], path: tuple[Key, ...]) -> None:
-        ref = next((one for one in stored if isinstance(one, RowRef)), None)
+        ref = next((value for value in stored if isinstance(value, RowRef)), None)
         if ref is None:
             self._refuse(path, f"a tensor is given, but {type(stored[0]).__name__} is stored")
             return
@@ -145,13 +143,13 @@ class InPlaceFill:
             self._refuse(path, str(error))
 
     def _take(self, current: _Given, number: int) -> None:
-        """Note that a tensor is to be filled.
+        """Demand that a tensor is filled in place.
 
         Raises:
-            StateMismatchError, UnsupportedValueError: it cannot be filled where it is.
+            StateMismatchError, UnsupportedValueError: the tensor cannot be filled in place.
         """
         if isinstance(current, torch.Tensor) and is_lazy(current):
-            raise StateMismatchError("has no shape yet; give its module, not only its state")
+            raise StateMismatchError("has no shape yet; give the module instead of its state")
         shard = _shard(current)
         local = shard.local if isinstance(shard, TensorShard) else shard
         box = shard.box if isinstance(shard, TensorShard) else Box.of_whole(tuple(shard.shape))
@@ -163,7 +161,7 @@ class InPlaceFill:
         other = self._taken.get(key)
         if other not in (None, (number, box)):
             name = self._parts.row(other[0]).name
-            raise StateMismatchError(f"is the same memory as {name}, which is another tensor in the checkpoint")
+            raise StateMismatchError(f"shares its memory with {name}, but both are different tensors in the checkpoint")
         demand = self._demand(number, box)
         if other is None:
             demand.existing.append(tensor)
@@ -172,7 +170,7 @@ class InPlaceFill:
 
     def _match_stateful(self, current: Stateful, stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
         name = join_name(path)
-        mappings = [one for one in stored if isinstance(one, dict)]
+        mappings = [value for value in stored if isinstance(value, dict)]
         if not mappings:
             self._refuse(path, f"an object with load_state_dict() is given, but {type(stored[0]).__name__} is stored")
             return lambda _assembly: current
@@ -194,14 +192,14 @@ class InPlaceFill:
             try:
                 current.load_state_dict(_put_in(shape, tensors, assembly))  # type: ignore[arg-type]  # a dict, as checked above
             except Exception as error:
-                what = f"{name or '<root>'}: load_state_dict() of {type(current).__qualname__} refused what is stored"
+                what = f"{name or '<root>'}: load_state_dict() of {type(current).__qualname__} refused the stored state"
                 raise RefusedStateError(f"{what}: {error}", (), None) from error
             return current
 
         return finish
 
     def _match_loosely(self, current: object, stored: object, tensors: _Tensors) -> None:
-        # Inside such an object only what fits exactly is filled in place; the object itself judges the rest.
+        # Inside such an object, only exact matches are filled in place. The object itself checks the rest.
         if isinstance(current, dict) and isinstance(stored, dict):
             for key, value in current.items():
                 if key in stored:
@@ -215,7 +213,7 @@ class InPlaceFill:
                 tensors.setdefault(stored.row, lambda _assembly: current)
 
     def _match_parameters(self, current: Stateful, stored: Mapping[Key, object], tensors: _Tensors) -> None:
-        # State that a fresh optimizer does not have yet is cut as its parameter is.
+        # State that a fresh optimizer lacks is sharded like its parameter.
         for lacking, part in current.missing(stored) if isinstance(current, Distributed) else ():
             if isinstance(lacking, RowRef) and self._parts.row(lacking.row).global_shape == part.global_shape:
                 with contextlib.suppress(StateMismatchError):
@@ -228,23 +226,23 @@ class InPlaceFill:
                     tensors[ref.row] = _part_like(parameter, self._demand(ref.row, shard_of(parameter, "").box))
 
     def _match_mapping(self, current: dict[Key, object], stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
-        mappings = [one for one in stored if isinstance(one, dict)]
+        mappings = [value for value in stored if isinstance(value, dict)]
         if not mappings:
             self._refuse(path, f"a mapping is given, but {type(stored[0]).__name__} is stored")
             return lambda _assembly: current
         finishes = {}
         for key, value in current.items():
-            found = [one[key] for one in mappings if key in one]
-            if found:
-                finishes[key] = self._match(value, found, (*path, key))
+            values = [mapping[key] for mapping in mappings if key in mapping]
+            if values:
+                finishes[key] = self._match(value, values, (*path, key))
             else:
                 self._refuse((*path, key), f"is not in {self._stored_where}")
         if self._grows and path:
-            # Of what ranks have, the own counts: what others have besides is theirs.
+            # Only entries of the own rank are added.
             for key in mappings[0]:
                 if key in current:
                     continue
-                shapes = [one[key] for one in mappings if key in one]
+                shapes = [mapping[key] for mapping in mappings if key in mapping]
                 finishes[key] = self._made(merge(shapes), (*path, key))
 
         def finish(assembly: Assembly) -> object:
@@ -257,7 +255,7 @@ class InPlaceFill:
     def _match_sequence(
         self, current: list[object] | tuple[object, ...], stored: Sequence[object], path: tuple[Key, ...]
     ) -> Finish:
-        alike = [one for one in stored if isinstance(one, (list, tuple)) and _is_like(one, current)]
+        alike = [value for value in stored if isinstance(value, (list, tuple)) and _is_like(value, current)]
         if not alike:
             return self._match_other_sequence(current, stored, path)
         finishes = [
@@ -276,14 +274,14 @@ class InPlaceFill:
     def _match_other_sequence(
         self, current: list[object] | tuple[object, ...], stored: Sequence[object], path: tuple[Key, ...]
     ) -> Finish:
-        """Replace a list of plain values by one of another length: a history that has grown."""
-        found = next((one for one in stored if type(one) is type(current)), None)
-        may_be = self._grows and isinstance(found, list)
+        """Replace a list of plain values by one of another length, such as a longer history."""
+        value = next((value for value in stored if type(value) is type(current)), None)
+        may_be = self._grows and isinstance(value, list)
         if not may_be or not isinstance(current, list) or not all(map(_is_plain, current)):
-            there = f"a {type(found).__name__} of {len(found)}" if isinstance(found, (list, tuple)) else "no such"
-            self._refuse(path, f"a {type(current).__name__} of {len(current)} is given, but {there} is stored")
+            kept = f"a {type(value).__name__} of {len(value)}" if isinstance(value, (list, tuple)) else "no such"
+            self._refuse(path, f"a {type(current).__name__} of {len(current)} is given, but {kept} is stored")
             return lambda _assembly: current
-        make = self._made(found, path)
+        make = self._made(value, path)
 
         def finish(assembly: Assembly) -> object:
             current[:] = make(assembly)  # type: ignore[call-overload]  # a list, as it was stored
@@ -300,8 +298,8 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def _is_like(one: Sequence[object], other: Sequence[object]) -> bool:
-    return type(one) is type(other) and len(one) == len(other)
+def _is_like(a: Sequence[object], b: Sequence[object]) -> bool:
+    return type(a) is type(b) and len(a) == len(b)
 
 
 def _put_in(shape: object, tensors: _Tensors, assembly: Assembly) -> object:
@@ -317,30 +315,30 @@ def _part_like(parameter: DTensor, demand: Demand) -> Finish:
 
 
 def _shard(current: _Given) -> _Given:
-    """Return the part of a tensor that is here, of one that ranks share.
+    """Return the local shard of a distributed tensor.
 
     Raises:
-        UnsupportedValueError: what is here is no part.
+        UnsupportedValueError: the local data is not a valid shard.
     """
     if isinstance(current, torch.Tensor) and is_dtensor(current):
         return shard_of(current, "")
     if isinstance(current, TensorShard) and not current.box.is_valid:
-        raise UnsupportedValueError("", f"the given shard {current.box} does not lie within its whole tensor")
+        raise UnsupportedValueError("", f"the given shard {current.box} is not inside of its whole tensor")
     return current
 
 
 def _obstacle(current: torch.Tensor | np.ndarray, box: Box, stored: TensorRow) -> str:
-    """Say why a tensor cannot be filled where it is, or nothing.
+    """Return the reason why a tensor cannot be filled in place; empty if it can.
 
     Raises:
-        UnsupportedValueError: no tensor of this kind can be stored.
+        UnsupportedValueError: tensors of this kind cannot be stored.
     """
     given = make_leaf(current, "", "")
     if (given.dtype, box.whole) != (stored.dtype, stored.global_shape):
         return f"{given.dtype} {list(box.whole)} is given, but {stored.dtype} {list(stored.global_shape)} is stored"
     strides = current.strides if isinstance(current, np.ndarray) else current.stride()
     if given.nbytes and any(size > 1 and stride == 0 for size, stride in zip(current.shape, strides, strict=True)):
-        return "the given tensor is expanded: several of its elements are one"
+        return "the given tensor is expanded, so several elements share one memory location"
     if isinstance(current, np.ndarray):
         if not current.flags.writeable:
             return "the given array is read-only"

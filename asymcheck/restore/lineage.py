@@ -1,4 +1,4 @@
-"""The line of training: which checkpoints lead to the present, and which were abandoned (SPEC.md §10.1)."""
+"""Line of training: the checkpoints that lead to the current state, without abandoned ones (SPEC.md §10.1)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from asymcheck.types import CheckpointRef
 
 @dataclasses.dataclass(frozen=True)
 class Lineage:
-    """The line of one run."""
+    """Line of training of one run."""
 
     generation: int
     limits: dict[int, CheckpointRef | None]
-    """For each generation on the line, the last checkpoint that belongs to it; None for the present one: it is open."""
+    """Last checkpoint of each generation on the line; None for the current generation, which is open."""
 
     @classmethod
     def read_or_empty(cls, tier: ReadTier, run: str) -> Lineage:
@@ -53,12 +53,12 @@ _NAME_ANOTHER = "it was saved more than once: name one of the saves (save:DIGITS
 
 
 def read_line(tier: ReadTier, run: str, generation: int | None = None, *, step: int | None = None) -> Lineage:
-    """Follow the head records of a run from the present, or from another generation as if it were the present one.
+    """Follow the head records of a run back from the current generation, or from ``generation``.
 
-    With ``step`` an error says what to do when it is that step that is asked for.
+    With ``step``, errors suggest how to restore that step.
 
     Raises:
-        HeadRecordError: one that is needed is missing or damaged.
+        HeadRecordError: a required record is missing or damaged.
     """
     present = max(tier.manifests.heads(run), default=1) if generation is None else generation
     limits: dict[int, CheckpointRef | None] = {}
@@ -73,29 +73,29 @@ def read_line(tier: ReadTier, run: str, generation: int | None = None, *, step: 
 
 def _read_head(tier: ReadTier, run: str, generation: int, step: int | None) -> HeadRecord | None:
     try:
-        found = tier.manifests.read_head(run, generation)
+        head = tier.manifests.read_head(run, generation)
     except UNKNOWING:
         raise
     except (FormatError, StorageError) as error:
         raise _unknown(run, step, str(error)) from error
-    if found is None:
+    if head is None:
         if generation > 1:
             raise _unknown(run, step, f"generation {generation} has no head record")
         return None
-    return found[0]
+    return head[0]
 
 
 def intact_heads(tier: ReadTier, run: str, generations: Iterable[int]) -> list[HeadRecord]:
-    """Return the head records of these generations, but for those that are damaged or not there."""
-    found = []
+    """Return the head records of these generations, without damaged and missing ones."""
+    heads = []
     for generation in generations:
         with contextlib.suppress(ChecksumError, StructureError, TruncatedError):
-            found.append(tier.manifests.read_head(run, generation))
-    return [one[0] for one in found if one is not None]
+            heads.append(tier.manifests.read_head(run, generation))
+    return [head[0] for head in heads if head is not None]
 
 
 def check_generations(listings: list[CheckpointFiles], line: Lineage, step: int | None = None) -> None:
-    """Refuse checkpoints of a generation later than any head record: a head record has been lost."""
+    """Raise if a checkpoint has a later generation than all head records, because a record was lost then."""
     for listing in listings:
         if listing.ref.generation > line.generation:
             problem = (
@@ -111,17 +111,17 @@ def _unknown(run: str, step: int | None, problem: str) -> HeadRecordError:
 
 
 def begin_generation(tier: NvmeTier, run: str, parent: CheckpointRef | None) -> int:
-    """Open a new generation that continues from ``parent``, durably, and return its number.
+    """Begin a new generation after ``parent`` durably, and return its number.
 
     Raises:
-        HeadRecordError: there is no number left, for what would be saved under it could not be found again.
+        HeadRecordError: all generation numbers are used.
     """
     while True:
         heads = tier.manifests.heads(run)
         listed = [listing.ref.generation for listing in tier.manifests.checkpoints(run)]
         generation = max([0, *heads, *listed, *([parent.generation] if parent else [])]) + 1
         if generation > registry.GENERATION_MAX:
-            raise HeadRecordError(f"run {run} has generation {generation - 1}, the last there can be; use another run")
+            raise HeadRecordError(f"run {run} has generation {generation - 1}, the maximum; use another run name")
         head = HeadRecord(run, generation, parent, time.time_ns(), WRITER)
         if tier.manifests.publish_head(head):
             return generation

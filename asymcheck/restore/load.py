@@ -1,4 +1,4 @@
-"""Load: resolve, fetch, assemble; a damaged candidate gives way to the next one, and the reasons are kept."""
+"""Load: resolve a checkpoint and read it. A damaged candidate is skipped with a reason, and the next one is tried."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ class Loaded:
     """Result of reading a checkpoint."""
 
     state: object
-    """The state, or what else was made."""
+    """The state, or another result of the reader."""
     run: str
     """The run."""
     ref: CheckpointRef
     """The checkpoint that was read."""
     manifests: Sequence[Manifest]
-    """Those of its ranks that were read, in their order."""
+    """Manifests that were read, in the order of ranks."""
     skipped: tuple[str, ...] = ()
-    """Newer checkpoints that were passed over, with the reasons."""
+    """Newer checkpoints that were skipped, with the reasons."""
 
 
 Read = Callable[[Resolved], object]
-"""Makes the result of one checkpoint; raises DamagedPartitionError or FormatError to have the next one tried."""
+"""Read one checkpoint. DamagedPartitionError and FormatError make the caller try the next one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,42 +63,41 @@ class LoadRequest:
     """Request to read a checkpoint."""
 
     tensors: str
-    """A glob of the dotted names that are wanted."""
+    """Glob of dotted tensor names."""
     into: object
-    """A state to be filled; None for new tensors."""
+    """State to fill in place; None for new tensors."""
     device: torch.device
-    """Where new tensors are made."""
+    """Device of new tensors."""
     fall_back: bool = False
-    """Whether a checkpoint that turns out to be damaged half-way gives way to the next older one in place, too."""
+    """Whether to try the next older checkpoint after damage was found while filling tensors in place."""
     rank: int | None = None
     """Rank that reads; None for the merged state of all ranks."""
     grows: bool = False
-    """Whether mappings inside of :attr:`into` get back what they lack."""
+    """Whether to add stored entries to mappings inside :attr:`into` that lack them."""
 
 
 def load(tier: ReadTier, run: str, step: int | str | None, wanted: LoadRequest) -> Loaded:
-    """Read a checkpoint, every byte verified, into new tensors or existing ones.
+    """Read a checkpoint into new or existing tensors, and verify every byte.
 
     Raises:
         CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: as :func:`read_first`.
         StateMismatchError: ``into`` does not fit; nothing was overwritten.
-        PartialRestoreError: filling in place failed half-way.
+        PartialRestoreError: filling in place failed after some tensors were overwritten.
         RefusedStateError: an object refused its state.
     """
     return read_first(tier, run, step, partial(_load_one, tier, wanted), fall_back=wanted.fall_back)
 
 
 def read_first(tier: ReadTier, run: str, step: int | str | None, read: Read, *, fall_back: bool = False) -> Loaded:
-    """Read the newest checkpoint that can be read, or that of ``step``.
+    """Read the newest readable checkpoint, or that of ``step``.
 
-    With ``fall_back``, one whose damage shows when something was overwritten already gives way, too: the next one
-    overwrites it again.
+    With ``fall_back``, the next older checkpoint is also tried after some tensors were overwritten.
 
     Raises:
-        PartialRestoreError: something was overwritten, and then the checkpoint proved damaged.
-        CheckpointNotFoundError: there is none.
-        InconsistentCheckpointError: none of the candidates can be restored; lists the reasons.
-        HeadRecordError: which checkpoint is newest cannot be known.
+        PartialRestoreError: damage was found after some tensors were overwritten.
+        CheckpointNotFoundError: no checkpoint matches.
+        InconsistentCheckpointError: no candidate can be restored; lists the reasons.
+        HeadRecordError: the newest checkpoint is unknown, because a head record is damaged or lost.
     """
     with timed("find", 0, lambda: {"run": run}):
         listings = candidates(tier, run, step)
@@ -110,24 +109,24 @@ def read_first(tier: ReadTier, run: str, step: int | str | None, read: Read, *, 
             return loaded
         if step is not None:
             break
-        # A training that keeps a few checkpoints may have deleted these since they were listed, and saved others; or
-        # the newest was not complete then, and is now.
+        # Since the listing, a running training may have deleted these checkpoints and saved others, or completed the
+        # newest one.
         seen = set(listings)
         listings = candidates(tier, run, step)
         if seen.issuperset(listings):
             break
-    what = f"no checkpoint of run {run!r} can be restored"
+    problem = f"no checkpoint of run {run!r} can be restored"
     if step is not None:
         name = step if isinstance(step, str) else f"step {step}"
-        what = f"{name} of run {run!r} cannot be restored; other steps may be intact"
-    message = f"store {tier.root}: {what}; run asymcheck verify {tier.root} for all the damage:"
+        problem = f"{name} of run {run!r} cannot be restored; other steps may be intact"
+    message = f"store {tier.root}: {problem}; run asymcheck verify {tier.root} for a complete list of damage:"
     raise InconsistentCheckpointError(message, skipped)
 
 
 def _first(
     tier: ReadTier, listings: list[CheckpointFiles], skipped: list[str], read: Read, *, fall_back: bool
 ) -> Loaded | None:
-    """Read the first of the checkpoints that can be read; append to ``skipped`` why others were passed over."""
+    """Read the first readable checkpoint; append the reasons for skipped ones to ``skipped``."""
     attempts = resolve_each(tier, listings, skipped)
     spoilt: PartialRestoreError | None = None
     for resolved in attempts:
@@ -137,7 +136,7 @@ def _first(
             except (DamagedPartitionError, FormatError) as error:
                 skipped.append(f"{resolved.ref}: {error}")
             except RefusedStateError:
-                # What an object refuses now, it would refuse of an older checkpoint, too.
+                # The object would also refuse the state of an older checkpoint.
                 raise
             except PartialRestoreError as error:
                 if not fall_back:
@@ -147,7 +146,7 @@ def _first(
             except StateMismatchError as error:
                 if spoilt is None:
                     raise
-                message = f"{spoilt}. The next older one does not fit: {error}"
+                message = f"{spoilt}. The next older checkpoint does not fit: {error}"
                 raise PartialRestoreError(message, spoilt.overwritten, None) from error
             else:
                 return Loaded(state, resolved.run, resolved.ref, resolved.manifests, tuple(skipped))
@@ -161,7 +160,7 @@ def _load_one(tier: ReadTier, wanted: LoadRequest, resolved: Resolved) -> object
         return _load_anew(tier, wanted, resolved)
     own = (wanted.rank or 0) % resolved.manifests[0].header.world_size
     parts = ShardSet(resolved.manifests, [manifest.header.rank for manifest in resolved.manifests].index(own))
-    with _saying_what_is_left(tier, resolved, parts, "\n"):
+    with _with_advice(tier, resolved, parts, "\n"):
         filler = InPlaceFill(wanted.into, parts, wanted.tensors, grows=wanted.grows)
     assembly = Assembly(filler.demands, wanted.device, resolved.sources)
     fetch_in_place(tier, resolved, assembly)
@@ -170,7 +169,7 @@ def _load_one(tier: ReadTier, wanted: LoadRequest, resolved: Resolved) -> object
 
 def _load_anew(tier: ReadTier, wanted: LoadRequest, resolved: Resolved) -> object:
     parts, shape = read_parts(resolved.manifests, resolved.ref, wanted.rank, wanted.tensors)
-    with _saying_what_is_left(tier, resolved, parts, ". "):
+    with _with_advice(tier, resolved, parts, ". "):
         demands = demands_of(parts, shape, whole=wanted.rank is None)
     assembly = Assembly(demands.values(), wanted.device, resolved.sources)
     execute(assembly, tier, resolved)
@@ -178,41 +177,41 @@ def _load_anew(tier: ReadTier, wanted: LoadRequest, resolved: Resolved) -> objec
 
 
 def _present(assembly: Assembly, demand: Demand) -> object:
-    """Return a tensor as it stands in the state: a part of a whole says so."""
+    """Return a tensor for the state, as a TensorShard if it is a part of a tensor."""
     tensor, box = assembly.tensor(demand), box_of(demand.row)
     return tensor if box.is_whole else TensorShard(tensor, box.whole, box.offset)
 
 
 @contextlib.contextmanager
-def _saying_what_is_left(tier: ReadTier, resolved: Resolved, parts: ShardSet, separator: str) -> Iterator[None]:
-    """Say of a checkpoint whose parts make up no whole tensors who can read it, and which other one may be whole."""
+def _with_advice(tier: ReadTier, resolved: Resolved, parts: ShardSet, separator: str) -> Iterator[None]:
+    """Add advice to errors about a checkpoint with missing shards: who can still restore it, or an older step."""
     try:
         yield
     except StateMismatchError as error:
         ranks = resolved.manifests[0].header.world_size
         if not parts.gaps or len(resolved.manifests) < ranks:
-            # What is not here may be elsewhere.
+            # Other stores may have the missing shards.
             raise
         older: list[CheckpointRef] = []
         with contextlib.suppress(AsymcheckError):
             listings = tier.manifests.checkpoints(resolved.run)
-            older = [one.ref for one in listings if one.is_complete and one.ref < resolved.ref]
+            older = [listing.ref for listing in listings if listing.is_complete and listing.ref < resolved.ref]
         instead = f"; or ask for an older step, such as step={older[-1].step}" if older else ""
-        who = f"{ranks} ranks saved: as many can" if ranks > 1 else "its rank saved: who wants no more can"
-        advice = f"{resolved.ref} has all that {who} still restore their own parts of it{instead}"
+        ranks_text = f"all {ranks} ranks" if ranks > 1 else "its rank"
+        advice = f"{resolved.ref} has only the shards that {ranks_text} saved; the same ranks can restore them{instead}"
         raise StateMismatchError(f"{error}{separator}{advice}") from error
 
 
 def load_part(tier: ReadTier, run: str, ref: CheckpointRef, wanted: LoadRequest) -> Loaded:
-    """Fill what one rank has with what it, or the one in its place, saved in a checkpoint, whether all of it is there.
+    """Fill the state of one rank from its own shards, even if shards of other ranks are missing in this store.
 
-    That is right when each rank of the job does so with the same checkpoint.
+    All ranks of a job have to do so with the same checkpoint.
 
     Raises:
-        InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError, StorageError: what the
-            rank needs is not here.
+        InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError, StorageError: this store
+            lacks data of the rank.
         StateMismatchError: the state does not fit; nothing was overwritten.
-        PartialRestoreError: some of it was overwritten, and then the rest proved damaged.
+        PartialRestoreError: damage was found after some tensors were overwritten.
         RefusedStateError: an object refused its state.
     """
     listing = tier.manifests.listing(run, ref)
@@ -234,11 +233,11 @@ def load_part(tier: ReadTier, run: str, ref: CheckpointRef, wanted: LoadRequest)
 
 
 def load_captured(manifest: Manifest, payload: Callable[[Digest], memoryview], into: object) -> object:
-    """Fill a state from a capture in memory; ``payload`` gives the bytes of a partition.
+    """Fill a state from a capture in memory; ``payload`` returns the bytes of a partition.
 
     Raises:
-        StateMismatchError: it does not fit; nothing was overwritten.
-        DigestMismatchError: the memory has changed; tensors may have been overwritten.
+        StateMismatchError: the state does not fit; nothing was overwritten.
+        DigestMismatchError: the memory was damaged; tensors may have been overwritten.
     """
     filler = InPlaceFill(into, ShardSet([manifest]), grows=True)
     assembly = Assembly(filler.demands, torch.device("cpu"))
@@ -257,10 +256,10 @@ def fetch_in_place(tier: ReadTier, resolved: Resolved, assembly: Assembly) -> No
     """Execute a plan that may fill tensors of the caller.
 
     Raises:
-        StateMismatchError: some share memory, and differ in the checkpoint where they do; all were overwritten.
+        StateMismatchError: tensors share memory, but have different values in the checkpoint; all were overwritten.
         DamagedPartitionError: no copy of a partition is intact; nothing was overwritten.
-        PartialRestoreError: the same, when something was.
-        RemoteUnreachableError, TooManyFilesError: nothing is known; the message says what was overwritten.
+        PartialRestoreError: no copy of a partition is intact; some tensors were overwritten.
+        RemoteUnreachableError, TooManyFilesError: a partition could not be read; the message lists overwritten tensors.
     """
     try:
         execute(assembly, tier, resolved)
@@ -271,16 +270,16 @@ def fetch_in_place(tier: ReadTier, resolved: Resolved, assembly: Assembly) -> No
             raise
         if isinstance(error, DamagedPartitionError):
             raise PartialRestoreError(str(error), overwritten, None) from error
-        # Not a PartialRestoreError: for that, an older checkpoint would be taken for this one, which may be sound.
+        # Not a PartialRestoreError, after which an older checkpoint would replace this one, which may be intact.
         message = f"{error}. {_overwritten(overwritten)}; the state is a mixture until a restore into it succeeds"
         raise type(error)(message) from error
 
 
 def _check_overlapping(tier: ReadTier, resolved: Resolved, filled: Sequence[tuple[torch.Tensor, Demand]]) -> None:
-    """Read again what was put into tensors that share some of their memory, and see that it is there."""
+    """Compare tensors that share memory with the checkpoint again."""
     wrong = []
     for tensor, demand in filled:
-        # One at a time: a buffer and all its views may be most of what fits into memory.
+        # One at a time, because a buffer and its views may need most of the memory.
         expected = Demand(demand.row, demand.pieces)
         assembly = Assembly([expected], torch.device("cpu"))
         execute(assembly, tier, resolved)
@@ -288,8 +287,8 @@ def _check_overlapping(tier: ReadTier, resolved: Resolved, filled: Sequence[tupl
             wrong.append(demand.row.name)
     if wrong:
         raise StateMismatchError(
-            f"{', '.join(wrong[:_SHOWN])}: shares memory with other tensors of the given state that differ from it in "
-            "the checkpoint, and holds theirs now; all were overwritten. Give each tensor memory of its own"
+            f"{', '.join(wrong[:_SHOWN])}: shares memory with other tensors of the given state, but they differ in the "
+            "checkpoint. All were overwritten, and the last one won. Give each tensor its own memory"
         )
 
 
@@ -309,7 +308,7 @@ def _overwritten(names: Sequence[str]) -> str:
 
 
 def _with_next_step(error: PartialRestoreError, attempts: Iterator[Resolved]) -> PartialRestoreError:
-    """Say what was overwritten and which older checkpoint could be restored instead."""
+    """Return a message with the overwritten tensors and an older checkpoint that can be restored instead."""
     following = next(attempts, None)
     if following is not None:
         following.sources.close()

@@ -1,4 +1,4 @@
-"""Where partitions lie: digests looked up in the indexes of packs, which stay open (and locked) while they are read."""
+"""Locate partitions: look up digests in the indexes of packs, and keep these packs open and locked for reading."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ _FRAME_BITS = 32
 _FRAME_MASK = (1 << _FRAME_BITS) - 1
 _NOWHERE = -1
 _ROUNDS = registry.DELTA_DEPTH_MAX + 1
-"""Bases below one partition: a derived one may be encoded against the longest chain."""
+"""Maximum number of bases below a partition: a derived frame may be on top of the longest chain of deltas."""
 _SHOWN = 8
-"""Packs that an error names: a manifest may hint at thousands that are gone."""
+"""Maximum number of packs that an error names."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PartitionCopy:
-    """One place where a partition lies."""
+    """One stored copy of a partition."""
 
     pack: OpenPack
     """The open pack."""
     sequence: int
-    """Number of the frame in it."""
+    """Number of the frame in the pack."""
 
     def kind(self) -> int:
-        """Return the number of the frame's kind."""
+        """Return the kind of the frame."""
         return int(self.pack.entries["kind"][self.sequence])
 
     def bases(self) -> set[Digest]:
-        """Return the digest of its base; nothing for a full frame."""
+        """Return the digest of the base as a set, which is empty for a full frame."""
         return _bases_of(self.pack, np.array([self.sequence]))
 
     def __str__(self) -> str:
-        """Name it as errors do."""
+        """Return the name for errors."""
         return f"frame {self.sequence} of pack {self.pack.header.pack_id.hex()}"
 
 
@@ -63,26 +63,28 @@ class PartitionSet:
     """A set of partitions with their plain lengths, in columns."""
 
     def __init__(self, digests: npt.NDArray[np.void], lengths: npt.NDArray[np.int64]) -> None:
-        """Take each of ``digests`` once, with the length beside it."""
+        """Create a set of distinct ``digests`` with their lengths."""
         self.digests = DigestSet(digests)
         self.lengths = lengths[self.digests.first]
 
     @classmethod
     def of_manifests(cls, manifests: Sequence[Manifest]) -> PartitionSet:
-        """Return what manifests name.
+        """Return the partitions of manifests.
 
         Raises:
-            MissingPartitionError: they give one partition two lengths, of which it can have but one.
+            MissingPartitionError: manifests contradict each other about the length of a partition.
         """
-        # Columns that ranks with replicas have in common lie in memory once, where they were read together.
+        # Ranks with equal replicas share the same column objects.
         columns = {
             (digests.ctypes.data, lengths.ctypes.data, len(digests)): (digests, lengths)
-            for digests, lengths in ((one.extent_digests, one.extent_partition_lengths) for one in manifests)
+            for digests, lengths in (
+                (manifest.extent_digests, manifest.extent_partition_lengths) for manifest in manifests
+            )
         }
-        digests, lengths = (np.concatenate(one) for one in zip(*columns.values(), strict=True))
+        digests, lengths = (np.concatenate(parts) for parts in zip(*columns.values(), strict=True))
         needs = cls(digests, lengths)
         if len(columns) > 1 and len(needs.digests) < len(digests):
-            # Of one manifest that is a rule. Bytes that a partition does not have would be left as they are in memory.
+            # Within a manifest, the format requires this. With a wrong length, some bytes of a tensor would not be set.
             wrong = needs.lengths[needs.digests.numbers(digests)] != lengths
             if wrong.any():
                 name = Digest(digests[int(np.argmax(wrong))].tobytes())
@@ -91,23 +93,23 @@ class PartitionSet:
 
     @classmethod
     def of_lengths(cls, lengths: Mapping[Digest, int]) -> PartitionSet:
-        """Return what a mapping names."""
+        """Return the partitions of a mapping from digest to length."""
         return cls(as_column(list(lengths)), np.fromiter(lengths.values(), dtype=np.int64))
 
 
 class PartitionLocator:
-    """The packs that hold a set of partitions. Close it, or use it in a ``with`` block."""
+    """Open packs that hold a set of partitions. Close it, or use it in a ``with`` block."""
 
     def __init__(
         self, tier: ReadTier, needs: PartitionSet, hints: Iterable[PackId], *, must_be_complete: bool = True
     ) -> None:
-        """Find everything that is needed, in the packs of ``hints`` first.
+        """Find all partitions and their bases, in the packs of ``hints`` first.
 
         Raises:
-            UnsupportedFormatError: a pack that may hold partitions needs a newer program.
+            UnsupportedFormatError: a pack that may hold partitions requires a newer version of asymcheck.
             LockTimeoutError: a pack that may hold partitions was locked by another process for too long.
             MissingPartitionError: partitions were not found; the message names unreadable packs, with reasons.
-            TooManyFilesError: this process may not open as many packs as are needed.
+            TooManyFilesError: this process may not open that many packs.
         """
         self._tier = tier
         self._needs = needs
@@ -115,12 +117,12 @@ class PartitionLocator:
         self._packs: dict[PackId, OpenPack] = {}
         self._problems: dict[PackId, AsymcheckError] = {}
         self._scanned: dict[PackId, AsymcheckError] = {}
-        # For each partition a number, pack and frame: of a million, an object for each costs more than all the rest.
+        # Columns of numbers, because a million objects would dominate the cost.
         self._places = np.full(len(needs.digests), _NOWHERE, dtype=np.int64)
         self._missing = len(self._places)
         self._numbered: list[OpenPack] = []
         self._bases: dict[Digest, list[PartitionCopy]] = {}
-        # What lies in packs that were looked into for copies, and closed again.
+        # Content of packs that were searched for copies, and closed again.
         self._closed: dict[PackId, npt.NDArray[np.void]] = {}
         self._searching = threading.Lock()
         try:
@@ -133,7 +135,7 @@ class PartitionLocator:
             raise
 
     def _search(self) -> None:
-        """Find the partitions themselves, until none is missing."""
+        """Find the partitions, until none is missing."""
         for pack_id in self._everywhere() if self._missing else ():
             pack = self._open(pack_id)
             if pack is not None and pack.damage is not None:
@@ -150,7 +152,7 @@ class PartitionLocator:
         try:
             self._packs[pack_id] = self._tier.open_pack(pack_id)
         except UNKNOWING:
-            # Nothing is wrong with the pack. Taken for damage, this would give an older checkpoint for the newest.
+            # The pack is intact. Treating this as damage would restore an older checkpoint instead of the newest.
             raise
         except AsymcheckError as error:
             self._problems[pack_id] = error
@@ -158,7 +160,7 @@ class PartitionLocator:
         return self._packs[pack_id]
 
     def _take(self, pack: OpenPack) -> bool:
-        """Note what the pack has of what is still needed; return whether that is anything."""
+        """Note the missing partitions that the pack has; return whether there are any."""
         numbers = self._needs.digests.numbers(pack.entries["digest"])
         frames = np.flatnonzero(numbers >= 0)
         numbers = numbers[frames]
@@ -166,21 +168,21 @@ class PartitionLocator:
         new = same & (self._places[numbers] == _NOWHERE)
         if not new.any():
             return False
-        # Backwards: a pack that was scanned may hold a partition twice, and then the first frame of it counts.
+        # In reverse, so that the first frame wins if a scanned pack has a partition twice.
         self._places[numbers[new][::-1]] = (len(self._numbered) << _FRAME_BITS) + frames[new][::-1]
-        # Without np.unique(), which imports numpy.ma when it is called first.
-        found = np.sort(numbers[new])
-        self._missing -= 1 + int(np.count_nonzero(found[1:] != found[:-1]))
+        # np.unique() would import numpy.ma at its first call.
+        ordered = np.sort(numbers[new])
+        self._missing -= 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
         self._numbered.append(pack)
         return True
 
     def _search_bases(self) -> None:
-        """Find the frames that those found are encoded against, and what these are encoded against."""
+        """Find the bases of all found frames, and the bases of these."""
         wanted: set[Digest] = set()
         for pack, frames in self._by_pack(self._places):
             if pack.entries["kind"].any():
                 wanted |= _bases_of(pack, frames)
-        # What is wanted may all lie in packs that are nearer than others, or hinted at: then no other is looked into.
+        # Other packs are only searched if hinted and near packs do not hold all bases.
         self._bases = self._with_their_bases(wanted, lambda: self._tier.hinted(self._hints))
         if not all(self._bases.values()):
             self._bases = self._with_their_bases(wanted, self._everywhere)
@@ -188,45 +190,45 @@ class PartitionLocator:
     def _with_their_bases(
         self, wanted: set[Digest], pack_ids: Callable[[], Iterable[PackId]]
     ) -> dict[Digest, list[PartitionCopy]]:
-        """Return the copies of partitions in some packs, and of all that these are encoded against.
+        """Return the copies of partitions in some packs, and the copies of all their bases.
 
-        What lies deeper than a chain may reach is left out: nothing that needs it can be decoded (SPEC.md §12.5).
+        Bases beyond the maximum length of a chain are left out, because they are useless (SPEC.md §12.5).
         """
         bases: dict[Digest, list[PartitionCopy]] = {}
         for _ in range(_ROUNDS):
             if not wanted:
                 break
-            found = self._copies_in(pack_ids(), wanted)
-            bases.update(found)
-            wanted = {base for copies in found.values() for copy in copies for base in copy.bases()} - bases.keys()
+            located = self._copies_in(pack_ids(), wanted)
+            bases.update(located)
+            wanted = {base for copies in located.values() for copy in copies for base in copy.bases()} - bases.keys()
         return bases
 
     def _everywhere(self) -> Iterator[PackId]:
-        """Yield all packs once, near ones first: who needs no more does not ask for the others."""
+        """Yield all packs once, near ones first, so that callers can stop early."""
         seen: set[PackId] = set()
         for pack_id in self._tier.hinted(self._hints):
             if pack_id not in seen:
                 seen.add(pack_id)
                 yield pack_id
-        # Again while there are new ones: what was listed may have been copied into another pack, and be gone.
+        # Repeated while new packs appear, because a listed pack may have been copied into another one and removed.
         while new := [pack_id for pack_id in self._tier.pack_ids() if pack_id not in seen]:
             seen.update(new)
             yield from new
 
     def _copies_in(self, pack_ids: Iterable[PackId], names: set[Digest]) -> dict[Digest, list[PartitionCopy]]:
-        """Return every copy of partitions in some packs, full ones first, by looking into every pack once.
+        """Return all copies of partitions in some packs, full frames first. Each pack is searched once.
 
-        Only packs with a hit stay open: a store may have more of them than a process may open files.
+        Only packs with a hit stay open, because a store may have more packs than a process may open files.
         """
-        found: dict[Digest, list[PartitionCopy]] = {name: [] for name in names}
+        copies_by_name: dict[Digest, list[PartitionCopy]] = {name: [] for name in names}
         digests = DigestSet(as_column(sorted(names)))
         for pack_id in pack_ids:
             for copy in self._copies_of(digests, pack_id):
-                found[Digest(copy.pack.entries["digest"][copy.sequence].tobytes())].append(copy)
-        return {name: sorted(copies, key=PartitionCopy.kind) for name, copies in found.items()}
+                copies_by_name[Digest(copy.pack.entries["digest"][copy.sequence].tobytes())].append(copy)
+        return {name: sorted(copies, key=PartitionCopy.kind) for name, copies in copies_by_name.items()}
 
     def _copies_of(self, digests: DigestSet, pack_id: PackId) -> list[PartitionCopy]:
-        """Return the copies of partitions in one pack, which stays open when there are any, or it was open before."""
+        """Return the copies of partitions in one pack, which stays open if it has any or was open before."""
         was_open = pack_id in self._packs
         if not was_open and pack_id in self._closed and (digests.numbers(self._closed[pack_id]) < 0).all():
             return []
@@ -234,31 +236,32 @@ class PartitionLocator:
         if pack is None:
             return []
         copies = [
-            PartitionCopy(pack, one) for one in np.flatnonzero(digests.numbers(pack.entries["digest"]) >= 0).tolist()
+            PartitionCopy(pack, number)
+            for number in np.flatnonzero(digests.numbers(pack.entries["digest"]) >= 0).tolist()
         ]
         if not copies and not was_open:
-            # Each further search would open it again.
+            # Later searches would open the pack again.
             self._closed[pack_id] = pack.entries["digest"].copy()
             del self._packs[pack_id]
             pack.close()
         return copies
 
     def base_copies(self, digest: Digest) -> list[PartitionCopy]:
-        """Return copies of a partition that another one is encoded against, full ones first. Thread-safe.
+        """Return copies of a base, full frames first. Thread-safe.
 
-        All of them, or only those in packs that are near: :meth:`other_copies` finds the others.
+        The result may lack copies in packs that are not near; :meth:`other_copies` finds these.
         """
         with self._searching:
             if digest not in self._bases:
-                # A further copy of a damaged partition may have another base.
+                # Another copy of a damaged partition may have another base.
                 self._bases.update(self._copies_in(self._everywhere(), {digest}))
             return self._bases[digest]
 
     def _lost_base(self) -> tuple[Digest, Digest] | None:
-        """Return a partition that cannot be decoded for want of a base, with that base."""
+        """Return a partition whose base is missing, with that base."""
         lost = {name for name, copies in self._bases.items() if not copies}
         for _ in range(_ROUNDS):
-            # Further up, the chain is too long, whatever lies at its end.
+            # From here on, the chain is too long in any case.
             more = {
                 name
                 for name, copies in self._bases.items()
@@ -285,7 +288,7 @@ class PartitionLocator:
             return
         for problem in self._problems.values():
             if isinstance(problem, (UnsupportedFormatError, LockTimeoutError)):
-                # It may be in there, and sound.
+                # That pack may hold an intact copy.
                 raise problem
         known = [*self._problems.values(), *self._scanned.values()]
         problems = "".join(f"; {problem}" for problem in known[:_SHOWN])
@@ -297,7 +300,7 @@ class PartitionLocator:
             )
         first = self._needs.digests[int(np.argmax(self._places == _NOWHERE))]
         raise MissingPartitionError(
-            f"{self._missing} of {len(self._places)} partitions lie in no readable pack, one is "
+            f"{self._missing} of {len(self._places)} partitions are in no readable pack, such as "
             f"{first.hex()}{problems}",
             first,
         )
@@ -307,27 +310,24 @@ class PartitionLocator:
         return self._copy(int(self._places[self._needs.digests.number(digest)]))
 
     def find(self, digest: Digest) -> PartitionCopy | None:
-        """Return the first copy of a partition, or None if it is in no readable pack."""
+        """Return the first copy of a partition; None if no readable pack has it."""
         number = self._needs.digests.number(digest)
         place = _NOWHERE if number < 0 else int(self._places[number])
         return None if place == _NOWHERE else self._copy(place)
 
     def direct_shift(self, digest: Digest, length: int) -> int | None:
-        """Return the address modulo a block of memory that a partition of ``length`` bytes can be read into directly.
-
-        None if there is no such memory, or the partition has another length.
-        """
+        """Return the address, modulo a block, of memory for a direct read of a partition; None if impossible."""
         copy = self.copy(digest)
         is_whole = int(copy.pack.entries["plain_length"][copy.sequence]) == length
         return copy.pack.direct_shift(copy.sequence) if is_whole else None
 
     def payload_bytes(self, digests: Sequence[Digest]) -> tuple[int, int]:
-        """Return the bytes of payload of the longest frame among those of ``digests``, and of all of them."""
+        """Return the payload bytes of the longest frame of ``digests``, and of all of them."""
         lengths = [pack.entries["stored_length"][frames] for pack, frames in self._by_pack(self._places_of(digests))]
         return max((int(some.max(initial=0)) for some in lengths), default=0), sum(int(some.sum()) for some in lengths)
 
     def other_copies(self, digest: Digest, damaged: Sequence[PartitionCopy]) -> Iterator[PartitionCopy]:
-        """Yield the copies of a partition but for the ``damaged`` ones, near ones first. Thread-safe."""
+        """Yield the copies of a partition except ``damaged`` ones, near ones first. Thread-safe."""
         digests = DigestSet(as_column([digest]))
         for pack_id in self._everywhere():
             with self._searching:
@@ -335,12 +335,12 @@ class PartitionLocator:
             yield from (copy for copy in copies if copy not in damaged)
 
     def in_reading_order(self, digests: Sequence[Digest]) -> list[Digest]:
-        """Return digests in the order in which their frames lie, pack by pack."""
+        """Sort digests by the position of their frames, pack by pack."""
         order = np.argsort(self._places_of(digests), kind="stable")
         return [digests[place] for place in order.tolist()]
 
     def expect(self, digests: Sequence[Digest]) -> None:
-        """Tell the packs which frames will be read."""
+        """Announce the frames that will be read to their packs."""
         for pack, frames in self._by_pack(self._places_of(digests)):
             if len(frames):
                 pack.expect(frames.tolist())
@@ -349,7 +349,7 @@ class PartitionLocator:
         return self._places[self._needs.digests.numbers(as_column(digests))]
 
     def _by_pack(self, places: npt.NDArray[np.int64]) -> Iterator[tuple[OpenPack, npt.NDArray[np.int64]]]:
-        """Yield each pack with those frames of it that are among ``places``."""
+        """Group ``places`` by pack."""
         packs, frames = places >> _FRAME_BITS, places & _FRAME_MASK
         for number, pack in enumerate(self._numbered):
             yield pack, frames[packs == number]

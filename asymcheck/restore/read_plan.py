@@ -1,4 +1,4 @@
-"""Read plans: the partitions that a load reads, and the tensors that their bytes fill."""
+"""Read plan: the partitions to read, and the tensors that their bytes fill."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ class ByteTarget(Protocol):
     """Receiver of the bytes of one tensor."""
 
     def put(self, start: int, data: memoryview) -> None:
-        """Take the bytes from ``start`` on; worker threads call this together, and ``data`` must not be kept."""
+        """Receive the bytes from ``start`` on. Thread-safe; ``data`` must not be kept."""
 
 
 class RegionTarget(ByteTarget, Protocol):
     """Receiver of the bytes of one tensor, contiguous or not."""
 
     def put_regions(self, regions: Iterable[Region], data: memoryview) -> None:
-        """Take regions of ``data``; as :meth:`put`."""
+        """Receive regions of ``data``; as :meth:`put`."""
 
 
 @dataclasses.dataclass(eq=False)
 class Demand:
-    """A box of a stored tensor that is wanted."""
+    """A requested box of a stored tensor."""
 
     row: TensorRow
-    """Description of the box; ``pieces`` say where its bytes are stored."""
+    """Description of the box; ``pieces`` hold its bytes."""
     pieces: Sequence[StoredPiece]
     """Stored parts that overlap the box."""
     existing: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    """Tensors to be filled in place."""
+    """Tensors to fill in place."""
 
     @classmethod
     def of(cls, parts: ShardSet, number: int, box: Box) -> Demand:
-        """Want a box of a tensor.
+        """Return the demand for a box of a tensor.
 
         Raises:
             StateMismatchError: as :meth:`ShardSet.pieces`.
@@ -57,12 +57,12 @@ class Demand:
 
     @property
     def in_runs(self) -> bool:
-        """Whether the bytes of each piece follow each other."""
+        """Whether the bytes of each piece are contiguous in the box."""
         return all(piece.crossing is None or piece.crossing.is_run for piece in self.pieces)
 
 
 class Fill(NamedTuple):
-    """Bytes of a partition that a target takes."""
+    """Range of a partition that fills a target."""
 
     target: RegionTarget
     """The target."""
@@ -103,12 +103,12 @@ class ReadPlan:
             if row.inline:
                 _put(target, crossing, 0, memoryview(row.inline))
 
-    def room(self, name: Digest) -> memoryview | None:  # noqa: ARG002 - for plans that have some
-        """Return memory that a partition can be read into directly; :meth:`put` is called with it when that is done."""
+    def room(self, name: Digest) -> memoryview | None:  # noqa: ARG002 - overridden
+        """Return memory for a direct read of a partition, with which :meth:`put` is called afterwards."""
         return None
 
     def put(self, name: Digest, data: memoryview) -> None:
-        """Copy one partition's bytes to where they belong; worker threads call this together."""
+        """Copy the bytes of a partition into its targets. Thread-safe."""
         for target, crossing, start, offset, length in self.fills[name]:
             _put(target, crossing, start, data[offset : offset + length])
 
@@ -121,7 +121,7 @@ def _put(target: RegionTarget, crossing: Crossing | None, start: int, data: memo
 
 
 def execute(plan: ReadPlan, tier: ReadTier, resolved: Resolved) -> None:
-    """Read, check, decode and place all bytes of a plan.
+    """Read, verify, decode and place all bytes of a plan.
 
     Raises:
         DamagedPartitionError: no copy of a partition is intact; names the tensors that need it.
@@ -135,7 +135,7 @@ def execute(plan: ReadPlan, tier: ReadTier, resolved: Resolved) -> None:
 
 
 def execute_in_memory(plan: ReadPlan, payload: Callable[[Digest], memoryview]) -> None:
-    """Place all bytes of a plan; ``payload`` gives those of a partition, checked."""
+    """Place all bytes of a plan; ``payload`` returns the verified bytes of a partition."""
     for name in plan.fills:
         plan.put(name, payload(name))
     plan.put_inline()
@@ -144,25 +144,26 @@ def execute_in_memory(plan: ReadPlan, payload: Callable[[Digest], memoryview]) -
 def read_parts(
     manifests: Sequence[Manifest], ref: CheckpointRef, rank: int | None, tensors: str
 ) -> tuple[ShardSet, object]:
-    """Return the parts of a checkpoint and its shape, as ``rank`` saved it, or of all ranks when that is None.
+    """Return the tensors of a checkpoint and its shape, of one ``rank`` or of all ranks (None).
 
     Raises:
-        InvalidInputError: there was no such rank, or the glob ``tensors`` matches no name.
+        InvalidInputError: the rank does not exist, or the glob ``tensors`` matches no name.
         FormatError, StateMismatchError: as :func:`asymcheck.restore.state_template.read_shape`.
     """
     if rank is not None and rank >= len(manifests):
         raise InvalidInputError(
-            f"{ref} was saved by {len(manifests)} ranks, so rank {rank} saved nothing; with into= any rank may read it"
+            f"{ref} was saved by {len(manifests)} ranks, so rank {rank} does not exist; "
+            "with into=, any rank can read the checkpoint"
         )
     parts = ShardSet(manifests, rank or 0)
     return parts, select(merge(parts.shapes()) if rank is None else parts.own_shape, tensors)
 
 
 def demands_of(parts: ShardSet, shape: object, *, whole: bool) -> dict[int, Demand]:
-    """Want each tensor of a shape, ``whole`` or as it is numbered.
+    """Return the demands for all tensors of a shape, ``whole`` or as stored.
 
     Raises:
-        StateMismatchError: some of it was not saved.
+        StateMismatchError: some part was not saved.
     """
     demands: dict[int, Demand] = {}
     for number in rows_in(shape):
@@ -171,6 +172,6 @@ def demands_of(parts: ShardSet, shape: object, *, whole: bool) -> dict[int, Dema
             demands[number] = Demand.of(parts, number, parts.whole(number) if whole else box_of(row))
         except StateMismatchError as error:
             raise StateMismatchError(
-                f"tensor {row.name} is not whole in the checkpoint: {error}; rank= gives what one rank has of it"
+                f"tensor {row.name} is incomplete in the checkpoint: {error}; pass rank= to read the shard of one rank"
             ) from error
     return demands

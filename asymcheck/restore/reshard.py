@@ -1,4 +1,4 @@
-"""Parts: the tensors of a checkpoint over all its ranks, and whose bytes make up a wanted box (SPEC.md §10.5)."""
+"""Resharding: the tensors of a checkpoint over all ranks, and the stored parts of a box (SPEC.md §10.5)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Outline = tuple[str, Box]
 
 @dataclasses.dataclass(frozen=True)
 class StoredPiece:
-    """Bytes of one stored part for one wanted box."""
+    """Stored part that overlaps a box."""
 
     row: TensorRow
     """The stored part."""
@@ -27,12 +27,12 @@ class StoredPiece:
 
 
 def box_of(row: TensorRow) -> Box:
-    """Return which part of a whole tensor a row is."""
+    """Return the box of a row in its whole tensor."""
     return Box(row.global_shape, row.offset, row.shape)
 
 
 def of_box(row: TensorRow, box: Box) -> TensorRow:
-    """Describe another part of a row's tensor, without saying where its bytes lie."""
+    """Describe another part of a row's tensor, without the location of its bytes."""
     if box_of(row) == box:
         return row
     nbytes = box.elements * DTYPE_BYTES[row.dtype]
@@ -42,13 +42,13 @@ def of_box(row: TensorRow, box: Box) -> TensorRow:
 
 
 class ShardSet:
-    """The tensors of a checkpoint, numbered: first those of the manifest that a rank reads as its own, by row.
+    """Numbered tensors of a checkpoint. The manifest of the own rank comes first, by row.
 
-    A tensor of several ranks is known by its dotted name.
+    Shards of one tensor have the same dotted name on all ranks.
     """
 
     def __init__(self, manifests: Sequence[Manifest], own: int = 0) -> None:
-        """Read ``manifests``, those of all ranks in order of rank, as the rank whose own is number ``own`` does."""
+        """Number the tensors of ``manifests``, in the order of ranks; ``own`` is the index of the own rank."""
         self._manifests = [manifests[own], *manifests[:own], *manifests[own + 1 :]]
         self._firsts = list(itertools.accumulate(map(len, self._manifests), initial=0))
         self._rows: dict[int, list[TensorRow]] = {}
@@ -56,7 +56,7 @@ class ShardSet:
         self._index: dict[str, list[int]] | None = None
         self._twice: set[str] = set()
         self.gaps: set[str] = set()
-        """What was asked for and nobody saved, as errors say it: no state that is given can be to blame for that."""
+        """Messages about requested parts that no rank saved."""
 
     @property
     def own_shape(self) -> object:
@@ -64,7 +64,7 @@ class ShardSet:
         return read_shape(self._manifests[0])
 
     def shapes(self) -> list[object]:
-        """Return what each rank has, the own first; ranks that have the same are there once.
+        """Return the distinct states of the ranks, the own first.
 
         Raises:
             FormatError, StateMismatchError: as :func:`asymcheck.restore.state_template.read_shape`.
@@ -79,7 +79,7 @@ class ShardSet:
         return shapes
 
     def row(self, number: int) -> TensorRow:
-        """Return a tensor by its number, as the manifest in which it is numbered has it."""
+        """Return the row of a tensor by its number."""
         position = self._position(number)
         if position not in self._rows:
             manifest = self._manifests[position]
@@ -87,18 +87,18 @@ class ShardSet:
         return self._rows[position][number - self._firsts[position]]
 
     def rank_of(self, number: int) -> int:
-        """Return the rank in whose manifest a tensor is numbered."""
+        """Return the rank that stored a tensor."""
         return self._manifests[self._position(number)].header.rank
 
     def whole(self, number: int) -> Box:
-        """Return all of a tensor."""
+        """Return the box of the whole tensor."""
         return Box.of_whole(self.row(number).global_shape)
 
     def pieces(self, number: int, box: Box) -> list[StoredPiece]:
-        """Return what makes up a box of a tensor; of several ranks that have the same, the own comes first.
+        """Return the stored parts that make up a box of a tensor; among replicas, the own rank comes first.
 
         Raises:
-            StateMismatchError: some of it is in no part that was saved, or its name stands for several tensors.
+            StateMismatchError: no rank saved some part of the box, or the name is ambiguous.
         """
         row = self.row(number)
         own = box_of(row)
@@ -108,8 +108,8 @@ class ShardSet:
             return list(self._cut([number], box)[0])
         if row.name in self._twice_in_one():
             raise StateMismatchError(
-                f"the name {row.name} stands for several tensors of one rank, so that parts of {box} from several "
-                "ranks cannot be told apart"
+                f"the name {row.name} is used for several tensors of one rank, so parts of {box} from several ranks "
+                "are ambiguous"
             )
         pieces, missing = self._cut(self._alike(number, [row.name]), box)
         if missing is not None and row.aliases:
@@ -133,22 +133,22 @@ class ShardSet:
         return pieces, tiling.missing
 
     def _alike(self, number: int, names: Sequence[str]) -> list[int]:
-        """Return the parts of the same whole that have one of these names, the given one first."""
+        """Return the parts of the same tensor that have one of these names, the given one first."""
         dtype, box = self._outline(number)
-        found = dict.fromkeys([number, *(one for name in names for one in self._by_name().get(name, ()))])
-        return [one for one in found if (self._outline(one)[0], self._outline(one)[1].whole) == (dtype, box.whole)]
+        parts = dict.fromkeys([number, *(part for name in names for part in self._by_name().get(name, ()))])
+        return [part for part in parts if (self._outline(part)[0], self._outline(part)[1].whole) == (dtype, box.whole)]
 
     def _by_name(self) -> dict[str, list[int]]:
-        """Return the tensors of each name, aliases too, over all ranks."""
+        """Return the tensors of all ranks by name, including aliases."""
         if self._index is None:
             self._index = {}
             for first, manifest in zip(self._firsts, self._manifests, strict=False):
-                here: set[str] = set()
+                rank_names: set[str] = set()
                 for number, names in enumerate(_names(manifest), first):
                     for name in names:
                         self._index.setdefault(name, []).append(number)
-                    self._twice |= here.intersection(names)
-                    here.update(names)
+                    self._twice |= rank_names.intersection(names)
+                    rank_names.update(names)
         return self._index
 
     def _twice_in_one(self) -> set[str]:
@@ -156,7 +156,7 @@ class ShardSet:
         return self._twice
 
     def _outline(self, number: int) -> _Outline:
-        """Return dtype and box of a tensor: of many ranks, that is all that is asked of most rows."""
+        """Return dtype and box of a tensor, which suffices for most rows of many ranks."""
         position = self._position(number)
         if position not in self._outlines:
             columns = (
@@ -169,13 +169,13 @@ class ShardSet:
         return self._outlines[position][number - self._firsts[position]]
 
     def _position(self, number: int) -> int:
-        # Of manifests without a tensor the last that begins here is meant.
+        # Several manifests without tensors may begin at this number; the last one is meant.
         return bisect.bisect_right(self._firsts, number) - 1
 
 
 def _names(manifest: Manifest) -> Iterator[tuple[str, ...]]:
     for name, aliases in zip(manifest.names(), _column(manifest, "aliases"), strict=True):
-        # A tensor may have one name twice: that is no second tensor.
+        # A tensor may list the same name twice.
         yield tuple(dict.fromkeys([name, *aliases]))
 
 

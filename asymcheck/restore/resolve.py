@@ -1,4 +1,4 @@
-"""Resolve: find the newest consistent checkpoint, and say why any newer one was passed over (SPEC.md §10)."""
+"""Resolve: find the newest consistent checkpoint, and the reasons why newer ones were skipped (SPEC.md §10)."""
 
 from __future__ import annotations
 
@@ -35,26 +35,25 @@ _SAVES_SHOWN = 4
 
 @dataclasses.dataclass
 class Resolved:
-    """A consistent checkpoint, with the packs that hold its partitions open."""
+    """A consistent checkpoint with its open packs."""
 
     run: str
     ref: CheckpointRef
     manifests: list[Manifest]
     sources: PartitionLocator
-    """Where its partitions lie; the caller closes it."""
+    """Locator of the partitions; the caller closes it."""
 
 
 def candidates(tier: ReadTier, run: str, step: int | str | None) -> list[CheckpointFiles]:
-    """Return the checkpoints that may be restored, the one to try first in front.
+    """Return the candidates for a restore, in the order to try them.
 
-    Without ``step``: those on the line, newest first. With ``step``: the attempts to save it on the line, newest
-    first; if the step is on no line, those of the newest generation that has it. With
-    ``save:DIGITS``: that save.
+    Without ``step``: all checkpoints on the line of training, newest first. With ``step``: the saves of this step on
+    the line, newest first, or else those of the newest generation that has the step. With ``save:DIGITS``: that save.
 
     Raises:
-        CheckpointNotFoundError: there is none.
-        HeadRecordError: which one is newest cannot be known.
-        InvalidInputError: several checkpoints have these digits.
+        CheckpointNotFoundError: no checkpoint matches.
+        HeadRecordError: the newest checkpoint is unknown, because a head record is damaged or lost.
+        InvalidInputError: several checkpoints match the digits.
     """
     if isinstance(step, str):
         return [by_save_id(tier, run, step.removeprefix("save:"))]
@@ -63,56 +62,55 @@ def candidates(tier: ReadTier, run: str, step: int | str | None) -> list[Checkpo
     if step is None:
         line = read_line(tier, run)
         check_generations(listings, line)
-        found = [listing for listing in newest_first if listing.ref in line]
+        matching = [listing for listing in newest_first if listing.ref in line]
     else:
-        found = [listing for listing in newest_first if listing.ref.step == step]
-        if len(found) > 1:
-            # Only now does the line matter; a lost head record must not stop the restore of a step that is there once.
+        matching = [listing for listing in newest_first if listing.ref.step == step]
+        if len(matching) > 1:
+            # The line is read only here, so that a step with one save can be restored without head records.
             line = read_line(tier, run, step=step)
             check_generations(listings, line, step)
-            found = [listing for listing in found if listing.ref in line] or [
-                listing for listing in found if listing.ref.generation == found[0].ref.generation
+            matching = [listing for listing in matching if listing.ref in line] or [
+                listing for listing in matching if listing.ref.generation == matching[0].ref.generation
             ]
-    if not found and listings and step is None:
+    if not matching and listings and step is None:
         last = max(listing.ref.step for listing in listings)
         raise CheckpointNotFoundError(
             f"store {tier.root}: all {len(listings)} checkpoints of run {run!r}, up to step {last}, are abandoned: "
-            f"training began anew without them. Name one to read it (step={last})"
+            f"a later training began from scratch. Name a step to read it (step={last})"
         )
-    if not found:
-        what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise CheckpointNotFoundError(
-            f"store {tier.root} has {what} of run {run!r}{what_is_there(tier, run, listings)}"
-        )
-    return found
+    if not matching:
+        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise CheckpointNotFoundError(f"store {tier.root} has {wanted} of run {run!r}{available(tier, run, listings)}")
+    return matching
 
 
 def by_save_id(tier: ReadTier, run: str, digits: str) -> CheckpointFiles:
     """Return the checkpoint of a run whose save id begins with these hexadecimal digits.
 
     Raises:
-        CheckpointNotFoundError: there is none.
-        InvalidInputError: there are several.
+        CheckpointNotFoundError: no checkpoint matches.
+        InvalidInputError: several checkpoints match.
     """
-    found = [listing for listing in tier.manifests.checkpoints(run) if listing.ref.save_id.hex().startswith(digits)]
-    if not found:
+    matching = [listing for listing in tier.manifests.checkpoints(run) if listing.ref.save_id.hex().startswith(digits)]
+    if not matching:
         raise CheckpointNotFoundError(f"store {tier.root} has no checkpoint of run {run!r} whose save id is {digits}…")
-    if len(found) > 1:
-        listed = "".join(f"\n  step {one.ref.step}: save:{one.ref.save_id.hex()}" for one in found[:_SAVES_SHOWN])
-        more = f"\n  … and {len(found) - _SAVES_SHOWN} more" if len(found) > _SAVES_SHOWN else ""
+    if len(matching) > 1:
+        refs = [listing.ref for listing in matching[:_SAVES_SHOWN]]
+        listed = "".join(f"\n  step {ref.step}: save:{ref.save_id.hex()}" for ref in refs)
+        more = f"\n  … and {len(matching) - _SAVES_SHOWN} more" if len(matching) > _SAVES_SHOWN else ""
         raise InvalidInputError(
-            f"save:{digits} could be {len(found)} checkpoints of run {run!r}; give more digits:{listed}{more}"
+            f"save:{digits} matches {len(matching)} checkpoints of run {run!r}; give more digits:{listed}{more}"
         )
-    return found[0]
+    return matching[0]
 
 
-def what_is_there(tier: ReadTier, run: str, listings: list[CheckpointFiles]) -> str:
-    """Say for an error what could be asked for instead."""
+def available(tier: ReadTier, run: str, listings: list[CheckpointFiles]) -> str:
+    """Return a hint for an error: available steps or runs."""
     return alternatives({listing.ref.step for listing in listings}, set(tier.manifests.runs()) - {run})
 
 
 def alternatives(steps: Collection[int], runs: Collection[str]) -> str:
-    """Say for an error what could be asked for instead: one of these steps, or else one of these runs."""
+    """Return a hint for an error: these steps, or else these runs."""
     if steps:
         last = ", ".join(map(str, sorted(steps)[-_STEPS_SHOWN:]))
         return (
@@ -122,7 +120,7 @@ def alternatives(steps: Collection[int], runs: Collection[str]) -> str:
 
 
 def check_run_exists(root: PurePath | str, run: str, runs: Collection[str]) -> None:
-    """Refuse a run that is none of a store's."""
+    """Raise CheckpointNotFoundError if a store does not have a run."""
     if run not in runs:
         raise CheckpointNotFoundError(f"store {root} has no run {run!r}{alternatives((), runs)}")
 
@@ -130,12 +128,12 @@ def check_run_exists(root: PurePath | str, run: str, runs: Collection[str]) -> N
 def resolve_each(
     tier: ReadTier, listings: list[CheckpointFiles], skipped: list[str], *, whole: bool = True
 ) -> Iterator[Resolved]:
-    """Yield the consistent ones among ``listings`` in order; append to ``skipped`` why others were passed over.
+    """Yield the consistent checkpoints of ``listings`` in order; append reasons for the others to ``skipped``.
 
-    The consumer closes the ``sources`` of each. Unless ``whole``, what the ranks of this store saved is enough.
+    The consumer closes the ``sources`` of each. Without ``whole``, the shards of the ranks of this store suffice.
 
     Raises:
-        UnsupportedFormatError: a checkpoint needs a newer program.
+        UnsupportedFormatError: a checkpoint requires a newer version of asymcheck.
         LockTimeoutError: another process has locked a pack for too long.
         TooManyFilesError: a checkpoint needs more packs than this process may open.
     """
@@ -146,24 +144,24 @@ def resolve_each(
                 resolved = resolve_one(tier, listing, whole=whole)
             yield resolved
         except (UnsupportedFormatError, LockTimeoutError, *UNKNOWING):
-            # Not damage: the checkpoint is sound, and an older one in its place would be a silent loss of training.
+            # The checkpoint is intact, so using an older one would silently lose training.
             raise
         except (FormatError, RecoveryError, StorageError) as error:
             skips.add(listing.ref, str(error))
 
 
 class SkippedCheckpoints:
-    """Appends to a list why checkpoints were passed over; neighbours with one reason are one entry."""
+    """Appends reasons for skipped checkpoints to a list. Consecutive checkpoints with one reason are one entry."""
 
     def __init__(self, skipped: list[str]) -> None:
-        """Append to ``skipped``, to which others append as well."""
+        """Append to ``skipped``, which other code may append to as well."""
         self._skipped = skipped
         self._first: CheckpointRef | None = None
         self._reason = self._entry = ""
         self._older = 0
 
     def add(self, ref: CheckpointRef, reason: str) -> None:
-        """Say why one was passed over."""
+        """Add the reason why a checkpoint was skipped."""
         if self._skipped and self._skipped[-1] == self._entry and reason == self._reason:
             self._older += 1
             self._skipped.pop()
@@ -180,12 +178,12 @@ def _named(listing: CheckpointFiles) -> Detail:
 
 
 def resolve_one(tier: ReadTier, listing: CheckpointFiles, *, whole: bool = False) -> Resolved:
-    """Check that one checkpoint is consistent and open the packs that it needs.
+    """Check that a checkpoint is consistent, and open its packs.
 
-    Unless ``whole``, that of the ranks that save into this store is enough.
+    Without ``whole``, the shards of the ranks that save into this store suffice.
 
     Raises:
-        InconsistentCheckpointError, MissingPartitionError, FormatError, StorageError: it is not, and why.
+        InconsistentCheckpointError, MissingPartitionError, FormatError, StorageError: the checkpoint is inconsistent.
     """
     if whole and listing.is_complete and not listing.is_whole:
         raise InconsistentCheckpointError(_is_elsewhere(listing))
@@ -194,10 +192,10 @@ def resolve_one(tier: ReadTier, listing: CheckpointFiles, *, whole: bool = False
 
 
 def resolve_manifests(tier: ReadTier, listing: CheckpointFiles, manifests: list[Manifest]) -> Resolved:
-    """Open the packs that some manifests of a checkpoint need.
+    """Open the packs that manifests of a checkpoint need.
 
     Raises:
-        MissingPartitionError, StorageError: some of it is not there.
+        MissingPartitionError, StorageError: a partition is missing or unreadable.
     """
     hints: dict[PackId, None] = {}
     for manifest in manifests:
@@ -213,7 +211,7 @@ def resolve_manifests(tier: ReadTier, listing: CheckpointFiles, manifests: list[
 
 
 def needed_by(manifests: Sequence[Manifest], ref: CheckpointRef, digest: bytes | None) -> str:
-    """Say for an error which tensors need a partition, and what to do."""
+    """Return the end of an error message: the tensors that need a partition, and the remedy."""
     names = [
         row.name + (f" of rank {manifest.header.rank}" if len(manifests) > 1 else "")
         for manifest in manifests
@@ -226,8 +224,8 @@ def needed_by(manifests: Sequence[Manifest], ref: CheckpointRef, digest: bytes |
 def _is_elsewhere(listing: CheckpointFiles) -> str:
     spans = named_spans(listing.store_ranks or ())
     return (
-        f"this store has what {spans} of {listing.world_size} saved; the others' parts lie in theirs, and in the "
-        "location to which all push, when they have: give that as remote"
+        f"this store has only the shards of {spans} of {listing.world_size} ranks. The others are in other stores; "
+        "pass the location to which all stores push as remote=<URI>"
     )
 
 
@@ -235,8 +233,8 @@ def read_manifests(tier: ReadTier, listing: CheckpointFiles) -> list[Manifest]:
     """Read the manifests of all ranks that save into this store.
 
     Raises:
-        InconsistentCheckpointError: ranks are missing, or there are two of one.
-        FormatError, StorageError: one is damaged, or cannot be read.
+        InconsistentCheckpointError: a rank has no manifest, or two.
+        FormatError, StorageError: a manifest is damaged or unreadable.
     """
     if not listing.is_complete:
         _check_readable(tier, listing)
@@ -245,10 +243,10 @@ def read_manifests(tier: ReadTier, listing: CheckpointFiles) -> list[Manifest]:
 
 
 def _check_readable(tier: ReadTier, listing: CheckpointFiles) -> None:
-    """Read a manifest of a checkpoint that seems to lack some: they alone can say which of them belong here.
+    """Read one manifest of an incomplete checkpoint, which names the ranks that save into this store.
 
     Raises:
-        FormatError, StorageError: none can be read; that is not that others are missing.
+        FormatError, StorageError: no manifest is readable.
     """
     problem: FormatError | StorageError | None = None
     for name in () if listing.store_ranks is not None else listing.manifests:
@@ -265,12 +263,13 @@ def _check_readable(tier: ReadTier, listing: CheckpointFiles) -> None:
 
 
 def what_is_missing(listing: CheckpointFiles) -> str:
-    """Say why a checkpoint is not complete."""
+    """Return the reason why a checkpoint is incomplete."""
     if not listing.world_size:
         return "its manifests disagree on the world size"
     missing = listing.missing_ranks
-    what = "one rank has two manifests"
+    problem = "one rank has two manifests"
     if missing:
-        who = ", ".join(map(str, missing[:8]))
-        what = f"manifests of ranks {who} are missing" if len(missing) > 1 else f"the manifest of rank {who} is missing"
-    return f"{what} (world size {listing.world_size})"
+        ranks = ", ".join(map(str, missing[:8]))
+        many = len(missing) > 1
+        problem = f"manifests of ranks {ranks} are missing" if many else f"the manifest of rank {ranks} is missing"
+    return f"{problem} (world size {listing.world_size})"

@@ -1,4 +1,4 @@
-"""Rings on the way up: what killed processes left in memory, handed on without taking it up."""
+"""Stream captures from the rings of killed processes, without recovering them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from asymcheck.storage.shm import RingReader, list_rings
 from asymcheck.types import CheckpointRef, Digest, Progress
 
 
-class _Found:
-    """The rings of a store in one folder, and the captures of one run in them."""
+class _Rings:
+    """Rings of a store in one folder, and the captures of one run in them."""
 
     def __init__(self, tier: StoreTier, folder: Path, run: str, stack: contextlib.ExitStack) -> None:
         self.captures: dict[CheckpointRef, list[tuple[Manifest, RingReader]]] = {}
@@ -36,7 +36,7 @@ class _Found:
         self.runs: set[str] = set()
         for path in list_rings(folder, tier.descriptor.store_id):
             try:
-                # Not held: a training that starts meanwhile has to take it up.
+                # The lock is not held, so that a starting training can recover the ring.
                 reader = stack.enter_context(RingReader(path, hold=False))
             except FileNotFoundError:
                 continue
@@ -64,7 +64,7 @@ class _Found:
 def _user(reader: RingReader) -> str:
     owner = reader.header.owner
     if is_dead(owner):
-        return f"ring {reader.path} is being taken up by a training that starts"
+        return f"ring {reader.path} is being recovered by a starting training"
     return f"ring {reader.path} is in use by {describe_owner(owner)}"
 
 
@@ -77,39 +77,39 @@ def stream_from_rings(
     sink: Sink,
     progress: Progress | None = None,
 ) -> Loaded:
-    """Hand the newest capture that a killed process left complete in memory, or that of a step, to ``sink``.
+    """Stream the newest complete capture of a killed process, or that of a step, to ``sink``.
 
-    The captures of several ranks are merged. A damaged capture, or one that a rank lacks, gives way to the next older
-    one; a capture of ``step``, to another attempt at that step.
+    The captures of several ranks are merged. If a capture is damaged, or missing on a rank, the next older one is
+    streamed, or another save of ``step``.
 
     Raises:
-        CheckpointNotFoundError: there is none.
-        InconsistentCheckpointError: all are damaged; lists the reasons.
-        LockTimeoutError: a ring that may hold it is in use.
+        CheckpointNotFoundError: no such capture exists.
+        InconsistentCheckpointError: all captures are damaged; lists the reasons.
+        LockTimeoutError: a ring that may hold the capture is in use.
     """
     with contextlib.ExitStack() as stack:
-        found = _Found(tier, folder, run, stack)
-        skipped = [*found.in_use, *found.damaged]
-        for ref in sorted(found.captures, reverse=True):
+        rings = _Rings(tier, folder, run, stack)
+        skipped = [*rings.in_use, *rings.damaged]
+        for ref in sorted(rings.captures, reverse=True):
             if not _is_meant(ref, step):
                 continue
-            # One rank's may lie in several rings, intact in any of them.
-            by_rank = {manifest.header.rank: manifest for manifest, _ in found.captures[ref]}
+            # Several rings may hold the capture of a rank, and any of them may be intact.
+            by_rank = {manifest.header.rank: manifest for manifest, _ in rings.captures[ref]}
             manifests = [by_rank[rank] for rank in sorted(by_rank)]
             world_size = manifests[0].header.world_size
             if len(by_rank) < world_size:
                 which = ", ".join(map(str, sorted(by_rank)))
-                reason = f"of its {world_size} ranks only {which} left it complete in memory"
+                reason = f"only {which} of {world_size} ranks left a complete capture in memory"
                 skipped.append(f"{ref}: {reason}")
                 continue
             try:
-                read = partial(execute_in_memory, payload=_payloads(found.captures[ref]))
+                read = partial(execute_in_memory, payload=_payloads(rings.captures[ref]))
                 state = hand_on(manifests, None, tensors, sink, progress, read)
             except (DamagedPartitionError, FormatError) as error:
                 skipped.append(f"{ref}: {error}")
                 continue
             return Loaded(state, run, ref, manifests, tuple(skipped))
-    raise _nothing(tier, folder, run, step, found, skipped)
+    raise _nothing(tier, folder, run, step, rings, skipped)
 
 
 def _is_meant(ref: CheckpointRef, step: int | str | None) -> bool:
@@ -119,32 +119,32 @@ def _is_meant(ref: CheckpointRef, step: int | str | None) -> bool:
 
 
 def _nothing(
-    tier: StoreTier, folder: Path, run: str, step: int | str | None, found: _Found, skipped: Sequence[str]
+    tier: StoreTier, folder: Path, run: str, step: int | str | None, rings: _Rings, skipped: Sequence[str]
 ) -> LockTimeoutError | InconsistentCheckpointError | CheckpointNotFoundError:
-    """Return the error that says why nothing could be read."""
+    """Return the error if nothing could be read."""
     what = f"run {run!r}"
     if step is not None:
         what = f"{'' if isinstance(step, str) else 'step '}{step} of {what}"
-    if found.in_use:
+    if rings.in_use:
         return LockTimeoutError(
-            f"{found.in_use[0]}, and to read it would race with that; try again when that process has ended, or read "
-            "what is durable (without --tier memory)"
+            f"{rings.in_use[0]}, and reading the ring would race with it; try again when that process has ended, or "
+            "read durable checkpoints (without --tier memory)"
         )
     if skipped:
         message = (
             f"no capture of {what} in the rings in {folder} is intact. Read durable checkpoints without --tier memory:"
         )
         return InconsistentCheckpointError(message, skipped)
-    there = alternatives({ref.step for ref in found.captures}, found.runs - {run})
-    if not found.runs:
-        there = "; no ring of this store is there"
+    hint = alternatives({ref.step for ref in rings.captures}, rings.runs - {run})
+    if not rings.runs:
+        hint = "; the folder has no ring of this store"
     return CheckpointNotFoundError(
-        f"no killed process left {what} of store {tier.root} complete in memory in {folder}{there}"
+        f"no killed process left {what} of store {tier.root} complete in memory in {folder}{hint}"
     )
 
 
 def _payloads(parts: Sequence[tuple[Manifest, RingReader]]) -> Callable[[Digest], memoryview]:
-    """Return a function that gives the checked bytes of a partition, from any of the rings.
+    """Return a function that reads and verifies a partition from any of the rings.
 
     Raises:
         DamagedPartitionError: the rings have no intact frame of a partition.
@@ -159,7 +159,7 @@ def _payloads(parts: Sequence[tuple[Manifest, RingReader]]) -> Callable[[Digest]
         intact = next(filter(None, tried), None)
         if intact is None:
             where = ", ".join(str(reader.path) for _, reader in parts)
-            raise DamagedPartitionError(f"partition {name.hex()} lies in no intact frame of ring {where}", name)
+            raise DamagedPartitionError(f"partition {name.hex()} has no intact frame in ring {where}", name)
         return intact[1]
 
     return payload

@@ -1,4 +1,4 @@
-"""What modules and optimizers make of a stored state: what they would refuse, told before a byte is overwritten."""
+"""Predict what load_state_dict() of modules and optimizers would refuse, before any byte is overwritten."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from asymcheck.format.tree import Key
 from asymcheck.restore.state_template import RowRef, like_mapping, merge, rows_in
 from asymcheck.state.shards import Distributed
 
-# torch has no public name for these. An object that has hooks, or loads in its own way, may accept what differs.
+# torch has no public names for these. An object with hooks, or its own load_state_dict(), may accept differences.
 _MODULE_HOOKS = "_load_state_dict_pre_hooks"
 _MODULE_LOADER = "_load_from_state_dict"
 _OPTIMIZER_HOOKS = "_optimizer_load_state_dict_pre_hooks"
 _ADVICE = (
-    "the stages of a pipeline come back by as many ranks as saved them; for other numbers save the optimizer's state "
-    "by the names of parameters (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict)"
+    "pipeline stages can only be restored by as many ranks as saved them. For another number, save the optimizer's "
+    "state by parameter names (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict)"
 )
 
 
 def misfits(current: object, stored: Mapping[Key, object], row_of: Callable[[int], TensorRow]) -> Iterator[str]:
-    """Yield what in a stored state, whose tensors ``row_of`` gives, an object will refuse.
+    """Yield the reasons why an object will refuse a stored state; ``row_of`` returns its tensors.
 
-    Nothing when only the object itself can tell.
+    Yields nothing if only the object itself can decide.
     """
     if isinstance(current, Distributed):
         yield from current.misfits(stored)
@@ -75,12 +75,12 @@ def _group_sizes(groups: object) -> list[int]:
 
 
 def state_for(current: object, stored: Sequence[dict[Key, object]], state: Mapping[str, object]) -> dict[Key, object]:
-    """Return which of the states that several ranks stored under one name an object gets: the first.
+    """Return the stored state for an object that several ranks stored under one name: that of the first.
 
-    A module whose ranks stored different tensors (the stages of a pipeline) gets those of ``state``, which it has.
+    If ranks stored different tensors of a module (pipeline stages), return the tensors that are in ``state``.
     """
     first = stored[0]
-    if not isinstance(current, torch.nn.Module) or all(one.keys() == first.keys() for one in stored):
+    if not isinstance(current, torch.nn.Module) or all(other.keys() == first.keys() for other in stored):
         return first
     merged = merge(stored)
     if not isinstance(merged, dict):
@@ -89,7 +89,7 @@ def state_for(current: object, stored: Sequence[dict[Key, object]], state: Mappi
 
 
 def with_counters(stored: dict[Key, object], current: object) -> dict[Key, Any]:
-    """Return what is stored with a Counter wherever ``current`` has one: it is stored as a plain mapping."""
+    """Return a stored value with a Counter wherever ``current`` has one, because Counters are stored as mappings."""
     given = current if isinstance(current, dict) else {}
     items: dict[Key, Any] = {key: _with_counters(value, given.get(key)) for key, value in stored.items()}
     return Counter(items) if type(current) is Counter else like_mapping(stored, items)
@@ -106,7 +106,7 @@ def _with_counters(stored: object, current: object) -> object:
 
 
 def parameters_of(optimizer: object, stored: Mapping[Key, object]) -> Iterator[tuple[RowRef, torch.Tensor]]:
-    """Yield the tensors of an optimizer's stored state, each with the present parameter that it belongs to."""
+    """Yield the tensors of an optimizer's stored state, each with its current parameter."""
     groups, states = stored.get("param_groups"), stored.get("state")
     if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(groups, list) or not isinstance(states, dict):
         return
@@ -125,39 +125,39 @@ def _items(container: object) -> Sequence[object]:
 
 
 class PipelineStages:
-    """Finds optimizers that would get the numbered state of another stage: number 0 is another parameter there."""
+    """Detector of optimizers that would receive the numbered state of another pipeline stage."""
 
     def __init__(self, rank_of: Callable[[int], int]) -> None:
-        """Begin without an object; ``rank_of`` gives the rank that stored a tensor."""
+        """Start without objects; ``rank_of`` returns the rank that stored a tensor."""
         self._rank_of = rank_of
-        # By parameter: its name, by ranks that have no such one and others instead.
+        # By parameter: its name, by rank that lacks the name and has others instead.
         self._lacking: dict[int, dict[int, str]] = {}
         self._numbered: list[tuple[str, torch.optim.Optimizer, int]] = []
 
     def add_module(
         self, name: str, module: torch.nn.Module, state: Mapping[str, object], stored: Sequence[Mapping[Key, object]]
     ) -> None:
-        """Take note of a module, of its present state, and of what ranks stored under its name."""
-        supplied = {key for one in stored for key in one}
+        """Add a module, its current state, and the states that ranks stored under its name."""
+        supplied = {key for mapping in stored for key in mapping}
         parameters = [pair for pair in module.named_parameters(remove_duplicate=False) if pair[0] in supplied]
-        # Who has less and nothing else is no other stage: it left to others to save what all have.
-        for one in (one for one in stored if not one.keys() <= state.keys()):
-            for row in rows_in(one)[:1]:
+        # A rank that stored a subset is no other stage; other ranks saved its replicas.
+        for mapping in (mapping for mapping in stored if not mapping.keys() <= state.keys()):
+            for row in rows_in(mapping)[:1]:
                 rank = self._rank_of(row)
                 for key, parameter in parameters:
-                    if key not in one:
+                    if key not in mapping:
                         self._lacking.setdefault(id(parameter), {})[rank] = _joined(name, key)
 
     def add_optimizer(self, name: str, optimizer: torch.optim.Optimizer, stored: Mapping[Key, object]) -> None:
-        """Take note of an optimizer, and of what it gets."""
+        """Add an optimizer and its stored state."""
         states = stored.get("state")
         if isinstance(states, dict) and all(type(key) is int for key in states):
-            # Without a tensor it is as good as that of any other stage.
+            # Without tensors, the states of all stages are equivalent.
             for row in rows_in(states)[:1]:
                 self._numbered.append((name, optimizer, self._rank_of(row)))
 
     def problems(self) -> Iterator[str]:
-        """Yield what is wrong, when all objects are known."""
+        """Yield the problems, once all objects were added."""
         for name, optimizer, rank in self._numbered:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             lacking = (self._lacking.get(id(parameter), {}).get(rank) for parameter in parameters)

@@ -1,4 +1,4 @@
-"""The shape of a stored state: its containers and plain values, with placeholders where tensors go."""
+"""Template of a stored state: containers and plain values, with placeholders for tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asymcheck.state.numpy_dtypes import NUMPY_DTYPES
 
 _T = TypeVar("_T")
 _METADATA = "_metadata"
-"""Where Module.state_dict() hangs the versions of its modules, and Module.load_state_dict() looks for them."""
+"""Attribute in which Module.state_dict() stores the versions of modules for Module.load_state_dict()."""
 
 
 def _metadata(mapping: object) -> object:
@@ -33,12 +33,12 @@ def _set_metadata(mapping: OrderedDict[Key, object], metadata: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RowRef:
-    """A placeholder for the tensor of a row."""
+    """Placeholder for the tensor of a row."""
 
     row: int
     """Row of the manifest, or the tensor number of a :class:`asymcheck.restore.reshard.ShardSet`."""
     as_array: bool
-    """Whether it was a numpy array."""
+    """Whether the tensor was a numpy array."""
 
 
 class _ShapeBuilder:
@@ -77,7 +77,7 @@ class _ShapeBuilder:
 
 def _known(dtypes: Mapping[str, _T], name: str, library: str) -> _T:
     if name not in dtypes:
-        raise StateMismatchError(f"the state has a value of dtype {name}, which this {library} lacks")
+        raise StateMismatchError(f"the state has a value of dtype {name}, which this version of {library} lacks")
     return dtypes[name]
 
 
@@ -85,10 +85,12 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise StateMismatchError(f"the state has the device {name!r} as a value, which this torch lacks") from error
+        raise StateMismatchError(
+            f"the state has the device {name!r} as a value, which this version of torch lacks"
+        ) from error
     if str(device) != name:
-        # A large index wraps round.
-        raise StateMismatchError(f"the state has the device {name!r} as a value, of which this torch makes {device}")
+        # A large index overflows.
+        raise StateMismatchError(f"the state has the device {name!r} as a value, which torch changes to {device}")
     return device
 
 
@@ -97,7 +99,7 @@ def read_shape(manifest: Manifest, first: int = 0) -> object:
 
     Raises:
         FormatError: the tree breaks a rule of the format.
-        StateMismatchError: it has a value that this torch or numpy cannot make.
+        StateMismatchError: a value is not supported by this version of torch or numpy.
     """
     header = manifest.header
     where = f"manifest of {header.run} {header.ref}, rank {header.rank}"
@@ -105,7 +107,7 @@ def read_shape(manifest: Manifest, first: int = 0) -> object:
 
 
 def rows_in(shape: object) -> list[int]:
-    """Return the rows that a (part of a) shape names, each once, in order."""
+    """Return the distinct rows in a shape, in order."""
     rows: dict[int, None] = {}
 
     def note(ref: RowRef) -> object:
@@ -142,7 +144,7 @@ def _array(tensor: torch.Tensor) -> object:
 
 
 def with_tensors(shape: object, tensors: Mapping[int, object]) -> object:
-    """Return the state: a shape with its tensors put in; tied tensors are one object."""
+    """Return a shape with its tensors in place. Tied tensors are one object."""
     arrays: dict[int, object] = {}
 
     def make(ref: RowRef) -> object:
@@ -155,7 +157,7 @@ def with_tensors(shape: object, tensors: Mapping[int, object]) -> object:
 
 
 def merge(shapes: Sequence[object]) -> object:
-    """Return the union of what several ranks have: mappings by key, sequences of one length by item, else the first."""
+    """Merge the shapes of several ranks: mappings by key, sequences of equal length by item, otherwise the first."""
     first = shapes[0]
     if len(shapes) == 1:
         return first
@@ -177,14 +179,14 @@ def like_mapping(
     if not isinstance(like, OrderedDict):
         return items
     ordered = OrderedDict(items)
-    found = [metadata for one in (like, *merge_metadata) if (metadata := _metadata(one)) is not None]
-    if found:
-        _set_metadata(ordered, merge(found))
+    versions = [metadata for shape in (like, *merge_metadata) if (metadata := _metadata(shape)) is not None]
+    if versions:
+        _set_metadata(ordered, merge(versions))
     return ordered
 
 
 class _Absent:
-    """Marks what a selection leaves out."""
+    """Marker for values outside of a selection."""
 
 
 _ABSENT = _Absent()
@@ -207,14 +209,14 @@ def select(shape: object, pattern: str) -> object:
 
 
 def select_each(shapes: Sequence[object], pattern: str) -> list[object]:
-    """Do as :func:`select` does with what several ranks have; those of whom nothing matches are left out.
+    """Apply :func:`select` to the shapes of several ranks, and leave out ranks without a match.
 
     Raises:
         InvalidInputError: no name matches.
     """
     if len(shapes) == 1 or pattern == "*":
         return [select(shape, pattern) for shape in shapes]
-    kept = [found for shape in shapes if (found := _select(shape, pattern, ())) is not _ABSENT]
+    kept = [selected for shape in shapes if (selected := _select(shape, pattern, ())) is not _ABSENT]
     return kept or [select(merge(shapes), pattern)]
 
 

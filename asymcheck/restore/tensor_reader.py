@@ -1,4 +1,4 @@
-"""Windows: the bytes of one stored tensor after the other, in bounded memory, every partition checked."""
+"""Read stored tensors sequentially in bounded memory, and verify every partition."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from asymcheck.restore.partition_locator import PartitionLocator
 from asymcheck.storage.nvme import Slot
 from asymcheck.types import Digest
 
-# One for each of two tensors that are read side by side, and as many that they may have in common with the next ones.
+# One for each of two tensors that are compared, and as many that they may share with the next tensors.
 _KEPT = 4
 
 
 class PartitionCache:
-    """Reads partitions and keeps the few that were used last: tensors that share one are compared one by one."""
+    """Reader of partitions with a small cache, because consecutive tensors often share a partition."""
 
     def __init__(self, sources: PartitionLocator, digests: Sequence[Digest]) -> None:
-        """Read ``digests``, and no others, from ``sources``."""
+        """Read only ``digests`` from ``sources``."""
         self._sources = sources
         self._slot_bytes = sources.payload_bytes(digests)[0]
         self._kept: OrderedDict[Digest, tuple[Slot, memoryview]] = OrderedDict()
 
     def read(self, digest: Digest) -> memoryview:
-        """Return the checked bytes of a partition; they are good until two others have been read.
+        """Return the verified bytes of a partition. They stay valid until two other partitions were read.
 
         Raises:
-            DamagedPartitionError: no copy of it is intact.
+            DamagedPartitionError: no copy of the partition is intact.
         """
         if digest in self._kept:
             self._kept.move_to_end(digest)
@@ -43,17 +43,17 @@ class PartitionCache:
 
 
 class TensorStream:
-    """The bytes of one tensor from its start to its end."""
+    """Sequential reader of one tensor."""
 
     def __init__(self, row: TensorRow, cache: PartitionCache) -> None:
-        """Stream the tensor of a manifest's row."""
+        """Read the tensor of a manifest's row."""
         self._row = row
         self._cache = cache
         self._extent = 0
         self._used = 0
 
     def read_into(self, block: npt.NDArray[np.uint8]) -> None:
-        """Fill a block with the next bytes; the caller asks for no more than there are.
+        """Fill a block with the next bytes. The block must not be longer than the rest of the tensor.
 
         Raises:
             DamagedPartitionError: no copy of a partition is intact.

@@ -1,4 +1,4 @@
-"""Stream: the bytes of a checkpoint handed on as they are read, so that memory stays bounded however large it is."""
+"""Stream a checkpoint to a sink in bounded memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asymcheck.storage.interfaces import ReadTier
 from asymcheck.types import Progress
 
 _GATHERED_BYTES = 256 << 20
-"""Most bytes of tensors that are put together in memory at once; one of more is alone."""
+"""Maximum bytes of tensors that are assembled in memory at once. A larger tensor is assembled alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,22 +27,22 @@ class CheckpointOutline:
     """A checkpoint without its bytes."""
 
     shape: object
-    """The state, with a :class:`asymcheck.restore.state_template.RowRef` in the place of each tensor."""
+    """State with a :class:`asymcheck.restore.state_template.RowRef` in place of each tensor."""
     tensors: Mapping[int, TensorRow]
-    """The tensors of the shape, by row."""
+    """Tensors of the shape, by row."""
 
 
 class Sink(Protocol):
-    """Takes one checkpoint, for instance into a file of another format."""
+    """Receiver of a checkpoint, for instance a file of another format."""
 
     def begin(self, outline: CheckpointOutline) -> Mapping[int, ByteTarget]:
-        """Prepare for a checkpoint; return what takes the bytes of each tensor that is wanted, by row."""
+        """Prepare for a checkpoint; return the targets of tensor bytes by row. Tensors without a target are skipped."""
 
     def finish(self) -> object:
-        """Complete it, all bytes have come; return the result."""
+        """Finish after all bytes have arrived; return the result."""
 
     def abandon(self) -> None:
-        """Remove what was begun: the checkpoint is damaged, or reading it failed. Another may begin."""
+        """Discard an unfinished checkpoint. Another one may begin."""
 
 
 def stream(
@@ -55,14 +55,13 @@ def stream(
     *,
     rank: int | None = None,
 ) -> Loaded:
-    """Read a checkpoint, every byte verified, and hand it to ``sink``.
+    """Read a checkpoint, verify every byte, and pass it to ``sink``.
 
-    With ``rank``, what that rank saved; else what all ranks have together, parts put together to whole tensors.
-
-    A damaged candidate gives way to the next older one, as in :func:`asymcheck.restore.load.load`.
+    With ``rank``, stream the shards of that rank; otherwise, whole tensors of all ranks. A damaged candidate is skipped
+    as in :func:`asymcheck.restore.load.load`.
 
     Raises:
-        CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: as there.
+        CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: as :func:`asymcheck.restore.load.load`.
     """
 
     def read(resolved: Resolved) -> object:
@@ -80,13 +79,13 @@ def hand_on(
     progress: Progress | None,
     read: Callable[[ReadPlan], None],
 ) -> object:
-    """Hand tensors to ``sink`` by plans that ``read`` executes, and finish it; when one fails, it keeps nothing."""
+    """Pass tensors to ``sink`` with plans that ``read`` executes; finish the sink, or discard its data on failure."""
     parts, shape = read_parts(manifests, manifests[0].header.ref, rank, tensors)
     demands = demands_of(parts, shape, whole=rank is None)
     try:
         targets = sink.begin(CheckpointOutline(shape, {number: demand.row for number, demand in demands.items()}))
         wanted = {demands[number]: target for number, target in targets.items()}
-        # Bytes of a tensor that lie apart in it are put together in memory, some tensors at a time.
+        # Tensors whose bytes arrive out of order are assembled in memory, in batches.
         direct = [demand for demand in wanted if demand.in_runs]
         rounds = [direct, *_batches([demand for demand in wanted if not demand.in_runs])]
         report = _reporter(progress, sum(demand.row.nbytes for demand in wanted))
@@ -101,7 +100,7 @@ def hand_on(
 def _batches(demands: Sequence[Demand]) -> Iterator[list[Demand]]:
     batch: list[Demand] = []
     for demand in demands:
-        if batch and sum(one.row.nbytes for one in (*batch, demand)) > _GATHERED_BYTES:
+        if batch and sum(part.row.nbytes for part in (*batch, demand)) > _GATHERED_BYTES:
             yield batch
             batch = []
         batch.append(demand)
@@ -110,7 +109,7 @@ def _batches(demands: Sequence[Demand]) -> Iterator[list[Demand]]:
 
 
 class _Whole:
-    """Hands a tensor on to a sink: as its bytes come, or all at once where they lie apart."""
+    """Target that passes a tensor to a sink, in pieces or as a whole."""
 
     def __init__(self, target: ByteTarget, demand: Demand, report: Callable[[int], None]) -> None:
         self._target = target
@@ -141,13 +140,13 @@ class _Whole:
 
 
 def _reporter(progress: Progress | None, total: int) -> Callable[[int], None]:
-    """Return a function that adds bytes, and tells ``progress`` how many of ``total`` were read."""
+    """Return a function that counts bytes and reports them to ``progress``."""
     done = 0
 
     def report(count: int) -> None:
         nonlocal done
         if progress is not None:
-            # Not exact when threads meet here; it is for the eye.
+            # Approximate if several threads count at the same time.
             done += count
             progress(min(done, total), total)
 

@@ -44,7 +44,7 @@ def test_ranks_too_wait_for_what_still_writes_before_they_give_up_a_capture() ->
     told: list[tuple[bytes, bool]] = []
     joint = TwoPhaseCommit.__new__(TwoPhaseCommit)
     vars(joint)["_committing"] = SimpleNamespace(report=lambda _at, what, *, failed: told.append((what, failed)))
-    capture = SimpleNamespace(turn=SimpleNamespace(number=1, shares_anew=False), error=error)
+    capture = SimpleNamespace(save_round=SimpleNamespace(number=1, shares_anew=False), error=error)
     waited: list[str] = []
     write = SimpleNamespace(exception=lambda: waited.append("until it has ended"))
     inflight = SimpleNamespace(capture=capture, writes=[write])

@@ -108,7 +108,7 @@ def check(location: Path) -> None:
 
 
 @pytest.mark.slow(quick=["in time-default", "late copies-default"])
-@pytest.mark.filterwarnings("ignore:a ring of:asymcheck.errors.CaptureWarning")
+@pytest.mark.filterwarnings("ignore:the ring of:asymcheck.errors.CaptureWarning")
 @pytest.mark.parametrize(
     "capture",
     [

@@ -197,7 +197,7 @@ def test_a_base_that_is_collected_during_a_save_costs_no_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:a ring of:asymcheck.errors.CaptureWarning")
+@pytest.mark.filterwarnings("ignore:the ring of:asymcheck.errors.CaptureWarning")
 @pytest.mark.parametrize("ring_bytes", [1 << 20, 3 << 20, 5 << 20])
 def test_rings_of_any_size_give_the_same_checkpoints(
     tmp_path: Path,

@@ -105,7 +105,7 @@ Case = tuple[Callable[[], None], list[Action], str, str]
 CASES: list[Case] = [
     (packs_under_their_final_name, [["save", 2]], "frame.written", "damaged-pack"),
     (manifests_under_their_final_name, [["save", 2]], "", "is there in part"),
-    (manifests_before_packs, [["save", 2]], "catalog.committed", "no checkpoint|lie in no readable pack"),
+    (manifests_before_packs, [["save", 2]], "catalog.committed", "no checkpoint|in no readable pack"),
     (packs_before_manifests_in_deletion, [["delete", 1]], "", "no readable pack|damage"),
     (collection_forgets_a_manifest, [["save", 4], ["gc"]], "", "no readable pack|damage"),
     (saves_are_reported_too_early, [["save", 2]], "catalog.committed", "was never saved"),

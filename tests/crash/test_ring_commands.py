@@ -177,7 +177,7 @@ def test_a_damaged_capture_gives_way_to_an_older_one(folder: Path) -> None:
     assert (done.status, f"from default step {CAPTURED - 2}" in done.out) == (6, True)
     assert f"skipped step {CAPTURED - 1} (generation 1" in done.err
     named = restore(folder, "y.pt", "--step", CAPTURED - 1)
-    assert (named.status, "lies in no intact frame" in named.err) == (4, True)
+    assert (named.status, "has no intact frame" in named.err) == (4, True)
     assert not (folder / "y.pt").exists()
 
 
@@ -244,7 +244,7 @@ def test_nothing_in_memory_is_said(tmp_path: Path) -> None:
     """With the store and the folder that was looked into."""
     Store.open(tmp_path / "store", create=True).close()
     done = restore(tmp_path, "x.pt")
-    assert (done.status, "no ring of this store is there" in done.err, str(tmp_path / "memory") in done.err) == (
+    assert (done.status, "the folder has no ring of this store" in done.err, str(tmp_path / "memory") in done.err) == (
         3,
         True,
         True,

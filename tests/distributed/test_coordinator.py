@@ -362,7 +362,7 @@ def test_ranks_with_different_terms_do_not_save_together() -> None:
 
     first, second = each(2, work)
     assert first == second
-    assert "rank 1 has {'store': '1'}, rank 0 has {'store': '0'}" in first
+    assert "rank 1 has {'store': '1'}, and rank 0 has {'store': '0'}" in first
 
 
 def test_a_store_that_is_gone_is_an_error_of_ours() -> None:

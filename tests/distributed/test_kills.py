@@ -97,7 +97,7 @@ def check_files_from_memory(where: Path) -> None:
         *("--to", where / "part.safetensors"),
     )
     assert outcome.status == exit_status.UNREADABLE
-    assert re.search("of its 2 ranks only [01] left it complete in memory", outcome.err)
+    assert re.search("only [01] of 2 ranks left a complete capture in memory", outcome.err)
 
 
 def check_newer_program(where: Path) -> None:

@@ -297,7 +297,7 @@ def test_a_step_means_what_a_restore_would_take(store_path: Path) -> None:
         digits = next(n for n in range(1, 33) if not any(other.startswith(old.save_id[:n]) for other in others))
         assert store.diff(1, f"default@save:{old.save_id[:digits]}").b.save_id == old.save_id
         assert norms_of(store.diff(1, "other@2").tensors[0]).largest == 3.0
-        with pytest.raises(InvalidInputError, match=f"save:{old.save_id[:1]} could be 3 checkpoints"):
+        with pytest.raises(InvalidInputError, match=f"save:{old.save_id[:1]} matches 3 checkpoints"):
             store.diff(1, f"save:{old.save_id[:1]}")
 
 

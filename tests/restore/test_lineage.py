@@ -106,7 +106,7 @@ def test_numbers_of_generations_are_never_used_again(tier: NvmeTier) -> None:
 def test_the_last_generation_has_no_next_one(tier: NvmeTier) -> None:
     """Its number would have nine digits: nobody would find again what is saved under it."""
     _open(tier, registry.GENERATION_MAX, None)
-    with pytest.raises(HeadRecordError, match="the last there can be"):
+    with pytest.raises(HeadRecordError, match="the maximum"):
         begin_generation(tier, "run", None)
 
 

@@ -277,7 +277,7 @@ def test_one_of_several_saves_of_a_step_is_named_by_its_save_id(store: Store) ->
         name = f"save:{one.save_id}"
         assert store.restore(name).checkpoint.save_id == one.save_id
         assert store.values(name)[0].save_id == store.tensors(name)[0].save_id == one.save_id
-    with pytest.raises(InvalidInputError, match=r"could be 3 checkpoints of run 'default'; give more digits"):
+    with pytest.raises(InvalidInputError, match=r"matches 3 checkpoints of run 'default'; give more digits"):
         store.load(f"save:{first.save_id[:2]}")
     with pytest.raises(CheckpointNotFoundError, match="no checkpoint of run 'default' whose save id is 0"):
         store.load("save:0")

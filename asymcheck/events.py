@@ -1,8 +1,8 @@
-"""Typed events: what happened, in order, and how long it took, for traces, tests and progress bars.
+"""Typed events and intervals, for traces, tests and progress bars.
 
-An :class:`Event` is a completed step. Its observers are called synchronously on the thread that does the work, right
-after the step, and an observer that raises aborts that work. An :class:`Interval` is work with its beginning and its
-end. Its watchers are called when it has ended, and cannot abort anything. Keep both short.
+An :class:`Event` is a completed step. Observers are called synchronously, on the thread that does the work. An observer
+that raises aborts the work. An :class:`Interval` is work with a start and a duration. Watchers are called at its end,
+and cannot abort anything. Observers and watchers must be short.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator, Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One step of the way down or up."""
+    """A completed step of a save, a restore or a transfer."""
 
     name: str
-    """A dotted name, for instance ``pack.sealed``; the commit order's names are listed in :data:`COMMIT_ORDER`."""
+    """Dotted name, for instance ``pack.sealed``. :data:`COMMIT_ORDER` lists the names of a commit."""
     detail: str = ""
-    """What it concerns: a path, an id, a step."""
+    """Path, id or step that the event concerns."""
     bytes: int = 0
-    """Payload bytes concerned."""
+    """Payload bytes that the event concerns."""
 
 
 COMMIT_ORDER = (
@@ -42,7 +42,7 @@ COMMIT_ORDER = (
     "manifest.committed",
     "catalog.committed",
 )
-"""Events of one save in the order of SPEC.md §8.1; crash tests stop the process at each."""
+"""Events of a save in the order of SPEC.md §8.1. Crash tests kill the process at each."""
 
 REMOTE_ORDER = (
     "remote.pack_begun",
@@ -54,14 +54,14 @@ REMOTE_ORDER = (
     "remote.head_renamed",
     "remote.manifest_renamed",
 )
-"""Events of one push in the order of SPEC.md §8.6, as far as they come the first time; likewise."""
+"""Events of a push in the order of their first occurrence (SPEC.md §8.6). Crash tests kill the process at each."""
 
 Observer = Callable[[Event], None]
 _observers: list[Observer] = []
 
 
 def emit(name: str, detail: str = "", size: int = 0) -> None:
-    """Tell every observer; costs one comparison when there is none."""
+    """Report an event to all observers; without observers, this is one comparison."""
     if _observers:
         event = Event(name, detail, size)
         for observer in tuple(_observers):
@@ -70,7 +70,7 @@ def emit(name: str, detail: str = "", size: int = 0) -> None:
 
 @contextlib.contextmanager
 def observe(observer: Observer) -> Iterator[None]:
-    """Call ``observer`` for every event inside the ``with`` block, from whatever thread."""
+    """Call ``observer`` for every event of any thread inside the ``with`` block."""
     _observers.append(observer)
     try:
         yield
@@ -83,56 +83,56 @@ Detail = Mapping[str, str | int]
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """Some work, from its beginning to its end."""
+    """Work with a start and a duration."""
 
     name: str
-    """One of :data:`INTERVALS`, or a name of the caller of :func:`timed`."""
+    """Key of :data:`INTERVALS`, or a name from the caller of :func:`timed`."""
     start_s: float
-    """When it began, in seconds of ``time.perf_counter()``."""
+    """Start, in seconds of ``time.perf_counter()``."""
     seconds: float
     """How long it took."""
     thread: int
-    """``threading.get_ident()`` of the thread that did it, or for a window and a checkpoint, that tells of it.
+    """``threading.get_ident()`` of the thread that did or reported the work.
 
-    For work of the pushing process, its process id.
+    For work of a push process, its process id.
     """
     thread_name: str
-    """The name of that thread."""
+    """Name of the thread."""
     detail: Detail
-    """Subject of the event, such as ``run``, ``step``, ``partition`` (its number), ``window`` and ``tensor``."""
+    """Subject of the work, such as ``run``, ``step``, ``partition`` (its number), ``window`` and ``tensor``."""
     bytes: int
-    """Payload bytes concerned; 0 when none are, or when they are not known."""
+    """Payload bytes; 0 if unknown."""
 
 
 INTERVALS = {
-    "step": "``Checkpointer.step()`` when it begins a checkpoint",
-    "witness": "in ``step()``: digests of the source are taken",
-    "compare": "in ``step()``: what no optimizer owns is digested, to find out what an earlier capture has already",
+    "step": "``Checkpointer.step()`` that begins a checkpoint",
+    "witness": "in ``step()``: source digests are computed",
+    "compare": "in ``step()``: tensors that no optimizer owns are compared with an earlier capture",
     "fence": "an optimizer step, or ``fence()``, waits until the state is copied",
-    "room": "waiting for room in a full ring (back-pressure)",
-    "wait": "``wait()``, and what begins with it: ``save()``, ``restore()`` and ``rollback()``",
+    "room": "wait for space in a full ring (backpressure)",
+    "wait": "``wait()``, also at the start of ``save()``, ``restore()`` and ``rollback()``",
     "close": "``close()``",
-    "window": "training between two boundaries of modules; its ``phase`` is ``forward`` or ``backward``",
-    "copy": "one partition is copied from its tensors",
-    "proof": "witnesses of one partition are compared with its copy",
-    "digest": "one partition is digested, and then complete in the ring",
-    "encode": "a partition is encoded for the tier below",
-    "write": "one frame is written to a pack, or found to be in the store already (``known``)",
-    "sync": "one pack is made durable",
+    "window": "training between two module boundaries; ``phase`` is ``forward`` or ``backward``",
+    "copy": "a partition is copied from its tensors",
+    "proof": "the copy of a partition is compared with its source digests",
+    "digest": "a partition is digested, and is then complete in the ring",
+    "encode": "a partition is encoded for a slower tier",
+    "write": "a frame is written to a pack, or the store already has it (``known``)",
+    "sync": "a pack is made durable",
     "commit": "a checkpoint becomes visible: packs, catalog and manifest",
-    "checkpoint": "from the beginning of ``step()`` until the checkpoint is durable, or lost",
-    "save": "a save that the caller waits for",
-    "restore": "a checkpoint is read back",
-    "find": "in a restore: which checkpoint it is, its manifests, and where its partitions lie",
-    "read": "one frame is read from its tier",
-    "decode": "one partition is decoded",
-    "verify": "the digest of one partition is compared with its name",
-    "place": "one partition is copied to where its tensors are",
-    "push": "checkpoints are copied to a remote location, by :meth:`asymcheck.Store.push` or beside a training",
-    "pull": "checkpoints are copied from a remote location by :meth:`asymcheck.Store.pull`",
-    "adopt": "what a killed process left in memory is made durable",
+    "checkpoint": "from the start of ``step()`` until the checkpoint is durable or lost",
+    "save": "a synchronous save",
+    "restore": "a checkpoint is restored",
+    "find": "in a restore: the checkpoint, its manifests and the locations of its partitions are determined",
+    "read": "a frame is read from its tier",
+    "decode": "a partition is decoded",
+    "verify": "a partition is compared with its digest",
+    "place": "a partition is copied into its tensors",
+    "push": "checkpoints are copied to a remote location, by ``Store.push()`` or in the background",
+    "pull": "checkpoints are copied from a remote location by ``Store.pull()``",
+    "adopt": "captures of a killed process are recovered from memory",
 }
-"""The names of intervals, and what each means."""
+"""Names of intervals and their meanings."""
 
 Watcher = Callable[[Interval], None]
 _watchers: list[Watcher] = []
@@ -161,44 +161,44 @@ _UNWATCHED = contextlib.nullcontext()
 def timed(
     name: str, size: int = 0, detail: Callable[[], Detail] | None = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a ``with`` block that becomes an :class:`Interval`; costs one comparison when nobody watches.
+    """Return a context manager that reports an :class:`Interval`; without watchers, this is one comparison.
 
     Args:
-        name: what is done in it.
-        size: payload bytes concerned.
-        detail: called at the end, if somebody watches. An exception that leaves the block adds ``failed``, its class.
+        name: name of the interval.
+        size: payload bytes.
+        detail: called at the end if there are watchers. An exception in the block adds ``failed``, its class.
     """
     return _Timed(name, size, detail) if _watchers else _UNWATCHED
 
 
 def is_watched() -> bool:
-    """Tell whether anybody watches: else nothing need be gathered for :func:`report`."""
+    """Tell whether there are watchers."""
     return bool(_watchers)
 
 
 def report(name: str, start_s: float, end_s: float, size: int = 0, detail: Callable[[], Detail] | None = None) -> None:
-    """Tell every watcher of an interval that was measured otherwise; costs one comparison when there is none.
+    """Report an interval that the caller has measured; without watchers, this is one comparison.
 
-    A watcher that raises is removed, and ``threading.excepthook`` reports it as what ended a thread.
+    A watcher that raises is removed, and ``threading.excepthook`` reports its error.
     """
     if not _watchers:
         return
     thread = threading.current_thread()
-    found = {} if detail is None else detail()
-    relay(Interval(name, start_s, end_s - start_s, threading.get_ident(), thread.name, found, size))
+    details = {} if detail is None else detail()
+    relay(Interval(name, start_s, end_s - start_s, threading.get_ident(), thread.name, details, size))
 
 
 def relay(interval: Interval) -> None:
-    """Tell every watcher of an interval, for instance of another process; as :func:`report`."""
+    """Report an interval, for instance of another process, to all watchers."""
     for watcher in tuple(_watchers):
         try:
             watcher(interval)
-        except Exception:  # noqa: BLE001 - who only looks on must not break what it looks at
+        except Exception:  # noqa: BLE001 - a watcher must not abort the work
             _leave_out(watcher, threading.current_thread())
 
 
 def _leave_out(watcher: Watcher, thread: threading.Thread) -> None:
-    # Two threads may find out at once; and a hook that raises is of no more importance than a watcher.
+    # Two threads may remove it at the same time, and the hook may raise as well.
     with contextlib.suppress(Exception):
         _watchers.remove(watcher)
         threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), thread)))

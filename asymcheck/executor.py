@@ -1,7 +1,7 @@
-"""Threads: every task runs under supervision. An exception of a task is passed to the waiter, and ends no thread early.
+"""Supervised threads: an exception of a task is passed to its waiter, and never ends a worker.
 
-All threads end with the process, whatever they wait for. No executor of ``concurrent.futures`` is used: Python ends
-those before it calls what is registered for the exit, and that flushes checkpoints.
+All threads are daemons and end with the process. Executors of ``concurrent.futures`` are not used, because Python shuts
+them down before it calls exit handlers, which flush checkpoints.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 NICE = 19
-"""The priority of threads that stand back: the last."""
+"""Priority of background threads: the lowest."""
 _POLL_S = 0.005
 
 
 def stand_back() -> None:
-    """Give way to the threads of the training, from now on, on the calling thread.
+    """Lower the priority of the calling thread, in favour of the threads of the training.
 
-    Where there are cores to spare it changes nothing. Measured on two cores that a GPT-2 keeps busy: to write 1.5 GB
-    at equal priority cost the training 2 s, for each of its operators waits for the slower of its threads; so 0.7 s.
+    Measured on two cores that a GPT-2 keeps busy: writing 1.5 GB delayed the training by 2 s at equal priority, because
+    each operator waits for its slowest thread, and by 0.7 s at low priority.
     """
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 def begin(call: Callable[[], _T], name: str) -> Future[_T]:
-    """Run ``call`` on a thread of its own; the result tells when the call has ended, and what it returned or raised."""
+    """Run ``call`` on a new thread; return a future of its result."""
     done: Future[_T] = Future()
     threading.Thread(target=carry_out, args=(done, call), name=f"asymcheck-{name}", daemon=True).start()
     return done
 
 
 def carry_out(done: Future[_T], call: Callable[[], _T]) -> None:
-    """Call ``call``, unless ``done`` was cancelled, and put what it returns or raises into ``done``."""
+    """Run ``call``, unless ``done`` was cancelled, and set its result or exception."""
     if done.set_running_or_notify_cancel():
         try:
             result = call()
-        except BaseException as error:  # noqa: BLE001 - carried to whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised by the waiter
             done.set_exception(error)
-            # The error knows this frame, which must not know the error.
+            # Avoids a reference cycle between the error and this frame.
             del done
         else:
             done.set_result(result)
 
 
 def together(work: Callable[[], object], count: int, name: str, stop: Callable[[], object]) -> None:
-    """Run ``work`` on ``count`` threads, and return when all of them have ended. For one, the calling thread does.
+    """Run ``work`` on ``count`` threads, and wait until all have ended. If ``count`` is 1, run it on this thread.
 
-    The first failure, or an interrupt of this thread, calls ``stop``, after which ``work`` should soon return. When
-    this returns or raises no thread works any more, so that the caller may close what they used.
+    The first failure, or an interrupt of this thread, calls ``stop``, after which ``work`` should return soon. After
+    the end of this function, no thread runs, so the caller may close shared resources.
 
     Raises:
         BaseException: the first failure, or the interrupt.
@@ -70,7 +70,7 @@ def together(work: Callable[[], object], count: int, name: str, stop: Callable[[
     busy: list[None] = []
 
     def run() -> None:
-        # Before the look at the failures: whoever adds one and then sees nobody busy knows that nothing will begin.
+        # This precedes the check of failures: if a thread fails while none is busy, no other one will start.
         busy.append(None)
         try:
             if not failures:
@@ -90,9 +90,9 @@ def together(work: Callable[[], object], count: int, name: str, stop: Callable[[
     except BaseException as error:
         failures.append(error)
         stop()
-        # Not by join(): in Python up to 3.12, a thread whose join() was interrupted counts as ended ever after.
+        # join() is not used: up to Python 3.12, a thread whose join() was interrupted counts as ended.
         while busy:
-            # A second interrupt changes nothing: the first one is being raised already.
+            # A second interrupt is ignored, because the first one is being raised.
             with contextlib.suppress(BaseException):
                 time.sleep(_POLL_S)
         raise
@@ -102,23 +102,23 @@ def together(work: Callable[[], object], count: int, name: str, stop: Callable[[
 
 
 class Workers:
-    """A queue of tasks for threads that stand back, and for others that take over while work piles up. Thread-safe.
+    """Task queue with threads of low priority, and threads of normal priority for a backlog. Thread-safe.
 
-    A thread that has given up its priority cannot have it back without a privilege, so there are two kinds of threads.
-    Standing back is best for a checkpoint now and then. When checkpoints come sooner than they are written, the
-    training has to wait for room in the end, and threads that get no core meanwhile only make that longer. Measured on
-    two cores, a checkpoint of 83 MB after each step of 55 to 70 ms: with threads that stand back, the steps took 131 to
-    140 ms, of which the training waited for 50 to 65 (median); with others, 118 to 134 ms, of which it waited for 3.
+    Raising the priority of a thread requires a privilege, so there are two kinds of threads. Low priority is best for
+    occasional checkpoints. If checkpoints come faster than they are written, training has to wait for space in the end,
+    and threads without a core only prolong the wait. Measured on two cores, with a checkpoint of 83 MB after each step
+    of 55 to 70 ms: with low priority, steps took 131 to 140 ms (median), including waits of 50 to 65 ms. With normal
+    priority, steps took 118 to 134 ms, including waits of 3 ms.
     """
 
     def __init__(self, name: str, count: int = 1) -> None:
-        """Start ``count`` threads of either kind, of that name, numbered where there are several; one keeps the order.
+        """Start ``count`` threads of each kind. A single thread keeps the order of tasks.
 
-        They start now, because Python starts no thread when it calls what is registered for the exit.
+        Threads start at once, because Python starts none during exit handlers.
         """
         self._in_order = count == 1
         self._lock = threading.Lock()
-        # By whether they stand back: only those who are to work are woken.
+        # By kind, so that only the active kind is woken.
         self._changed = {kind: threading.Condition(self._lock) for kind in (True, False)}
         self._tasks: deque[Callable[[], None]] = deque()
         self._busy = 0
@@ -134,7 +134,7 @@ class Workers:
             thread.start()
 
     def submit(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """Have ``call`` made when its turn comes; the result tells what it returned or raised."""
+        """Queue ``call``; return a future of its result."""
         done: Future[_T] = Future()
         with self._lock:
             self._tasks.append(lambda: carry_out(done, lambda: call(*args, **kwargs)))
@@ -142,14 +142,14 @@ class Workers:
         return done
 
     def hurry(self, *, is_behind: bool) -> None:
-        """Say whether work piles up: then threads take it on that do not stand back."""
+        """Switch to threads of normal priority while there is a backlog."""
         with self._lock:
             if is_behind != self._is_behind:
                 self._is_behind = is_behind
                 self._changed[not is_behind].notify_all()
 
     def close(self) -> None:
-        """Return when all is done, and the threads have ended."""
+        """Finish all tasks, and end the threads."""
         with self._lock:
             self._is_ending = True
             self._wake_all()
@@ -172,14 +172,14 @@ class Workers:
                 task = self._tasks.popleft()
                 self._busy += 1
             task()
-            # Else what the last task held stays until the next one comes.
+            # Otherwise, the references of the last task would stay until the next one.
             del task
             with self._lock:
                 self._busy -= 1
                 if self._is_ending:
                     self._wake_all()
                 elif self._in_order:
-                    # The other kind may have been waiting for this one.
+                    # The other kind of threads may have been waiting for this task.
                     self._changed[not self._is_behind].notify()
 
     def _may_take(self, stands_back: bool) -> bool:  # noqa: FBT001 - as above

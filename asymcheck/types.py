@@ -1,4 +1,4 @@
-"""Value types that all layers share: names of things and where they lie."""
+"""Value types that all layers share: ids, references, locations and results."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable, Mapping
 from typing import NewType, Protocol, TypeGuard, runtime_checkable
 
 Digest = NewType("Digest", bytes)
-"""16 bytes: the xxh3-128 of a partition's plain bytes (SPEC.md §5)."""
+"""16 bytes: XXH3-128 of the plain bytes of a partition (SPEC.md §5)."""
 
 PackId = NewType("PackId", bytes)
-"""16 random bytes: one life of a pack file."""
+"""16 random bytes that identify a pack; a recycled file gets a new id."""
 
 SaveId = NewType("SaveId", bytes)
-"""16 bytes, sorting by time: one attempt to save one step."""
+"""16 bytes that identify a save, sortable by time."""
 
 Progress = Callable[[int, int], None]
-"""Called from time to time with bytes done and total bytes."""
+"""Callback with the bytes done and the total bytes."""
 
 
-# As the command line shows them: a save id that tells saves apart, and a few of the metrics.
+# Limits of the text form: digits of the save id, and number of metrics.
 _SAVE_SHOWN = 12
 _METRICS_SHOWN = 3
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -27,7 +27,7 @@ _STEP = 1024
 
 
 def readable_size(count: int) -> str:
-    """Return bytes for people, for instance ``1.5 GiB``."""
+    """Format a number of bytes, for instance ``1.5 GiB``."""
     number = float(count)
     for unit in _UNITS[:-1]:
         if abs(number) < _STEP:
@@ -38,41 +38,41 @@ def readable_size(count: int) -> str:
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that takes part in a state through its own ``state_dict``."""
+    """Object whose ``state_dict()`` is stored in its place."""
 
     def state_dict(self) -> dict[str, object]:
-        """Return what is to be stored."""
+        """Return the state to store."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, object]) -> object:
-        """Take back what :meth:`state_dict` returned."""
+        """Restore a state from :meth:`state_dict`."""
         ...
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:
-    """Tell whether an object takes part in a state. As ``isinstance()`` would, which takes ten times as long."""
+    """Tell whether a value is a :class:`Stateful`, ten times as fast as ``isinstance()``."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class CheckpointRef:
-    """Identity of one checkpoint of a run; sorts by age within a line (SPEC.md §10.1)."""
+    """Identity of a checkpoint in its run; sorts by age within a line of training (SPEC.md §10.1)."""
 
     generation: int
-    """The line of training, from 1."""
+    """Generation, from 1."""
     step: int
     """The training step."""
     save_id: SaveId
-    """The attempt that saved it."""
+    """Id of the save."""
 
     def __str__(self) -> str:
-        """Name it as errors and the command line do."""
+        """Return the name for messages."""
         return f"step {self.step} (generation {self.generation}, save {self.save_id.hex()[:12]})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Location:
-    """Where one frame lies and how it is encoded."""
+    """Location and encoding of a frame."""
 
     pack_id: PackId
     """The pack."""
@@ -89,51 +89,51 @@ class Location:
     digest_algorithm: int = 1
     """Digest number."""
     base_digest: bytes = bytes(16)
-    """Digest of the base partition; zero when there is none."""
+    """Digest of the base; zero without a base."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """A process, identified so that a later process with the same pid is not taken for it."""
+    """Identity of a process that a later process with the same pid does not have."""
 
     pid: int
-    """Process id in its own PID namespace."""
+    """Process id in its PID namespace."""
     start_ticks: int
     """Start time of the process in clock ticks since boot."""
     boot_id: str
-    """The kernel's random boot id."""
+    """Random boot id of the kernel."""
     pid_namespace: str
     """Name of the PID namespace."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint of a store."""
+    """A checkpoint of a store."""
 
     run: str
     """The run."""
     step: int
     """The training step."""
     generation: int
-    """The line of training, raised by every restore for further training."""
+    """Generation of the run, which every restore for further training increments."""
     save_id: str
-    """The attempt that saved it: 32 hexadecimal digits, sorting by time."""
+    """Id of the save: 32 hexadecimal digits, sortable by time."""
     world_size: int
-    """How many ranks it has."""
+    """Number of ranks."""
     complete: bool
-    """Whether the manifests of all ranks are there that save into this store."""
+    """Whether the store has the manifests of all ranks that save into it."""
     on_line: bool | None
-    """Whether it leads to the present; False for an abandoned branch of training, None when a head record is lost."""
+    """Whether the checkpoint is on the line of training: False if abandoned, None if a head record is lost."""
     created_ns: int
-    """When the save began, nanoseconds since 1970-01-01 UTC."""
+    """Start of the save, nanoseconds since 1970-01-01 UTC."""
     state_bytes: int = 0
-    """Bytes of all tensors; 0 when the manifest was not read."""
+    """Bytes of all tensors; 0 if the manifest was not read."""
     written_bytes: int | None = None
-    """Bytes that its save had to write; None but for the one who saved."""
+    """Bytes that the save wrote; only known to the saving process."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Named numbers given at the save."""
+    """Metrics of the save."""
     store_ranks: tuple[tuple[int, int], ...] | None = None
-    """Where machines have a store each: first and last of each stretch of ranks whose parts belong into this one."""
+    """With several stores: ranges of ranks that save into this one, as pairs of first and last rank."""
 
     @classmethod
     def of(
@@ -154,7 +154,7 @@ class Checkpoint:
         return cls(*identity, complete, on_line, created_ns, state_bytes, written_bytes, metrics)
 
     def __repr__(self) -> str:
-        """Return what tells it from others, and what is odd about it; all fields are for programs."""
+        """Return a short description with anything unusual."""
         save = self.save_id[:_SAVE_SHOWN]
         words = [f"{self.run!r} step {self.step}", f"generation {self.generation}", f"save {save}"]
         words += [self.ranks if self.store_ranks else f"{self.world_size} ranks"] if self.world_size > 1 else []
@@ -165,29 +165,29 @@ class Checkpoint:
 
     @property
     def ranks(self) -> str:
-        """For people: how many ranks it has, or which of them have their part here: ``0-3 of 8``."""
+        """Format the ranks, or those with shards in this store: ``0-3 of 8``."""
         spans = [str(first) if first == last else f"{first}-{last}" for first, last in self.store_ranks or ()]
         return f"{', '.join(spans)} of {self.world_size}" if spans else str(self.world_size)
 
     @property
     def ref(self) -> CheckpointRef:
-        """The identity of the checkpoint within its run."""
+        """Identity of the checkpoint within its run."""
         return CheckpointRef(self.generation, self.step, SaveId(bytes.fromhex(self.save_id)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Which part of one checkpoint a save is, when several ranks save it together.
+    """Part of one rank in a checkpoint that several ranks save together.
 
-    Each rank saves its own part, under one save id; the checkpoint is complete when all are there.
+    All ranks use the same save id. The checkpoint is complete when all ranks have saved.
     """
 
     rank: int
     """This rank, from 0."""
     world_size: int
-    """How many ranks save."""
+    """Number of ranks that save."""
     save_id: str
-    """The attempt, the same for all ranks: 32 hexadecimal digits, 16 of nanoseconds since 1970 and 16 random ones."""
+    """Save id, equal on all ranks: 32 hexadecimal digits, 16 for nanoseconds since 1970 and 16 random ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,38 +195,38 @@ class Usage:
     """Disk usage of a store."""
 
     store_id: str
-    """The store's id, 32 hexadecimal digits."""
+    """Id of the store, 32 hexadecimal digits."""
     packs: int
     """Number of packs in use."""
     pack_bytes: int
     """Bytes of their files."""
     pooled_packs: int
-    """Number of freed packs kept to be overwritten."""
+    """Number of freed packs that will be overwritten."""
     pooled_bytes: int
     """Bytes of their files."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """A restored state, with where it comes from."""
+    """Restored state with its source."""
 
     state: object
     """The state."""
     checkpoint: Checkpoint
-    """The checkpoint that was read."""
+    """Checkpoint that was read."""
     skipped: tuple[str, ...]
-    """Newer checkpoints that were passed over, with the reasons."""
+    """Newer checkpoints that were skipped, with the reasons."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Some bytes of tensors of one role and dtype, to measure on."""
+    """Sample of tensors of one role and dtype, for measurements."""
 
     role: str
-    """A role of the format."""
+    """Role of the tensors."""
     dtype: str
     """Name of the dtype."""
     plain: bytes
     """The bytes."""
     older: bytes | None = None
-    """As many bytes of the same places one checkpoint earlier; None where there is none."""
+    """The same bytes in the previous checkpoint; None without one."""

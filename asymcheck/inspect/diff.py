@@ -24,7 +24,7 @@ from asymcheck.restore.lineage import Lineage
 from asymcheck.restore.partition_locator import PartitionLocator, PartitionSet
 from asymcheck.restore.resolve import by_save_id, candidates, needed_by, read_manifests
 from asymcheck.restore.tensor_reader import PartitionCache, TensorStream
-from asymcheck.state.names import in_order, matches, no_match, told_apart
+from asymcheck.state.names import in_order, matches, no_match, unique_name
 from asymcheck.state.numpy_dtypes import NUMPY_DTYPES
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
@@ -532,7 +532,7 @@ class Side:
         for row in manifest.rows(range(len(manifest))):
             if row.inline is not None:
                 self.inline.add(row.inline)
-            names = tuple(told_apart(name, name_counts) for name in (row.name, *row.aliases))
+            names = tuple(unique_name(name, name_counts) for name in (row.name, *row.aliases))
             self.tensors.append((rank, names, row))
             self.rows.update(dict.fromkeys([(rank, name) for name in names], row))
         prefix = f"rank {rank}: " if len(self.manifests) > 1 else ""

@@ -9,7 +9,7 @@ import numpy as np
 
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.tree import Key, decode, join_name
-from asymcheck.state.names import told_apart
+from asymcheck.state.names import unique_name
 from asymcheck.state.numpy_dtypes import NUMPY_DTYPES
 
 _METADATA = "_metadata"
@@ -72,7 +72,7 @@ def plain_values(manifest: Manifest) -> dict[str, str]:
     where = f"manifest of {header.run} {header.ref}, rank {header.rank}"
     taken: dict[str, int] = {}
     texts = cast("_Texts", decode(header.tree, len(manifest), _TextBuilder(), where))
-    return {told_apart(join_name(path), taken): text for path, text in texts}
+    return {unique_name(join_name(path), taken): text for path, text in texts}
 
 
 def shortened(text: str | None) -> str | None:

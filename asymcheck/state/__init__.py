@@ -1,1 +1,1 @@
-"""Nested state to named tensors and plain values and back, and the plan that cuts tensors into partitions."""
+"""Conversion between nested states and named tensors, and the plan that splits tensors into partitions."""

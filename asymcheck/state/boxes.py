@@ -1,4 +1,4 @@
-"""Boxes: the part of a whole tensor, over all ranks, that one rank holds, and the bytes that two parts share."""
+"""Boxes: rectangular parts of tensors, their intersections, and copies between them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy.typing as npt
 from asymcheck.errors import LimitError
 
 _Ints = npt.NDArray[np.int64]
-_MOST_LEFT = 1 << 12
-"""Pieces into which parts that overlap without any order may cut what is still wanted. No layout of ranks does that."""
+_UNCOVERED_MAX = 1 << 12
+"""Maximum number of uncovered pieces while parts are matched. No layout of ranks comes close."""
 _WIDEST = 8  # bytes of the widest word that is copied at once
 
 
@@ -29,18 +29,18 @@ class Box:
     @classmethod
     @functools.lru_cache(maxsize=4096)
     def of_whole(cls, shape: tuple[int, ...]) -> Box:
-        """Return the box of a tensor that no other rank has a part of."""
+        """Return the box of a whole tensor."""
         return cls(shape, (0,) * len(shape), shape)
 
     @classmethod
     @functools.lru_cache(maxsize=4096)
     def shared(cls, whole: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...]) -> Box:
-        """Return a box, the same object each time: most shards of a state are the same from step to step."""
+        """Return a cached box, because most shards of a state are the same in each step."""
         return cls(whole, offset, shape)
 
     @property
     def is_valid(self) -> bool:
-        """Whether it lies within its whole."""
+        """Whether the box is inside of its whole tensor."""
         return len(self.whole) == len(self.offset) == len(self.shape) and all(
             first >= 0 and size >= 0 and first + size <= most
             for most, first, size in zip(self.whole, self.offset, self.shape, strict=True)
@@ -48,48 +48,48 @@ class Box:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the tensor."""
+        """Whether the box is the whole tensor."""
         return self.shape == self.whole
 
     @property
     def elements(self) -> int:
-        """Number of its elements; a scalar has one."""
+        """Number of elements; a scalar has one."""
         return math.prod(self.shape)
 
     def covers(self, other: Box) -> bool:
-        """Tell whether all elements of another part of the same whole are in this one."""
+        """Tell whether another box of the same tensor is inside of this one."""
         return not other.elements or all(
             mine <= its and its + count <= mine + size
             for mine, size, its, count in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         )
 
     def common(self, other: Box) -> Box | None:
-        """Return what two parts of one whole have in common; None when that is nothing."""
+        """Return the intersection with another box of the same tensor; None if it is empty."""
         first = tuple(map(max, self.offset, other.offset))
         ends = map(min, self._ends(), other._ends())
         shape = tuple(end - start for start, end in zip(first, ends, strict=True))
         return Box(self.whole, first, shape) if all(size > 0 for size in shape) else None
 
     def without(self, other: Box) -> list[Box]:
-        """Return what is left of this part when another is taken out of it, as parts that have nothing in common."""
+        """Return the rest of this box without another one, as disjoint boxes."""
         hole = self.common(other)
         if hole is None:
             return [self]
-        left, offset, shape = [], list(self.offset), list(self.shape)
+        rest, offset, shape = [], list(self.offset), list(self.shape)
         for dim, (start, size) in enumerate(zip(hole.offset, hole.shape, strict=True)):
             end = offset[dim] + shape[dim]
             for first, last in ((offset[dim], start), (start + size, end)):
                 if first < last:
                     place = (*offset[:dim], first, *offset[dim + 1 :])
-                    left.append(Box(self.whole, place, (*shape[:dim], last - first, *shape[dim + 1 :])))
+                    rest.append(Box(self.whole, place, (*shape[:dim], last - first, *shape[dim + 1 :])))
             offset[dim], shape[dim] = start, size
-        return left
+        return rest
 
     def _ends(self) -> Iterator[int]:
         return (first + size for first, size in zip(self.offset, self.shape, strict=True))
 
     def __str__(self) -> str:
-        """Name it as errors do, for instance ``[0:2, 0:8] of [4, 8]``; also what is none."""
+        """Return the name for errors, for instance ``[0:2, 0:8] of [4, 8]``. Works for invalid boxes, too."""
         if not len(self.whole) == len(self.offset) == len(self.shape):
             return f"shape {list(self.shape)} at {list(self.offset)} of {list(self.whole)}"
         ranges = ", ".join(f"{first}:{first + size}" for first, size in zip(self.offset, self.shape, strict=True))
@@ -98,17 +98,17 @@ class Box:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """From which parts each element of a box is taken."""
+    """Disjoint parts that cover a box."""
 
-    tiles: tuple[tuple[int, Box], ...]  # number of a part and what is taken from it; no two have an element in common
-    missing: Box | None  # some elements that no part has; None when there are none
+    tiles: tuple[tuple[int, Box], ...]  # number of a part, and the box that it contributes
+    missing: Box | None  # elements that no part has; None if the parts cover the box
 
 
 def tile(box: Box, parts: Sequence[Box]) -> Tiling:
-    """Cover a box by parts of the same whole; of several that have an element, the first is taken.
+    """Cover a box with parts of the same tensor. Where parts overlap, the first one counts.
 
     Raises:
-        LimitError: they overlap as no layout of ranks does; to go on would take very long.
+        LimitError: the parts overlap as in no layout of ranks, and matching them would take very long.
     """
     if not box.elements:
         return Tiling((), None)
@@ -122,7 +122,7 @@ def tile(box: Box, parts: Sequence[Box]) -> Tiling:
     numbers = np.flatnonzero((starts < ends).all(axis=1))
     if not len(numbers):
         return Tiling((), box)
-    # Replicas have the same box: of each the first is kept.
+    # Replicas have equal boxes; the first one counts.
     _, chosen = np.unique(np.hstack([starts, ends])[numbers], axis=0, return_index=True)
     numbers = numbers[np.sort(chosen)]
     starts, ends = starts[numbers], ends[numbers]
@@ -136,7 +136,7 @@ def tile(box: Box, parts: Sequence[Box]) -> Tiling:
 
 
 def _are_apart(starts: _Ints, ends: _Ints) -> bool:
-    """Return whether different boxes form a grid, so that no two have an element in common."""
+    """Tell whether distinct boxes form a grid, and so are disjoint."""
     for first, last in zip(starts.T, ends.T, strict=True):
         spans = np.unique(np.stack([first, last], axis=1), axis=0)
         if (spans[1:, 0] < spans[:-1, 1]).any():
@@ -145,28 +145,28 @@ def _are_apart(starts: _Ints, ends: _Ints) -> bool:
 
 
 def _tile_one_by_one(box: Box, parts: Sequence[tuple[int, Box]]) -> Tiling:
-    tiles, left = [], [box]
+    tiles, uncovered = [], [box]
     for number, part in parts:
-        found = [common for rest in left if (common := rest.common(part)) is not None]
-        if found:
-            tiles += [(number, common) for common in found]
-            left = [piece for rest in left for piece in rest.without(part)]
-        if not left:
+        covered = [common for piece in uncovered if (common := piece.common(part)) is not None]
+        if covered:
+            tiles += [(number, common) for common in covered]
+            uncovered = [rest for piece in uncovered for rest in piece.without(part)]
+        if not uncovered:
             break
-        if len(left) > _MOST_LEFT:
-            raise LimitError(f"parts of {list(box.whole)} overlap in more ways than a reader looks into")
-    return Tiling(tuple(tiles), left[0] if left else None)
+        if len(uncovered) > _UNCOVERED_MAX:
+            raise LimitError(f"parts of {list(box.whole)} overlap in more ways than a reader supports")
+    return Tiling(tuple(tiles), uncovered[0] if uncovered else None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """Bytes in rows at regular distances, in two places."""
+    """Strided bytes in a source and in a target."""
 
-    source: int  # first byte in the one place
-    target: int  # first byte in the other
-    shape: tuple[int, ...]  # how many; the last is of bytes that follow each other
-    source_strides: tuple[int, ...]  # distances in bytes in the one place; the last is 1
-    target_strides: tuple[int, ...]  # distances in bytes in the other; the last is 1
+    source: int  # first byte in the source
+    target: int  # first byte in the target
+    shape: tuple[int, ...]  # counts; the last one is a number of contiguous bytes
+    source_strides: tuple[int, ...]  # strides in bytes in the source; the last one is 1
+    target_strides: tuple[int, ...]  # strides in bytes in the target; the last one is 1
 
     @property
     def nbytes(self) -> int:
@@ -175,49 +175,49 @@ class Region:
 
     @property
     def is_run(self) -> bool:
-        """Whether all its bytes follow each other, in both places."""
+        """Whether the bytes are contiguous in source and target."""
         return len(self.shape) == 1
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """Yield first byte in the one place, first byte in the other, and bytes of each row."""
+        """Yield first byte in the source, first byte in the target, and length of each row."""
         for place in np.ndindex(self.shape[:-1]):
             source = sum(map(int.__mul__, place, self.source_strides))
             target = sum(map(int.__mul__, place, self.target_strides))
             yield self.source + source, self.target + target, self.shape[-1]
 
     def copy(self, source: memoryview, target: npt.NDArray[np.uint8]) -> None:
-        """Copy the bytes from one place into the other, a writable array of bytes. Releases the GIL for large ones."""
+        """Copy the bytes from ``source`` into ``target``, a writable array. Releases the GIL for large copies."""
         if self.is_run:
             count = self.shape[0]
-            found = np.frombuffer(source, dtype=np.uint8, count=count, offset=self.source)
-            np.copyto(target[self.target : self.target + count], found)
+            data = np.frombuffer(source, dtype=np.uint8, count=count, offset=self.source)
+            np.copyto(target[self.target : self.target + count], data)
             return
         unit = math.gcd(_WIDEST, self.shape[-1])
         shape = (*self.shape[:-1], self.shape[-1] // unit)
-        found, there = (
+        source_view, target_view = (
             np.ndarray(shape, f"u{unit}", place, first, (*steps[:-1], unit))
             for place, first, steps in (
                 (source, self.source, self.source_strides),
                 (target.data, self.target, self.target_strides),
             )
         )
-        np.copyto(there, found)
+        np.copyto(target_view, source_view)
 
 
 class Crossing:
-    """Intersection of two parts of one whole, as bytes of each; both are in row-major order."""
+    """Intersection of two boxes of one tensor, as byte ranges in both. Both are in row-major order."""
 
     def __init__(self, source: Box, target: Box, common: Box, width: int) -> None:
         """Map bytes of ``source`` to bytes of ``target``.
 
         Args:
-            source: the part that bytes come from.
-            target: the part that they go to.
-            common: elements of both; not none.
+            source: the box to copy from.
+            target: the box to copy to.
+            common: their intersection, which is not empty.
             width: bytes of an element.
         """
-        self.nbytes = common.elements * width  # bytes in common
-        # Dimensions that both have whole, or of one element, are no dimensions: what is left is few, as a rule one.
+        self.nbytes = common.elements * width  # bytes of the intersection
+        # Dimensions of one element, or that both boxes span as a whole, are merged. Usually, one dimension remains.
         dims = [(width, width, width, 0, 0)]
         shapes = (source.shape, target.shape, common.shape)
         for p, q, c, start, a, b in [*zip(*shapes, common.offset, source.offset, target.offset, strict=True)][::-1]:
@@ -233,15 +233,15 @@ class Crossing:
 
     @property
     def is_run(self) -> bool:
-        """Whether the bytes in common follow each other, in both parts."""
+        """Whether the bytes of the intersection are contiguous in both boxes."""
         return len(self._counts) == 1 or all(count == 1 for count in self._counts[:-1])
 
     def touches(self, start: int, stop: int) -> bool:
-        """Tell whether bytes of the source from ``start`` to ``stop`` have any in common with the target."""
+        """Tell whether the source bytes from ``start`` to ``stop`` overlap with the target."""
         return next(self.regions(start, stop), None) is not None
 
     def regions(self, start: int, stop: int) -> Iterator[Region]:
-        """Yield where bytes of the source go; ``Region.source`` is counted from ``start``."""
+        """Yield the regions for source bytes from ``start`` to ``stop``; ``Region.source`` counts from ``start``."""
         for firsts, counts in _boxes_of_range(self._sizes, start, stop):
             lows = tuple(map(max, firsts, self._starts))
             ends = (
@@ -271,7 +271,7 @@ def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _boxes_of_range(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offsets and counts of the few boxes that make up a range of a row-major array."""
+    """Yield offsets and counts of the boxes that make up a range of a row-major array."""
     if start >= stop:
         return
     if len(sizes) == 1:

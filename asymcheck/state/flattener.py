@@ -1,9 +1,9 @@
-"""Flattening of the states of one training, one after another, each with the help of the one before.
+"""Flatten consecutive states of one training, based on a template of the previous one.
 
-A save waits for this. From step to step, a state usually keeps its structure, and its tensors keep their memory. Then
-keys are compared a mapping at a time along a template, and tensors all together, which takes a quarter of the time of a
-walk. The result is that of :func:`asymcheck.state.walk.flatten`: a state that differs in more than plain values
-and the memory of single tensors is walked again.
+Saves wait for this. From step to step, a state usually keeps its structure, and its tensors keep their memory. Then
+whole mappings are compared with the template, and all tensors together, which takes a quarter of the time of a walk. A
+state that differs in more than plain values and addresses of tensors is walked again. The result always equals that of
+:func:`asymcheck.state.walk.flatten`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAPPING_TAGS: dict[object, type] = {"d": dict, "o": OrderedDict, "m": OrderedDi
 _SEQUENCE_TAGS: dict[object, type] = {"l": list, "t": tuple}
 
 _GETTERS: tuple[Callable[[torch.Tensor], object], ...] = (
-    # First, for others have no shapes or strides that could be asked for. Quantized ones have dtypes of their own.
+    # Compared first, because other layouts have no strides. Quantized tensors have their own dtypes.
     attrgetter("layout"),
     attrgetter("is_nested"),
     attrgetter("dtype"),
@@ -40,7 +40,7 @@ _GETTERS: tuple[Callable[[torch.Tensor], object], ...] = (
 
 
 class Flattener:
-    """Flattens states; for one thread at a time. It keeps no tensor."""
+    """Flattener for the states of one training. For one thread at a time; keeps no tensors."""
 
     def __init__(self) -> None:
         self._known: _Known | None = None
@@ -54,17 +54,17 @@ class Flattener:
             walker = Walker(called)
             tree = walker.node(state, None, 0)
             flat = FlatState(tree, walker.leaves, Columns.of(walker.leaves))
-            # To remember a structure pays only if it returns, which is likely when it came twice.
+            # A template only pays if the structure returns, which is likely after two occurrences.
             self._known = _Known(flat, walker.visits) if flat.columns == self._columns else None
         self._columns = flat.columns
         return flat
 
 
 class _Known:
-    """The last state, without its tensors."""
+    """Template of the last state, without its tensors."""
 
     def __init__(self, flat: FlatState, visits: Sequence[tuple[object, int]]) -> None:
-        """Take a state that was walked; ``visits`` are the occurrences of its tensors, with their rows."""
+        """Build a template of a state; ``visits`` are the occurrences of its tensors, with their rows."""
         self._template = _template_of(flat.tree, None, 0)
         self._columns = flat.columns
         self._keys = [leaf.key for leaf in flat.leaves]
@@ -82,12 +82,12 @@ class _Known:
         self._places = [*map(_place, sources)]
 
     def flatten(self, state: object, called: Called) -> FlatState | None:
-        """Flatten a state; return None if it differs from this one."""
+        """Flatten a state; return None if its structure differs from the template."""
         walk = _Walk(called)
         tree = self._template.take(walk, state)
         if not walk.is_as_before:
             return None
-        # Once, not for each of a thousand DTensors. With gradients, to_local() would make new tensors for autograd.
+        # Once for all DTensors. With gradients, to_local() would create new tensors for autograd.
         with torch.no_grad() if self._odd else contextlib.nullcontext():
             resolved = {number: self._resolved(number, walk.visits[number], called) for number in self._odd}
         sources = walk.visits
@@ -103,12 +103,12 @@ class _Known:
         return FlatState(tree, self._leaves(known), self._columns)
 
     def _resolved(self, number: int, given: object, called: Called) -> object:
-        """Return the source of a tensor of another type than torch's plain ones; None if anything else has changed."""
+        """Return the source of a tensor that is not a plain torch tensor; None if it has changed."""
         kind, layout = self._odd[number]
         if type(given) is not kind:
             return None
         if layout is not None and is_dtensor(given) and is_laid_out(given, layout):
-            # The shape of the part, which is compared later, and the layout say which part it is.
+            # The layout, and the shape that is compared later, determine the shard.
             return given.to_local()
         columns, row = self._columns, self._rows[number]
         if isinstance(given, TensorShard):
@@ -126,7 +126,7 @@ class _Known:
         return [*map(Leaf, firsts, columns.names, *described, self._keys)]
 
     def _have_moved(self, places: list[int], sources: Sequence[Source]) -> bool:
-        """Note new places of tensors in memory; return False if a moved tensor shares its memory with another one."""
+        """Note new addresses of tensors; return False if a moved tensor shares its memory with another one."""
         moved = {number for number, (old, new) in enumerate(zip(self._places, places, strict=True)) if old != new}
         stayed = {place for number, place in enumerate(places) if number not in moved}
         gone, come = [self._places[number] for number in moved], [places[number] for number in moved]
@@ -139,27 +139,26 @@ class _Known:
 
 
 def _place(source: Source) -> int:
-    """Return the address of a tensor; for other sources, a number that identifies the object."""
+    """Return the address of a tensor; for other sources, the id of the object."""
     return source.data_ptr() if isinstance(source, torch.Tensor) else -id(source)
 
 
 class _Kinds:
-    """The properties of tensors that make up their identity keys, except for places, or decide if they can be stored.
+    """Properties of tensors that determine their identity keys, except addresses, or whether they can be stored.
 
-    Properties are compared one after another without storing them, because thousands of new shapes can trigger the
-    garbage collector.
+    Properties are compared without storing new ones, because thousands of new shapes can trigger the garbage collector.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take tensors that can be stored."""
-        # Only complex numbers are conjugated, and dtypes are compared before.
+        """Read the properties of tensors that can be stored."""
+        # Only complex tensors can be conjugated, and dtypes are compared first.
         is_complex = any(tensor.is_complex() for tensor in tensors)
         self._getters = (*_GETTERS, torch.Tensor.is_conj) if is_complex else _GETTERS
         self._known = [[*map(get, tensors)] for get in self._getters]
         self._count = len(tensors)
 
     def are_those_of(self, tensors: Sequence[Any]) -> bool:
-        """Tell whether other tensors have the same properties, one by one."""
+        """Tell whether other tensors have the same properties."""
         return (
             len(tensors) == self._count
             and PLAIN_TENSORS.issuperset(map(type, tensors))
@@ -170,16 +169,16 @@ class _Kinds:
 
 
 class _Walk:
-    """One walk along a template; objects in ``called`` are not called again."""
+    """Walk along a template. Objects in ``called`` are not called again."""
 
     def __init__(self, called: Called) -> None:
         self.called = called
-        self.visits: list[object] = []  # tensors as they were met; nothing was looked at but their number
-        self.is_as_before = True  # Otherwise the result of the walk is of no use.
+        self.visits: list[object] = []  # tensors in the order of the walk; only their number was compared
+        self.is_as_before = True  # if False, the result of the walk is discarded
 
 
 class _Template(Protocol):
-    """A node of the last state. ``take`` returns the node of a new value: the same object if nothing has changed."""
+    """Node of the last state. ``take`` returns the node of a new value, which is the same object if unchanged."""
 
     @property
     def node(self) -> Node: ...
@@ -198,12 +197,12 @@ class _Tensor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plain:
-    """A value without tensors, which is walked each time because it may change."""
+    """Value without tensors, which is walked in each step."""
 
     node: Node
     name: str | None
     depth: int
-    is_metadata: bool = False  # whether it is the versions of modules of a mapping at that depth
+    is_metadata: bool = False  # whether the value holds versions of modules
 
     def take(self, walk: _Walk, value: object) -> Node:
         walker = Walker(walk.called)
@@ -246,7 +245,7 @@ class _Mapping:
     def take(self, walk: _Walk, value: object) -> Node:
         mapping = self._mapping(walk, value)
         metadata = getattr(mapping, "_metadata", None)
-        # The types of keys, too: 1 and True are equal.
+        # Types of keys are compared, too, because 1 equals True.
         if (
             mapping is None
             or [*mapping] != self.keys
@@ -279,7 +278,7 @@ class _Mapping:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Table:
-    """A dict of dicts that hold nothing but tensors, like the state of an optimizer: all are compared at once."""
+    """Dict of dicts of tensors, like the state of an optimizer, which is compared as a whole."""
 
     node: Node
     keys: list[str | int]
@@ -290,7 +289,7 @@ class _Table:
 
     @classmethod
     def of(cls, mapping: _Mapping) -> _Template:
-        """Return an equivalent of ``mapping``, which may be itself."""
+        """Return an equivalent template for ``mapping``, which may be the same object."""
         rows = [child for child in mapping.children if type(child) is _Mapping]
         if len(rows) < len(mapping.children) or mapping.tag != "d" or mapping.metadata is not None:
             return mapping
@@ -318,7 +317,7 @@ class _Table:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Never:
-    """A value that counts as changed each time."""
+    """Value that always counts as changed."""
 
     node: Node
 
@@ -333,7 +332,7 @@ def _are_as_before(children: Sequence[_Template], nodes: Sequence[Node]) -> bool
 
 def _template_of(node: Node, name: str | None, depth: int) -> _Template:
     """Return the template of a node."""
-    # One with tensors is a list, of its tag and what lies in it.
+    # A node with tensors is a list of its tag and its content.
     parts: list[Any] = node if isinstance(node, list) else [None, None]
     tag, content, *rest = parts
     if tag in _TENSOR_TAGS:
@@ -348,7 +347,7 @@ def _template_of(node: Node, name: str | None, depth: int) -> _Template:
         _template_of(child, below(name, key if type(key) is str else join_name((key,))), depth + 1)
         for key, (_, child) in zip(keys, content, strict=True)
     ]
-    metadata = [_template_of(one, None, depth) for one in rest]
+    metadata = [_template_of(child, None, depth) for child in rest]
     if _are_plain([*children, *metadata]):
         return _Plain(node, name, depth)
     if not _are_plain(metadata):

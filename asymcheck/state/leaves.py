@@ -1,4 +1,4 @@
-"""Leaves: the tensors of a state, and access to their bytes."""
+"""Leaves: tensors of a state, and access to their bytes."""
 
 from __future__ import annotations
 
@@ -24,51 +24,50 @@ from asymcheck.state.roles import role_of
 
 
 class TensorBytes(abc.ABC):
-    """A tensor that is not in memory: its bytes are read when they are captured, for instance from a file."""
+    """Tensor that is not in memory. Its bytes are read during the capture, for instance from a file."""
 
     def __init__(self, dtype: str, shape: tuple[int, ...]) -> None:
-        """Take the format's name of the dtype, and the shape."""
+        """Describe a tensor by the format's name of its dtype, and its shape."""
         self.dtype, self.shape = dtype, shape
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements in row-major order."""
+        """Bytes of all elements."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
     @abc.abstractmethod
     def read(self, start: int, target: memoryview) -> None:
-        """Fill ``target`` with the bytes from ``start`` on; several threads may call this at once."""
+        """Fill ``target`` with the bytes from ``start`` on, in row-major order. Thread-safe."""
 
 
-# For contiguous copies of strided tensors, which two threads should not make at once.
+# Guards contiguous copies of strided tensors, of which threads share one.
 _LOCKS = tuple(threading.Lock() for _ in range(16))
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Types of plain tensors; instances of subclasses may need more than their bytes."""
+"""Types of plain tensors. Subclasses may need more than their bytes."""
 
 _STACKED = frozenset({"float32", "float64", "float16", "bfloat16", "int64", "int32", "bool"})
-"""Dtypes of the counters of optimizers. Not every version of torch can stack tensors of other dtypes."""
+"""Dtypes of optimizer counters. Not every version of torch can stack tensors of other dtypes."""
 
 Source = torch.Tensor | np.ndarray | TensorBytes
 
 
 @dataclasses.dataclass(slots=True)
 class Leaf:
-    """One tensor of a state, with all its names.
+    """Tensor of a state, with all its names.
 
-    Leaves are made for each tensor in each step and live until the capture is durable. Many new objects trigger
-    Python's garbage collector, which takes hundreds of milliseconds. Therefore a leaf has slots, shared tuples, and no
-    lock.
+    Each step creates a leaf per tensor, which lives until the capture is durable. Many new objects trigger Python's
+    garbage collector, which takes hundreds of milliseconds. Therefore leaves have slots, shared tuples, and no lock.
     """
 
-    source: Source  # the tensor itself; its bytes are read when they are captured
-    name: str  # dotted name of its first place in the state
+    source: Source  # the tensor, whose bytes are read during the capture
+    name: str  # dotted name of the first occurrence in the state
     dtype: str
     shape: tuple[int, ...]
-    nbytes: int  # bytes of its elements in row-major order
-    group: str  # tensors are bundled only with others of the same group
-    box: Box  # which part of the whole tensor, over all ranks, it is
-    aliases: tuple[str, ...] = ()  # its further names
+    nbytes: int  # bytes of all elements
+    group: str  # only tensors of the same group are bundled
+    box: Box  # box in the whole tensor over all ranks
+    aliases: tuple[str, ...] = ()  # further names
     key: tuple[object, ...] | None = None  # see :func:`identity_key`
     _flat: torch.Tensor | None = None
 
@@ -91,16 +90,16 @@ class Leaf:
         if not isinstance(source, (torch.Tensor, np.ndarray)):
             source.read(start, target)
             return
-        # Without waiting, the flat copy belongs to the copying stream, which frees its memory in stream order.
+        # Without waiting, the flat copy belongs to the copying stream, which frees the memory in stream order.
         flat = (self._bytes(source) if wait else flat_bytes(source))[start : start + len(target)]
         if flat.device.type == "cpu":
-            # numpy makes one plain memcpy. Torch would use a thread pool that competes with the training thread's.
+            # numpy calls memcpy once. torch would use a thread pool that competes with the training thread.
             np.copyto(np.frombuffer(target, dtype=np.uint8), flat.numpy())
         else:
             torch.frombuffer(target, dtype=torch.uint8).copy_(flat, non_blocking=not wait)
 
     def some_bytes(self, start: int, length: int) -> bytes:
-        """Return a copy of some bytes, read at once."""
+        """Return a copy of a byte range."""
         data = bytearray(length)
         if data:
             self.copy_bytes(start, memoryview(data))
@@ -125,11 +124,11 @@ class Leaf:
             data = bytearray(self.nbytes)
             self.source.read(0, memoryview(data))
             return torch.frombuffer(data, dtype=torch.uint8)
-        # Not the copy that is kept, which may still be in flight in another stream of the device.
+        # The cached copy is not used, because it may be in flight in another stream of the device.
         return flat_bytes(self.source)
 
     def release(self) -> None:
-        """Forget the contiguous copy that a strided tensor needed."""
+        """Release the contiguous copy of a strided tensor."""
         if self._flat is None:
             return
         with self._lock:
@@ -147,29 +146,29 @@ class Leaf:
 
 
 def whole_bytes(leaves: Sequence[Leaf]) -> list[bytes]:
-    """Return copies of all bytes of small tensors, read at once.
+    """Return the bytes of small tensors.
 
-    Optimizers have hundreds of counters, and training waits for the copies. To stack equal ones takes a fifth of the
-    time.
+    Optimizers have hundreds of counters, and training waits for the copies. Stacking tensors of equal dtype and shape
+    takes a fifth of the time.
     """
-    found = [b""] * len(leaves)
+    copies = [b""] * len(leaves)
     alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for number, leaf in enumerate(leaves):
         if leaf.dtype in _STACKED and isinstance(leaf.source, torch.Tensor) and leaf.source.device.type == "cpu":
             alike.setdefault((leaf.dtype, leaf.shape), []).append(number)
         else:
-            found[number] = leaf.some_bytes(0, leaf.nbytes)
+            copies[number] = leaf.some_bytes(0, leaf.nbytes)
     for numbers in alike.values():
         with torch.no_grad():
             stacked = torch.stack([cast("torch.Tensor", leaves[number].source) for number in numbers])
         data, size = flat_bytes(stacked).numpy().tobytes(), leaves[numbers[0]].nbytes
         for place, number in enumerate(numbers):
-            found[number] = data[place * size : (place + 1) * size]
-    return found
+            copies[number] = data[place * size : (place + 1) * size]
+    return copies
 
 
 def flat_bytes(source: torch.Tensor | np.ndarray) -> torch.Tensor:
-    """Return the elements in row-major order as a uint8 tensor: a view where the source is contiguous, else a copy."""
+    """Return the elements in row-major order as a uint8 tensor: a view of a contiguous source, otherwise a copy."""
     if isinstance(source, np.ndarray):
         contiguous = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
         return torch.from_numpy(contiguous if contiguous.flags.writeable else contiguous.copy())
@@ -180,17 +179,17 @@ def flat_bytes(source: torch.Tensor | np.ndarray) -> torch.Tensor:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor as a uint8 tensor."""
-    # Not reshape(-1), which keeps the stride of a tensor of one element, so that the view may be impossible.
+    # reshape(-1) keeps the stride of a tensor with one element, which can make the view impossible.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def make_leaf(source: Source, path: str, group: str, box: Box | None = None) -> Leaf:
-    """Describe a tensor or an array of a state; ``box`` says which part of a whole a tensor is.
+    """Describe a tensor or an array of a state; ``box`` is its box in a distributed tensor.
 
     Raises:
-        UnsupportedValueError: it has no bytes that could be stored; names ``path``.
+        UnsupportedValueError: the tensor cannot be stored; the error names ``path``.
     """
-    # The most frequent type comes first, because training waits for this.
+    # The most frequent type comes first.
     if isinstance(source, torch.Tensor):
         _check_tensor(source, path)
         name = TORCH_NAMES.get(source.dtype)
@@ -208,12 +207,13 @@ def make_leaf(source: Source, path: str, group: str, box: Box | None = None) -> 
     if type(source) not in (np.ndarray, np.memmap):
         raise UnsupportedValueError(
             path,
-            f"numpy subclass {type(source).__qualname__} is not supported; use numpy.asarray() and store the rest",
+            f"numpy subclass {type(source).__qualname__} is not supported; use numpy.asarray(), and "
+            "store other attributes separately",
         )
     dtype = numpy_name(source.dtype)
     if dtype is None:
         raise UnsupportedValueError(
-            path, f"numpy arrays of dtype {source.dtype} have no portable bytes; convert to numbers"
+            path, f"numpy arrays of dtype {source.dtype} have no portable bytes; convert them to numbers"
         )
     return Leaf(source, path, dtype, source.shape, source.nbytes, group, Box.of_whole(source.shape))
 
@@ -225,7 +225,7 @@ def _check_dimensions(shape: tuple[int, ...], path: str) -> None:
 
 def _check_tensor(tensor: torch.Tensor, path: str) -> None:
     if is_lazy(tensor):
-        raise UnsupportedValueError(path, "it has no shape yet; call its module once before that is saved")
+        raise UnsupportedValueError(path, "the tensor has no shape yet; call its module once before the save")
     if type(tensor) not in PLAIN_TENSORS:
         raise UnsupportedValueError(
             path,
@@ -233,7 +233,7 @@ def _check_tensor(tensor: torch.Tensor, path: str) -> None:
         )
     if tensor.layout != torch.strided or tensor.is_nested:
         raise UnsupportedValueError(
-            path, f"tensors of layout {tensor.layout} are not supported; convert to a dense tensor"
+            path, f"tensors of layout {tensor.layout} are not supported; convert it to a dense tensor"
         )
     if tensor.is_quantized:
         raise UnsupportedValueError(
@@ -249,13 +249,13 @@ def identity_key(source: Source) -> tuple[object, ...] | None:
         return ("object", id(source))
     if source.numel() == 0:
         return None
-    # One flat tuple: the garbage collector would have to visit tuples in a tuple, or a torch.Size.
+    # A flat tuple, because the garbage collector would visit nested tuples.
     flags = 2 * source.is_conj() + source.is_neg()
     return (source.data_ptr(), source.dtype, source.device, flags, *source.shape, *source.stride())
 
 
 def copy_partition(partition: Partition, leaves: Sequence[Leaf], payload: memoryview) -> None:
-    """Copy the bytes of a partition from its tensors into ``payload``, which has its length."""
+    """Copy the bytes of a partition from its tensors into ``payload``, which has the length of the partition."""
     position = 0
     for piece in partition.pieces:
         leaves[piece.row].copy_bytes(piece.start, payload[position : position + piece.length])

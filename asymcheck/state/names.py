@@ -1,4 +1,4 @@
-"""Dotted names: the order in which they are shown, and what to say of a glob that matches none."""
+"""Dotted names of tensors: sort order, unique names, and globs."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ _DIGITS = re.compile(r"([0-9]{1,18})", re.ASCII)
 
 
 def in_order(name: str) -> list[tuple[int, int, str]]:
-    """Return what to sort a name by, so that layer 10 comes after layer 9."""
+    """Return a sort key in which layer 10 comes after layer 9."""
     return [(0, int(piece), "") if place % 2 else (1, 0, piece) for place, piece in enumerate(_DIGITS.split(name))]
 
 
-def told_apart(name: str, taken: dict[str, int]) -> str:
-    """Return a name, with a number behind it when it is taken, and take it.
+def unique_name(name: str, taken: dict[str, int]) -> str:
+    """Return a unique name, with a number if the name is taken, and add it to ``taken``.
 
-    Several of one state may have the same dotted name, such as ``{"a.b": …, "a": {"b": …}}`` or keys ``1`` and ``"1"``.
+    Tensors of one state may have the same dotted name: ``{"a.b": …, "a": {"b": …}}``, or keys ``1`` and ``"1"``.
     """
-    found, number = name, taken.get(name, 0) + 1
-    while found in taken:
-        found = f"{name} ({number})"
+    unique, number = name, taken.get(name, 0) + 1
+    while unique in taken:
+        unique = f"{name} ({number})"
         number += 1
     taken[name] = max(number - 1, 1)
-    taken.setdefault(found, 1)
-    return found
+    taken.setdefault(unique, 1)
+    return unique
 
 
 def as_stored(name: str) -> str:
-    """Return a name as it was before :func:`told_apart`."""
+    """Return the stored name of a name from :func:`unique_name`."""
     return _NUMBER.sub("", name)
 
 
 def matches(pattern: str, names: Iterable[str]) -> bool:
-    """Tell whether a glob matches a name, as it is shown or as it is stored."""
-    return any(fnmatch.fnmatchcase(one, pattern) for name in names for one in (name, as_stored(name)))
+    """Tell whether a glob matches a unique name or its stored name."""
+    return any(fnmatch.fnmatchcase(form, pattern) for name in names for form in (name, as_stored(name)))
 
 
 def no_match(
     pattern: str, names: Iterable[str], where: str = "the checkpoint", have: str = "it has"
 ) -> InvalidInputError:
-    """Return the error for a glob that matches no name; ``names`` are those that there are, or their first parts."""
+    """Return the error for a glob that matches no name; ``names`` are the existing names or their first parts."""
     tops = list(dict.fromkeys(name.split(".", 1)[0] for name in names))
     listed = ", ".join(tops[:_SHOWN]) + (" …" if len(tops) > _SHOWN else "")
     advice = f"; {have} {listed} (try '{tops[0]}*')" if tops else ""

@@ -1,4 +1,4 @@
-"""numpy dtypes by their names in the format (SPEC.md §15), for who looks at a state without torch."""
+"""numpy dtypes by their names in the format (SPEC.md §15), for use without torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ NUMPY_DTYPES: dict[str, np.dtype[np.generic]] = {
     for name in DTYPE_BYTES
     if "float8" not in name and name not in ("bfloat16", "float4_e2m1fn_x2", "complex32")
 }
-"""Those of the registry that numpy has."""
+"""Dtypes of the registry that numpy supports."""
 
 
 def numpy_name(dtype: npt.DTypeLike) -> str | None:
-    """Return the format's name of a numpy dtype, or None when it has none (objects, strings, big-endian)."""
+    """Return the format's name of a numpy dtype; None for unsupported ones (objects, strings, big-endian)."""
     exact = np.dtype(dtype)
     return exact.name if exact.kind in _NUMPY_KINDS and exact.isnative and exact.name in NUMPY_DTYPES else None

@@ -1,9 +1,8 @@
-"""The plan: how tensors are cut into partitions, and in which window of the iteration each partition is released.
+"""Partition plan: split tensors into partitions, and assign each partition to a window of the iteration.
 
-Pure functions of their arguments. The canonical cut depends on names, sizes and groups alone: an unchanged tensor gets
-the same partitions at every step, and its bytes are stored once. The capacities of windows are rounded to KiB before
-anything is cut, and the manifest records them. Therefore a resumed training cuts as before, and unchanged bytes keep
-their digests.
+Pure functions. The canonical split depends only on names, sizes and groups: an unchanged tensor has the same partitions
+in every checkpoint, and is stored once. Capacities of windows are rounded to KiB before tensors are split, and the
+manifest records them. Therefore a resumed training uses the same boundaries, and unchanged bytes keep their digests.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ ASYMMETRIC = "asymmetric"
 SYMMETRIC = "symmetric"
 EAGER = "eager"
 AT_ONCE = -1  # release of partitions that are captured inside ``step()``
-ROUNDED = ("bfloat16", "float16")  # the dtypes of rounded copies of float32 tensors
+ROUNDED = ("bfloat16", "float16")  # dtypes of rounded copies of float32 tensors
 
 _MASTER_WIDTH, _COPY_WIDTH = 4, 2
-"""Bytes of an element of a tensor, and of its rounded copy, which is cut at the same elements."""
-_BYTES_PER_S = 0.8e9  # an arbitrary speed of the link: only the proportions of the windows count
+"""Bytes of an element of a tensor and of its rounded copy, which is split at the same elements."""
+_BYTES_PER_S = 0.8e9  # arbitrary speed of the link, as only proportions of windows count
 _WINDOWS_MAX = 1 << 16
 _KIB_MAX = 1 << 40
 # Larger integers are not exact in every JSON reader.
@@ -57,25 +56,25 @@ class Partition:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How a whole state is cut."""
+    """Partitions of a whole state."""
 
     inline: tuple[int, ...]  # rows whose bytes stay in the manifest
     partitions: tuple[Partition, ...]
 
 
 def cut(sizes: Sequence[int], groups: Sequence[str], config: StoreConfig, widths: Sequence[int] | None = None) -> Cut:
-    """Cut tensors into partitions.
+    """Split tensors into partitions.
 
-    Tensors of at least ``config.bundle_below_bytes`` are cut into pieces of equal size, which are multiples of 4 KiB
-    except for the last. Smaller ones are bundled within their group in order of rows. Tiny ones stay in the manifest
-    while it has room.
+    Tensors of at least ``config.bundle_below_bytes`` are split into pieces of equal size, which are multiples of 4 KiB
+    except for the last. Smaller tensors are bundled within their group in the order of rows. Tiny tensors stay in the
+    manifest while it has space.
 
     Args:
         sizes: bytes of each tensor, by row.
         groups: tensors are bundled only within their group.
-        config: the sizes to aim at.
-        widths: bytes of an element of each tensor, 4 for all when None. Tensors of 2 and 4 bytes are cut at the same
-            elements: so a partition of a rounded copy lies within one of its original.
+        config: configuration with the desired sizes.
+        widths: bytes of an element of each tensor; 4 for all if None. Tensors of 2 and 4 bytes are split at the same
+            elements, so that each partition of a rounded copy corresponds to one partition of its original.
     """
     inline: list[int] = []
     inline_room = config.inline_total_bytes
@@ -103,7 +102,7 @@ def cut(sizes: Sequence[int], groups: Sequence[str], config: StoreConfig, widths
 
 
 def _pieces(size: int, width: int, most: int) -> list[tuple[int, int]]:
-    """Cut at multiples of 4096 elements where these are not too many, and so of 4 KiB."""
+    """Return a piece length that is a multiple of 4,096 elements if possible, and so of 4 KiB."""
     elements, limit = -(-size // width), most // (_MASTER_WIDTH if width == _COPY_WIDTH else width)
     count = -(-elements // limit)
     granule = min(BLOCK_BYTES, limit)
@@ -113,18 +112,18 @@ def _pieces(size: int, width: int, most: int) -> list[tuple[int, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A cut and when its partitions are released."""
+    """Partitions and the windows that release them."""
 
     number: int  # increases with each new plan of a run
     kind: str  # ``canonical``, ``asymmetric``, ``symmetric`` or ``eager``
     cut: Cut  # the partitions: first those captured at once, then the deferred ones in order of release
     release: tuple[int, ...]
-    """For each partition the window whose beginning releases it, or ``AT_ONCE``. Inline rows are captured at once."""
+    """Window that releases each partition, or ``AT_ONCE``. Inline rows are captured at once."""
     windows: tuple[tuple[Phase, int], ...] = ()
-    """Phase and capacity in KiB of each window; only in asymmetric and symmetric plans."""
+    """Phase and capacity in KiB of each window, in asymmetric and symmetric plans."""
 
     def record(self) -> dict[str, object]:
-        """Return the manifest's ``plan``: integers, strings and lists, from which the plan can be made again."""
+        """Return the plan record of the manifest: integers, strings and lists."""
         record: dict[str, object] = {"number": self.number, "kind": self.kind}
         if self.windows:
             record["windows"] = [[phase, kib] for phase, kib in self.windows]
@@ -133,43 +132,44 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class PlanInput:
-    """Input of a plan. All sequences have one entry a row."""
+    """Input of a plan. All sequences have one entry per row."""
 
     sizes: Sequence[int]
     groups: Sequence[str]  # tensors are bundled only within their group
     deferred: Sequence[bool]
-    """Whether the tensor stays as it is up to the fence, so that it may be captured after ``step()``."""
-    widths: Sequence[int] = ()  # bytes of an element; none when all have 4
+    """Whether the tensor does not change until the fence, so that it may be captured after ``step()``."""
+    widths: Sequence[int] = ()  # bytes of an element; empty if all have 4
 
     def cut(self, rows: Sequence[int], config: StoreConfig) -> Cut:
-        """Return the canonical cut of some rows alone."""
+        """Return the canonical split of some rows."""
         widths = [self.widths[row] for row in rows] if self.widths else None
-        found = cut([self.sizes[row] for row in rows], [self.groups[row] for row in rows], config, widths)
+        parts = cut([self.sizes[row] for row in rows], [self.groups[row] for row in rows], config, widths)
         partitions = (
             Partition(tuple(dataclasses.replace(piece, row=rows[piece.row]) for piece in partition.pieces))
-            for partition in found.partitions
+            for partition in parts.partitions
         )
-        return Cut(tuple(rows[row] for row in found.inline), tuple(partitions))
+        return Cut(tuple(rows[row] for row in parts.inline), tuple(partitions))
 
 
 def make_plan(layout: PlanInput, config: StoreConfig, kind: str, number: int, profile: Windows | None = None) -> Plan:
-    """Make a plan.
+    """Compute a plan.
 
-    Tensors that are not deferred have the canonical cut of them alone in every plan but an eager one, so a new
-    plan never gives them new digests. Deferred ones are laid end to end in order of rows, and that space is cut
+    Tensors that are not deferred have their own canonical split in all plans except eager ones, so a new plan never
+    changes their digests. Deferred tensors are concatenated in the order of rows, and this space is split as follows.
 
-    - in an ``asymmetric`` plan in proportion to the capacities of the windows (AsymCheck: length = share of the idle
-      time × bytes), small pieces where gaps are short and large ones where they are long;
-    - in a ``symmetric`` plan into equal parts, as many as windows, spread evenly over them;
-    - in a ``canonical`` plan as everywhere, all released in window 0; so also without a profile or any capacity.
+    - An ``asymmetric`` plan splits in proportion to the capacities of the windows (AsymCheck: length = share of the
+      idle time × bytes): small pieces for short windows, and large pieces for long ones.
+    - A ``symmetric`` plan splits into equal parts, as many as windows, spread evenly over them.
+    - A ``canonical`` plan uses the canonical split, and releases everything in window 0. It is also the result without
+      a profile or any capacity.
 
-    An ``eager`` plan is the canonical cut of the whole state, all captured at once.
+    An ``eager`` plan is the canonical split of the whole state, captured at once.
 
-    The capacities are scaled to the bytes in both directions. When they are too small, as much is left to wait for
-    at the fence as if the rest had been put off to the end, since the link works through what is queued either way.
+    Capacities are scaled to the number of bytes. If they are too small, the wait at the fence is the same as with the
+    rest at the end, because the link is busy in any case.
 
     Raises:
-        InvalidInputError: an unknown kind, or a number that a manifest cannot record.
+        InvalidInputError: the kind is unknown, or a manifest cannot record a number.
     """
     if kind not in (PLAN_KIND, ASYMMETRIC, SYMMETRIC, EAGER):
         raise InvalidInputError(f"plan kind {kind!r}: give canonical, asymmetric, symmetric or eager")
@@ -184,9 +184,9 @@ def make_plan(layout: PlanInput, config: StoreConfig, kind: str, number: int, pr
 
 
 def plan_from_record(record: object, layout: PlanInput, config: StoreConfig) -> Plan | None:
-    """Make the plan again that a manifest recorded, or return None if the record is none of ours.
+    """Compute the plan of a plan record; return None if the record is invalid.
 
-    For the same layout and configuration it equals the plan whose ``record()`` this is.
+    For the same layout and configuration, the result equals the plan that was recorded.
     """
     if type(record) is not dict or not {"number", "kind"} <= set(record) <= {"number", "kind", "windows", "encoding"}:
         return None
@@ -223,7 +223,7 @@ def _plan(
         return Plan(number, kind, whole, (AT_ONCE,) * len(whole.partitions))
     rows = [row for row, deferred in enumerate(layout.deferred) if deferred]
     fixed = layout.cut([row for row, deferred in enumerate(layout.deferred) if not deferred], config)
-    # What is not deferred goes first, so that its cut does not depend on anything else; the rest has what room is left.
+    # Tensors that are not deferred come first, so that their split does not depend on anything else.
     room = config.inline_total_bytes - sum(layout.sizes[row] for row in fixed.inline)
     free = layout.cut(rows, dataclasses.replace(config, inline_total_bytes=room))
     partitions, release = list(free.partitions), [0] * len(free.partitions)
@@ -238,7 +238,7 @@ def _plan(
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """A stretch of the space of deferred bytes that should become one partition."""
+    """Range of the deferred bytes that should become one partition."""
 
     start: int
     end: int
@@ -246,7 +246,7 @@ class _Slot:
 
 
 def _asymmetric(total: int, windows: Sequence[tuple[Phase, int]], config: StoreConfig) -> list[_Slot]:
-    """Slots in proportion to the capacities, between the least and the most that one partition may have."""
+    """Return slots in proportion to the capacities, within the limits of a partition."""
     whole = sum(kib for _, kib in windows)
     granted = [0] * len(windows)
     waiting: dict[Phase, int] = {"forward": 0, "backward": 0}
@@ -254,11 +254,11 @@ def _asymmetric(total: int, windows: Sequence[tuple[Phase, int]], config: StoreC
     for window, (phase, kib) in enumerate(windows):
         waiting[phase] += total * (passed + kib) // whole - total * passed // whole
         passed += kib
-        # Too little for a partition is kept for the next window of the phase, whose gap is of the same kind.
+        # A remainder below the minimum is moved to the next window of the same phase.
         if waiting[phase] >= config.deferred_bytes_min:
             granted[window] = waiting[phase]
             waiting[phase] = 0
-    # What is left of a phase is less than one partition. The widest gap feels it least.
+    # The remainder of a phase is less than one partition. The longest window takes it.
     widest = max(range(len(windows)), key=lambda window: (granted[window], windows[window][1]))
     granted[widest] += sum(waiting.values())
     slots: list[_Slot] = []
@@ -270,7 +270,7 @@ def _asymmetric(total: int, windows: Sequence[tuple[Phase, int]], config: StoreC
 
 
 def _symmetric(total: int, windows: int, config: StoreConfig) -> list[_Slot]:
-    """Equal slots, as many as windows unless that would make them too small or too large, spread evenly."""
+    """Return equal slots, as many as windows if the limits of a partition permit, spread evenly."""
     length = min(max(-(-total // windows), config.deferred_bytes_min), config.deferred_bytes_max)
     count = -(-total // length)
     return [
@@ -287,7 +287,7 @@ def _equal(start: int, length: int, count: int, window: int) -> Iterator[_Slot]:
 def _lay(
     layout: PlanInput, rows: Sequence[int], config: StoreConfig, slots: Sequence[_Slot]
 ) -> tuple[list[Partition], list[int]]:
-    """Cut the rows along the slots: pieces of large tensors stand alone, small tensors are bundled whole."""
+    """Split rows along the slots. Pieces of large tensors are separate, and small tensors are bundled as a whole."""
     small_below = min(config.bundle_below_bytes, config.deferred_bytes_max)
     cutter = _Cutter(slots, config)
     bundles: dict[str, list[Piece]] = {}
@@ -309,7 +309,7 @@ def _lay(
 
 
 class _Cutter:
-    """Emits partitions that follow the slots as nearly as the ends of tensors allow."""
+    """Builder of partitions that follow the slots as closely as tensor boundaries permit."""
 
     def __init__(self, slots: Sequence[_Slot], config: StoreConfig) -> None:
         self.partitions: list[Partition] = []
@@ -321,7 +321,7 @@ class _Cutter:
         self._at = 0
 
     def wanted(self) -> int:
-        """Bytes from here to the end of the slot in multiples of 4 KiB, within the limits."""
+        """Return the bytes to the end of the slot, in multiples of 4 KiB and within the limits."""
         rest = self._slot().end - self._at
         return min(max((rest + BLOCK_BYTES // 2) // BLOCK_BYTES * BLOCK_BYTES, self._least), self._most)
 
@@ -333,16 +333,16 @@ class _Cutter:
     def cut_large(self, row: int, size: int) -> None:
         start = 0
         while start < size:
-            left = size - start
-            length = min(self.wanted(), left)
-            if 0 < left - length < self._least:
-                # No piece is too small: the rest goes along, or what is left is halved where that is too much.
-                length = left if left <= self._most else left // 2 // BLOCK_BYTES * BLOCK_BYTES
+            rest = size - start
+            length = min(self.wanted(), rest)
+            if 0 < rest - length < self._least:
+                # The remainder would be too small: include it, or halve the rest if that would be too large.
+                length = rest if rest <= self._most else rest // 2 // BLOCK_BYTES * BLOCK_BYTES
             self.emit((Piece(row, start, length),), length)
             start += length
 
     def _slot(self) -> _Slot:
-        """The slot to fill: the first whose middle is still ahead, so that errors of rounding even out."""
+        """Return the first slot whose middle is ahead, so that rounding errors average out."""
         while self._number + 1 < len(self._slots):
             slot = self._slots[self._number]
             if 2 * self._at < slot.start + slot.end:
@@ -352,20 +352,20 @@ class _Cutter:
 
 
 class Originals:
-    """Guesses, from dtypes and shapes, which partitions of a plan are rounded copies of others.
+    """Candidates for partitions that are rounded copies of others, by dtype and shape.
 
-    An example is bfloat16 weights with float32 masters. The caller, which has the bytes, has to check the guesses.
+    An example are bfloat16 weights with float32 masters. The caller compares the bytes.
     """
 
     def __init__(
         self, partitions: Sequence[Partition], dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]]
     ) -> None:
-        """Take the partitions of a plan, and the dtypes and shapes of the tensors by row."""
+        """Index the partitions of a plan, with the dtypes and shapes of the tensors by row."""
         self._dtypes, self._shapes = dtypes, shapes
         self._alone = {
             number: partition.pieces[0] for number, partition in enumerate(partitions) if len(partition.pieces) == 1
         }
-        # By shape and row: the first byte and the number of each partition, in order.
+        # By shape and row: first byte and number of each partition, in order.
         self._masters: dict[tuple[int, ...], dict[int, list[tuple[int, int]]]] = {}
         for number, piece in self._alone.items():
             if dtypes[piece.row] == "float32":
@@ -376,7 +376,7 @@ class Originals:
                 starts.sort()
 
     def candidates(self, number: int) -> Iterator[tuple[int, int]]:
-        """Yield possible originals of a partition: their numbers, and the byte in each where the original begins."""
+        """Yield possible originals of a partition: their numbers, and the first byte of the original in each."""
         piece = self._alone.get(number)
         if piece is None or self._dtypes[piece.row] not in ROUNDED:
             return

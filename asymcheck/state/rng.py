@@ -1,4 +1,4 @@
-"""Random number generators as an item of the state, so that a resumed run draws the same numbers."""
+"""State of the global random number generators, so that a resumed run draws the same numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RngState:
     """
 
     def state_dict(self) -> dict[str, object]:
-        """Return the present state of all generators."""
+        """Return the current state of all generators."""
         algorithm, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - the global generator is what must be saved
         version, words, gauss = random.getstate()
         return {

@@ -1,4 +1,4 @@
-"""Shards: tensors of which each rank holds a part, as torch and its users describe them."""
+"""Shards: parts of distributed tensors, from DTensor or TensorShard."""
 
 from __future__ import annotations
 
@@ -21,49 +21,49 @@ if TYPE_CHECKING:
 
 _DTENSORS = "torch.distributed.tensor"
 _SPLITS = "split_factor"
-"""Attribute of a placement that cuts a dimension of the tensor which another mesh dimension has cut before."""
+"""Attribute of a placement that splits a tensor dimension which another mesh dimension has already split."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TensorShard:
-    """This rank's part of a tensor that several ranks hold together; stands in a state where the tensor would.
+    """Shard of a tensor on this rank, which replaces the tensor in a state.
 
-    A ``DTensor`` need not be wrapped, because it has the same information.
+    A ``DTensor`` has the same information, and needs no wrapper.
     """
 
     local: torch.Tensor
-    """The part that is here."""
+    """Data of the shard."""
     global_shape: tuple[int, ...]
-    """Shape of the whole tensor, of as many dimensions as the part."""
+    """Shape of the whole tensor, with as many dimensions as the shard."""
     offset: tuple[int, ...]
-    """Where the part begins in the whole, for each dimension."""
+    """Offset of the shard in the whole tensor, per dimension."""
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the whole tensor, as that of a ``DTensor`` is; ``local.shape`` is that of the part."""
+        """Shape of the whole tensor, as for a ``DTensor``. ``local.shape`` is the shape of the shard."""
         return torch.Size(self.global_shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the part and of the whole."""
+        """Dtype of the tensor."""
         return self.local.dtype
 
     @property
     def box(self) -> Box:
-        """The part, without its bytes."""
+        """Box of the shard in the whole tensor."""
         return Box(tuple(self.global_shape), tuple(self.offset), tuple(self.local.shape))
 
 
 @runtime_checkable
 class Distributed(Stateful, Protocol):
-    """A part of a state that ranks hold together and that knows more than a state_dict() says, such as an engine.
+    """Object in the state of several ranks that needs more than ``state_dict()``, such as a DeepSpeed engine.
 
-    Stored states have placeholders in the place of tensors.
+    Stored states have placeholders instead of tensors.
     """
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that changes :meth:`owned`."""
+        """Optimizer that changes :meth:`owned`."""
 
     def owned(self) -> Iterable[torch.Tensor]:
         """Yield tensors of the state that only a step of :attr:`optimizer` changes."""
@@ -72,20 +72,20 @@ class Distributed(Stateful, Protocol):
         """Yield the reasons why the object will refuse a stored state."""
 
     def missing(self, stored: Mapping[Key, object]) -> Iterable[tuple[object, TensorShard]]:
-        """Yield placeholders of tensors that do not exist yet, each with a shard that is cut in the same way."""
+        """Yield placeholders of tensors that do not exist yet, each with a shard of the same layout."""
 
     def settle(self) -> None:
-        """Do what needs all ranks, after each of them has been restored."""
+        """Run collective steps after all ranks were restored."""
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Tell whether a value is a DTensor, without importing that part of torch."""
+    """Tell whether a value is a DTensor, without importing ``torch.distributed.tensor``."""
     module = sys.modules.get(_DTENSORS)
     return module is not None and isinstance(value, module.DTensor)
 
 
 def locals_of(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return this rank's parts of tensors, some of which may be DTensors. Training waits for this in each step."""
+    """Return the local data of tensors, some of which may be DTensors. Training waits for this in each step."""
     if not any(map(is_dtensor, values)):
         return [*values]
     with torch.no_grad():
@@ -93,20 +93,20 @@ def locals_of(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def layout_of(tensor: DTensor) -> tuple[object, ...]:
-    """Return the properties that determine which part this rank has; compare them by :func:`is_laid_out`."""
+    """Return the properties that determine the shard of this rank; compare them with :func:`is_laid_out`."""
     return tensor.placements, tensor.device_mesh, tensor.shape
 
 
 def is_laid_out(tensor: DTensor, layout: tuple[object, ...]) -> bool:
-    """Tell whether a DTensor has the layout of an earlier one: the same objects, because equal ones may differ."""
+    """Tell whether a DTensor has an earlier layout. Objects are compared by identity, because equal ones may differ."""
     return tensor.placements is layout[0] and tensor.device_mesh is layout[1] and tensor.shape == layout[2]
 
 
 def shard_of(tensor: DTensor, path: str) -> TensorShard:
-    """Return this rank's part of a DTensor; of a replicated one, all of it.
+    """Return the shard of a DTensor on this rank, which is the whole tensor if it is replicated.
 
     Raises:
-        UnsupportedValueError: its values are partial sums, or the part is no box, or the part of a scalar is empty.
+        UnsupportedValueError: the values are partial sums, the shard is no box, or the shard of a scalar is empty.
     """
     if any(placement.is_partial() for placement in tensor.placements):
         raise UnsupportedValueError(
@@ -116,10 +116,11 @@ def shard_of(tensor: DTensor, path: str) -> TensorShard:
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        # A rank outside the mesh has an empty part, whatever the mesh would give it.
+        # A rank outside of the mesh has an empty shard.
         if not tensor.ndim:
             raise UnsupportedValueError(
-                path, "a scalar has no empty part, and this rank is not in its mesh; leave it out of the state here"
+                path,
+                "this rank is not in the mesh of a scalar, which has no empty shard; leave it out of the state here",
             )
         return TensorShard(local.new_empty((0,) * tensor.ndim), tuple(tensor.shape), (0,) * tensor.ndim)
     cuts = tuple([_cut(placement, tensor.ndim, path) for placement in tensor.placements])
@@ -128,18 +129,18 @@ def shard_of(tensor: DTensor, path: str) -> TensorShard:
     if offset is None:
         raise UnsupportedValueError(
             path,
-            f"with placements {tensor.placements} on a mesh of {list(mesh.shape)}, this rank's part of "
-            f"{list(whole)} is no box of rows that follow each other; shard a dimension that the ranks divide",
+            f"with placements {tensor.placements} on a mesh of {list(mesh.shape)}, the shard of {list(whole)} on this "
+            "rank is not contiguous; shard a dimension that the number of ranks divides",
         )
     return TensorShard(local, whole, offset)
 
 
 _Cut = tuple[int, int] | None
-"""The dimension of the tensor that a dimension of the mesh cuts, and the split factor; None where it replicates."""
+"""Tensor dimension that a mesh dimension splits, and the split factor; None if it replicates."""
 
 
-# Training waits for hundreds of shards of few kinds. Placements are not used as keys, because in some versions of torch
-# one that splits is equal to one that does not.
+# Training waits for hundreds of shards of few kinds, so results are cached. Placements are no keys of the cache,
+# because in some versions of torch, different placements compare equal.
 @functools.lru_cache(maxsize=4096)
 def _offset_of(
     whole: tuple[int, ...],
@@ -148,7 +149,7 @@ def _offset_of(
     coordinate: tuple[int, ...],
     mesh: tuple[int, ...],
 ) -> tuple[int, ...] | None:
-    """Return where the part of a rank begins; None if it is no box, or has another shape than ``local``."""
+    """Return the offset of a rank's shard; None if it is no box, or has another shape than ``local``."""
     spans = [[range(size)] for size in whole]
     for place, size, cut in zip(coordinate, mesh, cuts, strict=True):
         if cut is not None:
@@ -168,15 +169,15 @@ def _cut(placement: Placement, dims: int, path: str) -> _Cut:
 def _dimension(placement: Placement, dims: int, path: str) -> int:
     dim = getattr(placement, "dim", None)
     if type(dim) is not int or not -dims <= dim < dims:
-        raise UnsupportedValueError(path, f"the tensor has the placement {placement}, which says not what is here")
+        raise UnsupportedValueError(path, f"the tensor has the unsupported placement {placement}; redistribute it")
     return dim % dims
 
 
 def _share(span: Sequence[range], place: int, size: int, splits: int) -> list[range]:
-    """Return the share that one of ``size`` ranks has of a dimension, cut as torch cuts it.
+    """Return the indices of one of ``size`` ranks in a dimension, split as by torch.
 
-    With ``splits`` above 1, another mesh dimension has cut it into as many parts before (FSDP over tensor parallelism),
-    and the rank has a share of each.
+    With ``splits`` above 1, another mesh dimension has split the dimension before (FSDP with tensor parallelism), and
+    the rank has a share of each part.
     """
     shares = [part for number in range(splits) for part in _chunk(_chunk(span, number, splits), place, size)]
     joined: list[range] = []
@@ -189,16 +190,16 @@ def _share(span: Sequence[range], place: int, size: int, splits: int) -> list[ra
 
 
 def _chunk(span: Sequence[range], number: int, count: int) -> list[range]:
-    """Return one of ``count`` chunks: all have the same length but the last ones, which may be shorter or empty."""
+    """Return one of ``count`` chunks of equal length, except that the last ones may be shorter or empty."""
     length = -(-_count(span) // count)
-    skipped, found = number * length, []
+    skipped, share = number * length, []
     for part in span:
         chosen = part[skipped : skipped + length]
         skipped = max(skipped - len(part), 0)
         length -= len(chosen)
         if chosen:
-            found.append(chosen)
-    return found
+            share.append(chosen)
+    return share
 
 
 def _count(span: Sequence[range]) -> int:
@@ -206,10 +207,10 @@ def _count(span: Sequence[range]) -> int:
 
 
 def like(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor with the shape and placements of another one, whose part on this rank is ``local``."""
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - only there for those who use it
+    """Return a DTensor with the shape and placements of another one, and ``local`` as its shard on this rank."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 - an optional part of torch
 
-    # Not the strides of the other one, because the new part is in row-major order.
+    # Row-major strides, which may differ from those of the other tensor.
     strides = tuple(math.prod(tensor.shape[dim + 1 :]) for dim in range(tensor.ndim))
     return DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=strides

@@ -1,4 +1,4 @@
-"""The walk over a nested state, which returns the tree of plain values and the list of tensors."""
+"""Walk a nested state; return the tree of plain values and the list of tensors."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from asymcheck.types import Stateful, is_stateful
 
 _TENSOR_TAGS = ("T", "N")
 _SHARED_ENTRIES = 16
-_SHARED_KEY = 200  # longer mappings and keys are few, and would fill the memory with what is not the same
+_SHARED_KEY = 200  # longer mappings and keys are rare, and would fill the cache
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _MAPPINGS = frozenset({dict, OrderedDict, Counter})
-"""Types that are stored as a mapping. A Counter, as in learning rate schedulers, is stored as a plain mapping."""
+"""Types that are stored as mappings. A Counter, as in learning rate schedulers, is stored as a plain mapping."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Everything about tensors but their bytes, by row: the same object as long as it does not change."""
+    """Properties of tensors, by row. The object stays the same while no property changes."""
 
-    names: tuple[str, ...]  # dotted names of their first places in the state
-    aliases: tuple[tuple[str, ...], ...]  # their further names
+    names: tuple[str, ...]  # dotted name of the first occurrence in the state
+    aliases: tuple[tuple[str, ...], ...]  # further names
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    boxes: tuple[Box, ...]  # which parts of whole tensors they are
-    sizes: tuple[int, ...]  # bytes of their elements
-    widths: tuple[int, ...]  # bytes of one of their elements
-    groups: tuple[str, ...]  # tensors are bundled only with others of the same group
+    boxes: tuple[Box, ...]  # boxes in whole tensors
+    sizes: tuple[int, ...]  # bytes of all elements
+    widths: tuple[int, ...]  # bytes of an element
+    groups: tuple[str, ...]  # only tensors of the same group are bundled
 
     @classmethod
     def of(cls, leaves: Sequence[Leaf]) -> Columns:
@@ -60,7 +60,7 @@ class FlatState:
 
 
 Called = dict[int, tuple[Stateful, object]]
-"""Objects and their ``state_dict()`` by the ids of the objects, which are kept so that an id stays unique."""
+"""Objects and their ``state_dict()`` by id. The objects are kept, so that ids stay unique."""
 
 
 def flatten(state: object) -> FlatState:
@@ -70,7 +70,7 @@ def flatten(state: object) -> FlatState:
     and scalars, and plain values. Objects with ``state_dict`` and ``load_state_dict`` are replaced by their state.
 
     Raises:
-        UnsupportedValueError: something cannot be stored; names its path.
+        UnsupportedValueError: a value cannot be stored; the error names its path.
     """
     walker = Walker({})
     tree = walker.node(state, None, 0)
@@ -78,12 +78,12 @@ def flatten(state: object) -> FlatState:
 
 
 class Walker:
-    """Walks a state; a node's name is None at the root. A save waits for this: a millisecond for some 300 nodes."""
+    """Walk over a state. The name of the root is None. Saves wait for it: a millisecond for about 300 nodes."""
 
     def __init__(self, called: Called, group: str = "") -> None:
-        """Begin; objects in ``called`` are not called again. Below the root, tensors belong to ``group``."""
-        self.leaves: list[Leaf] = []  # the tensors by row
-        self.visits: list[tuple[object, int]] = []  # every occurrence of a tensor, as the state has it, and its row
+        """Start a walk. Objects in ``called`` are not called again. Tensors below the root belong to ``group``."""
+        self.leaves: list[Leaf] = []  # tensors by row
+        self.visits: list[tuple[object, int]] = []  # every occurrence of a tensor, and its row
         self._called = called
         self._rows: dict[tuple[object, ...], int] = {}
         self._group = group
@@ -100,7 +100,7 @@ class Walker:
             return self._scalar(value, name)
         if depth == 1:
             self._group = name or ""
-        # What there is most of comes first, and types are compared: isinstance() takes longer, above all to say no.
+        # Frequent types come first. Comparing types is faster than isinstance().
         if kind in PLAIN_TENSORS:
             return self._tensor(value, name or "", value)  # type: ignore[arg-type]  # the type was just compared
         if kind in _MAPPINGS:
@@ -129,25 +129,24 @@ class Walker:
         pairs: list[tuple[Node, Node]] = []
         part: str
         for key, item in value.items():
-            # Nearly all are, and what has no other letters is valid.
+            # ASCII strings, which are most, are always valid.
             node, part = (key, key) if type(key) is str and key.isascii() else self._key(key, name)
             pairs.append((node, self.node(item, below(name, part), depth + 1)))
         if type(value) is not OrderedDict:
             return _mapping_node("d", pairs)
-        # Module.state_dict() hangs the versions of its modules on the mapping; load_state_dict() looks for them there.
+        # Module.state_dict() stores versions of modules in an attribute of the mapping, for load_state_dict().
         metadata = getattr(value, "_metadata", None)
         if metadata is None:
             return _mapping_node("o", pairs)
         return [*_mapping_node("m", pairs), self.metadata(metadata, below(name, "_metadata"), depth)]
 
     def metadata(self, metadata: object, name: str, depth: int) -> Node:
-        """Return the node of the versions of modules, of a mapping at a depth; as a rule the same in each step."""
-        # They lie a level below the mapping, as what is in it does.
+        """Return the node of the versions of modules for a mapping at ``depth``; usually the same in each step."""
         versions = _versions(metadata) if depth < TREE_DEPTH_MAX - 3 else None
         return self.node(metadata, name, depth + 1) if versions is None else _versions_node(versions)
 
     def _key(self, key: object, name: str | None) -> tuple[object, str]:
-        """Return the node of a key, and its part of the names below it."""
+        """Return the node of a key, and its part of the dotted names."""
         if type(key) is str:
             return self._scalar(key, name), key
         if type(key) is int:
@@ -161,12 +160,12 @@ class Walker:
             return self._tensor(shard.local, name, value, box)
         given: TensorShard = value  # type: ignore[assignment]  # all others are
         if not given.box.is_valid:
-            raise UnsupportedValueError(name, f"the shard {given.box} does not lie within its whole tensor")
+            raise UnsupportedValueError(name, f"the shard {given.box} is not inside of its whole tensor")
         return self._tensor(given.local, name, value, given.box)
 
     def _tensor(self, value: Source, name: str, given: object, box: Box | None = None) -> Node:
         tag = "N" if isinstance(value, np.ndarray) else "T"
-        # First of all, because what cannot be stored need not have a place in memory to compare.
+        # Described first, because an unsupported tensor may have no address.
         leaf = make_leaf(value, name, self._group, box)
         leaf.key = key = identity_key(value)
         row = None if key is None else self._rows.get(key)
@@ -199,23 +198,23 @@ class Walker:
         except LimitError as error:
             raise UnsupportedValueError(name or "", str(error)) from error
         except StructureError as error:
-            remedy = "give it state_dict() and load_state_dict(), or make it tensors, numbers, strings, lists and dicts"
+            remedy = "give it state_dict() and load_state_dict(), or use tensors, numbers, strings, lists and dicts"
             raise UnsupportedValueError(name or "", f"{error}; {remedy}") from error
 
 
 def is_to_be_called(value: object) -> TypeGuard[Stateful]:
-    """Tell whether what ``state_dict()`` of a value returns takes its place."""
+    """Tell whether a value is replaced by its ``state_dict()``."""
     return is_stateful(value) and not isinstance(value, (Mapping, type))
 
 
 def state_of(value: Stateful, called: Called) -> object:
-    """Return the state of an object, which is called once."""
+    """Return the state of an object, whose ``state_dict()`` is called once."""
     if id(value) not in called:
         called[id(value)] = value, value.state_dict()
     return called[id(value)][1]
 
 
-# Nodes are never changed, and most are the same from step to step: see Leaf for why they are shared.
+# Nodes never change, and most are the same in each step. See Leaf for the reason to share them.
 @functools.lru_cache(maxsize=1 << 14)
 def _tensor_node(tag: str, row: int) -> list[Node]:
     return [tag, row]
@@ -240,27 +239,27 @@ def _mapping_node(tag: str, pairs: Sequence[tuple[Node, Node]]) -> list[Node]:
 
 
 def _versions(metadata: object) -> tuple[str | int, ...] | None:
-    """Return the names of modules and their versions, one after the other; None if there is anything else in it."""
+    """Return names and versions of modules as a flat tuple; None if the mapping has other content."""
     if type(metadata) is not OrderedDict:
         return None
-    found: list[str | int] = []
+    flat: list[str | int] = []
     for module, value in metadata.items():
         version = value.get("version") if type(value) is dict and len(value) == 1 else None
         if type(version) is not int or type(module) is not str or not module.isascii():
             return None
-        found += (module, version)
-    return tuple(found)
+        flat += (module, version)
+    return tuple(flat)
 
 
 @functools.lru_cache(maxsize=64)
 def _versions_node(versions: tuple[str | int, ...]) -> Node:
-    """Return the node of what :func:`_versions` took apart: a mapping for each module, the same in each step."""
+    """Return the cached node of the result of :func:`_versions`."""
     metadata = zip(versions[::2], versions[1::2], strict=True)
     return Walker({}).node(OrderedDict((module, {"version": version}) for module, version in metadata), None, 0)
 
 
 def _entry(key: Node, node: Node) -> tuple[str, str, int] | None:
-    """Return a key with a tensor's tag and row, or with no tag and an integer; None for all else."""
+    """Return key, tensor tag and row, or key, no tag and an integer; None for other values."""
     if type(key) is str and len(key) <= _SHARED_KEY:
         if type(node) is int:
             return key, "", node
@@ -275,5 +274,5 @@ def _small_mapping_node(tag: str, entries: tuple[tuple[str, str, int], ...]) -> 
 
 
 def below(name: str | None, part: str) -> str:
-    """Return the name of what lies below a place in a state."""
+    """Return the dotted name of a child."""
     return part if name is None else f"{name}.{part}"

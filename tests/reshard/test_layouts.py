@@ -182,7 +182,9 @@ def test_rows_that_do_not_follow_each_other_are_refused() -> None:
     with as_rank(0, 4):
         part = distributed(torch.arange(8), (2, 2), [_StridedShard(0, split_factor=2), Replicate()], 0)
         assert part.to_local().tolist() == [0, 1, 4, 5]
-        with pytest.raises(UnsupportedValueError, match=r"cannot store state at x: .* \[8\] is no box of rows"):
+        with pytest.raises(
+            UnsupportedValueError, match=r"cannot store state at x: .* \\[8\] on this rank is not contiguous"
+        ):
             shard_of(part, "x")
 
 

@@ -251,5 +251,5 @@ def test_a_lazy_model_that_was_not_called_yet_gets_its_shapes_back(store: Store)
     assert fresh.eval()(torch.ones(2, 5)).shape == (2, 3)
     with pytest.raises(StateMismatchError, match=r"model\.0\.weight: has no shape yet; give the module"):
         store.load(tensors="model.0.weight", into={"model": {"0.weight": lazy_model()[0].weight}})
-    with pytest.raises(UnsupportedValueError, match=r"model\.0\.weight: it has no shape yet; call its module"):
+    with pytest.raises(UnsupportedValueError, match=r"model\.0\.weight: the tensor has no shape yet; call its module"):
         store.save({"model": lazy_model()}, step=2)

@@ -117,7 +117,7 @@ class Checkpointer:
             None if found is None else ResumeCoordinator(store, run, found, self._exit_handler.is_due, push)
         )
         self._interval_controller = interval_controller(
-            every, None if self._coordinator is None else self._coordinator.told
+            every, None if self._coordinator is None else self._coordinator.broadcast
         )
         # Last, because it starts to push the checkpoints that an earlier training left in the store.
         self._pusher = BackgroundPush(partial(store.push_in_background, run=run, poll_s=_POLL_S), push, found)
@@ -212,10 +212,10 @@ class Checkpointer:
 
     def _warn_of_empty_remote(self) -> None:
         """Warn if the remote is empty: it may be a mount point without its file system."""
-        far = self._store.training.opened.far
-        if far is not None and far.tier() is None:
+        remote = self._store.training.opened.remote
+        if remote is not None and remote.tier() is None:
             warn_user(
-                f"remote {far.name} is empty; starting a new run. If you expected checkpoints there, stop and check "
+                f"remote {remote.name} is empty; starting a new run. If you expected checkpoints there, stop and check "
                 "the URI and the mount",
                 UnreachableRemoteWarning,
             )
@@ -418,7 +418,7 @@ class Checkpointer:
         self._reporting.report(self._maintenance, self._pusher)
 
     def statistics(self) -> Statistics:
-        """Return the cost of saving so far."""
+        """Return the costs of saving so far."""
         return self._statistics
 
     def push_statistics(self) -> PushStatistics:

@@ -1,28 +1,28 @@
-"""Every error that asymcheck raises, grouped by what a handler would do about it.
+"""All errors and warnings of asymcheck, grouped by how to handle them.
 
 ::
 
     AsymcheckError
-    ├── InvalidInputError              the caller passed something that cannot be used; nothing was changed
+    ├── InvalidInputError              an argument is invalid; nothing was changed
     │   └── UnsupportedValueError, StateMismatchError, ForeignFileError
     ├── NotFoundError                  a requested object does not exist
     │   └── StoreNotFoundError, CheckpointNotFoundError
-    ├── FormatError                    stored bytes are not what the format says
+    ├── FormatError                    stored bytes break a rule of the format
     │   ├── BadMagicError, ChecksumError, DigestMismatchError, StructureError, TruncatedError
     │   ├── LimitError, BaseDamagedError
-    │   └── UnsupportedFormatError         intact, but of a kind that this program does not know
+    │   └── UnsupportedFormatError         intact, but requires a newer version of asymcheck
     │       └── UnsupportedVersionError, UnsupportedFeatureError, UnsupportedCodecError
-    ├── RecoveryError                  no intact copy of something that is needed
+    ├── RecoveryError                  required data has no intact copy
     │   ├── MissingPartitionError, DamagedPartitionError, InconsistentCheckpointError, HeadRecordError
     │   └── PartialRestoreError            tensors were overwritten before the failure
     │       └── RefusedStateError              not damage: an object refused its state
     ├── TornCaptureError               the state changed while it was captured; nothing was committed
-    ├── LostCheckpointError            checkpoints of the background could not be stored
+    ├── LostCheckpointError            background saves failed
     ├── PruneError                     old checkpoints could not be removed; none was lost
-    ├── RanksError                     ranks that save or restore together did not come to an end together
+    ├── RanksError                     a common operation of several ranks failed
     │   └── RanksMissingError, RankFailedError
-    ├── GivenUpError                   an upload was ended before it was done; nothing was committed by it
-    └── StorageError                   the place where bytes are stored refused
+    ├── GivenUpError                   an upload was cancelled; it committed nothing
+    └── StorageError                   the drive or the operating system failed
         ├── OutOfSpaceError, UnsupportedFileSystemError, ReadOnlyStoreError, LockTimeoutError
         └── TooManyFilesError, RemoteUnreachableError, CatalogError, ClosedStoreError, ForkedStoreError
 
@@ -44,52 +44,52 @@ from typing import ClassVar
 
 
 class AsymcheckError(Exception):
-    """Root of all errors of this package."""
+    """Base class of all errors of this package."""
 
     kind: ClassVar[str] = "error"
-    """A stable code of the class, for programs."""
+    """Stable code of the class, for programs."""
 
     def __init_subclass__(cls, *, kind: str | None = None) -> None:
-        """Give a class its code; without one it has that of its base."""
+        """Set the code of a subclass, which is that of its base by default."""
         super().__init_subclass__()
         cls.kind = kind or cls.kind
 
 
 class InvalidInputError(AsymcheckError, kind="invalid-input"):
-    """An argument cannot be used; nothing was changed."""
+    """An argument is invalid; nothing was changed."""
 
 
 class UnsupportedValueError(InvalidInputError, kind="unsupported-value"):
-    """A leaf of the state cannot be stored; raised before anything is written."""
+    """A value in the state cannot be stored; raised before anything is written."""
 
     def __init__(self, path: str, reason: str) -> None:
-        """Name the leaf by its dotted ``path`` in the state."""
+        """Create an error about the value at the dotted ``path``."""
         super().__init__(f"cannot store state at {path or '<root>'}: {reason}")
         self.path = path
-        """The dotted name of the value in the state."""
+        """Dotted name of the value in the state."""
         self.reason = reason
-        """Why the value cannot be stored."""
+        """Reason why the value cannot be stored."""
 
 
 class StateMismatchError(InvalidInputError, kind="state-mismatch"):
-    """The state given to fill does not fit; raised before anything is overwritten, unless its tensors share memory."""
+    """The given state does not fit; raised before anything is overwritten, unless its tensors share memory."""
 
 
 class ForeignFileError(InvalidInputError, kind="foreign-file"):
-    """A file or folder of another program (safetensors, Hugging Face, torch) does not follow the rules of its format.
+    """A file or folder of another program (safetensors, Hugging Face, torch) breaks a rule of its format.
 
-    No :class:`FormatError`: those are about the store's own bytes, and mean damage to look for in the store.
+    Unlike a :class:`FormatError`, this is no damage of the store.
     """
 
     def __init__(self, path: str | os.PathLike[str], problem: str, remedy: str) -> None:
-        """Name the file, what is wrong with it, and what to do."""
+        """Create an error from the file, the problem and the remedy."""
         super().__init__(f"{os.fspath(path)}: {problem}; {remedy}")
         self.path = os.fspath(path)
-        """The file or folder."""
+        """File or folder."""
         self.problem = problem
-        """The rule that the file breaks."""
+        """Problem with the file."""
         self.remedy = remedy
-        """The advice for the user."""
+        """Advice for the user."""
 
 
 class NotFoundError(AsymcheckError, kind="not-found"):
@@ -97,10 +97,10 @@ class NotFoundError(AsymcheckError, kind="not-found"):
 
 
 class StoreNotFoundError(NotFoundError, kind="store-not-found"):
-    """No store is at the location; ``is_empty`` says that nothing else is there, either."""
+    """The location has no store."""
 
     is_empty: bool = True
-    """Whether the location holds nothing else."""
+    """Whether the location is empty."""
 
 
 class CheckpointNotFoundError(NotFoundError, kind="checkpoint-not-found"):
@@ -108,11 +108,11 @@ class CheckpointNotFoundError(NotFoundError, kind="checkpoint-not-found"):
 
 
 class FormatError(AsymcheckError, kind="format"):
-    """Bytes do not follow the store format (SPEC.md)."""
+    """Stored bytes break a rule of the format (SPEC.md)."""
 
 
 class BadMagicError(FormatError, kind="bad-magic"):
-    """A structure does not begin with its magic."""
+    """A structure does not begin with its magic number."""
 
 
 class ChecksumError(FormatError, kind="bad-checksum"):
@@ -120,49 +120,49 @@ class ChecksumError(FormatError, kind="bad-checksum"):
 
 
 class DigestMismatchError(FormatError, kind="digest-mismatch"):
-    """The plain bytes of a partition do not have the digest that names it."""
+    """The plain bytes of a partition do not match its digest."""
 
 
 class StructureError(FormatError, kind="bad-structure"):
-    """Fields contradict each other or the format's rules."""
+    """Fields contradict each other or break a rule of the format."""
 
 
 class TruncatedError(FormatError, kind="truncated"):
-    """Bytes end before the structure does."""
+    """Bytes end before the end of the structure."""
 
 
 class LimitError(FormatError, kind="limit-exceeded"):
-    """A length is beyond a limit of the format; nothing was allocated for it."""
+    """A length exceeds a limit of the format; nothing was allocated."""
 
 
 class BaseDamagedError(FormatError, kind="damaged-base"):
-    """A frame is decoded from another partition, which is missing, damaged, or no base that a frame may have."""
+    """The base of a frame is missing, damaged or not permitted."""
 
 
 class UnsupportedFormatError(FormatError, kind="unsupported-format"):
-    """Bytes are intact, but need a newer program; recovery stops here instead of passing them over."""
+    """Intact bytes require a newer version of asymcheck. A restore stops instead of skipping the checkpoint."""
 
 
 class UnsupportedVersionError(UnsupportedFormatError, kind="unsupported-version"):
-    """A structure has a format version that this program cannot read."""
+    """A structure has an unknown format version."""
 
 
 class UnsupportedFeatureError(UnsupportedFormatError, kind="unsupported-feature"):
-    """The store needs a feature that this program does not know."""
+    """The store requires an unknown feature."""
 
 
 class UnsupportedCodecError(UnsupportedFormatError, kind="unsupported-codec"):
-    """A frame has a codec, kind or digest algorithm that this program does not know."""
+    """A frame has an unknown codec, kind or digest algorithm."""
 
 
 class RecoveryError(AsymcheckError, kind="recovery"):
-    """No intact copy of something that a restore needs."""
+    """Data for a restore has no intact copy."""
 
     def __init__(self, message: str, digest: bytes | None = None) -> None:
-        """Keep the digest of the (first) partition, where the error is about one."""
+        """Create an error, with the digest of the partition that it concerns, if any."""
         super().__init__(message)
         self.digest = digest
-        """The digest of the first lost partition; None if the error is not about a partition."""
+        """Digest of the first lost partition; None if the error does not concern a partition."""
 
 
 class MissingPartitionError(RecoveryError, kind="missing-partition"):
@@ -174,74 +174,74 @@ class DamagedPartitionError(RecoveryError, kind="damaged-partition"):
 
 
 class InconsistentCheckpointError(RecoveryError, kind="inconsistent-checkpoint"):
-    """A checkpoint, or every candidate, cannot be restored; the message lists the reasons."""
+    """A checkpoint, or every candidate, cannot be restored. The message lists the reasons."""
 
     def __init__(self, message: str, reasons: Sequence[str] = ()) -> None:
-        """Keep the reasons apart from the message, one for each rejected candidate."""
+        """Create an error with one reason for each rejected candidate."""
         super().__init__("\n  ".join([message, *reasons]))
         self.reasons = tuple(reasons)
-        """The reason for each rejected checkpoint."""
+        """Reason for each rejected checkpoint."""
 
 
 class HeadRecordError(RecoveryError, kind="head-record"):
-    """A head record is missing or damaged, so which checkpoint is newest cannot be known."""
+    """A head record is missing or damaged, so the newest checkpoint is unknown."""
 
 
 class PartialRestoreError(RecoveryError, kind="partial-restore"):
     """A restore in place failed after some tensors were overwritten."""
 
     def __init__(self, message: str, overwritten: Sequence[str], next_step: int | None) -> None:
-        """Say which tensors hold restored bytes and which older step could be restored instead."""
+        """Create an error with the overwritten tensors and an older step to restore instead."""
         super().__init__(message)
         self.overwritten = tuple(overwritten)
-        """The dotted names of the tensors that hold restored bytes."""
+        """Dotted names of overwritten tensors."""
         self.next_step = next_step
-        """The older step to restore instead; None if there is none."""
+        """Older step to restore instead, if any."""
 
 
 class RefusedStateError(PartialRestoreError, kind="refused-state"):
-    """An object refused its state in ``load_state_dict()``: nothing is wrong with the checkpoint."""
+    """An object refused its state in ``load_state_dict()``. The checkpoint is intact."""
 
 
 class TornCaptureError(AsymcheckError, kind="torn-capture"):
-    """A tensor changed while it was being captured for a checkpoint; that checkpoint was given up."""
+    """A tensor changed while it was captured, so the checkpoint was discarded."""
 
 
 class LostCheckpointError(AsymcheckError, kind="lost-checkpoint"):
-    """Checkpoints that were begun in the background could not be stored; later ones may be.
+    """Background saves failed. Later saves may succeed.
 
-    The message names all since the last report; the cause is that of the first.
+    The message names all lost checkpoints since the last report. ``__cause__`` is the error of the first one.
     """
 
 
 class PruneError(AsymcheckError, kind="prune"):
-    """Old checkpoints could not be removed, see the cause; no checkpoint was lost. The next checkpoint retries."""
+    """Old checkpoints could not be removed. No checkpoint was lost, and the next one retries."""
 
 
 class RanksError(AsymcheckError, kind="ranks"):
-    """Ranks that save or restore one state together did not come to an end together."""
+    """A common save or restore of several ranks failed."""
 
 
 class RanksMissingError(RanksError, kind="ranks-missing"):
-    """Some ranks did not answer in time: they have ended, hang, or do something else than this one."""
+    """Some ranks did not respond in time. They have ended, hang, or call other methods."""
 
     def __init__(self, message: str, missing: Sequence[int]) -> None:
-        """Keep the numbers of the missing ranks."""
+        """Create an error with the missing ranks."""
         super().__init__(message)
         self.missing = tuple(missing)
-        """The numbers of the missing ranks."""
+        """Missing ranks."""
 
 
 class RankFailedError(RanksError, kind="rank-failed"):
-    """Another rank failed; the message has its reason. All ranks gave up the common operation."""
+    """Another rank failed; the message has its reason. All ranks aborted the common operation."""
 
 
 class StorageError(AsymcheckError, kind="storage"):
-    """Reading or writing failed below the format: the operating system or the device refused."""
+    """Reading or writing failed in the operating system or on the drive."""
 
 
 class OutOfSpaceError(StorageError, kind="out-of-space"):
-    """The file system has no room; nothing was committed."""
+    """The file system is full; nothing was committed."""
 
 
 class UnsupportedFileSystemError(StorageError, kind="unsupported-file-system"):
@@ -249,7 +249,7 @@ class UnsupportedFileSystemError(StorageError, kind="unsupported-file-system"):
 
 
 class ReadOnlyStoreError(StorageError, kind="read-only"):
-    """The store was opened read-only, or can only be read, or this user may not even read it."""
+    """The store is read-only, or this user has no permission to read or write it."""
 
 
 class LockTimeoutError(StorageError, kind="lock-timeout"):
@@ -257,23 +257,23 @@ class LockTimeoutError(StorageError, kind="lock-timeout"):
 
 
 class TooManyFilesError(StorageError, kind="too-many-files"):
-    """This process, or the system, may not open more files; nothing is wrong with the store."""
+    """This process or the system has reached its limit of open files. The store is intact."""
 
 
 class RemoteUnreachableError(StorageError, kind="unreachable"):
-    """A remote location did not answer, or not in time: nothing is known of what lies there."""
+    """A remote location did not respond in time. Its content is unknown."""
 
 
 class GivenUpError(AsymcheckError, kind="given-up"):
-    """An upload was ended before it was done: another one of the same push failed, or there was no more time."""
+    """An upload was cancelled, because another one failed or its time limit has passed."""
 
 
 UNKNOWING = (TooManyFilesError, RemoteUnreachableError, ReadOnlyStoreError)
-"""Errors after which nothing is known of the stored bytes: who takes them for damage would pass over a sound one."""
+"""Errors that say nothing about stored bytes. Treating them as damage would skip an intact checkpoint."""
 
 
 class CatalogError(StorageError, kind="catalog"):
-    """The catalog cannot be used; the message says how to rebuild it."""
+    """The catalog is unusable. The message says how to rebuild it."""
 
 
 class ClosedStoreError(StorageError, kind="closed"):
@@ -281,48 +281,48 @@ class ClosedStoreError(StorageError, kind="closed"):
 
 
 class ForkedStoreError(StorageError, kind="forked"):
-    """The store object was inherited by a forked process; open the store again there."""
+    """The store object was inherited by a forked process, which has to open the store again."""
 
 
 class AbandonedCheckpointsWarning(UserWarning):
-    """Training starts from nothing on a run that has checkpoints."""
+    """Training starts from scratch, although the run has checkpoints."""
 
 
 class SkippedCheckpointWarning(UserWarning):
-    """A newer checkpoint was passed over because it cannot be restored."""
+    """A newer checkpoint was skipped because it cannot be restored."""
 
 
 class StepOrderWarning(UserWarning):
-    """A step was saved that is older than what its line has; it may not become the newest checkpoint."""
+    """A saved step is lower than an earlier one, and will not be the newest checkpoint."""
 
 
 class CaptureWarning(UserWarning):
-    """Capture cannot do all that it should, as with a small ring, or waits for one; checkpoints are right anyway."""
+    """Captures are degraded, for instance by a small ring. Checkpoints are correct anyway."""
 
 
 class StaleStateWarning(UserWarning):
-    """Every tensor is equal to the one of the checkpoint before: is the right state being saved?"""
+    """A checkpoint is identical to the previous one. Was the live state passed?"""
 
 
 class LostCheckpointWarning(UserWarning):
-    """A checkpoint that was begun in the background could not be stored; training went on."""
+    """A background save failed; training continues."""
 
 
 class SilentDivergenceWarning(UserWarning):
-    """A tensor of which several ranks had equal copies is not equal on them any more."""
+    """Replicas of a tensor on several ranks have diverged."""
 
 
 class PruneWarning(UserWarning):
-    """Checkpoints that retention does not keep could not be removed; training went on."""
+    """Old checkpoints could not be removed; training continues."""
 
 
 _LOGGER = logging.getLogger("asymcheck")
-# Without a handler, Python would print each record beside the warning.
+# Without this handler, Python would print each record in addition to the warning.
 _LOGGER.addHandler(logging.NullHandler())
 
 
 def warn_user(message: str, category: type[Warning]) -> None:
-    """Give a warning that points at the line outside of this package which led to it."""
+    """Issue a warning that points at the calling line outside of this package."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("asymcheck."):
         level, frame = level + 1, frame.f_back
@@ -331,8 +331,8 @@ def warn_user(message: str, category: type[Warning]) -> None:
 
 
 class UnreachableRemoteWarning(UserWarning):
-    """A remote location did not answer, or has no store; what is meant to lie there is not known."""
+    """A remote location did not respond, or is empty. Uploads or lookups there did not happen."""
 
 
 class RemoteCopyWarning(UserWarning):
-    """Something was missing or damaged on this machine, and was read from a remote location instead."""
+    """Missing or damaged data was read from a remote location instead."""

@@ -1,7 +1,4 @@
-"""Facts of one machine and one store for the policies, within about ten seconds: memory, codecs and the drive.
-
-Of the drive: how fast it takes bytes, how long until they are durable, and how fast it gives them.
-"""
+"""Measure memory, codecs and the drive of a store for the policies, in about ten seconds."""
 
 from __future__ import annotations
 
@@ -38,19 +35,18 @@ def measure(
     *,
     quick: bool,
 ) -> Facts:
-    """Measure memory, codecs (on ``samples``, which are ``described`` so) and the drive of a writable store.
+    """Measure memory, codecs on ``samples``, and the drive of a writable store.
 
-    ``state_bytes`` are those of the newest checkpoint, if there is one.
-
-    Nothing of it stays in the store; what a kill leaves, collection removes.
+    All files are removed; garbage collection removes files of a killed measurement. ``described`` is the source of the
+    samples, and ``state_bytes`` the size of the newest checkpoint, if any.
 
     Raises:
-        OutOfSpaceError: there is too little room to measure in.
-        StorageError: the device refused.
+        OutOfSpaceError: the drive has too little space.
+        StorageError: the drive failed.
     """
     began = time.perf_counter()
     budget_s = 0.03 if quick else 0.2
-    # The drive first: where it refuses, the rest need not be waited for.
+    # The drive comes first, because it may fail.
     drive_facts, written = measure_drive(tier, QUICK if quick else FULL)
     device = device_copy(budget_s)
     return Facts(
@@ -74,20 +70,20 @@ _DIGEST_BYTES = 4 << 20
 
 
 def copy_bytes_per_s(budget_s: float) -> float:
-    """Return how many bytes one thread copies in a second, much more than caches hold."""
+    """Return the copy speed of one thread in bytes per second, with more data than caches hold."""
     source = np.ones(_COPY_BYTES, dtype=np.uint8)
     target = np.empty_like(source)
     return _COPY_BYTES / seconds_of(lambda: np.copyto(target, source), budget_s)
 
 
 def digest_bytes_per_s(budget_s: float) -> float:
-    """Return how many bytes one thread digests in a second, of a partition that was just copied."""
+    """Return the digest speed of one thread in bytes per second, for a partition that was just copied."""
     data = np.ones(_DIGEST_BYTES, dtype=np.uint8).data
     return _DIGEST_BYTES / seconds_of(lambda: digest(data), budget_s)
 
 
 def device_copy(budget_s: float) -> tuple[str, float] | None:
-    """Return the accelerator and the bytes per second that come from it into pinned memory; None without one."""
+    """Return the accelerator and its copy speed to pinned memory in bytes per second; None without one."""
     import torch
 
     if not torch.cuda.is_available():
@@ -104,7 +100,7 @@ def device_copy(budget_s: float) -> tuple[str, float] | None:
 
 
 def ring_room_bytes(folder: Path) -> int:
-    """Return how much memory a ring in ``folder`` may take: what a Checkpointer allows itself by default."""
+    """Return the maximum bytes of a ring in ``folder``, as a Checkpointer chooses by default."""
     limits = []
     with contextlib.suppress(OSError):
         status = os.statvfs(folder)
@@ -116,10 +112,10 @@ def ring_room_bytes(folder: Path) -> int:
 
 
 def measure_codecs(samples: Iterable[Sample], budget_s: float) -> tuple[CodecFacts, ...]:
-    """Encode and decode each sample with each codec that fits it, on one thread; check what comes back.
+    """Encode and decode each sample with each suitable codec on one thread, and compare the result.
 
     Raises:
-        DigestMismatchError: a codec did not give back what it was given: a defect.
+        DigestMismatchError: a codec returned other bytes, which is a defect.
     """
     return tuple(_measure(sample, codec, encode, budget_s) for sample in samples for codec, encode in _encoders(sample))
 
@@ -154,11 +150,11 @@ def _encoders(sample: Sample) -> Iterator[tuple[int, Callable[[], Encoded]]]:
         yield registry.CODEC_DELTA, lambda: encode_delta(name, plain, segments, older, base)
 
 
-NOISE = "synthetic float noise: the store has no checkpoint with tensors to measure on"
+NOISE = "synthetic float noise, because the store has no checkpoint with tensors"
 
 
 def noise_samples(bytes_each: int) -> tuple[Sample, ...]:
-    """Return samples of normally distributed floats: weights, moments, and the checkpoint before."""
+    """Return samples of normally distributed floats: weights, moments, and a previous checkpoint."""
     rng = np.random.default_rng(0)
     count = bytes_each // 4
     weights = rng.normal(0, 0.02, count).astype(np.float32)
@@ -179,10 +175,7 @@ _ROUNDS_MIN = 3
 
 
 def seconds_of(work: Callable[[], object], budget_s: float, rounds: int = 100) -> float:
-    """Return the median time of calls of ``work``: as many as the budget allows, three at least.
-
-    The first call warms up caches and memory and does not count.
-    """
+    """Return the median time of at least three calls of ``work`` within a time budget, after a warm-up call."""
     work()
     taken: list[float] = []
     began = time.perf_counter()
@@ -196,23 +189,23 @@ def seconds_of(work: Callable[[], object], budget_s: float, rounds: int = 100) -
 
 _ROOM_FACTOR = 4
 _FLUSHED_BYTES = 4 << 20
-"""Payload of a pack that is made durable: its frame is a partition of usual size."""
+"""Payload of a measured pack: a partition of usual size."""
 _FLUSHED_PACK_BYTES = _FLUSHED_BYTES + 3 * BLOCK_BYTES
-"""All of it: header, frame header, payload, index."""
+"""Bytes of the pack: header, frame header, payload, index."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """How much measuring a drive may write and take."""
+    """Limits of a drive measurement."""
 
     file_bytes: int
-    """Size of the file that is written and read."""
+    """Size of the file."""
     pass_s: float
-    """Seconds for one pass over it; a slow drive is measured on less."""
+    """Seconds for one pass over the file; a slow drive gets a smaller file."""
     latency_rounds: int
-    """Durable writes of one block."""
+    """Number of durable writes of one block."""
     flush_rounds: int
-    """Packs of one partition made durable."""
+    """Number of durable packs of one partition."""
 
 
 FULL = Effort(256 << 20, 1.2, 60, 12)
@@ -220,23 +213,23 @@ QUICK = Effort(32 << 20, 0.3, 12, 3)
 
 
 def planned_bytes(*, quick: bool) -> int:
-    """Return how many bytes a measurement writes at most; half of them take space on the drive at a time."""
+    """Return the maximum bytes that a measurement writes. Half of them use space at the same time."""
     effort = QUICK if quick else FULL
     return 2 * effort.file_bytes + effort.flush_rounds * _FLUSHED_PACK_BYTES
 
 
 def measure_drive(tier: NvmeTier, effort: Effort) -> tuple[DriveFacts, int]:
-    """Measure in a file inside a writable store, which is removed; return the facts and how many bytes were written.
+    """Measure with a temporary file in a writable store; return the results and the bytes written.
 
     Raises:
-        OutOfSpaceError: there is too little room to measure in.
-        StorageError: the device refused.
+        OutOfSpaceError: the drive has too little space.
+        StorageError: the drive failed.
     """
     free = tier.files.free_bytes(tier.packs)
     if free < _ROOM_FACTOR * effort.file_bytes:
         raise OutOfSpaceError(
-            f"store {tier.root} has {free} bytes free; measuring writes {effort.file_bytes} at a time, and wants "
-            f"{_ROOM_FACTOR} times that: free space, or measure with --quick"
+            f"store {tier.root} has {free} bytes free, but a measurement needs {_ROOM_FACTOR} times its file of "
+            f"{effort.file_bytes} bytes; free disk space, or measure with --quick"
         )
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(scratch(tier))
@@ -247,7 +240,7 @@ def measure_drive(tier: NvmeTier, effort: Effort) -> tuple[DriveFacts, int]:
         read_s = lane.passed(file.read, sync=False)[0]
         latencies = _latencies(file, length, effort)
         written = 2 * length + len(latencies) * BLOCK_BYTES
-    # What a pack takes besides its bytes: not only to seal it, but that the drive idles at its beginning and end.
+    # Time of a pack without its bytes: sealing, and idle time of the drive at its start and end.
     bytes_s = _FLUSHED_BYTES * durable_s / length
     flushes = [taken - bytes_s for taken in _flushes(tier, effort.flush_rounds)]
     facts = DriveFacts(
@@ -257,14 +250,14 @@ def measure_drive(tier: NvmeTier, effort: Effort) -> tuple[DriveFacts, int]:
         read_bytes_per_s=length / read_s,
         write_latency_median_s=statistics.median(latencies),
         write_latency_p95_s=float(np.percentile(latencies, 95)),
-        # Nothing durable takes less than a block does, however the measured times vary.
+        # At least the time of a block, because measured times vary.
         flush_latency_s=max(statistics.median(flushes), statistics.median(latencies)),
     )
     return facts, written + _FLUSHED_PACK_BYTES * effort.flush_rounds
 
 
 class _Lanes:
-    """Passes over one file by as many threads as saves have frames in flight, a partition at a time."""
+    """Passes over a file, partition by partition, with as many threads as saves use."""
 
     def __init__(self, tier: NvmeTier, file: OpenFile, effort: Effort) -> None:
         self._tier, self._file, self._effort = tier, file, effort
@@ -273,9 +266,9 @@ class _Lanes:
         self.length = 0
 
     def passed(self, transfer: Callable[[Sequence[memoryview], int], object], *, sync: bool) -> tuple[float, float]:
-        """Transfer the file, or as much as there is time for; return seconds until done, and until synced.
+        """Transfer the file; return the seconds until done and until synced.
 
-        The first pass says how long the file is; the others transfer all of it, however long that takes.
+        The first pass is limited in time, and so determines the size of the file. Others transfer the whole file.
         """
         deadline = time.perf_counter() + self._effort.pass_s
         is_first = not self.length
@@ -284,12 +277,12 @@ class _Lanes:
         filled: set[int] = set()
 
         def work(number: int, slot: Slot) -> None:
-            # A slow drive gets a shorter file; its start has no holes, since numbers are handed out in order.
+            # A slow drive gets a smaller file. It has no holes, because numbers are assigned in order.
             if is_first and done and time.perf_counter() > deadline:
                 return
             piece = slot.payload(self._piece)
             if id(slot) not in filled:
-                # Once for each slot: a copy before each write would be measured, too.
+                # Filled once per slot, because a copy before each write would be measured as well.
                 filled.add(id(slot))
                 piece[:] = self._noise.data
             transfer([piece], number * self._piece)
@@ -312,7 +305,7 @@ class _Lanes:
 
 
 def _latencies(file: OpenFile, length: int, effort: Effort) -> list[float]:
-    """Write single blocks, each synced, here and there in the file."""
+    """Write single blocks at several positions, and sync each."""
     block = Slot(BLOCK_BYTES).memory[:BLOCK_BYTES]
     taken: list[float] = []
     began = time.perf_counter()
@@ -328,7 +321,7 @@ def _latencies(file: OpenFile, length: int, effort: Effort) -> list[float]:
 
 
 def _flushes(tier: NvmeTier, rounds: int) -> list[float]:
-    """Make packs durable, one after the other; return how long each took."""
+    """Make packs durable one after the other; return the seconds of each."""
     slot = Slot(_FLUSHED_BYTES)
     payload = slot.payload(_FLUSHED_BYTES)
     payload[:] = np.random.default_rng(1).integers(0, 256, _FLUSHED_BYTES, dtype=np.uint8).data

@@ -1,4 +1,4 @@
-"""An opened store: its tier, the catalog, and the location behind it, for everything that works on the store."""
+"""Opened store: its tier, its catalog, and the remote location to which it is pushed."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ _T = TypeVar("_T")
 
 
 class OpenedStore:
-    """Facts and services that the parts of one opened store share."""
+    """Resources that the services of one store share."""
 
     def __init__(self, tier: StoreTier, behind: RemoteLocation | None) -> None:
-        """Wrap an opened tier; what is missing or damaged there is read from the location ``behind`` it."""
+        """Wrap an opened tier. Missing or damaged data is read from the remote location ``behind`` it."""
         self.tier = tier
-        """The store's tier: on a local drive, or in a remote location."""
-        self.far = None if behind is None else RemoteFallback(str(behind), lambda: RemoteTier(behind, tier.config))
-        """The location behind the store, if any."""
+        """Tier of the store: a local drive or a remote location."""
+        self.remote = None if behind is None else RemoteFallback(str(behind), lambda: RemoteTier(behind, tier.config))
+        """Remote location to which the store is pushed, if any."""
         self.encoder = Encoder(tier.config.compression, "nvme")
-        """Encodes what is saved."""
+        """Encoder of saves."""
         self.in_memory: list[RingPack] = []
-        """Packs that a killed process left in memory, while they are being committed."""
+        """Packs in memory that a killed process left, while they are being committed."""
 
     @property
     def nvme(self) -> NvmeTier:
-        """The tier, for what only a store on a local drive can do."""
+        """The tier, which must be on a local drive."""
         if not isinstance(self.tier, NvmeTier):
-            raise InvalidInputError(f"store {self.tier.root}: only a store on a local drive can do that; pull it first")
+            raise InvalidInputError(f"store {self.tier.root} is remote, but this needs a local drive; pull it first")
         return self.tier
 
     def writable(self) -> NvmeTier:
-        """Return the tier, to be written to.
+        """Return the tier for writing.
 
         Raises:
             ReadOnlyStoreError: the store was opened read-only, or is a remote location.
         """
         if not isinstance(self.tier, NvmeTier):
             raise ReadOnlyStoreError(
-                f"store {self.tier.root} can only be read there; save on a local drive, and push from that"
+                f"store {self.tier.root} is remote, and can only be read; save on a local drive, and push from there"
             )
         self.tier.check_writable()
         return self.tier
 
     def catalog(self) -> Catalog:
-        """Return the catalog, opened; rebuild one that is missing."""
+        """Open the catalog; rebuild a missing one."""
         return self.nvme.open_catalog(self._populate)
 
     def _populate(self, transaction: Transaction) -> None:
         rebuild(self.nvme, transaction)
 
     def with_catalog(self, use: Callable[[Catalog, Rebuilt | None], _T], *, anew: bool = False) -> _T:
-        """Open the catalog and use it; once more when it turns out damaged, for to open it again sets it aside."""
+        """Call ``use`` with the catalog. If the catalog is damaged, reopen and rebuild it, and call ``use`` again."""
         tier, made = self.writable(), list[Rebuilt]()
 
         def populate(transaction: Transaction) -> None:
@@ -74,30 +74,30 @@ class OpenedStore:
 
     @contextlib.contextmanager
     def source(self) -> Iterator[ReadTier]:
-        """Yield what checkpoints are read from: memory, the store, and the location that stands behind it.
+        """Yield the tier to read checkpoints from: memory, then the store, then its remote location.
 
         Warns:
-            RemoteCopyWarning: something was read from there.
+            RemoteCopyWarning: data was read from the remote location.
         """
-        if self.far is None:
+        if self.remote is None:
             yield self.with_memory(self.tier)
             return
-        spanning = FallbackTier(self.nvme, self.far)
+        spanning = FallbackTier(self.nvme, self.remote)
         yield self.with_memory(spanning)
-        # That parts of other machines lie there is as it should be.
+        # Shards of other machines are only at the remote location.
         if spanning.far_packs and not spanning.manifests.has_parts:
             warn_user(
-                f"store {self.tier.root}: some of it is missing or damaged and was read from {self.far.name}; "
-                f"asymcheck verify {self.tier.root} --repair --remote {self.far.name} brings it back",
+                f"store {self.tier.root}: missing or damaged data was read from {self.remote.name}; repair the store "
+                f"with asymcheck verify {self.tier.root} --repair --remote {self.remote.name}",
                 RemoteCopyWarning,
             )
 
     def with_memory(self, tier: ReadTier) -> ReadTier:
-        """Return ``tier`` with the packs in memory before its own."""
+        """Return ``tier`` with the packs in memory in front of its own."""
         return OverlayTier(tier, self.in_memory) if self.in_memory else tier
 
     def close(self) -> None:
-        """Close the tier and the location behind it."""
+        """Close the tier and the remote location."""
         self.tier.close()
-        if self.far is not None:
-            self.far.close()
+        if self.remote is not None:
+            self.remote.close()

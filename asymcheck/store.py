@@ -388,7 +388,7 @@ class Store:
         layout.check_run(run)
         if parent is not None and not isinstance(parent, Checkpoint):
             raise InvalidInputError(f"parent {parent!r:.100}: give one of checkpoints(), or None")
-        self.training.take_heads_behind(run, is_new=parent is None)
+        self.training.take_remote_heads(run, is_new=parent is None)
         return begin_generation(tier, run, None if parent is None else parent.ref)
 
     def delete(
@@ -410,17 +410,17 @@ class Store:
         tier = self._tier if dry_run or isinstance(self._tier, RemoteTier) else self._opened.writable()
         tier.check_usable()
         step = check_step(step)
-        there = tier.manifests.checkpoints(layout.check_run(run))
-        of_step = [listing for listing in there if listing.ref.step == step]
+        listed = tier.manifests.checkpoints(layout.check_run(run))
+        of_step = [listing for listing in listed if listing.ref.step == step]
         listings = [listing for listing in of_step if generation in (None, listing.ref.generation)]
         if not listings:
-            what = f"store {self.location} has no checkpoint of step {step} of run {run!r}"
+            missing = f"store {self.location} has no checkpoint of step {step} of run {run!r}"
             if of_step:
                 numbers = ", ".join(map(str, sorted({listing.ref.generation for listing in of_step})))
                 raise CheckpointNotFoundError(
-                    f"{what} in generation {generation}; it has that step in generation {numbers}"
+                    f"{missing} in generation {generation}; it has that step in generation {numbers}"
                 )
-            raise CheckpointNotFoundError(f"{what}{available(tier, run, there)}")
+            raise CheckpointNotFoundError(f"{missing}{available(tier, run, listed)}")
         line = known_line(tier, run)
         described = [describe(tier, listing, line) for listing in listings]
         for listing in () if dry_run else listings:
@@ -515,10 +515,10 @@ class Store:
             RemoteUnreachableError: partitions are lost, and the remote location does not answer.
         """
         first = self._opened.with_catalog(lambda catalog, made: repair(self._opened.nvme, catalog, progress, made))
-        there = self._opened.far.tier() if self._opened.far is not None and can_be_healed(first.left) else None
-        if there is None:
+        remote = self._opened.remote.tier() if self._opened.remote is not None and can_be_healed(first.left) else None
+        if remote is None:
             return first
-        healed = heal(there, self._opened.writable(), self._opened.catalog(), first.left, progress)
+        healed = heal(remote, self._opened.writable(), self._opened.catalog(), first.left, progress)
         copied, nbytes = first.copied_partitions, first.copied_bytes
         if not healed.done:
             return Repaired(first.done, healed.with_reasons(first.left), copied, nbytes)
@@ -639,11 +639,11 @@ class Store:
         Does not check tensor bytes; :meth:`verify` does.
         """
         self._tier.check_usable()
-        found = []
+        described = []
         for name in self._tier.manifests.runs() if run is None else [layout.check_run(run)]:
             line = known_line(self._tier, name)
-            found += [describe(self._tier, listing, line) for listing in self._tier.manifests.checkpoints(name)]
-        return found
+            described += [describe(self._tier, listing, line) for listing in self._tier.manifests.checkpoints(name)]
+        return described
 
     def tensors(
         self, step: int | str | None = None, pattern: str = "*", *, run: str = DEFAULT_RUN
@@ -656,8 +656,8 @@ class Store:
         self, step: int | str | None = None, pattern: str = "*", *, run: str = DEFAULT_RUN
     ) -> tuple[Checkpoint, list[StoredValue]]:
         """Return a checkpoint, by default the newest, and its plain values that match a glob, as texts."""
-        ref, found = values(self._tier, run, self._checked(run, step, pattern), pattern)
-        return self._described(run, ref), found
+        ref, plain_values = values(self._tier, run, self._checked(run, step, pattern), pattern)
+        return self._described(run, ref), plain_values
 
     def _checked(self, run: str, step: int | str | None, pattern: str = "*") -> int | str | None:
         """Validate the selection of a checkpoint and its tensors; return the step."""
@@ -795,12 +795,12 @@ class Store:
         """
         tier = self._opened.nvme
         tier.check_writable()
-        found = sample(tier, _QUICK_SAMPLE_BYTES if quick else _SAMPLE_BYTES)
-        if found is None or not found.samples:
+        sampled = sample(tier, _QUICK_SAMPLE_BYTES if quick else _SAMPLE_BYTES)
+        if sampled is None or not sampled.samples:
             samples, described = noise_samples(_QUICK_SAMPLE_BYTES if quick else _SAMPLE_BYTES), NOISE
         else:
-            samples, described = found.samples, f"step {found.ref.step} of run {found.run}"
-        state_bytes = None if found is None else found.state_bytes
+            samples, described = sampled.samples, f"step {sampled.ref.step} of run {sampled.run}"
+        state_bytes = None if sampled is None else sampled.state_bytes
         return measure(tier, samples, described, state_bytes, ring_folder_of(ring_folder), quick=quick)
 
     def close(self) -> None:

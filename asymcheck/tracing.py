@@ -1,4 +1,4 @@
-"""Traces: what captures, flushes and commits took, as a file that Perfetto and ``chrome://tracing`` open."""
+"""Trace files of captures, flushes and commits, for Perfetto and ``chrome://tracing``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHOWN_AS_INSTANTS = "capture."
 _SEPARATE = {"window": "forward and backward", "checkpoint": "checkpoints"}
 
 _Lines = tuple[str, str | int, list[dict[str, object]]]
-"""Name and key of a track, and what is to be written of it."""
+"""Name and key of a track, and its lines."""
 
 
 def trace(path: str | os.PathLike[str]) -> Trace:
@@ -36,13 +36,13 @@ def trace(path: str | os.PathLike[str]) -> Trace:
 
     Raises:
         StorageError: the file cannot be written, or another process writes its trace there.
-        InvalidInputError: ``path`` is none.
+        InvalidInputError: ``path`` is not a path.
     """
     return Trace(path)
 
 
 def _opened(path: Path) -> int:
-    """Open a file for this process alone, and empty it.
+    """Open and truncate a file exclusively.
 
     Raises:
         StorageError: another process writes a trace to it.
@@ -50,7 +50,7 @@ def _opened(path: Path) -> int:
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        # Devices and pipes can neither be emptied nor be spoilt.
+        # Devices and pipes are not truncated or locked.
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             _lock(descriptor, path)
             os.ftruncate(descriptor, 0)
@@ -62,36 +62,33 @@ def _opened(path: Path) -> int:
 
 def _lock(descriptor: int, path: Path) -> None:
     try:
-        # Not flock(): a forked child, such as a worker that loads data, would hold that on when its parent is dead.
+        # With flock(), a forked child, such as a data loader worker, would keep the lock after the death of its parent.
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
-        raise StorageError(
-            f"trace {path} is being written by another process; give each rank a file of its own"
-        ) from error
+        raise StorageError(f"trace {path} is being written by another process; give each rank its own file") from error
     except OSError:
-        # A file system without locks.
+        # The file system has no locks.
         return
 
 
 class Trace:
-    """A file in the trace event format of Chrome, an array of JSON objects, one a line; see :func:`trace`.
+    """Trace file in Chrome's trace event format, with one JSON object per line; see :func:`trace`.
 
-    Tracks, from above: the windows of forward and backward and the life of each checkpoint, for each run; what the
-    training thread waited for; each thread of the background. Times are in microseconds of ``time.perf_counter()``.
-    Each line is written as soon as its work is done, so that nothing is kept in memory, and the trace of a process that
-    was killed lacks only the closing bracket, which the format does not require. A forked child adds nothing.
+    Tracks, from the top: windows and checkpoints of each run, the training thread, and each background thread. Times
+    are in microseconds of ``time.perf_counter()``. Each line is written at once. The trace of a killed process lacks
+    only the closing bracket, which is optional. A forked child adds nothing.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Begin; what was at ``path`` is overwritten.
+        """Start the trace, and overwrite ``path``.
 
         Raises:
             StorageError: the file cannot be written, or another process writes its trace there.
-            InvalidInputError: ``path`` is none.
+            InvalidInputError: ``path`` is not a path.
         """
         self._pid = os.getpid()
-        # A signal handler that closes a checkpointer may come while this thread writes a line. The threads that it
-        # waits for must not wait for this one in turn: a line that finds the lock held is left to who holds it.
+        # A signal handler may interrupt this thread while it writes a line, and wait for other threads. Therefore no
+        # thread waits for this lock: if the lock is held, the holder writes the line.
         self._lock = threading.RLock()
         self._waiting: deque[_Lines] = deque()
         self._training = threading.get_ident()
@@ -104,20 +101,20 @@ class Trace:
         except (TypeError, ValueError) as error:
             raise InvalidInputError(f"trace {path!r:.100}: give the path of a file") from error
         except OSError as error:
-            raise StorageError(f"trace {self._path}: {error.strerror}; give a file that can be written") from error
-        self._told = contextlib.ExitStack()
-        self._told.enter_context(watch(self._on_interval))
-        self._told.enter_context(observe(self._on_event))
+            raise StorageError(f"trace {self._path}: {error.strerror}; give a writable file") from error
+        self._subscriptions = contextlib.ExitStack()
+        self._subscriptions.enter_context(watch(self._on_interval))
+        self._subscriptions.enter_context(observe(self._on_event))
         with self._lock:
             self._write({"ph": "M", "name": "process_name", "tid": 0, "args": {"name": "asymcheck"}})
 
     def close(self) -> None:
-        """End the trace; what happens from now on is not in it. Closing twice is no error.
+        """End the trace. Closing twice is no error.
 
         Raises:
-            StorageError: not all could be written. The part that was written can be opened.
+            StorageError: a write failed. The trace up to the failure can be opened.
         """
-        self._told.close()
+        self._subscriptions.close()
         with self._lock:
             if os.getpid() == self._pid:
                 self._write_waiting()
@@ -132,7 +129,7 @@ class Trace:
             finally:
                 os.close(descriptor)
         if self._failure is not None:
-            message = f"trace {self._path} ends early: {self._failure.strerror}; make room, or trace to another file"
+            message = f"trace {self._path} ends early: {self._failure.strerror}; free disk space, or use another file"
             raise StorageError(message) from self._failure
 
     def __enter__(self) -> Trace:
@@ -157,12 +154,12 @@ class Trace:
         title = str(about.get("phase", interval.name))
         described = {"name": title, "cat": interval.name}
         if interval.name == "checkpoint":
-            # Several are under way at once, so they are no nested slices of a track. An id has 64 bits.
+            # These intervals may overlap, so they cannot be nested slices. An id has 64 bits.
             described["id"] = f"0x{about.get('save', '')!s:.16}"
             lines = [{"ph": "b", **described, "ts": start, "args": about}, {"ph": "e", **described, "ts": end}]
         else:
             lines = [{"ph": "X", **described, "ts": start, "dur": round(end - start, 3), "args": about}]
-        self._tell(*self._track_of(interval), lines)
+        self._write_track(*self._track_of(interval), lines)
 
     def _on_event(self, event: Event) -> None:
         if not event.name.startswith(_SHOWN_AS_INSTANTS) or os.getpid() != self._pid:
@@ -171,7 +168,7 @@ class Trace:
         thread = threading.current_thread()
         about = {"of": event.detail, "bytes": event.bytes}
         line = {"ph": "i", "s": "t", "name": event.name, "cat": "event", "ts": now, "args": about}
-        self._tell(thread.name, threading.get_ident(), [line])
+        self._write_track(thread.name, threading.get_ident(), [line])
 
     def _track_of(self, interval: Interval) -> tuple[str, str | int]:
         if interval.name in _SEPARATE:
@@ -180,10 +177,10 @@ class Trace:
         is_training = interval.thread == self._training
         return "training thread" if is_training else interval.thread_name, interval.thread
 
-    def _tell(self, name: str, key: str | int, lines: list[dict[str, object]]) -> None:
-        """Write lines of a track, or leave them to the thread that is writing."""
+    def _write_track(self, name: str, key: str | int, lines: list[dict[str, object]]) -> None:
+        """Write lines of a track, or leave them to the thread that holds the lock."""
         self._waiting.append((name, key, lines))
-        # Again when it was given back: what came just before that has found it held.
+        # Repeated after a release, because other threads may have added lines just before.
         while self._waiting and self._lock.acquire(blocking=False):
             try:
                 self._write_waiting()
@@ -201,7 +198,7 @@ class Trace:
                 self._write({**line, "tid": tid})
 
     def _track(self, name: str, key: str | int) -> int:
-        """Return the number of a track; the first time it is asked for, name it. Numbers of threads are given again."""
+        """Return the number of a track, and name the track at its first use. Thread ids may be reused."""
         number = self._tracks.get((name, key))
         if number is None:
             number = self._tracks[name, key] = len(self._tracks) + 1
@@ -211,7 +208,7 @@ class Trace:
         return number
 
     def _write(self, record: dict[str, object]) -> None:
-        """Append one object, or, once that fails, nothing any more."""
+        """Append an object. After a failure, write nothing more."""
         if self._descriptor is None or self._failure is not None:
             return
         line = ("[\n" if not self._ends_at else ",\n") + json.dumps({"pid": self._pid, **record}, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""The services that a Checkpointer needs of a store, beside those that it offers to everybody."""
+"""Services of a store for a Checkpointer: background saves, recovery of captures, and generations."""
 
 from __future__ import annotations
 
@@ -32,17 +32,21 @@ if TYPE_CHECKING:
 
 
 def place(tier: NvmeTier, run: str, generation: int | None, before: SaveId | None = None) -> LineagePosition:
-    """Return where on its line a checkpoint goes: in ``generation``, or in the present one.
+    """Return the position of a new checkpoint on the line of training.
 
-    With ``before``, its save id, it is one of several ranks, of which others may be further than this one.
+    Args:
+        tier: the store.
+        run: the run.
+        generation: the generation; None for the current one.
+        before: with several ranks, the save id of the checkpoint, because other ranks may have saved later ones.
 
     Raises:
-        InvalidInputError: nobody opened that generation, and a checkpoint of it would hide which one is newest.
+        InvalidInputError: the generation was never begun, so a checkpoint of it would hide the newest one.
     """
     if generation is None:
         generation = read_line(tier, run).generation
     elif type(generation) is not int or generation not in (1, *tier.manifests.heads(run)):
-        raise InvalidInputError(f"generation {generation!r} of run {run!r} was never opened; see begin_generation()")
+        raise InvalidInputError(f"generation {generation!r} of run {run!r} was never begun; see begin_generation()")
     parent = tier.manifests.newest(run, generation, before)
     if parent is None:
         head = tier.manifests.read_head(run, generation)
@@ -51,14 +55,14 @@ def place(tier: NvmeTier, run: str, generation: int | None, before: SaveId | Non
 
 
 class TrainingServices:
-    """Saves to an opened store in the background, and keeps its line of training."""
+    """Background saves and generations of an opened store."""
 
     def __init__(self, opened: OpenedStore) -> None:
         """Serve one opened store."""
         self.opened = opened
         """The opened store."""
         self._backgrounds: set[BackgroundSaver] = set()
-        # Of these runs the location behind the store was asked for head records.
+        # Runs whose head records were read from the remote location.
         self._has_taken_heads: set[str] = set()
 
     def request(
@@ -69,12 +73,11 @@ class TrainingServices:
         part: Part | None = None,
         pace: TrainingPace | None = None,
     ) -> SaveRequest:
-        """Check what a checkpoint, or a rank's part of one, is to be called, and that the store takes one.
-
-        ``pace`` goes with it.
+        """Validate a save, and return its request.
 
         Raises:
-            InvalidInputError, ClosedStoreError, ReadOnlyStoreError
+            InvalidInputError: an argument is invalid.
+            ClosedStoreError, ReadOnlyStoreError: the store cannot be written.
         """
         self.opened.writable()
         request = SaveRequest(layout.check_run(run), check_step(step), check_metrics(metrics or {}), pace=pace)
@@ -88,9 +91,9 @@ class TrainingServices:
     def background(
         self, run: str, config: CaptureConfig, generation: Callable[[], int], session: Session | None = None
     ) -> BackgroundSaver:
-        """Return what saves states of a run in the background; :class:`asymcheck.Checkpointer` keeps it for you.
+        """Return a background saver for a run.
 
-        ``generation`` is asked when a checkpoint is all but committed; of the ranks of ``session``, on rank 0.
+        ``generation`` is called once everything except the manifest is durable. With ``session``, rank 0 calls it.
         """
         from asymcheck.capture.background_saver import BackgroundSaver
 
@@ -106,17 +109,17 @@ class TrainingServices:
         return background
 
     def fence(self) -> None:
-        """Wait until the states that are saved in the background may change: one may be what is filled."""
+        """Wait until states of background saves may change, because a restore may fill them."""
         for background in tuple(self._backgrounds):
             background.fence()
 
     def settle(self) -> None:
-        """Wait until everything that is being saved in the background is durable, or lost."""
+        """Wait until all background saves are durable or lost."""
         for background in tuple(self._backgrounds):
             background.wait("local")
 
     def close(self) -> None:
-        """End saving in the background, when everything begun is durable, or lost."""
+        """Wait until all background saves are durable or lost, and close the savers."""
         while self._backgrounds:
             self._backgrounds.pop().close()
 
@@ -131,8 +134,8 @@ class TrainingServices:
         waits.
 
         Raises:
-            LockTimeoutError: that process does not come to an end; the message names it.
-            StorageError: the device refused; what was left stays there.
+            LockTimeoutError: the other process does not finish; the message names it.
+            StorageError: the drive is full or failed; the captures stay in memory.
         """
         from asymcheck.commit.orphan_recovery import adopting
 
@@ -148,48 +151,48 @@ class TrainingServices:
                     adopting(tier, self.opened.catalog, self.opened.encoder, ring_folder_of(ring_folder), placing, run)
                 )
             self.opened.in_memory = packs
-            # Before their memory is given back.
+            # The list is cleared before the memory is released.
             held.callback(self.opened.in_memory.clear)
             yield adopted
 
     def heads(self, run: str, *, behind: bool = False) -> list[HeadRecord]:
-        """Return the head records of a run, oldest first; one that is damaged is not among them.
+        """Return the intact head records of a run, oldest first.
 
-        With those ``behind`` this store, in the location that was given as ``remote``, if that is of the same training.
+        With ``behind``, include those of the remote location, if both belong to the same training.
 
         Raises:
-            RemoteUnreachableError: nobody knows what that has.
+            RemoteUnreachableError: the remote location does not respond.
         """
         own = intact_heads(self.opened.tier, run, self.opened.tier.manifests.heads(layout.check_run(run)))
-        if behind and self.opened.far is not None:
-            own += self._heads_behind(self.opened.far, run, {head.generation: head for head in own})
+        if behind and self.opened.remote is not None:
+            own += self._remote_heads(self.opened.remote, run, {head.generation: head for head in own})
         return sorted(own, key=lambda head: head.generation)
 
-    def _heads_behind(self, far: RemoteFallback, run: str, own: Mapping[int, HeadRecord]) -> list[HeadRecord]:
-        """Return those head records that only the location has."""
+    def _remote_heads(self, fallback: RemoteFallback, run: str, own: Mapping[int, HeadRecord]) -> list[HeadRecord]:
+        """Return the head records that only the remote location has."""
 
-        def ask(there: RemoteTier) -> list[HeadRecord]:
-            numbers = there.manifests.heads(run)
+        def read(remote: RemoteTier) -> list[HeadRecord]:
+            numbers = remote.manifests.heads(run)
             newest_common = [number for number in numbers if number in own][-1:]
-            return intact_heads(there, run, [*newest_common, *(number for number in numbers if number not in own)])
+            return intact_heads(remote, run, [*newest_common, *(number for number in numbers if number not in own)])
 
-        found = far.ask(ask)
-        pairs = [(head, own[head.generation]) for head in found if head.generation in own]
-        if not all(one.is_same(other) for one, other in pairs):
+        heads = fallback.ask(read)
+        pairs = [(head, own[head.generation]) for head in heads if head.generation in own]
+        if not all(head.is_same(other) for head, other in pairs):
             return []
-        return [head for head in found if head.generation not in own]
+        return [head for head in heads if head.generation not in own]
 
-    def take_heads_behind(self, run: str, *, is_new: bool) -> None:
-        """Have the head records that the location behind the store has, before a generation is begun.
+    def take_remote_heads(self, run: str, *, is_new: bool) -> None:
+        """Copy head records that only the remote location has, before a generation begins.
 
-        Their numbers are taken, and the line may lead through generations that only it knows. Nothing is taken when the
-        generation ``is_new``, begun from nothing, and checkpoints are there: they are of another training.
+        Their generation numbers are used, and the line may lead through them. A training that starts from scratch
+        (``is_new``) copies nothing if the location has checkpoints, because these belong to another training.
         """
-        # Once is enough: what comes there while the store is open is of other trainings, and a rollback must not wait.
-        if self.opened.far is None or run in self._has_taken_heads:
+        # Once per run: later records belong to other trainings, and a rollback must not wait for the network.
+        if self.opened.remote is None or run in self._has_taken_heads:
             return
         with contextlib.suppress(RemoteUnreachableError):
-            if not (is_new and self.opened.far.ask(lambda there: there.manifests.refs(run))):
+            if not (is_new and self.opened.remote.ask(lambda remote: remote.manifests.refs(run))):
                 for head in self.heads(run, behind=True):
                     self.opened.writable().manifests.take_head(head)
                 self._has_taken_heads.add(run)

@@ -12,7 +12,7 @@ from asymcheck.capture.background_saver import Statistics
 from asymcheck.errors import InvalidInputError
 from asymcheck.policies.interval import AutoInterval, ChosenInterval, TrainingPace, choose, slowest
 
-Told = Callable[[int, Callable[[], object]], Any]
+Broadcast = Callable[[int, Callable[[], object]], Any]
 """Run a function on rank 0 at a step and return its result on all ranks; a late rank gets that of an earlier step."""
 
 _MEASURED = 3
@@ -117,10 +117,10 @@ class RankedIntervalController(IntervalController):
     send their measurements to rank 0 with their commits, so that no rank waits for them.
     """
 
-    def __init__(self, aim: AutoInterval, told: Told) -> None:
-        """Broadcast decisions of rank 0 by ``told``."""
+    def __init__(self, aim: AutoInterval, broadcast: Broadcast) -> None:
+        """Distribute decisions of rank 0 by ``broadcast``."""
         super().__init__(aim)
-        self._told = told
+        self._broadcast = broadcast
         self._before: int | None = None
         self._next = 0
 
@@ -134,15 +134,15 @@ class RankedIntervalController(IntervalController):
         self._measure(step, now_s, so_far.step_s + so_far.fence_s + so_far.hooks_s)
         before, self._before = self._before, step
         while before is None or not before < step < self._next:
-            said = self._told(step, partial(self._say, step, so_far))
-            self._next = said["next"]
-            self.chosen = ChosenInterval(said["steps"], said["reason"])
-            if said["step"] == step:
-                return bool(said["is_due"])
-            before = said["step"]
+            decision = self._broadcast(step, partial(self._choose, step, so_far))
+            self._next = decision["next"]
+            self.chosen = ChosenInterval(decision["steps"], decision["reason"])
+            if decision["step"] == step:
+                return bool(decision["is_due"])
+            before = decision["step"]
         return False
 
-    def _say(self, step: int, so_far: Statistics) -> object:
+    def _choose(self, step: int, so_far: Statistics) -> object:
         is_due = self._decide(step, so_far)
         if self.chosen.steps:
             captured = self._captured if self._captured is not None and not is_due else step
@@ -154,11 +154,11 @@ class RankedIntervalController(IntervalController):
         return {"step": step, "is_due": is_due, "next": upcoming, **chosen}
 
 
-def interval_controller(every: object, told: Told | None = None) -> IntervalController | FixedInterval:
-    """Return the controller for ``every``; with ``told``, one for several ranks."""
+def interval_controller(every: object, broadcast: Broadcast | None = None) -> IntervalController | FixedInterval:
+    """Return the controller for ``every``; with ``broadcast``, one for several ranks."""
     if every == "auto" or isinstance(every, AutoInterval):
         aim = every if isinstance(every, AutoInterval) else AutoInterval()
-        return IntervalController(aim) if told is None else RankedIntervalController(aim, told)
+        return IntervalController(aim) if broadcast is None else RankedIntervalController(aim, broadcast)
     if type(every) is not int or every < 1:
         raise InvalidInputError(
             f"every={every!r:.100}: give the number of steps between two checkpoints, 1 or more, or 'auto'"

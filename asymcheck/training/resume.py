@@ -95,10 +95,10 @@ class ResumeCoordinator:
             self._session = session
         return self._session
 
-    def told(self, step: int, say: Callable[[], object]) -> Any:  # noqa: ANN401 - what JSON can say
-        """Run ``say`` on rank 0 and return its result on all ranks; rank 0 does not wait for the others."""
+    def broadcast(self, step: int, decide: Callable[[], object]) -> Any:  # noqa: ANN401 - JSON
+        """Run ``decide`` on rank 0 and return its result on all ranks. Rank 0 does not wait for the others."""
         what = f"choice of an interval at step {step}"
-        _, chosen = self.session().begin("chooses an interval at", step, None, say, what)
+        _, chosen = self.session().begin("chooses an interval at", step, None, decide, what)
         return chosen
 
     def give_up(self, error: BaseException) -> None:
@@ -244,17 +244,17 @@ class ResumeCoordinator:
             return json.dumps({"failed": f"{ref} could not be restored: {reasons}"}).encode()
 
         what = f"restore of step {ref.step} of run {self._run!r}"
-        said = json.loads(session.agree(at, json.dumps(mine).encode(), decide, what))
-        if "again" in said:
+        record = json.loads(session.agree(at, json.dumps(mine).encode(), decide, what))
+        if "again" in record:
             return None
         if failure is not None:
             raise failure
-        if checkpoint is None or "failed" in said:
-            raise RankFailedError(f"{said['failed']}; no rank may continue from it")
-        if said["head"] is not None:
-            head = head_from_json(said["head"], _WHERE)
+        if checkpoint is None or "failed" in record:
+            raise RankFailedError(f"{record['failed']}; no rank may continue from it")
+        if record["head"] is not None:
+            head = head_from_json(record["head"], _WHERE)
             self._store.training.opened.writable().manifests.take_head(head)
-        return ResumePoint(checkpoint, said["generation"], ())
+        return ResumePoint(checkpoint, record["generation"], ())
 
     def rollback(self, background: BackgroundSaver | None, into: object, report: Callable[[], object]) -> ResumePoint:
         """Restore the newest checkpoint of the lineage that is complete in the memory of all ranks.
@@ -285,10 +285,10 @@ class ResumeCoordinator:
 
         def read() -> Checkpoint:
             report()
-            found = background.newest_in_ring(lambda candidate: candidate == ref)
-            if found is None:
+            capture = background.newest_in_ring(lambda candidate: candidate == ref)
+            if capture is None:
                 raise RanksError(f"{ref} is not in memory any more")
-            return _loaded_from_ring(*found, into)
+            return _loaded_from_ring(*capture, into)
 
         returned = self._try(session, (number, 2), ref, read, None)
         if returned is None:
@@ -309,8 +309,8 @@ def _restored_part(store: Store, run: str, ref: CheckpointRef, rank: int, into: 
     wanted = LoadRequest("*", into, check_device(None), rank=rank, grows=True)
     problems: list[str] = []
     # The local store first, so that an intact part needs no remote access.
-    near, far = opened.nvme, opened.far
-    tiers: list[ReadTier] = [near, *([] if far is None else [FallbackTier(near, far)])]
+    local, remote = opened.nvme, opened.remote
+    tiers: list[ReadTier] = [local, *([] if remote is None else [FallbackTier(local, remote)])]
     with timed("restore", 0, lambda: {"run": run}):
         for tier in tiers:
             try:
@@ -320,9 +320,9 @@ def _restored_part(store: Store, run: str, ref: CheckpointRef, rank: int, into: 
             except (FormatError, RecoveryError, StorageError) as error:
                 problems.append(str(error))
                 continue
-            if far is not None and tier is not near:
-                what = f"{ref}: the part of rank {rank} was read from {far.name}"
-                warn_user(f"{what}, because it is not complete on this machine: {problems[0]}", RemoteCopyWarning)
+            if remote is not None and tier is not local:
+                source = f"{ref}: the part of rank {rank} was read from {remote.name}"
+                warn_user(f"{source}, because it is not complete on this machine: {problems[0]}", RemoteCopyWarning)
             return describe_loaded(tier, loaded, is_newest=True)
     raise InconsistentCheckpointError(f"{ref} cannot be restored on this machine:", problems)
 
@@ -370,13 +370,13 @@ def restored_alone(
         InconsistentCheckpointError, StateMismatchError, PartialRestoreError, HeadRecordError: as :meth:`Store.load`.
     """
     try:
-        found = store.restore(step, into=into, run=run, fall_back=True, grows=True)
+        restored = store.restore(step, into=into, run=run, fall_back=True, grows=True)
     except CheckpointNotFoundError:
         if step is not None:
             raise
         return None
-    warn_of_skipped(found.skipped)
-    return ResumePoint(found.checkpoint, store.begin_generation(found.checkpoint, run=run), ())
+    warn_of_skipped(restored.skipped)
+    return ResumePoint(restored.checkpoint, store.begin_generation(restored.checkpoint, run=run), ())
 
 
 def rolled_back_alone(store: Store, run: str, background: BackgroundSaver | None, into: object) -> ResumePoint:
@@ -389,10 +389,10 @@ def rolled_back_alone(store: Store, run: str, background: BackgroundSaver | None
         DigestMismatchError: the memory has changed; tensors may have been overwritten.
     """
     line = read_line(store.training.opened.tier, run)
-    found = None if background is None else background.newest_in_ring(line.__contains__)
-    if found is None:
+    capture = None if background is None else background.newest_in_ring(line.__contains__)
+    if capture is None:
         raise CheckpointNotFoundError(f"no checkpoint of run {run!r} is in memory; restore() reads the store")
-    checkpoint = _loaded_from_ring(*found, into)
+    checkpoint = _loaded_from_ring(*capture, into)
     return ResumePoint(checkpoint, store.begin_generation(checkpoint, run=run), ())
 
 
@@ -401,11 +401,11 @@ def _named(ref: CheckpointRef | None) -> list[object] | None:
     return None if ref is None else [ref.generation, ref.step, ref.save_id.hex()]
 
 
-def _ref_of(said: object) -> CheckpointRef | None:
+def _ref_of(record: object) -> CheckpointRef | None:
     """Return the identity that :func:`_named` encoded."""
-    if not isinstance(said, list):
+    if not isinstance(record, list):
         return None
-    generation, step, save_id = said
+    generation, step, save_id = record
     return CheckpointRef(generation, step, SaveId(bytes.fromhex(save_id)))
 
 
@@ -426,8 +426,8 @@ def align(session: Session, store: Store, run: str) -> None:
         raise
     mine = [head_to_json(head) for head in heads]
     decide = partial(_merged, session.groups)
-    for said in json.loads(session.agree((number, 1), json.dumps(mine).encode(), decide, what)):
-        store.training.opened.writable().manifests.take_head(head_from_json(said, _WHERE))
+    for record in json.loads(session.agree((number, 1), json.dumps(mine).encode(), decide, what)):
+        store.training.opened.writable().manifests.take_head(head_from_json(record, _WHERE))
 
 
 def _heads(session: Session, store: Store, run: str) -> list[HeadRecord]:
@@ -442,18 +442,18 @@ def _heads(session: Session, store: Store, run: str) -> list[HeadRecord]:
 
 def _merged(groups: Sequence[Spans], reports: Sequence[bytes]) -> bytes:
     """Return the head records of all stores."""
-    found: dict[int, tuple[HeadRecord, Spans]] = {}
+    heads: dict[int, tuple[HeadRecord, Spans]] = {}
     for group in groups:
-        for said in json.loads(reports[group[0][0]]):
-            head = head_from_json(said, _WHERE)
-            other, theirs = found.setdefault(head.generation, (head, group))
+        for record in json.loads(reports[group[0][0]]):
+            head = head_from_json(record, _WHERE)
+            other, theirs = heads.setdefault(head.generation, (head, group))
             if not other.is_same(head):
                 raise HeadRecordError(
                     f"generation {head.generation} of run {head.run!r} differs between the store of "
                     f"{named_spans(theirs)} and that of {named_spans(group)}: one of the two machines took part in "
                     "another attempt or another job. Remove its store, or give the run another name"
                 )
-    return json.dumps([head_to_json(found[generation][0]) for generation in sorted(found)]).encode()
+    return json.dumps([head_to_json(heads[generation][0]) for generation in sorted(heads)]).encode()
 
 
 class _Proposals:
@@ -462,7 +462,7 @@ class _Proposals:
     def __init__(self, session: Session, store: Store, run: str, step: int | None) -> None:
         self._session, self._store, self._run, self._step = session, store, run, step
         # For each store: its checkpoints, and whether its ranks can read them.
-        self._found: list[dict[CheckpointRef, bool]] = []
+        self._readable: list[dict[CheckpointRef, bool]] = []
 
     def gather(self, at: tuple[int, int], prepare: Callable[[], object]) -> None:
         """Call ``prepare`` on the first rank of each store, and report the checkpoints that its ranks can read."""
@@ -493,19 +493,20 @@ class _Proposals:
 
     def _take(self, reports: Sequence[bytes]) -> bytes:
         firsts = [json.loads(reports[group[0][0]]) for group in self._session.groups]
-        self._found = [
-            {ref: is_readable for said, is_readable in found if (ref := _ref_of(said)) is not None} for found in firsts
+        self._readable = [
+            {ref: is_readable for record, is_readable in report if (ref := _ref_of(record)) is not None}
+            for report in firsts
         ]
         return b""
 
     def each(self, skipped: list[str]) -> Iterator[CheckpointRef]:
         """Yield, on rank 0, the checkpoints that all ranks can read, newest first; append the others to ``skipped``."""
         which = "no checkpoint" if self._step is None else f"no checkpoint of step {self._step}"
-        if not any(self._found):
-            raise CheckpointNotFoundError(f"none of {len(self._found)} stores has {which} of run {self._run!r}")
+        if not any(self._readable):
+            raise CheckpointNotFoundError(f"none of {len(self._readable)} stores has {which} of run {self._run!r}")
         skips = SkippedCheckpoints(skipped)
-        for ref in sorted(set[CheckpointRef]().union(*self._found), reverse=True):
-            if all(found.get(ref, False) for found in self._found):
+        for ref in sorted(set[CheckpointRef]().union(*self._readable), reverse=True):
+            if all(readable.get(ref, False) for readable in self._readable):
                 yield ref
             else:
                 skips.add(ref, self._lacking(ref))
@@ -516,7 +517,7 @@ class _Proposals:
         )
 
     def _lacking(self, ref: CheckpointRef) -> str:
-        groups = zip(self._session.groups, self._found, strict=True)
-        lacking = [named_spans(group) for group, found in groups if not found.get(ref, False)]
+        groups = zip(self._session.groups, self._readable, strict=True)
+        lacking = [named_spans(group) for group, readable in groups if not readable.get(ref, False)]
         more = f" and {len(lacking) - _SHOWN} further machines" if len(lacking) > _SHOWN else ""
         return f"the parts of {', '.join(lacking[:_SHOWN])}{more} are missing"

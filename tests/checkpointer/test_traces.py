@@ -216,7 +216,7 @@ def test_another_process_does_not_write_to_the_same_file(tmp_path: Path) -> None
             try:
                 asymcheck.trace(path)
             except StorageError as error:
-                status = 0 if "by another process; give each rank a file of its own" in str(error) else 2
+                status = 0 if "by another process; give each rank its own file" in str(error) else 2
             finally:
                 os._exit(status)
         assert os.waitpid(child, 0)[1] == 0

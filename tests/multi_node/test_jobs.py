@@ -179,5 +179,5 @@ def test_copies_that_are_not_the_same_on_two_machines_any_more_are_told(launch: 
     for texts in told:
         assert {text.split(":", 1)[0] for text in texts} == {"SilentDivergenceWarning"}
         assert any("step 3 of run 'default': tensor model.1.weight" in text for text in texts)
-        assert all("as it was until step 2" in text for text in texts if "step 3 of" in text)
+        assert all("but was equal until step 2" in text for text in texts if "step 3 of" in text)
         assert not any("tensor own" in text or "tensor cut" in text for text in texts)

@@ -36,6 +36,6 @@ def test_the_layers_name_real_packages(tree: SourceTree) -> None:
     assert needed <= packages & LAYER_OF.keys()
 
 
-def test_the_reference_reader_is_there(tree: SourceTree) -> None:
-    """Its independence is only worth something if there is a reader."""
+def test_reference_reader_exists(tree: SourceTree) -> None:
+    """The isolation test below needs a reference reader."""
     assert "format_spec/reference_reader.py" in {module.path for module in tree.below("format_spec")}

@@ -48,7 +48,7 @@ def _is_ours(package: ModuleType, name: str) -> bool:
     return str(home).split(".", 1)[0] == "asymcheck"
 
 
-def test_the_public_names_are_the_expected_ones() -> None:
+def test_public_names_match_the_list() -> None:
     """`__all__` is exactly the list above, sorted."""
     package = importlib.import_module("asymcheck")
     assert sorted(EXPECTED) == EXPECTED
@@ -70,14 +70,14 @@ def test_nothing_else_is_public() -> None:
     assert _public_attributes(package) == set(EXPECTED) - modules_and_dunders
 
 
-def test_sub_packages_are_there() -> None:
-    """The next test would hold for a package without packages."""
+def test_sub_packages_exist() -> None:
+    """The next test would pass for a package without sub-packages."""
     assert len(_sub_packages()) >= 5
 
 
 @pytest.mark.parametrize("name", _sub_packages())
-def test_a_sub_package_exports_what_it_says(name: str) -> None:
-    """Where an `__init__` defines `__all__`, it names each public name once and no other."""
+def test_sub_package_exports_its_public_names(name: str) -> None:
+    """An `__init__` with `__all__` names each public name once, and no others."""
     package = importlib.import_module(name)
     declared = getattr(package, "__all__", None)
     if declared is None:

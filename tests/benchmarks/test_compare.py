@@ -25,8 +25,8 @@ def _compared(tmp_path: Path, old: Report, new: Report) -> object:
     return caught.value.code
 
 
-def test_what_became_slower_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With status 1; what stays within the spread, and what got better, is no reason."""
+def test_slower_results_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 1; results within the spread, and better ones, are no reason."""
     old = _report(
         row("a", "time", "s", [1.0, 1.1, 1.2]), row("b", "time", "s", [1.0, 1.1, 1.2]), row("c", "speed", "GB/s", [4.0])
     )
@@ -76,8 +76,8 @@ def test_the_page_of_results_says_where_asymcheck_is_not_first(tmp_path: Path) -
     assert "| visible stall" not in lost
 
 
-def test_what_came_back_wrong_is_named_and_no_rival(tmp_path: Path) -> None:
-    """A recovery that fails is soon over."""
+def test_wrong_results_are_named_and_excluded(tmp_path: Path) -> None:
+    """A failed recovery would look fast."""
     rows = []
     for system, exact, recovery in (("asymcheck +S+O", 1.0, 50.0), ("safetensors", 1.0, 7.0), ("torch DCP", 0.0, 3.0)):
         rows.append(row(system, "steps lost, M", "steps", [1.0]))
@@ -91,8 +91,8 @@ def test_what_came_back_wrong_is_named_and_no_rival(tmp_path: Path) -> None:
     assert "| recovery | M: 50 ms, safetensors 7 |" in page
 
 
-def test_the_page_of_results_says_what_was_missed(tmp_path: Path) -> None:
-    """Before what was reached; what was not measured is not there."""
+def test_results_page_lists_missed_targets_first(tmp_path: Path) -> None:
+    """Targets that were not measured are left out."""
     rows = [row("a", "time", "s", [1.0])]
     report = dataclasses.replace(_report(*rows, workload="restore"), ratios={"restore/limit": 0.9, "other": 1.0})
     write_json(report, tmp_path / "restore.json")
@@ -108,8 +108,8 @@ def test_the_page_of_results_says_what_was_missed(tmp_path: Path) -> None:
     ]
 
 
-def test_the_help_says_what_each_workload_measures(capsys: pytest.CaptureFixture[str]) -> None:
-    """In a line each, the first of its module."""
+def test_help_describes_each_workload(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line each, the first of its module."""
     with pytest.raises(SystemExit, match="0"):
         __main__.main(["--help"])
     lines = capsys.readouterr().out.partition("workloads:\n")[2].splitlines()

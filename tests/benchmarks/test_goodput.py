@@ -43,16 +43,16 @@ def test_simulation_and_formula_agree_within_a_percent(name: str, failures: Fail
     assert agreement(COSTS, failures, [every, 4 * every], days) < 0.01, name
 
 
-def test_all_interruptions_of_the_published_run_are_there() -> None:
-    """419 of them in 54 days: one in three hours."""
+def test_published_trace_has_all_interruptions() -> None:
+    """419 interruptions in 54 days: one in three hours."""
     assert sum(count for count, _ in LLAMA3_INTERRUPTIONS.values()) == 419
     assert llama3(16_384).mean_s == pytest.approx(3.09 * 3600, rel=0.01)
     assert llama3(8192).mean_s == pytest.approx(2 * llama3(16_384).mean_s)
     assert sum(llama3(8).shares.values()) == pytest.approx(1)
 
 
-def test_a_tier_that_survives_nothing_of_it_does_not_help() -> None:
-    """Where all nodes are lost, only what lies elsewhere counts; without it nothing is ever kept."""
+def test_useless_tier_does_not_help() -> None:
+    """If all nodes are lost, only remote checkpoints count; without them, no progress remains."""
     lost = Failures(3600.0, {"dram": 0.0, "nvme": 0.0, "remote": 1.0}, restart_s=60.0)
     slow_memory = dataclasses.replace(COSTS, lag_s=COSTS.lag_s | {"dram": 500.0})
     assert formula(slow_memory, lost, 20) == formula(COSTS, lost, 20)
@@ -79,8 +79,8 @@ def test_the_best_interval_is_near_that_of_young() -> None:
         (json.dumps({"workload": "durable", "environment": {}, "results": [], "ratios": {}}), "a report of durable"),
     ],
 )
-def test_what_is_no_report_of_models_is_refused(text: str, problem: str, tmp_path: Path) -> None:
-    """In a sentence; and without one the command says what it needs."""
+def test_invalid_models_report_is_refused(text: str, problem: str, tmp_path: Path) -> None:
+    """In one sentence; without a report, the command says what it needs."""
     (tmp_path / "some.json").write_text(text)
     with pytest.raises(SystemExit, match=problem):
         __main__.main(["goodput", "--from", str(tmp_path / "some.json"), "--quick"])
@@ -104,8 +104,8 @@ def test_a_trace_is_the_times_between_failures(tmp_path: Path) -> None:
     "text",
     ['{"metadata": {}, "data": [1, 0]}', '{"metadata": {"gap_seconds": 1}, "data": 7}', "one", "", "-5", "nan"],
 )
-def test_what_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
-    """And so is one in which nothing fails."""
+def test_invalid_trace_is_refused(text: str, tmp_path: Path) -> None:
+    """So is a trace without failures."""
     (tmp_path / "trace").write_text(text)
     with pytest.raises(UnreadableReportError, match="trace"):
         read_trace(tmp_path / "trace")
@@ -113,8 +113,8 @@ def test_what_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
         read_trace(tmp_path / "missing")
 
 
-def test_a_played_trace_counts_what_each_gap_lets_through() -> None:
-    """Failures after 1,000 s each: the recovery is part of each gap, and whole periods but the lag are kept."""
+def test_replayed_trace_counts_progress_per_gap() -> None:
+    """Failures every 1,000 s: each gap includes the recovery, and only whole periods minus the lag count."""
     lost = Failures(1000.0, {"dram": 0.0, "nvme": 0.0, "remote": 1.0}, restart_s=60.0)
     found = simulate(COSTS, lost, 10, days=100, ups=repeated([1000.0], seed=2))
     up = 1000 - 60 - COSTS.restore_s["remote"] - COSTS.lag_s["remote"]

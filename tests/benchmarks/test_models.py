@@ -28,8 +28,8 @@ class _Told:
         self.steps.append(step)
 
 
-def test_a_step_is_told_before_it_can_be_resumed_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a kill in between finds a checkpoint of a step that the training never claimed to have done."""
+def test_step_is_reported_before_it_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, a kill in between would find a checkpoint of an unreported step."""
     told = _Told()
     saved: list[int] = []
 
@@ -50,10 +50,10 @@ def test_a_step_is_told_before_it_can_be_resumed_from(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(("kind", "step"), [("upstream", -1), ("asymcheck", None)])
-def test_what_a_kill_has_torn_is_lost_to_who_saves_so(
+def test_torn_file_is_a_result_for_peers_only(
     kind: Kind, step: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That a library cannot read its file is a result; that asymcheck cannot is a defect, and ends the workload."""
+    """For asymcheck, an unreadable file is a defect, and ends the workload."""
 
     def recover(_state: State, _where: Path) -> int:
         raise EOFError("half a file")

@@ -63,10 +63,10 @@ def test_an_engine_of_deepspeed_brings_the_last_step_back(name: str, tmp_path: P
     assert (tmp_path / "latest").read_text() == "4"
 
 
-def test_a_scheme_that_cannot_run_here_is_left_out_and_named(
+def test_unavailable_scheme_is_named_and_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The others are measured; none is compared with what was not."""
+    """The others are measured, and none is compared with an unmeasured one."""
     lacking = [
         dataclasses.replace(scheme, missing=lambda: "no such thing") if scheme.name == "safetensors" else scheme
         for scheme in SCHEMES
@@ -92,8 +92,8 @@ def test_time_is_taken_when_the_first_checkpoint_is_done(tmp_path: Path) -> None
     assert told == ["step 0", "save 0", "step 1", "step 2", "drain", "step 3", "save 3", "step 4"]
 
 
-def test_what_a_killed_training_leaves_running_is_ended() -> None:
-    """A process of its own may wait for it for ever."""
+def test_children_of_a_killed_training_are_ended() -> None:
+    """A child process might wait for it for ever."""
     script = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None

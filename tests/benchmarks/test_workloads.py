@@ -88,15 +88,15 @@ MARKS = {name: pytest.mark.slow for name in RUNS if name not in QUICK} | {
 }
 
 
-def test_every_workload_is_run_here() -> None:
-    """The tests below leave none out; that of hdfs needs a cluster, and has a test of its own."""
+def test_every_workload_has_a_test() -> None:
+    """The tests below cover all workloads; hdfs needs a cluster, and has its own test."""
     assert {*RUNS, "hdfs"} == set(__main__.WORKLOADS)
     assert tuple(SCHEMA["properties"]["workload"]["enum"]) == __main__.WORKLOADS
 
 
 @pytest.mark.parametrize("workload", [pytest.param(name, marks=MARKS.get(name, ())) for name in RUNS])
-def test_a_workload_reports_what_the_schema_says(workload: str, tmp_path: Path) -> None:
-    """The JSON has the promised shape, median lies between least and greatest, and nothing is left in the folder."""
+def test_workload_report_follows_the_schema(workload: str, tmp_path: Path) -> None:
+    """Valid JSON, median between minimum and maximum, and an empty folder afterwards."""
     folder = tmp_path / "folder"
     folder.mkdir()
     report = RUNS[workload](folder)
@@ -127,8 +127,8 @@ def test_without_cuda_the_gpu_workload_says_so(
 
 
 @pytest.mark.slow
-def test_what_the_gpu_workload_does_is_measured_on_any_device(tmp_path: Path) -> None:
-    """All but the link itself: the CPU stands in for a device, with the smallest model."""
+def test_gpu_workload_runs_on_any_device(tmp_path: Path) -> None:
+    """Everything except the link: the CPU stands in for a device, with the smallest model."""
     shape = gpu.Shape(0.0, 16, 1, 8, {1: 2, 10: 11})
     report = gpu.measure(tmp_path, shape, torch.device("cpu"))
     metrics = {item.metric: item.n for item in report.results}
@@ -153,8 +153,8 @@ def test_the_state_of_the_gpu_workload_has_the_size_that_was_asked_for() -> None
 
 
 @pytest.mark.slow
-def test_the_workload_hdfs_on_a_real_one(tmp_path: Path) -> None:
-    """Pushes, restores and counts; what it leaves is nothing."""
+def test_workload_hdfs_on_a_real_cluster(tmp_path: Path) -> None:
+    """Pushes, restores and counts, and removes its files."""
     shape = hdfs.Shape(1, 1, (1,), TINY, 2)
     report = hdfs.run(tmp_path, quick=True, shape=shape, state=states.small(4))
     jsonschema.validate(dataclasses.asdict(report), SCHEMA)
@@ -223,8 +223,8 @@ def test_the_command_writes_json_and_a_picture(
 
 
 @pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.name)
-def test_what_a_peer_saves_holds_the_state(peer: peers.Peer, tmp_path: Path) -> None:
-    """Every way to restore from every peer gives the state back bit for bit, also after it was saved over."""
+def test_peers_restore_the_saved_state(peer: peers.Peer, tmp_path: Path) -> None:
+    """Every way to restore from every peer returns the state bit for bit, also after a second save."""
     state = states.small(1)
     where = tmp_path / "peer"
     for _ in range(2 if peer.overwrites else 1):

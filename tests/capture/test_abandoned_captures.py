@@ -38,8 +38,8 @@ class _Writes:
         raise AssertionError(inflight, number)
 
 
-def test_ranks_too_wait_for_what_still_writes_before_they_give_up_a_capture() -> None:
-    """What comes next removes the packs that these threads write into; the others are told all the same."""
+def test_ranks_wait_for_pending_writes_before_an_abort() -> None:
+    """The abort removes packs that threads write into; other ranks are informed anyway."""
     error = TornCaptureError("the state changed")
     told: list[tuple[bytes, bool]] = []
     joint = TwoPhaseCommit.__new__(TwoPhaseCommit)

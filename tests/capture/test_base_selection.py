@@ -18,8 +18,8 @@ from asymcheck.types import Digest
 LAYERS, ELEMENTS = 12, 4096
 
 
-def test_of_many_candidates_only_the_original_is_read_whole() -> None:
-    """Every layer has weights of one shape, and moments of it, too; a copy has one original among them."""
+def test_only_the_original_is_read_as_a_whole() -> None:
+    """Of many candidates of equal shape, one is the original; samples exclude the others."""
     masters = [torch.randn(ELEMENTS) for _ in range(3 * LAYERS)]
     copy = masters[17].to(torch.bfloat16)
     partitions = [Partition((Piece(row, 0, 4 * ELEMENTS),)) for row in range(len(masters))]
@@ -68,8 +68,8 @@ def test_zeros_at_the_beginning_do_not_hide_the_original() -> None:
 
 @pytest.mark.slow
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.lists(st.integers(1, 40), min_size=1, max_size=6))
-def test_candidates_are_the_masters_that_hold_all_of_it(masters: list[int], copies: list[int]) -> None:
-    """However the two are cut, and of however many tensors of the shape."""
+def test_candidates_are_masters_with_all_elements(masters: list[int], copies: list[int]) -> None:
+    """For any partition boundaries, and any number of tensors of the shape."""
     pieces = [Piece(row, 4 * sum(masters[:i]), 4 * n) for row in (0, 1) for i, n in enumerate(masters)]
     pieces += [Piece(2, 2 * sum(copies[:i]), 2 * n) for i, n in enumerate(copies)]
     originals = Originals([Partition((one,)) for one in pieces], ["float32", "float32", "bfloat16"], [(7,)] * 3)

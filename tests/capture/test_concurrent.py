@@ -123,8 +123,8 @@ def _collect_at(event_name: str, store: Store, times: int) -> Callable[[events.E
 
 @pytest.mark.slow(quick=["catalog.pinned"])
 @pytest.mark.parametrize("event", ["pack.created", "pack.synced", "pack.sealed", "catalog.pinned", "manifest.synced"])
-def test_a_collection_in_the_middle_of_a_save_takes_nothing_that_it_needs(store_path: Path, event: str) -> None:
-    """What the save found in the store, and counts on, may be collected before it is pinned: it is written again."""
+def test_collection_during_a_save_takes_nothing_needed(store_path: Path, event: str) -> None:
+    """A reused partition may be collected before it is pinned; the save writes it again."""
     old, new = _tensor(1, 4 * MIB), _tensor(2, 4 * MIB)
     with (
         Store.open(store_path, config=CONFIG, create=True) as store,
@@ -155,8 +155,8 @@ def test_partitions_that_were_taken_away_are_written_again(store_path: Path) -> 
         assert_same(store.load(), {"old": old, "new": new})
 
 
-def test_a_save_gives_up_when_collections_never_let_it_finish(store_path: Path) -> None:
-    """After the number of attempts that was asked for, with an error that says so, and nothing committed."""
+def test_save_gives_up_after_repeated_collections(store_path: Path) -> None:
+    """After a limited number of attempts, an error says so, and nothing is committed."""
     config = StoreConfig(partition_bytes=65_536, bundle_below_bytes=4096, commit_attempts=1)
     old, new = _tensor(1), _tensor(2)
     with (
@@ -175,8 +175,8 @@ def test_a_save_gives_up_when_collections_never_let_it_finish(store_path: Path) 
         assert_same(store.load(), {"old": old, "new": new})
 
 
-def test_a_checkpoint_committed_during_a_collection_survives_it(store_path: Path) -> None:
-    """The collection has listed all manifests when another appears that needs what it is about to free."""
+def test_checkpoint_committed_during_a_collection_survives(store_path: Path) -> None:
+    """The collection has listed all manifests when another one appears that needs a pack to be freed."""
     old = _tensor(1, 4 * MIB)
     with (
         Store.open(store_path, config=CONFIG, create=True) as store,

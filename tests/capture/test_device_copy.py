@@ -83,8 +83,8 @@ def test_the_device_waits_for_the_copies_that_both_threads_have_queued(
     assert payloads == [bytes(40), bytes(40)], "the training went on before its tensors had been copied"
 
 
-def test_what_lies_in_many_tensors_comes_in_one_copy(device: SimulatedDevice) -> None:
-    """If the buffer has room for it; else piece by piece. Either way every byte is in its place."""
+def test_many_tensors_come_in_one_copy(device: SimulatedDevice) -> None:
+    """If the buffer has space, otherwise one by one; every byte is in its place."""
     tensors = [torch.arange(3 + number) for number in range(50)] + [torch.zeros(0)]
     leaves = _leaves(device, *tensors)
     wanted = b"".join(tensor.numpy().tobytes() for tensor in tensors)
@@ -133,8 +133,8 @@ def test_nothing_is_fetched_of_a_tensor_without_elements(device: SimulatedDevice
     assert given == [b""]
 
 
-def test_how_long_the_device_was_held_is_known_when_it_has_gone_on(device: SimulatedDevice) -> None:
-    """The program, which waits for nothing, asks later; each wait counts once."""
+def test_device_wait_is_measured_later(device: SimulatedDevice) -> None:
+    """The program does not wait; it asks later, and each wait counts once."""
     leaves = _leaves(device, torch.zeros(10))
     lanes = DeviceQueues(0, device.link_of)
     transfers = Transfers(lanes, leaves, [_whole(leaves, 0)])
@@ -177,10 +177,10 @@ def _train(path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.slow
-def test_what_changes_on_a_device_without_a_version_is_found_in_the_first_capture(
+def test_unversioned_change_on_a_device_is_found_in_the_first_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice
 ) -> None:
-    """One element of ``.data``; from then on the tensor is cloned inside ``step()``."""
+    """One element of ``.data``; from then on, the tensor is cloned inside ``step()``."""
     copy_late(monkeypatch)
     monkeypatch.setattr(background_saver, "DeviceQueues", lambda size: DeviceQueues(size, device.link_of))
     weight = torch.nn.Parameter(torch.zeros(700_000))
@@ -214,7 +214,7 @@ def test_what_changes_on_a_device_without_a_version_is_found_in_the_first_captur
 @pytest.mark.slow(quick=["sampled-3145728"])
 @pytest.mark.parametrize("ring_bytes", [None, 3 * MIB])
 @pytest.mark.parametrize("proof", ["off", "sampled"])
-def test_what_is_set_aside_is_read_as_it_was_though_the_rest_is_complete_before(
+def test_asides_are_read_in_their_original_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice, proof: str, ring_bytes: int | None
 ) -> None:
     """Small tensors on the device beside large ones in host memory, which the other thread completes meanwhile."""
@@ -290,10 +290,10 @@ def test_a_place_is_not_free_while_part_of_a_copy_that_failed_may_still_come(dev
     assert payload[:40] == torch.ones(10).numpy().tobytes()
 
 
-def test_a_device_that_fails_costs_its_captures_and_nobody_waits_for_ever(
+def test_device_failure_loses_captures_without_a_hang(
     tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a question for a mark does after any error of CUDA, and while a graph is recorded."""
+    """Any CUDA error raises at the next query of a mark, and so does the recording of a graph."""
 
     def fail(_mark: SimulatedMark) -> bool:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -235,10 +235,8 @@ def test_a_save_emits_the_steps_of_the_commit_in_order(store: Store) -> None:
         *((f"manifest.{event}", lost) for event in ("directory_created", "renamed") for lost in ("", "default/{}")),
     ],
 )
-def test_a_checkpoint_that_is_deleted_while_it_is_committed_is_a_named_error(
-    store: Store, event: str, lost: str
-) -> None:
-    """By another process, or with all others; what was saved before, and what comes next, are whole."""
+def test_checkpoint_deleted_during_its_commit_is_a_named_error(store: Store, event: str, lost: str) -> None:
+    """Earlier and later checkpoints are intact."""
     store.save({"x": torch.rand(3000)}, step=1)
     manifests, aside = store.path / "manifests", store.path.parent / "aside"
 

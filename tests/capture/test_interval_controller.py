@@ -45,8 +45,8 @@ class Training:
         return begun
 
 
-def test_it_measures_early_and_then_keeps_to_its_choice() -> None:
-    """Three checkpoints, not at the first step; then Young's interval, without the stall of the first checkpoint."""
+def test_measures_early_then_keeps_the_interval() -> None:
+    """Three checkpoints, not at the first step; then Young's interval, without the stall of the first one."""
     pacer = IntervalController(AutoInterval(mtbf=timedelta(seconds=2000)))
     training = Training(pacer, step_s=1.0, stall_s=0.1)
     assert pacer.chosen.steps == 0
@@ -57,8 +57,8 @@ def test_it_measures_early_and_then_keeps_to_its_choice() -> None:
     assert "Young's interval for 100 ms of stall and a failure every 33.3 min" in str(pacer.chosen)
 
 
-def test_it_waits_for_the_store_before_it_measures_again() -> None:
-    """One that is not durable yet tells nothing of how long that takes; then as often as the store makes them so."""
+def test_waits_for_durability_before_the_next_measurement() -> None:
+    """A checkpoint that is not durable yet has no duration."""
     pacer = IntervalController(AutoInterval(mtbf=timedelta(seconds=1)))
     training = Training(pacer, step_s=1.0, stall_s=0.001, durable_s=9.5)
     begun = training.run(0, 60)
@@ -102,8 +102,8 @@ def test_a_slow_drive_does_not_hold_the_training() -> None:
     assert 56 <= pacer.chosen.steps <= 70
 
 
-def test_it_follows_what_changes_and_not_what_wavers() -> None:
-    """A stall a tenth longer changes nothing; one a hundred times as long makes checkpoints rarer."""
+def test_follows_changes_but_not_noise() -> None:
+    """A stall that is 10 % longer changes nothing; one that is 100 times as long makes checkpoints rarer."""
     pacer = IntervalController(AutoInterval(mtbf=timedelta(seconds=2000)))
     training = Training(pacer, step_s=1.0, stall_s=0.1)
     training.run(0, 100)
@@ -170,8 +170,8 @@ class Channel:
         return lambda _step, _make: next(said)
 
 
-def test_ranks_do_what_the_first_says_and_ask_it_rarely() -> None:
-    """Whatever they measure themselves; it is asked at the steps that it has named, also after a restore."""
+def test_ranks_follow_rank_0_with_few_requests() -> None:
+    """Regardless of their own measurements, at steps that rank 0 has announced, also after a restore."""
     channel, aim = Channel(), AutoInterval(mtbf=timedelta(seconds=2000))
     first, other = RankedIntervalController(aim, channel.say), RankedIntervalController(aim, channel.listener())
     runs: list[list[list[int]]] = []
@@ -192,8 +192,8 @@ def test_ranks_do_what_the_first_says_and_ask_it_rarely() -> None:
     assert len(channel.said) < 30
 
 
-def test_a_rank_that_missed_a_word_takes_the_next_step_from_it() -> None:
-    """It asks no more than the others do, of whom nobody asks before that step."""
+def test_rank_that_missed_an_announcement_gets_the_next_one() -> None:
+    """It asks no more often than other ranks."""
     channel = Channel()
     first = RankedIntervalController(AutoInterval(mtbf=timedelta(seconds=2000)), channel.say)
     begun = Training(first, step_s=1.0, stall_s=0.1).run(0, 60)

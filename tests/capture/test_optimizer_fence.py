@@ -77,8 +77,8 @@ OWNERS: dict[str, Callable[[Trained], object]] = {
 @pytest.mark.slow
 @given(st.lists(st.sampled_from(sorted(OWNERS)), max_size=5))
 @settings(deadline=None)
-def test_what_optimizers_own_is_found_as_if_each_state_were_the_first(changes: Sequence[str]) -> None:
-    """A tensor that is taken for an optimizer's, and is not, would be torn."""
+def test_owned_tensors_are_found_in_every_state(changes: Sequence[str]) -> None:
+    """A tensor that is wrongly assigned to an optimizer would be torn."""
     training, ownership, flattener = Trained(), OptimizerOwnership(), Flattener()
     for change in ["nothing", "nothing", *changes]:
         try:
@@ -89,16 +89,16 @@ def test_what_optimizers_own_is_found_as_if_each_state_were_the_first(changes: S
 
 
 @pytest.mark.parametrize("change", OWNERS)
-def test_a_change_of_what_optimizers_own_is_seen(change: str) -> None:
-    """By each alone."""
+def test_change_of_ownership_is_detected(change: str) -> None:
+    """For each kind of change alone."""
     training, ownership, flattener = Trained(), OptimizerOwnership(), Flattener()
     training.owned(ownership, flattener)
     OWNERS[change](training)
     assert training.owned(ownership, flattener) == training.owned(OptimizerOwnership(), Flattener())
 
 
-def test_an_array_that_takes_the_place_of_another_one_is_looked_at() -> None:
-    """Of an array, nothing but its address as an object tells it from the one before, which may be gone."""
+def test_replaced_array_is_checked_again() -> None:
+    """The id of an array may be reused by another one."""
     training, ownership = Trained(), OptimizerOwnership()
     training.value["rng"] = np.zeros(3)
     leaves = flatten(training.value).leaves
@@ -108,8 +108,8 @@ def test_an_array_that_takes_the_place_of_another_one_is_looked_at() -> None:
     assert ownership.deferred_rows(leaves, [training.optimizer])[:2] == (False, True)
 
 
-def test_an_embedding_that_scales_its_rows_is_found_where_it_takes_the_place_of_another_one() -> None:
-    """Each call of it changes its weight, which is an optimizer's."""
+def test_replaced_embedding_with_scaled_rows_is_found() -> None:
+    """Each call changes its weight, which an optimizer owns."""
     model = torch.nn.ModuleDict({"words": torch.nn.Embedding(4, 2), "out": torch.nn.Linear(2, 2, bias=False)})
     ownership, found = OptimizerOwnership(), []
     for bound in (None, None, 1.0, 1.0, None):

@@ -76,8 +76,8 @@ def test_a_plan_follows_five_measured_iterations_and_stays(clock: Clock, schedul
     assert all(_iterate(timing, clock) is plan for _ in range(8))
 
 
-def test_less_is_copied_in_short_windows_than_in_long_ones(clock: Clock) -> None:
-    """Windows of forward are a third of those of backward here, and so are their bytes, as nearly as tensors allow."""
+def test_short_windows_copy_less_than_long_ones(clock: Clock) -> None:
+    """Windows of forward are a third of those of backward, and so are their bytes."""
     _, _, plan = _profiled("asymmetric", clock)
     taken = [0] * len(PHASES)
     for partition, window in zip(plan.cut.partitions, plan.release, strict=True):
@@ -103,8 +103,8 @@ def test_windows_begin_at_the_boundaries_behind_the_first(clock: Clock) -> None:
     assert windows == [1, 2, 3], "between the fence and the next capture there is no window"
 
 
-def test_a_fence_that_waits_releases_earlier_and_calm_ones_later(clock: Clock) -> None:
-    """One window for each wait, at most as many as there are; back again after many fences without one."""
+def test_waiting_fence_releases_earlier(clock: Clock) -> None:
+    """One window per wait, up to the number of windows; later again after many fences without a wait."""
     timing, windows = _timing()
     for lead in (0, 1, 2, 3, 4, 4):
         windows.clear()
@@ -234,8 +234,8 @@ def test_a_training_with_boundaries_is_not_timed(clock: Clock) -> None:
     assert iterate() == []
 
 
-def test_a_timer_says_what_is_due_and_how_long_the_rest_takes() -> None:
-    """The greatest of several that have come; nothing when it was cancelled."""
+def test_timer_returns_due_number_and_remaining_time() -> None:
+    """The greatest due number; None after a cancel."""
     timer = WindowTimer(lambda _number: None)
     timer._pending.extend([(1, 10.0), (2, 11.0), (5, 13.0)])
     assert timer.due(9.5) == (None, 0.5)
@@ -274,8 +274,8 @@ def test_a_compiled_model_is_captured_by_the_clock(tmp_path: Path, monkeypatch: 
     assert "asymcheck-timer" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_a_real_training_gets_a_plan_and_keeps_it_over_a_restart(tmp_path: Path) -> None:
-    """By boundaries of real modules; the manifests name the plan, and a frozen part keeps its partitions throughout."""
+def test_training_keeps_its_plan_over_a_restart(tmp_path: Path) -> None:
+    """By boundaries of real modules; manifests name the plan, and a frozen part keeps its partitions."""
     config = CaptureConfig(ring_folder=str(folder_for_rings(tmp_path)), proof="full")
 
     def train(steps: range) -> None:

@@ -67,8 +67,8 @@ def test_close_waits_for_everything() -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
-def test_a_task_that_raises_tells_who_waits_and_ends_no_thread(count: int, error: BaseException) -> None:
-    """All tasks after it are done, and close() returns."""
+def test_failed_task_informs_its_waiter_and_ends_no_thread(count: int, error: BaseException) -> None:
+    """All later tasks are done, and close() returns."""
 
     def fail() -> None:
         raise error
@@ -84,8 +84,8 @@ def test_a_task_that_raises_tells_who_waits_and_ends_no_thread(count: int, error
     assert all(one.result() == os.getpid() for one in done)
 
 
-def test_the_first_failure_stops_what_runs_together() -> None:
-    """It is raised when all threads have ended."""
+def test_first_failure_stops_parallel_work() -> None:
+    """It is raised after all threads have ended."""
     stopped, ended = threading.Event(), list[None]()
     numbers = iter(range(3))
 

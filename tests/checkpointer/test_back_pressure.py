@@ -163,10 +163,10 @@ def test_more_captures_wait_for_the_disk_than_a_ring_has_entries(
     assert store.verify() == []
 
 
-def test_training_goes_on_with_the_memory_that_is_there(
+def test_training_continues_with_less_memory(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others have taken the rest while the ring was made: every step is saved, and a warning says what that costs."""
+    """Other programs took memory while the ring was created: every step is saved, with a warning."""
     reserve = os.posix_fallocate
 
     def refuse(descriptor: int, offset: int, length: int) -> None:
@@ -210,10 +210,8 @@ def _grows_in_its_first_step() -> Loop:
 
 
 @pytest.mark.slow
-def test_a_ring_that_is_outgrown_is_made_anew_once(
-    store: Store, disk: Disk, config: CaptureConfig, tmp_path: Path
-) -> None:
-    """When everything in it is durable; then two states fit again, and a rollback finds the newest."""
+def test_outgrown_ring_is_replaced_once(store: Store, disk: Disk, config: CaptureConfig, tmp_path: Path) -> None:
+    """After its captures are durable; then two states fit again, and a rollback finds the newest."""
     loop = _grows_in_its_first_step()
     disk.delay_s = 0.001
     seen = []

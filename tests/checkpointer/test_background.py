@@ -116,8 +116,8 @@ def test_all_losses_are_named_at_once(store: Store, disk: Disk, config: CaptureC
     checkpointer.close()
 
 
-def test_a_save_is_durable_before_an_earlier_loss_is_told(store: Store, disk: Disk, config: CaptureConfig) -> None:
-    """Whoever saves the final state has it, and hears of the loss all the same, once."""
+def test_save_is_durable_before_an_earlier_loss_is_reported(store: Store, disk: Disk, config: CaptureConfig) -> None:
+    """The final state is stored, and the loss is reported once."""
     _, _, loop = linear_loop()
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         loop.iterate(0)
@@ -268,10 +268,10 @@ def test_waiting_for_memory_does_not_wait_for_the_disk(
         assert checkpointer.statistics().durable == 1
 
 
-def test_what_has_no_line_yet_is_waited_for_until_it_is_durable(
+def test_capture_without_a_line_waits_for_durability(
     store: Store, disk: Disk, config: CaptureConfig, tmp_path: Path
 ) -> None:
-    """A training that began without a restore: nobody could take its first steps up from memory."""
+    """Without a restore, the first steps could not be recovered from memory."""
     _, _, loop = linear_loop()
     store.save({"x": 1}, step=0)
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:

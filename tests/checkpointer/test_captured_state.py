@@ -43,18 +43,18 @@ def config(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow(quick=["late-late-state"])
 @pytest.mark.parametrize("case", CASES)
-def test_each_step_is_stored_as_it_was(store: Store, config: CaptureConfig, case: str) -> None:
-    """Every bit of every step, with no warning and no error."""
+def test_each_step_is_stored_exactly(store: Store, config: CaptureConfig, case: str) -> None:
+    """Every bit of every step, without a warning or an error."""
     torch.manual_seed(0)
     assert_every_step_is_right(store, CASES[case](), STEPS, config)
 
 
 @pytest.mark.slow(quick=["late-compiled"])
 @pytest.mark.parametrize("case", [many_tensors, compiled], ids=["many-tensors", "compiled"])
-def test_each_step_of_a_large_model_is_stored_as_it_was(
+def test_each_step_of_a_large_model_is_stored_exactly(
     store: Store, config: CaptureConfig, case: Callable[[], Loop]
 ) -> None:
-    """The same for what takes longer."""
+    """The same with longer copies."""
     torch.manual_seed(0)
     assert_every_step_is_right(store, case(), 3, config)
 

@@ -257,8 +257,8 @@ def test_checkpoints_before_a_change_was_found_are_off_the_line(
     assert_same(store.load(), expected[29], "the newest")
 
 
-def test_what_is_changed_after_wait_is_not_held_against_the_loop(store: Store, config: CaptureConfig) -> None:
-    """Nothing of the state is needed then."""
+def test_change_after_wait_is_allowed(store: Store, config: CaptureConfig) -> None:
+    """No capture needs the state then."""
     net = _net()
 
     def change(checkpointer: Checkpointer) -> None:
@@ -297,10 +297,10 @@ def _other_process(net: Net) -> Iterator[Callable[[Checkpointer], None]]:
 
 
 @pytest.mark.slow
-def test_what_another_process_shares_is_copied_inside_step(
+def test_shared_tensor_is_copied_inside_step(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing has to be found out, and nothing is lost: shared memory is known to be shared."""
+    """Shared memory is known as shared, so nothing is lost."""
     copy_late(monkeypatch)
     net = _net()
     with _other_process(net) as change:
@@ -325,10 +325,10 @@ def _hooked(net: Net) -> Iterator[Callable[[], None]]:
         handle.remove()
 
 
-def test_a_hook_of_optimizers_that_was_there_before_is_called_after_the_fence(
+def test_earlier_global_optimizer_hook_runs_after_the_fence(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may change what it likes then: nothing is lost."""
+    """It may change parameters without a loss."""
     copy_late(monkeypatch)
     net = _net()
     with _hooked(net):

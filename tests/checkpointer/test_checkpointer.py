@@ -60,8 +60,8 @@ def test_a_first_start_restores_nothing(store: Store) -> None:
 
 
 @pytest.mark.parametrize(("every", "expected"), [(1, [0, 1, 2, 3, 4, 5, 6, 7]), (3, [0, 3, 6]), (8, [0]), (100, [0])])
-def test_it_saves_every_so_many_steps(store: Store, every: int, expected: list[int]) -> None:
-    """Steps that are multiples; their metrics are kept."""
+def test_saves_at_multiples_of_every(store: Store, every: int, expected: list[int]) -> None:
+    """With their metrics."""
     assert _train(store, range(8), every=every) == expected
     assert [checkpoint.step for checkpoint in store.checkpoints()] == expected
     assert store.checkpoints()[-1].metrics == {"loss": 1.0 / (expected[-1] + 1)}
@@ -98,8 +98,8 @@ def test_a_save_can_be_asked_for_at_any_step(store: Store) -> None:
 
 
 @pytest.mark.parametrize("how", ["save", "step"])
-def test_a_later_state_under_an_earlier_step_is_told(store: Store, how: str) -> None:
-    """Also right after a restore, when nothing of the new generation is there yet; and a step again is no reason."""
+def test_lower_step_warns(store: Store, how: str) -> None:
+    """Also right after a restore; the same step again does not warn."""
     _train(store, range(4))
     state = _state()
     with Checkpointer(store, state, every=1, keep=None) as checkpointer:
@@ -196,8 +196,8 @@ def test_a_run_of_another_name_is_no_reason_for_a_warning(store: Store) -> None:
     ]
 
 
-def test_a_step_that_is_asked_for_must_be_there(store: Store) -> None:
-    """Unlike the newest, whose absence is a first start; and no generation is opened."""
+def test_requested_step_must_exist(store: Store) -> None:
+    """Unlike a first start without any checkpoint; no generation begins."""
     _train(store, range(3))
     checkpointer = Checkpointer(store, _state(), every=1, keep=None)
     with pytest.raises(CheckpointNotFoundError, match="step 7"):
@@ -237,8 +237,8 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(store: Store)
     assert [c.step for c in store.checkpoints() if c.on_line] == [0, 1]
 
 
-def test_who_makes_that_warning_an_error_abandons_nothing(store: Store) -> None:
-    """The damaged checkpoint may be mended, and is then still the newest."""
+def test_warning_as_error_abandons_nothing(store: Store) -> None:
+    """The damaged checkpoint may be repaired, and is the newest again."""
     _train(store, range(3))
     newest = max((store.path / "manifests").rglob("*.manifest"))
     newest.write_bytes(newest.read_bytes()[:-1])
@@ -383,14 +383,14 @@ def test_a_wrong_knob_of_capture_is_an_error_at_once(store: Store, capture: Any,
 
 
 @pytest.mark.parametrize("step", ["x", None, 1.0, -1])
-def test_what_is_no_step_is_said(store: Store, step: Any) -> None:  # noqa: ANN401 - whatever users pass
+def test_invalid_step_is_refused(store: Store, step: Any) -> None:  # noqa: ANN401 - whatever users pass
     """Also where no checkpoint is due."""
     with pytest.raises(InvalidInputError, match="give an integer from 0"):
         Checkpointer(store, _state(), every=7, keep=None).step(step)
 
 
-def test_what_names_no_run_or_place_is_said(store: Store) -> None:
-    """In the package's own words."""
+def test_invalid_run_or_path_is_refused(store: Store) -> None:
+    """With an error of this package."""
     with pytest.raises(InvalidInputError, match="run name 3: use"):
         store.save({"a": 1}, step=1, run=3)  # type: ignore[arg-type]  # as users do
     with pytest.raises(InvalidInputError, match="give the path of a directory"):

@@ -123,10 +123,10 @@ def test_every_step_comes_back_from_deltas_and_copies(
 
 
 @pytest.mark.slow
-def test_bases_outlive_the_checkpoints_they_were_saved_for(
+def test_bases_outlive_their_checkpoints(
     tmp_path: Path, training: tuple[dict[str, object], MixedPrecision, Callable[[], object]]
 ) -> None:
-    """And go when nothing needs them any more."""
+    """They are removed once nothing needs them."""
     wanted = train(tmp_path, training)
     newest = max(wanted)
     with Store.open(tmp_path, create=True) as store:
@@ -142,10 +142,10 @@ def test_bases_outlive_the_checkpoints_they_were_saved_for(
 
 
 @pytest.mark.slow
-def test_what_is_stored_as_a_delta_is_known_when_it_comes_again(
+def test_delta_is_reused_for_equal_bytes(
     tmp_path: Path, training: tuple[dict[str, object], MixedPrecision, Callable[[], object]]
 ) -> None:
-    """The same state once more, by the same cut, writes nothing."""
+    """A save of the same state with the same boundaries writes nothing."""
     train(tmp_path, training, CaptureConfig(schedule="eager"))
     state = training[0]
     with Store.open(tmp_path, config=CONFIG, create=True) as store:

@@ -9,8 +9,8 @@ from asymcheck import Checkpointer, Store
 from asymcheck.errors import StateMismatchError
 
 
-def test_what_training_has_put_into_mappings_and_lists_comes_back(store_path: Path) -> None:
-    """Also where the state that a new process makes has not got it yet: a history, averages by name."""
+def test_grown_mappings_and_lists_are_restored(store_path: Path) -> None:
+    """Also if the state of the new process lacks them: a history, averages by name."""
 
     def made() -> dict[str, object]:
         return {"w": torch.zeros(3), "kept": {"inner": {}}, "history": [], "averages": {}}
@@ -37,8 +37,8 @@ def test_what_training_has_put_into_mappings_and_lists_comes_back(store_path: Pa
             store.load(into={"history": [torch.zeros(1)]})
 
 
-def test_what_mappings_get_back_comes_in_the_order_in_which_it_was_stored(store_path: Path) -> None:
-    """Not in that of a hash, which is another one in each process, and on each rank."""
+def test_restored_entries_keep_their_stored_order(store_path: Path) -> None:
+    """Not the order of a hash, which differs between processes and ranks."""
     names = [f"loss of epoch {number}" for number in range(9, 0, -1)]
     with Store.open(store_path, create=True) as store:
         store.save({"history": {"first": 0, **dict.fromkeys(names, 1)}, "w": torch.zeros(3)}, step=1)

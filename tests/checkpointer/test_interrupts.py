@@ -96,8 +96,8 @@ print(json.dumps([interrupts, nobodys, is_last, is_same, lost]))
 
 
 @pytest.mark.slow
-def test_wherever_it_comes_the_training_goes_on(store_path: Path, tmp_path: Path) -> None:
-    """No fence waits for what nobody will do, no room of the ring is lost, and later checkpoints are whole."""
+def test_training_continues_after_an_interrupt_anywhere(store_path: Path, tmp_path: Path) -> None:
+    """No fence waits for ever, no space of the ring is lost, and later checkpoints are intact."""
     words = [str(store_path), str(folder_for_rings(tmp_path)), str(POINTS)]
     done = subprocess.run(
         [sys.executable, "-c", TRAINER, *words],
@@ -235,8 +235,8 @@ def restarts(number: int) -> bool:
         os.close(after)
 
 
-def test_they_come_where_they_are_let(called: list[int]) -> None:
-    """Once; what has no handler of Python is left alone."""
+def test_interrupts_arrive_where_permitted(called: list[int]) -> None:
+    """Once; signals without a Python handler are not touched."""
     interrupts = Interrupts()
     with interrupts:
         assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL

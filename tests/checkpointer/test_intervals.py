@@ -18,10 +18,10 @@ from tests.checkpointer.disks import Disk
 from tests.checkpointer.loops import assert_every_step_is_right, linear_loop, sized
 
 
-def test_nobody_watches_and_nothing_is_made(
+def test_no_intervals_are_created_without_watchers(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No interval, no clock and no description of one, in a whole training; with a watcher there are."""
+    """No interval, clock or description in a whole training; with a watcher, they exist."""
     made: list[str] = []
 
     def counted(name: str) -> None:
@@ -100,8 +100,8 @@ def test_a_watcher_that_raises_is_reported_and_left_out(
     assert not events.is_watched()
 
 
-def test_a_block_that_fails_is_told_of_as_such() -> None:
-    """With the class of what left it; the error itself goes its way."""
+def test_failed_block_is_reported_as_failed() -> None:
+    """With the class of the error, which is raised as usual."""
     seen: list[Interval] = []
 
     def fail() -> None:
@@ -115,8 +115,8 @@ def test_a_block_that_fails_is_told_of_as_such() -> None:
     assert (interval.thread, interval.thread_name) == (threading.get_ident(), threading.current_thread().name)
 
 
-def test_a_lost_checkpoint_is_told_of_as_such(store: Store, disk: Disk, config: CaptureConfig) -> None:
-    """Its write, its commit or both have failed, and so has it."""
+def test_lost_checkpoint_is_reported_as_failed(store: Store, disk: Disk, config: CaptureConfig) -> None:
+    """So are its write or its commit."""
     seen: list[Interval] = []
     _, _, loop = linear_loop()
     with (

@@ -88,8 +88,8 @@ def test_rules_and_metrics_go_together(store: Store, config: CaptureConfig) -> N
     assert _steps(store) == [0, 4, 5, 8, 9]
 
 
-def test_it_happens_on_a_thread_of_its_own(store: Store, config: CaptureConfig) -> None:
-    """Nothing is deleted or freed on the thread of the training, or on the thread that commits."""
+def test_pruning_runs_on_its_own_thread(store: Store, config: CaptureConfig) -> None:
+    """Nothing is deleted on the training thread or the commit thread."""
     seen: dict[str, set[str]] = {}
 
     def observer(event: Event) -> None:
@@ -107,8 +107,10 @@ def test_it_happens_on_a_thread_of_its_own(store: Store, config: CaptureConfig) 
     assert seen["gc.retired"] == {"asymcheck-upkeep"}
 
 
-def test_training_does_not_wait_for_it(store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While pruning hangs, steps are taken and captured, and what is durable is said to be."""
+def test_training_does_not_wait_for_pruning(
+    store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While pruning hangs, steps are captured and become durable."""
     _, _, loop = linear_loop()
     go_on, hanging = threading.Event(), threading.Event()
     prune = Pruner.prune
@@ -224,8 +226,8 @@ def test_a_resumed_training_goes_on_keeping(store: Store, config: CaptureConfig)
     assert {checkpoint.on_line for checkpoint in store.checkpoints()} == {True}
 
 
-def test_what_was_abandoned_stays(store: Store, config: CaptureConfig) -> None:
-    """Who forgets to restore loses nothing of the training before."""
+def test_abandoned_checkpoints_are_kept(store: Store, config: CaptureConfig) -> None:
+    """A forgotten restore loses nothing of the earlier training."""
     _, _, loop = linear_loop()
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         for step in range(3):
@@ -307,8 +309,8 @@ def test_the_aim_of_the_interval_can_be_given(store: Store, config: CaptureConfi
         assert checkpointer.statistics().captures >= 3
 
 
-def test_a_given_interval_is_said_as_given(store: Store) -> None:
-    """Also without having been chosen."""
+def test_fixed_interval_is_reported(store: Store) -> None:
+    """Without a measurement."""
     assert str(Checkpointer(store, {}, every=7, keep=None).interval) == "every 7 steps: set by the user"
 
 
@@ -321,7 +323,7 @@ def test_a_given_interval_is_said_as_given(store: Store) -> None:
         ({"keep": 2}, "Retention"),
     ],
 )
-def test_what_means_nothing_is_refused(store: Store, options: dict[str, object], words: str) -> None:
-    """With what to give instead."""
+def test_invalid_interval_is_refused(store: Store, options: dict[str, object], words: str) -> None:
+    """With valid alternatives."""
     with pytest.raises(InvalidInputError, match=words):
         Checkpointer(store, {}, **options)  # type: ignore[arg-type]  # that is the point

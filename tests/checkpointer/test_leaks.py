@@ -109,6 +109,6 @@ def test_memory_and_descriptors_stay_flat(store_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_they_stay_flat_over_a_thousand_checkpoints(store_path: Path) -> None:
-    """Beyond the ring a checkpoint leaves nothing behind."""
+def test_memory_stays_flat_over_a_thousand_checkpoints(store_path: Path) -> None:
+    """Apart from the ring, a checkpoint leaves nothing behind."""
     _check(store_path, STEPS_LONG)

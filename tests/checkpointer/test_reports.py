@@ -52,8 +52,8 @@ LATER = f"{BEGINNING}, in memory after 310.0 ms, durable after 1.3 s;"
     ],
     ids=["durable", "encoded", "streamed", "lost"],
 )
-def test_it_is_one_line(changes: dict[str, object], line: str) -> None:
-    """In words and units for people."""
+def test_report_is_one_line(changes: dict[str, object], line: str) -> None:
+    """In readable units."""
     assert str(dataclasses.replace(REPORT, **changes)) == line  # type: ignore[arg-type]  # fields of the report
 
 
@@ -90,8 +90,8 @@ def test_each_checkpoint_is_reported_once_and_adds_up(store: Store, config: Capt
         assert report.written_bytes + report.known_bytes <= report.state_bytes
 
 
-def test_what_the_store_has_is_known(store: Store, config: CaptureConfig) -> None:
-    """Nothing is written for a state that did not change."""
+def test_known_bytes_are_reported(store: Store, config: CaptureConfig) -> None:
+    """An unchanged state writes nothing."""
     reports: list[CheckpointReport] = []
     _, _, loop = linear_loop()
     loop.iterate(0)
@@ -107,7 +107,7 @@ def test_what_the_store_has_is_known(store: Store, config: CaptureConfig) -> Non
     assert second.known_bytes == first.written_bytes > 0
 
 
-def test_what_streams_is_never_in_memory(store: Store, config: CaptureConfig) -> None:
+def test_streamed_capture_is_never_in_memory(store: Store, config: CaptureConfig) -> None:
     """It would not survive the process."""
     reports: list[CheckpointReport] = []
     _, _, loop = linear_loop()
@@ -203,7 +203,7 @@ def test_a_capture_that_never_reached_the_flush_is_reported(
     assert report.in_memory_s is None
 
 
-def test_what_is_no_function_is_refused(store: Store) -> None:
-    """At once, and not when the first checkpoint is durable."""
+def test_invalid_callback_is_refused(store: Store) -> None:
+    """At once, not at the first durable checkpoint."""
     with pytest.raises(InvalidInputError, match="on_checkpoint='stdout': give a function of one argument, or None"):
         Checkpointer(store, {"a": 1}, on_checkpoint="stdout", every=1, keep=None)  # type: ignore[arg-type]  # what is tested

@@ -123,8 +123,8 @@ def _many_small(store: Store, config: CaptureConfig, look: Callable[[], int]) ->
 
 
 @pytest.mark.slow
-def test_memory_and_threads_stay_as_they_are(store: Store, config: CaptureConfig) -> None:
-    """Three hundred checkpoints: nothing grows with their number, and nothing is left at the end."""
+def test_memory_and_threads_stay_constant(store: Store, config: CaptureConfig) -> None:
+    """Over 300 checkpoints, and nothing is left at the end."""
     threads = threading.active_count()
     counts: list[int] = []
 

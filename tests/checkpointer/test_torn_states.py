@@ -112,10 +112,8 @@ def _train(
 
 @pytest.mark.slow(quick=["last bit of the storage"])
 @pytest.mark.parametrize("how", MUTATIONS)
-def test_a_change_while_a_capture_is_open_gives_it_up(
-    store: Store, config: CaptureConfig, tmp_path: Path, how: str
-) -> None:
-    """The error names the tensor, the step is in no checkpoint, and those after it are right."""
+def test_change_during_a_capture_discards_it(store: Store, config: CaptureConfig, tmp_path: Path, how: str) -> None:
+    """The error names the tensor, no checkpoint has the step, and later ones are correct."""
     mutation, name = MUTATIONS[how]
     expected, errors = _train(store, config, mutation)
     assert len(errors) == 1
@@ -171,8 +169,8 @@ def test_the_loss_is_raised_by_close(store: Store, config: CaptureConfig) -> Non
     assert store.checkpoints() == []
 
 
-def test_what_ended_the_training_is_what_its_loop_sees(store: Store, config: CaptureConfig) -> None:
-    """Who catches an interrupt gets it; what was lost besides is warned of."""
+def test_loop_sees_the_error_that_ended_it(store: Store, config: CaptureConfig) -> None:
+    """Other losses are warnings."""
     model, _, loop = linear_loop()
 
     def train() -> None:
@@ -218,8 +216,8 @@ def test_a_change_after_the_fence_is_harmless(store: Store, config: CaptureConfi
     assert_stored(store, expected)
 
 
-def test_a_change_before_the_step_is_part_of_it(store: Store, config: CaptureConfig) -> None:
-    """Weights clipped after the optimizer step, for instance."""
+def test_change_before_step_is_included(store: Store, config: CaptureConfig) -> None:
+    """For instance clipped weights after the optimizer step."""
     model, _, loop = linear_loop()
 
     def clip() -> None:

@@ -75,8 +75,8 @@ def test_each_checkpoint_has_all_its_parts(trained: list[dict[str, Any]]) -> Non
         assert _of(trained, "step")[step]["ts"] == begun["ts"] < ended["ts"]
 
 
-def test_checkpoints_are_told_apart(trained: list[dict[str, Any]]) -> None:
-    """They overlap, and a viewer pairs the beginning and the end of each by its id."""
+def test_overlapping_checkpoints_are_distinct(trained: list[dict[str, Any]]) -> None:
+    """A viewer pairs start and end of each by its id."""
     assert len({record["id"] for record in _of(trained, "checkpoint", "b")}) == STEPS
 
 
@@ -109,8 +109,8 @@ def test_windows_are_those_of_forward_and_backward(trained: list[dict[str, Any]]
     assert {window["tid"] for window in windows}.isdisjoint({copy["tid"] for copy in _of(trained, "copy")})
 
 
-def test_without_modules_there_are_no_windows(store: Store, config: CaptureConfig, tmp_path: Path) -> None:
-    """Nobody knows then where forward ends; the rest is there."""
+def test_without_modules_the_trace_has_no_windows(store: Store, config: CaptureConfig, tmp_path: Path) -> None:
+    """The end of forward is unknown; everything else is there."""
     values = [torch.nn.Parameter(torch.ones(100))]
     optimizer = torch.optim.SGD(values, 0.1)
 
@@ -126,8 +126,8 @@ def test_without_modules_there_are_no_windows(store: Store, config: CaptureConfi
     assert len(_of(trace, "fence")) == 3
 
 
-def test_copies_lie_between_step_and_the_next_change(trained: list[dict[str, Any]]) -> None:
-    """From the moment when ``step()`` releases them to the end of the fence, by the tracks alone."""
+def test_copies_are_between_step_and_the_next_change(trained: list[dict[str, Any]]) -> None:
+    """From their release in ``step()`` to the end of the fence, by the tracks alone."""
     begins = {record["args"]["step"]: record["ts"] for record in _of(trained, "step")}
     ends = {record["args"]["step"]: record["ts"] + record["dur"] for record in _of(trained, "fence")}
     for copy in _of(trained, "copy"):
@@ -149,8 +149,8 @@ def test_tracks_are_named_and_in_order(trained: list[dict[str, Any]]) -> None:
     assert {names[record["tid"]] for record in _of(trained, "step")} == {"training thread"}
 
 
-def test_what_moves_bytes_says_how_fast(trained: list[dict[str, Any]]) -> None:
-    """Bytes and rate of each copy and write, and the tensor that it begins with."""
+def test_copies_and_writes_report_their_rate(trained: list[dict[str, Any]]) -> None:
+    """Bytes, rate, and the first tensor."""
     for record in (*_of(trained, "copy"), *_of(trained, "write")):
         about = record["args"]
         assert about["GB/s"] == pytest.approx(about["bytes"] / record["dur"] / 1e3, rel=0.05, abs=0.002)
@@ -158,8 +158,8 @@ def test_what_moves_bytes_says_how_fast(trained: list[dict[str, Any]]) -> None:
         assert about["run"] == "default"
 
 
-def test_a_callers_own_intervals_are_in_it(tmp_path: Path) -> None:
-    """For instance the optimizer's."""
+def test_trace_includes_intervals_of_the_caller(tmp_path: Path) -> None:
+    """For instance of the optimizer."""
     path = tmp_path / "trace.json"
     with asymcheck.trace(path), asymcheck.events.timed("mine", detail=lambda: {"batch": 3}):
         pass
@@ -228,8 +228,8 @@ def test_another_process_does_not_write_to_the_same_file(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("path", [None, 3, b"trace.json", "a\0b", "\ud800"])
-def test_what_is_no_path_is_refused(path: Any) -> None:  # noqa: ANN401 - whatever users pass
-    """In the package's own words."""
+def test_invalid_trace_path_is_refused(path: Any) -> None:  # noqa: ANN401 - whatever users pass
+    """With an error of this package."""
     with pytest.raises(InvalidInputError, match="give the path of a file"):
         asymcheck.trace(path)
 

@@ -137,10 +137,10 @@ def test_a_frozen_base_is_copied_and_written_once(
 
 
 @pytest.mark.slow
-def test_it_is_not_written_again_by_a_capture_that_overtakes_the_commit(
+def test_shared_frame_is_not_written_again_before_the_commit(
     store: Store, disk: Disk, config: CaptureConfig, model: Adapted, costs: Costs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is shared is ready at once: before the last partitions of the capture that copied it."""
+    """A shared partition is ready before the last partitions of the capture that copied it."""
     goes_on, left = threading.Event(), [0]
 
     def held(data: memoryview) -> bytes:
@@ -182,8 +182,8 @@ def test_it_is_not_written_again_by_a_capture_that_overtakes_the_commit(
     assert store.verify() == []
 
 
-def test_what_is_shared_gives_way_where_it_lies_between_gaps(store: Store, config: CaptureConfig) -> None:
-    """The free room in front of it and behind it is large enough only together."""
+def test_shared_frame_between_gaps_is_freed(store: Store, config: CaptureConfig) -> None:
+    """The gaps in front of and behind it are only together large enough."""
     state: dict[str, object] = {"front": torch.zeros(1024), "frozen": torch.randn(7 * 2048)}
     loop = Loop(state, lambda _step: None)
 
@@ -235,10 +235,8 @@ def test_a_change_that_no_counter_sees_is_captured(
     assert costs.copied[4:] == [costs.copied[3], 0]
 
 
-def test_what_changes_at_every_step_is_compared_once(
-    store: Store, config: CaptureConfig, model: Adapted, costs: Costs
-) -> None:
-    """Averages of weights, for instance: a digest of them would only be added to their copy."""
+def test_changing_tensor_is_compared_once(store: Store, config: CaptureConfig, model: Adapted, costs: Costs) -> None:
+    """Such as averages of weights, for which a digest would only add cost."""
     loop = _loop(model)
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         expected = _train(checkpointer, loop, costs, 5, lambda _step: [value.data.mul_(0.9) for value in model.base])
@@ -247,10 +245,10 @@ def test_what_changes_at_every_step_is_compared_once(
     assert_stored(store, expected)
 
 
-def test_a_lost_checkpoint_takes_nothing_from_those_after_it(
+def test_lost_checkpoint_does_not_affect_later_ones(
     store: Store, disk: Disk, config: CaptureConfig, model: Adapted, costs: Costs
 ) -> None:
-    """They have its frames, and write them, for the store has them not."""
+    """They share its frames, and write them, because the store lacks them."""
     loop = _loop(model)
     with Checkpointer(store, loop.state, capture=config, on_error="warn", every=1, keep=None) as checkpointer:
         disk.full = "packs"
@@ -264,10 +262,10 @@ def test_a_lost_checkpoint_takes_nothing_from_those_after_it(
     assert store.verify() == []
 
 
-def test_a_deleted_checkpoint_takes_nothing_from_those_after_it(
+def test_deleted_checkpoint_does_not_affect_later_ones(
     store: Store, config: CaptureConfig, model: Adapted, costs: Costs
 ) -> None:
-    """Its frames are still in the ring when collection has freed its packs."""
+    """Its frames are still in the ring after a collection freed its packs."""
     loop = _loop(model)
     expected = {}
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
@@ -285,10 +283,10 @@ def test_a_deleted_checkpoint_takes_nothing_from_those_after_it(
     assert store.verify() == []
 
 
-def test_what_is_shared_is_taken_up_after_the_process_is_gone(
+def test_shared_frames_are_recovered_after_a_crash(
     store: Store, disk: Disk, config: CaptureConfig, model: Adapted, costs: Costs, tmp_path: Path
 ) -> None:
-    """The frames belong to the newest capture as well, though an older one wrote them and is deleted."""
+    """They belong to the newest capture, although a deleted one wrote them."""
     loop = _loop(model)
     checkpointer = Checkpointer(store, loop.state, capture=config, on_error="warn", every=1, keep=None)
     _train(checkpointer, loop, costs, 3)
@@ -379,6 +377,6 @@ def test_several_threads_find_the_same_digests(monkeypatch: pytest.MonkeyPatch) 
     assert dirty_check._digest_all([]) == []
 
 
-def test_partitions_here_are_parts_of_tensors() -> None:
-    """So the tests above look at tensors that are cut, and not only at whole ones."""
+def test_these_tests_use_split_tensors() -> None:
+    """Not only whole ones."""
     assert CONFIG.bundle_below_bytes < CONFIG.partition_bytes < SIDE * SIDE * 4

@@ -34,8 +34,8 @@ def test_a_model_goes_in_and_out(call: Call, tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
-def test_what_is_in_the_manifest_is_not_called_old(call: Call, tmp_path: Path) -> None:
-    """A first save of a few bytes has written all of them, though into no pack; a second one of more has found them."""
+def test_bytes_in_the_manifest_are_not_counted_as_known(call: Call, tmp_path: Path) -> None:
+    """A first save of a few bytes has written all of them, though into no pack."""
     safetensors.torch.save_file({"a": torch.ones(3), "b": torch.ones(2)}, tmp_path / "small.safetensors")
     safetensors.torch.save_file({"a": torch.ones(3), "b": torch.ones(1000)}, tmp_path / "large.safetensors")
     for name, told in (("small", "20 B, all in the manifest"), ("large", "3.9 KiB, 3.9 KiB newly stored")):
@@ -45,8 +45,8 @@ def test_what_is_in_the_manifest_is_not_called_old(call: Call, tmp_path: Path) -
     assert outcome.out == f"{tmp_path / 'large'}: default step 1, 3.9 KiB, 0 B newly stored\n"
 
 
-def test_what_is_left_out_is_said(call: Call, tmp_path: Path) -> None:
-    """With the format that keeps it."""
+def test_left_out_values_are_listed(call: Call, tmp_path: Path) -> None:
+    """With a format that keeps them."""
     with Store.open(tmp_path / "store", create=True) as store:
         store.save({"model": {"w": torch.ones(3)}, "epoch": 3, "lr": 0.1}, step=1)
     outcome = call("restore", tmp_path / "store", "--to", tmp_path / "m.safetensors")
@@ -76,8 +76,8 @@ def test_a_source_that_cannot_be_read_makes_no_store(call: Call, tmp_path: Path,
     ],
     ids=["set", "surrogate", "key", "depth"],
 )
-def test_what_cannot_be_stored_makes_no_store(call: Call, tmp_path: Path, state: object, problem: str) -> None:
-    """Status 2, with the place in the file, and nothing new in the folder."""
+def test_unsupported_value_creates_no_store(call: Call, tmp_path: Path, state: object, problem: str) -> None:
+    """Status 2, with the path in the file, and nothing new in the folder."""
     torch.save(state, tmp_path / "m.pt")
     outcome = call("convert", tmp_path / "m.pt", tmp_path / "store")
     assert outcome.status == exit_status.USAGE
@@ -173,8 +173,8 @@ def trained(folder: Path) -> Path:
     ],
     ids=["folder", "file", "glob", "convert"],
 )
-def test_names_that_other_programs_do_not_know_are_told(call: Call, tmp_path: Path, words: tuple[str, ...]) -> None:
-    """A whole state in a model's file: each name begins with its part, so nothing would find its weights."""
+def test_prefixed_names_are_reported(call: Call, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """In a model file of a whole state, each name begins with its part, so other programs find no weights."""
     places = {"store": trained(tmp_path), "out": tmp_path / "out"}
     outcome = call(*(word.format(**places) for word in words))
     assert outcome.status == exit_status.OK
@@ -184,8 +184,8 @@ def test_names_that_other_programs_do_not_know_are_told(call: Call, tmp_path: Pa
 
 
 @pytest.mark.parametrize("words", [("--part", "model", "--to", "{out}.safetensors"), ("--to", "{out}.pt")])
-def test_what_is_as_expected_has_no_hints(call: Call, tmp_path: Path, words: tuple[str, ...]) -> None:
-    """One part by its own names, or a format that keeps the structure."""
+def test_expected_export_has_no_hints(call: Call, tmp_path: Path, words: tuple[str, ...]) -> None:
+    """A part by its own names, or a format that keeps the structure."""
     outcome = call("restore", trained(tmp_path), *(word.format(out=tmp_path / "out") for word in words))
     assert (outcome.status, outcome.err) == (exit_status.OK, "")
 
@@ -196,8 +196,8 @@ def test_hints_are_in_the_document(call: Call, tmp_path: Path) -> None:
     assert len(document["hints"]) == 2  # type: ignore[arg-type]  # JSON
 
 
-def test_a_model_folder_without_configuration_is_told(call: Call, tmp_path: Path) -> None:
-    """And with it not."""
+def test_model_folder_without_configuration_is_reported(call: Call, tmp_path: Path) -> None:
+    """With one, it is not."""
     store, folder = trained(tmp_path), tmp_path / "configured"
     folder.mkdir()
     words = ("restore", store, "--part", "model", "--to")
@@ -238,8 +238,8 @@ def test_sizes_have_units(text: str, expected: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "", "KB", "200XB", "0.0001KB", "1e9", "200kib", "1.5.5", "²GB"])
-def test_what_is_no_size_is_refused(call: Call, tmp_path: Path, text: str) -> None:
-    """With what to give instead."""
+def test_invalid_size_is_refused(call: Call, tmp_path: Path, text: str) -> None:
+    """With valid alternatives."""
     outcome = call("restore", trained(tmp_path), "--to", tmp_path / "o", "--max-shard-size", text)
     assert outcome.status == exit_status.USAGE
     assert "give bytes, or a number with KB" in outcome.err or "less than one byte" in outcome.err
@@ -253,8 +253,8 @@ def test_a_size_cuts_a_folder_and_nothing_else(call: Call, tmp_path: Path) -> No
     assert "--max-shard-size has no effect" in call(*words, tmp_path / "o.safetensors").err
 
 
-def test_a_step_that_is_there_already_is_told(call: Call, tmp_path: Path) -> None:
-    """It becomes a second one, which only its save id tells from the first."""
+def test_existing_step_is_reported(call: Call, tmp_path: Path) -> None:
+    """The new checkpoint differs only by its save id."""
     safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "m.safetensors")
     words = ("convert", tmp_path / "m.safetensors", tmp_path / "store")
     assert call(*words).err == ""
@@ -286,8 +286,8 @@ def test_one_is_singular(call: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["source", "target"])
-def test_what_cannot_be_looked_at_is_named(call: Call, store: Path, tmp_path: Path, which: str) -> None:
-    """As where this user may not look: the words of the system, and nothing of an output."""
+def test_inaccessible_path_is_named(call: Call, store: Path, tmp_path: Path, which: str) -> None:
+    """With the message of the operating system, and without output."""
     name = tmp_path / f"{'a' * 300}.pt"
     words = (name, tmp_path / "new") if which == "source" else (store, name)
     outcome = call("convert", *words)
@@ -295,8 +295,8 @@ def test_what_cannot_be_looked_at_is_named(call: Call, store: Path, tmp_path: Pa
     assert outcome.err == f"asymcheck: access {name}: File name too long\n"
 
 
-def test_what_is_left_out_of_a_model_folder_is_said(call: Call, tmp_path: Path) -> None:
-    """Or it would be missed when the folder is gone: the optimizer of a Trainer, folders, links to elsewhere."""
+def test_left_out_files_of_a_model_folder_are_listed(call: Call, tmp_path: Path) -> None:
+    """The optimizer of a Trainer, sub-folders, links to elsewhere."""
     folder = tmp_path / "model"
     (folder / "onnx").mkdir(parents=True)
     safetensors.torch.save_file({"a": torch.ones(3)}, folder / "model.safetensors")

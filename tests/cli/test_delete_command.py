@@ -36,8 +36,8 @@ def test_a_step_is_deleted(call: Call, store: Path) -> None:
     assert call("verify", store).status == exit_status.OK
 
 
-def test_what_is_to_be_typed_next_is_quoted(call: Call, store: Path) -> None:
-    """A path may have a space in it."""
+def test_suggested_commands_are_quoted(call: Call, store: Path) -> None:
+    """A path may contain a space."""
     there = store.rename(store.with_name("my store"))
     assert call("delete", there, 10, "--yes").out.endswith(f": asymcheck gc '{there}'\n")
 
@@ -52,8 +52,8 @@ def test_nothing_is_deleted_unasked(call: Call, store: Path) -> None:
 
 @pytest.mark.slow(quick=["y\\n-0-left0"])
 @pytest.mark.parametrize(("answer", "status", "left"), [("y\n", 0, [20, 30, 25]), ("n\n", 2, [10, 20, 30, 25])])
-def test_on_a_terminal_it_asks(store: Path, answer: str, status: int, left: list[int]) -> None:
-    """And does what the answer says."""
+def test_terminal_asks_for_confirmation(store: Path, answer: str, status: int, left: list[int]) -> None:
+    """And follows the answer."""
     reader, terminal = pty.openpty()
     try:
         os.write(reader, answer.encode())

@@ -20,8 +20,8 @@ def rows(outcome: Outcome, name: str) -> list[list[str]]:
     return [line.split() for line in outcome.out.splitlines() if line.split()[:1] == [name]]
 
 
-def test_what_changed_and_by_how_much(call: Call, store: Path) -> None:
-    """One row for the change and one for the norms; the sums below; status 0 although they differ."""
+def test_changes_and_norms(call: Call, store: Path) -> None:
+    """One row for the change and one for the norms, sums below; status 0 although the states differ."""
     outcome = call("diff", store, 10, 20)
     assert (outcome.status, outcome.err) == (0, "")
     change, norms = rows(outcome, "optimizer.0.exp_avg")
@@ -77,7 +77,7 @@ def test_a_step_that_was_saved_twice_says_so(call: Call, store: Path) -> None:
     assert "give more digits:\n  step 10: save:" in outcome.err
 
 
-def test_damage_in_what_must_be_read(call: Call, store: Path) -> None:
+def test_damage_while_reading(call: Call, store: Path) -> None:
     """Status 4, with frame, pack and tensor."""
     import asymcheck
 

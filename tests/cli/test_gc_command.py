@@ -29,8 +29,8 @@ def lines(outcome: Outcome) -> list[str]:
     return [line.partition(", save ")[0] + line.partition(")")[2] for line in outcome.out.splitlines()[:-1]]
 
 
-def test_a_dry_run_names_what_would_go_and_the_reasons_of_the_rest(call: Call, store: Path) -> None:
-    """And what would be freed; then the same words in another tense, when it is done."""
+def test_dry_run_lists_deletions_and_reasons(call: Call, store: Path) -> None:
+    """And bytes to be freed; the real run says the same in the past tense."""
     before = steps(store)
     outcome = call("gc", store, "--keep-last", 1, "--dry-run")
     assert lines(outcome) == [
@@ -81,7 +81,7 @@ def test_another_run_is_named(call: Call, store: Path) -> None:
     assert "has no run 'othr'; it has runs default, other" in outcome.err
 
 
-def test_what_was_copied_is_said(call: Call, store_path: Path) -> None:
+def test_copied_partitions_are_reported(call: Call, store_path: Path) -> None:
     """Of packs that were mostly garbage."""
     shared = torch.arange(1 << 18)
     with asymcheck.Store.open(store_path, create=True) as opened:

@@ -53,8 +53,8 @@ def test_no_name_is_obeyed(call: Call, hostile: Path, words: tuple[str, ...]) ->
     assert "\nasymcheck: all is well" not in text
 
 
-def test_what_a_lost_tensor_is_called(call: Call, hostile: Path) -> None:
-    """Also where damage is told."""
+def test_hostile_tensor_name_in_a_report(call: Call, hostile: Path) -> None:
+    """Also in reports of damage."""
     with Store.open(hostile, create=True) as store:
         store.save({HOSTILE: torch.ones(9000)}, step=2)
     max((hostile / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns).unlink()
@@ -64,13 +64,13 @@ def test_what_a_lost_tensor_is_called(call: Call, hostile: Path) -> None:
         assert r"\x1b]0;owned\x07" in outcome.out + outcome.err
 
 
-def test_json_has_names_as_they_are(call: Call, hostile: Path) -> None:
-    """There nothing obeys them."""
+def test_json_keeps_names_unescaped(call: Call, hostile: Path) -> None:
+    """JSON is not interpreted by a terminal."""
     tensors = call("inspect", hostile, "--step", 0, "--json").json["tensors"]
     assert [item["name"] for item in tensors] == [f"model.{HOSTILE}"]  # type: ignore[attr-defined]  # JSON
 
 
-def test_what_can_be_printed_stays_as_it_is() -> None:
-    """Escapes are for the rest."""
+def test_printable_names_are_not_escaped() -> None:
+    """Only other characters are."""
     assert output.printable("ü × − 日本 'a\\b'") == "ü × − 日本 'a\\b'"
     assert output.printable("\ud800\U000e0001\u00a0") == r"\ud800\U000e0001\xa0"

@@ -130,8 +130,8 @@ def test_a_missing_partition_is_shown(call: Call, store: Path) -> None:
     assert "MISSING" in call("inspect", store, "--step", 20, "--where").out.splitlines()[4]
 
 
-def test_a_run_that_is_not_there(call: Call, store: Path) -> None:
-    """A slip in a name is not an empty store."""
+def test_missing_run(call: Call, store: Path) -> None:
+    """A typing error is not reported as an empty store."""
     for name in ("inspect", "verify", "log", "du"):
         outcome = call(name, store, "--run", "nope")
         assert outcome.status == exit_status.NOT_FOUND
@@ -206,8 +206,8 @@ def test_plain_values_of_several_ranks(call: Call, store_path: Path) -> None:
     assert [line.split() for line in lines[4:6]] == [["0", "seed", "7"], ["1", "seed", "8"]]
 
 
-def test_what_several_ranks_have_is_counted_once(call: Call, store_path: Path, tmp_path: Path) -> None:
-    """In the heading as in the rows, and as a restore counts it."""
+def test_replicated_tensors_count_once(call: Call, store_path: Path, tmp_path: Path) -> None:
+    """In the header, in the rows, and as in a restore."""
     save_id = f"{time.time_ns():032x}"
     with asymcheck.Store.open(store_path, create=True) as opened:
         for rank in range(2):
@@ -243,8 +243,8 @@ def test_one_save_of_a_step(call: Call, store: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", ["9" * 5000, "-1", "1.0", ""])
-def test_what_names_no_checkpoint(call: Call, store: Path, step: str) -> None:
-    """It is the command line that is wrong, whatever Python thinks of such a number."""
+def test_invalid_checkpoint_name(call: Call, store: Path, step: str) -> None:
+    """A usage error, whatever Python thinks of such a number."""
     outcome = call("inspect", store, "--step", step)
     assert outcome.status == 2
     assert "give a step, or save:DIGITS" in outcome.err

@@ -42,8 +42,8 @@ def check_schema(document: dict[str, object], name: str) -> None:
     jsonschema.validate(document, json.loads((REPOSITORY / "docs" / "schemas" / f"{name}.json").read_text()))
 
 
-def test_inspect_says_where_each_lies(store: Path, location: str, call: Callable[..., Outcome]) -> None:
-    """Also those that are there alone."""
+def test_inspect_shows_the_locations(store: Path, location: str, call: Callable[..., Outcome]) -> None:
+    """Also of checkpoints that only the remote location has."""
     assert rows(call("inspect", store, "--remote", location)) == {
         ("default", "10"): "local, remote",
         ("default", "20"): "remote",
@@ -57,8 +57,8 @@ def test_inspect_says_where_each_lies(store: Path, location: str, call: Callable
     assert call("inspect", store, "--json").json["there"] is None
 
 
-def test_log_says_where_each_lies(store: Path, location: str, call: Callable[..., Outcome]) -> None:
-    """In the order of the line, and at the end what is there alone."""
+def test_log_shows_the_locations(store: Path, location: str, call: Callable[..., Outcome]) -> None:
+    """In the order of the line, with remote-only checkpoints at the end."""
     out = call("log", store, "--remote", location).out
     lines = [line for line in out.splitlines() if line.startswith("step")]
     assert [line.rpartition("(")[2] for line in lines] == ["newest, local)", "local, remote)"]
@@ -68,8 +68,8 @@ def test_log_says_where_each_lies(store: Path, location: str, call: Callable[...
     assert len(document["there"]) == 2  # type: ignore[arg-type]  # a list
 
 
-def test_inspect_finds_a_run_that_lies_only_there(location: str, call: Callable[..., Outcome], tmp_path: Path) -> None:
-    """One that lies nowhere is said to, with those that there are."""
+def test_inspect_finds_a_remote_run(location: str, call: Callable[..., Outcome], tmp_path: Path) -> None:
+    """An unknown run is an error that lists the known ones."""
     with Store.open(tmp_path / "new", create=True) as opened:
         opened.save({"x": 1}, step=1, run="mine")
     found = call("inspect", tmp_path / "new", "--remote", location, "--run", "default")
@@ -90,18 +90,16 @@ def test_a_pull_of_nothing_makes_no_store(
     assert call("pull", location, tmp_path / "new").status == 0
 
 
-def test_what_is_done_to_a_store_alone(location: str, call: Callable[..., Outcome]) -> None:
-    """Of a location is refused, with what to do instead."""
+def test_local_commands_refuse_a_location(location: str, call: Callable[..., Outcome]) -> None:
+    """With the alternative."""
     pruned = call("gc", location, "--keep-last", "1")
     assert (pruned.status, "Push(keep=...)" in pruned.err) == (exit_status.USAGE, True)
     repaired = call("verify", location, "--repair")
     assert (repaired.status, "push it again" in " ".join(repaired.err.split())) == (exit_status.USAGE, True)
 
 
-def test_what_cannot_be_asked_together(
-    store: Path, location: str, call: Callable[..., Outcome], tmp_path: Path
-) -> None:
-    """Is said."""
+def test_contradictory_options(store: Path, location: str, call: Callable[..., Outcome], tmp_path: Path) -> None:
+    """Are an error."""
     assert call("inspect", store, "--remote", location, "--step", "10").status == 2
     assert call("inspect", store, "--remote", location, "--tier", "memory").status == 2
     assert call("inspect", store, "--remote", f"file://{tmp_path}/nothing").status != 0

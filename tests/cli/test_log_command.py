@@ -19,8 +19,8 @@ def headings(outcome: Outcome) -> list[str]:
     return [line for line in outcome.out.splitlines() if not line.startswith(" ")]
 
 
-def test_the_line_newest_first_with_what_was_left(call: Call, store: Path) -> None:
-    """One entry a checkpoint, a line of dashes where training went back, and a word on what is hidden."""
+def test_line_newest_first_with_branches(call: Call, store: Path) -> None:
+    """One entry per checkpoint, a dashed line at each branch, and the number of hidden ones."""
     outcome = call("log", store)
     assert (outcome.status, outcome.err) == (0, "")
     lines = headings(outcome)
@@ -36,8 +36,8 @@ def test_the_line_newest_first_with_what_was_left(call: Call, store: Path) -> No
     assert "    bad nan, loss 0.05\n" in outcome.out
 
 
-def test_all_marks_what_was_abandoned(call: Call, store: Path) -> None:
-    """The abandoned step is there, with its mark, and no other has it."""
+def test_all_marks_abandoned_checkpoints(call: Call, store: Path) -> None:
+    """The abandoned step has a mark, and no other one."""
     lines = headings(call("log", store, "--all"))
     assert [line.split("  ")[0] for line in lines if line.endswith("(abandoned)")] == ["step 30"]
     assert not any("not shown" in line for line in lines)

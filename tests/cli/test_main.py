@@ -83,8 +83,8 @@ def test_an_empty_store_is_called_empty(call: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["inspect", "verify", "log", "du"])
-def test_a_run_that_is_not_there(call: Call, store: Path, name: str) -> None:
-    """All say in the same words which there are."""
+def test_missing_run_in_all_commands(call: Call, store: Path, name: str) -> None:
+    """All list the existing runs in the same words."""
     outcome = call(name, store, "--run", "nobody")
     assert outcome.status == exit_status.NOT_FOUND
     assert outcome.err.endswith("has no run 'nobody'; it has runs default, other\n")
@@ -144,8 +144,8 @@ def test_a_destroyed_descriptor(call: Call, name: str, store: Path) -> None:
     [("inspect", "--step", 99), ("verify", "--step", 99), ("diff", 10, 99), ("delete", 99, "--yes")],
     ids=["inspect", "verify", "diff", "delete"],
 )
-def test_a_step_that_is_not_there(call: Call, words: tuple[str, ...], store: Path) -> None:
-    """Status 3, and the message says which steps there are."""
+def test_missing_step(call: Call, words: tuple[str, ...], store: Path) -> None:
+    """Status 3, and the message lists the existing steps."""
     outcome = call(words[0], store, *words[1:])
     assert outcome.status == exit_status.NOT_FOUND
     assert "it has steps 10, 20, 25, 30" in outcome.err
@@ -173,8 +173,8 @@ def test_a_reader_that_has_seen_enough_is_no_damage(store: Path) -> None:
     assert done.stderr == ""
 
 
-def test_output_that_cannot_be_written_is_said(store: Path) -> None:
-    """A full disk under a redirected output: status 5, not a traceback and not the status of damage."""
+def test_failed_output_is_reported(store: Path) -> None:
+    """A full disk under redirected output: status 5, not a traceback or the status of damage."""
     done = _run(f"{sys.executable} -m asymcheck inspect {store} > /dev/full")
     assert done.returncode == exit_status.STORAGE
     assert done.stderr.startswith("asymcheck: cannot write the output: ")

@@ -30,8 +30,8 @@ def test_all_is_repaired(call: Call, store: Path) -> None:
     assert again.out.splitlines()[0] == "nothing to repair"
 
 
-def test_what_is_left(call: Call, store: Path) -> None:
-    """A lost partition is named with its checkpoints and what can be done; status 1. In JSON too."""
+def test_unrepaired_damage(call: Call, store: Path) -> None:
+    """A lost partition is named with its checkpoints and remedies; status 1; also in JSON."""
     flip(largest_pack(store), 4096 + 300)
     outcome = call("verify", store, "--repair")
     assert outcome.status == exit_status.DAMAGED

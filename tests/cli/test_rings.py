@@ -16,8 +16,8 @@ Call = Callable[..., Outcome]
 
 
 @pytest.mark.parametrize("words", [(), ("--json",)])
-def test_a_folder_of_rings_that_is_not_there_is_said(call: Call, store: Path, tmp_path: Path, words: list[str]) -> None:
-    """Who mistypes it would be told that nothing is in memory."""
+def test_missing_ring_folder_is_an_error(call: Call, store: Path, tmp_path: Path, words: list[str]) -> None:
+    """A mistyped folder must not look like an empty one."""
     outcome = call("inspect", store, "--tier", "memory", "--ring-folder", tmp_path / "nowhere", *words)
     assert (outcome.status, outcome.out) == (exit_status.NOT_FOUND, "")
     assert f"{tmp_path / 'nowhere'} does not exist" in outcome.err
@@ -33,7 +33,7 @@ def test_a_command_that_takes_a_ring_up_is_quoted(call: Call, store: Path, tmp_p
     assert f": asymcheck restore '{there}' --tier memory --ring-folder '{folder}' --to FILE" in outcome.out
 
 
-def test_the_environment_names_the_folder_of_rings_when_it_is_used(
+def test_environment_names_the_ring_folder_at_use(
     call: Callable[..., Outcome], tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program may set the variable after the import."""

@@ -25,8 +25,8 @@ for words in json.loads(sys.argv[1]):
 
 
 @pytest.mark.slow
-def test_what_makes_no_tensors_needs_no_torch(store: Path, tmp_path: Path) -> None:
-    """It is not even loaded; to write a checkpoint to a file, or to measure a GPU, is another matter."""
+def test_commands_without_tensors_need_no_torch(store: Path, tmp_path: Path) -> None:
+    """They do not even load it. Exporting a checkpoint, or measuring a GPU, does."""
     there = f"file://{tmp_path}/there"
     words = [
         ["--help"],

@@ -109,8 +109,8 @@ def _header(*numbers: int) -> bytes:
     ],
     ids=["planes", "chunk", "segments", "more planes than the table", "lengths of nothing"],
 )
-def test_lengths_that_lie_cost_nothing(payload: bytes, length: int) -> None:
-    """A gibibyte that only the header claims is not allocated."""
+def test_false_lengths_allocate_nothing(payload: bytes, length: int) -> None:
+    """A header that claims a gibibyte does not allocate one."""
     described = FrameDescriptor(Digest(bytes(16)), length, len(payload), bytes(8), 0, registry.CODEC_BYTE_PLANES)
     tracemalloc.start()
     began = time.process_time()
@@ -147,8 +147,8 @@ def test_the_largest_tables_are_decoded_soon() -> None:
     ],
     ids=["skippable", "an older magic", "dictionary", "content size"],
 )
-def test_frames_of_another_kind_are_refused_before_they_are_decompressed(packed: bytes, words: str) -> None:
-    """The message says what is wrong with the frame, which the decompressor was not asked."""
+def test_frames_of_another_kind_are_refused_before_decompression(packed: bytes, words: str) -> None:
+    """The message describes the frame."""
     with pytest.raises(StructureError, match=words):
         zstd.decompress(packed, 3, "test")
     assert zstd.decompress(b"\x28\xb5\x2f\xfd\x20\3\x19\0\0abc", 3, "test") == b"abc"

@@ -129,8 +129,8 @@ def test_planes_are_the_bytes_of_elements() -> None:
     assert int(rotated[0]) & 1 == 1
 
 
-def test_noise_is_stored_as_it_is_and_exponents_are_not() -> None:
-    """Of weights, the plane of exponents gets shorter and those of fractions stay: no plane grows."""
+def test_noise_is_stored_plain_and_exponents_shrink() -> None:
+    """In weights, the plane of exponents shrinks, fractions stay plain, and no plane grows."""
     weights = np.random.default_rng(1).standard_normal(100_000).astype("<f4").tobytes()
     encoded = encode_planes(digest(weights), memoryview(weights), [Segment(len(weights), 4, True)])
     payload = encoded.payload()

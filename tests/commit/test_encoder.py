@@ -68,10 +68,10 @@ def test_looks_for_bases_that_do_not_pay_become_seldom(contents: Contents, monke
 
 
 @pytest.mark.parametrize(("mode", "bytes_per_s", "looks"), [("auto", 5e7, 100), ("auto", 5e9, 0), ("off", 5e7, 0)])
-def test_bases_are_looked_for_where_they_pay(
+def test_bases_are_searched_where_they_pay(
     contents: Contents, monkeypatch: pytest.MonkeyPatch, mode: Compression, bytes_per_s: float, looks: int
 ) -> None:
-    """They are on a slow drive, and not on a fast one."""
+    """On a slow drive, but not on a fast one."""
     monkeypatch.setattr(WriteMeter, "bytes_per_s", bytes_per_s)
     encoder = Encoder(mode, "nvme")
     encoder._sampled[(*contents.kind, CODEC_DERIVED)] = EncodingSample(1000, 1e9)
@@ -86,8 +86,8 @@ def test_the_smallest_is_always_looked_for(contents: Contents) -> None:
 
 
 @pytest.mark.parametrize("wrong_from", [0, len(PLAIN) - 4096], ids=["all", "the end"])
-def test_what_was_no_original_says_nothing_of_others_of_the_kind(wrong_from: int) -> None:
-    """Whether a look at a sample finds that out, or only the whole partition."""
+def test_wrong_original_does_not_affect_its_kind(wrong_from: int) -> None:
+    """Whether a sample or the whole partition shows it."""
     copy = torch.frombuffer(bytearray(PLAIN), dtype=torch.float32).bfloat16()
     plain = memoryview(copy.view(torch.uint8).numpy().tobytes())
     contents = contents_of([Piece(0, 0, len(plain))], "weights", ["bfloat16"])

@@ -90,8 +90,8 @@ def test_each_tensor_is_found_where_its_row_says(first: list[tuple[int, ...]], s
     _check(rows, others, _cut(others))
 
 
-def test_a_manifest_that_nobody_could_read_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here a tensor that stays in the manifest is missing there: the checkpoint is lost, and said to be."""
+def test_unreadable_manifest_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor is missing in the manifest: the checkpoint is reported as lost."""
     columns = ManifestBuilder.columns
 
     def forgetful(

@@ -80,10 +80,10 @@ def _grow(path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.parametrize("change", [_write, _grow])
 @pytest.mark.parametrize("make", [_safetensors, _torch, _turned, _model_folder, _dcp])
-def test_a_file_that_changes_while_it_is_read_is_refused(
+def test_file_that_changes_during_the_import_is_refused(
     store: Store, tmp_path: Path, make: Make, change: Callable[[Path], None]
 ) -> None:
-    """Whatever the format, and wherever its tensors lie; nothing is committed."""
+    """In any format, with tensors anywhere; nothing is committed."""
     source, changing = make(tmp_path)
     with foreign_state(source) as state:
         change(changing)
@@ -133,8 +133,8 @@ def test_a_header_and_tensors_of_two_files_are_not_put_together(
     assert_same(loaded["model"], {"a": NUMBERS, "b": NUMBERS + 1})
 
 
-def test_a_file_that_another_one_took_the_place_of_is_read_to_its_end(store: Store, tmp_path: Path) -> None:
-    """It is what it was, and whoever writes by rename is right to do so; also tensors that are no ranges of it."""
+def test_replaced_file_is_read_to_its_end(store: Store, tmp_path: Path) -> None:
+    """A rename does not change an open file; also for tensors that are not contiguous ranges."""
     conjugate = torch.randn(300, dtype=torch.complex64).conj()
     state = {"a": NUMBERS, "turned": NUMBERS.reshape(100, 1000).t(), "conj": conjugate}
     torch.save(state, tmp_path / "m.pt")

@@ -79,8 +79,8 @@ def test_a_part_becomes_a_safetensors_file(store: Store, tmp_path: Path) -> None
     assert [path.name for path in tmp_path.glob("*m.safetensors*")] == ["m.safetensors"]
 
 
-def test_what_a_safetensors_file_cannot_hold_is_named(store: Store, tmp_path: Path) -> None:
-    """Plain values are listed; a dtype that safetensors lacks is an error before a file is there."""
+def test_unsupported_safetensors_content_is_named(store: Store, tmp_path: Path) -> None:
+    """Plain values are listed; an unsupported dtype is an error before any file exists."""
     store.save(_state(), step=1)
     done = export_checkpoint(store, Output(tmp_path / "all.safetensors"))
     assert done.left_out == ("optimizer.lr", "number", "epoch")
@@ -122,7 +122,7 @@ def test_real_training_state_goes_through_a_torch_file(store: Store, tmp_path: P
     schedule.load_state_dict(loaded["schedule"])
 
 
-def test_a_torch_file_comes_back_as_it_was(store: Store, tmp_path: Path) -> None:
+def test_torch_file_round_trip(store: Store, tmp_path: Path) -> None:
     """Views, transposes, conjugates and ties; the bytes are read from the file, not loaded."""
     base = torch.randn(40, 50)
     state = {
@@ -187,10 +187,10 @@ def test_a_pickled_class_is_named(store: Store, tmp_path: Path, zipped: bool) ->
 
 
 @pytest.mark.parametrize("is_full", [True, False])
-def test_what_torch_cannot_write_is_an_error_of_the_package(
+def test_torch_write_failure_is_an_error_of_the_package(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
 ) -> None:
-    """Torch says neither which file nor why; the operating system does, when it is asked again."""
+    """Torch names neither file nor cause; a second write shows the error of the operating system."""
     store.save({"a": torch.ones(3)}, step=1)
     pwritev = os.pwritev
 
@@ -213,8 +213,8 @@ def test_what_torch_cannot_write_is_an_error_of_the_package(
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"PK\x03\x04" + bytes(1000), b"not at all", bytes(5000)])
-def test_what_is_no_torch_file_is_refused(store: Store, tmp_path: Path, content: bytes) -> None:
-    """By name, not with a traceback out of torch."""
+def test_invalid_torch_file_is_refused(store: Store, tmp_path: Path, content: bytes) -> None:
+    """By name, without a traceback of torch."""
     (tmp_path / "a.pt").write_bytes(content)
     with pytest.raises(ForeignFileError, match=r"a\.pt"):
         import_checkpoint(store, tmp_path / "a.pt")
@@ -230,8 +230,8 @@ def test_a_torch_file_that_was_cut_short_is_to_be_fetched_again(store: Store, tm
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_what_torch_says_of_a_file_is_not_to_trust_it(store: Store, tmp_path: Path) -> None:
-    """But what of it is not read."""
+def test_error_does_not_repeat_the_advice_of_torch(store: Store, tmp_path: Path) -> None:
+    """It names the cause instead of advising to trust the file."""
     torch.save({"a": torch.randn(10)}, tmp_path / "a.pt", pickle_protocol=4)
     with pytest.raises(ForeignFileError, match=r"Unsupported operand \d+\)") as caught:
         import_checkpoint(store, tmp_path / "a.pt")
@@ -242,10 +242,8 @@ def test_what_torch_says_of_a_file_is_not_to_trust_it(store: Store, tmp_path: Pa
 
 
 @pytest.mark.parametrize("content", [{}, [], {"optimizer_state_dict": {"zero_stage": "x"}}])
-def test_a_folder_that_only_looks_like_one_of_deepspeed_is_refused(
-    store: Store, tmp_path: Path, content: object
-) -> None:
-    """By its path, not with a traceback."""
+def test_fake_deepspeed_folder_is_refused(store: Store, tmp_path: Path, content: object) -> None:
+    """By its path, without a traceback."""
     torch.save(content, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     with pytest.raises(ForeignFileError, match=r"not written by engine\.save_checkpoint"):
         import_checkpoint(store, tmp_path)
@@ -286,8 +284,8 @@ def test_a_restored_folder_is_a_model_for_transformers(store: Store, tmp_path: P
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
 
 
-def test_a_model_folder_comes_back_as_it_was(store: Store, tmp_path: Path) -> None:
-    """Tensors, metadata and the files beside them; a second model that differs in one tensor costs that tensor."""
+def test_model_folder_round_trip(store: Store, tmp_path: Path) -> None:
+    """Tensors, metadata and small files; a second model that differs in one tensor costs only that tensor."""
     model = _model()
     model.save_pretrained(tmp_path / "first")
     (tmp_path / "first" / "merges.txt").write_text("a b\n")
@@ -337,8 +335,8 @@ def test_parts_are_found_by_their_dotted_name(store: Store, tmp_path: Path) -> N
         export_checkpoint(store, Output(tmp_path / "p.safetensors"), part="b")
 
 
-def test_a_part_of_dotted_keys_is_those_that_begin_with_it(store: Store, tmp_path: Path) -> None:
-    """As a module's state has them; a piece of a word is no part."""
+def test_part_of_dotted_keys_is_a_prefix(store: Store, tmp_path: Path) -> None:
+    """As in the state of a module; a part of a word does not match."""
     names = ["transformer.h.0.w", "transformer.h.1.w", "transformers", "head"]
     store.save({"model": {name: torch.ones(place + 1) for place, name in enumerate(names)}}, step=1)
     for part, expected in {"model.transformer": ["h.0.w", "h.1.w"], "model.transformer.h.1": ["w"]}.items():

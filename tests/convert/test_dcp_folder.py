@@ -69,8 +69,8 @@ def test_tensors_in_another_order_are_converted(store_path: Path, tmp_path: Path
         assert_same(store.load(), weights)
 
 
-def test_what_was_not_taken_apart_stays_as_it_is(store_path: Path, tmp_path: Path) -> None:
-    """A mapping by number is a list only where DCP made it of one."""
+def test_unsplit_values_are_unchanged(store_path: Path, tmp_path: Path) -> None:
+    """A mapping with integer keys becomes a list only if DCP has flattened it."""
     whole = {"state": {0: {"step": 3}, 1: {"step": 4}}, "groups": [{"lr": 0.1}]}
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp.save({"optimizer": whole}, checkpoint_id=tmp_path / "folder", planner=planner)
@@ -231,8 +231,8 @@ def test_damaged_metadata_is_refused(folder: Path) -> None:
     assert refused > 300
 
 
-def test_what_a_killed_save_leaves_is_called_so(folder: Path, store_path: Path) -> None:
-    """It has no metadata yet; it is no folder of another format."""
+def test_unfinished_dcp_save_is_recognised(folder: Path, store_path: Path) -> None:
+    """Without metadata, it is no folder of another format."""
     (folder / _METADATA).unlink()
     with (
         Store.open(store_path, create=True) as store,

@@ -43,8 +43,8 @@ def test_a_file_name_that_leads_out_of_the_folder_is_refused(store: Store, tmp_p
 
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out"])
-def test_what_is_there_is_replaced_only_when_asked(store: Store, tmp_path: Path, name: str) -> None:
-    """And then in one step: the old content stays until the new one is complete."""
+def test_existing_target_is_replaced_only_on_request(store: Store, tmp_path: Path, name: str) -> None:
+    """In one step: the old content stays until the new one is complete."""
     store.save({"a": torch.ones(3)}, step=1)
     target = tmp_path / "folder" / name
     with pytest.raises(InvalidInputError, match="create it first"):
@@ -77,8 +77,8 @@ def test_a_folder_that_is_no_model_is_never_replaced(store: Store, tmp_path: Pat
         assert sorted(folder.rglob("*")) == before
 
 
-def test_what_lies_beside_the_weights_is_never_lost(store: Store, tmp_path: Path) -> None:
-    """A new folder replaces another when it has its configuration, tokenizer and texts as well."""
+def test_files_beside_weights_are_never_lost(store: Store, tmp_path: Path) -> None:
+    """A new folder replaces another one only with its configuration, tokenizer and texts."""
     store.save({"model": {"a": torch.ones(3)}, "optimizer": {"m": torch.ones(3)}}, step=1)
     folder = tmp_path / "out"
     export_checkpoint(store, Output(folder), part="model")
@@ -123,20 +123,20 @@ def test_a_damaged_checkpoint_leaves_no_file(store: Store, tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out"])
-def test_what_a_damaged_checkpoint_had_taken_is_free_for_the_next(
+def test_space_of_a_damaged_checkpoint_is_reused(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """There is room for one checkpoint, and one is written."""
+    """The disk has space for one checkpoint, and one is written."""
     save_two_and_damage_one(store)
     monkeypatch.setattr(Files, "free_bytes", lambda _self, _path: BIG * 8 + 10_000)
     assert export_checkpoint(store, Output(tmp_path / name)).checkpoint.step == 1
 
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out"])
-def test_too_little_room_is_told_before_anything_is_written(
+def test_missing_space_is_reported_before_writing(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """All files of a folder count together, though none of them has its bytes yet."""
+    """All files of a folder count together, although they are still sparse."""
     store.save({f"t{i}": torch.randn(1000) for i in range(4)}, step=1)
     monkeypatch.setattr(Files, "free_bytes", lambda _self, _path: 9000)
     (tmp_path / "below").mkdir()

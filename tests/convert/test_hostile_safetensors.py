@@ -133,8 +133,8 @@ def test_each_is_refused_by_name(data: bytes, what: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("label", "data"), [(label, data) for label, (data, _) in HOSTILE.items()], ids=HOSTILE)
-def test_the_package_refuses_them_too(label: str, data: bytes) -> None:
-    """Stricter than the package is only what is listed, so that no file of somebody else's is refused by surprise."""
+def test_safetensors_package_refuses_them_as_well(label: str, data: bytes) -> None:
+    """Only listed cases are refused although the package accepts them."""
     if label == "four bits" and not package_accepts(data):
         pytest.skip("a release that does not know F4")
     assert package_accepts(data) == (label in STRICTER)
@@ -228,8 +228,8 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     assert [tensor.path for tensor in read_header(tmp_path / "link").tensors] == [tmp_path / "link"]
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
-    """A folder and a pipe are refused without waiting; what is missing or cannot be opened has another error."""
+def test_non_files_are_refused(tmp_path: Path) -> None:
+    """A folder or a pipe, without waiting; a missing or unreadable file has another error."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/null")):
         with pytest.raises(ForeignFileError, match=r"not a file|not a regular file"):
@@ -241,8 +241,8 @@ def test_what_is_no_file(tmp_path: Path) -> None:
         read_header(tmp_path / "loop")
 
 
-def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The size that was checked is not trusted afterwards."""
+def test_file_that_shrinks_during_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checked size is not trusted afterwards."""
     path = tmp_path / "x"
     path.write_bytes(one())
     real = os.fstat

@@ -241,8 +241,8 @@ def test_no_weights_and_too_many(tmp_path: Path) -> None:
         read_folder(tmp_path)
 
 
-def test_what_is_no_folder(tmp_path: Path) -> None:
-    """A missing one, a file, and a link to itself."""
+def test_non_folders_are_refused(tmp_path: Path) -> None:
+    """A missing folder, a file, and a link to itself."""
     with pytest.raises(NotFoundError, match="does not exist"):
         read_folder(tmp_path / "missing")
     put(tmp_path / "x.safetensors", ["w"])
@@ -342,8 +342,8 @@ def _model() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("limit", [64, 10_000], ids=["shards", "one-file"])
-def test_what_huggingface_hub_writes(limit: int, tmp_path: Path) -> None:
-    """A folder that it saved is read with each tensor's bytes, in one file or several."""
+def test_reads_folders_of_huggingface_hub(limit: int, tmp_path: Path) -> None:
+    """With the bytes of each tensor, in one file or several."""
     hub = pytest.importorskip("huggingface_hub", reason="comes with transformers")
     state = _model().state_dict()
     hub.save_torch_state_dict(state, tmp_path, max_shard_size=limit)
@@ -357,8 +357,8 @@ def test_what_huggingface_hub_writes(limit: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [64, 10_000], ids=["shards", "one-file"])
-def test_what_huggingface_hub_reads(limit: int, tmp_path: Path) -> None:
-    """A folder by our plan, headers and index is loaded by it into a model, strictly; and read back by us."""
+def test_huggingface_hub_reads_our_folders(limit: int, tmp_path: Path) -> None:
+    """Loaded strictly into a model, and read back by us."""
     hub = pytest.importorskip("huggingface_hub", reason="comes with transformers")
     state = _model().state_dict()
     news = [NewTensor(name, "float32", tuple(t.shape), t.nbytes) for name, t in state.items()]

@@ -86,8 +86,8 @@ def test_a_draft_of_a_killed_process_is_removed(place: Path, name: str) -> None:
     assert _export(place, name) == sorted([*others, name])
 
 
-def test_drafts_of_who_may_be_alive_stay(place: Path) -> None:
-    """Of this process, of another one, of another machine, and what is no draft of ours."""
+def test_drafts_of_running_processes_stay(place: Path) -> None:
+    """Of this process, another one, or another machine, and files that are no drafts."""
     waiting = f"""
 import sys
 from pathlib import Path
@@ -139,8 +139,8 @@ def test_a_folder_that_was_replaced_is_not_given_back(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_removed_is_no_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be of another user."""
+def test_undeletable_draft_is_no_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may belong to another user."""
     left = _kill(place, "m.pt", "while it is written")
 
     def refuse(*_arguments: object, **_options: object) -> None:

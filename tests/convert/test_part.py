@@ -31,8 +31,8 @@ def _folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_what_was_added_to_a_converted_model_is_exported_too(store: Store, tmp_path: Path) -> None:
-    """Weights from elsewhere, then an optimizer: all of it goes into the file, or is named where there is no place."""
+def test_additions_to_a_converted_model_are_exported(store: Store, tmp_path: Path) -> None:
+    """Imported weights, then an optimizer: everything is written, or listed as left out."""
     import_checkpoint(store, _folder(tmp_path), step=0)
     state: Any = store.load()
     state |= {"optimizer": {"m": torch.zeros(3)}, "epoch": 3}
@@ -47,8 +47,8 @@ def test_what_was_added_to_a_converted_model_is_exported_too(store: Store, tmp_p
 
 
 @pytest.mark.parametrize("part", ["model", None])
-def test_a_converted_model_keeps_what_lay_beside_it(store: Store, tmp_path: Path, part: str | None) -> None:
-    """Its configuration comes back with the weights, also when training has added to the state."""
+def test_converted_model_keeps_its_small_files(store: Store, tmp_path: Path, part: str | None) -> None:
+    """Its configuration is exported with the weights, also after training has extended the state."""
     import_checkpoint(store, _folder(tmp_path), step=0)
     if part is not None:
         state: Any = store.load()
@@ -72,10 +72,10 @@ def test_a_converted_model_keeps_what_lay_beside_it(store: Store, tmp_path: Path
     ids=str,
 )
 @pytest.mark.parametrize("has_model", [True, False], ids=["model", "none"])
-def test_a_key_of_that_name_in_a_state_of_ones_own_means_nothing(
+def test_same_key_in_another_state_has_no_meaning(
     store: Store, tmp_path: Path, source: object, has_model: bool
 ) -> None:
-    """It goes out as it came in."""
+    """It is exported unchanged."""
     state = {**({"model": {"w": torch.ones(3)}} if has_model else {"w": torch.ones(3)}), "safetensors": source}
     store.save(state, step=0)
     export_checkpoint(store, Output(tmp_path / "o.pt"))
@@ -106,16 +106,16 @@ NESTED: Any = {"l": [torch.ones(1), {"q": torch.ones(2)}, (torch.zeros(3), None)
         ("epoch", 3),
     ],
 )
-def test_a_part_is_what_lies_there(store: Store, tmp_path: Path, part: str, expected: object) -> None:
-    """Inside of lists and tuples by index, as names of tensors have it; also None."""
+def test_part_of_nested_containers(store: Store, tmp_path: Path, part: str, expected: object) -> None:
+    """Inside of lists and tuples by index, as in tensor names; also None."""
     store.save(NESTED, step=0)
     export_checkpoint(store, Output(tmp_path / "o.pt"), part=part)
     assert_same(torch.load(tmp_path / "o.pt", weights_only=True), expected)
 
 
 @pytest.mark.parametrize("part", ["l.3", "l.-1", "l.00", "l.q", "l.0.0", "none.x", "epoch.0", "e.x"])
-def test_a_part_that_is_not_there_is_refused(store: Store, tmp_path: Path, part: str) -> None:
-    """With what there is."""
+def test_missing_part_is_refused(store: Store, tmp_path: Path, part: str) -> None:
+    """With the existing parts."""
     store.save(NESTED, step=0)
     with pytest.raises(InvalidInputError, match=rf"no part '{part}'; it has l, none, epoch, e"):
         export_checkpoint(store, Output(tmp_path / "o.pt"), part=part)

@@ -33,8 +33,8 @@ def ranged(length: int = len(DATA)) -> _RangedFile:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_reads_as_another_file_does(seed: int) -> None:
-    """Whatever is done in whatever order, also past the end."""
+def test_ranged_file_reads_like_a_file(seed: int) -> None:
+    """For any sequence of operations, also beyond the end."""
     chosen = random.Random(seed)
     ours, theirs = ranged(), io.BytesIO(DATA)
     for _ in range(50):
@@ -57,7 +57,7 @@ def test_it_reads_as_another_file_does(seed: int) -> None:
         assert ours.tell() == theirs.tell()
 
 
-def test_what_it_says_of_itself() -> None:
+def test_ranged_file_capabilities() -> None:
     """Libraries ask before they read."""
     assert (ranged().readable(), ranged().seekable(), ranged().writable()) == (True, True, False)
     assert ranged(0).read() == b""

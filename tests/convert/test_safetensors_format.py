@@ -63,8 +63,8 @@ def plain_bytes(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPE_TAGS))
-def test_what_the_package_writes_is_read(dtype: str, tmp_path: Path) -> None:
-    """Each dtype in each shape, 0-d and empty too, has the name, shape and bytes that it was saved with."""
+def test_reads_files_of_the_package(dtype: str, tmp_path: Path) -> None:
+    """Each dtype in each shape, including 0-d and empty ones, has the saved name, shape and bytes."""
     if not known_to_the_package(DTYPE_TAGS[dtype]) or dtype not in TORCH_DTYPES:
         pytest.skip(f"the installed safetensors or torch has no {dtype}")
     tensors = {f"t{i}": filled(dtype, shape) for i, shape in enumerate(SHAPES)}
@@ -81,8 +81,8 @@ def test_what_the_package_writes_is_read(dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPE_TAGS))
-def test_the_package_reads_what_is_written(dtype: str, tmp_path: Path) -> None:
-    """The package finds names, types, shapes, bytes; as torch tensors too, where its adapter knows the type."""
+def test_package_reads_our_files(dtype: str, tmp_path: Path) -> None:
+    """With names, dtypes, shapes and bytes, and as torch tensors where its adapter knows the dtype."""
     if not known_to_the_package(DTYPE_TAGS[dtype]) or dtype not in TORCH_DTYPES:
         pytest.skip(f"the installed safetensors or torch has no {dtype}")
     tensors = {f"t{i}": filled(dtype, shape) for i, shape in enumerate(SHAPES)}
@@ -125,10 +125,10 @@ def test_the_bytes_are_those_of_the_package(tensors: list[NewTensor], metadata: 
 
 @pytest.mark.slow
 @given(tensors=new_tensors, metadata=metadata, dice=st.randoms(use_true_random=False))
-def test_what_is_written_is_read_back(
+def test_written_headers_are_read_back(
     scratch: Path, tensors: list[NewTensor], metadata: dict[str, str] | None, dice: random.Random
 ) -> None:
-    """Names, types, shapes, places and metadata come back; the order in which tensors are given changes nothing."""
+    """Names, dtypes, shapes, offsets and metadata, for any order of the tensors."""
     path = scratch / "round_trip.safetensors"
     head, starts = encode_header(tensors, metadata)
     path.write_bytes(head + bytes(sum(tensor.nbytes for tensor in tensors)))
@@ -170,8 +170,8 @@ NOT_WRITTEN = {
 
 
 @pytest.mark.parametrize(("tensors", "metadata", "what"), NOT_WRITTEN.values(), ids=NOT_WRITTEN)
-def test_what_is_not_written(tensors: list[NewTensor], metadata: dict[str, str] | None, what: str) -> None:
-    """A file that a reader would refuse, or read as something else, is refused before it is made."""
+def test_invalid_tensors_are_not_written(tensors: list[NewTensor], metadata: dict[str, str] | None, what: str) -> None:
+    """A file that a reader would refuse or misread is refused."""
     with pytest.raises(InvalidInputError, match=what):
         encode_header(tensors, metadata)
 

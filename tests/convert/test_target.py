@@ -80,8 +80,8 @@ def test_a_uri_is_no_place_on_this_machine(tmp_path: Path, monkeypatch: pytest.M
             check(Path(name))
 
 
-def test_a_folder_that_is_there_is_one_with_any_suffix(tmp_path: Path) -> None:
-    """Somebody has made it: that is what is meant."""
+def test_existing_folder_may_have_any_suffix(tmp_path: Path) -> None:
+    """The user created it as a folder."""
     (tmp_path / "model.v2").mkdir()
     assert check_target(tmp_path / "model.v2") == "folder"
 
@@ -96,8 +96,8 @@ def test_files_and_folders_do_not_replace_each_other(tmp_path: Path) -> None:
         check_target(tmp_path / "model")
 
 
-def test_what_is_neither_file_nor_folder_stays(tmp_path: Path) -> None:
-    """A pipe or a device, and a link where a folder is to be: refused before anything is read."""
+def test_special_files_are_not_replaced(tmp_path: Path) -> None:
+    """A pipe, a device, or a link instead of a folder is refused before anything is read."""
     os.mkfifo(tmp_path / "pipe.pt")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "real").mkdir()

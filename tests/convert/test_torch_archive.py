@@ -76,8 +76,8 @@ def compressed_pickle(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("pack", [lambda path: path, packed, unpacked, compressed_pickle])
-def test_what_torch_loads_is_what_is_stored(store: Store, tmp_path: Path, pack: Callable[[Path], Path]) -> None:
-    """Wherever the records lie."""
+def test_torch_reads_the_stored_bytes(store: Store, tmp_path: Path, pack: Callable[[Path], Path]) -> None:
+    """For any position of the records."""
     torch.save(example(), tmp_path / "a.pt")
     path = pack(tmp_path / "a.pt")
     assert_same(torch.load(path, weights_only=True), example())

@@ -62,8 +62,8 @@ def _start(path: Path, run: str, *, second: bool) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_what_was_killed_in_a_container_holds_nothing(store_path: Path) -> None:
-    """One is started again and again on one node, each time in another namespace: its pins and marks are the dead's."""
+def test_container_killed_before_holds_nothing(store_path: Path) -> None:
+    """Restarted on one node in another namespace: pins and marks belong to dead processes."""
     with Store.open(store_path, create=True) as store:
         store.save({"w": torch.randn(10)}, step=0)
     for _ in range(2):

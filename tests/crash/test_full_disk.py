@@ -209,8 +209,8 @@ def test_creating_a_store_on_a_full_disk(small_disk: Path) -> None:
     check_goes_on(small_disk / "store", Promises())
 
 
-def test_freed_packs_make_room_for_one_that_is_larger_than_each(small_disk: Path) -> None:
-    """The disk is full, but a third of it are freed packs, of which the save takes one and grows it."""
+def test_freed_packs_make_space_for_a_larger_one(small_disk: Path) -> None:
+    """On a full disk with freed packs, the save extends one of them."""
     path = small_disk / "store"
     sizes = StoreConfig(catalog_map_bytes=1 << 20, catalog_readers=16)
     with Store.open(path, config=sizes, create=True) as store:

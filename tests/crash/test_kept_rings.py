@@ -17,8 +17,8 @@ from tests.zygote import Zygote
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["missing", "damaged"])
-def test_what_only_the_store_is_to_blame_for_stays_in_memory(zygote: Zygote, tmp_path: Path, how: str) -> None:
-    """The capture of a generation whose head record is not what it was is reported, and taken up when that is back."""
+def test_recoverable_capture_stays_in_memory(zygote: Zygote, tmp_path: Path, how: str) -> None:
+    """A capture whose head record is damaged is reported, and recovered once the record is back."""
     kill_when_ready(zygote.start(train, path=str(tmp_path), steps=1, durable=1), tmp_path)
     (done,) = rings(tmp_path)
     done.unlink()
@@ -62,8 +62,8 @@ def test_a_capture_of_another_line_of_the_same_number_is_not_committed(zygote: Z
     ring.unlink()
 
 
-def test_what_a_newer_program_left_in_memory_stays_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a warning; the start goes on without it, and that program takes it up."""
+def test_capture_of_a_newer_version_stays_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a warning; the newer version can recover it."""
     (ring,) = rings(folder)
     with monkeypatch.context() as newer:
         newer.setattr(manifest_reader, "check_reader_features", refuse_rings)

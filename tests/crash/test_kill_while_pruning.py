@@ -112,8 +112,8 @@ def test_killed_at_random_again_and_again(zygote: Zygote, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_reader_beside_it_always_finds_a_whole_checkpoint(zygote: Zygote, tmp_path: Path) -> None:
-    """Another process restores the newest, over and over, while each is gone a moment later."""
+def test_concurrent_reader_always_finds_a_checkpoint(zygote: Zygote, tmp_path: Path) -> None:
+    """Another process restores the newest one repeatedly, while each is deleted a moment later."""
     training = zygote.start(train_keeping, path=str(tmp_path))
     wait_until(lambda: newest_complete(tmp_path) > KEPT and _has_checkpoints(tmp_path), "the first checkpoints")
     reader = zygote.start(read_keeping, path=str(tmp_path))
@@ -130,8 +130,8 @@ def _has_checkpoints(folder: Path) -> bool:
         return bool(store.checkpoints())
 
 
-def test_what_a_reader_holds_is_kept_by_a_training(tmp_path: Path) -> None:
-    """As long as its packs are open; a step after that it is gone."""
+def test_training_keeps_a_checkpoint_that_is_read(tmp_path: Path) -> None:
+    """While its packs are open; one step later it is deleted."""
     with Store.open(tmp_path / "store", create=True) as store, Store.open(tmp_path / "store", read_only=True) as other:
         _, _, loop = linear_loop()
         with Checkpointer(

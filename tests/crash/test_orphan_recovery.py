@@ -50,10 +50,8 @@ def two(zygote: Zygote, tmp_path: Path) -> dict[str, Path]:
 
 @pytest.mark.slow(quick=["given up"])
 @pytest.mark.parametrize("how", ["given up", "taken up"])
-def test_ones_own_ring_is_waited_for_as_long_as_somebody_has_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    """Whether they come to an end with it or not: an older step would be restored without what it holds."""
+def test_own_ring_is_awaited(folder: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """An older step would be restored without its captures, whether or not the other process finishes."""
     monkeypatch.setattr(orphaned_rings, "_ADOPTION_PATIENCE_S", 0.1)
     (ring,) = rings(folder)
     holder = _held(ring)
@@ -87,8 +85,8 @@ def test_a_ring_that_is_gone_at_last_is_waited_for_no_longer(folder: Path) -> No
     thread.join()
 
 
-def test_who_does_not_come_to_an_end_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing is restored; when it has ended, all is there."""
+def test_blocking_process_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is restored; after its end, everything is there."""
     monkeypatch.setattr(orphaned_rings, "_ADOPTION_PATIENCE_S", 0.1)
     monkeypatch.setattr(orphaned_rings, "_ADOPTION_S", 0.1)
     (ring,) = rings(folder)
@@ -102,8 +100,8 @@ def test_who_does_not_come_to_an_end_is_named(folder: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_who_cannot_be_seen_has_no_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from another container."""
+def test_invisible_process_has_no_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For instance in another container."""
     monkeypatch.setattr(orphaned_rings, "_ADOPTION_PATIENCE_S", 0.1)
     monkeypatch.setattr(orphaned_rings, "_ADOPTION_S", 0.1)
     monkeypatch.setattr(orphaned_rings, "_LOCKS", folder / "locks")
@@ -132,8 +130,8 @@ def test_the_ring_of_another_run_is_not_waited_for(tmp_path: Path, two: dict[str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["one", "two"])
-def test_ones_own_ring_is_taken_up_first(tmp_path: Path, two: dict[str, Path], run: str) -> None:
-    """So that who waits for another one's has it soon; all of them are taken up in the end."""
+def test_own_ring_is_recovered_first(tmp_path: Path, two: dict[str, Path], run: str) -> None:
+    """So that waiting processes get theirs soon; all rings are recovered in the end."""
     assert sorted(two) == ["one", "two"]
     with (
         Store.open(tmp_path / "store", create=True) as store,

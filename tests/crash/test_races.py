@@ -184,8 +184,8 @@ class _Creating(Files):
         return descriptor
 
 
-def test_collection_removes_a_pack_before_it_is_locked(store_path: Path) -> None:
-    """The save begins the pack once more."""
+def test_pack_collected_before_its_lock(store_path: Path) -> None:
+    """The save starts the pack again."""
     files = _Creating()
     with open_store(store_path, files=files) as store, open_store(store_path) as other:
         store.gc()
@@ -196,8 +196,8 @@ def test_collection_removes_a_pack_before_it_is_locked(store_path: Path) -> None
         check_steps(store, {0: 0})
 
 
-def test_collection_removes_a_head_record_before_it_is_locked(store_path: Path) -> None:
-    """The generation begins all the same."""
+def test_head_record_collected_before_its_lock(store_path: Path) -> None:
+    """The generation begins anyway."""
     files = _Creating()
     with open_store(store_path, files=files) as store, open_store(store_path) as other:
         checkpoint = store.save(make_state(0), step=0)
@@ -209,8 +209,8 @@ def test_collection_removes_a_head_record_before_it_is_locked(store_path: Path) 
 
 
 @pytest.mark.parametrize("how", ["deletion", "collection"])
-def test_a_folder_goes_while_it_is_deleted(store_path: Path, how: str) -> None:
-    """Two deletions of one step, or a deletion and a collection, do not stand in each other's way."""
+def test_folder_removed_during_a_deletion(store_path: Path, how: str) -> None:
+    """Two deletions of a step, or a deletion and a collection, do not conflict."""
 
     class Removing(Files):
         armed = False

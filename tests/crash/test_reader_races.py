@@ -46,8 +46,8 @@ def test_the_newest_is_deleted_between_listing_and_reading(stores: tuple[Store, 
             store.load(1)
 
 
-def test_all_that_was_listed_is_deleted_meanwhile(stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader that was slow looks again, and takes the checkpoint that was saved in the meantime."""
+def test_all_listed_checkpoints_are_deleted(stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow reader lists again, and takes the checkpoint saved in the meantime."""
     store, other = stores
     store.save(make_state(0), step=0)
     store.save(make_state(1), step=1)

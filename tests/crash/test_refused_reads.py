@@ -96,8 +96,8 @@ def test_a_manifest_cannot_be_read(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["packs", "manifests"])
-def test_who_may_not_read_is_told_so(path: Path, kind: str) -> None:
-    """That is no damage: an older checkpoint in the place of a sound one would be a silent loss of training."""
+def test_missing_permission_is_reported(path: Path, kind: str) -> None:
+    """It is no damage: restoring an older checkpoint would silently lose training."""
     with open_store(path, read_only=True) as store:
         sound = store.verify()
         newest = {part.pack for tensor in store.tensors(2)[1] for part in tensor.partitions}

@@ -92,8 +92,8 @@ def test_a_living_ring_is_listed_as_alive(living: Child, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("how", ["bit", "cut"])
-def test_damage_is_told(folder: Path, how: str) -> None:
-    """Of a flipped bit, the capture that needs it; of a ring that was cut short, that nothing can be read."""
+def test_damaged_ring_is_reported(folder: Path, how: str) -> None:
+    """A flipped bit names the capture; a truncated ring is unreadable."""
     if how == "bit":
         damage_newest(folder)
     else:
@@ -106,8 +106,8 @@ def test_damage_is_told(folder: Path, how: str) -> None:
     assert (broken, bool(told["problem"])) == (([CAPTURED - 1], False) if how == "bit" else ([], True))
 
 
-def test_inspect_mentions_what_is_in_memory_only(folder: Path) -> None:
-    """In one line, with the way to it; not any more when it was taken up."""
+def test_inspect_mentions_captures_in_memory(folder: Path) -> None:
+    """In one line, with the command to recover them; not after the recovery."""
     note = call(folder, "inspect").err
     assert "step 4 of run default is in memory only" in note
     assert "asymcheck restore" in note
@@ -116,8 +116,8 @@ def test_inspect_mentions_what_is_in_memory_only(folder: Path) -> None:
     assert call(folder, "inspect").err == ""
 
 
-def test_what_was_deleted_from_the_store_is_not_mentioned(zygote: Zygote, tmp_path: Path) -> None:
-    """It was durable; that a ring still has it is no news."""
+def test_deleted_checkpoint_in_a_ring_is_not_mentioned(zygote: Zygote, tmp_path: Path) -> None:
+    """It was durable."""
     kill_when_ready(zygote.start(train, path=str(tmp_path), steps=2, durable=2), tmp_path)
     with Store.open(tmp_path / "store", create=True) as store:
         for step in range(2):
@@ -170,8 +170,8 @@ def test_only_the_ring_is_read(folder: Path) -> None:
     assert restore(folder, "x.pt").status == 0
 
 
-def test_a_damaged_capture_gives_way_to_an_older_one(folder: Path) -> None:
-    """Said, and by the status, too; named, it is an error, and no file is left."""
+def test_damaged_capture_is_skipped(folder: Path) -> None:
+    """With a message and a status; if requested by name, it is an error without a file."""
     damage_newest(folder)
     done = restore(folder, "x.pt")
     assert (done.status, f"from default step {CAPTURED - 2}" in done.out) == (6, True)
@@ -240,8 +240,8 @@ def test_the_ring_of_a_living_process_is_refused(living: Child, tmp_path: Path) 
     assert restore(tmp_path, "x.pt").status == 0
 
 
-def test_nothing_in_memory_is_said(tmp_path: Path) -> None:
-    """With the store and the folder that was looked into."""
+def test_empty_memory_is_reported(tmp_path: Path) -> None:
+    """With the store and the searched folder."""
     Store.open(tmp_path / "store", create=True).close()
     done = restore(tmp_path, "x.pt")
     assert (done.status, "the folder has no ring of this store" in done.err, str(tmp_path / "memory") in done.err) == (
@@ -256,8 +256,8 @@ def test_nothing_in_memory_is_said(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------------- gc
 
 
-def test_what_is_not_durable_stays(folder: Path) -> None:
-    """It is named, with the way to take it up, and can be taken up after it."""
+def test_undurable_captures_stay(folder: Path) -> None:
+    """They are named with the command to recover them, and can be recovered afterwards."""
     (ring,) = rings(folder)
     done = call(folder, "gc")
     assert done.status == 0
@@ -269,8 +269,8 @@ def test_what_is_not_durable_stays(folder: Path) -> None:
 
 @pytest.mark.parametrize("dry_run", [True, False])
 @pytest.mark.parametrize("discard", [True, False])
-def test_a_ring_goes_when_all_is_durable_or_it_is_discarded(folder: Path, *, discard: bool, dry_run: bool) -> None:
-    """A dry run says so with the size, and removes nothing."""
+def test_ring_is_removed_when_durable_or_discarded(folder: Path, *, discard: bool, dry_run: bool) -> None:
+    """A dry run reports the size and removes nothing."""
     (ring,) = rings(folder)
     size = ring.stat().st_size
     words = [*(["--discard-rings"] if discard else []), *(["--dry-run"] if dry_run else [])]

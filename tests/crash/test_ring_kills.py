@@ -35,8 +35,8 @@ def _steps(folder: Path) -> list[int]:
 # -------------------------------------------------------------------------------------------------------------- kills
 
 
-def test_what_only_memory_has_is_taken_up(folder: Path) -> None:
-    """All of it becomes checkpoints, in order; the ring is gone, and a second start finds the same."""
+def test_captures_in_memory_are_recovered(folder: Path) -> None:
+    """All become checkpoints in order, the ring is removed, and a second start finds the same."""
     assert _steps(folder) == list(range(DURABLE))
     assert newest_complete(folder) == CAPTURED - 1
     for _ in range(2):
@@ -190,8 +190,8 @@ def test_a_store_by_another_name_takes_its_ring_up(folder: Path, tmp_path: Path)
     assert rings(folder) == []
 
 
-def test_a_ring_that_somebody_looks_at_is_taken_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start does not go on without what is in memory because another process has the lock for a moment."""
+def test_ring_locked_by_a_reader_is_recovered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start waits for a short lock of another process."""
     (ring,) = rings(folder)
     looking = RingReader(ring)
 
@@ -203,8 +203,8 @@ def test_a_ring_that_somebody_looks_at_is_taken_up(folder: Path, monkeypatch: py
     assert rings(folder) == []
 
 
-def test_who_only_looks_keeps_nobody_from_the_ring(folder: Path) -> None:
-    """It can be taken up and removed meanwhile, and is still read as it was."""
+def test_reader_does_not_block_a_ring(folder: Path) -> None:
+    """It can be recovered and removed, and is still readable."""
     (ring,) = rings(folder)
     with RingReader(ring, hold=False) as looking:
         assert_restored(folder, CAPTURED - 1)

@@ -64,10 +64,8 @@ def test_no_frame_comes_from_the_drive(folder: Path, monkeypatch: pytest.MonkeyP
     assert (in_memory, bool(on_drive)) == ([], True)
 
 
-def test_what_was_damaged_in_memory_meanwhile_comes_from_the_drive(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A bit that flips after the ring was taken up is found, and another copy of the frame is there by then."""
+def test_frame_damaged_after_recovery_comes_from_the_drive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flipped bit is detected, and another copy exists by then."""
     plain = RingPack.read_frame
 
     def flipped(pack: RingPack, sequence: int, slot: Slot) -> memoryview:

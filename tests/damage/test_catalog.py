@@ -184,8 +184,8 @@ def test_damage_met_in_use_is_noted_for_the_next_start(zygote: Zygote, tmp_path:
     assert any("stop all processes that use it: the next start rebuilds it" in end for end in met)
 
 
-def test_what_kills_every_writer_and_no_reader_kills_only_once(zygote: Zygote, tmp_path: Path) -> None:
-    """A wrong page number is asserted by LMDB when the page is written: walking through the file does not find it."""
+def test_catalog_that_kills_writers_kills_once(zygote: Zygote, tmp_path: Path) -> None:
+    """LMDB checks a wrong page number when the page is written; a scan does not find it."""
     path = tmp_path / "store"
     data = bytearray(_build(zygote, path, "compact"))
     for page in range(2, len(data) // PAGE):
@@ -236,8 +236,8 @@ def test_a_damaged_entry_of_a_manifest_counts_as_absent(tmp_path: Path) -> None:
             assert transaction.manifests() == before
 
 
-def test_a_damaged_catalog_in_use_by_another_process_is_left_to_it(zygote: Zygote, tmp_path: Path) -> None:
-    """A rebuild beside a living process could free what it pins: the error names the process and says what to do."""
+def test_damaged_catalog_in_use_is_left_alone(zygote: Zygote, tmp_path: Path) -> None:
+    """A rebuild could free pinned packs: the error names the process and the remedy."""
     path = tmp_path / "store"
     _build(zygote, path, "with free pages")
     (path / "catalog" / "open" / "damaged").touch()

@@ -57,8 +57,8 @@ def test_a_damaged_pack_is_kept_while_its_content_may_be_needed(tmp_path: Path, 
         assert load_all(SmallStore(damaged.path, {3: small.states[3], 8: small_state(8)})).refused == {}
 
 
-def test_a_save_does_not_reuse_what_a_damaged_pack_may_hold(tmp_path: Path) -> None:
-    """A pack whose index is damaged can be read but not relied on: the same state is written once more."""
+def test_save_does_not_reuse_a_damaged_pack(tmp_path: Path) -> None:
+    """A pack with a damaged index can be read but not relied on; the state is written again."""
     small = make_store(tmp_path / "store", steps=1)
     damaged = small.files("packs/*.pack")
     for path in damaged:
@@ -70,8 +70,8 @@ def test_a_save_does_not_reuse_what_a_damaged_pack_may_hold(tmp_path: Path) -> N
     assert load_all(small).refused == {}
 
 
-def test_a_damaged_manifest_stops_collection_until_it_is_deleted(tmp_path: Path) -> None:
-    """The error names the file and what to do; after that, its packs are freed and the others are not."""
+def test_damaged_manifest_stops_collection_until_deleted(tmp_path: Path) -> None:
+    """The error names the file and the remedy; then only its packs are freed."""
     small = make_store(tmp_path / "store", steps=3)
     (path,) = (path for path in small.files("manifests/*/*/*.manifest") if "-000000000002-" in path.parent.name)
     flip(path, 5000)

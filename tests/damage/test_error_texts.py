@@ -172,8 +172,8 @@ def _filled(small: SmallStore) -> dict[str, torch.Tensor]:
     return {f"t{number}": torch.zeros(1000) for number in range(6)}
 
 
-def test_a_fill_that_fails_half_way_lists_what_is_overwritten_and_what_to_restore(tmp_path: Path) -> None:
-    """Tensors before the damaged frame hold new bytes, those after it the old ones, and the list says which."""
+def test_failed_fill_lists_overwritten_tensors(tmp_path: Path) -> None:
+    """Tensors before the damaged frame hold new bytes, later ones old bytes, as listed."""
     states = {step: {f"t{number}": torch.full((1000,), step * 10.0 + number) for number in range(6)} for step in (1, 2)}
     with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
         for step, state in states.items():
@@ -222,7 +222,7 @@ class _Refusing:
         (2, "2 tensors were overwritten already: t0, t1"),
     ],
 )
-def test_what_is_overwritten_is_counted_when_an_object_refuses(tmp_path: Path, count: int, told: str) -> None:
+def test_overwritten_tensors_are_counted_after_a_refusal(tmp_path: Path, count: int, told: str) -> None:
     """Also one tensor, and none."""
     state = {f"t{number}": torch.zeros(1000) for number in range(count)}
     with Store.open(tmp_path / "store", create=True) as store:

@@ -146,8 +146,8 @@ def test_a_link_to_the_real_file_is_as_good(small: SmallStore) -> None:
 
 @pytest.mark.slow(quick=["asymcheck.store"])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_file_cut_short_is_noticed_wherever_it_is_cut(small: SmallStore, pattern: str) -> None:
-    """At each block boundary, one byte beside it, and at random lengths."""
+def test_truncated_file_is_detected_anywhere(small: SmallStore, pattern: str) -> None:
+    """At each block boundary, next to it, and at random lengths."""
     for path in small.files(pattern)[:2]:
         data = path.read_bytes()
         covered = covered_bits(path).stop // 8
@@ -271,8 +271,8 @@ def test_a_save_and_a_collection_work_around_a_pack_that_cannot_be_read(
     assert load_all(small).refused == {}
 
 
-def test_what_stands_in_the_pool_is_never_written_through(small: SmallStore) -> None:
-    """A link, a folder or a file with a second name in the pool: no save overwrites what it leads to."""
+def test_foreign_file_in_the_pool_is_never_overwritten(small: SmallStore) -> None:
+    """A link, a folder or a file with a second name."""
     live = small.files("packs/*.pack")
     pool = small.path / "pool"
     (pool / f"{1:032x}.pack").symlink_to(live[0])

@@ -61,8 +61,8 @@ def test_a_flip_on_disk_never_gives_wrong_bytes_and_is_reported(small: SmallStor
     assert check_findings(small, load_all(small)) == []
 
 
-def test_a_flip_in_a_shared_partition_loses_every_checkpoint_that_names_it(small: SmallStore) -> None:
-    """The finding lists all of them, and the tensor; the load says that none is left, and why each was passed over."""
+def test_flip_in_a_shared_partition_loses_all_its_checkpoints(small: SmallStore) -> None:
+    """The finding lists them with the tensor, and the load gives each reason."""
     with small.open() as store:
         (shared,) = {
             name
@@ -98,8 +98,8 @@ def _place(store: Store, name: bytes) -> tuple[Path, int]:
 
 
 @pytest.mark.slow
-def test_flips_in_what_is_left_of_an_earlier_life_are_harmless(tmp_path: Path) -> None:
-    """A recycled pack keeps the tail of what it was; no bit of that tail matters to loads or to verify."""
+def test_flips_in_the_tail_of_a_recycled_pack_are_harmless(tmp_path: Path) -> None:
+    """The tail of earlier content affects neither loads nor verify."""
     config = StoreConfig(partition_bytes=4096, bundle_below_bytes=1024, inline_bytes=64, slots=1)
     old, new = (
         {"w": torch.arange(count, dtype=torch.float64).mul(value)} for count, value in ((6144, 3.0), (4096, 5.0))

@@ -96,8 +96,8 @@ def test_each_rank_can_get_a_verdict_of_its_own() -> None:
     assert verdicts == [large + large[: (5 << 20) + rank] for rank in range(3)]
 
 
-def test_nothing_that_was_said_stays_for_long() -> None:
-    """A server of a long training does not fill up, whatever was said and however large."""
+def test_values_in_the_store_are_removed() -> None:
+    """The key-value store of a long training does not fill up."""
     store = dist.HashStore()
     sessions = sessions_of(store, 3)
     counts = []
@@ -157,8 +157,8 @@ def test_a_rank_that_reports_a_failure_fails_the_round_for_all() -> None:
     assert each(2, work) == ["rank 2: its disk is full"] * 2
 
 
-def test_what_rank_0_cannot_decide_fails_for_all() -> None:
-    """Its own error there."""
+def test_failed_decision_of_rank_0_fails_on_all_ranks() -> None:
+    """With its own error on rank 0."""
     sessions = sessions_of(dist.HashStore(), 2)
 
     def decide(_reports: Sequence[bytes]) -> bytes:
@@ -275,8 +275,8 @@ def do(session: Session, step: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_rank_that_came_too_late_or_too_early_takes_part_in_what_comes_next() -> None:
-    """What was done without it is lost, by name, and nothing after that."""
+def test_late_or_early_rank_takes_part_in_the_next_round() -> None:
+    """Missed rounds are named errors, and nothing else is lost."""
     sessions = sessions_of(dist.HashStore(), 2, timeout_s=0.5)
     assert do(sessions[1], 1).startswith("RanksMissingError: save of step 1: rank 0 did not respond")
     assert do(sessions[0], 1).startswith("RanksMissingError: save of step 1: rank 1 did not respond")
@@ -310,8 +310,8 @@ def test_a_rank_that_cannot_take_part_says_so_whether_rank_0_has_begun_or_not() 
     assert each(3, lambda rank: do(sessions[rank], 3)) == ["3+3+3"] * 3
 
 
-def test_rank_0_that_gives_up_what_it_has_begun_tells_all() -> None:
-    """Those that have reported to it, and those that hear of it only now; and all are there for the next."""
+def test_rank_0_informs_all_when_it_gives_up() -> None:
+    """Ranks that reported, and ranks that hear of it now; all take part in the next round."""
     sessions = sessions_of(dist.HashStore(), 3)
     number, _ = sessions[0].begin("saves", 1, 1, lambda: None, "save of step 1")
     assert sessions[1].follow("saves", 1, "save of step 1") == (number, None)
@@ -398,7 +398,7 @@ def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
         (0, 2, None, None),
     ],
 )
-def test_what_are_no_ranks_is_refused(rank: int, world_size: int, store: object, timeout_s: float) -> None:
+def test_invalid_ranks_are_refused(rank: int, world_size: int, store: object, timeout_s: float) -> None:
     """At once, and by name."""
     with pytest.raises(InvalidInputError):
         Ranks(rank, world_size, store or dist.HashStore(), timeout_s=timeout_s)  # type: ignore[arg-type]  # what is tested
@@ -413,7 +413,7 @@ def test_one_process_alone_has_no_ranks() -> None:
         find_ranks(json)
 
 
-def test_advice_on_missing_ranks_follows_from_what_they_were_missed_in() -> None:
-    """A message may have any text: only a meeting is helped by saving alone."""
+def test_advice_on_missing_ranks_depends_on_the_action() -> None:
+    """Only at the rendezvous can a user save a single rank instead."""
     assert "ranks=None" in str(missing_error([1], "the first save", 1.0, Remedy.MEETING))
     assert "ranks=None" not in str(missing_error([1], "finding each other", 1.0, Remedy.ROUND))

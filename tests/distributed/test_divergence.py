@@ -62,8 +62,8 @@ EQUAL = st.lists(st.integers(0, 3), min_size=3, max_size=3).map(lambda one: [one
 
 
 @given(st.lists(st.one_of(EQUAL, ROUND), min_size=1, max_size=8))
-def test_what_changed_and_stayed_equal_is_told_when_it_differs(states: list[State]) -> None:
-    """As a plain search through all rounds tells it."""
+def test_diverged_replicas_are_found(states: list[State]) -> None:
+    """As by a plain search through all rounds."""
     parity = DivergenceDetector()
     for step, (state, places) in enumerate(zip(states, expected(states), strict=True)):
         told = looked(parity, state, step)
@@ -74,7 +74,7 @@ def test_what_changed_and_stayed_equal_is_told_when_it_differs(states: list[Stat
                 assert state[rank][one.number] != state[one.other][one.number]
 
 
-def test_a_difference_names_the_ranks_and_the_last_step_at_which_they_were_equal() -> None:
+def test_divergence_names_ranks_and_last_equal_step() -> None:
     """On rank 3 alone."""
     parity = DivergenceDetector()
     assert looked(parity, [[1, 1]] * 4, 10) == [[]] * 4
@@ -85,8 +85,8 @@ def test_a_difference_names_the_ranks_and_the_last_step_at_which_they_were_equal
     assert looked(parity, state, 40) == [[]] * 4
 
 
-def test_what_stores_have_in_common_is_written_in_each_and_brought_by_one() -> None:
-    """What only ranks of one store have, no other brings."""
+def test_common_partitions_are_stored_everywhere_and_pushed_once() -> None:
+    """Partitions of one store only are never pushed by another one."""
     keys = [[1, 2, 10], [1, 2, 11], [1, 2, 12], [1, 2, 12]]
     reports = [
         encode_rows([key.to_bytes(8, "little") for key in one], [100] * 3, [bytes([n] * 8) for n in range(3)])

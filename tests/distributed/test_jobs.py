@@ -62,8 +62,8 @@ def test_a_resumed_training_is_the_same_bit_for_bit(told: Told) -> None:
 
 
 @pytest.mark.slow
-def test_what_all_ranks_have_is_written_once(told: Told) -> None:
-    """Within some bytes, and by each of them about as much."""
+def test_common_data_is_written_once(told: Told) -> None:
+    """In about equal shares per rank."""
     written = [cast(int, rank["replicas"]["written"]) for rank in told]
     own = _STEPS * Training().own.nbytes
     assert sum(written) <= 1.02 * _STEPS * replicated_bytes() + len(told) * own
@@ -96,8 +96,8 @@ def test_retention_is_carried_out_by_rank_0_alone(two: Told, folder: Path) -> No
         assert not store.verify()
 
 
-def test_a_replica_that_differs_is_told_and_saved_as_it_is(two: Told) -> None:
-    """By both ranks, whichever found it: once, with the tensor, the step, the ranks and both digests."""
+def test_diverged_replica_is_reported_and_saved(two: Told) -> None:
+    """By both ranks, once, with tensor, step, ranks and both digests."""
     for rank in two:
         (text,) = cast(list[str], rank["divergence"]["told"])
         assert text.startswith("SilentDivergenceWarning: step 3 of run 'default': tensor model.1.weight differs")
@@ -121,8 +121,8 @@ def test_a_rank_that_fails_lets_all_lose_that_checkpoint_and_no_other(two: Told)
     assert first["attempts"] != second["attempts"]
 
 
-def test_what_one_rank_cannot_store_is_lost_on_all(two: Told) -> None:
-    """Also when that rank has not even begun."""
+def test_unsupported_value_on_one_rank_fails_on_all(two: Told) -> None:
+    """Even if that rank has not begun."""
     first, second = (rank["failures"] for rank in two)
     assert str(second["unstorable"]).startswith("UnsupportedValueError: cannot store state at object")
     assert "rank 1: UnsupportedValueError: cannot store state at object" in str(first["unstorable"])
@@ -136,7 +136,7 @@ def test_no_rank_trains_on_when_one_could_not_restore(two: Told) -> None:
     assert str(first["unfitting"]).startswith("RankFailedError: ")
 
 
-def test_ranks_that_save_different_steps_are_told_so(two: Told) -> None:
+def test_ranks_with_different_steps_are_refused(two: Told) -> None:
     """Their states would not belong together."""
     for rank in two:
         assert "rank 0 saves step 4 where rank 1 saves step 5" in str(rank["failures"]["other steps"])
@@ -194,8 +194,8 @@ def test_a_restore_of_different_steps_is_refused_and_a_session_is_left(two: Told
         assert rank["caught"]["left"]
 
 
-def test_a_later_state_under_an_earlier_step_is_told_on_all_ranks(two: Told) -> None:
-    """Also by save(), which goes another way here than with one process."""
+def test_lower_step_warns_on_all_ranks(two: Told) -> None:
+    """Also in save(), which takes another path than with one process."""
     for rank in two:
         texts = cast(list[str], rank["caught"]["earlier step"])
         assert ["step 2 is saved after step 3" in text for text in texts].count(True) == 1

@@ -49,10 +49,10 @@ def check_restored(job: Job, least: int) -> int:
 
 
 @pytest.mark.slow
-def test_after_a_kill_all_go_on_from_what_all_had_committed(meeting: Meeting, tmp_path: Path) -> None:
-    """One of two ranks is killed, then the other of their successors; the third launch comes to its end.
+def test_after_a_kill_all_ranks_resume_from_the_last_common_commit(meeting: Meeting, tmp_path: Path) -> None:
+    """One of two ranks is killed, then the other one of the next launch; the third launch finishes.
 
-    The rank that is left ends by itself, and says whom it misses.
+    The remaining rank ends by itself, and names the missing one.
     """
     chance = random.Random(7)
     least = -1
@@ -120,8 +120,8 @@ def check_newer_program(where: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_all_ranks_left_in_memory_is_taken_up_and_what_one_lacks_is_not(meeting: Meeting, tmp_path: Path) -> None:
-    """Both were killed when step 1 was complete in the memory of each, and committed by none."""
+def test_only_captures_of_all_ranks_are_recovered(meeting: Meeting, tmp_path: Path) -> None:
+    """Both were killed when step 1 was complete in the memory of each, and not committed."""
     job = meeting.launch("stuck", 2, tmp_path / "whole")
     for rank in range(2):
         job.until(rank, f"in-memory-{rank}")

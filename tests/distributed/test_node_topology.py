@@ -28,8 +28,8 @@ def test_each_rank_knows_those_of_its_store_and_the_first_all() -> None:
     assert [one.is_first_here for one in sessions] == [True, True, False, False, False]
 
 
-def test_ranks_of_one_store_are_as_they_were() -> None:
-    """Also where containers of one machine give it two names."""
+def test_ranks_of_one_store_are_unaffected() -> None:
+    """Also if containers give one machine two names."""
     sessions = joined([RankLocation("a", "one", "boot 1"), RankLocation("a", "two", "boot 1")])
     assert [one.store_ranks for one in sessions] == [None, None]
     assert [one.is_first_here for one in sessions] == [True, False]
@@ -46,8 +46,8 @@ def test_ranks_of_one_store_are_as_they_were() -> None:
         (RankLocation("a", "one", "boot 2"), "one is a copy of the other"),
     ],
 )
-def test_what_cannot_be_is_refused_on_all(other: RankLocation, reason: str) -> None:
-    """One machine with two stores, and two machines whose stores have one id."""
+def test_invalid_topology_is_refused_on_all_ranks(other: RankLocation, reason: str) -> None:
+    """One machine with two stores, and two machines whose stores have the same id."""
     homes = [RankLocation("a", "one", "boot 1"), other]
     assert reason in refusal_of(homes)
     ranks = ranks_of(dist.HashStore(), 2)

@@ -13,8 +13,8 @@ SMALL = StoreConfig(deferred_bytes_min=4096, deferred_bytes_max=128 << 10)
 RECORD = {"number": 3, "kind": "asymmetric", "windows": [["forward", 30], ["backward", 200]]}
 
 
-def test_a_rank_cuts_by_the_plan_that_it_is_given() -> None:
-    """As whoever made it does; and the plan stays the same object until another one comes."""
+def test_rank_uses_the_given_plan() -> None:
+    """With the same boundaries; the plan object stays the same until another plan arrives."""
     timing = CaptureSchedule(CaptureConfig(), SMALL, None, lambda _number: None, WindowTimer(lambda _number: None))
     own = timing.plan(LAYOUT)
     led = timing.plan(LAYOUT, RECORD)

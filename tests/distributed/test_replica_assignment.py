@@ -26,8 +26,8 @@ KEYS = st.lists(st.integers(0, 12), max_size=8, unique=True)
 
 
 @given(st.lists(KEYS, min_size=1, max_size=6))
-def test_each_partition_of_several_ranks_has_one_owner_among_them(keys: list[list[int]]) -> None:
-    """And that of one rank has none."""
+def test_each_common_partition_has_one_owner(keys: list[list[int]]) -> None:
+    """Partitions of one rank have none."""
     owners = shared([[(key, 100 + key) for key in one] for one in keys])
     for key in range(13):
         having = {rank for rank, one in enumerate(keys) if key in one}

@@ -98,8 +98,8 @@ def test_a_rank_that_is_gone_costs_little(meet: Meet) -> None:
 
 
 @pytest.mark.parametrize("reported", [1, 5])
-def test_the_first_or_the_newest_of_what_a_rank_missed_shows_that_it_lives(meet: Meet, reported: int) -> None:
-    """To the first it may never report, and to the newest not before the next one is over, too."""
+def test_any_late_response_shows_that_a_rank_lives(meet: Meet, reported: int) -> None:
+    """A slow rank may never set the first key, and set the newest one too late."""
     time, (first, late) = meet(2)
     for number in range(1, 6):
         _missed(time, lambda: _agree(first, number))  # noqa: B023 - used at once
@@ -108,8 +108,8 @@ def test_the_first_or_the_newest_of_what_a_rank_missed_shows_that_it_lives(meet:
     assert _agree(first, 6) == b"0+1"
 
 
-def test_the_others_wait_for_rank_0_as_before_when_it_came_too_late_once(meet: Meet) -> None:
-    """And but a short time, for twice as long as it does itself, while it says nothing."""
+def test_ranks_wait_briefly_for_a_missing_rank_0(meet: Meet) -> None:
+    """After a late response, they wait as long as before."""
     time, (first, other) = meet(2)
     assert _missed(time, lambda: other.agree((1, 1), b"1", joined, "test")) >= 2 * _PATIENCE_S
     assert _missed(time, lambda: other.agree((2, 1), b"1", joined, "test")) < 2.5
@@ -118,8 +118,8 @@ def test_the_others_wait_for_rank_0_as_before_when_it_came_too_late_once(meet: M
     assert other.agree((3, 1), b"1", joined, "test") == b"in time"
 
 
-def test_what_one_thread_finds_holds_for_all(meet: Meet) -> None:
-    """The training waits no longer for a rank that the commits miss; and as before, when either has seen it again."""
+def test_missing_ranks_are_shared_between_threads(meet: Meet) -> None:
+    """Training waits briefly for a rank that commits miss, and normally after either has seen it."""
     time, (first, late) = meet(2)
     commits, late_commits = first.for_thread(), late.for_thread()
     assert _missed(time, lambda: _agree(commits, 1)) >= _PATIENCE_S

@@ -26,8 +26,8 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
 
 @pytest.mark.slow(quick=["README", "concepts", "failure-model"])
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
-def test_a_page_shows_what_happens(page: Path, warm: Warm, tmp_path: Path) -> None:
-    """Every block runs, top to bottom in a fresh folder, and every output is the one shown."""
+def test_page_shows_the_actual_output(page: Path, warm: Warm, tmp_path: Path) -> None:
+    """Every block runs in a fresh folder, and every output is the shown one."""
     _, problems = run_page(page.read_text(), warm, tmp_path)
     assert not problems, "\n".join(problems) + "\npython -m tests.docs.pages --update writes it into the page"
 
@@ -121,7 +121,7 @@ def test_a_page_that_cannot_run_is_refused(page: str, message: str, warm: Warm, 
         run_page(page, warm, tmp_path)
 
 
-def test_only_what_varies_is_left_out_of_the_comparison() -> None:
+def test_only_varying_text_is_excluded_from_the_comparison() -> None:
     """Ids, times, sizes and measured numbers may differ; counts, names, steps and words may not."""
     assert normal("id 3ae48366  2026-11-21 13:54:49  11.7 KiB  0.3125") == normal(
         "id 0123abcd 2027-01-01 00:00:00 1 KiB  0.5"

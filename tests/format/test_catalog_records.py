@@ -71,8 +71,8 @@ def test_every_changed_byte_makes_an_entry_absent(kind: str) -> None:
 
 
 @pytest.mark.parametrize("offset", range(59, 64))
-def test_reserved_bytes_of_a_location_make_it_absent(offset: int) -> None:
-    """A reserved byte that is not zero may mean something to a later version: such an entry is not used."""
+def test_reserved_bytes_of_a_location_invalidate_it(offset: int) -> None:
+    """A non-zero reserved byte may have a meaning in a later version."""
     key = bytes(16)
     body = bytearray(catalog_records.encode_location(key, Location(PackId(bytes(16)), 4096, 300, 300))[:-8])
     body[offset] = 1
@@ -80,8 +80,8 @@ def test_reserved_bytes_of_a_location_make_it_absent(offset: int) -> None:
 
 
 @pytest.mark.parametrize("offset", range(1, 8))
-def test_reserved_bytes_of_a_pack_make_it_absent(offset: int) -> None:
-    """The same in a pack's entry."""
+def test_reserved_bytes_of_a_pack_entry_invalidate_it(offset: int) -> None:
+    """The same for the entry of a pack."""
     key = bytes(16)
     body = bytearray(catalog_records.encode_pack_entry(key, 1, 2, 3)[:-8])
     body[offset] = 1

@@ -19,8 +19,8 @@ def test_known_answers(data: bytes, expected: str) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 16, 17, 128, 129, 240, 241, 1 << 20])
-def test_it_is_big_endian_for_every_length(length: int) -> None:
-    """In each of the lengths for which the hash takes another way, the bytes are the number, most significant first."""
+def test_digest_is_big_endian_for_every_length(length: int) -> None:
+    """For each length class of the hash, the most significant byte comes first."""
     data = bytes(range(256)) * (length // 256 + 1)
     expected = xxhash.xxh3_128_intdigest(data[:length], seed=0).to_bytes(16, "big")
     assert digest(data[:length]) == expected

@@ -20,8 +20,8 @@ _MANY = st.lists(st.binary(min_size=16, max_size=16).map(Digest), max_size=40)
 @pytest.mark.slow(quick=["3"])
 @pytest.mark.parametrize("repeated", [1, 3])
 @given(digests=_FEW | _MANY, sought=_FEW | _MANY)
-def test_what_is_in_is_found_and_nothing_else(repeated: int, digests: list[Digest], sought: list[Digest]) -> None:
-    """Every digest has one number, under which it is handed out again; what is not in has none."""
+def test_members_are_found_and_nothing_else(repeated: int, digests: list[Digest], sought: list[Digest]) -> None:
+    """Every digest has one number, which returns the digest; others have none."""
     given_digests = digests * repeated
     numbers = DigestSet(as_column(given_digests))
     assert len(numbers) == len(set(digests))

@@ -54,8 +54,8 @@ def test_packs_and_heads_go_round(pack_id: PackId, generation: int) -> None:
 
 
 @given(st.text(max_size=80))
-def test_no_other_name_is_taken_for_one(name: str) -> None:
-    """Whatever text is parsed, what comes out makes the same name again: nothing is understood loosely."""
+def test_parsing_is_strict(name: str) -> None:
+    """For any text, the parsed result formats to the same text."""
     pack_id, generation = layout.parse_pack_name(name), layout.parse_head_name(name)
     ref, manifest = layout.parse_checkpoint_name(name), layout.parse_manifest_name(name)
     made = [
@@ -68,9 +68,9 @@ def test_no_other_name_is_taken_for_one(name: str) -> None:
 
 
 @given(st.from_regex(r"\A[0-9a-f+ _-]{0,34}(\.pack|\.head|\.manifest)?\n?\Z"))
-def test_no_similar_name_is_taken_for_one(name: str) -> None:
-    """The same for names that nearly are: signs, underscores and line feeds that int() or a regex would let pass."""
-    test_no_other_name_is_taken_for_one.hypothesis.inner_test(name)  # type: ignore[attr-defined]  # hypothesis adds it
+def test_similar_names_are_refused(name: str) -> None:
+    """Signs, underscores and line feeds that int() or a regex would accept."""
+    test_parsing_is_strict.hypothesis.inner_test(name)  # type: ignore[attr-defined]  # hypothesis adds it
 
 
 @pytest.mark.parametrize("run", ["r", "gpt2-run1", "A.b_c-9", "z" * 64])

@@ -40,8 +40,8 @@ def facts(manifest: Manifest) -> tuple[object, ...]:
     return header, repr(manifest.header.metrics), rows, manifest.partitions()
 
 
-def test_manifests_read_together_say_what_they_say_alone() -> None:
-    """Also where they differ in rows and tree, and one has no rows."""
+def test_manifests_read_together_equal_those_read_alone() -> None:
+    """Also with different rows and trees, and with no rows."""
     files = [*of_ranks(), *seeds()]
     together = decode_manifests([(data, "x") for data in files], ManifestCache())
     for manifest, data in zip(together, files, strict=True):
@@ -50,8 +50,8 @@ def test_manifests_read_together_say_what_they_say_alone() -> None:
         assert encode_manifest(manifest.header, manifest.rows(range(len(manifest)))) == data
 
 
-def test_what_ranks_are_alike_in_is_there_once() -> None:
-    """Trees are the same object, columns the same memory; none is in the memory of a file."""
+def test_equal_parts_of_ranks_are_stored_once() -> None:
+    """Trees are the same object, columns the same memory, and none refers to a file."""
     files = of_ranks()
     first, second = decode_manifests([(data, "x") for data in files], ManifestCache())[1:3]
     assert first.header.tree is second.header.tree
@@ -84,8 +84,8 @@ def _addresses(manifest: Manifest) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_refused_alone_is_refused_together(seed: int) -> None:
-    """Whatever was changed, the same error, in the same words; and nothing is refused that is not alone."""
+def test_invalid_manifests_are_refused_together_as_alone(seed: int) -> None:
+    """With the same error and message, and no more than alone."""
     dice = random.Random(seed)
     before, *_, after = of_ranks()
     refused = 0
@@ -123,8 +123,8 @@ _PIECES = st.sampled_from(
 
 
 @given(st.lists(_PIECES, max_size=14).map("".join), st.lists(_PIECES, max_size=14).map("".join))
-def test_a_header_of_any_form_is_parsed_as_it_stands(one: str, other: str) -> None:
-    """What stands in for the tree is never taken for it where the text is another than it seems."""
+def test_header_of_any_form_is_parsed_exactly(one: str, other: str) -> None:
+    """The placeholder of the tree never matches other text."""
     alike = ManifestCache()
     for text in (
         f'{{"rank":1,"tree":{one},"world_size":2}}',

@@ -83,8 +83,8 @@ def _file(schema: pa.Schema, batches: int, metadata: dict[bytes, bytes]) -> byte
 
 
 @pytest.mark.parametrize("batches", [0, 2, 3])
-def test_there_is_one_record_batch(batches: int) -> None:
-    """No batch, or several, is no manifest."""
+def test_manifest_has_one_record_batch(batches: int) -> None:
+    """No batch, or several, is an error."""
     with pytest.raises(StructureError):
         decode_manifest(_file(SCHEMA, batches, {METADATA_KEY: b"{}"}), "test")
 

@@ -42,8 +42,8 @@ def test_distinct_values(many: int, texts: list[str], start: int) -> None:
 
 
 @given(values=st.lists(st.none() | st.binary(max_size=3), max_size=40), start=st.integers(0, 20))
-def test_what_is_null(values: list[bytes | None], start: int) -> None:
-    """Rows of a slice, whose bits begin anywhere in a byte."""
+def test_null_values(values: list[bytes | None], start: int) -> None:
+    """In slices whose validity bits begin anywhere in a byte."""
     column = pa.array(values, type=pa.binary())[start:]
     assert manifest.is_valid(column).tolist() == [value is not None for value in values[start:]]
 

@@ -51,16 +51,16 @@ def test_other_spellings_are_read_too(value: object) -> None:
         (b"9" * 5000, "digits"),
     ],
 )
-def test_what_is_refused(text: bytes, what: str) -> None:
-    """Each is refused with a StructureError that says what is wrong, and names the structure."""
+def test_invalid_json_is_refused(text: bytes, what: str) -> None:
+    """With a StructureError that names the problem and the structure."""
     with pytest.raises(StructureError, match=what) as caught:
         parse_json(text, "the header")
     assert "the header" in str(caught.value) or "JSON" in str(caught.value)
 
 
 @pytest.mark.parametrize("text", [rb'"\ud83e\uddc0"', rb'"\\ud800"', '"\U0001f9c0"'.encode()])
-def test_what_only_looks_like_half_a_pair(text: bytes) -> None:
-    """A whole pair of surrogates is a character, and a backslash before a word is text."""
+def test_valid_surrogates_are_accepted(text: bytes) -> None:
+    """A whole surrogate pair is a character, and a backslash before a word is text."""
     assert parse_json(text, "test") == json.loads(text)
 
 

@@ -191,8 +191,8 @@ def test_digits_that_a_manifest_has_room_for_keep_no_reader_busy() -> None:
 
 
 @pytest.mark.parametrize("value", [1 << 53, -(1 << 53)])
-def test_what_a_double_would_round_is_text(value: int) -> None:
-    """From 2^53 on integers are text, because other JSON parsers keep numbers in binary64."""
+def test_integers_beyond_binary64_are_text(value: int) -> None:
+    """From 2^53 on, because other JSON parsers use binary64."""
     assert tree.encode_integer(value) == ["i", str(value)]
     assert tree.encode_integer(value - (1 if value > 0 else -1)) == value - (1 if value > 0 else -1)
 

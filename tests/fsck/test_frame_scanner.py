@@ -36,8 +36,8 @@ def test_packs_are_opened_a_few_times_each(tier: NvmeTier, monkeypatch: pytest.M
     assert len(opened) <= 3 * COUNT
 
 
-def test_a_base_that_goes_into_another_pack_meanwhile_is_found(tier: NvmeTier) -> None:
-    """A collection during the scan may copy it: what needs it lacks nothing."""
+def test_base_that_moves_during_the_scan_is_found(tier: NvmeTier) -> None:
+    """A collection may copy it into another pack."""
     moves = []
 
     def move(_done: int, _total: int) -> None:

@@ -39,7 +39,7 @@ def _rows(store: Store) -> tuple[dict[bytes, Location | None], dict[PackId, int 
         return dict(transaction.locations()), transaction.pack_states(), transaction.manifests()
 
 
-def test_a_lost_catalog_comes_back_as_it_was(path: Path) -> None:
+def test_lost_catalog_is_rebuilt_exactly(path: Path) -> None:
     """Row by row; the result counts them."""
     with open_store(path) as store:
         before = _rows(store)
@@ -51,8 +51,8 @@ def test_a_lost_catalog_comes_back_as_it_was(path: Path) -> None:
     assert rebuilt.left_out == ()
 
 
-def test_nobody_else_has_it_open(path: Path) -> None:
-    """Then the file itself is a new one: LMDB checks no page of the old."""
+def test_catalog_file_is_replaced_if_unused(path: Path) -> None:
+    """LMDB would not check pages of the old file."""
     data = path / "catalog" / "data.mdb"
     before = data.stat().st_ino
     keep = path / "catalog" / "keep"
@@ -91,8 +91,8 @@ def _name_what_is_not_there(transaction: Transaction) -> None:
 
 @pytest.mark.parametrize("how", ["repair", "rebuild"])
 @pytest.mark.parametrize("lie", [_forget_all, _misplace, _name_what_is_not_there])
-def test_a_catalog_that_lies_is_corrected(path: Path, lie: Callable[[Transaction], None], how: str) -> None:
-    """With sound checksums, and while the store is open here."""
+def test_wrong_catalog_is_corrected(path: Path, lie: Callable[[Transaction], None], how: str) -> None:
+    """With valid checksums, while the store is open."""
     with open_store(path) as store:
         before = _rows(store)
         with store._opened.catalog().write() as transaction:
@@ -140,8 +140,8 @@ def test_a_damaged_pack_is_left_out(path: Path) -> None:
         assert not names & _rows(store)[0].keys()
 
 
-def test_what_was_committed_during_a_rebuild_stays_known(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collection relies on the catalog to name what it has not seen, so a rebuild must not forget it."""
+def test_checkpoint_committed_during_a_rebuild_is_kept(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rebuild must not forget it, because collection relies on the catalog."""
     with open_store(path) as store, open_store(path) as other:
         original = reconcile.__globals__["_manifest_sizes"]
 
@@ -160,8 +160,8 @@ def test_what_was_committed_during_a_rebuild_stays_known(path: Path, monkeypatch
         check_steps(store, {0: 0, 1: 1, 5: 5, 6: 5})
 
 
-def test_what_was_collected_during_a_rebuild_is_not_entered(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pack that is gone by the time of the transaction would be promised to saves."""
+def test_pack_collected_during_a_rebuild_is_not_entered(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves would rely on a missing pack."""
     with open_store(path) as store, open_store(path) as other:
         other.gc()
         original = reconcile.__globals__["_manifest_sizes"]
@@ -181,8 +181,8 @@ def test_what_was_collected_during_a_rebuild_is_not_entered(path: Path, monkeypa
         check_steps(store, {0: 0})
 
 
-def test_what_collection_holds_is_not_entered(path: Path) -> None:
-    """Between the mark and the move the file is still here; who entered it again would bring saves to rely on it."""
+def test_pack_held_by_collection_is_not_entered(path: Path) -> None:
+    """Between mark and move, the file still exists."""
     states = []
     config = dataclasses.replace(CONFIG, read_lock_timeout_s=0.05)
     with open_store(path) as store, Store(NvmeTier(path, config)) as other:
@@ -201,8 +201,8 @@ def test_what_collection_holds_is_not_entered(path: Path) -> None:
         check_steps(store, {0: 0})
 
 
-def test_what_collection_has_marked_since_is_not_entered(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its index was read before; by the time of the transaction collection holds it."""
+def test_pack_marked_after_its_index_was_read_is_not_entered(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the time of the transaction, collection holds it."""
     pack = packs(path)[0]
     pack_id = PackId(bytes.fromhex(pack.stem))
     with open_store(path) as store, contextlib.ExitStack() as stack:

@@ -133,8 +133,8 @@ def test_a_pack_without_header_or_index(path: Path, damage: Callable[[Path], Non
         check_steps(store, {0: 0, 1: 1, 2: 2, 3: 2})
 
 
-def test_a_damaged_frame_costs_what_it_costs_and_no_more(path: Path) -> None:
-    """The other frames are copied; the checkpoints that need the lost one are named, and the catalog forgets it."""
+def test_damaged_frame_costs_only_itself(path: Path) -> None:
+    """Other frames are copied, its checkpoints are named, and the catalog forgets it."""
     pack = packs(path)[0]
     lost = flip_payload(pack, 0)
     others = {name for name, _, _ in frames(pack)} - {lost}
@@ -154,8 +154,8 @@ def test_a_damaged_frame_costs_what_it_costs_and_no_more(path: Path) -> None:
     assert readable(path) == before
 
 
-def test_checkpoints_of_many_ranks_are_told_apart_by_number(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To hash the listing of one takes longer the more ranks it has, and each of their partitions would ask for it."""
+def test_checkpoints_of_many_ranks_are_identified_by_number(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hashing a listing is slow with many ranks."""
     for pack in packs(path):
         for frame in range(len(frames(pack))):
             flip_payload(pack, frame)
@@ -218,7 +218,7 @@ def test_payloads_behind_damaged_frame_headers_are_intact(path: Path) -> None:
 
 
 def test_frames_behind_a_damaged_one_are_found_without_an_index(path: Path) -> None:
-    """A scan by the book ends at the first damaged header; what lies behind it is not lost for that."""
+    """A plain scan would end at the first damaged header."""
     pack = max(packs(path), key=lambda one: len(frames(one)))
     names = [name for name, _, _ in frames(pack)]
     assert len(names) > 2
@@ -256,8 +256,8 @@ class _Unreadable(Files):
         return super().pread(descriptor, buffers, offset, path)
 
 
-def test_what_the_device_does_not_give_may_be_there_another_day(path: Path) -> None:
-    """All else is copied, and nothing promises the rest, but the pack stays; then there is nothing left to do."""
+def test_unreadable_data_may_return(path: Path) -> None:
+    """Everything else is copied, the pack stays, and no further repair is needed."""
     pack = packs(path)[0]
     name, offset, _ = frames(pack)[0]
     with open_store(path, files=_Unreadable(pack, offset)) as store:
@@ -352,8 +352,8 @@ def test_warnings_only(path: Path) -> None:
         assert Severity.ERROR in {finding.severity for finding in store.verify()}
 
 
-def test_open_anew(path: Path) -> None:
-    """A store that was repaired is a store like any other to who opens it afterwards."""
+def test_repaired_store_opens_normally(path: Path) -> None:
+    """For every later user."""
     flip_index(packs(path)[0])
     with open_store(path) as store:
         store.repair()

@@ -119,8 +119,8 @@ def test_a_reader_comes_while_partitions_are_copied(path: Path) -> None:
         assert set(packs(path)) == before
 
 
-def test_a_copy_elsewhere_is_collected_before_it_is_relied_upon(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies elsewhere counts only while the catalog says that collection has not taken it."""
+def test_copy_is_collected_before_it_is_relied_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy counts only while the catalog says that collection has not taken it."""
     with open_store(path) as store:
         original = Replacement._enter
         seen = []

@@ -93,8 +93,8 @@ def test_trees_that_no_writer_makes_are_found_by_verify_and_refused_by_load(tmp_
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("deep", [True, False])
-def test_a_partition_of_another_length_than_it_has_is_missing_to_both(tmp_path: Path, ranks: int, deep: bool) -> None:
-    """Also where another rank has its length right: bytes that nobody stored are not handed out."""
+def test_partition_with_a_wrong_length_is_missing_to_both(tmp_path: Path, ranks: int, deep: bool) -> None:
+    """Also if another rank has the right length: no unstored bytes are returned."""
     state = {"w": torch.arange(3000.0)}
     save_id = (1 << 60).to_bytes(8, "big").hex() + "0123456789abcdef"
     for rank in range(ranks):
@@ -116,8 +116,8 @@ def test_a_partition_of_another_length_than_it_has_is_missing_to_both(tmp_path: 
 
 
 @pytest.mark.slow
-def test_of_thousands_of_packs_that_are_gone_an_error_names_a_few(tmp_path: Path) -> None:
-    """A manifest hints at as many as it likes."""
+def test_error_names_few_of_thousands_of_missing_packs(tmp_path: Path) -> None:
+    """A manifest may have any number of hints."""
     with new_store(tmp_path / "store") as store:
         hints = tuple(PackId(number.to_bytes(16, "big")) for number in range(2000))
         put_manifest(store, ["d", [["w", ROW]]], packs=hints)

@@ -79,10 +79,10 @@ def test_frames_of_the_next_capture_are_written_while_a_collection_is_held_up(
     assert store.verify() == []
 
 
-def test_close_waits_for_a_collection_and_raises_what_it_met(
+def test_close_waits_for_a_collection_and_raises_its_error(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it did when pruning ran on the thread that commits."""
+    """As on the commit thread before."""
 
     def fail(*_: object, **__: object) -> Collected:
         time.sleep(0.2)

@@ -38,7 +38,7 @@ def norms_of(change: TensorChange) -> TensorNorms:
     return change.norms
 
 
-def test_every_kind_of_change_is_told(store_path: Path) -> None:
+def test_every_kind_of_change_is_listed(store_path: Path) -> None:
     """Added, removed, changed in shape, dtype or value, and unchanged."""
     big = torch.arange(5000.0)
     before = {"same": big, "gone": torch.ones(3), "shape": torch.ones(6), "dtype": torch.ones(9), "value": big * 2}
@@ -63,8 +63,8 @@ def test_every_kind_of_change_is_told(store_path: Path) -> None:
     assert found.shared_bytes == 20_000 + 12 + 24  # also the ones that lie in both manifests
 
 
-def test_what_has_the_same_dotted_name_is_told_apart(store_path: Path) -> None:
-    """Each is compared with its like, tensors and plain values, by any glob that matches the name."""
+def test_equal_dotted_names_are_distinguished(store_path: Path) -> None:
+    """Each is compared with its counterpart, by any glob that matches the name."""
     same = {"a.b": torch.ones(3), "a": {"b": torch.zeros(3)}, 1: torch.ones(4), "1": torch.ones(5), "n": {1: 1, "1": 2}}
     first = {**same, "a.b": torch.full((3,), 2.0), "n": {1: 3, "1": 2}}
     second = {**same, "a": {"b": torch.full((3,), 2.0)}, "n": {1: 1, "1": 3}}
@@ -122,8 +122,8 @@ def test_every_dtype_of_the_format_is_compared(dtype: str) -> None:
         assert found.largest > 0
 
 
-def test_what_is_not_finite_is_counted_and_left_out(store_path: Path) -> None:
-    """Infinite elements and those that are not a number do not spoil the norms."""
+def test_non_finite_values_are_counted_separately(store_path: Path) -> None:
+    """They do not affect the norms."""
     a = torch.tensor([3.0, 4.0, math.inf, 1.0, math.nan])
     b = torch.tensor([3.0, 6.0, 1.0, math.nan, math.nan])
     with saved(store_path, {"x": a}, {"x": b}) as store:
@@ -144,8 +144,8 @@ def test_squares_neither_overflow_nor_vanish(store_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
-def test_wide_integers_are_subtracted_before_they_are_rounded(store_path: Path, dtype: torch.dtype) -> None:
-    """Two that are one apart near 2^62 have a difference of one, although float64 cannot tell them apart."""
+def test_wide_integers_are_subtracted_exactly(store_path: Path, dtype: torch.dtype) -> None:
+    """Two integers near 2^62 that differ by one have a difference of one."""
     a = torch.tensor([1 << 62, 7], dtype=torch.int64).to(dtype)
     b = torch.tensor([(1 << 62) + 1, 2], dtype=torch.int64).to(dtype)
     with saved(store_path, {"x": a}, {"x": b}) as store:
@@ -165,8 +165,8 @@ def test_the_state_of_a_random_number_generator_has_no_norms(store_path: Path) -
     assert "random" in norms_of(change).note
 
 
-def test_tensors_that_share_a_partition_with_a_changed_one_are_unchanged(store_path: Path) -> None:
-    """The bundle has a new digest; only reading tells which of its tensors changed, and without it that is said."""
+def test_unchanged_tensors_in_a_changed_partition_are_unchanged(store_path: Path) -> None:
+    """Only reading shows which tensors of a bundle changed; without reading, the output says so."""
     a = {name: torch.ones(100) for name in "pqr"}
     b = {**a, "q": torch.zeros(100)}
     with saved(store_path, {"model": a}, {"model": b}) as store:
@@ -189,8 +189,8 @@ def test_without_norms_nothing_is_read(store_path: Path) -> None:
             store.diff(0, 1)
 
 
-def test_what_digests_tell_is_not_read(store_path: Path) -> None:
-    """Damage in an unchanged tensor does not matter; in a changed one it is an error that names the tensor."""
+def test_equal_digests_are_not_read(store_path: Path) -> None:
+    """Damage in an unchanged tensor does not matter; in a changed one, the error names the tensor."""
     big = torch.arange(5000.0)
     with saved(store_path, {"x": big}, {"x": big, "y": big + 7}, {"x": big + 1}) as store:
         (first, *_) = [item["pack"] for item in _packs_of(store, 0, "x")]
@@ -281,8 +281,8 @@ def test_values_of_every_type_have_a_text(store_path: Path) -> None:
     assert str(values["i"][0]).startswith("0x")
 
 
-def test_a_step_means_what_a_restore_would_take(store_path: Path) -> None:
-    """Of a step that was saved on an abandoned branch too, the one on the line; the other has its save id."""
+def test_step_means_the_restorable_one(store_path: Path) -> None:
+    """The save on the line; the abandoned one is selected by its save id."""
     with asymcheck.Store.open(store_path, config=CONFIG, create=True) as store:
         first = store.save({"x": torch.zeros(2)}, step=1)
         old = store.save({"x": torch.ones(2)}, step=2)
@@ -302,15 +302,15 @@ def test_a_step_means_what_a_restore_would_take(store_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "x", "-1", "save:", "save:XY", "1.0", "save:" + "0" * 33, "a b@1", "@1"])
-def test_what_names_no_checkpoint_is_refused(store_path: Path, name: str) -> None:
-    """The syntax is small, and said in the message."""
+def test_invalid_checkpoint_name_is_refused(store_path: Path, name: str) -> None:
+    """The message shows the syntax."""
     with saved(store_path, {}) as store, pytest.raises(InvalidInputError):
         store.diff(0, name)
 
 
 @pytest.mark.parametrize("name", ["7", 8, "nobody@0", "save:ffff"])
-def test_a_checkpoint_that_is_not_there(store_path: Path, name: int | str) -> None:
-    """It is an error of its own kind."""
+def test_missing_checkpoint(store_path: Path, name: int | str) -> None:
+    """Has its own error."""
     with saved(store_path, {}) as store, pytest.raises(CheckpointNotFoundError):
         store.diff(0, name)
 

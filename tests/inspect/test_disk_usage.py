@@ -80,8 +80,8 @@ def test_bytes_are_those_of_sets_of_digests(store_path: Path) -> None:
         assert {item.save_id: item.state_bytes for item in found.checkpoints} == states
 
 
-def test_what_deletion_makes_garbage_is_own(store_path: Path) -> None:
-    """Deleting a checkpoint moves its own bytes out of the live ones; collection frees what was said to be freeable."""
+def test_own_bytes_become_garbage_after_deletion(store_path: Path) -> None:
+    """And collection frees the announced number of bytes."""
     with trained(store_path) as store:
         for step in (2, 0, 4):
             before = store.disk_usage()
@@ -224,8 +224,8 @@ def test_damaged_and_lost_packs(store_path: Path) -> None:
         check_sums(lost)
 
 
-def test_partitions_that_lie_in_two_packs_count_twice(store_path: Path, tmp_path: Path) -> None:
-    """Both copies are live: collection frees neither."""
+def test_partitions_in_two_packs_count_twice(store_path: Path, tmp_path: Path) -> None:
+    """Both copies are live, so collection frees neither."""
     with trained(store_path) as store:
         before = store.disk_usage()
         # As two saves at once leave them: the second store's pack holds what the first has already.

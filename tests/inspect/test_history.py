@@ -57,8 +57,8 @@ def test_openings_say_where_training_went_back_to(store: asymcheck.Store) -> Non
     assert (second.on_line, second.problem, second.writer) == (True, "", WRITER)
 
 
-def test_everything_includes_what_was_abandoned(store: asymcheck.Store) -> None:
-    """An abandoned checkpoint came after the one that its own line had before it."""
+def test_everything_includes_abandoned_checkpoints(store: asymcheck.Store) -> None:
+    """The parent of an abandoned checkpoint is on its own line."""
     history = store.history(everything=True)
     assert steps(history) == [(3, 30), (2, 35), (2, 25), (1, 40), (1, 30), (1, 20), (1, 10)]
     assert [entry.checkpoint.on_line for entry in history.entries] == [True, False, True, False, False, True, True]
@@ -118,8 +118,8 @@ def test_a_lost_head_record(store: asymcheck.Store, store_path: Path) -> None:
     assert "both copies" in history.openings[1].problem
 
 
-def test_runs_that_are_not_there(store: asymcheck.Store, tmp_path: Path) -> None:
-    """Beside other runs it is an error; in an empty store there is nothing to tell."""
+def test_missing_runs(store: asymcheck.Store, tmp_path: Path) -> None:
+    """An error if other runs exist; in an empty store, the history is empty."""
     with pytest.raises(CheckpointNotFoundError, match="it has runs default"):
         store.history("nobody")
     with asymcheck.Store.open(tmp_path / "empty", create=True) as empty:

@@ -74,8 +74,8 @@ def test_a_state_comes_back(store_path: Path) -> None:
         assert store.verify() == []
 
 
-def test_a_state_is_made_anew(store_path: Path) -> None:
-    """As torch's own converter does it, from what the reader says that there is."""
+def test_state_is_created_from_metadata(store_path: Path) -> None:
+    """As by torch's own converter."""
     with Store.open(store_path, create=True) as store:
         dcp.save(example(), storage_writer=AsymcheckWriter(store, step=0))
         state: dict[str, Any] = {}
@@ -96,8 +96,8 @@ def test_values_are_not_pickled(store_path: Path, monkeypatch: pytest.MonkeyPatc
         assert [item.step for item in store.checkpoints()] == [0]
 
 
-def test_of_an_empty_mapping_in_a_list_nothing_is_kept(store_path: Path) -> None:
-    """DCP has no entry for it, so the others keep their numbers; those with tensors come back as DCP loads them."""
+def test_empty_mapping_in_a_list_is_lost(store_path: Path) -> None:
+    """DCP has no entry for it, so others keep their numbers, as in a load by DCP."""
     with Store.open(store_path, create=True) as store:
         dcp.save({"list": [{}, {"a": torch.ones(1)}]}, storage_writer=AsymcheckWriter(store, step=0))
         assert_same(store.load(), {"list": {1: {"a": torch.ones(1)}}})
@@ -162,8 +162,8 @@ def test_a_damaged_checkpoint_gives_way(store_path: Path) -> None:
     assert torch.equal(state["w"], torch.ones(1 << 16))
 
 
-def test_what_cannot_be_saved_right_is_refused(store_path: Path) -> None:
-    """Plans that are kept would bring their save id with them; without an exchange of plans there is none for all."""
+def test_unsafe_save_is_refused(store_path: Path) -> None:
+    """Cached plans would reuse their save id; without an exchange of plans, ranks have none in common."""
     with Store.open(store_path, create=True) as store:
         planner = DefaultSavePlanner(enable_plan_caching=True)
         with pytest.raises(CheckpointException, match="enable_plan_caching=False"):
@@ -195,8 +195,8 @@ def test_an_id_of_dcp_and_a_second_use_are_refused(store_path: Path) -> None:
         assert [one.step for one in store.checkpoints()] == [1, 2]
 
 
-def test_ranks_that_found_different_checkpoints_are_told(store_path: Path) -> None:
-    """Another may have been saved while they looked; what they load together is one."""
+def test_ranks_with_different_checkpoints_are_refused(store_path: Path) -> None:
+    """Another one may have been saved in between; all ranks must load the same one."""
     refs = [CheckpointRef(1, step, SaveId(bytes([step] * 16))) for step in (3, 3, 4)]
     with Store.open(store_path, create=True) as store:
         reader = AsymcheckReader(store)
@@ -243,7 +243,7 @@ def test_saved_by_four_ranks_and_loaded_by_two(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [partial(AsymcheckWriter, step=1), AsymcheckReader])
-def test_what_is_no_store_is_refused_at_once(make: Callable[[object], object]) -> None:
-    """A path, for instance: torch would say so in the middle of a save."""
+def test_invalid_store_is_refused_at_once(make: Callable[[object], object]) -> None:
+    """A path, for instance, would fail in the middle of a save."""
     with pytest.raises(InvalidInputError, match="is not a Store"):
         make("checkpoints")

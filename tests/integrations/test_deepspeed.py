@@ -47,8 +47,8 @@ def whole(meeting: Meeting, folder: Path) -> list[Told]:
 
 
 @pytest.mark.slow
-def test_what_was_killed_goes_on_as_if_it_had_not_been(meeting: Meeting, whole: list[Told], tmp_path: Path) -> None:
-    """Rank 1 is killed in the middle of a step, rank 0 while it waits for it; losses and all tensors are the same."""
+def test_resumed_training_is_identical(meeting: Meeting, whole: list[Told], tmp_path: Path) -> None:
+    """Rank 1 is killed during a step, and rank 0 while waiting; losses and tensors are equal."""
     job = meeting.launch("killed", 2, tmp_path, program=PROGRAM)
     assert job.processes[1].has_ended(LIMIT_S), job.output(1)
     job.processes[1].wait_killed()
@@ -65,10 +65,10 @@ def test_what_was_killed_goes_on_as_if_it_had_not_been(meeting: Meeting, whole: 
 
 
 @pytest.mark.slow
-def test_one_rank_and_another_stage_take_what_two_ranks_saved(
+def test_one_rank_with_another_stage_reads_two_ranks(
     meeting: Meeting, whole: list[Told], folder: Path, tmp_path: Path
 ) -> None:
-    """One rank has whole tensors; they, and the low-precision ones, are those that two had."""
+    """It has whole tensors, equal to those of the two ranks."""
     shutil.copytree(folder / "store", tmp_path / "store")
     (told,) = meeting.launch("others,refused", 1, tmp_path, program=PROGRAM).wait()
     for what, digest in told["others"].items():

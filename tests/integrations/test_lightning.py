@@ -111,8 +111,8 @@ class Fails(Callback):
             raise InvalidInputError("on purpose")
 
 
-def test_what_was_begun_is_durable_when_the_fit_fails(tmp_path: Path) -> None:
-    """The exception comes through, and the checkpoints taken before it are in the store."""
+def test_captures_are_durable_after_a_failed_fit(tmp_path: Path) -> None:
+    """The exception is raised, and earlier checkpoints are in the store."""
     with Store.open(tmp_path / "store", create=True) as store:
         with pytest.raises(InvalidInputError, match="on purpose"):
             fit(tmp_path, AsymcheckCallback(store, every=2, keep=None), Fails())
@@ -154,7 +154,7 @@ class Adversaries(LightningModule):
     "ignore:.*LeafSpec.* is deprecated", "ignore:The '.*_dataloader' does not have many workers"
 )
 def test_several_optimizers_are_saved_as_often_as_one(tmp_path: Path) -> None:
-    """Also where the number of their steps is never a multiple of what was asked for."""
+    """Even if the number of their steps is never a multiple of the interval."""
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     with Store.open(tmp_path / "store", create=True) as store:
         callback = AsymcheckCallback(store, every=10, keep=None)

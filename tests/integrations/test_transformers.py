@@ -125,8 +125,8 @@ def test_states_of_other_callbacks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_trainer_is_left_as_it_was(tmp_path: Path, full_store: Path) -> None:
-    """The folder of the resume is gone, and the Trainer loads weights from folders again."""
+def test_trainer_is_restored_after_the_resume(tmp_path: Path, full_store: Path) -> None:
+    """The temporary folder is gone, and the Trainer loads weights from folders again."""
     with Store.open(full_store / "store", create=True) as store:
         callback = AsymcheckCallback(store, every=100, keep=None)
         trainer = make_trainer(tmp_path)
@@ -187,8 +187,8 @@ def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path) -> None:
     assert launch_ranks.newest_pushed(tmp_path) == told[0]["last"]
 
 
-def test_what_a_killed_resume_has_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the next one; what is of a process that lives, of another program, or of nobody knows whom, stays."""
+def test_leftover_of_a_killed_resume_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the next one; folders of running processes, and foreign ones, stay."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = "import sys, asymcheck.convert.export_target as t; print(t.make_temporary_folder(sys.argv[1]))"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}

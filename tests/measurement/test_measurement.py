@@ -144,8 +144,8 @@ def test_a_damaged_partition_is_no_sample(store_path: Path) -> None:
         assert store.measure(quick=True).sample == NOISE
 
 
-def test_a_full_drive_is_said_first(store_path: Path) -> None:
-    """Nothing is written where there is little room, and the message says what to do."""
+def test_full_drive_is_reported_first(store_path: Path) -> None:
+    """Nothing is written, and the message has the remedy."""
 
     class Full(Files):
         def free_bytes(self, path: Path) -> int:
@@ -204,8 +204,8 @@ with asymcheck.Store.open(sys.argv[1], create=True) as store, scratch(store._tie
 """
 
 
-def test_collection_removes_what_a_kill_left(store_path: Path) -> None:
-    """Its lock went with the process."""
+def test_collection_removes_a_killed_measurement(store_path: Path) -> None:
+    """Its lock ended with the process."""
     asymcheck.Store.open(store_path, create=True).close()
     ended = subprocess.run([sys.executable, "-c", KILLED, str(store_path)], check=False, env=os.environ)
     assert ended.returncode == -signal.SIGKILL

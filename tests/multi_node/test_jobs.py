@@ -50,8 +50,8 @@ def steps_in(store: Path | str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_each_machine_keeps_what_its_ranks_saved(pushed: tuple[Path, Told]) -> None:
-    """That is complete there, and is no whole checkpoint."""
+def test_each_machine_stores_the_shards_of_its_ranks(pushed: tuple[Path, Told]) -> None:
+    """Complete for that store, but no whole checkpoint."""
     for machine in range(2):
         said = CliRunner().invoke(commands, ["verify", str(store_of(pushed[0], machine))]).output
         assert said == f"{STEPS} checkpoints checked: all shards in this store are intact\n"
@@ -64,8 +64,8 @@ def test_each_machine_keeps_what_its_ranks_saved(pushed: tuple[Path, Told]) -> N
                 store.load()
 
 
-def test_what_all_have_is_written_once_on_each_machine_and_sent_once_by_all(pushed: tuple[Path, Told]) -> None:
-    """The model and its optimizer are the same on all ranks: each byte of them goes to the location once."""
+def test_common_data_is_stored_per_machine_and_pushed_once(pushed: tuple[Path, Told]) -> None:
+    """Each byte of a replicated model goes to the location once."""
     folder, told = pushed
     written = [cast(int, one["written"]) for one in told]
     sent = [cast(list[int], one["pushed"])[2] for one in told]
@@ -87,10 +87,10 @@ def test_what_all_have_is_written_once_on_each_machine_and_sent_once_by_all(push
 
 
 @pytest.mark.slow
-def test_parts_that_other_machines_never_send_are_told(
+def test_missing_shards_of_other_machines_are_reported(
     pushed: tuple[Path, Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What one store alone pushes to a place is never whole there, which is wrong with the machines, not with it."""
+    """The push of a single store never completes a checkpoint."""
     monkeypatch.setattr(cross_node_dedup, "PATIENCE_S", 0.0)
     rules = Push(tmp_path.as_uri(), every=3, close_s=None, own_process=False)
     with Store.open(store_of(pushed[0], 0), create=True) as store, store.push_in_background(rules) as pushing:
@@ -112,16 +112,16 @@ def test_another_number_of_ranks_restores_from_where_all_push(
     assert [one["restored"] for one in told] == [2, 2]
 
 
-def test_who_prunes_one_machine_by_hand_leaves_the_newest_two(pushed: tuple[Path, Told], tmp_path: Path) -> None:
-    """What is newest here may not be complete on the other machine yet."""
+def test_manual_pruning_keeps_the_newest_two(pushed: tuple[Path, Told], tmp_path: Path) -> None:
+    """The newest may be incomplete on another machine."""
     shutil.copytree(store_of(pushed[0], 0), tmp_path / "store")
     with Store.open(tmp_path / "store", create=True) as store:
         assert [one.step for one in store.prune(Retention(keep_last=1)).removed] == [0, 1]
     assert steps_in(tmp_path / "store") == [2, 3]
 
 
-def test_a_single_process_reads_what_lies_here_and_there(pushed: tuple[Path, Told]) -> None:
-    """A store of one machine, with the location of all behind it, is as good as one of all ranks."""
+def test_single_process_reads_store_and_location(pushed: tuple[Path, Told]) -> None:
+    """A store of one machine with the location of all is as good as a whole one."""
     training = Training(seed=5)
     with Store.open(store_of(pushed[0], 1), read_only=True, remote=(pushed[0] / "there").as_uri()) as store:
         read = store.restore(into={"model": training.model, "optimizer": training.optimizer}, rank=3)
@@ -146,8 +146,8 @@ def test_a_machine_that_is_lost_comes_back_from_where_all_push(launch: Launch, t
 
 
 @pytest.mark.slow
-def test_machines_that_changed_places_do_not_begin_anew(launch: Launch, tmp_path: Path) -> None:
-    """Each store has what the ranks of the other machine need: nothing is abandoned for that."""
+def test_swapped_machines_do_not_start_from_scratch(launch: Launch, tmp_path: Path) -> None:
+    """Each store has the shards of the other machine's ranks; nothing is abandoned."""
     launch("trained", tmp_path, 2, world_size=2, PER_MACHINE=1).wait()
     store_of(tmp_path, 0).rename(tmp_path / "store")
     store_of(tmp_path, 1).rename(store_of(tmp_path, 0))
@@ -173,8 +173,8 @@ def test_a_rollback_opens_its_generation_on_all_machines_and_each_deletes(launch
 
 
 @pytest.mark.slow
-def test_copies_that_are_not_the_same_on_two_machines_any_more_are_told(launch: Launch, tmp_path: Path) -> None:
-    """Of the tensors that differ from rank to rank nothing is said."""
+def test_diverged_replicas_of_machines_are_reported(launch: Launch, tmp_path: Path) -> None:
+    """Tensors that differ between ranks are not."""
     told = [cast(list[str], one["told"]) for one in launch("diverged", tmp_path, world_size=2, PER_MACHINE=1).wait()]
     for texts in told:
         assert {text.split(":", 1)[0] for text in texts} == {"SilentDivergenceWarning"}

@@ -42,10 +42,10 @@ def check_restored(job: Job, least: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rounds", [1, pytest.param(30, marks=pytest.mark.long)])
-def test_after_a_kill_all_go_on_from_what_all_machines_had_committed(
+def test_after_a_kill_all_machines_resume_from_the_last_common_commit(
     launch: Launch, tmp_path: Path, rounds: int
 ) -> None:
-    """Both are killed at a random moment, one a little later than the other; nothing leads from one to the other."""
+    """Both are killed at random moments."""
     chance = random.Random(rounds)
     least = -1
     for _ in range(rounds):
@@ -73,8 +73,8 @@ def test_after_a_kill_all_go_on_from_what_all_machines_had_committed(
 
 
 @pytest.mark.slow
-def test_what_both_machines_left_in_memory_is_taken_up_and_what_one_lost_is_not(launch: Launch, tmp_path: Path) -> None:
-    """All were killed when step 1 was complete in memory, and committed by none; machine 1 then loses its memory."""
+def test_only_captures_of_all_machines_are_recovered(launch: Launch, tmp_path: Path) -> None:
+    """All were killed when step 1 was complete in memory; then machine 1 loses its memory."""
     for name, lost, step in (("kept", False, 1), ("lost", True, 0)):
         folder = tmp_path / name
         job = launch("stuck", folder, world_size=2, PER_MACHINE=1)

@@ -70,8 +70,8 @@ def begun(folder: Path, machine: int, count: int) -> Path:
     return folder / f"machine-{machine}" / "heads" / "run"
 
 
-def test_what_one_store_lacks_or_has_damaged_the_other_brings(tmp_path: Path) -> None:
-    """To the byte; also where each has something that the other has not."""
+def test_damaged_data_of_one_store_comes_from_the_other(tmp_path: Path) -> None:
+    """Byte for byte; also if each store lacks something else."""
     first, second = begun(tmp_path, 0, 2), begun(tmp_path, 1, 0)
     assert aligned(tmp_path) == [[1, 2], [1, 2]]
     begun(tmp_path, 1, 1)

@@ -71,10 +71,8 @@ def steps_in(path: Path | str, **more: str) -> list[tuple[int, str]]:
         return [(one.step, one.ranks) for one in store.checkpoints() if one.complete]
 
 
-def test_what_the_device_does_not_give_now_does_not_count_as_unfinished(
-    stores: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A manifest that says which ranks save there cannot be read: nothing is deleted for that."""
+def test_unreadable_manifest_is_not_unfinished(stores: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest that names the ranks of the store cannot be read, so nothing is deleted."""
     read_small, refused = Files.read_small, manifest_of(stores[0], 1)
 
     def read(files: Files, path: PurePath, limit: int) -> bytes | None:
@@ -89,8 +87,8 @@ def test_what_the_device_does_not_give_now_does_not_count_as_unfinished(
     assert steps_in(stores[0]) == [(0, "0 of 2"), (1, "0 of 2"), (2, "0 of 2")]
 
 
-def test_a_repair_brings_what_belongs_there(stores: list[Path], there: str) -> None:
-    """The only manifest is damaged: the one at the location says which ranks save there."""
+def test_repair_fetches_own_shards_only(stores: list[Path], there: str) -> None:
+    """The only manifest is damaged; the remote one names the ranks of this store."""
     path = manifest_of(stores[1], 1)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -107,8 +105,8 @@ def test_verify_does_not_say_that_a_part_can_be_restored(stores: list[Path]) -> 
 
 
 @pytest.mark.slow
-def test_a_pull_brings_what_others_saved(stores: list[Path], there: str) -> None:
-    """A part of a checkpoint is not the checkpoint."""
+def test_pull_fetches_shards_of_others(stores: list[Path], there: str) -> None:
+    """A shard is no checkpoint."""
     with Store.open(stores[1], config=CONFIG, create=True) as store:
         assert len(store.pull(there, 1).committed) == 1
         assert store.pull(there, 1).present == 1
@@ -172,10 +170,10 @@ def test_packs_of_other_trainings_do_not_keep_a_push_waiting_for_a_machine_that_
     wait_for_others(cast(RemoteTier, Busy()), listing, {Digest(bytes(16))}, report)
 
 
-def test_what_others_do_not_bring_is_sent_after_all(
+def test_undelivered_partitions_are_sent_after_all(
     stores: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hint says that all of it comes from the other machine, which is gone."""
+    """The hint names another machine, which is gone."""
     location = (tmp_path / "there").as_uri()
     with Store.open(stores[0], config=CONFIG, create=True) as store:
         monkeypatch.setattr(Manifest, "elsewhere", lambda manifest: set(manifest.partitions()))

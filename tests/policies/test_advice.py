@@ -94,8 +94,8 @@ def test_the_interval_is_no_shorter_than_a_write() -> None:
 @pytest.mark.parametrize(
     ("room", "states", "reason"), [(3 * GB, 2, "two states"), (2 * GB, 1, "one state only"), (GB, 0, "stream")]
 )
-def test_a_ring_holds_two_states_where_it_can(room: int, states: int, reason: str) -> None:
-    """Two, one, or none; never more than there is room for."""
+def test_ring_holds_two_states_if_possible(room: int, states: int, reason: str) -> None:
+    """Two, one, or none, within the available memory."""
     ring = _advise(dataclasses.replace(FACTS, ring_room_bytes=room)).ring
     assert ring.wanted_bytes >= 2 * GB
     assert ring.ring_bytes == min(room, ring.wanted_bytes)

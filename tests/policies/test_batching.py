@@ -53,8 +53,8 @@ def test_no_other_size_is_predicted_to_be_faster(given_facts: FlushFacts, limit:
 
 
 @given(facts, limits, st.floats(1, 1000))
-def test_newer_facts_move_it_the_right_way(given_facts: FlushFacts, limit: int, factor: float) -> None:
-    """More latency asks for larger batches; chunks that take longer ask for smaller ones."""
+def test_measurements_move_the_size_in_the_right_direction(given_facts: FlushFacts, limit: int, factor: float) -> None:
+    """More latency favours larger batches, and slower chunks smaller ones."""
     batch = batch_bytes(given_facts, limit)
     late = dataclasses.replace(given_facts, latency_s=given_facts.latency_s * factor)
     slow = dataclasses.replace(given_facts, chunk_s=given_facts.chunk_s * factor)

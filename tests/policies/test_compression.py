@@ -19,15 +19,15 @@ def test_off_encodes_nothing() -> None:
 
 
 @pytest.mark.parametrize("mode", ["auto", "smallest"])
-def test_what_does_not_become_smaller_is_left_as_it_is(mode: str) -> None:
-    """Noise costs no time on the way back."""
+def test_incompressible_data_is_stored_plain(mode: str) -> None:
+    """Noise costs no time in a restore."""
     assert choose(mode, {CODEC_BYTE_PLANES: EncodingSample(1.01, 1e9)}, 1e6).codec == CODEC_IDENTITY  # type: ignore[arg-type]  # one of both
     assert choose(mode, {CODEC_DERIVED: EncodingSample(0.0, 1e9)}, 1e6).codec == CODEC_IDENTITY  # type: ignore[arg-type]  # one of both
     assert choose(mode, {}, 1e6).codec == CODEC_IDENTITY  # type: ignore[arg-type]  # one of both
 
 
-def test_smallest_takes_the_smallest_whatever_it_costs() -> None:
-    """Even by the slowest encoder, to the fastest drive."""
+def test_smallest_takes_the_smallest_regardless_of_time() -> None:
+    """Even with the slowest encoder and the fastest drive."""
     slow = EncodingSample(1.2, 1e6)
     assert choose("smallest", {CODEC_BYTE_PLANES: slow}, 1e10).codec == CODEC_BYTE_PLANES
     assert choose("smallest", {CODEC_BYTE_PLANES: slow, CODEC_DELTA: DELTA}, None).codec == CODEC_DELTA
@@ -50,13 +50,13 @@ def test_auto_waits_until_the_target_is_measured() -> None:
     ("link", "codec"),
     [(3e9, CODEC_IDENTITY), (0.3e9, CODEC_IDENTITY), (0.1e9, CODEC_BYTE_PLANES), (1e6, CODEC_BYTE_PLANES)],
 )
-def test_auto_encodes_what_is_stored_sooner_so(link: float, codec: int) -> None:
-    """1.2 times smaller at 1 GB/s: a sixth of the bytes is saved, so it pays below some 0.1 GB/s."""
+def test_auto_encodes_if_it_saves_time(link: float, codec: int) -> None:
+    """1.2 times smaller at 1 GB/s pays below about 0.1 GB/s."""
     assert choose("auto", {CODEC_BYTE_PLANES: PLANES}, link).codec == codec
 
 
-def test_auto_derives_only_what_is_made_sooner_than_it_is_written() -> None:
-    """Nothing is stored of it, but to read and to round the original takes its time."""
+def test_auto_derives_if_it_saves_time() -> None:
+    """Nothing is stored, but reading and rounding the original takes time."""
     assert choose("auto", {CODEC_DERIVED: DERIVED}, 1e9).codec == CODEC_DERIVED
     assert choose("auto", {CODEC_DERIVED: DERIVED}, 3e9).codec == CODEC_IDENTITY
     assert choose("smallest", {CODEC_DERIVED: DERIVED}, 3e9).codec == CODEC_DERIVED
@@ -71,8 +71,8 @@ def test_auto_takes_the_soonest_of_several() -> None:
 
 @pytest.mark.parametrize("link", [1e6, 1e7, 1e8, 3e8, 1e9, 1e10])
 @pytest.mark.parametrize("sampled", [PLANES, DELTA, DERIVED, EncodingSample(1.03, 5e9)])
-def test_auto_never_makes_it_later(link: float, sampled: EncodingSample) -> None:
-    """By the facts it was given, encoding and writing takes less than writing."""
+def test_auto_never_takes_longer(link: float, sampled: EncodingSample) -> None:
+    """By the given measurements, encoding and writing takes less than writing."""
     if choose("auto", {CODEC_BYTE_PLANES: sampled}, link).codec != CODEC_IDENTITY:
         assert 1 / sampled.bytes_per_s + 1 / (sampled.ratio * link) < 1 / link
 

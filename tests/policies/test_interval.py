@@ -37,8 +37,8 @@ def bounds(aim: AutoInterval, measured: TrainingPace) -> list[float]:
 
 
 @given(aims, facts)
-def test_it_is_the_greatest_of_three_bounds_in_whole_steps(aim: AutoInterval, measured: TrainingPace) -> None:
-    """Rounded up, and at least one step."""
+def test_interval_is_the_greatest_of_three_bounds(aim: AutoInterval, measured: TrainingPace) -> None:
+    """In whole steps, rounded up, at least one."""
     steps = choose(aim, measured).steps
     seconds = max(bounds(aim, measured))
     assert steps >= 1
@@ -47,8 +47,8 @@ def test_it_is_the_greatest_of_three_bounds_in_whole_steps(aim: AutoInterval, me
 
 
 @given(aims, facts, facts)
-def test_it_stays_until_it_is_off_by_a_quarter(aim: AutoInterval, before: TrainingPace, after: TrainingPace) -> None:
-    """And then it is what the new facts alone would give."""
+def test_interval_stays_within_a_quarter(aim: AutoInterval, before: TrainingPace, after: TrainingPace) -> None:
+    """Then it follows the new measurements alone."""
     old, new = choose(aim, before), choose(aim, after)
     chosen = choose(aim, after, old)
     near = old.steps / 1.25 <= new.steps <= old.steps * 1.25
@@ -65,16 +65,16 @@ def test_it_stays_until_it_is_off_by_a_quarter(aim: AutoInterval, before: Traini
         (TrainingPace(0.5, 0.02, 2.0), AutoInterval(mtbf=timedelta(days=30)), 644, "a failure every 720 h"),
     ],
 )
-def test_it_says_why(measured: TrainingPace, aim: AutoInterval, steps: int, words: str) -> None:
-    """In one sentence, with the figures that decided."""
+def test_interval_has_a_reason(measured: TrainingPace, aim: AutoInterval, steps: int, words: str) -> None:
+    """In one sentence, with the decisive figures."""
     chosen = choose(aim, measured)
     assert chosen.steps == steps
     assert words in str(chosen)
     assert str(chosen).startswith("every step:" if steps == 1 else f"every {steps} steps:")
 
 
-def test_what_is_not_chosen_yet_says_so() -> None:
-    """And stands in nobody's way."""
+def test_unchosen_interval_is_reported() -> None:
+    """And blocks nothing."""
     early = ChosenInterval(0, "1 of 3 checkpoints were measured")
     assert str(early) == "not chosen yet: 1 of 3 checkpoints were measured"
     assert choose(AutoInterval(), TrainingPace(1.0, 0.5, 1.0), early).steps == math.ceil(math.sqrt(THREE_HOURS))

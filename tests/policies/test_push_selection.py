@@ -66,8 +66,8 @@ def test_a_clock_that_ran_ahead_and_was_set_right_holds_nothing_up() -> None:
     assert steps(Push(WHERE, every_s=4), after, ahead) == [3, 7, 11]
 
 
-def test_what_was_chosen_and_deleted_before_its_turn_has_a_successor() -> None:
-    """The next one counts from the last that still is."""
+def test_deleted_before_its_upload_has_a_successor() -> None:
+    """The next one counts from the last existing one."""
     assert steps(Push(WHERE, every_s=4), [one for one in TEN if one.step not in (0, 4)]) == [1, 5, 9]
 
 
@@ -102,8 +102,8 @@ def test_any_rule_is_enough() -> None:
 
 
 @pytest.mark.parametrize("change", [{"complete": False}, {"on_line": False}], ids=str)
-def test_what_is_no_checkpoint_on_the_line_does_not_go(change: dict[str, object]) -> None:
-    """Nor does it count for others; while the line is unknown all go."""
+def test_checkpoints_off_the_line_are_not_pushed(change: dict[str, object]) -> None:
+    """Nor do they count for others; with an unknown line, all are pushed."""
     lame = made(5, metrics={"loss": -1.0}, **change)
     assert steps(Push(WHERE, every=5), [lame]) == []
     assert steps(Push(WHERE, best=("loss", 1)), [made(1), lame]) == [1]
@@ -111,8 +111,8 @@ def test_what_is_no_checkpoint_on_the_line_does_not_go(change: dict[str, object]
     assert steps(Push(WHERE, every=5), [made(5, on_line=None)]) == [5]
 
 
-def test_what_would_be_deleted_there_at_once_is_not_sent() -> None:
-    """After hours without an answer most of the backlog is of no use any more."""
+def test_checkpoints_beyond_remote_retention_are_not_pushed() -> None:
+    """After hours without a connection, these are most of the backlog."""
     assert steps(Push(WHERE, every=2, keep=Retention(keep_last=2)), TEN) == [6, 8]
     assert steps(Push(WHERE, every=2, keep=Retention(keep_last=2)), TEN, [TEN[8]]) == [6]
     assert steps(Push(WHERE, every=2, keep=Retention(keep_last=1, keep_every=4)), TEN) == [0, 4, 8]
@@ -120,14 +120,14 @@ def test_what_would_be_deleted_there_at_once_is_not_sent() -> None:
     assert steps(Push(WHERE, keep=old), TEN, now=8) == [6, 7, 8, 9]
 
 
-def test_what_is_deleted_there_is_not_sent_again() -> None:
-    """The location had it: its retention has decided."""
+def test_checkpoints_deleted_remotely_are_not_pushed_again() -> None:
+    """The retention of the location has decided."""
     push = Push(WHERE, every=2, keep=Retention(keep_last=1))
     assert steps(push, TEN, TEN[0:9:2]) == []
 
 
-def test_held_are_the_newest_that_wait_and_the_one_that_goes() -> None:
-    """Up to the bound; an unreachable location must not fill the drive."""
+def test_newest_waiting_and_current_upload_are_held() -> None:
+    """Up to the limit, because an unreachable location must not fill the drive."""
     push = Push(WHERE, hold=2)
     assert held(push, TEN, None) == {TEN[8].save_id: "to be pushed", TEN[9].save_id: "to be pushed"}
     assert held(push, TEN, TEN[9].save_id)[TEN[9].save_id] == "being pushed"

@@ -101,10 +101,10 @@ def kept_by(retention: Retention, one: Checkpoint, whole: list[Checkpoint]) -> b
 
 
 @given(checkpoints, rules, st.booleans())
-def test_what_stays_is_what_a_rule_keeps_and_what_always_stays(
+def test_kept_checkpoints_have_a_rule_or_are_protected(
     found: list[Checkpoint], given_rules: dict[str, object], keep_abandoned: bool
 ) -> None:
-    """Nothing else stays and nothing else goes, whatever the order in which checkpoints are told of."""
+    """Nothing else stays or goes, for any order of checkpoints."""
     retention = Retention(**given_rules, keep_abandoned=keep_abandoned)  # type: ignore[arg-type]  # as drawn
     whole = sorted((one for one in found if one.on_line and one.complete), key=lambda one: one.ref)
     verdicts = judge(retention, found, NOW_NS)
@@ -134,10 +134,10 @@ def test_a_further_rule_keeps_no_less(
 
 @pytest.mark.slow
 @given(checkpoints, rules, st.data())
-def test_what_is_held_stays_and_changes_nothing_else(
+def test_held_checkpoints_stay_without_other_effects(
     found: list[Checkpoint], given_rules: dict[str, object], data: st.DataObject
 ) -> None:
-    """With the reason that was given, in front."""
+    """With the given reason first."""
     retention = Retention(**given_rules, keep_abandoned=False)  # type: ignore[arg-type]  # as drawn
     held = data.draw(st.sets(st.sampled_from([one.save_id for one in found]))) if found else set()
     before = judge(retention, found, NOW_NS)
@@ -161,8 +161,8 @@ def test_the_reasons_are_sentences_that_name_the_rule() -> None:
     }
 
 
-def test_the_best_may_be_the_greatest_and_of_equal_ones_the_older() -> None:
-    """What has no such metric, or NaN, is none of them."""
+def test_best_may_be_the_greatest_and_ties_prefer_the_older() -> None:
+    """Checkpoints without the metric, or with NaN, are excluded."""
     found = [
         described(0, acc=0.5),
         described(1, acc=0.9),
@@ -176,8 +176,8 @@ def test_the_best_may_be_the_greatest_and_of_equal_ones_the_older() -> None:
     assert staying(judge(Retention(keep_best=("acc", 2)), found, NOW_NS)) == [0, 5]
 
 
-def test_an_incomplete_one_takes_no_place_of_a_complete_one() -> None:
-    """Two are to stay, so two that can be restored do; what is newer and incomplete may become complete."""
+def test_incomplete_checkpoint_takes_no_place() -> None:
+    """Two restorable ones stay, and newer incomplete ones may become complete."""
     found = [described(0), described(1), described(2, complete=False), described(3), described(4, complete=False)]
     assert staying(judge(Retention(keep_last=2), found, NOW_NS)) == [1, 3, 4]
 

@@ -60,8 +60,8 @@ def _blank(state: Any, *, strided: bool) -> Any:  # noqa: ANN401 - any state
 
 @SETTINGS
 @given(state=states(), config=configs())
-def test_a_state_comes_back_as_it_was(folder: Path, state: object, config: StoreConfig) -> None:
-    """Loaded by the same store and by another with other settings; and what is in it is sound."""
+def test_state_round_trip(folder: Path, state: object, config: StoreConfig) -> None:
+    """Loaded by the same store and by one with other settings; the store verifies."""
     with tempfile.TemporaryDirectory(dir=folder) as path:
         with Store.open(Path(path) / "store", config=config, create=True) as store:
             saved = store.save(state, step=1)

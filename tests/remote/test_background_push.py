@@ -82,7 +82,7 @@ def test_a_location_that_does_not_answer_stops_nothing(store: Path, monkeypatch:
         check_state(opened.load(), 3)
 
 
-def test_it_goes_on_when_the_location_is_back(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_resumes_after_an_outage(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By itself."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     whole = RemoteFiles.write
@@ -101,7 +101,7 @@ def test_it_goes_on_when_the_location_is_back(store: Path, folder: str, monkeypa
     check_location(folder, 1, 2)
 
 
-def test_one_that_is_damaged_here_does_not_hold_up_the_others(store: Path, folder: str) -> None:
+def test_damaged_checkpoint_does_not_block_others(store: Path, folder: str) -> None:
     """It is not tried in each round, and never silently left out."""
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     newest.unlink()
@@ -118,8 +118,8 @@ def test_one_that_is_damaged_here_does_not_hold_up_the_others(store: Path, folde
     check_location(folder, 1)
 
 
-def test_a_wait_sends_what_was_repaired(store: Path, folder: str) -> None:
-    """As it says when it raises; until then it sends all others, and raises again."""
+def test_wait_sends_repaired_checkpoints(store: Path, folder: str) -> None:
+    """As its error says; before, it sends all others, and raises again."""
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     whole = newest.read_bytes()
     newest.unlink()
@@ -135,8 +135,8 @@ def test_a_wait_sends_what_was_repaired(store: Path, folder: str) -> None:
     check_location(folder, 1, 2)
 
 
-def test_what_was_repaired_is_sent_without_a_wait(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody says when that is, so now and then it is tried."""
+def test_repaired_checkpoint_is_sent_without_a_wait(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repairs are not announced, so it is retried regularly."""
     monkeypatch.setattr(background_push, "_DAMAGED_RETRY_S", 0.05)
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     whole = newest.read_bytes()
@@ -191,10 +191,10 @@ def test_one_that_the_location_does_not_take_does_not_hold_up_the_others(
     check_location(folder, 1, 2)
 
 
-def test_a_head_record_that_is_damaged_there_is_no_damage_here(
+def test_damaged_remote_head_record_is_no_local_damage(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What waits goes on waiting, until somebody has seen to it."""
+    """The backlog waits for a repair of the location."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.begin_generation(opened.checkpoints()[-1])
@@ -213,10 +213,10 @@ def test_a_head_record_that_is_damaged_there_is_no_damage_here(
     check_location(folder, 1, 2)
 
 
-def test_what_cannot_be_removed_there_holds_up_nothing(
+def test_failed_remote_deletion_blocks_nothing(
     store: Path, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that waits is sent, the problem is told, and the collection that failed is not begun again at once."""
+    """All checkpoints are sent, the problem is reported, and the collection is not retried at once."""
     save_steps(tmp_path / "other", 1)
     with Store.open(tmp_path / "other", config=CONFIG, create=True) as other:
         other.save(state_of(1), step=1, run="other")
@@ -243,8 +243,8 @@ def test_what_cannot_be_removed_there_holds_up_nothing(
         assert [one.step for one in there.checkpoints() if one.run == "default"] == [2, 3, 4]
 
 
-def test_one_that_is_there_by_name_alone_is_sent_again(store: Path, folder: str) -> None:
-    """What a push that was killed has left, or what has lost a pack; a wait is for it, too."""
+def test_remote_checkpoint_without_packs_is_sent_again(store: Path, folder: str) -> None:
+    """A killed push, or a lost pack; a wait includes it."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, everything=True)
         for pack in (Path(folder.removeprefix("file://")) / "packs").iterdir():
@@ -255,8 +255,8 @@ def test_one_that_is_there_by_name_alone_is_sent_again(store: Path, folder: str)
     check_location(folder, 1, 2)
 
 
-def test_the_line_goes_there_before_the_next_checkpoint(store: Path, folder: str) -> None:
-    """A machine that is lost right after training went back must not bring back what was abandoned."""
+def test_head_record_is_pushed_before_the_next_checkpoint(store: Path, folder: str) -> None:
+    """A machine lost right after a rollback must not bring back abandoned checkpoints."""
     with Store.open(store, config=CONFIG, create=True) as opened, by_thread(opened, folder, poll_s=0.05) as pushing:
         pushing.wait()
         opened.begin_generation(opened.checkpoints()[0])
@@ -266,8 +266,8 @@ def test_the_line_goes_there_before_the_next_checkpoint(store: Path, folder: str
         check_state(there.load(), 1)
 
 
-def test_what_was_abandoned_is_not_the_newest_there(store: Path, folder: str, tmp_path: Path) -> None:
-    """A new machine goes on from an older one than the newest; what it left behind is not here, but is there."""
+def test_abandoned_checkpoint_is_not_the_newest_remote_one(store: Path, folder: str, tmp_path: Path) -> None:
+    """A new machine resumes from an older one."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, everything=True)
     with Store.open(tmp_path / "new", config=CONFIG, create=True) as opened:
@@ -279,8 +279,8 @@ def test_what_was_abandoned_is_not_the_newest_there(store: Path, folder: str, tm
 
 
 @pytest.mark.slow
-def test_what_was_abandoned_is_not_the_best(store_path: Path, folder: str) -> None:
-    """Training has gone back while it was pushed, and the better one is gone here."""
+def test_abandoned_checkpoint_is_not_the_best(store_path: Path, folder: str) -> None:
+    """Training went back during the upload, and the better one was deleted locally."""
     with Store.open(store_path, config=CONFIG, create=True) as opened:
         for step, loss in ((1, 3.0), (2, 1.0)):
             opened.save(state_of(step), step=step, metrics={"loss": loss})
@@ -294,8 +294,8 @@ def test_what_was_abandoned_is_not_the_best(store_path: Path, folder: str) -> No
     check_location(folder, 1, 2, 3)
 
 
-def test_a_store_that_knows_less_does_not_say_what_was_abandoned(store: Path, folder: str, tmp_path: Path) -> None:
-    """One that has not heard of it: another machine has gone back."""
+def test_store_with_an_older_line_decides_nothing(store: Path, folder: str, tmp_path: Path) -> None:
+    """Another machine has gone back, and this store does not know."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, everything=True)
         opened.begin_generation(opened.checkpoints()[0])

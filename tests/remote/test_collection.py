@@ -82,8 +82,8 @@ def test_the_bases_of_a_pack_with_a_damaged_index_stay(delta: Path, folder: str)
         assert torch.equal(there.load(2)["w"], weights(2))  # type: ignore[index]  # a mapping
 
 
-def test_nothing_goes_while_a_damaged_pack_may_need_it(delta: Path, folder: str) -> None:
-    """Of the frame that cannot be read nobody knows the base. When its checkpoint is deleted, that does not matter."""
+def test_damaged_pack_blocks_collection(delta: Path, folder: str) -> None:
+    """The base of an unreadable frame is unknown, until its checkpoint is deleted."""
     spoil(delta, -60, _FRAMES)
     whole = packs_of(folder)
     with Store.open(folder, config=DELTAS, create=True) as there:
@@ -130,8 +130,8 @@ def test_a_delta_that_comes_while_its_base_is_about_to_go(
         assert torch.equal(there.load(2)["w"], weights(2))  # type: ignore[index]  # a mapping
 
 
-def test_what_a_killed_collection_has_left_is_counted_once(store: Path, folder: str) -> None:
-    """What it was about to remove wrongly is kept, and what is garbage is freed."""
+def test_leftover_of_a_killed_collection_counts_once(store: Path, folder: str) -> None:
+    """Packs in use are kept, and garbage is freed."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 1)
     number, nbytes = len(packs_of(folder)), sum(pack.stat().st_size for pack in packs_of(folder))
@@ -150,8 +150,8 @@ def test_what_a_killed_collection_has_left_is_counted_once(store: Path, folder: 
     assert packs_of(folder) == set()
 
 
-def test_the_indexes_of_what_was_removed_are_forgotten(pushed: Path, folder: str) -> None:
-    """A training pushes for weeks, and what it pushed first is not kept."""
+def test_indexes_of_removed_packs_are_forgotten(pushed: Path, folder: str) -> None:
+    """A training may push for weeks."""
     there = RemoteTier(parse_location(folder), CONFIG)
     there.read_indexes(there.pack_ids())
     held = set(there._indexes)
@@ -162,8 +162,8 @@ def test_the_indexes_of_what_was_removed_are_forgotten(pushed: Path, folder: str
     there.close()
 
 
-def test_what_has_no_age_is_left_alone(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a file system does not say when a file was changed, it may belong to a push that is under way."""
+def test_files_without_an_age_stay(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without modification times, a file may belong to a push in progress."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 1)
     temporary = Path(folder.removeprefix("file://"), "packs", "0" * 32 + ".tmp")

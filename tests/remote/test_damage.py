@@ -115,8 +115,8 @@ def test_files_between_the_runs_are_no_runs(store: Path, folder: str) -> None:
 
 @pytest.mark.slow(quick=["file-without_index"])
 @pytest.mark.parametrize("change", [without_index, cut, gone])
-def test_another_push_brings_back_what_is_gone(damaged: Damaged, change: Callable[[bytes], bytes], store: Path) -> None:
-    """A checkpoint that has its manifests and not its packs is not there; sent again, it is."""
+def test_another_push_restores_lost_packs(damaged: Damaged, change: Callable[[bytes], bytes], store: Path) -> None:
+    """A checkpoint with manifests but without packs is sent again."""
     location = damaged(change)
     with Store.open(store, config=CONFIG, create=True) as opened:
         done = opened.push(location, everything=True)

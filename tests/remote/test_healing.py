@@ -55,8 +55,8 @@ LOSSES = [flip, lose_packs, damage_manifest]
 
 @pytest.mark.slow(quick=["flip"])
 @pytest.mark.parametrize("lose", [*LOSSES, lose_manifest])
-def test_what_is_lost_here_is_read_from_there(pushed: Path, folder: str, lose: Callable[[Path], None]) -> None:
-    """The newest checkpoint is read; without the location it is passed over, or all are lost."""
+def test_lost_local_data_is_read_remotely(pushed: Path, folder: str, lose: Callable[[Path], None]) -> None:
+    """The newest checkpoint is read; without the location, it is skipped, or all are lost."""
     lose(pushed)
     with Store.open(pushed, config=CONFIG, read_only=True, remote=folder) as opened:
         if lose in (flip, lose_packs):
@@ -77,8 +77,8 @@ def test_what_is_lost_here_is_read_from_there(pushed: Path, folder: str, lose: C
 
 @pytest.mark.slow(quick=["damage_manifest"])
 @pytest.mark.parametrize("lose", LOSSES)
-def test_a_repair_brings_it_back(pushed: Path, folder: str, lose: Callable[[Path], None]) -> None:
-    """It says so; the location is not needed any more; a second one does nothing."""
+def test_repair_fetches_remote_data(pushed: Path, folder: str, lose: Callable[[Path], None]) -> None:
+    """With a report; then the location is not needed, and a second repair does nothing."""
     lose(pushed)
     with Store.open(pushed, config=CONFIG, remote=folder, create=True) as opened:
         done = opened.repair()
@@ -91,8 +91,8 @@ def test_a_repair_brings_it_back(pushed: Path, folder: str, lose: Callable[[Path
         assert opened.verify() == []
 
 
-def test_a_repair_that_fails_leaves_what_is_here(pushed: Path, folder: str) -> None:
-    """The location cannot give what is lost: the checkpoint stays, and is whole again when its bytes are saved."""
+def test_failed_repair_keeps_local_data(pushed: Path, folder: str) -> None:
+    """The checkpoint stays, and is whole again when its bytes are saved."""
     flip(pushed)
     for pack in (Path(folder.removeprefix("file://")) / "packs").iterdir():
         os.truncate(pack, 0)
@@ -138,8 +138,8 @@ def test_a_repair_that_is_interrupted_is_done_again(pushed: Path, folder: str, m
         assert opened.verify() == []
 
 
-def test_the_command_brings_it_back(pushed: Path, folder: str) -> None:
-    """And a restore with the location says that it should be done."""
+def test_command_fetches_remote_data(pushed: Path, folder: str) -> None:
+    """A restore with the location advises to repair."""
     flip(pushed)
     target = pushed.parent / "out.pt"
     outcome = run_command("restore", pushed, "--to", target, "--remote", folder)
@@ -162,8 +162,8 @@ def broken_there(store: Path, folder: str) -> Path:
     return store
 
 
-def test_what_cannot_be_had_stops_no_other_repair(broken_there: Path, folder: str) -> None:
-    """The other checkpoint is brought back; the reason is said of the one that is left."""
+def test_unavailable_data_does_not_stop_a_repair(broken_there: Path, folder: str) -> None:
+    """The other checkpoint is fetched, and the reason for the first one is reported."""
     lose_packs(broken_there)
     with Store.open(broken_there, config=CONFIG, remote=folder, create=True) as opened:
         done = opened.repair()
@@ -178,8 +178,8 @@ def test_what_cannot_be_had_stops_no_other_repair(broken_there: Path, folder: st
         check_state(opened.load(1), 1)
 
 
-def test_what_cannot_be_had_stops_no_other_pull(broken_there: Path, folder: str, tmp_path: Path) -> None:
-    """What can be copied is; the error names the rest. A single one says what is wrong with it."""
+def test_unavailable_data_does_not_stop_a_pull(broken_there: Path, folder: str, tmp_path: Path) -> None:
+    """The error names the rest; a single one raises its own error."""
     first = state_of(3)
     with Store.open(broken_there, config=CONFIG, create=True) as opened:
         opened.save(first, step=3)

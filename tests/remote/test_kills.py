@@ -82,8 +82,8 @@ def test_killed_at_a_step(zygote: Zygote, store_with_heads: Path, death: tuple[s
 
 
 @pytest.mark.slow
-def test_killed_before_it_saw_that_packs_are_gone(zygote: Zygote, store: Path, folder: str) -> None:
-    """What it has committed is there by its name alone; the next push does not take that for a checkpoint."""
+def test_killed_before_noticing_missing_packs(zygote: Zygote, store: Path, folder: str) -> None:
+    """The next push does not trust a committed manifest alone."""
     zygote.start(push_and_lose, store=str(store), location=folder, step=2).wait_killed()
     with Store.open(folder, config=CONFIG, create=True) as there, pytest.raises(InconsistentCheckpointError):
         there.load(2)
@@ -94,8 +94,8 @@ def test_killed_before_it_saw_that_packs_are_gone(zygote: Zygote, store: Path, f
 
 
 @pytest.mark.slow
-def test_collection_removes_what_a_killed_push_left(zygote: Zygote, store: Path, place: str) -> None:
-    """Not while it may still be running; then temporary files and packs that nobody names, and nothing else."""
+def test_collection_removes_a_killed_push(zygote: Zygote, store: Path, place: str) -> None:
+    """Not while it may be running; then temporary files and unreferenced packs only."""
     zygote.start(push, store=str(store), location=place, step=1).finish()
     zygote.start(
         push_and_die, store=str(store), location=place, step=2, event="remote.pack_renamed", count=1

@@ -37,8 +37,8 @@ def test_a_store_that_lost_its_descriptor_is_no_place_for_a_location(store: Path
 
 @pytest.mark.slow(quick=["a b+c"])
 @pytest.mark.parametrize("name", ["a%41b", "what?", "a#b", "a b+c", "ü", "%2F", "a\tb", "*[x]"])
-def test_a_location_is_named_as_it_can_be_given(store: Path, tmp_path: Path, name: str) -> None:
-    """What a URI cannot have in it is quoted in it, and in what is printed."""
+def test_location_is_printed_as_a_valid_uri(store: Path, tmp_path: Path, name: str) -> None:
+    """Special characters are escaped in it and in messages."""
     location = (tmp_path / name / "remote").as_uri()
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(location, 1)
@@ -91,8 +91,8 @@ def test_nothing_stands_behind_a_location(folder: str) -> None:
         Store.open(folder, remote="file:///elsewhere")
 
 
-def test_a_setting_of_the_configuration_is_checked_as_one_of_the_query() -> None:
-    """Before anybody is asked."""
+def test_configured_setting_is_checked_like_a_query() -> None:
+    """Before any connection."""
     with pytest.raises(InvalidInputError, match=r"dfs\.replication 'many'"):
         Store.open("hdfs://host:8020/q", config=config(options={"dfs.replication": "many"}))
 

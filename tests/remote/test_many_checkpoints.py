@@ -64,8 +64,8 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_restore_does_as_much_as_with_one(places: tuple[str, str], operations: list[str]) -> None:
-    """Every listing is one operation, and no pack is opened but those that are needed."""
+def test_restore_does_not_depend_on_the_number_of_checkpoints(places: tuple[str, str], operations: list[str]) -> None:
+    """Every listing is one operation, and only needed packs are opened."""
     counts = []
     for place in places:
         operations.clear()
@@ -103,8 +103,8 @@ def test_a_push_of_all_reads_every_index_once(tmp_path: Path, folder: str, monke
 
 
 @pytest.mark.slow
-def test_what_pushes_looks_twice_at_nothing(places: tuple[str, str], operations: list[str]) -> None:
-    """The first look is one listing of all; the next one a listing of names."""
+def test_push_lists_only_changes(places: tuple[str, str], operations: list[str]) -> None:
+    """The first refresh lists everything, the next one only names."""
     there = RemoteTier(parse_location(places[1]), CONFIG)
     known = CheckpointCache(there, "default", metrics=False)
     for bound in (4, 2):

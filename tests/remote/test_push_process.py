@@ -89,8 +89,8 @@ def test_every_so_many_steps_arrive(store_path: Path, place: str, *, own_process
 
 @pytest.mark.slow(quick=["False"])
 @pytest.mark.parametrize("own_process", [True, False])
-def test_each_push_is_told(store: Path, folder: str, *, own_process: bool) -> None:
-    """A trace of the training shows when bytes went out, and what failed."""
+def test_each_push_is_traced(store: Path, folder: str, *, own_process: bool) -> None:
+    """A trace of the training shows uploads and failures."""
     told: list[Interval] = []
     push = Push(folder, close_s=None, own_process=own_process)
     began = time.perf_counter()
@@ -113,8 +113,8 @@ def test_each_push_is_told(store: Path, folder: str, *, own_process: bool) -> No
 
 
 @pytest.mark.slow
-def test_it_holds_no_torch(store: Path, folder: str) -> None:
-    """With a GPU that would be gigabytes of libraries, for which it has no use."""
+def test_push_process_does_not_load_torch(store: Path, folder: str) -> None:
+    """With a GPU, it would load gigabytes of libraries."""
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
         assert "torch" not in Path(f"/proc/{process_of(pushing)}/maps").read_text("utf-8")
@@ -161,8 +161,8 @@ def test_one_that_is_killed_is_begun_again(store: Path, folder: str, monkeypatch
 
 
 @pytest.mark.slow
-def test_who_waits_is_told_of_its_end(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits after it does not wait for the time of the next attempt, but for its outcome."""
+def test_waiter_learns_of_a_killed_process(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later wait waits for the outcome of the next attempt, not for its pause."""
     monkeypatch.setattr(module, "RETRY_S", 900.0)
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         with stopped(pushing):
@@ -179,8 +179,8 @@ def test_who_waits_is_told_of_its_end(store: Path, folder: str, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_what_is_left_is_sent_at_the_end_though_it_was_killed(store: Path, folder: str) -> None:
-    """Another process does it, at once."""
+def test_backlog_is_sent_at_the_end_after_a_kill(store: Path, folder: str) -> None:
+    """By another process, at once."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         pushing = by_process(opened, folder, close_s=60.0)
         pushing.wait()
@@ -193,8 +193,8 @@ def test_what_is_left_is_sent_at_the_end_though_it_was_killed(store: Path, folde
 
 
 @pytest.mark.slow
-def test_what_it_finds_there_is_what_is_there(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what the one before it had sent, which was deleted meanwhile."""
+def test_new_process_trusts_only_the_location(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what the killed one sent, which was deleted in the meantime."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
@@ -207,10 +207,8 @@ def test_what_it_finds_there_is_what_is_there(store: Path, folder: str, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_connected", [True, False])
-def test_one_that_is_begun_again_knows_better_when_it_has_looked(
-    store: Path, folder: str, *, is_connected: bool
-) -> None:
-    """What the one before it had sent, and it does not find, waits again, and is held."""
+def test_new_process_decides_once_it_has_listed_the_location(store: Path, folder: str, *, is_connected: bool) -> None:
+    """Checkpoints that are missing there wait again, and are held."""
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
         now, sent = pushing.statistics(), dict(pushing.queue.sent)
@@ -223,8 +221,8 @@ def test_one_that_is_begun_again_knows_better_when_it_has_looked(
 
 
 @pytest.mark.slow
-def test_workers_that_are_forked_while_it_begins_keep_nothing_open(store: Path, folder: str) -> None:
-    """They live longer than it; its end is seen all the same."""
+def test_workers_forked_at_its_start_keep_nothing_open(store: Path, folder: str) -> None:
+    """They outlive the process, and its end is noticed anyway."""
     workers: list[int] = []
     try:
         for _ in range(2):
@@ -257,8 +255,8 @@ def test_a_wait_after_the_end(store: Path, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_one_that_does_nothing_keeps_nobody_waiting(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not who says again and again that there is something to do, and not the end."""
+def test_stopped_process_blocks_nobody(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither refresh() nor close()."""
     monkeypatch.setattr(module, "_START_S", 0.0)
     monkeypatch.setattr(module, "_ANSWER_S", 0.1)
     monkeypatch.setattr(module, "GIVE_UP_S", 1.0)
@@ -275,8 +273,8 @@ def test_one_that_does_nothing_keeps_nobody_waiting(store: Path, folder: str, mo
 
 
 @pytest.mark.slow
-def test_signals_are_not_for_it(store: Path, folder: str) -> None:
-    """A terminal or a scheduler sends them to all processes; what is to be done the training says."""
+def test_signals_are_ignored_by_the_process(store: Path, folder: str) -> None:
+    """Terminals and schedulers send them to all processes, but the training decides."""
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
         for name in module._IGNORED_SIGNALS:
@@ -289,8 +287,8 @@ def test_signals_are_not_for_it(store: Path, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("worker_lives", [True, False])
-def test_it_ends_with_a_training_that_is_killed(store: Path, folder: str, *, worker_lives: bool) -> None:
-    """Also when another process has inherited all that the training had open."""
+def test_process_ends_with_a_killed_training(store: Path, folder: str, *, worker_lives: bool) -> None:
+    """Also if another process has inherited its open files."""
     words = [sys.executable, "-c", TRAINER, str(store), folder]
     with subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
@@ -311,8 +309,8 @@ def test_it_ends_with_a_training_that_is_killed(store: Path, folder: str, *, wor
 
 
 @pytest.mark.slow
-def test_what_is_damaged_here_is_told_and_not_held(store: Path, folder: str) -> None:
-    """With all that the error has."""
+def test_damaged_checkpoint_is_reported_and_not_held(store: Path, folder: str) -> None:
+    """With all fields of the error."""
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     whole = newest.read_bytes()
     newest.unlink()
@@ -343,8 +341,8 @@ def test_a_time_that_no_end_can_take(store: Path, folder: str) -> None:
         Push(folder, own_process=1)  # type: ignore[arg-type]  # wrong on purpose
 
 
-def test_errors_arrive_as_they_are_or_say_what_they_were() -> None:
-    """Of whatever class, also of one that cannot be made from its words."""
+def test_errors_survive_pickling() -> None:
+    """Of any class, also those that cannot be built from their message."""
     same = errors.DamagedPartitionError("damaged", b"x" * 16)
     found = pickle.loads(pickle.dumps(module._portable(same)))
     assert (type(found), str(found), found.digest) == (type(same), "damaged", b"x" * 16)
@@ -356,8 +354,8 @@ def test_errors_arrive_as_they_are_or_say_what_they_were() -> None:
 
 
 @pytest.mark.slow
-def test_it_takes_what_the_training_leaves(store: Path, folder: str) -> None:
-    """With all of its threads; and it keeps no terminal busy."""
+def test_process_has_low_priority(store: Path, folder: str) -> None:
+    """With all of its threads, and without a terminal."""
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
         pid = process_of(pushing)

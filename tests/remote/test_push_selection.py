@@ -63,8 +63,8 @@ def sent(here: Packs, *numbers: int, there: Packs | None = None) -> list[tuple[D
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
-def test_what_was_sent_derived_is_no_base_for_another(order: tuple[int, int]) -> None:
-    """It lies here twice: two ranks stored the same bytes, one of them as a rounded copy."""
+def test_derived_frame_is_no_base(order: tuple[int, int]) -> None:
+    """Two ranks stored the same bytes, one of them as a rounded copy."""
     found = sent(Packs((1, DERIVED, 3), (1, FULL, None), (2, DERIVED, 1), (3, FULL, None)), *order)
     assert (name(1), FULL) in found
     assert (name(2), DERIVED) in found
@@ -77,8 +77,8 @@ def test_frames_that_are_their_own_bases_are_not_sent(kind: int) -> None:
         sent(Packs((1, kind, 2), (2, DELTA, 3), (3, DELTA, 2)), 1)
 
 
-def test_a_chain_that_nobody_can_decode_is_not_followed_to_its_end() -> None:
-    """Neither here nor there; one of the greatest length is."""
+def test_undecodable_chain_is_not_followed() -> None:
+    """On either side; a chain of maximum length is."""
     longest = [(number, DELTA, number + 1) for number in range(1, 9)]
     whole = [(0, DERIVED, 1), *longest, (9, FULL, None)]
     assert len(sent(Packs(*whole), 0)) == 10

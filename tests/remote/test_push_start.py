@@ -74,10 +74,10 @@ def test_a_relative_path_is_that_of_the_training(tmp_path: Path, folder: str, mo
 
 
 @pytest.mark.slow
-def test_it_imports_what_the_training_does(
+def test_process_imports_what_the_training_imports(
     store: Path, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not what lies in the directory that it is in; and what is no text in the path is passed over."""
+    """Not from the working directory; entries of the path that are no strings are skipped."""
     monkeypatch.syspath_prepend(str(REPOSITORY))
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     monkeypatch.chdir(tmp_path)

@@ -41,8 +41,8 @@ def address(view: memoryview) -> int:
     return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
 
 
-def test_memory_is_taken_up_again_when_the_last_view_of_it_goes() -> None:
-    """And not before, whichever part of it that is of."""
+def test_memory_is_reused_after_the_last_view() -> None:
+    """Not before, for a view of any part."""
     memory = RangeMemory(4096, 2)
     whole = memory.take(4096)
     first, part = address(whole), whole[100:200][10:]
@@ -103,10 +103,8 @@ def test_ranges_read_with_and_without_such_memory(files: RemoteFiles, memory: Ra
         assert size == len(CONTENT)
 
 
-def test_the_namenode_is_asked_once_where_the_blocks_of_a_file_lie(
-    hdfs_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many pieces of it are read; who keeps nothing asks each time."""
+def test_block_locations_of_a_file_are_requested_once(hdfs_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any number of reads; without the cache, for each."""
     files = RemoteFiles(parse_location(f"{hdfs_url}/tests/{uuid.uuid4().hex}"), REMOTE)
     assert files.put_small(path_in(files), CONTENT)
     whole: Callable[[hdfs_native_client.Client, str], object] = hdfs_native_client.Client.read

@@ -53,7 +53,7 @@ def test_no_more_than_so_many_read_at_the_same_time() -> None:
     assert most == 3
 
 
-def test_the_next_one_is_read_after_one_that_failed() -> None:
+def test_next_file_is_read_after_a_failure() -> None:
     """By the same thread."""
 
     def read(number: int) -> int:

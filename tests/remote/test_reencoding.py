@@ -97,8 +97,8 @@ def test_plain_frames_arrive_encoded_and_come_back_plain(store: Path, place: str
         assert new.verify() == []
 
 
-def test_a_base_that_goes_there_stays_as_long_as_it_is_needed(store: Path, folder: str) -> None:
-    """The checkpoint that a delta was made against is deleted; the delta can be read, and collection keeps its base."""
+def test_remote_base_stays_while_needed(store: Path, folder: str) -> None:
+    """The checkpoint of the base is deleted; the delta stays readable."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 0)
         opened.push(folder, 1)
@@ -109,16 +109,16 @@ def test_a_base_that_goes_there_stays_as_long_as_it_is_needed(store: Path, folde
         assert there.verify() == []
 
 
-def test_without_the_older_state_there_no_delta_is_made(store: Path, folder: str) -> None:
-    """Whatever lies here: a delta never arrives without its base."""
+def test_no_delta_without_a_remote_base(store: Path, folder: str) -> None:
+    """A delta never arrives without its base."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 2)
     assert {int(row["kind"]) for row in rows(folder)} == {registry.KIND_FULL}
     assert registry.CODEC_BYTE_PLANES in {int(row["codec"]) for row in rows(folder)}
 
 
-def test_a_base_that_was_lost_there_is_no_base(store: Path, folder: str) -> None:
-    """Its checkpoint is listed there, but no pack has it: a delta against it could not be read."""
+def test_lost_remote_base_is_not_used(store: Path, folder: str) -> None:
+    """Its checkpoint is listed, but no pack has it."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 0)
         for pack in Path(folder.removeprefix("file://"), "packs").iterdir():
@@ -153,8 +153,8 @@ def test_chains_of_deltas_end(store_path: Path, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_what_deltas_are_sent_on_becomes_no_delta_itself(store_path: Path, folder: str) -> None:
-    """A partition that lies whole here, on which others are encoded: their chain was counted from there."""
+def test_base_of_deltas_is_not_reencoded(store_path: Path, folder: str) -> None:
+    """Their chain was counted from the plain partition."""
     random = torch.Generator().manual_seed(0)
     newest = torch.randint(-(2**31), 2**31 - 1, (100_000,), dtype=torch.int32, generator=random)
     state = {"newest": newest, "before": newest.clone()}
@@ -185,10 +185,10 @@ def test_what_deltas_are_sent_on_becomes_no_delta_itself(store_path: Path, folde
     ("mode", "bytes_per_s", "is_encoded"),
     [("off", 1.0, False), ("auto", 1e12, False), ("auto", 1e6, True), ("smallest", 1e12, True)],
 )
-def test_what_the_location_takes_decides(
+def test_link_speed_decides_about_encoding(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch, mode: str, bytes_per_s: float, is_encoded: bool
 ) -> None:
-    """A location that takes a byte sooner than it can be encoded gets it as it lies."""
+    """A fast location receives plain bytes."""
     monkeypatch.setattr(ThroughputMeter, "bytes_per_s", bytes_per_s)
     with Store.open(store, config=changed(compression=mode), create=True) as opened:
         done = opened.push(folder)
@@ -214,9 +214,7 @@ def test_the_speed_is_measured_before_most_is_sent(
     assert codecs.count(registry.CODEC_BYTE_PLANES) >= 3
 
 
-def test_pushing_beside_a_training_goes_on_with_what_it_has_measured(
-    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_background_push_keeps_its_measurements(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One encoder serves all pushes."""
     monkeypatch.setattr(ThroughputMeter, "bytes_per_s", 1e6)
     rules = Push(folder, own_process=False)
@@ -232,15 +230,15 @@ def test_pushing_beside_a_training_goes_on_with_what_it_has_measured(
         assert there.verify() == []
 
 
-def test_memory_for_what_is_encoded_is_bounded(store: Path, folder: str) -> None:
-    """Packs are cut so that those on their way fit into it."""
+def test_memory_of_encoded_frames_is_bounded(store: Path, folder: str) -> None:
+    """By the size of packs."""
     with Store.open(store, config=changed(encoded_bytes=MIB, pack_bytes=1 << 30), create=True) as opened:
         done = opened.push(folder)
     assert done.packs >= done.plain_bytes // (MIB // 2)
 
 
-def test_damage_here_is_found_before_it_is_encoded(store: Path, folder: str) -> None:
-    """It is not spread, and named."""
+def test_local_damage_is_found_before_encoding(store: Path, folder: str) -> None:
+    """It is named, and not uploaded."""
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     data = bytearray(newest.read_bytes())
     data[4096 + 8192] ^= 1
@@ -252,8 +250,8 @@ def test_damage_here_is_found_before_it_is_encoded(store: Path, folder: str) -> 
         opened.push(folder)
 
 
-def test_what_arrived_before_damage_was_met_is_not_sent_again(store_path: Path, folder: str, tmp_path: Path) -> None:
-    """The rest is, and of what is damaged the other copy, decoded."""
+def test_frames_sent_before_damage_are_not_sent_again(store_path: Path, folder: str, tmp_path: Path) -> None:
+    """The rest is, with another copy of the damaged partition, decoded."""
     for where in (store_path, tmp_path / "copy"):
         with Store.open(where, config=CONFIG, create=True) as opened:
             opened.save(state_of(0), step=0)

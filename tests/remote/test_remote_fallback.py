@@ -81,10 +81,10 @@ def put_a_file(there: Path) -> None:
 
 @pytest.mark.slow(quick=["lose_descriptor"])
 @pytest.mark.parametrize("change", [lose_descriptor, damage_descriptor, put_something_else, put_a_file])
-def test_a_location_that_cannot_be_read_is_like_one_that_does_not_answer(
+def test_unreadable_location_counts_as_unreachable(
     pushed: Path, folder: str, tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
-    """What lies here is read, with a warning; where that is not enough, it is not taken for an empty one."""
+    """Local data is read with a warning, and the location is never taken for empty."""
     change(Path(folder.removeprefix("file://")))
     with (
         Store.open(pushed, config=CONFIG, remote=folder, create=True) as opened,
@@ -100,8 +100,8 @@ def test_a_location_that_cannot_be_read_is_like_one_that_does_not_answer(
         checkpointer.restore()
 
 
-def test_a_location_that_has_lost_its_descriptor_gets_no_new_one(pushed: Path, folder: str) -> None:
-    """To open it and to push there is refused."""
+def test_location_without_descriptor_gets_no_new_one(pushed: Path, folder: str) -> None:
+    """Opening it and pushing to it is refused."""
     lose_descriptor(Path(folder.removeprefix("file://")))
     with pytest.raises(StructureError, match=r"has no asymcheck\.store, but it has manifests and packs; restore"):
         Store.open(folder, config=CONFIG, create=True)
@@ -133,8 +133,8 @@ def test_a_training_that_begins_from_nothing_says_so(tmp_path: Path, folder: str
         checkpointer.save(0)
 
 
-def test_what_was_pulled_is_read_without_the_location(pushed: Path, folder: str, tmp_path: Path) -> None:
-    """Its packs are others than the manifest names; so are those of a store whose packs a repair has moved."""
+def test_pulled_store_does_not_need_the_location(pushed: Path, folder: str, tmp_path: Path) -> None:
+    """Its packs differ from the hints of the manifest; so do packs moved by a repair."""
     with Store.open(tmp_path / "new", config=CONFIG, create=True) as opened:
         opened.pull(folder, everything=True)
     for pack in (pushed / "packs").iterdir():

@@ -39,7 +39,7 @@ def top(files: RemoteFiles) -> PurePosixPath:
     return PurePosixPath(files.location.path)
 
 
-def test_what_is_not_there_is_none(files: RemoteFiles) -> None:
+def test_missing_entries_are_none(files: RemoteFiles) -> None:
     """A file, a folder and a listing."""
     nowhere = top(files) / "no" / "where"
     assert files.stat(nowhere) is None
@@ -77,10 +77,8 @@ def test_listings_name_files_and_folders(files: RemoteFiles) -> None:
 
 
 @pytest.mark.slow
-def test_a_folder_that_goes_during_a_listing_takes_no_other_with_it(
-    hdfs_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process deletes a checkpoint while this one looks which there are."""
+def test_folder_removed_during_a_listing_affects_no_other(hdfs_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process deletes a checkpoint at the same time."""
     files = RemoteFiles(parse_location(f"{hdfs_url}/tests/{uuid.uuid4().hex}"), REMOTE)
     for name in ("a", "b", "c"):
         assert files.put_small(top(files) / name / "one", b"1")
@@ -107,7 +105,7 @@ def test_a_name_that_is_taken_is_refused(files: RemoteFiles) -> None:
     assert files.list(top(files)) == ["name"]
 
 
-def test_of_racing_writers_one_gets_the_name(files: RemoteFiles) -> None:
+def test_one_of_racing_writers_wins(files: RemoteFiles) -> None:
     """Eight threads, one name."""
     if files.kind == "libhdfs":
         pytest.skip("through pyarrow it replaces files: two may win, as docs/hdfs.md says")
@@ -125,8 +123,8 @@ def test_of_racing_writers_one_gets_the_name(files: RemoteFiles) -> None:
     assert won == [files.read_small(top(files) / "name", 10)]
 
 
-def test_a_rename_says_whether_the_file_was_there(files: RemoteFiles) -> None:
-    """The bytes go with it."""
+def test_rename_reports_whether_the_file_existed(files: RemoteFiles) -> None:
+    """The bytes move with it."""
     files.put_small(top(files) / "old", b"bytes")
     assert files.rename(top(files) / "old", top(files) / "new") is True
     assert files.rename(top(files) / "old", top(files) / "newer") is False
@@ -219,7 +217,7 @@ def test_a_server_that_does_not_sync_a_folder(folder: str, monkeypatch: pytest.M
     released.set()
 
 
-def test_each_piece_is_durable_before_the_next_one_is_written(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_piece_is_durable_before_the_next(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And all of them before the turn of the file ends."""
     sizes: list[int] = []
     sync = os.fdatasync
@@ -279,8 +277,8 @@ def test_another_attempt_takes_another_name(files: RemoteFiles, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_what_is_read_back_otherwise_is_never_named(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says which file and which attempt."""
+def test_mismatch_after_read_back_is_never_renamed(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names file and attempt."""
     whole: Write = RemoteFiles.write
     monkeypatch.setattr(RemoteFiles, "write", lambda self, path, _: whole(self, path, [b"other"]))
     with pytest.raises(StorageError, match=rf"upload of .*/name, attempt {REMOTE.attempts} of {REMOTE.attempts}: "):
@@ -289,8 +287,8 @@ def test_what_is_read_back_otherwise_is_never_named(files: RemoteFiles, monkeypa
 
 
 @pytest.mark.parametrize("client", ["hdfs-native"])
-def test_nobody_who_answers_is_not_nothing_that_is_there(client: str) -> None:
-    """A port where nobody listens: an error of its own, and not "not found"."""
+def test_unreachable_server_is_not_an_empty_location(client: str) -> None:
+    """A closed port has its own error, not "not found"."""
     quick = {"dfs.client.failover.max.attempts": "1"}
     with pytest.raises(RemoteUnreachableError, match=r"hdfs://127\.0\.0\.1:1/x: no NameNode is at host"):
         Store.open("hdfs://127.0.0.1:1/x", config=config(client=client, options=quick, deadline_s=20.0))

@@ -29,8 +29,8 @@ from tests.restore.test_bases import delta_of, plain_of, swap, weights
 from tests.restore.test_bases import save_steps as save_weights
 
 
-def test_the_newest_goes_there_and_comes_back_to_a_bare_machine(store: Path, place: str, tmp_path: Path) -> None:
-    """Read where it lies, in part and in whole, and pulled into a new store."""
+def test_push_and_pull_of_the_newest(store: Path, place: str, tmp_path: Path) -> None:
+    """Read remotely in part and as a whole, and pulled into a new store."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         done = opened.push(place)
     assert [len(done.committed), done.present, done.reused_partitions] == [1, 0, 0]
@@ -52,8 +52,8 @@ def test_the_newest_goes_there_and_comes_back_to_a_bare_machine(store: Path, pla
 
 
 @pytest.mark.slow(quick=["file"])
-def test_what_is_there_is_not_sent_again(store: Path, place: str) -> None:
-    """Step 2 shares a third of its bytes with step 1; the second push of it sends nothing."""
+def test_present_data_is_not_sent_again(store: Path, place: str) -> None:
+    """Step 2 shares a third of its bytes with step 1; its second push sends nothing."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         first, second, third = opened.push(place, 1), opened.push(place, 2), opened.push(place, everything=True)
     assert second.reused_partitions > 0
@@ -127,8 +127,8 @@ def test_two_trainings_from_nothing_are_kept_apart(place: str, tmp_path: Path) -
 
 
 @pytest.mark.slow(quick=["file"])
-def test_two_stores_share_what_is_equal(place: str, tmp_path: Path) -> None:
-    """Runs of different names in one place: the second sends only what the first has not sent."""
+def test_two_stores_share_equal_partitions(place: str, tmp_path: Path) -> None:
+    """Runs of different names at one location: the second push sends only new bytes."""
     for name in ("a", "b"):
         with Store.open(tmp_path / name, config=CONFIG, create=True) as opened:
             opened.save(state_of(1), step=1, run=name)
@@ -163,8 +163,8 @@ def test_a_delta_arrives_with_its_bases(chain: Path, place: str, tmp_path: Path)
         assert torch.equal(new.load()["w"], weights(2))  # type: ignore[index]  # a mapping
 
 
-def test_a_delta_whose_base_is_lost_there_is_not_there(chain: Path, folder: str) -> None:
-    """It is of no use alone; with the base it is."""
+def test_delta_with_a_lost_base_is_missing(chain: Path, folder: str) -> None:
+    """Until the base is back."""
     with Store.open(chain, config=CONFIG, create=True) as opened:
         opened.push(folder, 2)
         assert opened.push(folder, 2).present == 1
@@ -213,8 +213,8 @@ def test_a_remote_location_is_not_saved_to(store: Path, folder: str) -> None:
             _ = there.path
 
 
-def test_what_cannot_be_pushed_is_said(store: Path, folder: str) -> None:
-    """A step that is not there; a path that is no URI; and nothing is made there."""
+def test_unpushable_request_is_an_error(store: Path, folder: str) -> None:
+    """A missing step, or a path that is no URI; nothing is created."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         with pytest.raises(CheckpointNotFoundError, match="step 9"):
             opened.push(folder, 9)
@@ -224,8 +224,8 @@ def test_what_cannot_be_pushed_is_said(store: Path, folder: str) -> None:
         Store.open(folder, create=True)
 
 
-def test_a_damaged_frame_here_is_not_spread(store: Path, folder: str) -> None:
-    """A checkpoint that is damaged here is not committed there; the one before it can still go."""
+def test_damaged_local_frame_is_not_uploaded(store: Path, folder: str) -> None:
+    """The damaged checkpoint is not committed; an earlier one can be."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
         data = bytearray(newest.read_bytes())
@@ -237,8 +237,8 @@ def test_a_damaged_frame_here_is_not_spread(store: Path, folder: str) -> None:
     check_location(folder, 1)
 
 
-def test_those_that_are_damaged_here_keep_no_other_from_going(store: Path, folder: str) -> None:
-    """Whether they come first or between; at the end each is named with its reason."""
+def test_damaged_checkpoints_do_not_stop_a_push(store: Path, folder: str) -> None:
+    """In any position; at the end, each is named with its reason."""
     for step in (3, 4, 5):
         before = set((store / "packs").iterdir())
         save_steps(store, step)
@@ -258,7 +258,7 @@ def test_those_that_are_damaged_here_keep_no_other_from_going(store: Path, folde
         check_state(there.load(4), 4)
 
 
-def test_a_run_that_another_training_has_there_keeps_no_other_from_going(tmp_path: Path, folder: str) -> None:
+def test_foreign_run_does_not_stop_other_runs(tmp_path: Path, folder: str) -> None:
     """Nothing of it is sent."""
     for name in ("a", "b"):
         with Store.open(tmp_path / name, config=CONFIG, create=True) as opened:
@@ -293,10 +293,10 @@ def test_a_manifest_that_the_drive_does_not_give_keeps_no_other_from_going(
     check_location(folder, 2)
 
 
-def test_what_the_drive_does_not_give_is_not_blamed_on_the_location(
+def test_local_read_error_is_not_blamed_on_the_location(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is damage of this store, and no upload is begun again for it."""
+    """It is damage of this store, and no upload is retried for it."""
 
     def read_frame(pack: PackFile, sequence: int, _: Slot) -> memoryview:
         raise StorageError(f"read frame {sequence} of {pack.path}: Input/output error")
@@ -311,10 +311,10 @@ def test_what_the_drive_does_not_give_is_not_blamed_on_the_location(
 
 
 @pytest.mark.slow(quick=["file"])
-def test_a_pull_fetches_what_collection_takes_while_the_pull_looks(
+def test_pull_fetches_partitions_that_a_collection_takes(
     store: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Partitions of a deleted checkpoint are still stored here when the pull begins, and are gone when it claims."""
+    """Partitions of a deleted checkpoint vanish between lookup and claim."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(place, 1)
         for step in (1, 2):

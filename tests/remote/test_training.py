@@ -53,8 +53,8 @@ def steps_in(store: Store) -> list[int]:
 
 
 @pytest.mark.slow(quick=["hdfs"])
-def test_what_is_chosen_arrives(store_path: Path, place: str) -> None:
-    """While the training runs: waited for, it is there, and the statistics say so."""
+def test_selected_checkpoints_arrive(store_path: Path, place: str) -> None:
+    """While training runs; the statistics say so."""
     state = dict(state_of(0))
     with Store.open(store_path, config=CONFIG, create=True) as store:
         with Checkpointer(store, state, every=1, push=Push(place, every=2), keep=None) as checkpointer:
@@ -70,8 +70,8 @@ def test_what_is_chosen_arrives(store_path: Path, place: str) -> None:
     check_location(place, 0, 2, 4)
 
 
-def test_without_one_nothing_is_pushed_and_nobody_waits_for_that(store_path: Path) -> None:
-    """To return would say that all lies there."""
+def test_wait_without_a_push_is_refused(store_path: Path) -> None:
+    """Returning would claim that everything was uploaded."""
     state = dict(state_of(0))
     with (
         Store.open(store_path, config=CONFIG, create=True) as store,
@@ -88,10 +88,10 @@ def test_without_one_nothing_is_pushed_and_nobody_waits_for_that(store_path: Pat
 
 
 @pytest.mark.slow
-def test_retention_leaves_what_waits_alone_up_to_a_bound(
+def test_retention_keeps_waiting_checkpoints_up_to_a_limit(
     store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newest two that wait stay beside the newest; the next start sends them, and then they go."""
+    """Two waiting ones stay beside the newest; the next start sends them, then they are deleted."""
     outage = Outage(monkeypatch)
     state = dict(state_of(0))
     push, keep = Push(folder, every=2, hold=2, own_process=False), Retention(keep_last=1)
@@ -114,8 +114,8 @@ def test_retention_leaves_what_waits_alone_up_to_a_bound(
 
 
 @pytest.mark.slow
-def test_an_outage_is_told_once_and_the_backlog_grows(store_path: Path) -> None:
-    """Every step is saved here meanwhile; a wait for there says why it is in vain; a close, what was left."""
+def test_outage_is_reported_once_and_the_backlog_grows(store_path: Path) -> None:
+    """Every step is saved locally; wait() gives the reason, and close() the backlog."""
     state = dict(state_of(0))
     with Store.open(store_path, config=ONE_ATTEMPT, create=True) as store, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UnreachableRemoteWarning)
@@ -138,10 +138,8 @@ def test_an_outage_is_told_once_and_the_backlog_grows(store_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_outage_that_ends_is_told_again_when_it_comes_back(
-    store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not for each step, and not never."""
+def test_second_outage_is_reported_again(store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at each step, and not never."""
     outage = Outage(monkeypatch)
     state = dict(state_of(0))
     with (
@@ -162,8 +160,8 @@ def test_an_outage_that_ends_is_told_again_when_it_comes_back(
     assert len(told) == 2
 
 
-def test_the_end_waits_no_longer_than_it_may(store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A location that does not answer at all; what it was given is not committed, and the next start sends it."""
+def test_end_is_bounded_in_time(store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a location that never responds; unfinished uploads are not committed, and the next start sends them."""
     state = dict(state_of(0))
     blocked, freed = threading.Event(), threading.Event()
     whole: Callable[..., int] = RemoteFiles.write
@@ -213,10 +211,8 @@ def test_the_location_has_a_retention_of_its_own(store_path: Path, place: str) -
 
 
 @pytest.mark.slow
-def test_a_location_of_another_training_is_told_until_it_is_mended(
-    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What waits for it waits on: it was not sent, and nobody may take it for being there."""
+def test_foreign_location_is_reported_until_fixed(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backlog waits, and never counts as sent."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     push = Push(place, close_s=1.0, own_process=False)
     state = dict(state_of(0))

@@ -38,8 +38,8 @@ def orphaned(store: Path, folder: str) -> None:
 
 @pytest.mark.slow(quick=["removed"])
 @pytest.mark.parametrize("event", ["remote.pack_doomed", "remote.pack_removed"], ids=["doomed", "removed"])
-def test_a_push_that_relies_on_what_a_collection_takes(store: Path, folder: str, event: str) -> None:
-    """The push comes between the announcement and the removal, or right after the first removal."""
+def test_push_relies_on_a_pack_under_collection(store: Path, folder: str, event: str) -> None:
+    """The push comes between announcement and removal, or right after the first removal."""
     orphaned(store, folder)
     pushed = []
 
@@ -141,7 +141,7 @@ def test_a_collection_that_was_killed_loses_nothing(store: Path, folder: str) ->
     check_location(folder, 1, 2)
 
 
-def test_a_run_goes_on_while_it_is_pushed(store: Path, folder: str) -> None:
+def test_run_continues_during_pushes(store: Path, folder: str) -> None:
     """Steps are saved and deleted between pushes."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, everything=True)

@@ -56,14 +56,14 @@ def flipped(piece: bytes, place: int) -> bytes:
         pytest.param(lambda pieces: [flipped(pieces[0], 4096 + 60), *pieces[1:]], {"read_back": True}, id="frame"),
     ],
 )
-def test_what_arrives_otherwise_gets_no_name(
+def test_corrupted_upload_gets_no_name(
     store: Path,
     place: str,
     monkeypatch: pytest.MonkeyPatch,
     spoil: Callable[[list[bytes]], list[bytes]],
     settings: dict[str, bool],
 ) -> None:
-    """The push fails, says which pack and which attempt, and leaves no pack and no checkpoint."""
+    """The push names pack and attempt, and leaves neither pack nor checkpoint."""
     with (
         Store.open(store, config=config(attempts=2, **settings), create=True) as opened,
         monkeypatch.context() as patch,
@@ -148,10 +148,8 @@ def test_manifests_are_staged_by_a_few_threads(
         assert [one.complete for one in there.checkpoints()] == ([True] if spoilt is None else [])
 
 
-def test_what_goes_ahead_and_fails_keeps_nobody_waiting(
-    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other packs wait until it shows what the location takes."""
+def test_failed_probe_blocks_nobody(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other packs wait for the measurement of the first one."""
     monkeypatch.setattr("asymcheck.replication.push._PROBE_BYTES", 8192)
     spoil_packs(monkeypatch, lambda pieces: pieces[:-1])
     with (

@@ -49,8 +49,8 @@ def boxes(draw: st.DrawFn, count: int) -> list[Box]:
 
 
 @given(boxes(2))
-def test_what_two_boxes_have_in_common_is_what_both_slices_mark(pair: list[Box]) -> None:
-    """And nothing is in common exactly when no element is; one covers the other when that is all of it."""
+def test_intersection_is_what_both_slices_mark(pair: list[Box]) -> None:
+    """It is empty if no element is common; a box covers another one if it contains all its elements."""
     one, other = pair
     marked = _marked(pair, one.whole) == 2
     common = one.common(other)
@@ -61,7 +61,7 @@ def test_what_two_boxes_have_in_common_is_what_both_slices_mark(pair: list[Box])
 
 
 @given(boxes(2))
-def test_what_is_left_and_what_was_taken_are_the_box(pair: list[Box]) -> None:
+def test_difference_and_intersection_make_up_the_box(pair: list[Box]) -> None:
     """Each element once."""
     one, other = pair
     common = one.common(other)

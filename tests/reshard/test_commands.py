@@ -41,8 +41,8 @@ def _rows(out: str) -> list[list[str]]:
     return [line.split() for line in out.splitlines()]
 
 
-def test_inspect_shows_how_many_ranks_there_are(shared: Path) -> None:
-    """And of a tensor its whole shape, its bytes, and in how many parts it lies."""
+def test_inspect_shows_the_number_of_ranks(shared: Path) -> None:
+    """And for a tensor the whole shape, bytes, and number of parts."""
     rows = _rows(run_command("inspect", shared).out)
     assert ["run", "step", "generation", "saved", "(UTC)", "ranks", "size", "status", "metrics"] in rows
     outcome = run_command("inspect", shared, "--step", "10", "--where")
@@ -119,7 +119,7 @@ def test_other_commands_take_all_ranks_together(shared: Path, tmp_path: Path) ->
         assert torch.equal(shard.local, FULL[25:75])
 
 
-def test_what_a_program_compares_by_hand_is_told_apart(shared: Path) -> None:
-    """The library raises where the command line says no."""
+def test_strict_comparison_raises(shared: Path) -> None:
+    """The library raises where the command line returns a status."""
     with Store.open(shared, create=True) as store, pytest.raises(InvalidInputError, match="different numbers of ranks"):
         store.diff(30, 40)

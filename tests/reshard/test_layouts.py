@@ -188,8 +188,8 @@ def test_rows_that_do_not_follow_each_other_are_refused() -> None:
             shard_of(part, "x")
 
 
-def test_what_is_here_of_a_dtensor_is_told_as_torch_cuts_it() -> None:
-    """The box is where the bytes are, also when two mesh dimensions cut one dimension; what is no box is refused."""
+def test_shard_of_a_dtensor_matches_torch() -> None:
+    """Also if two mesh dimensions split one dimension; other shards are refused."""
     seen = 0
     for rows, (mesh, splits) in itertools.product(range(1, 13), [((2, 2), 2), ((3, 2), 2), ((2, 3), 3)]):
         full = torch.arange(rows)

@@ -107,8 +107,8 @@ def test_training_goes_on_at_another_number_of_ranks(
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_what_many_ranks_saved_is_whole_for_one_process(store_path: Path, kind: str) -> None:
-    """Of one that knows of no ranks: plain tensors, in a module and in an optimizer."""
+def test_many_ranks_are_merged_for_one_process(store_path: Path, kind: str) -> None:
+    """Plain tensors, in a module and in an optimizer."""
     full, full_optimizer = _full(kind, 3)
     with Store.open(store_path, create=True) as store:
         _save(store, kind, 3)
@@ -123,8 +123,8 @@ def test_what_many_ranks_saved_is_whole_for_one_process(store_path: Path, kind: 
                     assert torch.equal(optimizer.state[mine][key], value)
 
 
-def test_what_one_process_saved_is_cut_for_many_ranks(store_path: Path) -> None:
-    """The other way round."""
+def test_one_process_is_split_for_many_ranks(store_path: Path) -> None:
+    """The other direction."""
     full, full_optimizer = _full("adamw", 3)
     with Store.open(store_path, create=True) as store:
         store.save({"model": full, "optimizer": full_optimizer}, step=3)
@@ -169,8 +169,8 @@ class Holder:
         self.loaded = state_dict["value"]
 
 
-def test_objects_get_what_they_have(store_path: Path) -> None:
-    """A shard for a shard, filled in place; the whole for who has nothing to fill."""
+def test_objects_receive_their_own_kind(store_path: Path) -> None:
+    """A shard for a shard, filled in place; a whole tensor without a target."""
     full = torch.randn(4, 2)
     with Store.open(store_path, create=True) as store:
         save_ranks(store, [{"x": Holder(TensorShard(full[i : i + 1].clone(), (4, 2), (i, 0)))} for i in range(4)])

@@ -51,8 +51,8 @@ def test_values_and_uncut_tensors_are_those_of_the_rank(store_path: Path) -> Non
 
 
 @pytest.mark.parametrize("rank", [-1, 1.5, "0", True, 10**9])
-def test_what_is_no_rank_is_refused(store_path: Path, rank: object) -> None:
-    """Before anything is looked for."""
+def test_invalid_rank_is_refused(store_path: Path, rank: object) -> None:
+    """Before anything is read."""
     with Store.open(store_path, create=True) as store, pytest.raises(InvalidInputError, match="rank"):
         store.load(rank=rank)  # type: ignore[arg-type]  # that is the point
 
@@ -126,8 +126,8 @@ def test_tensors_of_other_ranks_are_found_by_name(store_path: Path) -> None:
             store.load(into={"model": unknown})
 
 
-def test_what_no_part_has_is_named_before_a_byte_is_written(store_path: Path) -> None:
-    """The tensor, and the missing range; whoever wants less gets it."""
+def test_missing_parts_are_named_before_anything_is_written(store_path: Path) -> None:
+    """With the tensor and the range; smaller requests succeed."""
     full = torch.randn(6, 2)
     with Store.open(store_path, create=True) as store:
         save_ranks(store, [{"a": torch.ones(2), "w": _part(full, 0, 2)}, {"a": torch.ones(2), "w": _part(full, 3, 6)}])
@@ -174,8 +174,8 @@ def test_a_checkpoint_that_lacks_parts_is_not_blamed_on_the_state(store_path: Pa
             assert torch.equal(own.local, part["w"].local)
 
 
-def test_a_part_that_one_rank_alone_saved_is_given_to_who_asks_for_the_rank(store_path: Path) -> None:
-    """One rank's checkpoint is no other case."""
+def test_single_rank_checkpoint_is_readable_by_rank(store_path: Path) -> None:
+    """As any other checkpoint."""
     full = torch.randn(4, 2)
     with Store.open(store_path, create=True) as store:
         store.save({"w": _part(full, 1, 3)}, step=0)
@@ -243,8 +243,8 @@ def test_tied_tensors_are_found_by_any_of_their_names(store_path: Path) -> None:
         assert merged["a"] is merged["b"]
 
 
-def test_a_rank_reads_only_what_it_needs(store_path: Path) -> None:
-    """A tensor that all have is read once, a part from those who have some of it, and of them only the partitions."""
+def test_rank_reads_only_its_needs(store_path: Path) -> None:
+    """A replicated tensor once, a part from the ranks that have it, and only the needed partitions."""
     full = torch.arange(16 * 1024, dtype=torch.float32).reshape(16, 1024)
     common = torch.randn(2048)
     with Store.open(store_path, config=SMALL, create=True) as store:
@@ -341,10 +341,8 @@ def test_parts_that_make_up_no_whole_are_found(store_path: Path) -> None:
             store.load(4)
 
 
-def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_blamed(
-    store_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The part of one rank, read before, makes up no whole without the other's."""
+def test_checkpoint_deleted_during_a_read_is_not_blamed(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shard of one rank does not make up a whole tensor."""
     full = torch.arange(12.0).reshape(4, 3)
     with (
         Store.open(store_path, config=SMALL, create=True) as store,

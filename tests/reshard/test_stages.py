@@ -67,10 +67,8 @@ def test_numbers_of_another_stage_are_refused(store: Store, is_last: bool) -> No
 
 
 @pytest.mark.parametrize(("rank", "layers"), [(0, FIRST), (1, SECOND), (3, SECOND)])
-def test_a_stage_that_reads_what_it_saved_gets_its_optimizer_back(
-    store: Store, rank: int, layers: Sequence[str]
-) -> None:
-    """By as many ranks, and by those of more that read their own stage."""
+def test_stage_restores_its_own_optimizer(store: Store, rank: int, layers: Sequence[str]) -> None:
+    """With the same number of ranks, or more if they read their own stage."""
     save_ranks(store, [_trained(FIRST), _trained(SECOND)])
     model = _stage(layers, seed=1)
     optimizer = torch.optim.Adam(model.parameters())
@@ -109,8 +107,8 @@ def test_an_optimizer_without_moments_has_nothing_of_another_stage(store: Store)
 
 
 @pytest.mark.parametrize("rest", [{}, {"model": {}}, {"model": ("a", "b")}], ids=["none", "empty", "some"])
-def test_what_ranks_leave_to_rank_0_to_save_is_no_other_stage(store: Store, rest: dict[str, Sequence[str]]) -> None:
-    """All have the same model, and rank 1 saves none of it, or the rest; its optimizer is its own."""
+def test_replicas_saved_by_rank_0_are_no_other_stage(store: Store, rest: dict[str, Sequence[str]]) -> None:
+    """All ranks have the same model; rank 1 saves none or the rest of it, and its own optimizer."""
     state = _trained(FIRST)
     model: dict[str, torch.Tensor] = state["model"].state_dict()  # type: ignore[attr-defined]  # a module
     kept = {

@@ -82,8 +82,8 @@ def test_memory_is_bounded_while_tensors_are_put_together(store_path: Path, tmp_
     assert batches == [["model.columns"], ["model.blocks"], ["model.half"]]
 
 
-def test_a_file_may_hold_what_one_rank_saved(store_path: Path, tmp_path: Path, store: Store) -> None:
-    """Its parts as tensors of their own, and its values."""
+def test_file_of_one_rank(store_path: Path, tmp_path: Path, store: Store) -> None:
+    """Its shards as tensors, and its values."""
     for rank, state in enumerate(_states()):
         with Store.open(store_path, create=True) as opened:
             export_checkpoint(opened, Output(tmp_path / f"{rank}.pt"), rank=rank)
@@ -99,8 +99,8 @@ def test_a_file_may_hold_what_one_rank_saved(store_path: Path, tmp_path: Path, s
     assert not (tmp_path / "4.pt").exists()
 
 
-def test_progress_ends_where_it_should(store_path: Path, tmp_path: Path, store: Store) -> None:
-    """Bytes in all are those of whole tensors."""
+def test_progress_ends_at_the_total(store_path: Path, tmp_path: Path, store: Store) -> None:
+    """The total is the bytes of whole tensors."""
     told: list[tuple[int, int]] = []
     with Store.open(store_path, create=True) as opened:
         export_checkpoint(opened, Output(tmp_path / "a.pt"), progress=lambda done, total: told.append((done, total)))
@@ -108,8 +108,8 @@ def test_progress_ends_where_it_should(store_path: Path, tmp_path: Path, store: 
     assert all(0 < done <= total for done, total in told)
 
 
-def test_what_was_exported_can_be_saved_by_one_rank(store_path: Path, tmp_path: Path, store: Store) -> None:
-    """The way to a checkpoint of one rank, for who wants one."""
+def test_export_can_be_saved_by_one_rank(store_path: Path, tmp_path: Path, store: Store) -> None:
+    """To obtain a checkpoint of one rank."""
     with Store.open(store_path, create=True) as opened:
         export_checkpoint(opened, Output(tmp_path / "all.pt"))
     with Store.open(tmp_path / "other", create=True) as other:

@@ -53,10 +53,8 @@ def saved(trained: tuple[Path, dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
 @pytest.mark.slow(quick=["2"])
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [4, 2])
-def test_training_goes_on_as_if_it_had_not_stopped(
-    trained: tuple[Path, dict[str, Any]], tmp_path: Path, ranks: int
-) -> None:
-    """Every tensor is the same, whatever the mesh, and so are the next losses."""
+def test_resumed_training_is_identical(trained: tuple[Path, dict[str, Any]], tmp_path: Path, ranks: int) -> None:
+    """Every tensor and the next losses are equal, for any mesh."""
     store, told = trained
     found = told["restore"] if ranks == 4 else _run(ranks, "restore", store, tmp_path / "out.json")["restore"]
     assert found == told["save"]

@@ -88,8 +88,8 @@ def test_a_target_that_was_not_written_says_so() -> None:
     assert target.touched
 
 
-def test_a_strided_target_stays_as_it_is_until_all_its_bytes_are_there() -> None:
-    """It is written once, as a whole."""
+def test_strided_target_is_written_once() -> None:
+    """After all its bytes have arrived."""
     existing = torch.ones(4, 6).t()
     source = torch.zeros(6, 4)
     target = Target(_row(source), [existing], CPU)
@@ -100,8 +100,8 @@ def test_a_strided_target_stays_as_it_is_until_all_its_bytes_are_there() -> None
 
 
 @pytest.mark.parametrize("exists", [False, True])
-def test_a_device_catches_up_before_anything_is_filled_on_it(monkeypatch: pytest.MonkeyPatch, *, exists: bool) -> None:
-    """Also where the tensor is made: what it still reads may have lain there. A device without memory stands for it."""
+def test_device_catches_up_before_it_is_filled(monkeypatch: pytest.MonkeyPatch, *, exists: bool) -> None:
+    """Also for new tensors, whose memory may still be read. A simulated device."""
     asked: list[torch.device] = []
     monkeypatch.setattr(assemble, "catch_up", asked.extend)
     source, meta = torch.ones(4), torch.device("meta")

@@ -136,8 +136,8 @@ def test_a_chain_of_deltas_is_loaded(chain: Path) -> None:
     check_loads(chain, 0, 1, 2)
 
 
-def test_bases_that_lie_here_are_not_looked_for_elsewhere(chain: Path, tmp_path: Path) -> None:
-    """Neither is a location asked that does not answer, nor one that does; when a base is damaged here, both are."""
+def test_local_bases_are_not_searched_remotely(chain: Path, tmp_path: Path) -> None:
+    """No location is asked, unless a local base is damaged."""
     location, nowhere = f"file://{tmp_path}/remote", "hdfs://127.0.0.1:1/x"
     with Store.open(chain, config=CONFIG, create=True) as store:
         store.push(location, everything=True)
@@ -207,10 +207,8 @@ def test_eight_deltas_are_read_and_nine_are_not(store_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_chain_is_followed_no_further_than_it_may_reach(
-    store_path: Path, monkeypatch: pytest.MonkeyPatch, *, ends: bool
-) -> None:
-    """Each link is a pass over all packs. What lies deeper cannot be decoded, whether it is there or not."""
+def test_chain_is_followed_up_to_its_limit(store_path: Path, monkeypatch: pytest.MonkeyPatch, *, ends: bool) -> None:
+    """Each link is a pass over all packs, and deeper bases are useless."""
     save_steps(store_path, 0, 60)
     swap(store_path, delta_of(60, 59))
     write_pack(store_path, *(delta_of(step, step - 1) for step in range(1 if ends else 30, 60)))
@@ -229,10 +227,8 @@ def test_a_chain_is_followed_no_further_than_it_may_reach(
 
 
 @pytest.mark.slow
-def test_a_lost_base_is_told_no_further_than_a_chain_may_reach(
-    store_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of partitions that are each the base of the next, those far from the lost one are not to be decoded anyhow."""
+def test_lost_base_is_reported_up_to_the_limit_of_a_chain(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partitions further away are undecodable anyway."""
     save_steps(store_path, *range(1, 60))
     swap(store_path, *(delta_of(step, step - 1) for step in range(1, 60)))
     tier = NvmeTier(store_path, CONFIG, read_only=True)
@@ -245,8 +241,8 @@ def test_a_lost_base_is_told_no_further_than_a_chain_may_reach(
     assert len(asked) < 60 * 12
 
 
-def test_collection_keeps_the_bases_of_what_it_keeps(chain: Path) -> None:
-    """With only the last checkpoint left, the packs of both bases stay; without it, all go."""
+def test_collection_keeps_needed_bases(chain: Path) -> None:
+    """With only the last checkpoint, the packs of both bases stay; without it, all are freed."""
     with Store.open(chain, config=CONFIG, create=True) as store:
         store.delete(0)
         store.delete(1)
@@ -257,8 +253,8 @@ def test_collection_keeps_the_bases_of_what_it_keeps(chain: Path) -> None:
         assert store.gc().freed_packs == 3
 
 
-def test_usage_counts_bases_with_what_needs_them(chain: Path) -> None:
-    """What could be freed is what a collection would free, and a base belongs to all checkpoints that need it."""
+def test_usage_counts_bases(chain: Path) -> None:
+    """As freeable bytes, and for all checkpoints that need them."""
     with Store.open(chain, config=CONFIG, create=True) as store:
         own = {one.step: one.own_bytes for one in store.disk_usage().checkpoints}
         assert own[0] == own[1] == 0
@@ -279,8 +275,8 @@ def test_a_base_that_nothing_needs_any_more_is_freed(chain: Path) -> None:
     check_loads(chain, 0)
 
 
-def test_a_damaged_base_is_damage_of_what_needs_it(chain: Path) -> None:
-    """The error names both partitions, verification names all checkpoints, and none of them is taken."""
+def test_damaged_base_damages_its_dependents(chain: Path) -> None:
+    """The error names both partitions, verify names all checkpoints, and none is restored."""
     base = pack_with(chain, plain_of(0))
     flip(base, (4096 + 300) * 8)
     with Store.open(chain, config=CONFIG, read_only=True) as store:
@@ -348,8 +344,8 @@ def test_a_derived_partition_is_read_from_its_master(store_path: Path) -> None:
         assert store.verify() == []
 
 
-def test_what_needs_a_base_is_reused_with_it(chain: Path) -> None:
-    """A save of the same bytes writes nothing, and keeps all that they are decoded from."""
+def test_partition_is_reused_with_its_base(chain: Path) -> None:
+    """A save of the same bytes writes nothing, and keeps the bases."""
     with Store.open(chain, config=CONFIG, create=True) as store:
         assert store.save({"w": weights(2)}, step=3).written_bytes == 0
         for step in (0, 1, 2):

@@ -153,8 +153,8 @@ def test_a_new_tensor_is_made_at_such_an_address(store_path: Path, files: Watchi
 
 
 @pytest.mark.parametrize(("dtype", "shift"), [(torch.float32, 1), (torch.complex128, 8), (torch.int16, 4_095)])
-def test_a_new_tensor_is_not_made_where_its_elements_cannot_lie(dtype: torch.dtype, shift: int) -> None:
-    """The elements of a tensor lie at multiples of their size, whatever was saved from elsewhere."""
+def test_new_tensor_is_aligned_to_its_elements(dtype: torch.dtype, shift: int) -> None:
+    """For any stored address."""
     count = 1 << 18
     row = TensorRow(
         "w", (), str(dtype).removeprefix("torch."), "other", (count,), (count,), (0,), count * dtype.itemsize, None, ()
@@ -179,8 +179,8 @@ def test_partitions_of_one_tensor_may_ask_for_different_addresses(store_path: Pa
     assert (3 << 20) - 3 * 2 * BLOCK < files.bytes_into(loaded["w"]) <= 3 << 20
 
 
-def test_what_two_tensors_want_is_copied_to_both(store_path: Path, files: Watching) -> None:
-    """It is stored once, and read once."""
+def test_common_partition_is_copied_to_two_tensors(store_path: Path, files: Watching) -> None:
+    """It is stored and read once."""
     state = {"a": _random(64)}
     state["b"] = state["a"].clone()
     _save(store_path, state)

@@ -55,8 +55,8 @@ def test_the_parent_is_the_last_of_its_generation(tier: NvmeTier) -> None:
     assert _ref(3, 0) not in line
 
 
-def test_a_generation_from_nothing_has_nothing_before_it(tier: NvmeTier) -> None:
-    """Whatever earlier generations hold."""
+def test_new_generation_from_scratch_has_no_parent(tier: NvmeTier) -> None:
+    """Regardless of earlier generations."""
     _open(tier, 2, _ref(1, 5))
     _open(tier, 3, None)
     line = read_line(tier, "run")
@@ -83,8 +83,8 @@ def test_a_missing_head_record_on_the_line_is_an_error(tier: NvmeTier) -> None:
     assert _ref(1, 5) in read_line(tier, "run")
 
 
-def test_a_damaged_head_record_is_an_error_when_it_is_needed(tier: NvmeTier, store_path: Path) -> None:
-    """One intact copy is enough; none is not."""
+def test_damaged_head_record_is_an_error_when_needed(tier: NvmeTier, store_path: Path) -> None:
+    """One intact copy suffices."""
     _open(tier, 2, _ref(1, 5))
     path = store_path / "heads" / "run" / "00000002.head"
     data = bytearray(path.read_bytes())
@@ -103,8 +103,8 @@ def test_numbers_of_generations_are_never_used_again(tier: NvmeTier) -> None:
     assert begin_generation(tier, "other", None) == 1
 
 
-def test_the_last_generation_has_no_next_one(tier: NvmeTier) -> None:
-    """Its number would have nine digits: nobody would find again what is saved under it."""
+def test_last_generation_has_no_successor(tier: NvmeTier) -> None:
+    """Its number would have nine digits."""
     _open(tier, registry.GENERATION_MAX, None)
     with pytest.raises(HeadRecordError, match="the maximum"):
         begin_generation(tier, "run", None)
@@ -133,8 +133,8 @@ class _Saved:
 @pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(st.data())
-def test_the_line_is_what_training_went_through(tmp_path: Path, data: st.DataObject) -> None:
-    """Random saves and restores; walking back from the present step by step gives the same checkpoints."""
+def test_line_matches_the_training_history(tmp_path: Path, data: st.DataObject) -> None:
+    """Random saves and restores; following the line back gives the same checkpoints."""
     number = len(list(tmp_path.iterdir()))
     tier = NvmeTier(tmp_path / str(number), StoreConfig())
     saved: list[_Saved] = []

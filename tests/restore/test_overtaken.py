@@ -53,8 +53,8 @@ def _reader(trainer: Store, files: Files) -> Store:
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_reader_takes_what_was_saved_while_it_was_reading(trainer: Store, times: int) -> None:
-    """All that it saw at first is gone by the time it looks; it looks again, and has nothing to warn of."""
+def test_reader_takes_a_checkpoint_saved_meanwhile(trainer: Store, times: int) -> None:
+    """Everything listed first is gone; it lists again, without a warning."""
     restored = _reader(trainer, Overtaken(trainer, times)).restore()
     assert restored.checkpoint.step == 1 + times
     assert restored.skipped == ()
@@ -97,8 +97,8 @@ def _save_part(store: Store, step: int, rank: int, save_id: str) -> None:
     store.save({"x": torch.full((3000,), float(step))}, step=step, part=Part(rank, 2, save_id))
 
 
-def test_a_reader_takes_what_has_become_complete_while_it_was_reading(store_path: Path) -> None:
-    """Of two ranks one had not committed it when it was listed: the checkpoint is the same, what is there of it not."""
+def test_reader_takes_a_checkpoint_completed_meanwhile(store_path: Path) -> None:
+    """One of two ranks had not committed at the time of the listing."""
     with Store.open(store_path, create=True) as store:
         for step, ranks in ((1, 2), (2, 1)):
             save_id = new_save_id().hex()

@@ -51,8 +51,8 @@ def entries_of(store: Store, step: int) -> list[Entries]:
     return found
 
 
-def test_what_is_copied_keeps_its_codec_and_its_base(store_path: Path) -> None:
-    """A chain of two deltas, each in a pack that is mostly garbage: its frames are moved, not encoded again."""
+def test_copied_frame_keeps_codec_and_base(store_path: Path) -> None:
+    """A chain of two deltas in mostly garbage packs is moved, not encoded again."""
     garbage = [[planes_of(step) for step in range(start, start + 3)] for start in (10, 20, 30)]
     chain = [planes_of(0), delta_of(1, 0), delta_of(2, 1)]
     path = store_of(store_path, (2,), *([*dead, one] for dead, one in zip(garbage, chain, strict=True)))
@@ -67,8 +67,8 @@ def test_what_is_copied_keeps_its_codec_and_its_base(store_path: Path) -> None:
     check_loads(path, 2)
 
 
-def test_retention_keeps_the_bases_of_what_it_keeps(store_path: Path) -> None:
-    """The checkpoints go, their partitions stay as long as one that is kept needs them."""
+def test_retention_keeps_needed_bases(store_path: Path) -> None:
+    """Partitions stay while a kept checkpoint needs them."""
     path = store_of(store_path, (0, 1, 2), [planes_of(0)], [delta_of(1, 0)], [delta_of(2, 1)])
     with Store.open(path, config=CONFIG, create=True) as store:
         pruned = store.prune(Retention(keep_last=1))

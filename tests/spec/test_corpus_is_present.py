@@ -26,14 +26,14 @@ def test_vectors_come_in_pairs(folder: str) -> None:
 
 
 @pytest.mark.parametrize(("folder", "fewest"), FEWEST.items())
-def test_there_are_enough_well_formed_vectors(folder: str, fewest: int) -> None:
-    """A folder that lost its vectors would make all tests over it pass."""
+def test_enough_well_formed_vectors(folder: str, fewest: int) -> None:
+    """A missing folder would make all tests over it pass."""
     assert len(vectors(folder)) >= fewest
 
 
 @pytest.mark.parametrize(("structure", "fewest"), FEWEST_INVALID.items())
-def test_there_are_enough_malformed_vectors(structure: str, fewest: int) -> None:
-    """Each structure has a malformed vector for every rule; fewer than there were means that some were lost."""
+def test_enough_malformed_vectors(structure: str, fewest: int) -> None:
+    """One for every rule of each structure."""
     assert sum(vector.facts["structure"] == structure for vector in vectors("invalid")) >= fewest
     assert set(FEWEST_INVALID) == set(READERS)
 

@@ -25,8 +25,8 @@ KNOWN_NUMBERS = {
 
 
 @pytest.mark.parametrize("vector", vectors("invalid"), ids=str)
-def test_it_is_refused_with_the_error_it_names(vector: Vector, tmp_path: Path) -> None:
-    """The reader raises an error of exactly the named kind, and never one that is not the package's own."""
+def test_malformed_vector_raises_the_named_error(vector: Vector, tmp_path: Path) -> None:
+    """Exactly the named kind, and never an error of another package."""
     facts = vector.facts
     number = facts.get("number")
     if number and number["is"] in KNOWN_NUMBERS[number["of"]]:
@@ -40,8 +40,8 @@ def test_it_is_refused_with_the_error_it_names(vector: Vector, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("vector", vectors("invalid"), ids=str)
-def test_refusing_it_takes_little_time_and_memory(vector: Vector, tmp_path: Path) -> None:
-    """No length in a malformed file is believed before it was checked: neither time nor memory follows it."""
+def test_refusal_is_cheap(vector: Vector, tmp_path: Path) -> None:
+    """No unchecked length of a malformed file determines time or memory."""
     facts, data = vector.facts, vector.data
     arrow_before = pa.total_allocated_bytes()
     tracemalloc.start()

@@ -198,8 +198,8 @@ def test_i7_a_descriptor_that_is_damaged(store: Path) -> None:
         asymcheck.Store.open(store, read_only=True)
 
 
-def test_i8_a_catalog_that_lies(store_path: Path) -> None:
-    """I8, catalog entries agree with the packs: where they do not, with sound checksums, no save believes them."""
+def test_i8_wrong_catalog(store_path: Path) -> None:
+    """I8: where catalog entries disagree with packs, with valid checksums, no save trusts them."""
     FROZEN.copy_to(store_path, with_catalog=True)
     pack = next(iter(sorted((store_path / "packs").iterdir())))
     header = decode_pack_header(pack.read_bytes(), "pack")

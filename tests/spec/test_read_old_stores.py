@@ -27,16 +27,16 @@ ALL = [*WHOLE, *TORN]
 NEW_STATE = {"weight": torch.arange(40000, dtype=torch.int32), "epoch": 99}
 
 
-def test_there_are_stores() -> None:
-    """At least the store of the first version is there, and a crash at every event of a save."""
+def test_frozen_stores_exist() -> None:
+    """At least the first version, and a crash at every event of a save."""
     assert {"v1-by-0.1.0", "v1-by-0.1.0-shifted-payload"} <= {frozen.whole.name for frozen in WHOLE}
     for whole in WHOLE:
         assert {frozen.event for frozen in TORN if frozen.whole == whole.whole} >= set(COMMIT_ORDER)
 
 
 @pytest.mark.parametrize("frozen", WHOLE, ids=str)
-def test_a_whole_store_restores_where_it_lies(frozen: Frozen) -> None:
-    """Reading needs no catalog and changes nothing: every checkpoint restores bit for bit, and no file is touched."""
+def test_frozen_store_restores_in_place(frozen: Frozen) -> None:
+    """Without the catalog, bit for bit, and without a change of any file."""
     before = _fingerprint(frozen.whole)
     with asymcheck.Store.open(frozen.whole / "store", read_only=True) as store:
         check_everything(store, frozen)
@@ -96,8 +96,8 @@ def test_a_copy_can_be_trained_on(frozen: Frozen, store_path: Path, *, with_cata
 
 
 @pytest.mark.parametrize("frozen", WHOLE, ids=str)
-def test_the_rebuilt_catalog_is_the_old_one(frozen: Frozen, store_path: Path) -> None:
-    """Rebuilding from packs and manifests gives, byte for byte, the entries that the old version had made."""
+def test_rebuilt_catalog_equals_the_frozen_one(frozen: Frozen, store_path: Path) -> None:
+    """Byte for byte."""
     frozen.copy_to(store_path)
     with asymcheck.Store.open(store_path, create=True) as store:
         store.gc(dry_run=True)

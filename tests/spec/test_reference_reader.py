@@ -80,8 +80,8 @@ def shown(facts: dict[str, Any]) -> dict[str, Any]:
     return {**{name: facts[name] for name in names}, "tensors": tensors}
 
 
-def test_it_cannot_reach_the_library() -> None:
-    """The isolation of these tests is real: an import of the library fails in it."""
+def test_reference_reader_cannot_import_the_library() -> None:
+    """The isolation of these tests is real."""
     done = subprocess.run([sys.executable, "-I", "-c", f"{ALONE}import asymcheck"], capture_output=True, check=False)
     assert done.returncode != 0
     assert b"the reference reader imports asymcheck" in done.stderr
@@ -89,8 +89,8 @@ def test_it_cannot_reach_the_library() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", whole_stores(), ids=str)
-def test_it_reads_every_checkpoint_of_a_frozen_store(frozen: Frozen) -> None:
-    """Run by run and step by step it finds the tree and the digest of every tensor that were saved."""
+def test_reference_reader_reads_frozen_stores(frozen: Frozen) -> None:
+    """Tree and digest of every tensor, for each run and step."""
     for name in sorted(frozen.newest):
         of_run = [facts for facts in frozen.checkpoints if facts["run"] == name]
         newest = read(frozen.whole / "store", "--run", name)
@@ -113,8 +113,8 @@ def _age(facts: dict[str, Any]) -> tuple[int, int, str]:
 
 @pytest.mark.slow(quick=["v1-by-0.1.0-torn/11-manifest.committed"])
 @pytest.mark.parametrize("frozen", torn_stores(), ids=str)
-def test_it_recovers_from_every_crash(frozen: Frozen, store_path: Path) -> None:
-    """Whatever a crash left, it takes the same checkpoint as the library, and reads the same bytes."""
+def test_reference_reader_recovers_from_every_crash(frozen: Frozen, store_path: Path) -> None:
+    """It takes the same checkpoint as the library, and reads the same bytes."""
     frozen.copy_to(store_path)
     chosen = read(store_path, "--run", "default")["chosen"]
     assert chosen["save_id"] == frozen.newest["default"]
@@ -123,8 +123,8 @@ def test_it_recovers_from_every_crash(frozen: Frozen, store_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_reads_what_is_written_today(store_path: Path) -> None:
-    """A store of the present library, of several packs, generations and layouts of tensors, is read the same."""
+def test_reference_reader_reads_current_stores(store_path: Path) -> None:
+    """With several packs, generations and layouts of tensors."""
     numbers = np.random.default_rng(7)
     shared = torch.from_numpy(numbers.standard_normal((300, 400)))
     state: dict[str, object] = {
@@ -247,8 +247,8 @@ INVALID = [vector for vector in vectors("invalid") if vector.facts["structure"] 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("vector", VALID, ids=str)
-def test_it_accepts_well_formed_vectors(vector: Vector) -> None:
-    """It reads from a well-formed vector what the JSON beside it says."""
+def test_reference_reader_accepts_well_formed_vectors(vector: Vector) -> None:
+    """With the content of the JSON file beside each vector."""
     found, facts = checked()[str(vector)], vector.facts
     assert set(found) == {"value"}, found
     value = found["value"]
@@ -273,8 +273,8 @@ def _text(hexadecimal: str) -> str:
 
 
 @pytest.mark.parametrize("vector", INVALID, ids=str)
-def test_it_refuses_malformed_vectors(vector: Vector) -> None:
-    """It refuses a malformed vector by a kind that the vector allows, and never breaks down over it."""
+def test_reference_reader_refuses_malformed_vectors(vector: Vector) -> None:
+    """With a permitted kind, and without a crash."""
     facts = vector.facts
     if facts["structure"] == "frame" and vector.name in ("frame-other-pack", "frame-other-sequence"):
         pytest.skip("check_file is not told the frame's place; the vectors of packs have the same faults")

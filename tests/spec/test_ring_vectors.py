@@ -65,8 +65,8 @@ def _found(name: str, tmp_path: Path) -> FoundRing:
     return read_ring(vector.data, vector.facts, tmp_path)
 
 
-def test_what_the_entries_name_are_manifests(tmp_path: Path) -> None:
-    """They agree with entry and header, have neither packs nor a parent, and all their partitions lie in the ring."""
+def test_ring_entries_name_manifests(tmp_path: Path) -> None:
+    """They agree with entry and header, have no packs or parent, and all their partitions are in the ring."""
     found = _found("captures", tmp_path)
     lengths = {name: plain for _, name, _, plain in found.frames}
     assert len(found.captures) == 2

@@ -191,8 +191,8 @@ def test_no_two_fields_are_confused() -> None:
     assert [found[name] for name in ("offset", "save_id", "state")] == [25, b"\x1a" * 16, 27]
 
 
-def test_the_sums_cover_what_the_tables_say() -> None:
-    """Each field that the tables call the sum8 of some bytes is that, in every vector."""
+def test_checksums_cover_the_fields_of_the_tables() -> None:
+    """Each field described as sum8 of some bytes is that, in every vector."""
     checked = set()
     for name, data, _ in _structures():
         for row in table(name):
@@ -281,8 +281,8 @@ def test_the_keys_of_a_part_of_a_store_are_those_that_are_written() -> None:
     assert {code(row["key"]) for row in table("manifest_header")} | more == set(value)
 
 
-def test_a_record_is_what_the_table_says() -> None:
-    """A block built step by step from the table of §6 is what the code writes, twice."""
+def test_record_matches_its_table() -> None:
+    """A block built from the table of §6 equals the written one, twice."""
     assert [int(row["order"]) for row in table("record_block")] == list(range(1, 7))
     value = {"kind": "store", "format": 1, "b": ["\u00e4"]}
     text = b'{"b":["\\u00e4"],"format":1,"kind":"store"}'

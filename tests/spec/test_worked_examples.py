@@ -14,8 +14,8 @@ def test_worked_examples_are_slices_of_vectors(example: HexExample) -> None:
     assert example.text == hex_text(data, example.start, example.end)
 
 
-def test_there_are_worked_examples() -> None:
-    """The text shows a record, a frame header, a pack header, an index entry and the entry of a capture."""
+def test_worked_examples_exist() -> None:
+    """A record, a frame header, a pack header, an index entry and a capture entry."""
     found = [(example.vector.split("/")[2], example.start) for example in spec_text.hex_examples()]
     assert found == [("record", 0), ("frame", 0), ("pack", 0), ("pack", 8192), ("ring", 8192)]
     assert spec_text.text().count("<!-- hex:") == len(found)

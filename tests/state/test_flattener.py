@@ -271,8 +271,8 @@ def _is_same(one: Leaf, other: Leaf) -> bool:
 
 
 @pytest.mark.parametrize("change", ["nothing", "a step", "a rate", "a history", "a generator", "a count of steps"])
-def test_what_changes_in_each_step_does_not_have_a_state_walked_anew(change: str) -> None:
-    """What its tensors are is then the very object of before."""
+def test_changing_values_do_not_trigger_a_walk(change: str) -> None:
+    """The columns of tensors are the same object."""
     value, flattener = state(), Flattener()
     flattener.flatten(value)
     before = flattener.flatten(value)
@@ -280,8 +280,8 @@ def test_what_changes_in_each_step_does_not_have_a_state_walked_anew(change: str
     assert flattener.flatten(value).columns is before.columns
 
 
-def test_objects_are_asked_once_for_their_state_also_where_it_was_otherwise() -> None:
-    """A state_dict() may take long, or change what it describes."""
+def test_objects_are_asked_once_even_after_a_change() -> None:
+    """A state_dict() may be slow, or have side effects."""
     value, flattener = state(), Flattener()
     flattener.flatten(value)
     flattener.flatten(value)
@@ -304,8 +304,8 @@ def test_no_tensor_is_kept() -> None:
     assert tensor() is None
 
 
-def test_what_cannot_be_stored_is_named_as_always() -> None:
-    """Also at a place where a tensor was, and after that the state is taken apart again."""
+def test_unsupported_value_is_named_after_a_change() -> None:
+    """Also in place of a tensor; the next state is walked."""
     value, flattener = state(), Flattener()
     flattener.flatten(value)
     flattener.flatten(value)
@@ -325,8 +325,8 @@ def test_a_tensor_without_bytes_is_refused_where_one_with_bytes_was() -> None:
         flattener.flatten([torch.rand(2, device="meta")])
 
 
-def test_states_of_two_trainings_are_told_apart() -> None:
-    """One is a copy of the other, in memory of its own."""
+def test_states_of_two_trainings_are_distinct() -> None:
+    """One is a copy of the other with its own memory."""
     value, flattener = state(), Flattener()
     flattener.flatten(value)
     flattener.flatten(value)

@@ -45,8 +45,8 @@ def test_a_state_that_is_walked_again_leaves_little_to_the_collector() -> None:
     assert all(one.tree == kept[0].tree for one in kept)
 
 
-def test_what_is_shared_is_never_taken_for_something_else() -> None:
-    """True, 1 and 1.0 are equal and hash alike; tensors, arrays, rows and keys differ in one thing only."""
+def test_shared_nodes_are_never_confused() -> None:
+    """True, 1 and 1.0 are equal and hash alike; tensors, arrays, rows and keys differ in one property."""
     tensor = torch.ones(3)
     states = [
         *({"a": value} for value in (True, 1, 1.0, "1", None, 2)),
@@ -85,8 +85,8 @@ def _versions(*modules: tuple[object, object]) -> OrderedDict[object, object]:
         OrderedDict(a={"version": torch.ones(2)}),
     ],
 )
-def test_versions_of_modules_are_what_a_walk_finds(metadata: object) -> None:
-    """Of those that are as always, the walk is remembered."""
+def test_cached_module_versions_equal_a_walk(metadata: object) -> None:
+    """For usual modules, the result of the walk is cached."""
     for _ in range(2):
         state: OrderedDict[str, object] = OrderedDict(weight=1)
         state._metadata = metadata  # type: ignore[attr-defined]  # as torch hangs it there

@@ -57,8 +57,8 @@ def test_iterations_of_another_sequence_are_left_out() -> None:
     assert _seconds(profile_of([*longer, *usual, *reordered, *reversed_])) == pytest.approx([1, 2, 3, 4])
 
 
-def test_of_two_sequences_as_frequent_the_later_one_counts() -> None:
-    """Training goes on as it went last."""
+def test_latest_of_equally_frequent_sequences_counts() -> None:
+    """Training continues as it was last."""
     early, late = [_iteration([1, 1, 1, 1])] * 3, [_iteration([5, 5], FFBB[1:3])] * 3
     assert _seconds(profile_of([*early, *late])) == [5, 5]
     assert _seconds(profile_of([*late, *early])) == [1, 1, 1, 1]
@@ -83,8 +83,8 @@ def test_an_iteration_that_cannot_be_measured_is_left_out(useless: Iteration) ->
 
 
 @given(st.lists(st.lists(st.floats(0, 1e3), min_size=4, max_size=4), min_size=3, max_size=9))
-def test_a_median_lies_between_what_was_seen(seen: list[list[float]]) -> None:
-    """Window by window."""
+def test_median_is_within_the_observed_range(seen: list[list[float]]) -> None:
+    """For each window."""
     profile = profile_of([_iteration(seconds, begin=0.0) for seconds in seen])
     for window, found in enumerate(_seconds(profile)):
         column = [seconds[window] for seconds in seen]

@@ -62,8 +62,8 @@ def test_the_bytes_of_many_tensors_are_those_of_each() -> None:
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_bytes_that_lie_in_order_are_seen_where_they_are(name: str) -> None:
-    """A later change of the tensor shows in them; None where they would have to be copied."""
+def test_contiguous_bytes_are_views(name: str) -> None:
+    """Later changes are visible; None if a copy would be needed."""
     view = VIEWS[name]
     for source in (view, view.numpy()):
         lying = make_leaf(source, "x", "").lying_bytes(0, view.nbytes)

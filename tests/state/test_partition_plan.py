@@ -34,8 +34,8 @@ def _cut(tensors: list[tuple[int, str]], config: StoreConfig) -> Cut:
 
 
 @given(TENSORS, configs())
-def test_every_byte_lies_in_exactly_one_place(tensors: list[tuple[int, str]], config: StoreConfig) -> None:
-    """Each row is inline as a whole, or its bytes from first to last are covered by pieces without gap or overlap."""
+def test_every_byte_is_in_one_piece(tensors: list[tuple[int, str]], config: StoreConfig) -> None:
+    """Each row is inline, or covered by pieces without gaps or overlaps."""
     found = _cut(tensors, config)
     pieces = [piece for partition in found.partitions for piece in partition.pieces]
     for row, (size, _) in enumerate(tensors):
@@ -60,8 +60,8 @@ def test_partitions_keep_the_limits(tensors: list[tuple[int, str]], config: Stor
 
 
 @given(TENSORS, configs())
-def test_what_stays_in_the_manifest_is_bounded(tensors: list[tuple[int, str]], config: StoreConfig) -> None:
-    """An inline tensor has at most `inline_bytes` and at most the format's 4096; together they keep the total."""
+def test_inline_bytes_are_bounded(tensors: list[tuple[int, str]], config: StoreConfig) -> None:
+    """Per tensor by `inline_bytes` and the format's 4,096, and in total."""
     inline = [tensors[row][0] for row in _cut(tensors, config).inline]
     assert all(size <= min(config.inline_bytes, 4096) for size in inline)
     assert sum(inline) <= config.inline_total_bytes
@@ -75,10 +75,8 @@ def test_empty_tensors_never_reach_a_partition(tensors: list[tuple[int, str]], c
 
 
 @given(TENSORS, configs())
-def test_small_tensors_are_bundled_in_order_and_large_ones_are_alone(
-    tensors: list[tuple[int, str]], config: StoreConfig
-) -> None:
-    """A partition is either whole small tensors of ascending rows, or one piece of one large tensor."""
+def test_small_tensors_are_bundled_and_large_ones_split(tensors: list[tuple[int, str]], config: StoreConfig) -> None:
+    """A partition is whole small tensors of ascending rows, or a piece of one large tensor."""
     for partition in _cut(tensors, config).partitions:
         first, *others = partition.pieces
         if tensors[first.row][0] >= config.bundle_below_bytes:
@@ -105,8 +103,8 @@ def test_large_tensors_are_cut_into_equal_pieces_on_block_boundaries(
 
 
 @given(TENSORS, configs())
-def test_no_two_neighbouring_bundles_would_fit_into_one(tensors: list[tuple[int, str]], config: StoreConfig) -> None:
-    """Bundles of one group are filled before a new one is begun: the next tensor would not have fitted."""
+def test_neighbouring_bundles_do_not_fit_into_one(tensors: list[tuple[int, str]], config: StoreConfig) -> None:
+    """A new bundle begins only if the next tensor does not fit."""
     found = _cut(tensors, config)
     for group in ("model", "optimizer", ""):
         bundles = [
@@ -127,10 +125,10 @@ def test_the_cut_depends_on_nothing_else(tensors: list[tuple[int, str]], config:
 
 
 @given(TENSORS.filter(bool), configs(), st.data())
-def test_a_tensor_of_another_size_moves_only_what_is_bundled_after_it(
+def test_resized_tensor_moves_only_its_bundle(
     tensors: list[tuple[int, str]], config: StoreConfig, data: st.DataObject
 ) -> None:
-    """Large tensors, other groups and bundles closed earlier keep their partitions, and with them their digests."""
+    """Large tensors, other groups and earlier bundles keep their partitions and digests."""
     config = dataclasses.replace(config, inline_bytes=0)
     row = data.draw(st.integers(0, len(tensors) - 1))
     group = tensors[row][1]

@@ -19,8 +19,8 @@ def _draw() -> tuple[list[float], list[float], list[float], list[float]]:
     )
 
 
-def test_all_generators_continue_where_they_were() -> None:
-    """Torch, numpy and random draw the same numbers again, also when a spare normal number was pending."""
+def test_all_generators_continue() -> None:
+    """Torch, numpy and random draw the same numbers, also with a pending normal number."""
     random.gauss(0, 1)
     np.random.standard_normal()  # noqa: NPY002 - as above
     state = RngState().state_dict()
@@ -30,16 +30,16 @@ def test_all_generators_continue_where_they_were() -> None:
     assert _draw() == first
 
 
-def test_a_state_does_not_change_after_it_was_taken() -> None:
-    """What state_dict() returns is a copy: drawing on does not move it."""
+def test_state_is_a_copy() -> None:
+    """Drawing more numbers does not change it."""
     state = RngState().state_dict()
     kept = torch.as_tensor(state["torch"]).clone()
     _draw()
     assert torch.equal(torch.as_tensor(state["torch"]), kept)
 
 
-def test_it_takes_part_in_a_state() -> None:
-    """It is an object with state_dict() and load_state_dict(), as the store asks for."""
+def test_rng_state_is_stateful() -> None:
+    """It has state_dict() and load_state_dict()."""
     assert isinstance(RngState(), Stateful)
 
 

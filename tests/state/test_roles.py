@@ -27,7 +27,7 @@ from asymcheck.state.roles import role_of
         ("", "other"),
     ],
 )
-def test_the_role_is_told_from_the_name(name: str, role: str) -> None:
-    """Optimizer state by its last part, parameters by theirs, else the top-level key decides."""
+def test_role_follows_from_the_name(name: str, role: str) -> None:
+    """Optimizer state by its last part, parameters by theirs, otherwise by the first part."""
     assert role_of(name) == role
     assert role in ROLES

@@ -62,10 +62,10 @@ def _released(plan: Plan, window: int) -> list[int]:
 
 
 @given(TENSORS, configs(), st.sampled_from(KINDS), PROFILES | st.none())
-def test_every_byte_lies_in_exactly_one_place(
+def test_every_byte_is_in_one_piece(
     tensors: list[tuple[int, str, bool]], config: StoreConfig, kind: str, profile: Windows | None
 ) -> None:
-    """Each row is inline as a whole, or pieces on block boundaries cover it without gap or overlap."""
+    """Each row is inline, or covered by pieces at block boundaries without gaps or overlaps."""
     plan = make_plan(_layout(tensors), config, kind, 0, profile)
     pieces = [piece for partition in plan.cut.partitions for piece in partition.pieces]
     for row, (size, _, _) in enumerate(tensors):
@@ -121,10 +121,10 @@ def test_only_deferred_rows_are_released_later_and_in_order(
 
 
 @given(TENSORS, configs(), st.sampled_from(["canonical", "asymmetric", "symmetric"]), PROFILES | st.none())
-def test_what_is_not_deferred_keeps_the_canonical_cut_of_it_alone(
+def test_eager_tensors_keep_their_canonical_split(
     tensors: list[tuple[int, str, bool]], config: StoreConfig, kind: str, profile: Windows | None
 ) -> None:
-    """Whatever the deferred tensors are and however they are cut."""
+    """For any deferred tensors."""
     plan = make_plan(_layout(tensors), config, kind, 0, profile)
     rows = [row for row, t in enumerate(tensors) if not t[2]]
     alone = cut([tensors[row][0] for row in rows], [tensors[row][1] for row in rows], config)
@@ -196,8 +196,8 @@ def test_a_large_tensor_fills_each_window_with_its_share(blocks: int, lengths: l
         assert abs(sum(_released(plan, window)) - size * length / sum(lengths)) <= 65 * BLOCK
 
 
-def test_windows_too_short_for_a_partition_share_one() -> None:
-    """Gaps of some 300 KiB: every fourth releases four times that; the phases do not lend to each other."""
+def test_short_windows_share_a_partition() -> None:
+    """Gaps of about 300 KiB: every fourth window releases four times that; phases do not mix."""
     layout = PlanInput([10 * MIB], ["m"], [True])
     plan = make_plan(layout, StoreConfig(), "asymmetric", 0, _profile([0.3] * 8, [2] * 4))
     assert plan.release == (3, 7, 8, 9, 10, 11)
@@ -205,8 +205,8 @@ def test_windows_too_short_for_a_partition_share_one() -> None:
     assert lengths == pytest.approx([12 / 10.4] * 2 + [20 / 10.4] * 4, abs=0.01)
 
 
-def test_what_is_too_little_for_a_phase_goes_to_the_widest_gap() -> None:
-    """Not to the last one, which is next to the fence."""
+def test_remainder_of_a_phase_goes_to_its_longest_window() -> None:
+    """Not to the last one, next to the fence."""
     plan = make_plan(
         PlanInput([9 * MIB], ["m"], [True]), StoreConfig(), "asymmetric", 0, _profile([0.25] * 2, [2, 4.5, 2])
     )
@@ -214,8 +214,8 @@ def test_what_is_too_little_for_a_phase_goes_to_the_widest_gap() -> None:
     assert [partition.length for partition in plan.cut.partitions] == [2 * MIB, 5 * MIB, 2 * MIB]
 
 
-def test_the_widest_gap_is_the_one_that_was_given_most() -> None:
-    """Here three short windows together: the longest of them released nothing of its own."""
+def test_longest_window_is_the_one_with_the_largest_slot() -> None:
+    """Here three short windows together."""
     size = 1600 * 1024
     plan = make_plan(PlanInput([size], ["m"], [True]), StoreConfig(), "asymmetric", 0, _profile([0.3], [0.4, 0.5, 0.4]))
     assert plan.release == (3,)
@@ -228,8 +228,8 @@ def test_no_piece_is_smaller_than_the_least_where_tensors_end_between_gaps() -> 
     assert [partition.length // 1024 for partition in plan.cut.partitions] == [1400, 1024, 1672]
 
 
-def test_what_is_too_much_for_one_partition_and_too_little_after_it_is_halved() -> None:
-    """31.8 MiB fit the gap, but then 0.7 MiB would be left over of 32.5."""
+def test_too_large_a_remainder_is_halved() -> None:
+    """31.8 MiB fit the gap, but 0.7 MiB of 32.5 would remain."""
     sizes = [65 * MIB // 2 + BLOCK + 1, 311 * MIB // 10 // BLOCK * BLOCK]
     plan = make_plan(PlanInput(sizes, ["m"] * 2, [True] * 2), StoreConfig(), "symmetric", 0, _profile([1], [1]))
     half = 65 * MIB // 4
@@ -291,8 +291,8 @@ def test_an_empty_state_has_a_plan() -> None:
 
 
 @pytest.mark.parametrize(("kind", "number"), [("other", 0), ("", 0), ("eager", -1), ("eager", 1 << 53)])
-def test_what_cannot_be_recorded_is_refused(kind: str, number: int) -> None:
-    """By an error of ours."""
+def test_unrecordable_value_is_refused(kind: str, number: int) -> None:
+    """With an error of this package."""
     with pytest.raises(InvalidInputError):
         make_plan(PlanInput([], [], []), StoreConfig(), kind, number)
 

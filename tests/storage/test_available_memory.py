@@ -84,8 +84,8 @@ def test_nothing_is_known_where_nothing_says_so(tmp_path: Path) -> None:
     assert available_bytes(tmp_path) is None
 
 
-def test_a_ring_takes_half_of_what_a_container_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And never nothing: a ring that is too small says so."""
+def test_ring_takes_half_of_the_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And never nothing: a ring that is too small is reported."""
     for module in (background_saver, measurement):
         monkeypatch.setattr(module, "available_bytes", lambda: 1 << 20)
     assert background_saver.default_bytes(tmp_path, GIB) == measurement.ring_room_bytes(tmp_path) == 1 << 19

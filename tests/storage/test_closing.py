@@ -67,10 +67,10 @@ def _opened_instead(end: Closing, path: Path) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("make", [_pack_being_written, _pack_given_up, _pack, _ring, _ring_that_was_left])
-def test_a_second_close_is_none_of_what_was_opened_in_between(
+def test_second_close_does_not_close_another_file(
     tmp_path: Path, make: Callable[[Path], tuple[Closing, Closing]]
 ) -> None:
-    """The system gives the next file a number that has just become free."""
+    """The system reuses descriptors."""
     end, end_again = make(tmp_path)
     with _opened_instead(end, tmp_path / "other") as other:
         end_again()

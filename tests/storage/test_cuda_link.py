@@ -80,8 +80,8 @@ def test_memory_is_pinned_on_the_device_of_the_link(runtime: Runtime) -> None:
 
 
 @pytest.mark.parametrize("answer", [2, RuntimeError("out of memory")])
-def test_memory_that_cannot_be_pinned_is_said(runtime: Runtime, answer: int | Exception) -> None:
-    """And the error is asked for, on the same device."""
+def test_unpinnable_memory_is_reported(runtime: Runtime, answer: int | Exception) -> None:
+    """And the error state of the device is cleared."""
     runtime.answer = answer
     with pytest.warns(CaptureWarning, match="could not be pinned"):
         assert not cuda_link(DEVICE).pin(memoryview(bytearray(64)))

@@ -79,8 +79,8 @@ def test_the_driver_tells_whether_a_drive_is_paravirtual(devices: Path, major: i
 
 
 @needs_huge_pages
-def test_memory_tells_whether_it_is_in_huge_pages() -> None:
-    """Also where the first and the last page are not whole."""
+def test_huge_pages_are_detected() -> None:
+    """Also with partial first and last pages."""
     huge, small = _huge(), _small()
     assert are_huge(huge.ctypes.data, SIZE)
     assert are_huge(huge.ctypes.data + 64, SIZE - 100)
@@ -88,8 +88,8 @@ def test_memory_tells_whether_it_is_in_huge_pages() -> None:
 
 
 @needs_huge_pages
-def test_memory_that_nobody_has_touched_is_in_no_pages() -> None:
-    """Advice alone is no page."""
+def test_untouched_memory_has_no_pages() -> None:
+    """Advice alone maps none."""
     memory = mmap.mmap(-1, 4 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     assert not are_huge(np.frombuffer(memory, dtype=np.uint8).ctypes.data, 4 * HUGE_PAGE)

@@ -100,8 +100,8 @@ def test_a_new_file_must_be_new(tmp_path: Path) -> None:
     assert (tmp_path / "x").read_text() == "mine"
 
 
-def test_names_that_are_there_or_gone_are_answers(tmp_path: Path) -> None:
-    """Creating what exists, removing what is gone, listing what is not there."""
+def test_existing_and_missing_names_are_answers(tmp_path: Path) -> None:
+    """Creating an existing name, removing or listing a missing one."""
     assert FILES.make_directory(tmp_path / "d")
     assert not FILES.make_directory(tmp_path / "d")
     (tmp_path / "d" / "f").write_text("")

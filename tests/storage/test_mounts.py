@@ -62,8 +62,8 @@ def test_mount_points_of_any_name_are_found(tmp_path: Path, name: str) -> None:
     assert file_system_type(tmp_path, table) == "ext4"
 
 
-def test_a_link_leads_to_where_it_points(tmp_path: Path) -> None:
-    """The store lies where the directory really is."""
+def test_link_is_resolved(tmp_path: Path) -> None:
+    """The store is where the directory is."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     table = _table(_mount(str(tmp_path / "real"), "lustre"))

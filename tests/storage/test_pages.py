@@ -41,16 +41,16 @@ def _row(count: int) -> TensorRow:
 
 
 @needs_huge_pages
-def test_a_tensor_that_is_made_for_a_restore_lies_in_huge_pages() -> None:
-    """Its first and last bytes may share a page with others, which are not asked about."""
+def test_restored_tensor_is_in_huge_pages() -> None:
+    """Except partial first and last pages."""
     tensor = allocate(_row(16 << 20), torch.device("cpu"))
     assert "hg" in _flags_at(tensor.data_ptr() + tensor.nbytes // 2)
     assert allocate(_row(0), torch.device("cpu")).nbytes == 0
 
 
 @needs_huge_pages
-def test_slots_lie_in_huge_pages() -> None:
-    """From their first byte on."""
+def test_slots_are_in_huge_pages() -> None:
+    """From the first byte on."""
     slot = Slot(4 << 20)
     address = np.frombuffer(slot.memory, dtype=np.uint8).ctypes.data
     assert address % HUGE_PAGE == 0
@@ -58,8 +58,8 @@ def test_slots_lie_in_huge_pages() -> None:
 
 
 @needs_huge_pages
-def test_a_ring_asks_for_them() -> None:
-    """Whether it gets them is for who mounted the file system."""
+def test_ring_requests_huge_pages() -> None:
+    """The mount options decide."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         ring = make_ring(Path(folder), data_bytes=16 << 20)
         try:
@@ -81,8 +81,8 @@ def test_pages_at_the_edges_are_left_alone() -> None:
 
 
 @pytest.mark.skipif(_KERNEL < (5, 14), reason="needs MADV_POPULATE_WRITE, of Linux 5.14")
-def test_pages_are_mapped_before_they_are_touched() -> None:
-    """A fault for each page would make copies several times slower."""
+def test_pages_are_mapped_in_advance() -> None:
+    """A fault per page would make copies several times slower."""
     size, half = 16 << 20, 8 << 20
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         os.posix_fallocate(file.fileno(), 0, size)

@@ -73,8 +73,8 @@ class Refused:
         raise OSError(self.number, os.strerror(self.number))
 
 
-def test_nobody_is_dead_because_the_process_table_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For want of a descriptor, or because it shows nobody the processes of others."""
+def test_unreadable_process_table_declares_nobody_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of a descriptor, or with hidden processes."""
     me = this_process()
     boot_id = me.boot_id
     monkeypatch.setattr(process_identity, "_boot_id", lambda: boot_id)

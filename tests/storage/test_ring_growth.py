@@ -64,8 +64,8 @@ def _grown(ring: Ring) -> None:
         assert ring._changed.wait_for(lambda: ring._growing is None, 60)
 
 
-def test_a_place_is_had_before_all_memory_is_there(tmp_path: Path, memory: Memory) -> None:
-    """What finds no room waits for it, and takes none from others; in the end all of it is there, in one piece."""
+def test_slot_is_available_before_all_memory(tmp_path: Path, memory: Memory) -> None:
+    """Other requests wait; in the end, the ring is one contiguous range."""
     ring = make_ring(tmp_path)
     assert ring.free_bytes == FIRST
     early = put(ring, b"e" * 5000)
@@ -86,8 +86,8 @@ def test_a_place_is_had_before_all_memory_is_there(tmp_path: Path, memory: Memor
     ring.close()
 
 
-def test_memory_that_is_refused_later_is_an_error_of_who_needs_it(tmp_path: Path, memory: Memory) -> None:
-    """It says what to do; what fits into the memory that is there has a place."""
+def test_memory_refused_later_is_an_error_of_the_user(tmp_path: Path, memory: Memory) -> None:
+    """With a remedy; smaller requests succeed."""
     memory.left = 2 * PIECE
     ring = make_ring(tmp_path)
     memory.goes_on.set()
@@ -104,10 +104,8 @@ def test_memory_that_is_refused_later_is_an_error_of_who_needs_it(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_can_be_seen_not_to_fit_is_refused_at_once(
-    tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not in the middle of a capture, and nothing is left."""
+def test_impossible_ring_is_refused_at_once(tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not during a capture, and nothing is left."""
     free = HEADER.data_bytes // BLOCK
     monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_bavail=free, f_frsize=BLOCK))
     with pytest.raises(OutOfSpaceError, match=r"ring_bytes.*ring_folder"):
@@ -116,8 +114,8 @@ def test_what_can_be_seen_not_to_fit_is_refused_at_once(
     assert not memory.goes_on.is_set()
 
 
-def test_who_looks_at_a_ring_takes_no_memory_for_it(tmp_path: Path, memory: Memory) -> None:
-    """Of what is not there yet not a page is touched, for there may be none; the frames are found."""
+def test_reader_of_a_ring_maps_no_new_memory(tmp_path: Path, memory: Memory) -> None:
+    """No missing page is touched, and frames are found."""
     folder = Path("/dev/shm", f"asymcheck-{os.getpid()}-growth")
     folder.mkdir()
     try:
@@ -138,8 +136,8 @@ def test_who_looks_at_a_ring_takes_no_memory_for_it(tmp_path: Path, memory: Memo
         folder.rmdir()
 
 
-def test_a_ring_is_closed_while_it_grows(tmp_path: Path, memory: Memory) -> None:
-    """Its thread ends with it."""
+def test_ring_closes_while_it_grows(tmp_path: Path, memory: Memory) -> None:
+    """Its thread ends."""
     ring = make_ring(tmp_path)
     threading.Timer(0.05, memory.goes_on.set).start()
     ring.close()

@@ -55,8 +55,8 @@ def change(path: Path, offset: int, data: bytes) -> None:
         file.write(data)
 
 
-def test_it_finds_what_is_whole(path: Path) -> None:
-    """Frames with their lengths and numbers; nobody else has the ring meanwhile."""
+def test_reader_finds_complete_frames(path: Path) -> None:
+    """With lengths and numbers, under an exclusive lock."""
     with RingReader(path) as one, RingReader(path) as other:
         assert payloads(one) == WHOLE
         assert one.entries["stored_length"].tolist() == one.entries["plain_length"].tolist() == [300, 5000]
@@ -136,7 +136,7 @@ def test_a_flipped_bit_of_a_payload_is_seen(path: Path) -> None:
 
 
 @pytest.mark.parametrize("offset", [DATA_OFFSET + 3 * BLOCK, DATA_OFFSET + 64, 0, CAPTURES_OFFSET, 1 << 40])
-def test_there_is_no_payload_where_no_frame_lies(path: Path, offset: int) -> None:
+def test_no_payload_without_a_frame(path: Path, offset: int) -> None:
     """Nor behind the end."""
     with RingReader(path) as one, pytest.raises(FormatError):
         one.payload_at(offset)
@@ -170,8 +170,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], type[FormatError]]] = {
 
 
 @pytest.mark.parametrize(("damage", "error"), HOSTILE.values(), ids=HOSTILE)
-def test_a_file_that_lies_is_refused(path: Path, damage: Callable[[Path], object], error: type[FormatError]) -> None:
-    """By an error of ours, without a descriptor left open."""
+def test_false_ring_file_is_refused(path: Path, damage: Callable[[Path], object], error: type[FormatError]) -> None:
+    """With an error of this package, and without an open descriptor."""
     damage(path)
     open_before = os.listdir("/proc/self/fd")
     with pytest.raises(error):
@@ -231,8 +231,8 @@ def test_a_ring_under_another_name_is_refused(path: Path) -> None:
         path.with_name(name).rename(path)
 
 
-def test_what_is_no_file_of_its_own_is_refused(path: Path, tmp_path: Path) -> None:
-    """A link, a folder, a pipe; one that is gone is told apart."""
+def test_special_file_is_refused(path: Path, tmp_path: Path) -> None:
+    """A link, a folder, a pipe; a missing one has another error."""
     other = tmp_path / "other"
     path.rename(other)
     with pytest.raises(FileNotFoundError):
@@ -250,8 +250,8 @@ def test_what_is_no_file_of_its_own_is_refused(path: Path, tmp_path: Path) -> No
         RingReader(path)
 
 
-def test_a_ring_that_was_removed_before_it_was_locked_is_gone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another has adopted it meanwhile: its captures would become checkpoints twice."""
+def test_ring_removed_before_its_lock_is_gone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has recovered it, and a second recovery would duplicate its captures."""
 
     def late(descriptor: int, *, exclusive: bool) -> bool:
         path.unlink()

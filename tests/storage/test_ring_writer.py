@@ -23,8 +23,8 @@ from asymcheck.types import SaveId
 from tests.storage.ring_cases import BLOCK, HEADER, SAVE, found, make_ring, payloads, put
 
 
-def test_what_is_complete_is_found(tmp_path: Path) -> None:
-    """Frames, and the captures that were entered, by whoever looks while the ring is in use or after it was kept."""
+def test_complete_frames_are_found(tmp_path: Path) -> None:
+    """And entered captures, in use or after keep."""
     ring = make_ring(tmp_path)
     assert ring.path.name == ring_name(HEADER.store_id, HEADER.ring_id)
     first, manifest = put(ring, b"a" * 300), put(ring, b"m" * 5000)
@@ -60,8 +60,8 @@ def test_a_forgotten_capture_has_no_entry_and_its_number_serves_again(tmp_path: 
     ring.close()
 
 
-def test_a_folder_that_is_not_there_is_an_error_of_ours(tmp_path: Path) -> None:
-    """It says what to do."""
+def test_missing_folder_is_an_error_of_the_package(tmp_path: Path) -> None:
+    """With a remedy."""
     with pytest.raises(StorageError, match=r"gone does not exist: create it, or choose another ring_folder"):
         make_ring(tmp_path / "gone")
 
@@ -86,8 +86,8 @@ def test_places_are_given_out_and_taken_back(tmp_path: Path) -> None:
     ring.close()
 
 
-def test_a_shared_place_is_free_when_all_have_given_it_back(tmp_path: Path) -> None:
-    """In any order, and each once; what is free cannot be shared any more."""
+def test_shared_slot_is_free_after_all_releases(tmp_path: Path) -> None:
+    """In any order, each once; a free slot cannot be shared."""
     ring = make_ring(tmp_path)
     first = put(ring, b"a" * 5000)
     taken = HEADER.data_bytes - ring.free_bytes
@@ -114,8 +114,8 @@ def test_a_shared_place_is_free_when_all_have_given_it_back(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("length", [1, 3968, 3969, 50_000, 65_536, 70_000])
-def test_a_place_is_no_frame_before_it_is_complete(tmp_path: Path, length: int) -> None:
-    """Neither what lay there before, nor what is half there; then it is a whole frame, whatever lay there before."""
+def test_slot_is_no_frame_before_completion(tmp_path: Path, length: int) -> None:
+    """Regardless of earlier content."""
     ring = make_ring(tmp_path, data_bytes=20 * BLOCK)
     before = put(ring, b"b" * length)
     assert found(ring.path) == {before.offset: b"b" * length}
@@ -135,8 +135,8 @@ def test_a_place_is_no_frame_before_it_is_complete(tmp_path: Path, length: int) 
     ring.close()
 
 
-def test_who_waits_for_room_is_woken(tmp_path: Path) -> None:
-    """By a place that is given back, or on purpose; otherwise the wait ends by itself."""
+def test_waiter_for_space_is_woken(tmp_path: Path) -> None:
+    """By a released slot or on purpose; otherwise the wait times out."""
     ring = make_ring(tmp_path)
     slot = put(ring, b"x")
     ring.wait_for_room(0.001)
@@ -168,8 +168,8 @@ def test_the_file_is_private_and_has_all_its_memory(tmp_path: Path) -> None:
     ring.close()
 
 
-def test_too_little_memory_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And leaves neither a file nor a descriptor."""
+def test_too_little_memory_has_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leaves neither file nor descriptor."""
 
     def full(_descriptor: int, _offset: int, _size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -238,8 +238,8 @@ def look(path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_another_process_sees_that_it_is_in_use(tmp_path: Path) -> None:
-    """As long as the ring is open, and not after it was left behind."""
+def test_ring_in_use_is_visible_to_other_processes(tmp_path: Path) -> None:
+    """While it is open, and not after it was kept."""
     ring = make_ring(tmp_path)
     ring.enter(put(ring, b"m"), SAVE)
     assert look(ring.path) == "True 1 1"
@@ -255,8 +255,8 @@ def test_closing_removes_the_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_view_that_somebody_still_has_keeps_no_lock(tmp_path: Path) -> None:
-    """The memory stays until the view is gone, but whoever finds the ring may adopt it."""
+def test_remaining_view_keeps_no_lock(tmp_path: Path) -> None:
+    """The memory stays, but another process may recover the ring."""
     ring = make_ring(tmp_path)
     slot = put(ring, b"still here")
     view = ring.payload(slot)
@@ -301,10 +301,8 @@ def test_a_forked_child_keeps_no_lock(tmp_path: Path) -> None:
     assert not _owned_beside_a_child(ring.path, RingReader(ring.path))
 
 
-def test_who_only_looks_while_it_is_made_does_not_take_its_lock_for_good(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that searches for rings left behind may have the lock at the wrong moment, and remove the file for that."""
+def test_reader_does_not_break_the_creation_of_a_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search for orphaned rings may hold the lock for a moment and remove the file."""
     path = tmp_path / ring_name(HEADER.store_id, HEADER.ring_id)
     wait, looks = ring_module.wait_lock, 0
 

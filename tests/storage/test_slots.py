@@ -59,7 +59,7 @@ def test_a_slot_is_lent_again() -> None:
         assert larger.payload_bytes >= 200_000
 
 
-def test_a_pool_keeps_no_more_and_nothing_larger_than_it_was_told() -> None:
+def test_pool_is_bounded() -> None:
     """One huge partition does not pin its memory for ever."""
     pool = SlotPool(2, 1000)
     with pool.slot(1001) as huge:

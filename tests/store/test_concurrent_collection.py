@@ -171,7 +171,7 @@ def test_a_checkpoint_that_comes_back_is_seen_by_repacking(
     assert [one.step for one in store.checkpoints()] == [1, 2]
 
 
-def test_a_deletion_does_not_make_the_catalog_forget_what_came_back(
+def test_deletion_keeps_a_returned_manifest_in_the_catalog(
     store: Store, location: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the removal of the manifest and the transaction."""

@@ -41,7 +41,7 @@ def test_equal_bytes_of_other_objects_are_found_as_well(store: Store) -> None:
 
 
 @pytest.mark.slow
-def test_only_what_changed_is_written(store: Store) -> None:
+def test_only_changed_partitions_are_written(store: Store) -> None:
     """One element of 64 MiB: its partition of 4 MiB."""
     large = _random(64)
     store.save({"x": large}, step=1)
@@ -105,8 +105,8 @@ def reopened(store_path: Path) -> Iterator[Store]:
         yield store
 
 
-def test_what_an_earlier_process_stored_is_known(reopened: Store) -> None:
-    """The catalog remembers across processes."""
+def test_partitions_of_earlier_processes_are_known(reopened: Store) -> None:
+    """The catalog persists."""
     assert reopened.save({"x": torch.arange(2 * MIB)}, step=2).written_bytes == 0
 
 

@@ -39,8 +39,8 @@ def test_a_deleted_checkpoint_is_gone_and_the_others_stay(store: Store) -> None:
     assert_same(store.load(), _state(2))
 
 
-def test_deleting_what_is_not_there_is_an_error_and_changes_nothing(store: Store) -> None:
-    """Another step, another run, another generation."""
+def test_deleting_a_missing_checkpoint_is_an_error(store: Store) -> None:
+    """And changes nothing: another step, run or generation."""
     store.save(_state(1), step=1)
     before = directory_content(store.path / "manifests")
     for step, options in [(2, {}), (1, {"run": "other"}), (1, {"generation": 2})]:
@@ -61,8 +61,8 @@ def test_one_generation_of_a_step_can_be_deleted(store: Store) -> None:
     assert store.checkpoints() == []
 
 
-def test_a_dry_run_of_a_deletion_returns_what_would_go_and_deletes_nothing(store: Store) -> None:
-    """Also of a store that is opened to be read only; an error says in which generations the step is."""
+def test_dry_run_of_a_deletion_changes_nothing(store: Store) -> None:
+    """It returns the checkpoints, also in a read-only store; an error lists the generations."""
     store.save(_state(1), step=5)
     store.begin_generation(None)
     store.save(_state(2), step=5)
@@ -73,8 +73,8 @@ def test_a_dry_run_of_a_deletion_returns_what_would_go_and_deletes_nothing(store
         assert [checkpoint.generation for checkpoint in reader.checkpoints()] == [1, 2]
 
 
-def test_collecting_frees_what_nothing_names(store: Store) -> None:
-    """Packs of a deleted checkpoint move into the pool; the checkpoints that are left can be loaded."""
+def test_collecting_frees_unreferenced_packs(store: Store) -> None:
+    """They move into the pool, and the other checkpoints can be loaded."""
     for step in (1, 2, 3):
         store.save(_state(step), step=step)
     files = _inodes(store.path / "packs")
@@ -89,8 +89,8 @@ def test_collecting_frees_what_nothing_names(store: Store) -> None:
     assert store.verify() == []
 
 
-def test_a_dry_run_says_what_the_real_run_does(store_path: Path) -> None:
-    """In every number, also where the pool has room for some of the packs only; and it changes nothing."""
+def test_dry_run_equals_the_real_run(store_path: Path) -> None:
+    """In every number, also with a pool for some packs only; it changes nothing."""
     with Store.open(store_path, config=StoreConfig(pool_bytes=9 * MIB), create=True) as store:
         for step in range(6):
             store.save(_state(step), step=step)
@@ -165,8 +165,8 @@ def test_many_rounds_of_recycling_need_the_room_of_three_checkpoints(store: Stor
     assert store.verify() == []
 
 
-def test_a_small_pool_unlinks_what_it_cannot_keep(store_path: Path) -> None:
-    """Without room in the pool the disk gets its room back at once."""
+def test_full_pool_unlinks_files(store_path: Path) -> None:
+    """The disk gets its space back at once."""
     with Store.open(store_path, config=StoreConfig(pool_bytes=0), create=True) as store:
         store.save(_state(1), step=1)
         store.delete(1)
@@ -175,8 +175,8 @@ def test_a_small_pool_unlinks_what_it_cannot_keep(store_path: Path) -> None:
     assert list((store_path / "pool").iterdir()) == list((store_path / "packs").iterdir()) == []
 
 
-def test_a_pack_stays_as_long_as_one_partition_of_it_is_needed(store: Store) -> None:
-    """Deduplicated bytes keep the pack in which they were first written."""
+def test_pack_stays_while_one_partition_is_needed(store: Store) -> None:
+    """Deduplicated bytes keep their first pack."""
     shared = _state(1)["x"]
     store.save({"shared": shared, "own": _state(2)["x"]}, step=1)
     store.save({"shared": shared, "own": _state(3)["x"]}, step=2)
@@ -187,8 +187,8 @@ def test_a_pack_stays_as_long_as_one_partition_of_it_is_needed(store: Store) -> 
     assert store.gc().freed_packs == 2
 
 
-def test_a_collected_partition_is_written_again_when_it_is_needed(store: Store) -> None:
-    """The catalog forgets what was freed, so it does not grow, and the same state costs its bytes once more."""
+def test_collected_partition_is_written_again(store: Store) -> None:
+    """The catalog forgets freed partitions, so it does not grow."""
     for step in range(3):
         assert store.save(_state(1), step=step).written_bytes == 4 * MIB
         store.delete(step)

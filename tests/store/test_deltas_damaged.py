@@ -47,10 +47,10 @@ def _spoil(path: Path, *places: int) -> None:
 
 
 @pytest.mark.parametrize("with_frame", [False, True], ids=["header", "header and another frame"])
-def test_what_a_repair_could_find_in_a_damaged_pack_keeps_its_base(
+def test_recoverable_frames_of_a_damaged_pack_keep_their_bases(
     store_path: Path, weights: torch.Tensor, *, with_frame: bool
 ) -> None:
-    """The delta mostly lies behind a frame that is damaged, too: a usual read of the pack does not get so far."""
+    """The delta is behind a damaged frame, so a plain read does not reach it."""
     name = pack_of_the_delta(store_path)
     entries = entries_of(NvmeTier(store_path, CONFIG, read_only=True), PackId(bytes.fromhex(Path(name).stem)))
     # Which of the two comes first follows from which thread was faster.

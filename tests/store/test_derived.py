@@ -29,8 +29,8 @@ def masters_and_copies(mib: int) -> dict[str, object]:
     return {f"{mib} MiB": {"master": master, "copy": master.bfloat16()}}
 
 
-def test_what_was_stored_derived_is_no_base_when_it_comes_again(store_path: Path) -> None:
-    """Of 2 MiB of zeros nobody knows whether they were float32, or bfloat16 that was derived from 4 MiB of zeros."""
+def test_derived_partition_is_no_base_when_it_is_saved_again(store_path: Path) -> None:
+    """2 MiB of zeros may be float32, or bfloat16 derived from 4 MiB of zeros."""
     with Store.open(store_path, config=CONFIG, create=True) as store:
         two, large = masters_and_copies(2), noise(0, 1 << 18)
         store.save({"master": torch.zeros(2 << 18)}, step=1)
@@ -53,8 +53,8 @@ def test_what_was_stored_derived_is_no_base_when_it_comes_again(store_path: Path
 
 
 @pytest.mark.parametrize("first", [(B, A), (C, B)], ids=["lower", "upper"])
-def test_of_two_in_one_save_the_second_is_not_derived(store_path: Path, first: tuple[Digest, Digest]) -> None:
-    """Threads that encode at the same time ask in any order."""
+def test_second_of_two_copies_in_one_save_is_not_derived(store_path: Path, first: tuple[Digest, Digest]) -> None:
+    """Threads encode in any order."""
     with Store.open(store_path, config=CONFIG, create=True) as store:
         tier = store._tier
         assert isinstance(tier, NvmeTier)
@@ -65,10 +65,8 @@ def test_of_two_in_one_save_the_second_is_not_derived(store_path: Path, first: t
         assert not packing.rely(*second, CODEC_DERIVED)
 
 
-def test_masters_that_do_not_lie_in_order_are_not_put_in_order_for_a_look(
-    store_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That would take their memory once more, until the end of the save; the copies are stored by themselves."""
+def test_strided_masters_are_not_made_contiguous(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That would use their memory once more; the copies are stored on their own."""
     master = torch.randn(64, 64, 16, 16).to(memory_format=torch.channels_last)
     state = {"master": master, "copy": master.bfloat16()}
     with Store.open(store_path, config=CONFIG, create=True) as store:

@@ -74,8 +74,8 @@ class Changing(Files):
 
 
 @pytest.mark.parametrize("how", ["one element, by torch", "all elements, by numpy"])
-def test_a_state_that_changes_meanwhile_is_refused(how: str, store_path: Path) -> None:
-    """No checkpoint is made of it; the error names the tensor, and the next save succeeds."""
+def test_state_that_changes_during_a_save_is_refused(how: str, store_path: Path) -> None:
+    """The error names the tensor, no checkpoint is made, and the next save succeeds."""
     files = Changing()
     state = {"steady": torch.zeros(1 << 18), "weight": torch.randn(1 << 18)}
     weight: torch.Tensor = state["weight"]

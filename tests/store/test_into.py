@@ -38,7 +38,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_tensors_of_any_layout_are_filled_where_they_are(store: Store, name: str) -> None:
+def test_tensors_of_any_layout_are_filled_in_place(store: Store, name: str) -> None:
     """Memory and strides stay; a strided one is filled as a whole."""
     values = torch.randn(SHAPE)
     values[0, 0, 0, :2] = torch.tensor([-0.0, float("nan")])
@@ -143,8 +143,8 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_arrays_are_filled_where_they_are(store: Store, name: str) -> None:
-    """The same array object with the stored values, in its own order."""
+def test_arrays_are_filled_in_place(store: Store, name: str) -> None:
+    """The same array object, in its own order."""
     target = ARRAYS[name]
     stored = np.random.default_rng(1).random(target.shape)
     store.save({"x": stored}, step=1)
@@ -190,8 +190,8 @@ def test_a_loaded_state_is_independent_of_the_store(store: Store) -> None:
         assert_same(dict(model.state_dict()), expected)
 
 
-def test_parameters_stay_what_they_are_to_autograd(store: Store) -> None:
-    """They keep their gradients, and stay leaves that require them."""
+def test_parameters_keep_their_autograd_properties(store: Store) -> None:
+    """Gradients, and being leaves that require them."""
     model = torch.nn.Linear(50, 50)
     store.save({"model": model}, step=1)
     model(torch.randn(2, 50)).sum().backward()
@@ -214,16 +214,16 @@ def test_new_tensors_are_made_on_the_device_asked_for(store: Store) -> None:
 
 
 @pytest.mark.parametrize("device", ["xpu", "hpu", "mps", "cuda:99", "meta"])
-def test_a_device_that_is_not_there_is_an_error_of_ours(store: Store, device: str) -> None:
-    """Whatever torch says of it: that it was built without, that a module is missing, or nothing at all."""
+def test_missing_device_is_an_error_of_the_package(store: Store, device: str) -> None:
+    """For any reaction of torch."""
     store.save({"x": torch.ones(3)}, step=1)
     with pytest.raises((InvalidInputError, StorageError), match=device):
         store.load(device=device)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_state_on_a_gpu_goes_there_and_back(store: Store) -> None:
-    """Saved from the GPU, loaded to either side, and filled in place on either side, strided ones too."""
+def test_gpu_state_round_trip(store: Store) -> None:
+    """Saved from the GPU, loaded to either side, and filled in place on either side, also strided."""
     stored = {"x": torch.randn(3_000_000, device="cuda"), "t": torch.randn(40, 50, device="cuda").t(), "n": np.ones(3)}
     store.save(stored, step=1)
     assert_same(store.load(device="cuda"), stored)

@@ -66,8 +66,8 @@ def test_everything_that_does_not_fit_is_listed(store: Store) -> None:
     assert str(caught.value).count("is stored") == 20
 
 
-def test_the_root_can_be_what_does_not_fit(store: Store) -> None:
-    """A state of another kind altogether."""
+def test_root_may_not_fit(store: Store) -> None:
+    """A state of another kind."""
     store.save({"a": 1}, step=1)
     for into in ([1], torch.ones(2), (1,)):
         with pytest.raises(StateMismatchError):
@@ -77,8 +77,8 @@ def test_the_root_can_be_what_does_not_fit(store: Store) -> None:
 @pytest.mark.parametrize(
     "into", [3, "model", object(), {}, [], torch.nn.Linear], ids=lambda value: type(value).__name__
 )
-def test_what_cannot_be_filled_at_all_is_refused(store: Store, into: object) -> None:
-    """It would be ignored otherwise, and the caller would train on with values that nothing was read into."""
+def test_unfillable_value_is_refused(store: Store, into: object) -> None:
+    """Otherwise it would be ignored, and training would continue with old values."""
     store.save({"a": 1, "b": torch.ones(1)}, step=1)
     with pytest.raises(InvalidInputError, match="into"):
         store.load(into=into)
@@ -170,8 +170,8 @@ class Picky:
         raise ValueError(message)
 
 
-def test_an_object_that_refuses_at_the_end_is_named_with_what_was_overwritten(store: Store) -> None:
-    """That cannot be known before; so the error lists the tensors that hold restored bytes by then."""
+def test_late_refusal_of_an_object_lists_overwritten_tensors(store: Store) -> None:
+    """It cannot be known in advance."""
     store.save({"a": torch.ones(2000), "picky": Picky()}, step=1)
     into = {"a": torch.zeros(2000), "picky": Picky()}
     with pytest.raises(PartialRestoreError, match=r"picky.*not today") as caught:
@@ -191,8 +191,8 @@ def test_a_tensor_in_two_places_cannot_take_two_tensors(store: Store) -> None:
 
 
 @pytest.mark.parametrize("size", [50, BIG])
-def test_tensors_that_share_some_memory_cannot_take_what_differs_there(store: Store, size: int) -> None:
-    """One of the two would hold bytes of the other; where the checkpoint has the same there, nothing is wrong."""
+def test_overlapping_tensors_with_different_values_are_refused(store: Store, size: int) -> None:
+    """If the checkpoint has equal values there, they are filled."""
     base = torch.arange(2.0 * size)
     store.save({"a": base[:size].clone(), "b": base[size // 2 :].clone(), "c": torch.ones(3)}, step=1)
     store.save(
@@ -216,8 +216,8 @@ def test_slices_between_each_other_share_nothing(store: Store) -> None:
     assert memory[:, 1].eq(2.0).all()
 
 
-def test_a_module_that_ties_what_the_checkpoint_does_not_takes_the_last(store: Store) -> None:
-    """As `load_state_dict` does with such a state: one of the two tensors, whole, never a mixture."""
+def test_untied_checkpoint_in_a_tied_module_takes_the_last(store: Store) -> None:
+    """As `load_state_dict` does: one of the two tensors as a whole, never a mixture."""
     untied = torch.nn.Sequential(torch.nn.Linear(1500, 1500, bias=False), torch.nn.Linear(1500, 1500, bias=False))
     tied = torch.nn.Sequential(torch.nn.Linear(1500, 1500, bias=False), torch.nn.Linear(1500, 1500, bias=False))
     tied[1].weight = tied[0].weight

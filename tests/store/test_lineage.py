@@ -53,24 +53,24 @@ def test_an_earlier_step_warns_and_is_not_the_newest(store: Store) -> None:
     assert _value(store.load(4)) == "late"
 
 
-def test_a_step_saved_twice_is_there_twice_and_the_later_counts(store: Store) -> None:
-    """Both by the step and as the newest."""
+def test_step_saved_twice_has_two_checkpoints(store: Store) -> None:
+    """The later one counts, by step and as the newest."""
     first, second = _save(store, 3, "first"), _save(store, 3, "second")
     assert first.save_id < second.save_id
     assert _value(store.load()) == _value(store.load(3)) == "second"
     assert [c.save_id for c in store.checkpoints()] == [first.save_id, second.save_id]
 
 
-def test_what_is_no_checkpoint_is_no_parent(store: Store) -> None:
-    """A step is not enough: there may be several checkpoints of it."""
+def test_invalid_parent_is_refused(store: Store) -> None:
+    """A step is not enough, because it may have several checkpoints."""
     _save(store, 5)
     with pytest.raises(InvalidInputError, match=r"parent 5: give one of checkpoints\(\)"):
         store.begin_generation(5)  # type: ignore[arg-type]  # wrong on purpose
     assert _listing(store) == [(1, 5, True)]
 
 
-def test_going_on_from_an_older_step_abandons_what_came_after(store: Store) -> None:
-    """The newest is of the new line, however high the abandoned steps are; they can be loaded by their step."""
+def test_resuming_from_an_older_step_abandons_later_ones(store: Store) -> None:
+    """The newest is on the new line, and abandoned steps can be loaded by step."""
     for step in range(1, 6):
         _save(store, step)
     assert store.begin_generation(_checkpoint(store, 1, 2)) == 2
@@ -120,24 +120,24 @@ def test_an_abandoned_branch_can_be_taken_up_again(store: Store) -> None:
     assert _value(store.load(2)) == "2"
 
 
-def test_a_step_on_no_line_is_taken_from_the_newest_generation_that_has_it(store: Store) -> None:
-    """Two abandoned branches have the step; asked for it, the later one is given."""
+def test_step_off_the_line_comes_from_its_newest_generation(store: Store) -> None:
+    """Two abandoned branches have the step; the later one is returned."""
     for generation in (1, 2):
         _save(store, 7, f"branch {generation}")
         store.begin_generation(None)
     assert _value(store.load(7)) == "branch 2"
 
 
-def test_attempts_at_one_step_in_front_of_the_limit_are_told_apart(store: Store) -> None:
-    """The line ends at one attempt of a step, so a later attempt at it is abandoned as well."""
+def test_saves_of_the_limiting_step_are_distinct(store: Store) -> None:
+    """The line ends at one save of a step, so a later save is abandoned."""
     first = _save(store, 5, "first")
     _save(store, 5, "second")
     store.begin_generation(first)
     assert _value(store.load()) == _value(store.load(5)) == "first"
 
 
-def test_deleting_what_the_line_goes_on_from_does_not_break_it(store: Store) -> None:
-    """The head record names it, and is kept; the next older one becomes the newest."""
+def test_deleting_the_parent_keeps_the_line(store: Store) -> None:
+    """The head record stays, and the next older checkpoint is the newest."""
     for step in (1, 2, 3):
         _save(store, step)
     store.begin_generation(_checkpoint(store, 1, 2))
@@ -286,7 +286,7 @@ def test_one_of_several_saves_of_a_step_is_named_by_its_save_id(store: Store) ->
             store.load(wrong)
 
 
-def test_the_parent_of_a_checkpoint_is_the_one_before_it_on_the_line(store: Store) -> None:
+def test_parent_is_the_previous_checkpoint_on_the_line(store: Store) -> None:
     """Within a generation, and across a restore."""
     refs = [_save(store, step).ref for step in (1, 2, 3)]
     store.begin_generation(_checkpoint(store, 1, 2))

@@ -68,10 +68,10 @@ def test_nothing_is_freed_while_the_manifests_are_somewhere_else(
 
 @pytest.mark.slow(quick=["steps0-_move_away"])
 @pytest.mark.parametrize(("steps", "lose"), LOST)
-def test_what_a_training_has_read_before_it_does_not_take_for_deleted(
+def test_moved_manifests_are_not_taken_for_deleted(
     store: Store, steps: tuple[int, ...], lose: Callable[[Path], None]
 ) -> None:
-    """It prunes after each commit, and reads only what is new."""
+    """A training prunes after each commit, and reads only new manifests."""
     pruner = Pruner(store._opened.nvme, store._opened.catalog(), "default", Retention(keep_last=2))
     for step in steps:
         store.save(_state(step), step=step)
@@ -85,10 +85,8 @@ def test_what_a_training_has_read_before_it_does_not_take_for_deleted(
 
 
 @pytest.mark.slow
-def test_a_repack_frees_nothing_when_the_manifests_go_while_it_copies(
-    store_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was copied by then goes again, and what it was copied from stays."""
+def test_manifests_that_vanish_during_a_repack_stop_it(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are removed, and the originals stay."""
     with Store.open(store_path, config=StoreConfig(repack_waste=0.1), create=True) as store:
         for step in range(3):
             store.save(_state(step), step=step)
@@ -124,8 +122,8 @@ def test_checkpoints_that_were_deleted_are_not_missed(store: Store) -> None:
     assert store.gc().freed_packs == 1
 
 
-def test_manifests_that_somebody_removed_by_hand_are_forgotten_when_they_say_so(store: Store) -> None:
-    """One beside others needs no word; all of them need one."""
+def test_manually_removed_manifests_are_forgotten_on_request(store: Store) -> None:
+    """Single ones at once, all of them only on request."""
     for step in (1, 2, 3):
         store.save({"own": _state(step)["own"]}, step=step)
     first, *others = sorted((store.path / "manifests" / "default").iterdir())

@@ -60,8 +60,8 @@ def test_a_missing_or_empty_directory_becomes_a_store(tmp_path: Path) -> None:
             assert store.checkpoints() == []
 
 
-def test_an_existing_store_is_opened_and_not_made_anew(store_path: Path) -> None:
-    """The descriptor stays as it is, byte for byte."""
+def test_existing_store_is_not_recreated(store_path: Path) -> None:
+    """The descriptor stays the same, byte for byte."""
     with Store.open(store_path, create=True) as store:
         store.save({"x": 1}, step=1)
     before = directory_content(store_path)["asymcheck.store"]
@@ -105,8 +105,8 @@ def test_a_directory_that_is_something_else_is_left_alone(tmp_path: Path, make: 
     assert directory_content(path) == before
 
 
-def test_what_an_interrupted_creation_left_is_no_obstacle(tmp_path: Path) -> None:
-    """Empty folders and temporary files are all that is there before the descriptor."""
+def test_interrupted_creation_is_continued(tmp_path: Path) -> None:
+    """Only empty folders and temporary files precede the descriptor."""
     for name in ("heads", "manifests", "packs"):
         (tmp_path / name).mkdir()
     (tmp_path / "0123.tmp").write_bytes(b"half a descriptor")
@@ -282,8 +282,8 @@ def test_a_configuration_that_cannot_work_is_refused(store_path: Path, fields: d
 
 
 @pytest.mark.parametrize("config", [3, {"slots": 2}, RemoteConfig(), StoreConfig], ids=str)
-def test_what_is_no_configuration_is_refused(store_path: Path, config: object) -> None:
-    """Of a store on a drive and of a location alike."""
+def test_invalid_configuration_object_is_refused(store_path: Path, config: object) -> None:
+    """For a local store and for a location."""
     for location in (store_path, store_path.as_uri()):
         with pytest.raises(InvalidInputError, match=r"give asymcheck.StoreConfig\(…\)"):
             Store.open(location, config=config, create=True)  # type: ignore[arg-type]  # wrong on purpose
@@ -295,8 +295,8 @@ def test_what_is_no_configuration_is_refused(store_path: Path, config: object) -
     [("hdfs://namenode:8020/there", "give asymcheck.RemoteConfig"), (RemoteConfig(options=8), "give a mapping")],  # type: ignore[arg-type]  # wrong on purpose
     ids=str,
 )
-def test_what_is_no_configuration_of_locations_is_refused(store_path: Path, remote: RemoteConfig, message: str) -> None:
-    """With a message of this package's own."""
+def test_invalid_remote_configuration_object_is_refused(store_path: Path, remote: RemoteConfig, message: str) -> None:
+    """With an error of this package."""
     with pytest.raises(InvalidInputError, match=message):
         Store.open(store_path.as_uri(), config=dataclasses.replace(StoreConfig(), remote=remote))
 
@@ -330,8 +330,8 @@ def test_the_limits_of_a_configuration_work(store_path: Path, fields: dict[str, 
         assert store.verify() == []
 
 
-def test_two_threads_that_open_the_catalog_at_once_share_one(store_path: Path) -> None:
-    """And closing the store closes it: no descriptor, lock or mark is left behind."""
+def test_two_threads_open_one_catalog(store_path: Path) -> None:
+    """And closing the store closes it, without a descriptor, lock or mark left."""
     entered, go_on = threading.Event(), threading.Event()
 
     def observer(event: events.Event) -> None:
@@ -378,8 +378,8 @@ def test_packs_without_the_folder_of_manifests_are_no_garbage(store_path: Path, 
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_a_store_that_is_taken_away_while_it_is_open_is_not_empty(store_path: Path, read_only: bool) -> None:
-    """As by an unmounted drive: who resumes must not be told that there is nothing to resume from."""
+def test_store_that_vanishes_is_not_empty(store_path: Path, read_only: bool) -> None:
+    """As with an unmounted drive: a resume must not start from scratch."""
     state = {"a": torch.randn(100_000)}
     with Store.open(store_path, create=True) as store:
         store.save(state, step=1)

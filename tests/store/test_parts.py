@@ -25,8 +25,8 @@ def test_a_checkpoint_is_complete_when_the_last_part_is_saved(tmp_path: Path) ->
         assert (listed.complete, listed.world_size) == (True, 3)
 
 
-def test_a_part_comes_after_what_was_saved_before_its_checkpoint_was_begun(tmp_path: Path) -> None:
-    """And not after another rank's part of the same checkpoint, or of one that was begun later."""
+def test_parent_of_a_part_precedes_its_checkpoint(tmp_path: Path) -> None:
+    """Not another rank's part of the same checkpoint, or of a later one."""
     begun = [time.time_ns().to_bytes(8, "big").hex() + os.urandom(8).hex() for _ in range(3)]
     with asymcheck.Store.open(tmp_path / "store", create=True) as store:
         for step, rank in ((1, 0), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)):
@@ -52,8 +52,8 @@ def test_a_part_comes_after_what_was_saved_before_its_checkpoint_was_begun(tmp_p
         Part(0, 2, bytes(16)),  # type: ignore[arg-type]  # what is tested
     ],
 )
-def test_what_names_no_part_is_refused_before_anything_is_written(tmp_path: Path, part: object) -> None:
-    """Ranks out of range, and save ids that are none."""
+def test_invalid_part_is_refused(tmp_path: Path, part: object) -> None:
+    """Ranks out of range and invalid save ids, before anything is written."""
     with asymcheck.Store.open(tmp_path / "store", create=True) as store:
         with pytest.raises(InvalidInputError):
             store.save({"w": torch.zeros(4)}, step=1, part=part)  # type: ignore[arg-type]  # what is tested

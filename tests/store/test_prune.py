@@ -42,8 +42,8 @@ def _steps(store: Store, run: str = "default") -> list[int]:
     return [checkpoint.step for checkpoint in store.checkpoints(run)]
 
 
-def test_what_no_rule_keeps_is_deleted_and_its_packs_are_freed(store: Store) -> None:
-    """The result names each checkpoint with the reasons for which it stays; other runs are not touched."""
+def test_unkept_checkpoints_are_deleted_and_freed(store: Store) -> None:
+    """The result has the reasons for the others; other runs are not touched."""
     _save(store, *range(6))
     # Step 1 has the same bytes here as there.
     _save(store, 1, 7, run="other")
@@ -66,8 +66,8 @@ def test_what_no_rule_keeps_is_deleted_and_its_packs_are_freed(store: Store) -> 
     assert store.verify() == []
 
 
-def test_a_dry_run_says_what_the_real_run_does(store: Store) -> None:
-    """Which go, why the others stay, and how many bytes come back; and it changes nothing."""
+def test_dry_run_of_pruning_equals_the_real_run(store: Store) -> None:
+    """Deletions, reasons and freed bytes; it changes nothing."""
     _save(store, *range(5))
     before = directory_content(store.path)
     retention = Retention(keep_last=2)
@@ -85,8 +85,8 @@ def test_a_dry_run_says_what_the_real_run_does(store: Store) -> None:
     ]
 
 
-def test_what_a_newer_broken_one_falls_back_to_stays(store: Store) -> None:
-    """One checkpoint is to be kept, and the newest cannot be restored: then the one that is restored stays, too."""
+def test_fallback_of_a_broken_newest_checkpoint_stays(store: Store) -> None:
+    """With one to keep and a broken newest one, the restorable one stays, too."""
     _save(store, 0)
     packs = {path: path.name for path in (store.path / "packs").iterdir()}
     _save(store, 1, 2)
@@ -110,8 +110,8 @@ def test_nothing_goes_while_none_is_consistent(store: Store) -> None:
     assert pruned.verdicts[0].reasons == ("none on the line is consistent",)
 
 
-def test_what_was_abandoned_stays_unless_it_is_to_go(store: Store) -> None:
-    """After a restore to an older step. It also stays while the line has nothing in its place."""
+def test_abandoned_checkpoints_stay_by_default(store: Store) -> None:
+    """After a restore of an older step, and while the line has no newer one."""
     _save(store, 1, 2, 3)
     generation = store.begin_generation(store.checkpoints()[0])
     store.save(_state(9), step=2, generation=generation)
@@ -134,8 +134,8 @@ def test_nothing_goes_while_the_line_cannot_be_known(store: Store) -> None:
     assert pruned.verdicts[0].reasons == ("line of training unknown",)
 
 
-def test_what_is_young_stays(store: Store) -> None:
-    """By the time at which its save began."""
+def test_young_checkpoints_stay(store: Store) -> None:
+    """By the start time of the save."""
     _save(store, 1)
     time.sleep(0.05)
     between_ns = time.time_ns()
@@ -146,8 +146,8 @@ def test_what_is_young_stays(store: Store) -> None:
     assert [one.step for one in store.prune(Retention(keep_for=timedelta(hours=1))).removed] == []
 
 
-def test_a_damaged_manifest_is_reported_after_what_goes_went(store: Store) -> None:
-    """It keeps all packs, and counts as no checkpoint: nothing is deleted for its sake."""
+def test_damaged_manifest_is_reported_after_the_deletions(store: Store) -> None:
+    """It keeps all packs, and counts as no checkpoint."""
     _save(store, 1, 2, 3, 4)
     (manifest,) = (store.path / "manifests/default").glob(f"*{2:012d}*/*.manifest") or [None]
     manifest.write_bytes(b"x")
@@ -171,8 +171,8 @@ with resolve_one(tier, listing).sources:
 
 
 @pytest.mark.slow
-def test_what_another_process_reads_stays_until_it_is_done(store: Store) -> None:
-    """Its packs are locked; what is read of others, or shared with those that stay, holds nothing."""
+def test_checkpoint_in_use_by_a_reader_stays(store: Store) -> None:
+    """Its packs are locked; locks on shared packs hold nothing."""
     shared = _state(99)["x"]
     for step in range(4):
         store.save({"x": _state(step)["x"], "shared": shared}, step=step)
@@ -192,8 +192,8 @@ def test_what_another_process_reads_stays_until_it_is_done(store: Store) -> None
     assert [one.step for one in store.prune(Retention(keep_last=1)).removed] == [1]
 
 
-def test_a_training_that_goes_back_meanwhile_loses_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the judgement and the deletion training goes on from a checkpoint that was to go: it stays."""
+def test_rollback_during_pruning_loses_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training resumes from a checkpoint between its verdict and its deletion."""
     _save(store, 1, 2, 3)
     first = store.checkpoints()[0]
     begun: list[int] = []
@@ -211,8 +211,8 @@ def test_a_training_that_goes_back_meanwhile_loses_nothing(store: Store, monkeyp
     assert [one.reasons[-1] for one in pruned.verdicts] == ["keep last 1", "abandoned", "abandoned"]
 
 
-def test_a_pruner_reads_only_what_is_new(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pruning after every commit costs what that commit brought, however many checkpoints are kept."""
+def test_pruning_reads_only_new_manifests(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cost does not depend on the number of kept checkpoints."""
     keep = Retention(keep_last=1, keep_every=2)
     pruner = Pruner(store._opened.nvme, store._opened.catalog(), "default", keep)
     _save(store, *range(10))
@@ -233,7 +233,7 @@ def test_a_pruner_reads_only_what_is_new(store: Store, monkeypatch: pytest.Monke
     assert _steps(store) == [0, 2, 4, 6, 8, 10, 12, 13]
 
 
-def test_what_is_asked_wrongly_is_refused(store: Store) -> None:
+def test_invalid_arguments_are_refused(store: Store) -> None:
     """Before anything is deleted."""
     _save(store, 1, 2)
     with pytest.raises(InvalidInputError, match="Retention"):

@@ -90,8 +90,8 @@ def test_a_base_stays_when_the_pack_of_its_delta_cannot_be_read(
         assert _is_whole(store, weights)
 
 
-def test_what_cannot_be_read_for_a_moment_is_not_deleted(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not incomplete: nobody knows what it is."""
+def test_temporarily_unreadable_checkpoint_is_not_deleted(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not incomplete."""
     with Store.open(store_path, config=PLAIN, create=True) as store:
         for step in range(1, 5):
             store.save({"noise": noise(step)}, step=step)
@@ -170,8 +170,8 @@ def test_a_pack_with_a_damaged_frame_is_not_copied_again_and_again(store_path: P
         assert written[1] == 0
 
 
-def test_a_chain_of_deltas_does_not_grow_by_what_was_garbage(store_path: Path) -> None:
-    """A delta is garbage, but its pack stays; its base is stored anew, eight deltas deep; then its state is back."""
+def test_chain_of_deltas_does_not_grow_through_garbage(store_path: Path) -> None:
+    """A garbage delta stays in its pack while its base is stored again, eight deltas deep."""
     torch.manual_seed(0)
     base = torch.randn(60_000) * 0.02
     on_base, kept = base + torch.randn_like(base) * 1e-6, noise(1, 100_000)
@@ -200,8 +200,8 @@ def test_a_chain_of_deltas_does_not_grow_by_what_was_garbage(store_path: Path) -
 
 
 @pytest.mark.usefixtures("weights")
-def test_what_is_read_of_a_locked_pack_is_what_is_in_it(store_path: Path) -> None:
-    """Collections meet packs that others have just sealed: the bases of their frames are known, and they are kept."""
+def test_locked_pack_is_indexed_correctly(store_path: Path) -> None:
+    """Collections keep the bases of frames that other processes have just sealed."""
     tier = NvmeTier(store_path, CONFIG, read_only=True)
     needed = StoreReachability(tier)
     needed.refresh()
@@ -228,10 +228,10 @@ def _collect_after(monkeypatch: pytest.MonkeyPatch, count: int, store: Store) ->
     monkeypatch.setattr(NvmeTier, "pack_ids", pack_ids)
 
 
-def test_a_base_is_found_where_a_collection_has_put_it(
+def test_base_moved_by_a_collection_is_found(
     store_path: Path, weights: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the list of packs and the look into them."""
+    """Between the list of packs and its reading."""
     eager = dataclasses.replace(CONFIG, repack_waste=0.1)
     with Store.open(store_path, config=eager, create=True) as store, Store.open(store_path, read_only=True) as reader:
         _collect_after(monkeypatch, 1, store)

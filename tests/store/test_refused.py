@@ -135,8 +135,8 @@ def _refuse(store: Store, state: object, path: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_stored_is_refused_by_its_path(store: Store, name: str) -> None:
-    """The error names the path, and the store's directory is as it was, to the byte."""
+def test_unsupported_value_is_refused_by_path(store: Store, name: str) -> None:
+    """The error names the path, and the store is unchanged."""
     store.save({"big": torch.ones(2_000_000)}, step=1)
     _refuse(store, {"big": torch.zeros(2_000_000), "a": [0, {"b": REFUSED[name]()}]}, "a.1.b")
 
@@ -169,8 +169,8 @@ def test_a_huge_integer_as_a_key_does_not_hide_the_path(store: Store) -> None:
     _refuse(store, {10**5000: {1}}, "1" + "0" * 5000)
 
 
-def test_the_root_itself_can_be_what_is_refused(store: Store) -> None:
-    """It has no path; the error says so."""
+def test_root_may_be_unsupported(store: Store) -> None:
+    """It has no path, and the error says so."""
     with pytest.raises(UnsupportedValueError, match="<root>") as caught:
         store.save({1, 2}, step=1)
     assert caught.value.path == ""
@@ -208,8 +208,8 @@ def test_the_first_and_the_last_step_can_be_saved(store: Store, step: int) -> No
     assert store.load(step) == {"x": step}
 
 
-def test_what_could_not_be_read_again_is_not_committed(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever lets it come so far; what was there stays the newest."""
+def test_unreadable_checkpoint_is_not_committed(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the cause; the previous one stays the newest."""
     monkeypatch.setattr(leaves, "DIMENSIONS_MAX", 65)
     with Store.open(store_path, create=True) as store:
         store.save({"t": torch.ones(1)}, step=1)

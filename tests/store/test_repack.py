@@ -56,8 +56,8 @@ def _names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_what_is_needed_is_copied_and_the_pack_is_freed(store: Store) -> None:
-    """One old MiB used to hold five. The numbers say so, those of a dry run too."""
+def test_needed_partitions_are_copied_and_the_pack_freed(store: Store) -> None:
+    """One old MiB held five; the numbers match, also in a dry run."""
     _save(store, 0, 1)
     (old,) = {path.name for path in (store.path / "packs").iterdir() if path.stat().st_size > 5 * MIB}
     store.delete(0)
@@ -100,8 +100,8 @@ def test_half_of_a_pack_may_be_garbage(store_path: Path) -> None:
             assert (store.disk_usage().locked_bytes == 0) == bool(repacked)
 
 
-def test_what_is_left_of_many_packs_goes_into_one(store: Store) -> None:
-    """So that the store does not end in crumbs."""
+def test_rest_of_many_packs_goes_into_one(store: Store) -> None:
+    """To avoid many small packs."""
     for step in range(6):
         keep = {f"kept{number}": _bytes(100 + number, 1) for number in range(step + 1)}
         store.save({**keep, "own": _bytes(step, 3)}, step=step)
@@ -166,8 +166,8 @@ def meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch) -> Callable[[Meanwh
     return arrange
 
 
-def test_a_save_that_had_pinned_the_pack_keeps_it(store: Store, meanwhile: Callable[[Meanwhile], None]) -> None:
-    """Its manifest may name anything in there."""
+def test_pinned_pack_stays(store: Store, meanwhile: Callable[[Meanwhile], None]) -> None:
+    """The manifest of the save may refer to any partition in it."""
     _save(store, 0, 1)
     store.delete(0)
     packs = _names(store.path / "packs")
@@ -187,8 +187,8 @@ def test_a_save_that_had_pinned_the_pack_keeps_it(store: Store, meanwhile: Calla
     _whole(store, 1)
 
 
-def test_a_checkpoint_that_is_committed_meanwhile_is_seen(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pin was there before and is gone: what it reused must not go, though nobody needed it at first."""
+def test_checkpoint_committed_during_a_repack_is_respected(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pin is gone, and its reused partitions must stay."""
     _save(store, 0, 1)
     store.delete(0)
     with Store.open(store.path, create=True) as other:
@@ -212,10 +212,8 @@ def test_a_checkpoint_that_is_committed_meanwhile_is_seen(store: Store, monkeypa
     assert store.verify() == []
 
 
-def test_an_unrelated_checkpoint_that_is_committed_meanwhile_is_no_obstacle(
-    store: Store, meanwhile: Callable[[Meanwhile], None]
-) -> None:
-    """Its manifest is read, and needs nothing of what goes."""
+def test_unrelated_checkpoint_does_not_stop_a_repack(store: Store, meanwhile: Callable[[Meanwhile], None]) -> None:
+    """Its manifest is read, and needs nothing of the pack."""
     _save(store, 0, 1)
     store.delete(0)
     meanwhile(lambda one: one.save({"new": _bytes(70, 1)}, step=2))
@@ -265,8 +263,8 @@ def test_a_commit_at_the_last_moment_is_seen(store: Store, monkeypatch: pytest.M
     assert store.verify() == []
 
 
-def test_what_is_relied_upon_must_be_live(store: Store, meanwhile: Callable[[Meanwhile], None]) -> None:
-    """A second copy needs no third; but when its pack is taken by another collection meanwhile, the first one stays."""
+def test_relied_copy_must_be_live(store: Store, meanwhile: Callable[[Meanwhile], None]) -> None:
+    """If another collection takes the second copy, the first one stays."""
     _save(store, 0, 1)
     store.delete(0)
     packs = {path: path.read_bytes() for path in (store.path / "packs").iterdir()}

@@ -44,8 +44,8 @@ def test_a_run_cannot_be_named_so(store: Store, run: str) -> None:
 
 
 @pytest.mark.parametrize("run", [None, 5, b"run"])
-def test_what_is_no_name_at_all_is_refused_in_the_same_words(store: Store, run: str) -> None:
-    """And not by whatever is done with it first."""
+def test_invalid_run_name_is_refused_everywhere(store: Store, run: str) -> None:
+    """With the same message."""
     for call in (
         lambda: store.save({}, step=1, run=run),
         lambda: store.load(run=run),
@@ -68,8 +68,8 @@ def test_runs_do_not_see_each_other(store: Store) -> None:
     assert store.load(run="b") == {"x": "b3"}
 
 
-def test_a_run_that_is_not_there_names_those_that_are(store: Store) -> None:
-    """A typing error is easily seen."""
+def test_missing_run_lists_existing_ones(store: Store) -> None:
+    """To show a typing error."""
     store.save({}, step=1, run="resnet")
     with pytest.raises(CheckpointNotFoundError, match="it has runs resnet"):
         store.load(run="resent")
@@ -110,8 +110,8 @@ def test_a_metric_may_be_no_number(store: Store) -> None:
     [None, "high", [1.0], {}, 1j, 10**400, 10**5000, torch.ones(2), object()],
     ids=["None", "str", "list", "dict", "complex", "large", "too large to write", "tensor", "object"],
 )
-def test_what_is_no_number_is_refused(store: Store, value: float) -> None:
-    """Before anything is written, by name."""
+def test_invalid_metric_is_refused(store: Store, value: float) -> None:
+    """By name, before anything is written."""
     before = directory_content(store.path)
     with pytest.raises(InvalidInputError, match="metric 'loss'"):
         store.save({"x": torch.ones(2_000_000)}, step=1, metrics={"loss": value})
@@ -126,7 +126,7 @@ def test_a_name_that_could_not_be_read_again_is_refused(store: Store) -> None:
     assert directory_content(store.path) == before
 
 
-def test_there_may_be_256_metrics_and_no_more(store: Store) -> None:
+def test_at_most_256_metrics(store: Store) -> None:
     """The limit of the format."""
     store.save({}, step=1, metrics={str(i): i for i in range(256)})
     with pytest.raises(InvalidInputError, match="257 metrics"):

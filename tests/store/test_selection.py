@@ -114,8 +114,8 @@ def test_a_glob_that_selects_nothing_is_an_error(store: Store, pattern: str) -> 
         store.load(tensors=pattern, into={"model": torch.nn.Linear(1, 1)})
 
 
-def test_a_module_is_filled_by_what_a_selection_leaves(store: Store) -> None:
-    """The versions of a module stay with a selected part of it."""
+def test_module_is_filled_from_a_selection(store: Store) -> None:
+    """The versions of a module stay with the selected part."""
     model = torch.nn.BatchNorm1d(3)
     store.save({"model": model}, step=1)
     loaded = store.load(tensors="model.running_*")
@@ -124,8 +124,8 @@ def test_a_module_is_filled_by_what_a_selection_leaves(store: Store) -> None:
     assert loaded["model"]._metadata[""] == {"version": 2}
 
 
-def test_filling_what_the_selection_leaves_out_is_a_mismatch(store: Store) -> None:
-    """Asking for a tensor and excluding it at once is an error, not a tensor that silently keeps its values."""
+def test_excluding_a_requested_tensor_is_a_mismatch(store: Store) -> None:
+    """Otherwise it would silently keep its values."""
     store.save({"a": torch.ones(3), "b": torch.ones(3)}, step=1)
     into = {"a": torch.zeros(3), "b": torch.zeros(3)}
     with pytest.raises(StateMismatchError, match="b: is not in the checkpoint, or not in the selection 'a'"):

@@ -95,8 +95,8 @@ def _addresses(optimizer: torch.optim.Optimizer) -> list[int]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_goes_on_as_if_it_had_not_stopped(store: Store, name: str) -> None:
-    """A fresh model and optimizer, filled from the store, go through the same losses; dropout included."""
+def test_resumed_training_is_identical(store: Store, name: str) -> None:
+    """A fresh model and optimizer have the same losses, including dropout."""
     model = _model()
     optimizer = OPTIMIZERS[name](list(model.parameters()))
     _train(model, optimizer, 2)
@@ -120,8 +120,8 @@ def test_the_state_of_an_optimizer_comes_back_whole(store: Store, name: str) -> 
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_warm_optimizer_is_filled_in_the_memory_that_it_has(store: Store, name: str) -> None:
-    """No tensor of its state is allocated anew: memory does not double, and captured graphs stay valid."""
+def test_warm_optimizer_is_filled_in_place(store: Store, name: str) -> None:
+    """No tensor is allocated, and captured graphs stay valid."""
     model = _model()
     optimizer = OPTIMIZERS[name](list(model.parameters()))
     _train(model, optimizer, 1)
@@ -139,8 +139,8 @@ def test_a_warm_optimizer_is_filled_in_the_memory_that_it_has(store: Store, name
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedules_go_on_where_they_were(store: Store, name: str) -> None:
-    """A fresh scheduler, filled from the store, gives the same rates."""
+def test_schedules_continue(store: Store, name: str) -> None:
+    """A fresh scheduler returns the same rates."""
 
     def rates(optimizer: torch.optim.Optimizer, scheduler: LrScheduler, steps: int) -> list[float]:
         found = []
@@ -162,8 +162,8 @@ def test_schedules_go_on_where_they_were(store: Store, name: str) -> None:
     assert rates(optimizer, scheduler, 6) == expected
 
 
-def test_a_plateau_scheduler_goes_on_where_it_was(store: Store) -> None:
-    """The one that looks at the loss; its best value may still be infinite."""
+def test_plateau_scheduler_continues(store: Store) -> None:
+    """Its best value may be infinite."""
     state = []
     for _ in range(2):
         optimizer = torch.optim.SGD(_model().parameters(), lr=0.1)
@@ -181,8 +181,8 @@ def test_a_plateau_scheduler_goes_on_where_it_was(store: Store) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
-def test_a_counter_is_one_again_where_it_is_looked_for(store: Store) -> None:
-    """It is stored as a plain mapping. A schedule of milestones asks its Counter for the elements, in a list too."""
+def test_counter_is_restored_where_expected(store: Store) -> None:
+    """It is stored as a plain mapping; a milestone schedule needs a Counter, also in a list."""
 
     def schedule(milestones: list[int]) -> tuple[LrScheduler, LrScheduler]:
         optimizer = torch.optim.SGD(_model().parameters(), lr=1.0)
@@ -259,8 +259,8 @@ def test_objects_in_sequences_take_part(store: Store) -> None:
         assert_same(other.state_dict(), one.state_dict())
 
 
-def test_a_module_with_extra_state_gets_it_back(store: Store) -> None:
-    """`get_extra_state` puts a plain value, or a mapping, into the state of a module."""
+def test_module_restores_its_extra_state(store: Store) -> None:
+    """`get_extra_state` adds a plain value or a mapping to the state."""
 
     class Counting(torch.nn.Linear):
         seen = 0

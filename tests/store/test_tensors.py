@@ -166,8 +166,8 @@ def test_every_configuration_stores_the_same_state(store: Store, store_path: obj
 
 
 @pytest.mark.slow
-def test_a_reader_with_small_partitions_reads_large_ones(store: Store) -> None:
-    """And the other way round: the reader's memory follows the stored partition, not its own settings."""
+def test_reader_with_small_partitions_reads_large_ones(store: Store) -> None:
+    """And vice versa: the reader follows the stored partitions."""
     state = {"x": torch.from_numpy(RANDOM.integers(0, 256, 70 << 20, dtype=np.uint8))}
     large = StoreConfig(partition_bytes=64 << 20, slots=2)
     small = StoreConfig(partition_bytes=4096, bundle_below_bytes=4096, slots=1)

@@ -70,8 +70,8 @@ def test_one_name_of_a_tied_tensor_is_enough(store: Store, name: str) -> None:
     assert torch.equal(loaded[name]["w"], tensor)
 
 
-def test_a_selection_keeps_ties_within_it(store: Store) -> None:
-    """Two of three names selected: the same object."""
+def test_selection_keeps_ties(store: Store) -> None:
+    """Two of three names selected are the same object."""
     tensor = torch.randn(4000)
     store.save({"a": tensor, "b": tensor, "c": tensor}, step=1)
     loaded = _load(store, tensors="[bc]")
@@ -79,8 +79,8 @@ def test_a_selection_keeps_ties_within_it(store: Store) -> None:
     assert loaded["b"] is loaded["c"]
 
 
-def test_views_that_share_some_memory_are_stored_one_by_one(store: Store) -> None:
-    """Only the same view of the same memory is a tie: overlapping parts come back as tensors of their own."""
+def test_overlapping_views_are_stored_separately(store: Store) -> None:
+    """Only equal views of the same memory are tied."""
     base = torch.arange(4000.0)
     store.save({"whole": base, "part": base[:2000], "other dtype": base.view(torch.int32)}, step=1)
     loaded = _load(store)

@@ -83,7 +83,7 @@ VALUES: dict[str, object] = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_plain_values_come_back_as_they_were(store: Store, name: str) -> None:
+def test_plain_values_round_trip(store: Store, name: str) -> None:
     """As a part of a state and as the whole of it."""
     state = {"x": VALUES[name], "tensor": torch.ones(2)}
     store.save(state, step=1)

@@ -37,7 +37,7 @@ from benchmarks.report import Report, Row, row
 from benchmarks.training import State
 
 _PIECE = 4 << 20
-# What is measured of a kind: some tensors are as good as all, and zlib does 20 MB in a second.
+# Sample per kind. A few tensors are representative, and zlib compresses only 20 MB per second.
 _PIECES_MAX = 4
 GAPS, QUICK_GAPS = (1, 10, 100), (1, 10)
 _MIXED = "mixed"
@@ -168,7 +168,7 @@ def _rows(kind: str, done: Mapping[str, Mapping[int, Measured]]) -> Iterator[Row
 def _delta_rows(name: str, state: State, older: State, gap: int, rounds: int) -> Iterator[Row]:
     packer = delta_packer()
     for key, kind in _kinds(state, older).items():
-        # What did not change at all is stored once, without any codec.
+        # Unchanged tensors are stored once, without any codec.
         if kind.older is not None and kind.older != kind.plain:
             done = {1: measure(packer, _pieces(kind), rounds, 1)}
             apart = f"{gap} step{'s' if gap > 1 else ''} apart"

@@ -95,7 +95,7 @@ def _ratios(taken: dict[str, dict[str, list[int]]], times: dict[str, list[float]
         "bytes_ddp4/torch_save_each": last[_DDP4][OURS] / last[_DDP4][TORCH],
         "bytes_fsdp_tp4/dcp": last["FSDP2 + TP, 4 ranks"][OURS] / last["FSDP2 + TP, 4 ranks"][DCP],
         "bytes_lora/dcp": last[_LORA][OURS] / last[_LORA][DCP],
-        # Of one rank: both have the same, and users save it once.
+        # Rank 0 only, because both ranks have the same state.
         "bytes_lora/torch_save": last[_LORA][OURS] / (last[_LORA][TORCH] / 2),
     }
     return {**found, "save_time_fsdp4/dcp": statistics.median(times[OURS]) / statistics.median(times[DCP])}

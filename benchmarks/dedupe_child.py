@@ -153,7 +153,7 @@ def _save_torch(tensors: Tensors, where: Path) -> None:
     where.mkdir(exist_ok=True)
     file = where / f"{dist.get_rank()}.pt"
     torch.save({name: _local(tensor) for name, tensor in tensors.items()}, file)
-    # What is not synced may not have taken its room yet.
+    # Without a sync, delayed allocation would hide used space.
     peers.sync(file)
     dist.barrier()
 

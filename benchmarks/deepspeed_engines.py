@@ -96,7 +96,7 @@ def recover(state: dict[str, Any], where: Path, kind: Kind) -> int:
 
 
 def _engine(kind: Kind, *, writes: bool) -> Any:  # noqa: ANN401 - what DeepSpeed makes of its configuration
-    # Else it compiles an operator for ranks of one machine first.
+    # Otherwise, DeepSpeed compiles an operator for ranks of one machine first.
     deepspeed.ops.__compatible_ops__ = {}
     os.environ.setdefault("LOCAL_RANK", "0")
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)

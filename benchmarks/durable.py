@@ -65,7 +65,7 @@ class _Durable:
             for number in range(rounds + 1):
                 self._begin_with_nothing(store)
                 for systems in (self._new(store), self._over(store)):
-                    # Who goes first changes: the device may still be busy with what the one before left behind.
+                    # The order rotates, because the drive may still be busy with the previous library.
                     for name, save in rotated(list(systems.items()), number):
                         states.change_everything(self._state)
                         os.sync()

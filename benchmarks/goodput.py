@@ -145,7 +145,7 @@ def simulate(
                 saved[one] = progress + int((up - costs.lag_s[one]) / period) * every * costs.iteration_s
         left = _TIERS[_TIERS.index(tier) :]
         progress = max(saved[one] for one in left)
-        # What was newer lay in tiers that are lost, or belongs to a line that is abandoned.
+        # Newer checkpoints were in lost tiers, or on an abandoned line.
         saved = {one: min(value, progress) for one, value in saved.items()}
         recovery = failures.restart_s + _of(costs, tier)[1]
     return progress / now
@@ -238,7 +238,7 @@ def costs_of(measured: Report, model: str | None = None) -> dict[str, Costs]:
         stall, iteration = found[f"visible stall, {model}, every 10"], found[f"iteration, {model}, every 10"]
         recovery = found[f"recovery, {model}"]
         lag = math.inf if durable is None else durable / 1e3
-        # What is synced by nobody survives its process in the page cache, and a reboot by luck only.
+        # Unsynced files survive their process in the page cache, but a reboot only by luck.
         in_memory = stall / 1e3 + iteration / 1e3 if scheme.startswith("asymcheck") or durable is None else lag
         costs[scheme] = Costs(
             iteration_s=iteration / 1e3,

@@ -300,7 +300,7 @@ class _Beside:
             self._run.train(1)
             count += 1
         took = time.perf_counter() - began
-        # What the servers took would be taken on other machines: it is spread over the processors here.
+        # The servers would use other machines, so their CPU time is divided by the number of processors.
         without = max(took - (self._cluster.processor_s() - servers) / (os.cpu_count() or 1), 0.0)
         before = self._alone[-1]
         alone = statistics.mean((before, self._plain(max(count, _PLAIN)))) * count

@@ -30,7 +30,7 @@ def main(operation: str, store: Path, state_file: Path) -> None:
         warm.save({"weights": torch.zeros(1)}, step=1)
         warm.load()
     work = OPERATIONS[operation](store, state_file)
-    # 5 sets the kernel's own peak (VmHWM) back to what is there now.
+    # 5 resets the peak of the kernel (VmHWM) to the current value.
     Path("/proc/self/clear_refs").write_text("5")
     print(json.dumps(status_of(os.getpid())), flush=True)
     sys.stdin.readline()

@@ -59,7 +59,7 @@ def run(folder: Path | None, *, quick: bool, grid: Grid | None = None) -> Report
     chosen = [scheme for scheme in SCHEMES if scheme.name in grid.schemes]
     # Forked from a process that has imported everything and begun no thread: nothing is imported a hundred times.
     context = multiprocessing.get_context("forkserver")
-    # What cannot be imported here is passed over. Nor need DeepSpeed say that it sees no GPU: all train on the CPU.
+    # Missing libraries are skipped. This setting hides the warning of DeepSpeed about a missing GPU.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     context.set_forkserver_preload([models_child.__name__, "benchmarks.deepspeed_engines"])
     results: list[Row] = []

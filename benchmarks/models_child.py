@@ -124,7 +124,7 @@ def _measure(cell: Cell, where: Path) -> Measured:
         stalls=[stall for one in rounds for stall in one.saver.stalls[1:]],
         durable=[seconds for one in rounds for seconds in one.saver.durable],
         errors=[error for one in rounds for error in one.saver.errors],
-        # What keeps only the newest checkpoints has fewer files than checkpoints.
+        # A scheme that keeps only the newest checkpoints has fewer files than checkpoints.
         bytes_a_checkpoint=statistics.mean(one.file_bytes / max(1, min(count, one.kept or count)) for one in rounds),
         peak_bytes=max(peak, 0),
         processor_s_per_gb=max(0.0, spent_s) / (count * state_bytes / 1e9),
@@ -255,7 +255,7 @@ def _step_of(scheme: Scheme, training: Training, where: Path) -> int:
     try:
         return -1 if scheme.recover is None else scheme.recover(training.state, where)
     except Exception:
-        # What a kill left of it cannot be read: that is what happens to who saves so. Of asymcheck it is a defect.
+        # The killed save cannot be read, which is a result for peers, but a defect of asymcheck.
         if scheme.kind == "asymcheck":
             raise
         return -1

@@ -15,7 +15,7 @@ from rich.table import Table
 
 _T = TypeVar("_T")
 _WIDTH = 140
-# What a workload adds to the environment while it runs, so that it is not printed at the start.
+# Facts that a workload adds to the environment while it runs.
 _TOLD_AGAIN = ("best peer", "made cold by", "state", "store", "skipped", "facts")
 
 

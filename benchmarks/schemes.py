@@ -55,7 +55,7 @@ class Ladder(Ours):
         """Save into a store of that configuration."""
         super().__init__(state, where, config=config)
         self.name = name
-        # So that what is complete in memory belongs to a line, and a killed training resumes from it.
+        # This begins a generation, so that a killed training can resume from memory.
         self._checkpointer.restore()
 
 

@@ -77,7 +77,7 @@ class Shape:
 
 
 _LONG = (OURS_NAME, "torch DCP async thread")
-# What one checkpoint in ten steps costs is less than what two trainings in a row differ by: it takes several.
+# The cost of one checkpoint in ten steps is below the noise between two trainings, so several are measured.
 FULL = Shape(12, 768, (Plan(1, 12), Plan(10, 20, 2), Plan(50, 50), Plan(10, 10, 2, _CONTEXT, _LONG)))
 QUICK = Shape(2, 128, (Plan(1, 8),))
 

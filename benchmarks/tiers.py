@@ -89,7 +89,7 @@ def _leave_in_memory(store: Path, rings: Path) -> None:
         checkpointer = asymcheck.Checkpointer(
             opened, {"state": state}, run="killed", capture=capture, every=1, keep=None
         )
-        # What is complete in memory belongs to a line only after this.
+        # Captures in memory belong to a line only after this call.
         checkpointer.restore()
         checkpointer.step(1)
         checkpointer.fence()

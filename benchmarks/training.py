@@ -36,7 +36,7 @@ class Shape:
     steps: int
 
 
-# From a width of 512 on, tensors are large enough to be partitions of their own, as in models that people train.
+# From a width of 512 on, tensors are large enough for separate partitions, as in real models.
 FULL = Shape(3, 512, 32, 200)
 QUICK = Shape(2, 128, 32, 40)
 

@@ -55,7 +55,7 @@ MANIFEST_KEYS |= {"metrics": dict, "plan": dict, "packs": list, "tree": object}
 OWNER_KEYS = {"boot_id": str, "pid": int, "pid_namespace": str, "start_ticks": int}
 RING_KEYS = {"ring_id": str, "store_id": str, "store": str, "run": str, "rank": int, "owner": dict, "data_bytes": int}
 RING_KEYS |= {"created_ns": int, "writer": str}
-# Of the tree (§7.4): an integer node; leaves of strings, how many they have, and these joined by line feeds.
+# Tree (§7.4): an integer node; string leaves with their count, joined by line feeds.
 INTEGER = "-?[1-9][0-9]*"
 BASE64 = "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?"
 LEAVES = {"f": (1, "[0-9a-f]{16}"), "c": (2, "[0-9a-f]{16}\n[0-9a-f]{16}"), "b": (1, BASE64), "v": (1, "(?s:.*)")}

@@ -119,7 +119,7 @@ def train(arguments: argparse.Namespace) -> None:
             if checkpointer is None:
                 continue
             if step == pause.wanted:
-                # What comes from now on are events of this step's save.
+                # Later events belong to the save of this step.
                 checkpointer.wait()
                 pause.step = step
             if checkpointer.step(step, metrics={"loss": loss.item()}):

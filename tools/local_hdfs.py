@@ -246,7 +246,7 @@ class LocalHdfs:
         )
 
     def _command(self, *words: str) -> list[str]:
-        # What a daemon that is killed leaves in its folder of temporary files goes with the rest.
+        # The temporary files of a killed daemon are removed as well.
         return ["java", *_JVM, f"-Djava.io.tmpdir={self.base / 'tmp'}", "-cp", self.classpath, *words]
 
     def start(self, name: str) -> None:

@@ -1,15 +1,17 @@
-"""Check the English of documents, docstrings and commit subjects: ``python -m tools.prose [--commits BASE]``.
+"""Check the English of documents, code, test names and commits: ``python -m tools.prose [--commits BASE]``.
 
-A checker for writers, not a judge: a rule that misfires is changed here, not worked around in the text.
+The check is a tool for writers. Change a rule that misfires here, instead of working around it in the text.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +21,7 @@ DOCUMENTS = ("README.md", "SPEC.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**
 PACKAGES = ("asymcheck", "benchmarks", "format_spec", "tools")
 RESULTS = ROOT / "docs" / "results"
 WORDS_MAX = 40
-"""Words of a sentence. The aim is 25; lists in a sentence may need more."""
+"""Maximum words of a sentence. The aim is 25; lists in a sentence may need more."""
 SUBJECT_MAX = 72
 
 _OPENINGS = re.compile(r"(What|Who|Whose|Whoever|Of|So(?! do| does| is)|Else|There)\b")
@@ -28,6 +30,8 @@ _BANNED = re.compile(
     r"|lies? (?:in|on|at)|as ever|all the same|no odds|whoever|somebody else's)\b",
     re.IGNORECASE,
 )
+_TEST_NAME = re.compile(r"test_(what|who|whose|whoever|of|so|else|there)_")
+_REPORTING = ("warn_user", "Finding")
 _SUBJECT = re.compile(r"[a-z_./, -]+: [a-z]")
 _SENTENCE_END = re.compile(r"(?<=[.!?:;])(?<!e\.g\.)(?<!i\.e\.)[*_)\"]*\s+")
 _CODE = re.compile(r"``?[^`]*``?|:[a-z]+:`[^`]*`")
@@ -36,11 +40,11 @@ _FENCE = re.compile(r"^(```|~~~)")
 
 
 class Problem(NamedTuple):
-    """A place whose English a reader may stumble over."""
+    """A line that breaks a rule."""
 
     where: str
     line: int
-    what: str
+    text: str
 
 
 def check_text(where: str, line: int, text: str) -> Iterator[Problem]:
@@ -51,8 +55,13 @@ def check_text(where: str, line: int, text: str) -> Iterator[Problem]:
             yield Problem(where, line, f"opens with {sentence.split()[0]!r}: {start} …")
         if len(sentence.split()) > WORDS_MAX:
             yield Problem(where, line, f"a sentence of {len(sentence.split())} words: {start} …")
-        for found in _BANNED.finditer(sentence):
-            yield Problem(where, line, f"{found[0]!r}: {start} …")
+        yield from check_words(where, line, sentence)
+
+
+def check_words(where: str, line: int, text: str) -> Iterator[Problem]:
+    """Check a text for banned words."""
+    for match in _BANNED.finditer(text):
+        yield Problem(where, line, f"{match[0]!r}: {text[max(match.start() - 20, 0) : match.end() + 20]}")
 
 
 def check_document(path: Path) -> Iterator[Problem]:
@@ -81,10 +90,43 @@ def check_docstrings(path: Path) -> Iterator[Problem]:
     where = str(path.relative_to(ROOT))
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            # List items, and the entries of Args and Raises, are paragraphs of their own.
+            # List items, and entries of Args and Raises, are separate paragraphs.
             text = _LITERAL.sub("", node.value.value.partition("\b")[0])
             for paragraph in re.split(r"\n\s*\n|\n\s*(?=- |[\w*, ]+: )", text):
                 yield from check_text(where, node.lineno, re.sub(r"^\s*(- |[\w*, ]+:\s)", "", paragraph))
+
+
+def check_comments(path: Path) -> Iterator[Problem]:
+    """Check comments. Consecutive lines are one paragraph."""
+    where, paragraph, first, last = str(path.relative_to(ROOT)), list[str](), 0, 0
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        text = token.string.lstrip("#: ")
+        if token.type != tokenize.COMMENT or text.startswith(("noqa", "type:", "!", "pragma")):
+            continue
+        if paragraph and token.start[0] != last + 1:
+            yield from check_text(where, first, " ".join(paragraph))
+            paragraph = []
+        first, last = (first if paragraph else token.start[0]), token.start[0]
+        paragraph.append(text)
+    yield from check_text(where, first, " ".join(paragraph))
+
+
+def check_messages(path: Path) -> Iterator[Problem]:
+    """Check the words of errors, warnings and findings."""
+    where = str(path.relative_to(ROOT))
+    for node in ast.walk(ast.parse(path.read_text())):
+        is_report = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _REPORTING
+        if isinstance(node, ast.Raise) or is_report:
+            for part in ast.walk(node):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield from check_words(where, part.lineno, part.value)
+
+
+def check_test_names(path: Path) -> Iterator[Problem]:
+    """Check that names of tests begin with a noun or a verb."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef) and _TEST_NAME.match(node.name):
+            yield Problem(str(path.relative_to(ROOT)), node.lineno, f"name begins with a relative clause: {node.name}")
 
 
 def check_subjects(base: str) -> Iterator[Problem]:
@@ -99,25 +141,29 @@ def check_subjects(base: str) -> Iterator[Problem]:
 
 
 def problems() -> Iterator[Problem]:
-    """Check everything in the checkout that a person reads, but for comments and messages."""
+    """Check everything in the checkout that a person reads, except generated reports."""
     for pattern in DOCUMENTS:
         for path in sorted(ROOT.glob(pattern)):
-            # Reports are generated: their words are in the benchmarks.
+            # Reports are generated; the benchmarks hold their words.
             if RESULTS not in path.parents:
                 yield from check_document(path)
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             yield from check_docstrings(path)
+            yield from check_comments(path)
+            yield from check_messages(path)
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        yield from check_test_names(path)
 
 
 def main() -> None:
-    """Print the problems, one a line; exit with 1 if there are any."""
+    """Print one problem per line; exit with status 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--commits", metavar="BASE", help="also check the subjects of the commits since BASE")
     arguments = parser.parse_args()
     found = [*problems(), *(check_subjects(arguments.commits) if arguments.commits else ())]
-    for one in found:
-        print(f"{one.where}:{one.line}: {one.what}")
+    for problem in found:
+        print(f"{problem.where}:{problem.line}: {problem.text}")
     sys.exit(bool(found))
 
 

@@ -28,7 +28,7 @@ _KINDS = [(len(_PLAIN), 4, 1)]
 _PLANES = planes(_PLAIN, _KINDS)
 _BASE = b"".join(struct.pack("<I", 0x3D000000 | n << 8) for n in range(200))
 _DELTA = delta(_PLAIN, _KINDS, _BASE)
-# Of this payload: where its table of planes begins, and its data.
+# Offsets of the table of planes and of the data in this payload.
 _WORDS, _DATA = 16 + 8, 16 + 8 + 4 * 4
 
 

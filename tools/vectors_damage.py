@@ -114,7 +114,7 @@ def _frame_headers() -> Iterator[Vector]:
         yield _frame(f"codec-{codec}-stored-sum", summed, "bad-checksum", "the payload of an encoded frame is summed")
     based = patched(_FRAME, (11, u8(2)), (56, fixed_bytes("base", 16)))
     yield _frame("codec-2-base", reseal_frame(based), "bad-structure", "a full frame has no base, however encoded")
-    # Within all limits: whoever allocates what the header says takes 1 GiB for 128 bytes.
+    # Within all limits: a reader that trusts the header allocates 1 GiB for 128 bytes.
     huge = patched(_FRAME, (32, u64(1 << 30)), (40, u64(1 << 30)), (72, u32(4096)))
     yield _frame("claims-a-gibibyte", reseal_frame(huge), "truncated", "the bytes end long before the payload")
 
@@ -215,7 +215,7 @@ def _pack_headers() -> Iterator[Vector]:
     yield _pack(
         "frame-count-limit", _with_header(_PACK, *over), "limit-exceeded", "2^22 frames need too large an index"
     )
-    # Within all limits: whoever allocates what the header says takes 256 MiB for a file of 20 KiB.
+    # Within all limits: a reader that trusts the header allocates 256 MiB for a file of 20 KiB.
     count = (1 << 28) // 64 - 1
     offset = end - 4096
     large = ((32, u64(count)), (48, u64(64 + 64 * count)), (56, u64(offset + (1 << 28))))

@@ -224,7 +224,7 @@ def _shapes() -> Iterator[Vector]:
         ("role", {"role": "bias"}, "a role that the registry lacks"),
     ):
         yield refused(f"row-{name}", _row_file(changes), "bad-structure", why)
-    # 2^62 in each of 40 000 dimensions: whoever multiplies before counting is busy for minutes.
+    # 2^62 in each of 40,000 dimensions: a reader that multiplies before counting takes minutes.
     many = [1 << 62] * 40_000
     data = _row_file({"shape": many, "global_shape": many, "offset": [0] * len(many)})
     yield refused("row-dimensions-many", data, "bad-structure", "40 000 dimensions of 2^62")

@@ -32,7 +32,7 @@ class RendezvousResult:
     """Result of a rendezvous."""
 
     name: str
-    groups: tuple[Spans, ...]  # on rank 0: the ranks of each store; on other ranks: the ranks of their own store
+    groups: tuple[Spans, ...]  # on rank 0: the ranks of each store; on other ranks: those of the same store
     count: int
 
 

@@ -1,4 +1,4 @@
-"""The checker of English: what it finds, and what it leaves alone."""
+"""The checker of English: problems that it finds, and text that it accepts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_stumbling_block_is_found(text: str, expected: str) -> None:
     """Each rule finds what it is for."""
     (problem,) = prose.check_text("a.md", 3, text)
     assert (problem.where, problem.line) == ("a.md", 3)
-    assert problem.what.startswith(expected)
+    assert problem.text.startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_code_blocks_of_documents_are_left_alone(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(prose, "ROOT", tmp_path)
     page = tmp_path / "page.md"
     page.write_text("# Title\n\nFine\ntext.\n\n```\nWhat a block.\n```\n\n- So it is.\n| Of this | fine |\n")
-    assert [(one.line, one.what.split(":")[0]) for one in prose.check_document(page)] == [
+    assert [(problem.line, problem.text.split(":")[0]) for problem in prose.check_document(page)] == [
         (10, "opens with 'So'"),
         (11, "opens with 'Of'"),
     ]
@@ -56,7 +56,31 @@ def test_docstrings_of_code_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(prose, "ROOT", tmp_path)
     module = tmp_path / "module.py"
     module.write_text('"""Fine."""\n\nclass A:\n    """What it is."""\n\n    x = 1\n    """Who knows it."""\n')
-    assert [one.line for one in prose.check_docstrings(module)] == [4, 7]
+    assert [problem.line for problem in prose.check_docstrings(module)] == [4, 7]
+
+
+def test_comments_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Consecutive lines are one paragraph; directives for tools are skipped."""
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    module = tmp_path / "module.py"
+    module.write_text("# Fine.\n# Of this: bad.\nx = 1  # noqa: ERA001 - What for\n\ny = 2  # So what\n")
+    assert [problem.line for problem in prose.check_comments(module)] == [1, 5]
+
+
+def test_messages_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Errors and warnings, but no other strings."""
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    module = tmp_path / "module.py"
+    module.write_text('x = "made anew"\nraise ValueError(f"{x} lies in a pack")\nwarn_user("it was made anew", None)\n')
+    assert [problem.line for problem in prose.check_messages(module)] == [2, 3]
+
+
+def test_names_of_tests_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A name begins with a noun or a verb."""
+    monkeypatch.setattr(prose, "ROOT", tmp_path)
+    module = tmp_path / "test_module.py"
+    module.write_text("def test_what_is_lost() -> None: ...\n\n\ndef test_lost_data() -> None: ...\n")
+    assert [problem.line for problem in prose.check_test_names(module)] == [1]
 
 
 def test_subjects_of_commits_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -67,5 +91,5 @@ def test_subjects_of_commits_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_pa
     for subject in ("Whatever came before", "docs: say it plainly", "Say it", f"docs: {'say it ' * 12}"):
         subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", subject], check=True)
     first = subprocess.run([*git, "rev-list", "--max-parents=0", "HEAD"], capture_output=True, text=True, check=True)
-    found = [one.what.split(":")[0] for one in prose.check_subjects(first.stdout.strip())]
-    assert found == ["its subject has 89 characters", "its subject has no area prefix"]
+    texts = [problem.text.split(":")[0] for problem in prose.check_subjects(first.stdout.strip())]
+    assert texts == ["its subject has 89 characters", "its subject has no area prefix"]

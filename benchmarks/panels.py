@@ -1,4 +1,4 @@
-"""``models`` and ``goodput`` as pictures, readable in black and white."""
+"""Draw ``models`` and ``goodput``, readable in black and white."""
 
 from __future__ import annotations
 
@@ -21,51 +21,51 @@ _MARKERS = "os^vD*PX<>hp"
 
 
 def draw_models(report: Report, path: Path, every: int = 10) -> None:
-    """Write a panel for each measure (rows) and model (columns), at one interval, as a PNG file."""
-    models = list(dict.fromkeys(one.metric.partition(", ")[2] for one in _of(report, "steps lost")))
-    schemes = list(dict.fromkeys(one.system for one in report.results))
+    """Write a PNG file with a panel per measure (rows) and model (columns), for one interval."""
+    models = list(dict.fromkeys(row.metric.partition(", ")[2] for row in _of(report, "steps lost")))
+    schemes = list(dict.fromkeys(row.system for row in report.results))
     figure = Figure(figsize=(2.4 * len(models) + 2.6, 2.2 + 0.75 * len(schemes)), layout="constrained")
     grid = figure.subplots(len(_SHOWN), len(models), squeeze=False, sharey=True)
     for axes, (metric, unit) in zip(grid, _SHOWN, strict=True):
         after = "" if metric == "recovery" else f", every {every}"
         rows = {
-            model: {one.system: one for one in report.results if one.metric == f"{metric}, {model}{after}"}
+            model: {row.system: row for row in report.results if row.metric == f"{metric}, {model}{after}"}
             for model in models
         }
         scale = "log" if any(map(_is_wide, rows.values())) else "linear"
         for axis, model in zip(axes, models, strict=True):
             _bars(axis, schemes, rows[model], scale)
             axis.set_title(f"{model}: {metric} [{unit}]", fontsize=8)
-    told = [report.environment.get(name, "") for name in ("processor", "file system", "state")]
+    facts = [report.environment.get(name, "") for name in ("processor", "file system", "state")]
     figure.suptitle(
         f"models, a checkpoint every {every} steps; less is better\n"
-        + textwrap.fill(" · ".join(filter(None, told)), 130),
+        + textwrap.fill(" · ".join(filter(None, facts)), 130),
         fontsize=9,
     )
     figure.savefig(path, dpi=110)
 
 
 def _of(report: Report, metric: str) -> list[Row]:
-    return [one for one in report.results if one.metric.startswith(f"{metric}, ")]
+    return [row for row in report.results if row.metric.startswith(f"{metric}, ")]
 
 
 def _is_wide(rows: dict[str, Row]) -> bool:
-    """Tell whether one value is so large that the other bars would be hard to see."""
-    medians = sorted(one.median for one in rows.values())
-    return bool(medians) and max(one.max for one in rows.values()) > 10 * max(medians[len(medians) // 2], 1e-9)
+    """Tell whether one value would make the other bars hard to see."""
+    medians = sorted(row.median for row in rows.values())
+    return bool(medians) and max(row.max for row in rows.values()) > 10 * max(medians[len(medians) // 2], 1e-9)
 
 
 def _bars(axis: Axes, schemes: list[str], rows: dict[str, Row], scale: str) -> None:
     for place, scheme in enumerate(schemes):
-        one = rows.get(scheme)
-        if one is None:
+        row = rows.get(scheme)
+        if row is None:
             continue
         reimplemented = scheme.endswith("(reimplemented)")
         color = _OURS if scheme.startswith("asymcheck") else (_REIMPLEMENTED if reimplemented else _UPSTREAM)
-        whiskers = [[one.median - one.min], [one.max - one.median]]
+        whiskers = [[row.median - row.min], [row.max - row.median]]
         axis.barh(
             [place],
-            [one.median],
+            [row.median],
             xerr=whiskers,
             color=color,
             edgecolor="#333333",
@@ -79,24 +79,24 @@ def _bars(axis: Axes, schemes: list[str], rows: dict[str, Row], scale: str) -> N
     axis.tick_params(axis="x", labelsize=7)
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_xscale(scale)
-    axis.set_xlim(left=0 if scale == "linear" else min((one.min for one in rows.values()), default=1) / 2)
+    axis.set_xlim(left=0 if scale == "linear" else min((row.min for row in rows.values()), default=1) / 2)
 
 
 def draw_goodput(report: Report, path: Path) -> None:
-    """Write goodput against the number of GPUs, a line for each scheme, as a PNG file."""
+    """Write a PNG file with goodput against the number of GPUs, one line per scheme."""
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axis = figure.subplots()
-    for number, scheme in enumerate(dict.fromkeys(one.system for one in report.results)):
+    for number, scheme in enumerate(dict.fromkeys(row.system for row in report.results)):
         points = sorted(
-            (int(one.metric.split()[1]), one)
-            for one in report.results
-            if one.system == scheme and one.metric.startswith("goodput, ") and one.metric.endswith(" GPUs")
+            (int(row.metric.split()[1]), row)
+            for row in report.results
+            if row.system == scheme and row.metric.startswith("goodput, ") and row.metric.endswith(" GPUs")
         )
         ours = scheme.startswith("asymcheck")
         axis.errorbar(
             [gpus for gpus, _ in points],
-            [one.median for _, one in points],
-            yerr=[[one.median - one.min for _, one in points], [one.max - one.median for _, one in points]],
+            [row.median for _, row in points],
+            yerr=[[row.median - row.min for _, row in points], [row.max - row.median for _, row in points]],
             label=scheme,
             marker=_MARKERS[number % len(_MARKERS)],
             color=_OURS if ours else "#555555",

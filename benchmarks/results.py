@@ -1,8 +1,8 @@
-"""``make report``: runs the quick grid and all workloads, and writes docs/results: tables, plots, raw figures.
+"""``make report``: run all workloads on the quick grid, and write tables, plots and raw figures to docs/results.
 
 ``python -m benchmarks.results [--folder DIR] [--full] [--only WORKLOAD …]``. Workloads that
-are not run keep their figures. The report names each place where asymcheck is not first, with a likely cause, which is
-known from the code and not measured.
+are not run keep their figures. The report lists each measure in which asymcheck is not first, with a likely cause that
+is known from the code, but not measured.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def main(words: Sequence[str] | None = None) -> None:
         print(f"--- {workload}", flush=True)
         command = [sys.executable, "-m", "benchmarks", *_options(workload, arguments)]
         if subprocess.run(command, check=False).returncode:
-            # For instance hdfs fails without Java; the other reports are complete without it.
+            # For instance, hdfs fails without Java. Other reports do not depend on it.
             print(f"--- {workload} was left out", flush=True)
     write_page(arguments.target, full=arguments.full)
 
@@ -114,7 +114,7 @@ def _options(workload: str, arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def write_page(target: Path, *, full: bool) -> None:
-    """Write README.md from the reports in the same folder: of the full grid, or of the quick grid."""
+    """Write README.md from the reports in the same folder."""
     reports = {name: read_json(target / f"{name}.json") for name in WORKLOADS if (target / f"{name}.json").exists()}
     manual = os.path.relpath(TARGET.parent / "benchmarks.md", target)
     (target / "README.md").write_text("\n".join(_page(reports, manual, full=full)) + "\n")
@@ -142,20 +142,20 @@ def _page(reports: Mapping[str, Report], manual: str, *, full: bool) -> Iterator
 
 def _aims(reports: Mapping[str, Report], *, full: bool) -> Iterator[str]:
     """Yield the table of targets and measured values, missed targets first."""
-    found = [
+    measured = [
         (name, ratio, sign, aim, reports[name].ratios[ratio])
         for name, aims in _AIMS.items()
         for ratio, (sign, aim) in aims.items()
         if name in reports and ratio in reports[name].ratios
     ]
-    if not found:
+    if not measured:
         return
     yield from ("", "## Targets", "")
     yield "The targets are for states of full size on a quiet machine" + (
         "." if full else "; `--quick` takes small states, for which fixed costs weigh more."
     )
     yield from ("", "| | ratio | target | measured |", "|---|---|---|---|")
-    for name, ratio, sign, aim, value in sorted(found, key=lambda one: _is_reached(one[2], one[3], one[4])):
+    for name, ratio, sign, aim, value in sorted(measured, key=lambda target: _is_reached(*target[2:])):
         mark = "reached" if _is_reached(sign, aim, value) else "**missed**"
         yield f"| {mark} | `{ratio}` of [{name}](#{name}) | {sign} {aim:g} | {value:.3g} |"
 
@@ -165,42 +165,42 @@ def _is_reached(sign: str, aim: float, value: float) -> bool:
 
 
 def _models(report: Report) -> Iterator[str]:
-    models = list(dict.fromkeys(_model(one) for one in report.results if one.metric.startswith("steps lost")))
-    schemes = list(dict.fromkeys(one.system for one in report.results))
-    rows = {(one.system, one.metric): one for one in report.results}
+    models = list(dict.fromkeys(_model(row) for row in report.results if row.metric.startswith("steps lost")))
+    schemes = list(dict.fromkeys(row.system for row in report.results))
+    rows = {(row.system, row.metric): row for row in report.results}
     for metric, unit, suffix in _MEASURES:
-        yield from (f"**{metric}** [{unit}], median (least to greatest); less is better", "")
+        yield from (f"**{metric}** [{unit}], median (minimum to maximum); less is better", "")
         yield f"| scheme | {' | '.join(models)} |"
         yield "|---|" + "---|" * len(models)
         for scheme in schemes:
-            found = [rows.get((scheme, f"{metric}, {model}{suffix}")) for model in models]
-            yield f"| {scheme} | {' | '.join(_cell(one) for one in found)} |"
+            cells = [_cell(rows.get((scheme, f"{metric}, {model}{suffix}"))) for model in models]
+            yield f"| {scheme} | {' | '.join(cells)} |"
         yield ""
     yield from _inexact(report, models)
     yield from _losses(report, models)
 
 
-def _model(one: Row) -> str:
-    return one.metric.split(", ")[1]
+def _model(row: Row) -> str:
+    return row.metric.split(", ")[1]
 
 
-def _cell(one: Row | None) -> str:
-    if one is None:
+def _cell(row: Row | None) -> str:
+    if row is None:
         return "-"
-    return f"{one.median:.3g}" + (f" ({one.min:.3g} to {one.max:.3g})" if one.n > 1 else "")
+    return f"{row.median:.3g}" + (f" ({row.min:.3g} to {row.max:.3g})" if row.n > 1 else "")
 
 
 def _inexact(report: Report, models: Sequence[str]) -> Iterator[str]:
     """Yield the schemes whose restored state was not bit-exact: torn, cut short by the kill, or lossy by design."""
     yield from ("**Schemes that did not restore the state bit for bit** after each kill:", "")
-    rows = {(one.system, one.metric): one for one in report.results}
+    rows = {(row.system, row.metric): row for row in report.results}
     found = False
-    for scheme in dict.fromkeys(one.system for one in report.results):
+    for scheme in dict.fromkeys(row.system for row in report.results):
         shares = {model: rows.get((scheme, f"bit-exact, {model}")) for model in models}
         short = [
-            f"{model} ({'at times' if one.max else 'never'})"
-            for model, one in shares.items()
-            if one is not None and one.min < 1
+            f"{model} ({'at times' if row.max else 'never'})"
+            for model, row in shares.items()
+            if row is not None and row.min < 1
         ]
         if short:
             yield f"- {scheme}: {', '.join(short)}"
@@ -211,33 +211,33 @@ def _inexact(report: Report, models: Sequence[str]) -> Iterator[str]:
 def _losses(report: Report, models: Sequence[str]) -> Iterator[str]:
     """Yield the measures in which an exact upstream library is better, with the likely cause."""
     rivals = [scheme.name for scheme in SCHEMES if scheme.kind == "upstream"]
-    rows = {(one.system, one.metric): one.median for one in report.results}
+    rows = {(row.system, row.metric): row.median for row in report.results}
     yield from ("**Measures in which asymcheck is not first** against unchanged libraries:", "")
     yield from ("| measure | models | likely cause and remedy |", "|---|---|---|")
     for metric, unit, suffix in _MEASURES:
         lost = []
         for model in models:
             label = f"{metric}, {model}{suffix}"
-            # A library that mostly restored a wrong state, or none, is no rival, however fast it was.
+            # Libraries that sometimes restored a wrong state, or none, are not compared.
             exact = [name for name in rivals if rows.get((name, f"bit-exact, {model}"), 1.0) == 1.0]
-            there = {name: rows[name, label] for name in exact if (name, label) in rows}
+            peers = {name: rows[name, label] for name in exact if (name, label) in rows}
             ours = rows.get((OURS, label))
-            if ours is not None and there and min(there.values()) < ours:
-                best = min(there, key=lambda name: there[name])
-                lost.append(f"{model}: {ours:.3g} {unit}, {best} {there[best]:.3g}")
+            if ours is not None and peers and min(peers.values()) < ours:
+                best = min(peers, key=lambda name: peers[name])
+                lost.append(f"{model}: {ours:.3g} {unit}, {best} {peers[best]:.3g}")
         if lost:
             yield f"| {metric} | {'; '.join(lost)} | {_CAUSES[metric]} |"
     yield ""
 
 
 def _goodput(report: Report) -> Iterator[str]:
-    scenes = list(dict.fromkeys(one.metric for one in report.results if one.metric.startswith("goodput, ")))
+    scenes = list(dict.fromkeys(row.metric for row in report.results if row.metric.startswith("goodput, ")))
     yield f"| scheme | {' | '.join(scene.removeprefix('goodput, ') for scene in scenes)} |"
     yield "|---|" + "---|" * len(scenes)
-    rows = {(one.system, one.metric): one for one in report.results}
-    for scheme in dict.fromkeys(one.system for one in report.results):
-        found = [rows.get((scheme, scene)) for scene in scenes]
-        yield f"| {scheme} | {' | '.join(f'{one.median:.2f} %' if one else '-' for one in found)} |"
+    rows = {(row.system, row.metric): row for row in report.results}
+    for scheme in dict.fromkeys(row.system for row in report.results):
+        cells = [rows.get((scheme, scene)) for scene in scenes]
+        yield f"| {scheme} | {' | '.join(f'{row.median:.2f} %' if row else '-' for row in cells)} |"
     yield ""
 
 

@@ -197,8 +197,8 @@ def _with_advice(tier: ReadTier, resolved: Resolved, parts: ShardSet, separator:
             listings = tier.manifests.checkpoints(resolved.run)
             older = [listing.ref for listing in listings if listing.is_complete and listing.ref < resolved.ref]
         instead = f"; or ask for an older step, such as step={older[-1].step}" if older else ""
-        ranks_text = f"all {ranks} ranks" if ranks > 1 else "its rank"
-        advice = f"{resolved.ref} has only the shards that {ranks_text} saved; the same ranks can restore them{instead}"
+        savers, same = (f"its {ranks} ranks", "as many ranks") if ranks > 1 else ("its rank", "a single rank")
+        advice = f"{resolved.ref} has only the shards that {savers} saved; {same} can restore them{instead}"
         raise StateMismatchError(f"{error}{separator}{advice}") from error
 
 

@@ -45,13 +45,19 @@ def test_a_partition_in_a_pack_that_cannot_be_read_now_is_not_nowhere(
         (tensor,) = store.tensors()[1]
         name = Digest(bytes.fromhex(tensor.partitions[0].digest))
         transactions = [
-            RingTransaction(store._opened.nvme, store._opened.catalog(), store._opened.encoder, new_save_id(), 0)
+            RingTransaction(
+                store.training.opened.nvme,
+                store.training.opened.catalog(),
+                store.training.opened.encoder,
+                new_save_id(),
+                0,
+            )
             for _ in range(2)
         ]
         transactions[0].reuse(name, tensor.partitions[0].length)
         monkeypatch.setattr(NvmeTier, "open_pack", refuse)
         # The index of a pack that has changed is read again.
-        for pack in store._opened.nvme.packs.iterdir():
+        for pack in store.training.opened.nvme.packs.iterdir():
             pack.touch()
         with pytest.raises(told):
             transactions[1].reuse(name, tensor.partitions[0].length)

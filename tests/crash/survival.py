@@ -119,7 +119,7 @@ def leftovers(store: Store) -> list[str]:
 
     Only a store that nobody else uses is without them.
     """
-    tier, root = store._tier, store.path
+    tier, root = store.training.opened.tier, store.path
     needed: set[Digest] = set()
     expected = {root / layout.DESCRIPTOR_NAME, root / layout.CATALOG}
     expected |= {root / name for name in (layout.HEADS, layout.MANIFESTS, layout.PACKS, layout.POOL)}
@@ -144,7 +144,7 @@ def leftovers(store: Store) -> list[str]:
         pack.close()
         expected.add(path)
     expected |= set(tier.pool.sizes())
-    with store._opened.catalog().read() as transaction:
+    with store.training.opened.catalog().read() as transaction:
         left += [f"pin {key.hex()}" for key in transaction.pins()]
         left += [f"freed pack {pack_id.hex()}" for pack_id in transaction.freed_packs()]
         left += [f"row of {key.decode()}" for key in transaction.manifests() - manifests]

@@ -88,14 +88,17 @@ def test_a_scan_ends_where_frames_of_another_life_begin(tmp_path: Path) -> None:
     """Frames are found by their headers only while pack id and number fit: what lies behind them is not this pack's."""
     small = make_store(tmp_path / "store", steps=2)
     with small.open() as store:
-        packs = {path: store._tier.open_pack(PackId(bytes.fromhex(path.stem))) for path in small.files("packs/*.pack")}
+        packs = {
+            path: store.training.opened.tier.open_pack(PackId(bytes.fromhex(path.stem)))
+            for path in small.files("packs/*.pack")
+        }
         first, other = [path for path, pack in packs.items() if len(pack.digests()) > 1][:2]
         end, begin = int(packs[first].entries["offset"][1]), int(packs[other].entries["offset"][1])
         for pack in packs.values():
             pack.close()
         # The next frame is number 1, too, but of another pack.
         with content(first, bytes(4096) + first.read_bytes()[4096:end] + other.read_bytes()[begin:]):
-            scanned = store._tier.open_pack(packs[first].header.pack_id)
+            scanned = store.training.opened.tier.open_pack(packs[first].header.pack_id)
             scanned.close()
             assert scanned.damage is not None
             assert scanned.digests() == packs[first].digests()[:1]

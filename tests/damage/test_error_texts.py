@@ -40,7 +40,7 @@ def small(tmp_path: Path) -> SmallStore:
 def _frame_of(small: SmallStore, step: int, tensor: str) -> tuple[Path, int, int]:
     """The pack in which the first bytes of a tensor lie, the number of the frame and its place."""
     with small.open() as store:
-        tier = store._tier
+        tier = store.training.opened.tier
         (listing,) = (listing for listing in tier.manifests.checkpoints("default") if listing.ref.step == step)
         manifest = tier.manifests.read("default", listing.ref, listing.manifests[0])
         name = manifest.extents(manifest.names().index(tensor))[0].digest

@@ -35,7 +35,7 @@ def path(store_path: Path) -> Path:
 
 
 def _rows(store: Store) -> tuple[dict[bytes, Location | None], dict[PackId, int | None], set[bytes]]:
-    with store._opened.catalog().read() as transaction:
+    with store.training.opened.catalog().read() as transaction:
         return dict(transaction.locations()), transaction.pack_states(), transaction.manifests()
 
 
@@ -95,7 +95,7 @@ def test_wrong_catalog_is_corrected(path: Path, lie: Callable[[Transaction], Non
     """With valid checksums, while the store is open."""
     with open_store(path) as store:
         before = _rows(store)
-        with store._opened.catalog().write() as transaction:
+        with store.training.opened.catalog().write() as transaction:
             lie(transaction)
         assert _rows(store) != before
         if how == "repair":
@@ -111,12 +111,12 @@ def test_pins_of_the_living_are_kept(path: Path) -> None:
     """And those of the dead are not."""
     living, dead = pin_key(SaveId(b"a" * 16), 0), pin_key(SaveId(b"b" * 16), 0)
     with open_store(path) as store:
-        with store._opened.catalog().write() as transaction:
+        with store.training.opened.catalog().write() as transaction:
             transaction.put_pin(living, Owner(1, _start_of_init(), this_process().boot_id, _namespace()), [])
             transaction.put_pin(dead, _DEAD, [])
         rebuilt = store.rebuild_catalog()
         assert rebuilt.kept_pins == 1
-        with store._opened.catalog().read() as transaction:
+        with store.training.opened.catalog().read() as transaction:
             assert set(transaction.pins()) == {living}
 
 
@@ -150,7 +150,7 @@ def test_checkpoint_committed_during_a_rebuild_is_kept(path: Path, monkeypatch: 
             other.save(make_state(5), step=5)
             return found
 
-        with store._opened.catalog().write() as transaction:
+        with store.training.opened.catalog().write() as transaction:
             _forget_all(transaction)
         monkeypatch.setitem(reconcile.__globals__, "_manifest_sizes", manifests)
         assert store.rebuild_catalog().manifests == 3
@@ -206,7 +206,7 @@ def test_pack_marked_after_its_index_was_read_is_not_entered(path: Path, monkeyp
     pack = packs(path)[0]
     pack_id = PackId(bytes.fromhex(pack.stem))
     with open_store(path) as store, contextlib.ExitStack() as stack:
-        catalog = store._opened.catalog()
+        catalog = store.training.opened.catalog()
         original = reconcile.__globals__["_manifest_sizes"]
 
         def manifests(tier: NvmeTier) -> object:

@@ -34,8 +34,8 @@ def trained(path: Path) -> asymcheck.Store:
 def frames_of(store: asymcheck.Store) -> dict[bytes, int]:
     """Return the bytes of all frames of each partition, read from the packs."""
     found: dict[bytes, int] = {}
-    for pack_id in store._tier.pack_ids():
-        pack = store._tier.open_pack(pack_id)
+    for pack_id in store.training.opened.tier.pack_ids():
+        pack = store.training.opened.tier.open_pack(pack_id)
         for name, stored in zip(pack.digests(), pack.entries["stored_length"].tolist(), strict=True):
             found[name] = found.get(name, 0) + frame_length(stored)
         pack.close()
@@ -45,10 +45,10 @@ def frames_of(store: asymcheck.Store) -> dict[bytes, int]:
 def needs_of(store: asymcheck.Store) -> dict[str, set[bytes]]:
     """Return the partitions of each checkpoint, by save id."""
     found = {}
-    for run in store._tier.manifests.runs():
-        for listing in store._tier.manifests.checkpoints(run):
+    for run in store.training.opened.tier.manifests.runs():
+        for listing in store.training.opened.tier.manifests.checkpoints(run):
             (name,) = listing.manifests
-            manifest = store._tier.manifests.read(run, listing.ref, name)
+            manifest = store.training.opened.tier.manifests.read(run, listing.ref, name)
             found[listing.ref.save_id.hex()] = {bytes(digest) for digest in manifest.partitions()}
     return found
 
@@ -197,8 +197,8 @@ def test_a_damaged_manifest_makes_nothing_freeable(store_path: Path) -> None:
     with trained(store_path) as store:
         store.delete(5)
         assert store.disk_usage().locked_bytes + store.disk_usage().freeable_bytes > 0
-        listing = store._tier.manifests.checkpoints("default")[0]
-        path = store._tier.manifests.directory("default", listing.ref) / str(listing.manifests[0])
+        listing = store.training.opened.tier.manifests.checkpoints("default")[0]
+        path = store.training.opened.tier.manifests.directory("default", listing.ref) / str(listing.manifests[0])
         path.write_bytes(path.read_bytes()[:-1])
         found = store.disk_usage()
     assert (found.unreadable_manifests, found.freeable_packs, found.freeable_bytes) == (1, 0, 0)

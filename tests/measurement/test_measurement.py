@@ -90,7 +90,7 @@ def test_samples_are_bytes_of_the_newest_checkpoint(store_path: Path) -> None:
             store.save(_state(step), step=step)
         store.save({"model": {"weight": torch.zeros(5000)}}, step=9, run="older")
         store.save(_state(4), step=4)
-        sampled = sample(store._tier, 100_000)
+        sampled = sample(store.training.opened.tier, 100_000)
     assert sampled is not None
     assert (sampled.run, sampled.ref.step) == ("default", 4)
     found = {(one.role, one.dtype): one for one in sampled.samples}
@@ -112,7 +112,7 @@ def test_a_sample_takes_several_tensors(store_path: Path) -> None:
     tensors = {f"t{number}": torch.full((100_000,), float(number)) for number in range(3)}
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         store.save({"model": tensors}, step=1)
-        sampled = sample(store._tier, 150_000)
+        sampled = sample(store.training.opened.tier, 150_000)
     assert sampled is not None
     (only,) = sampled.samples
     assert set(np.frombuffer(only.plain, dtype=np.float32).tolist()) == {0.0, 1.0, 2.0}
@@ -125,7 +125,7 @@ def test_a_sample_of_tensors_that_share_a_partition(store_path: Path) -> None:
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         store.save({"model": tensors}, step=1)
         assert len({one.partitions[0].digest for one in store.tensors()[1]}) == 1
-        sampled = sample(store._tier, 1 << 20)
+        sampled = sample(store.training.opened.tier, 1 << 20)
     assert sampled is not None
     assert sampled.samples[0].plain == b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
 
@@ -140,7 +140,7 @@ def test_a_damaged_partition_is_no_sample(store_path: Path) -> None:
     data[3 * 4096 + 100] ^= 1
     pack.write_bytes(data)
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
-        assert sample(store._tier, 1 << 20) is None
+        assert sample(store.training.opened.tier, 1 << 20) is None
         assert store.measure(quick=True).sample == NOISE
 
 
@@ -189,7 +189,7 @@ def test_a_failing_drive_leaves_no_file(store_path: Path) -> None:
 def test_collection_leaves_a_file_in_use_alone(store_path: Path) -> None:
     """As a pack that is being written."""
     with asymcheck.Store.open(store_path, create=True) as store:
-        with scratch(store._tier) as file:
+        with scratch(store.training.opened.tier) as file:
             assert store.gc().removed_temporaries == 0
             assert file.path.exists()
         assert not file.path.exists()
@@ -199,7 +199,7 @@ KILLED = """
 import os, signal, sys
 import asymcheck
 from asymcheck.storage.nvme import scratch
-with asymcheck.Store.open(sys.argv[1], create=True) as store, scratch(store._tier):
+with asymcheck.Store.open(sys.argv[1], create=True) as store, scratch(store.training.opened.tier):
     os.kill(os.getpid(), signal.SIGKILL)
 """
 

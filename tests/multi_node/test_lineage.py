@@ -97,4 +97,4 @@ def test_stores_of_two_trainings_do_not_save_together(tmp_path: Path) -> None:
         Store.open(tmp_path / "machine-0", config=CONFIG, create=True) as one,
         pytest.raises(HeadRecordError, match="has another generation 1 of run 'run'"),
     ):
-        one._opened.nvme.manifests.take_head(theirs)
+        one.training.opened.nvme.manifests.take_head(theirs)

@@ -147,7 +147,7 @@ class StoreMachine(RuleBasedStateMachine):
         expected = self.store.gc(dry_run=True)
         assert self.store.gc() == expected
         assert expected.removed_temporaries == leftover
-        tier = self.store._tier
+        tier = self.store.training.opened.tier
         live = {
             digest
             for run in RUNS

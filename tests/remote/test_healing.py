@@ -201,13 +201,13 @@ def test_a_location_that_goes_away_ends_a_pull(pushed: Path, folder: str, tmp_pa
         raise RemoteUnreachableError("nobody answers")
 
     with Store.open(tmp_path / "new", config=CONFIG, create=True) as opened, pytest.MonkeyPatch.context() as patched:
-        catalog = opened._opened.catalog()
+        catalog = opened.training.opened.catalog()
         patched.setattr("asymcheck.replication.pull.read_manifests", away)
         patched.setattr("asymcheck.storage.manifests.ManifestReader.runs", away)
         there = RemoteTier(parse_location(folder), CONFIG)
         listings = there.manifests.checkpoints("default")
         with pytest.raises(RemoteUnreachableError):
-            pull(there, opened._opened.nvme, catalog, listings)
+            pull(there, opened.training.opened.nvme, catalog, listings)
         there.close()
     assert len(asked) == 2
 

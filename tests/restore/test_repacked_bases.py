@@ -44,8 +44,8 @@ def store_of(path: Path, steps: tuple[int, ...], *packs: list[Encoded]) -> Path:
 def entries_of(store: Store, step: int) -> list[Entries]:
     """The index entries of every copy of the weights of a step."""
     found = []
-    for pack_id in store._tier.pack_ids():
-        pack = store._tier.open_pack(pack_id)
+    for pack_id in store.training.opened.tier.pack_ids():
+        pack = store.training.opened.tier.open_pack(pack_id)
         found += [entry for entry in pack.entries if Digest(entry["digest"].tobytes()) == digest(plain_of(step))]
         pack.close()
     return found

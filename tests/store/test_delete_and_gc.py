@@ -111,8 +111,8 @@ def test_a_dry_run_sees_packs_that_are_in_use(store: Store) -> None:
     """A pack that a reader holds open is counted as busy by both, and is freed once the reader is gone."""
     store.save(_state(1), step=1)
     store.delete(1)
-    (pack,) = store._tier.pack_ids()
-    reader = store._tier.open_pack(pack)
+    (pack,) = store.training.opened.tier.pack_ids()
+    reader = store.training.opened.tier.open_pack(pack)
     try:
         expected = store.gc(dry_run=True)
         assert store.gc() == expected == Collected(busy_packs=1)
@@ -193,7 +193,7 @@ def test_collected_partition_is_written_again(store: Store) -> None:
         assert store.save(_state(1), step=step).written_bytes == 4 * MIB
         store.delete(step)
         store.gc()
-        with store._opened.catalog().read() as transaction:
+        with store.training.opened.catalog().read() as transaction:
             assert list(transaction.locations()) == []
             assert transaction.pins() == {}
             assert transaction.manifests() == set()

@@ -291,7 +291,7 @@ def test_parent_is_the_previous_checkpoint_on_the_line(store: Store) -> None:
     refs = [_save(store, step).ref for step in (1, 2, 3)]
     store.begin_generation(_checkpoint(store, 1, 2))
     refs.append(_save(store, 3).ref)
-    manifests = store._tier.manifests
+    manifests = store.training.opened.tier.manifests
     parents = [
         manifests.read(listing.run, listing.ref, listing.manifests[0]).header.parent
         for listing in manifests.checkpoints("default")

@@ -72,7 +72,7 @@ def test_moved_manifests_are_not_taken_for_deleted(
     store: Store, steps: tuple[int, ...], lose: Callable[[Path], None]
 ) -> None:
     """A training prunes after each commit, and reads only new manifests."""
-    pruner = Pruner(store._opened.nvme, store._opened.catalog(), "default", Retention(keep_last=2))
+    pruner = Pruner(store.training.opened.nvme, store.training.opened.catalog(), "default", Retention(keep_last=2))
     for step in steps:
         store.save(_state(step), step=step)
         pruner.prune(0, always_collect=True)

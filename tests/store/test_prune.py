@@ -141,7 +141,7 @@ def test_young_checkpoints_stay(store: Store) -> None:
     between_ns = time.time_ns()
     _save(store, 2, 3)
     keep = Retention(keep_for=timedelta(milliseconds=10))
-    pruner = Pruner(store._opened.nvme, store._opened.catalog(), "default", keep)
+    pruner = Pruner(store.training.opened.nvme, store.training.opened.catalog(), "default", keep)
     assert [one.step for one in pruner.prune(between_ns).removed] == [1]
     assert [one.step for one in store.prune(Retention(keep_for=timedelta(hours=1))).removed] == []
 
@@ -162,7 +162,7 @@ import sys
 from asymcheck import Store
 from asymcheck.restore.resolve import resolve_one
 store = Store.open(sys.argv[1], read_only=True)
-tier = store._tier
+tier = store.training.opened.tier
 listing = next(one for one in tier.manifests.checkpoints("default") if one.ref.step == int(sys.argv[2]))
 with resolve_one(tier, listing).sources:
     print("reading", flush=True)
@@ -214,17 +214,17 @@ def test_rollback_during_pruning_loses_nothing(store: Store, monkeypatch: pytest
 def test_pruning_reads_only_new_manifests(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cost does not depend on the number of kept checkpoints."""
     keep = Retention(keep_last=1, keep_every=2)
-    pruner = Pruner(store._opened.nvme, store._opened.catalog(), "default", keep)
+    pruner = Pruner(store.training.opened.nvme, store.training.opened.catalog(), "default", keep)
     _save(store, *range(10))
     pruner.prune(0)
     read: list[int] = []
-    original = type(store._tier.manifests).read_bytes
+    original = type(store.training.opened.tier.manifests).read_bytes
 
     def counted(self: object, run: str, ref: object, name: object) -> bytes:
         read.append(ref.step)  # type: ignore[attr-defined]  # a CheckpointRef
         return original(self, run, ref, name)  # type: ignore[arg-type]  # as it was called
 
-    monkeypatch.setattr(type(store._tier.manifests), "read_bytes", counted)
+    monkeypatch.setattr(type(store.training.opened.tier.manifests), "read_bytes", counted)
     for step in range(10, 14):
         _save(store, step)
         read.clear()

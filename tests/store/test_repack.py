@@ -133,7 +133,7 @@ def test_a_pack_that_is_read_stays_until_the_next_time(store: Store) -> None:
     _save(store, 0, 1)
     store.delete(0)
     packs = _names(store.path / "packs")
-    readers = [store._tier.open_pack(pack_id) for pack_id in store._tier.pack_ids()]
+    readers = [store.training.opened.tier.open_pack(pack_id) for pack_id in store.training.opened.tier.pack_ids()]
     try:
         assert store.gc(dry_run=True) == store.gc() == Collected(busy_packs=1, kept_packs=1)
         assert _names(store.path / "packs") == packs
@@ -175,8 +175,8 @@ def test_pinned_pack_stays(store: Store, meanwhile: Callable[[Meanwhile], None])
     def pin(one: Store) -> None:
 
         hold(PIN)
-        with one._opened.catalog().write() as transaction:
-            transaction.put_pin(PIN, this_process(), one._tier.pack_ids())
+        with one.training.opened.catalog().write() as transaction:
+            transaction.put_pin(PIN, this_process(), one.training.opened.tier.pack_ids())
 
     meanwhile(pin)
     assert store.gc() == Collected(kept_packs=2)
@@ -275,7 +275,7 @@ def test_relied_copy_must_be_live(store: Store, meanwhile: Callable[[Meanwhile],
     copy = next(path for path in (store.path / "packs").iterdir() if path not in packs)
 
     def take(one: Store) -> None:
-        with one._opened.catalog().write() as transaction:
+        with one.training.opened.catalog().write() as transaction:
             transaction.put_pack(PackId(bytes.fromhex(copy.stem)), registry.PACK_FREED, 0, 0)
 
     meanwhile(take)

@@ -54,6 +54,14 @@ class AsymcheckError(Exception):
         super().__init_subclass__()
         cls.kind = kind or cls.kind
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle class, message and fields. By default, Python would call the constructor with the message alone."""
+        return _rebuilt, (type(self), self.args), self.__dict__
+
+
+def _rebuilt(kind: type[AsymcheckError], args: tuple[object, ...]) -> AsymcheckError:
+    return kind.__new__(kind, *args)
+
 
 class InvalidInputError(AsymcheckError, kind="invalid-input"):
     """An argument is invalid; nothing was changed."""

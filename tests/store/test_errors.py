@@ -1,0 +1,54 @@
+"""Errors cross process boundaries: DCP, for instance, pickles them between ranks."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Sequence
+
+import pytest
+
+from asymcheck import errors
+from asymcheck.errors import AsymcheckError
+
+_ARGUMENTS = {
+    "path": "model.weight",
+    "reason": "no bytes",
+    "problem": "truncated",
+    "remedy": "fetch the file again",
+    "message": "it failed",
+    "digest": bytes(16),
+    "reasons": ("a", "b"),
+    "overwritten": ("x",),
+    "next_step": 3,
+    "missing": (1, 2),
+    "is_empty": True,
+}
+PUBLIC = [
+    kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, (AsymcheckError, Warning))
+]
+
+
+def _made(kind: type[BaseException]) -> BaseException:
+    constructor = kind.__init__
+    if not inspect.isfunction(constructor):
+        return kind("it failed")
+    return kind(*(_ARGUMENTS[name] for name in list(inspect.signature(constructor).parameters)[1:]))
+
+
+@pytest.mark.parametrize("kind", PUBLIC)
+@pytest.mark.parametrize("copied", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy])
+def test_every_public_error_survives_pickling(kind: type[BaseException], copied: object) -> None:
+    """With its class, message and fields."""
+    assert callable(copied)
+    error = _made(kind)
+    twin = copied(error)
+    assert type(twin) is kind
+    assert (str(twin), twin.args, vars(twin)) == (str(error), error.args, vars(error))
+
+
+def test_every_field_is_tested() -> None:
+    """An error with a new field needs an argument above."""
+    fields: Sequence[str] = [name for kind in PUBLIC for name in vars(_made(kind))]
+    assert set(fields) >= {"path", "reason", "remedy", "digest", "reasons", "overwritten", "next_step", "missing"}

@@ -160,8 +160,8 @@ class Checkpointer:
                 self._collect_outcomes(waits=True)
             self._store.training.settle()
             self._adopt(held)
-            tell = self._reporting.warn_of_skipped
-            checkpoint = self._resumed(restored_alone(self._store, self._run, step, self._state, tell))
+            warn = self._reporting.warn_of_skipped
+            checkpoint = self._resumed(restored_alone(self._store, self._run, step, self._state, warn))
         # Report losses only now: a loop may call restore() because of them.
         self._report()
         return checkpoint
@@ -197,6 +197,7 @@ class Checkpointer:
     def _resumed(self, returned: ResumePoint | None) -> Checkpoint | None:
         self._unsaved = None
         if returned is None:
+            _logger.info("no checkpoint of run %s in %s: starting from scratch", self._run, self._store.location)
             self._warn_of_none()
             return None
         self._generation = returned.generation

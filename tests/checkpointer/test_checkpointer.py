@@ -447,6 +447,14 @@ def test_saves_and_restores_are_logged(store: Store, caplog: pytest.LogCaptureFi
     assert sum("step 1" in line for line in lines) == 2
 
 
+def test_start_from_scratch_is_logged(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """A mistyped run or path shows in the log of the training."""
+    with caplog.at_level(logging.INFO, logger="asymcheck"), Checkpointer(store, _state(), run="new") as checkpointer:
+        assert checkpointer.restore() is None
+    lines = [record.getMessage() for record in caplog.records]
+    assert f"no checkpoint of run new in {store.location}: starting from scratch" in lines
+
+
 def test_warnings_are_logged_too(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     """A training that writes a log file has them in it."""
     _train(store, [5])

@@ -1,6 +1,7 @@
 """Opening: what becomes a store, what is one, and what is left alone."""
 
 import dataclasses
+import logging
 import subprocess
 import sys
 import threading
@@ -58,6 +59,14 @@ def test_a_missing_or_empty_directory_becomes_a_store(tmp_path: Path) -> None:
             assert {path.name for path in Path(location).iterdir()} == NAMES
             assert store.path == Path(location)
             assert store.checkpoints() == []
+
+
+def test_creation_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A mistyped path shows in the log of the training."""
+    with caplog.at_level(logging.INFO, logger="asymcheck"):
+        for _ in range(2):
+            Store.open(tmp_path / "store", create=True).close()
+    assert [record.getMessage() for record in caplog.records] == [f"created new store at {tmp_path / 'store'}"]
 
 
 def test_existing_store_is_not_recreated(store_path: Path) -> None:

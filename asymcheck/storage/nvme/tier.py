@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import threading
 import time
@@ -34,6 +35,7 @@ from asymcheck.storage.pack_index import PackIndex
 from asymcheck.storage.slots import Slot, SlotPool
 from asymcheck.types import PackId
 
+_logger = logging.getLogger(__name__)
 _CACHED_INDEXES = 64
 _FOLDERS = (layout.HEADS, layout.MANIFESTS, layout.PACKS, layout.POOL)
 
@@ -133,7 +135,8 @@ class NvmeTier(StoreTier):
             with contextlib.suppress(ReadOnlyStoreError):
                 self.files.sync_directory(path)
         descriptor = Descriptor(os.urandom(16), time.time_ns(), WRITER, reader_features=(SHIFTED_PAYLOAD,))
-        self.files.publish_record(self.root / layout.DESCRIPTOR_NAME, encode_descriptor(descriptor))
+        if self.files.publish_record(self.root / layout.DESCRIPTOR_NAME, encode_descriptor(descriptor)):
+            _logger.info("created new store at %s", self.root)
 
     def _is_creation_leftover(self, name: str) -> bool:
         path = self.root / name

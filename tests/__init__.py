@@ -1,1 +1,1 @@
-"""The tests: folders mirror the package; `architecture/` holds the rules that the whole tree keeps."""
+"""Tests. Folders mirror the package, and `architecture/` holds the rules of the source tree."""

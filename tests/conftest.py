@@ -1,4 +1,4 @@
-"""What tests share: one compute thread, interrupts that arrive, hypothesis profiles, other processes, a place."""
+"""Common fixtures: one compute thread, interrupts, hypothesis profiles, other processes, and a folder."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Processes by the hundred: one that has torch imported, and forks a child for each trial.
+"""Many processes, each forked from one that has imported torch.
 
 A child opens its stores itself, so it is like a process of its own; only the seconds that the imports take are saved.
 """

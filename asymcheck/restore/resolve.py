@@ -224,7 +224,7 @@ def needed_by(manifests: Sequence[Manifest], ref: CheckpointRef, digest: bytes |
 def _is_elsewhere(listing: CheckpointFiles) -> str:
     spans = named_spans(listing.store_ranks or ())
     return (
-        f"this store has only the shards of {spans} of {listing.world_size} ranks. The others are in other stores; "
+        f"this store has only the shards of {spans} of {listing.world_size}. The others are in other stores; "
         "pass the location to which all stores push as remote=<URI>"
     )
 

@@ -1,1 +1,1 @@
-"""Rules about the source itself: who may import whom, how large a module gets, where errors come from."""
+"""Rules about the source: imports, module contents, and errors."""

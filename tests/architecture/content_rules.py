@@ -1,4 +1,4 @@
-"""Rules about what a module contains: names, docstrings, raises, suppressions, and no pickle."""
+"""Rules about the content of a module: names, docstrings, raises, suppressions, and no pickle."""
 
 import ast
 import builtins

@@ -1,4 +1,4 @@
-"""The repository keeps its own rules. What each rule means, and why, is said in the rule and printed when it fails."""
+"""The repository follows its own rules. Each rule and its reason are printed on failure."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The public surface is a list that is read before it is changed."""
+"""The public names are a reviewed list."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""Every rule catches what it is for, and lets pass what it must: a rule that cannot fail is a defect."""
+"""Every rule finds violations and accepts valid code."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The write path is short: the modules between ``step()`` and the drive are those that docs/architecture.md lists."""
+"""The write path is short: docs/architecture.md lists the modules between ``step()`` and the drive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two reports of one workload: what became worse beyond the spread is named, and nothing else."""
+"""Comparison of two reports of a workload: results that became worse beyond the spread are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Goodput: the simulation and the formula say the same, and what survives a failure is what counts."""
+"""Goodput: simulation and formula agree, and only surviving checkpoints count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a killed training of the workload ``models`` can be resumed from is compared with what it had told."""
+"""The workload ``models`` compares the resumed state of a killed training with its reports."""
 
 from __future__ import annotations
 

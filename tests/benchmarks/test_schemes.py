@@ -1,4 +1,4 @@
-"""What the schemes of the workload ``models`` have in common, and DeepSpeed's engines, in a process of their own."""
+"""Common properties of the schemes of the workload ``models``, and DeepSpeed's engines in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every workload runs on a small state and store, and reports what its schema promises."""
+"""Every workload runs on a small state, and its report follows the schema."""
 
 import dataclasses
 import json

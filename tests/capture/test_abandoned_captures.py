@@ -1,4 +1,4 @@
-"""Captures that are given up: what still writes for them is waited for, and nothing of them stays."""
+"""Captures that are given up: pending writes are awaited, and nothing is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Originals: found by a look at the beginning of each candidate, and read whole only when it is the one."""
+"""Search for the originals of rounded copies: samples exclude candidates, and only the original is read."""
 
 from __future__ import annotations
 

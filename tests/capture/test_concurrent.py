@@ -1,4 +1,4 @@
-"""Saves, loads and collections at the same time: each sees whole checkpoints, and nothing that is needed is lost."""
+"""Concurrent saves, loads and collections: each sees whole checkpoints, and no needed data is lost."""
 
 import threading
 from collections.abc import Callable

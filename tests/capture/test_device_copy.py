@@ -1,4 +1,4 @@
-"""Copies that a device makes: what waits for which, where they go, and what becomes of those that fail."""
+"""Device copies: their order, their targets, and failures."""
 
 from __future__ import annotations
 

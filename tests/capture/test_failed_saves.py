@@ -1,4 +1,4 @@
-"""A save that fails leaves no checkpoint, keeps the earlier ones, and holds nothing back."""
+"""A failed save leaves no checkpoint, keeps earlier ones, and holds no resources."""
 
 import errno
 import os

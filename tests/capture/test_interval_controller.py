@@ -1,4 +1,4 @@
-"""Pacing from a made-up training: it measures early, then keeps to what it chose, and adapts."""
+"""Interval controller with a simulated training: it measures early, keeps its choice, and adapts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boundaries: marks where forward and backward reach a block, and nothing else changed by it."""
+"""Module hooks: marks where forward and backward reach a block, without side effects."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""What optimizers own, found along the state before as if each were the first."""
+"""Tensors owned by optimizers, found incrementally as in a first search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flush from the ring: what two threads ask of it at once is done, each part once."""
+"""Flush from the ring: concurrent requests of two threads are each done once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The size of a ring that was given none, and the largest partition that goes through a ring."""
+"""Automatic size of a ring, and the largest partition for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When which plan is made, taken up and released: measured first, then kept, and adapted in time alone."""
+"""Plans of the schedule: measured first, then kept, with adapting release times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers: who stands back and who takes over, and that nothing is lost or mixed up meanwhile."""
+"""Workers: priorities, order of tasks, and failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store on a disk that can be slow, shut or full, and rings in a folder of the test."""
+"""Fixtures: a store on a disk that can be slow, closed or full, and a folder for rings."""
 
 from __future__ import annotations
 

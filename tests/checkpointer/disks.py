@@ -1,4 +1,4 @@
-"""Doors to the operating system that are slow, shut or full, for stores that are saved to in the background."""
+"""File operations that are slow, closed or full, for background saves."""
 
 from __future__ import annotations
 

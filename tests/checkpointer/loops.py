@@ -1,4 +1,4 @@
-"""Training loops whose every step is compared bit for bit with what the store has of it."""
+"""Training loops that compare every step bit for bit with the store."""
 
 from __future__ import annotations
 

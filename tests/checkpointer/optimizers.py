@@ -1,4 +1,4 @@
-"""The plainest training loop, with every kind of optimizer."""
+"""A simple training loop with every kind of optimizer."""
 
 from __future__ import annotations
 

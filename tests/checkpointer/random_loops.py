@@ -1,4 +1,4 @@
-"""Random training loops: states of all kinds that a generator of random numbers chooses, and steps that change them."""
+"""Random training loops: random states, and steps that change them."""
 
 from __future__ import annotations
 

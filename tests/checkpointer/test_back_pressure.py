@@ -1,4 +1,4 @@
-"""Rings that are too small, and a disk that is too slow: training waits, and loses nothing."""
+"""Backpressure: with a small ring or a slow disk, training waits and loses nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The background: what fails in it, what waits for it, and what it notices."""
+"""Background saves: failures, waits, and reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is captured is the state as of the step, whatever trains, and however late it is copied."""
+"""A capture is the state at its step, for any training and any delay of the copies."""
 
 from __future__ import annotations
 

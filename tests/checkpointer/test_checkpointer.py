@@ -1,4 +1,4 @@
-"""The training loop's side: when it saves, what it restores, and which line of training it is on."""
+"""Checkpointer in a training loop: saves, restores, and the line of training."""
 
 import logging
 import warnings

@@ -1,4 +1,4 @@
-"""Damaged checkpoints and the training loop: which one it goes on from instead, and what is an error."""
+"""Damaged checkpoints in a training loop: the restored checkpoint, or the error."""
 
 import struct
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What lies on a device is captured as of its step, though device and program are never at the same place."""
+"""Device tensors are captured as of their step, although the device runs behind the program."""
 
 from __future__ import annotations
 

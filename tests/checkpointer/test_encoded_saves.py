@@ -1,4 +1,4 @@
-"""Saves that encode: byte for byte what was saved, with bases that stay as long as they are needed."""
+"""Encoded saves restore exact bytes, and keep their bases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fences in every kind of program: compiled optimizers, threads that train something else, and Ctrl-C."""
+"""Fences in all kinds of programs: compiled optimizers, other training threads, and Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A state that has got more during the training than a new process puts into it."""
+"""States that grew during the training beyond the state of a new process."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Ctrl-C anywhere in what a training thread does for a capture: the training can go on, and loses no memory."""
+"""Ctrl-C anywhere in a capture: training can continue, without a loss of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Intervals: who watches sees how long each part took, and can break nothing."""
+"""Intervals: watchers see the duration of each part, and cannot break anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Retention beside a training: what is not kept goes after each commit, and never at the cost of what is."""
+"""Retention during training: checkpoints are deleted after each commit, and never those to keep."""
 
 from __future__ import annotations
 

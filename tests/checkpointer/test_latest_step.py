@@ -1,4 +1,4 @@
-"""The last step is one that is stored, or on its way: never one that is known to be lost."""
+"""``latest_step`` is a step that is stored or in flight, and never one that is lost."""
 
 from types import SimpleNamespace
 from typing import Any

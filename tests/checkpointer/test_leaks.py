@@ -1,4 +1,4 @@
-"""A long training does not gather memory, descriptors, threads or mappings."""
+"""A long training does not leak memory, descriptors, threads or mappings."""
 
 from __future__ import annotations
 

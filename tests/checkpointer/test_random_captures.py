@@ -1,4 +1,4 @@
-"""Captures of random states among random calls and delays: none is ever torn, and no mutation passes unseen."""
+"""Random captures with random calls and delays: none is torn, and no mutation is missed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports: one line for each checkpoint of the background, on request."""
+"""Reports: one line for each background checkpoint, on request."""
 
 from __future__ import annotations
 

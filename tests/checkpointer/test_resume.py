@@ -1,4 +1,4 @@
-"""Training that was stopped and resumed goes through the same numbers as training that was not."""
+"""A stopped and resumed training has the same numbers as an uninterrupted one."""
 
 import random
 import subprocess

@@ -1,4 +1,4 @@
-"""Going back to the newest checkpoint in memory: which one that is, and what is not read for it."""
+"""Rollback to the newest checkpoint in memory, without reading the drive."""
 
 from __future__ import annotations
 

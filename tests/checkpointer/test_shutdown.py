@@ -1,4 +1,4 @@
-"""How the background ends, what it leaves behind, and what it takes while it lasts."""
+"""End of background saves, and their use of resources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A state that changes while it is captured is never stored: each change is found, named and reported."""
+"""States that change during a capture are never stored: each change is found, named and reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces: a file that Perfetto opens, in which one sees when each partition was copied and what training waited for."""
+"""Traces: a file for Perfetto that shows copies of partitions and waits of the training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What no optimizer owns and nobody changes is neither copied in ``step()`` nor written again; what changes is seen."""
+"""Unchanged tensors that no optimizer owns are neither copied nor written again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores that the command line is pointed at, and a way to call it in this process."""
+"""Stores for the command line, and a fixture that calls it in this process."""
 
 from __future__ import annotations
 

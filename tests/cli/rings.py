@@ -1,4 +1,4 @@
-"""Rings for the command line: what a killed process may have left, made without one."""
+"""Rings as left by a killed process, created without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asymcheck restore` and `asymcheck convert`: what they print, and that they leave nothing behind when they refuse."""
+"""`asymcheck restore` and `asymcheck convert`: output, and no files after a refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``asymcheck delete`` deletes the checkpoints of a step, and nothing that was not meant."""
+"""``asymcheck delete`` deletes the checkpoints of a step, and nothing else."""
 
 from __future__ import annotations
 

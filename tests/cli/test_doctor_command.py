@@ -1,4 +1,4 @@
-"""``asymcheck doctor`` shows what was measured, and says what to configure."""
+"""``asymcheck doctor`` shows measurements and recommendations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``asymcheck gc`` with rules of retention says what goes and why the rest stays, and deletes nothing in a dry run."""
+"""``asymcheck gc`` with retention lists deletions and reasons, and deletes nothing in a dry run."""
 
 from __future__ import annotations
 

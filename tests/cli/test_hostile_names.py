@@ -1,4 +1,4 @@
-"""Names come from files of others: what a terminal would obey is shown in escapes, and JSON has them as they are."""
+"""Hostile names: control characters are escaped for terminals, but not in JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``asymcheck inspect`` shows what is in a store."""
+"""``asymcheck inspect`` shows the content of a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint lies where: a store and a remote location side by side."""
+"""Locations of checkpoints: a store and a remote location side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all commands have in common: help, exit statuses, messages on standard error."""
+"""Common behaviour of all commands: help, exit statuses, and messages on standard error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rings on the command line, of which a file is enough; tests/crash has those that trainings leave."""
+"""Rings on the command line, simulated by a file; tests/crash has real ones."""
 
 from __future__ import annotations
 

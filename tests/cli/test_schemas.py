@@ -1,4 +1,4 @@
-"""What ``--json`` prints is what docs/schemas says: every document is valid, and every property of a schema occurs."""
+"""``--json`` output follows docs/schemas: every document is valid, and every property occurs."""
 
 from __future__ import annotations
 

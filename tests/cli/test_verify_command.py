@@ -1,4 +1,4 @@
-"""``asymcheck verify`` reads every byte and says what is wrong, in words, in JSON and by its exit status."""
+"""``asymcheck verify`` reads every byte, and reports damage in text, in JSON and by its exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch takes seconds to import: who only looks at a store, checks, collects or pushes it does not wait for it."""
+"""Commands that do not create tensors do not import torch, which takes seconds."""
 
 from __future__ import annotations
 

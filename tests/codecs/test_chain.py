@@ -1,4 +1,4 @@
-"""Bases that cannot be had are looked for once, however many copies of the frames above there are."""
+"""Missing bases are searched once, for any number of copies of their dependents."""
 
 import itertools
 

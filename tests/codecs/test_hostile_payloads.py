@@ -1,4 +1,4 @@
-"""Payloads that nobody wrote: each is decoded or refused as malformed, soon, and without memory that nothing claims."""
+"""Hostile payloads are decoded or refused as malformed, within bounded time and memory."""
 
 from __future__ import annotations
 

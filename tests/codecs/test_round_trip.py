@@ -1,4 +1,4 @@
-"""Whatever the bytes and however they are cut: what is encoded is decoded to the same bytes."""
+"""Codecs decode to the same bytes, for any bytes and any partition boundaries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The encoder: what it decides follows from what whole partitions took, not from samples alone."""
+"""The encoder decides by measurements of whole partitions, not only of samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Known partitions: the index of a pack is read once for many saves, and again when the pack is another one."""
+"""Known partitions: the index of a pack is read once, and again after the pack has changed."""
 
 from __future__ import annotations
 

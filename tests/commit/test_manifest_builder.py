@@ -1,4 +1,4 @@
-"""The rows of manifests say where each tensor's bytes lie, also when most of them were made for another capture."""
+"""Rows of manifests locate the bytes of each tensor, also if most rows are reused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ring transactions: partitions that a capture takes from the store, and the error when the store cannot give them."""
+"""Ring transactions: partitions reused from the store, and errors if they are missing."""
 
 from __future__ import annotations
 

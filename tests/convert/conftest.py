@@ -1,4 +1,4 @@
-"""What the tests of other programs' formats share."""
+"""Common fixtures for foreign formats."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Safetensors files as raw bytes: what a test says is in them, right or wrong."""
+"""Safetensors files as raw bytes, valid or not."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""A file that somebody writes while it is read is refused: what would be stored is a mixture of two states."""
+"""A file that changes while it is imported is refused."""
 
 from __future__ import annotations
 

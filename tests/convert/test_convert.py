@@ -1,4 +1,4 @@
-"""Checkpoints to and from files of other formats: what comes back, what is refused, and how much memory it takes."""
+"""Export to and import from other formats: round trips, refusals, and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of torch's DCP: converted as they are, and refused where they are damaged or want to run something."""
+"""Folders of torch's DCP: imported exactly, and refused if damaged or hostile."""
 
 import io
 import itertools

@@ -1,4 +1,4 @@
-"""Where an export goes: what is there stays whole, and what cannot be written leaves nothing."""
+"""Targets of exports: existing files stay intact, and a failed export leaves nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any bytes are a header or a ForeignFileError, and a header is the one that the `safetensors` package sees in them."""
+"""Any bytes are a valid header or a ForeignFileError, in agreement with the `safetensors` package."""
 
 import json
 import random

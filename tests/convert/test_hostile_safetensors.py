@@ -1,4 +1,4 @@
-"""Safetensors files that are broken, or made to break the reader: each is refused by name, within bounded memory."""
+"""Damaged and hostile safetensors files are refused by name, within bounded memory."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face models: read, refused where they contradict themselves or lead outside, and written."""
+"""Folders of Hugging Face models: read, refused if contradictory or hostile, and written."""
 
 import json
 import os

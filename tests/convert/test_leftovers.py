@@ -1,4 +1,4 @@
-"""What a killed export leaves beside its target: the next one removes it, and gives back what it had set aside."""
+"""Drafts of killed exports: the next export removes them, and restores replaced folders."""
 
 from __future__ import annotations
 

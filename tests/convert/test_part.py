@@ -1,4 +1,4 @@
-"""Which part of a checkpoint an export writes: nothing that was asked for is left out in silence."""
+"""Parts of checkpoints in an export: requested data is never left out silently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file made of reads by position does what a file with the same bytes does."""
+"""A ranged file behaves like a file with the same bytes."""
 
 from __future__ import annotations
 

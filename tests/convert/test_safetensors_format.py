@@ -1,4 +1,4 @@
-"""The header of a safetensors file: both directions against the `safetensors` package, and what the writer refuses."""
+"""Headers of safetensors files against the `safetensors` package, in both directions."""
 
 import json
 import math

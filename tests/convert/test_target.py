@@ -1,4 +1,4 @@
-"""Where a checkpoint is not written to, and what a name stands for."""
+"""Paths to which an export must not write, and formats by name."""
 
 from __future__ import annotations
 

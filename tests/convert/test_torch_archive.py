@@ -1,4 +1,4 @@
-"""Files of torch.save that other programs have packed anew: the tensors that torch loads of them, or an error."""
+"""Files of torch.save that other programs have repacked: the same tensors as in torch, or an error."""
 
 import random
 import struct

@@ -1,1 +1,1 @@
-"""Stores that are killed, cut from power, filled up, shared and lied to, and what must be left of them."""
+"""Stores after kills, power loss, full disks, sharing and read errors."""

@@ -1,4 +1,4 @@
-"""What the children do: short scripts of saves, deletions and collections, cut off at a chosen point."""
+"""Actions of child processes: saves, deletions and collections, killed at a chosen point."""
 
 from __future__ import annotations
 

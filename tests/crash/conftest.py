@@ -1,4 +1,4 @@
-"""Stores to start from."""
+"""Stores as starting points."""
 
 from __future__ import annotations
 

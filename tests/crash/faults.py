@@ -1,4 +1,4 @@
-"""Doors to the operating system that end the process, or refuse, at a chosen operation."""
+"""File operations that kill the process, or fail, at a chosen operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small states whose bytes follow from their step, so that any process can say what a checkpoint must hold."""
+"""Small states that follow from their step, so that any process can check a checkpoint."""
 
 from __future__ import annotations
 

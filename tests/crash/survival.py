@@ -1,4 +1,4 @@
-"""What every store must still do, whatever has happened to it."""
+"""Promises that every store must keep after any failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Containers on one node: processes of other PID namespaces, which have their own numbers, at one store."""
+"""Containers on one node: processes of other PID namespaces share one store."""
 
 from __future__ import annotations
 

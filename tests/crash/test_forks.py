@@ -1,4 +1,4 @@
-"""Processes that were forked from one with an open store: data loader workers, and those who try to use it."""
+"""Forked processes with an open store: data loader workers, and processes that try to use it."""
 
 from __future__ import annotations
 

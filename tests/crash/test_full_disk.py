@@ -1,4 +1,4 @@
-"""A disk that is really full: a small file system of its own, filled to the last byte."""
+"""A really full disk: a small file system, filled to the last byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captures that a start cannot commit, though nothing is wrong with them: their ring stays for another day."""
+"""Captures that a start cannot commit although they are intact: their ring stays."""
 
 from __future__ import annotations
 

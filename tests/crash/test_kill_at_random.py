@@ -1,4 +1,4 @@
-"""SIGKILL from outside at times that nobody chose, again and again on one store."""
+"""SIGKILL at random times, repeatedly on one store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGKILL at every event of a repair and before every operation on the disk: nothing that could be read is lost."""
+"""SIGKILL at every event of a repair, and before every disk operation: no readable data is lost."""
 
 from __future__ import annotations
 

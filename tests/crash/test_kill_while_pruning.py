@@ -1,4 +1,4 @@
-"""SIGKILL while a training prunes after its commits: what is kept is whole, what was complete in memory is not lost."""
+"""SIGKILL during pruning: kept checkpoints are intact, and captures in memory are not lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SIGKILL in the middle of a traced training: the trace can be opened all the same."""
+"""SIGKILL during a traced training: the trace can be opened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks after a kill notice a store that does things in the wrong order."""
+"""The checks after a kill detect a store with a wrong order of operations."""
 
 from __future__ import annotations
 

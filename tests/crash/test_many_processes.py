@@ -1,4 +1,4 @@
-"""Several processes at one store at the same time, with nobody arranging who comes when."""
+"""Several unsynchronised processes use one store."""
 
 from __future__ import annotations
 

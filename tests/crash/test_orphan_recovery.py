@@ -1,4 +1,4 @@
-"""Rings that another training takes up at this moment: one's own is waited for, those of others are left to them."""
+"""Rings that another training recovers at the same time: own rings are awaited, others are left alone."""
 
 from __future__ import annotations
 

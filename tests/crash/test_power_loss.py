@@ -1,4 +1,4 @@
-"""Power loss at every single operation: what was not synced is lost, or partly there, and nothing promised is."""
+"""Power loss at every operation: unsynced data is lost in part or whole, but no promise is broken."""
 
 from __future__ import annotations
 

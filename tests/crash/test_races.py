@@ -1,4 +1,4 @@
-"""Races forced to happen: something else is done at exactly the moment between two steps."""
+"""Forced races: another operation happens exactly between two steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores that can only be read: by wish, by permission, by the mount; and stores whose catalog is gone."""
+"""Read-only stores: by option, by permission and by mount, and stores without a catalog."""
 
 from __future__ import annotations
 

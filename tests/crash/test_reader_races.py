@@ -1,4 +1,4 @@
-"""Readers of checkpoints that are deleted, collected and overwritten at exactly the wrong moment."""
+"""Readers of checkpoints that are deleted, collected and overwritten at critical moments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device that is full, or fails, at any operation of a save, a deletion, a collection or a restore."""
+"""A full or failing disk at any operation of a save, a deletion, a collection or a restore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device that cannot be read in places: another copy is taken, or another checkpoint, or the error says which."""
+"""A partly unreadable disk: another copy, another checkpoint, or an error that names it."""
 
 from __future__ import annotations
 

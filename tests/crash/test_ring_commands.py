@@ -1,4 +1,4 @@
-"""The rings of killed trainings on the command line: listed, written to files and collected, with nothing lost."""
+"""Rings of killed trainings on the command line: listed, exported and collected without a loss."""
 
 from __future__ import annotations
 

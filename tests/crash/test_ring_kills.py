@@ -1,4 +1,4 @@
-"""SIGKILL while the ring is ahead of the store: the next start goes on from what was complete in memory."""
+"""SIGKILL while the ring is ahead of the store: the next start recovers complete captures."""
 
 from __future__ import annotations
 

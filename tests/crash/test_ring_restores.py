@@ -1,4 +1,4 @@
-"""After SIGKILL, a restore reads what the ring still has from there, as carefully as from a drive."""
+"""A restore after SIGKILL reads from the ring, and verifies every byte."""
 
 from __future__ import annotations
 

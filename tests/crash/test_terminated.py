@@ -1,4 +1,4 @@
-"""The end of a process that has not closed: at its exit, and by SIGTERM, the last step is durable."""
+"""Processes that exit without close(), or by SIGTERM: the last step is durable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training that saves in the background, run in a child that is going to be killed."""
+"""A training with background saves, run in a child that will be killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs in a child that a damaged catalog may kill: loads, a save, a collection, and loads again."""
+"""Code of a child that a damaged catalog may kill: loads, a save, a collection, and loads."""
 
 import json
 import os

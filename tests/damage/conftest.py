@@ -1,4 +1,4 @@
-"""What the damage tests share."""
+"""Common fixtures of damage tests."""
 
 from collections.abc import Iterator
 

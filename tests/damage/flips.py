@@ -1,4 +1,4 @@
-"""Flipped bits: on disk, or in what is read from it, which is as good and faster."""
+"""Flipped bits: on disk, or in read data, which is equivalent and faster."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

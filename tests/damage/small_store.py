@@ -1,4 +1,4 @@
-"""A store of a few blocks, small enough to flip each of its bits, and what must hold of it whatever was flipped."""
+"""A store of a few blocks, small enough to flip each bit, and its promises."""
 
 import shutil
 import struct

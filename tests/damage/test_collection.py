@@ -1,4 +1,4 @@
-"""Collection beside damage: what cannot be read may be needed, so it is not freed and not overwritten."""
+"""Collection with damage: unreadable data may be needed, and is neither freed nor overwritten."""
 
 from collections.abc import Callable
 from pathlib import Path

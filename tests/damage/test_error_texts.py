@@ -1,4 +1,4 @@
-"""What an error says: which file, which frame, which tensor of which step, and what to do now."""
+"""Error messages: file, frame, tensor, step, and remedy."""
 
 import errno
 import itertools

@@ -1,4 +1,4 @@
-"""Single bits: whichever of a pack, a manifest or a record flips, it is noticed before a byte is handed out."""
+"""Single bit flips in a pack, a manifest or a record are detected before data is returned."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Whole files: cut short, emptied, lost, or with another file, a folder or a link where the file should be."""
+"""Whole files: truncated, empty, missing, or replaced by another file, a folder or a link."""
 
 import contextlib
 import os

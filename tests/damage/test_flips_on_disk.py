@@ -1,4 +1,4 @@
-"""Flipped bits on disk, through the calls that users make: loads are right or refused, verify names what is lost."""
+"""Flipped bits on disk: loads are correct or refused, and verify names lost data."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""A partition that lies in two places: when one copy is damaged, the other is read, and nobody has to be told."""
+"""A partition in two places: if one copy is damaged, the other one is read."""
 
 import errno
 import os

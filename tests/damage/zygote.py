@@ -1,4 +1,4 @@
-"""Children that may die: a process that has imported torch once forks one for each job and says how it ended.
+"""Children that may die: forked from a process that has imported torch, which reports how they ended.
 
 A damaged catalog can kill whoever maps it, and a hostile file must not; both are seen only from outside. A fork of a
 prepared process costs milliseconds where a fresh interpreter costs seconds.

@@ -1,1 +1,1 @@
-"""Several ranks, each a process of its own, that save and restore one state together."""
+"""Several ranks, each a process, save and restore one state together."""

@@ -1,4 +1,4 @@
-"""Where the ranks of a test find each other."""
+"""Rendezvous of the ranks of a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenarios in which ranks fail, differ, or do not come: the others say so, and what is left goes on."""
+"""Scenarios with failing, differing or missing ranks."""
 
 from __future__ import annotations
 

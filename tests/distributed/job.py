@@ -1,4 +1,4 @@
-"""A job: ranks in processes of their own, which find each other by a store that outlives them, as torchrun's does."""
+"""A job: ranks in separate processes, with a key-value store that outlives them, as with torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each process of a launch has: its rank, the others, the store of all, a Checkpointer that proves all."""
+"""Environment of a launched process: rank, world size, store, and a Checkpointer with full tear detection."""
 
 from __future__ import annotations
 

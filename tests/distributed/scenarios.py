@@ -1,4 +1,4 @@
-"""What the ranks of a test do. Run as a program, in one process a rank; each tells what it found in a file."""
+"""Scenarios of ranks, run as a program with one process per rank; results are written to files."""
 
 from __future__ import annotations
 

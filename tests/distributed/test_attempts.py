@@ -1,4 +1,4 @@
-"""Several attempts at one step: when one of them proves damaged on a rank, all go back to another one of that step."""
+"""Several saves of one step: if one is damaged on a rank, all ranks restore another one."""
 
 from __future__ import annotations
 

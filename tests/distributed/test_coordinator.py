@@ -1,4 +1,4 @@
-"""Sessions: ranks find each other and agree, as threads of one process, by a store in its memory."""
+"""Sessions: rendezvous and agreement of ranks, as threads of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parity: copies on two machines that become different are told, and what was equal by chance is not."""
+"""Divergence: replicas on two machines that become different are reported, but not values equal by chance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that save, restore, differ and fail, each in a process of its own."""
+"""Ranks that save, restore, differ and fail, each in its own process."""
 
 from __future__ import annotations
 

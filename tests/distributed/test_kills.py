@@ -1,4 +1,4 @@
-"""Ranks that are killed: what was committed by all is restored by all, bit for bit, and what was not is not."""
+"""Killed ranks: common commits are restored by all ranks bit for bit, and others are not."""
 
 from __future__ import annotations
 

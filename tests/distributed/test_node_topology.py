@@ -1,4 +1,4 @@
-"""Homes: ranks that save into one store find that out, and what cannot be is refused."""
+"""Node topology: ranks that share a store are grouped, and invalid topologies are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans: replicas are cut alike, though each rank measures its own times."""
+"""Plans of ranks: replicas have equal boundaries, although each rank measures its own times."""
 
 from __future__ import annotations
 

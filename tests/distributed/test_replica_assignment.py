@@ -1,4 +1,4 @@
-"""Sharing: who writes what several ranks have."""
+"""Replica assignment: the writer of each common partition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that came too late: who lives is waited for as before, who is gone costs little; by a clock of our own."""
+"""Stragglers: slow ranks get the full time limit, and dead ranks a fraction; with a simulated clock."""
 
 from __future__ import annotations
 

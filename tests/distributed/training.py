@@ -1,4 +1,4 @@
-"""A small training, the same on every rank but for what is the rank's own."""
+"""A small training, equal on every rank except for its own data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs what the pages show, top to bottom in a fresh folder, and compares what comes out.
+"""Runs the blocks of a page in a fresh folder, and compares their output.
 
 In a page (README.md, docs/*.md)
 

@@ -1,4 +1,4 @@
-"""What README and the pages of docs/ show is what happens; and a page that shows something else is noticed."""
+"""README and the pages of docs/ show the actual output, and a wrong page is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that has imported torch and asymcheck once, and runs what pages show in forks of itself.
+"""A process that has imported torch and asymcheck, and runs blocks of pages in forks.
 
 A fresh interpreter takes seconds until torch is there, and the pages show some sixty commands. What runs in a fork is
 the same ``asymcheck.cli.main``, the same script, in a process of its own that may die of a signal.

@@ -1,4 +1,4 @@
-"""Stands on PATH as ``asymcheck`` and ``python`` while a page runs, and has the warm process do the work."""
+"""Replacement for ``asymcheck`` and ``python`` on PATH while a page runs; the warm process does the work."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Catalog entries: bound to their keys by a checksum, and absent when anything is wrong with them."""
+"""Catalog entries: a checksum binds them to their keys, and invalid ones count as absent."""
 
 import pytest
 from hypothesis import given

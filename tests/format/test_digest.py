@@ -1,4 +1,4 @@
-"""The digest: known answers, so that the hash, its seed and its byte order can never change unnoticed."""
+"""Digests: known answers fix the hash, its seed and its byte order."""
 
 import pytest
 import xxhash

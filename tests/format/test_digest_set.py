@@ -1,4 +1,4 @@
-"""Sets of digests in columns behave as dicts of them do, however the digests begin."""
+"""Vectorised sets of digests behave like dicts, for any prefixes."""
 
 from __future__ import annotations
 

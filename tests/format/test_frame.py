@@ -1,4 +1,4 @@
-"""Frames: a header that is checked to the last bit, and lengths that follow from one number."""
+"""Frames: every bit of a header is checked, and lengths follow from one number."""
 
 import dataclasses
 

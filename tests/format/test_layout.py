@@ -1,4 +1,4 @@
-"""Names: made and parsed alike, sorting by age, and nothing else mistaken for one."""
+"""Names: formatting and parsing are inverse, and names sort by age."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Manifests: what is written is read, for no rows, one, and a hundred thousand."""
+"""Manifests: round trips for no rows, one row, and a hundred thousand."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Manifests read together are refused and understood as one by one, and share what they are alike in."""
+"""Manifests read together: equal to single reads in results and refusals, with shared memory."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Reading manifests that are not what they should be: always one of the package's errors, never a wrong value."""
+"""Invalid manifests raise errors of the package, and never yield a wrong value."""
 
 import random
 

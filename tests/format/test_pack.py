@@ -1,4 +1,4 @@
-"""Packs: a header and an index of which every byte is checked, and frames that lie end to end."""
+"""Packs: every byte of header and index is checked, and frames are contiguous."""
 
 import dataclasses
 import time

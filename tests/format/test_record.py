@@ -1,4 +1,4 @@
-"""Record files: two copies, each with its checksum; one is enough."""
+"""Record files: two copies with checksums, of which one suffices."""
 
 import pytest
 from hypothesis import given

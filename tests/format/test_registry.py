@@ -1,4 +1,4 @@
-"""The numbers of the format fit together."""
+"""The numbers of the format are consistent."""
 
 import torch
 

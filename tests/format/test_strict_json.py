@@ -1,4 +1,4 @@
-"""JSON read strictly: one text, one meaning."""
+"""Strict JSON: one text has one meaning."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The tree: every plain value comes back with its type and bits, and nothing else is let in."""
+"""The tree: every plain value keeps its type and bits, and nothing else is accepted."""
 
 import math
 import struct

@@ -1,4 +1,4 @@
-"""Versions and features: what is refused, with which words."""
+"""Versions and features: refusals and their messages."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Damage done to stores on purpose, and what can still be read of them."""
+"""Deliberate damage to stores, and the data that remains readable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The catalog from packs and manifests alone, also while other processes have it open."""
+"""The catalog is rebuilt from packs and manifests, also while other processes have it open."""
 
 from __future__ import annotations
 

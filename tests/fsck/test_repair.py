@@ -1,4 +1,4 @@
-"""Each kind of damage, repaired in a real store: nothing intact is lost, and a second repair does nothing."""
+"""Each kind of damage is repaired in a real store: no intact data is lost, and a second repair does nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A repair beside saves, loads, collections and other repairs: races forced to happen between two steps."""
+"""Concurrent repairs, saves, loads and collections: forced races between two steps."""
 
 from __future__ import annotations
 

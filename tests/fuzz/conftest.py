@@ -1,4 +1,4 @@
-"""What the fuzz tests share."""
+"""Common fixtures of fuzz tests."""
 
 from collections.abc import Iterator
 

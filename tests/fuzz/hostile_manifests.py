@@ -1,4 +1,4 @@
-"""Manifests that no writer makes: each is one idea of how a file could lead a reader astray."""
+"""Hostile manifests: each tries to mislead a reader in one way."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Stores whose files have right digests and names, and content that no writer makes."""
+"""Stores with valid digests and names, but hostile content."""
 
 import dataclasses
 import time

@@ -1,4 +1,4 @@
-"""Mutations: of bytes without regard to what they mean, and of JSON values that keep their shape."""
+"""Mutations of bytes, and of JSON values that keep their shape."""
 
 import json
 import random

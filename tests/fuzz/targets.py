@@ -1,4 +1,4 @@
-"""Every parser of the format: what it reads, how its input is changed, and what must hold of what it accepts.
+"""Every parser of the format: input, mutations, and properties of accepted values.
 
 A change either leaves checksums as they are, or makes them right again, so that what lies behind them is reached.
 """

@@ -1,4 +1,4 @@
-"""Manifests made to mislead a reader, with a right digest: refused by name, soon, and within the limits of memory."""
+"""Hostile manifests with valid digests are refused by name, within bounded time and memory."""
 
 import pytest
 

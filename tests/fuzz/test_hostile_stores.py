@@ -1,4 +1,4 @@
-"""Files that are intact by every checksum and make no sense all the same: every call has a named error for them."""
+"""Files with valid checksums and hostile content: every call raises a named error."""
 
 import dataclasses
 from pathlib import Path

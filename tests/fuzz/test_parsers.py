@@ -1,4 +1,4 @@
-"""Every parser, fed with what no writer wrote: it gives a value or a named error, soon, and never dies."""
+"""Every parser with random input: it returns a value or a named error, in bounded time."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is written is read back equal, and equal things are equal bytes: for every structure of the format."""
+"""Round trips of every structure of the format; equal values have equal bytes."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The tree as a fuzzing target: what is accepted can be written in one way only."""
+"""The tree as a fuzzing target: every accepted tree has one encoding."""
 
 import json
 import random

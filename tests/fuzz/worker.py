@@ -1,4 +1,4 @@
-"""What runs in a child with little memory: one parser, many inputs, and what came of them."""
+"""Code of a child with little memory: one parser, many inputs, and their results."""
 
 import base64
 import mmap

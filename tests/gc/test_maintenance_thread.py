@@ -1,4 +1,4 @@
-"""What runs beside the capture on threads: commits that fail, and pruning after commits."""
+"""Threads beside the capture: failing commits, and pruning after commits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The difference of two checkpoints, against one that is worked out from the loaded states, whole and in torch."""
+"""Differences of two checkpoints, compared with a computation in torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The account of bytes, against plain sets of digests and against what deletion and collection really free."""
+"""Disk usage, compared with sets of digests and with the bytes that collections free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The history of a run: what led to the present, newest first, and where training went back."""
+"""History of a run: checkpoints, newest first, and branches of the training."""
 
 from __future__ import annotations
 

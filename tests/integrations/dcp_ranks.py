@@ -1,4 +1,4 @@
-"""Run by torchrun: ranks that shard a model with FSDP2 save it by torch's DCP into a store, or load it from one."""
+"""Program for torchrun: ranks with an FSDP2 model save and load by torch's DCP."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What the ranks of :mod:`tests.integrations.deepspeed_ranks` train, for them and for the test that starts them."""
+"""Configurations of :mod:`tests.integrations.deepspeed_ranks`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the ranks of a test do with engines of DeepSpeed. Run as a program, in one process a rank."""
+"""Ranks with DeepSpeed engines, run as a program with one process per rank."""
 
 from __future__ import annotations
 

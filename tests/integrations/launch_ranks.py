@@ -1,4 +1,4 @@
-"""Two ranks of a training, each a process of its own: killed, or let to their end."""
+"""Two ranks of a training in separate processes, which are killed or run to their end."""
 
 import json
 import os

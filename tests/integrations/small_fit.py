@@ -1,4 +1,4 @@
-"""A fit of Lightning on a small model, with a loader that can be resumed; as a script it is killed at a step."""
+"""A Lightning fit of a small model with a resumable loader; as a script, it is killed at a step."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A Trainer of transformers on a tiny GPT-2 with random weights; as a script it is killed at a step."""
+"""A transformers Trainer of a tiny GPT-2; as a script, it is killed at a step."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint saves into a store and loads from it, with any number of ranks on either side."""
+"""torch.distributed.checkpoint saves into a store and loads from it, with any number of ranks."""
 
 import subprocess
 import sys

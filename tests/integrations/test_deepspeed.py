@@ -1,4 +1,4 @@
-"""Engines of DeepSpeed: saved on every rank, killed, resumed bit for bit, also by other ranks and in another stage."""
+"""DeepSpeed engines: saved on every rank, killed, and resumed bit for bit, also with other ranks and stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who does not use another library does not load it."""
+"""Integrations do not import other libraries unless used."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A fit of Lightning that was killed and resumed goes through the same numbers as one that was not."""
+"""A killed and resumed Lightning fit has the same numbers as an uninterrupted one."""
 
 import logging
 import signal

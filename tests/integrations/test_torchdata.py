@@ -1,4 +1,4 @@
-"""A StatefulDataLoader of torchdata in the state: a resumed run goes on with the very next sample."""
+"""A StatefulDataLoader of torchdata in the state continues with the next sample."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A Trainer of transformers that was killed and resumed goes through the same numbers as one that was not."""
+"""A killed and resumed transformers Trainer has the same numbers as an uninterrupted one."""
 
 import os
 import signal

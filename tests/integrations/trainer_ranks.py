@@ -1,4 +1,4 @@
-"""A rank of a training by the Trainer of transformers or of Lightning: it is killed, or resumes and compares."""
+"""A rank of a Trainer of transformers or Lightning that is killed, or resumes and compares."""
 
 import json
 import os

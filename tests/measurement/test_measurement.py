@@ -1,4 +1,4 @@
-"""Measuring gives facts that make sense, on the tensors that are there, and leaves nothing behind."""
+"""Measurements of memory, codecs and the drive are plausible, and leave no files."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Jobs whose machines have a store each: here, directories of one machine stand for them."""
+"""Jobs with one store per machine; directories of one machine stand in for machines."""

@@ -1,4 +1,4 @@
-"""Where the ranks of a test find each other, and how they are launched."""
+"""Rendezvous and launch of the ranks of a test."""
 
 from __future__ import annotations
 

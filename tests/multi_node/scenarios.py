@@ -1,4 +1,4 @@
-"""What the ranks of a test do whose machines have a store each. Run as a program, in one process a rank."""
+"""Scenarios of ranks with one store per machine, run as a program with one process per rank."""
 
 from __future__ import annotations
 

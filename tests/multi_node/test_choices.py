@@ -1,4 +1,4 @@
-"""What is chosen by metrics on each machine: all choose the same, or nothing would be whole anywhere."""
+"""Selection by metrics on each machine: all machines choose the same checkpoints."""
 
 from __future__ import annotations
 

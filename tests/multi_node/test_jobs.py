@@ -1,4 +1,4 @@
-"""Jobs whose machines have a store each: they save one checkpoint, and go back to the same one, or say why not."""
+"""Jobs with one store per machine save one checkpoint, and restore the same one, or report the reason."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_each_machine_stores_the_shards_of_its_ranks(pushed: tuple[Path, Told]) 
             found = store.checkpoints()
             assert [one.step for one in found if one.complete] == list(range(STEPS))
             assert found[0].ranks == f"{2 * machine}-{2 * machine + 1} of 4"
-            with pytest.raises(InconsistentCheckpointError, match="to which all push, when they have"):
+            with pytest.raises(InconsistentCheckpointError, match="pass the location to which all stores push"):
                 store.load()
 
 

@@ -1,4 +1,4 @@
-"""Machines whose ranks are killed: what all had committed is restored by all, bit for bit, from each one's store."""
+"""Machines with killed ranks: common commits are restored bit for bit from each store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line of training of several stores: ranks as threads compare what each of them knows."""
+"""The line of training over several stores, with ranks as threads."""
 
 from __future__ import annotations
 

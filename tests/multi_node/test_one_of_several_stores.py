@@ -1,4 +1,4 @@
-"""The store of one machine of several, by itself: what is unreadable, deleted, repaired or pulled there."""
+"""The store of one of several machines: unreadable, deleted, repaired and pulled data."""
 
 from __future__ import annotations
 

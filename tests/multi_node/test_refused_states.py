@@ -1,4 +1,4 @@
-"""What an object refuses in a restore is no damage: no rank goes back to an older checkpoint for it."""
+"""A refusal of an object in a restore is no damage: no rank restores an older checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Made-up facts lead to the advice that follows from them, each with a reason."""
+"""Recommendations follow from measurements, each with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The size of a batch is where the predicted time is least, within its bounds."""
+"""The batch size minimises the predicted time within its bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compression policy, from made-up facts."""
+"""The compression policy, with made-up measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interval from made-up facts: never shorter than any of its bounds, never longer than the greatest asks."""
+"""The interval, with made-up measurements: it is the greatest of its bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints go to a remote location, decided on facts that were made up."""
+"""Selection of checkpoints for a remote location, with made-up inventories."""
 
 from __future__ import annotations
 

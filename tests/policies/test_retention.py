@@ -1,4 +1,4 @@
-"""Retention decides by what it is told, and by nothing else: every rule against a plain statement of it."""
+"""Retention: every rule against a plain implementation."""
 
 from __future__ import annotations
 

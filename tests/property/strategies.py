@@ -1,4 +1,4 @@
-"""Random states: any nesting of any value that can be stored."""
+"""Random states: any nesting of all supported values."""
 
 import struct
 from collections import OrderedDict

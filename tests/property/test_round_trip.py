@@ -1,4 +1,4 @@
-"""Whatever can be stored comes back: same structure, same types, same bits, same ties."""
+"""Round trips of random states: structure, types, bits and ties."""
 
 import tempfile
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""Random histories of a store against a model that remembers everything in plain lists."""
+"""Random histories of a store against a model of plain lists."""
 
 import dataclasses
 import shutil

@@ -1,4 +1,4 @@
-"""What a forked child does: it pushes, and is killed at a step that it was told."""
+"""Code of a forked child that pushes, and is killed at a given step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Remote locations to test with: a folder, and a real HDFS that is started for the tests of this session."""
+"""Remote locations for tests: a folder, and a real HDFS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pushing beside a training: it never stops one, and what is durable arrives.
+"""Background push: training never waits, and durable checkpoints arrive.
 
 By a thread, that a test can get at; a process of its own has the same inside, and tests of its own.
 """

@@ -1,4 +1,4 @@
-"""Collection in a location: what a live checkpoint needs stays, whatever is damaged or comes meanwhile."""
+"""Collection at a location: data of live checkpoints stays, with any damage or concurrency."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is damaged in a remote location is noticed, named, and never handed out."""
+"""Damage at a remote location is detected, named, and never returned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real HDFS that freezes, dies, is full, or refuses: every operation ends, and says what it was."""
+"""A real HDFS that freezes, dies, is full, or refuses: every operation ends with a named error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A remote location that stands behind a store: what is lost here is read from there, and brought back by a repair."""
+"""A remote location behind a store: lost local data is read from it, and restored by a repair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An uploader killed at any step leaves nothing that looks committed, and the next push goes on from there."""
+"""An uploader killed at any step commits nothing by accident, and the next push continues."""
 
 from __future__ import annotations
 

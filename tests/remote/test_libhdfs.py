@@ -1,4 +1,4 @@
-"""Hadoop's own client keeps the contract. It brings a JVM, so these tests run once more in a process of their own."""
+"""Contract tests with Hadoop's own client, whose JVM runs in a separate process."""
 
 from __future__ import annotations
 

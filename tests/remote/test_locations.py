@@ -1,4 +1,4 @@
-"""Locations: a URI names one place, or is refused with what to write instead."""
+"""Locations: a URI names one place, or is refused with an alternative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machines with nothing in common but a location: their stores are lost, and all comes back from there."""
+"""Machines that share only a location: their stores are lost and restored from it."""
 
 from __future__ import annotations
 

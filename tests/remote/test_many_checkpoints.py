@@ -1,4 +1,4 @@
-"""Ten thousand checkpoints in one place: to find the newest takes as few operations there as to find the only one."""
+"""Ten thousand checkpoints: finding the newest takes as many operations as with one."""
 
 from __future__ import annotations
 

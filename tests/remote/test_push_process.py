@@ -1,4 +1,4 @@
-"""Pushing by a process of its own: what a thread does, it does, and neither of the two hurts the other by its end."""
+"""Push in a separate process: equal to a thread, and independent of the end of either process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a push sends of frames that lie here in odd ways: what arrives can be decoded, or nothing is sent."""
+"""Transfer plans for unusual frames: the uploaded data can be decoded, or nothing is uploaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the process that pushes begins, or does not, and what it finds then."""
+"""Start of a push process, failed starts, and its environment."""
 
 from __future__ import annotations
 

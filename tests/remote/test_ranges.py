@@ -1,4 +1,4 @@
-"""Reads by position: memory that is taken up again, and files that stay open."""
+"""Reads by position: reused memory, and files that stay open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads that read: so many at the same time, and none that keeps a process from its end."""
+"""Reader threads: bounded in number, and not blocking the exit of the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies plain on a fast drive is encoded on its way to a slower place: smaller there, and the same bytes back."""
+"""Plain partitions are encoded for a slower location, and decode to the same bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a file system refuses is told apart: nobody answers, this user may not, the drive gives no such bytes."""
+"""Errors of file systems are distinguished: unreachable, no permission, and read errors."""
 
 from __future__ import annotations
 

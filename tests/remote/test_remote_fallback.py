@@ -1,4 +1,4 @@
-"""A remote location behind a store that does not answer, cannot be read, or has nothing in it."""
+"""A remote location behind a store that is unreachable, unreadable or empty."""
 
 from __future__ import annotations
 

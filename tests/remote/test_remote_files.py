@@ -1,4 +1,4 @@
-"""The contract: what every file system behind a location has to keep, the same for folders and for HDFS."""
+"""The contract of every file system behind a location, for folders and HDFS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several replicas on three DataNodes: one that dies in the middle of a write costs a push nothing but time."""
+"""Three DataNodes: the death of one during a write costs a push only time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints go to a remote location and come back, bit for bit, and nothing is sent twice."""
+"""Push and pull: bit for bit, and nothing is sent twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training that pushes: what it chooses arrives, whatever the location does the training goes on, nothing is lost."""
+"""A training that pushes: selected checkpoints arrive, and training continues through any failure."""
 
 from __future__ import annotations
 

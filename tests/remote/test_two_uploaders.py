@@ -1,4 +1,4 @@
-"""Several uploaders and a collection at once: what is committed is whole."""
+"""Several uploaders and a collection at the same time: committed checkpoints are whole."""
 
 from __future__ import annotations
 

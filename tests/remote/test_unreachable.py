@@ -1,4 +1,4 @@
-"""A location where nobody listens: told at once, with what to do."""
+"""An unreachable location is reported at once, with a remedy."""
 
 from __future__ import annotations
 

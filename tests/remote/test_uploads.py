@@ -1,4 +1,4 @@
-"""How bytes travel: checked before they get a name, in few large pieces, in time, and no faster than allowed."""
+"""Uploads: verified before the rename, in few large pieces, within time and rate limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks, saved one rank after the other by one process."""
+"""Checkpoints of several ranks, saved one after the other by one process."""
 
 import contextlib
 import itertools

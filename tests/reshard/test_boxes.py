@@ -1,4 +1,4 @@
-"""Boxes: what they have in common, element by element and byte by byte, as slices of numpy arrays have it."""
+"""Boxes: intersections element by element and byte by byte, as for numpy slices."""
 
 import itertools
 import math

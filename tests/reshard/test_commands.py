@@ -1,4 +1,4 @@
-"""The command line on a checkpoint of several ranks: what it shows, and that it is right."""
+"""Commands on a checkpoint of several ranks."""
 
 import json
 from collections.abc import Callable

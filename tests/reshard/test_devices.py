@@ -1,4 +1,4 @@
-"""Tensors that lie on a device: parts are gathered in host memory where they cannot be copied as they come."""
+"""Device tensors: parts are gathered in host memory if they cannot be copied in order."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Any layout to any other: what was saved in one cut of a tensor is read in another, bit for bit."""
+"""Any layout to any other: saved shards are read in other shards, bit for bit."""
 
 import itertools
 import math

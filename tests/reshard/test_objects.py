@@ -1,4 +1,4 @@
-"""Modules and optimizers whose tensors ranks share: they get parts of the kind that they have."""
+"""Modules and optimizers with distributed tensors receive parts of the same kind."""
 
 from pathlib import Path
 

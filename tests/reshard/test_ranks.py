@@ -1,4 +1,4 @@
-"""What a rank reads of a checkpoint of several: values of its own, tensors from wherever their parts are."""
+"""Data that a rank reads: its own values, and tensors from any shards."""
 
 import contextlib
 import re

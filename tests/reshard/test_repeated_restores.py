@@ -1,4 +1,4 @@
-"""Sharded states that are taken apart one after another: their layout is compared, and found anew where it differs."""
+"""Consecutive sharded states: layouts are compared, and recomputed after a change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages of a pipeline: an optimizer never gets the numbered state of another stage, and nothing else is refused."""
+"""Pipeline stages: an optimizer never receives the numbered state of another stage."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks as files of other formats: whole tensors, or what one rank saved."""
+"""Checkpoints of several ranks in other formats: whole tensors, or the shards of one rank."""
 
 from pathlib import Path
 from unittest import mock

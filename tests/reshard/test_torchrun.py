@@ -1,4 +1,4 @@
-"""FSDP2 as users run it, with torchrun: saved by four ranks, restored by four, two and one."""
+"""FSDP2 with torchrun: saved by four ranks, restored by four, two and one."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Assembling: byte ranges in any order and from any thread make the tensors that they were cut from."""
+"""Assembly of tensors from byte ranges in any order and from any thread."""
 
 import itertools
 import threading

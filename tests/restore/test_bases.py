@@ -1,4 +1,4 @@
-"""Partitions that are encoded against others: they are read, checked, kept and repaired with their bases."""
+"""Encoded partitions are read, verified, kept and repaired with their bases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large tensors are read into their own memory, with no copy, where address and offset in the file are congruent."""
+"""Large tensors are read directly into their memory if address and file offset are congruent."""
 
 from __future__ import annotations
 

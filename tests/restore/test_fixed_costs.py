@@ -1,4 +1,4 @@
-"""Fixed costs of a restore: what a small state does not need is not done."""
+"""Fixed costs of a restore of a small state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line of training, followed through head records, against a model that walks back one checkpoint at a time."""
+"""The line of training against a model that follows checkpoints one by one."""
 
 import dataclasses
 from collections.abc import Iterator

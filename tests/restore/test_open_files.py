@@ -1,4 +1,4 @@
-"""A process that may open few files is told so; it is never given an older checkpoint for the newest."""
+"""A process with few open files gets an error, and never an older checkpoint."""
 
 import shutil
 import subprocess

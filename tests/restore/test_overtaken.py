@@ -1,4 +1,4 @@
-"""A reader that is overtaken by deletions: while there is a checkpoint at every moment, it gets one."""
+"""A reader that is overtaken by deletions finds a checkpoint as long as one exists at every moment."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the manifests of a checkpoint need is the same, however much of it they have in common."""
+"""The partitions of manifests are the same, however much they have in common."""
 
 from __future__ import annotations
 

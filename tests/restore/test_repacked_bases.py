@@ -1,4 +1,4 @@
-"""Encoded partitions and their bases are repacked as they lie: what is read afterwards is the same, bit for bit."""
+"""Encoded partitions and their bases are repacked without a change of any bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is passed over on the way to a checkpoint is said, and not more often than it takes."""
+"""Skipped checkpoints are reported with reasons, at a bounded cost."""
 
 from __future__ import annotations
 

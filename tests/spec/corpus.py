@@ -1,4 +1,4 @@
-"""The golden vectors, and how the library reads each kind of structure: by the same ways as from a store."""
+"""Golden vectors, and the readers of the library for each kind of structure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frozen stores: where they are, how a copy is put together, and what must be found in it."""
+"""Frozen stores: location, assembly of a copy, and expected content."""
 
 import dataclasses
 import json

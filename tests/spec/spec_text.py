@@ -1,4 +1,4 @@
-"""SPEC.md as data: its tagged tables, its worked examples in hexadecimal, its sections."""
+"""SPEC.md as data: tagged tables, worked examples in hexadecimal, and sections."""
 
 import dataclasses
 import re

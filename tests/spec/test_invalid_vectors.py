@@ -1,4 +1,4 @@
-"""Every malformed vector is refused with exactly the error that it names, soon, and without much memory."""
+"""Every malformed vector is refused with its named error, in bounded time and memory."""
 
 import time
 import tracemalloc

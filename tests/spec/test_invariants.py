@@ -1,4 +1,4 @@
-"""Each invariant of SPEC.md §9, broken in a copy of the frozen store: it is noticed, and named by its number."""
+"""Each invariant of SPEC.md §9, broken in a copy of the frozen store, is detected and named."""
 
 import shutil
 from pathlib import Path

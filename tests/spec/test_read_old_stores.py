@@ -1,4 +1,4 @@
-"""Stores that earlier versions wrote, whole and torn by a crash, are read bit for bit and can be written to."""
+"""Stores of earlier versions, whole or torn by a crash, are readable bit for bit, and writable."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What is no vector, too, both readers accept or both refuse: changed trees and changed headers of manifests."""
+"""Both readers agree on changed trees and changed headers of manifests."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""Vectors of rings: what the library finds in one is what the JSON says, and what it encodes are the same bytes."""
+"""Vectors of rings: decoding yields the JSON content, and encoding yields the same bytes."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""SPEC.md, registry.json, the vectors and the code say the same: no table of the text drifts from what is written."""
+"""SPEC.md, registry.json, vectors and code agree."""
 
 import dataclasses
 import json

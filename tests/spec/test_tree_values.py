@@ -1,4 +1,4 @@
-"""What the format can say and this program cannot make is refused by name, not with an error from within torch."""
+"""Values of the format that torch cannot represent are refused by name."""
 
 from pathlib import Path
 

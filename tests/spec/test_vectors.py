@@ -1,4 +1,4 @@
-"""Well-formed vectors: what the library decodes is what the JSON says, and what it encodes are the same bytes."""
+"""Well-formed vectors: decoding yields the JSON content, and encoding yields the same bytes."""
 
 import dataclasses
 import json

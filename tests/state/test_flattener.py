@@ -1,4 +1,4 @@
-"""A state that is taken apart by what the one before was like is taken apart as if it were the first."""
+"""Incremental flattening equals flattening from scratch."""
 
 from __future__ import annotations
 

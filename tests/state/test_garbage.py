@@ -1,4 +1,4 @@
-"""What a step leaves to Python's collector: a full collection holds the training for hundreds of milliseconds."""
+"""Garbage of a step: a full collection of Python would stall training for hundreds of milliseconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The profile: medians of the iterations that agree."""
+"""Iteration profile: medians of the iterations that agree."""
 
 import math
 from collections.abc import Sequence

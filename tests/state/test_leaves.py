@@ -1,4 +1,4 @@
-"""Leaves: the bytes of a tensor in row-major order, whatever its strides, from any offset."""
+"""Leaves: bytes of a tensor in row-major order, for any strides and offset."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""The cut: every byte in exactly one place, the same at every step, and within the limits of the format."""
+"""Partitions: every byte once, stable between steps, and within the limits of the format."""
 
 import dataclasses
 from itertools import pairwise

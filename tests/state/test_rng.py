@@ -1,4 +1,4 @@
-"""RngState: the same numbers are drawn after a restore."""
+"""RngState: the same numbers follow a restore."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Roles: told from names, the last part first."""
+"""Roles follow from names, the last part first."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Plans: every byte once, sizes that follow the gaps, and the same plan again from its record."""
+"""Plans: every byte once, sizes in proportion to windows, and reproducible from the record."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Taking a state apart: the tree of its structure, one row a tensor, and names that say where things lie."""
+"""Walk of a state: the tree of its structure, one row per tensor, and dotted names."""
 
 from collections import OrderedDict
 

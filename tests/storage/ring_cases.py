@@ -1,4 +1,4 @@
-"""Rings for tests: small ones, and what is put into them."""
+"""Small rings for tests, and their content."""
 
 import dataclasses
 from pathlib import Path

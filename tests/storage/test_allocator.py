@@ -1,4 +1,4 @@
-"""Room in a ring: what is free, byte for byte, against a model that knows every block."""
+"""Ring allocator, byte for byte against a model of all blocks."""
 
 from hypothesis import given
 from hypothesis import strategies as st

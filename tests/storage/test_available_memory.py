@@ -1,4 +1,4 @@
-"""The memory that is available is what a container leaves, where that is less than what the machine has."""
+"""Available memory is limited by the container and by the machine."""
 
 from __future__ import annotations
 

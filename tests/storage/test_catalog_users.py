@@ -1,4 +1,4 @@
-"""Marks: what shows that a process uses a catalog."""
+"""Catalog users: marks of the processes that use a catalog."""
 
 from __future__ import annotations
 

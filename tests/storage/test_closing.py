@@ -1,4 +1,4 @@
-"""What holds a lock is closed once: by a second close its number may be that of somebody else's file."""
+"""Lock holders are closed once, because a second close could hit a reused descriptor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of CUDA is asked on the device of the link, whichever one the thread has."""
+"""CUDA calls use the device of the link, regardless of the current device."""
 
 from __future__ import annotations
 

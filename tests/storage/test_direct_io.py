@@ -1,4 +1,4 @@
-"""Direct I/O is used where it is to be had, and never needed."""
+"""Direct I/O is used if available, and not required."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""Drives whose host handles each page of a request: large tensors in small pages go through slots in huge pages."""
+"""Drives that handle each page of a request separately: small pages go through slots in huge pages."""
 
 from __future__ import annotations
 

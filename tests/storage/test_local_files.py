@@ -1,4 +1,4 @@
-"""The door to the operating system: errors get the store's types, and whole buffers are read and written."""
+"""File operations: errors of the package, and complete reads and writes."""
 
 import errno
 import os

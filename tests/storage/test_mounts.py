@@ -1,4 +1,4 @@
-"""Network file systems are told by their mounts, whatever the mount point is called."""
+"""Network file systems are detected by their mounts."""
 
 from pathlib import Path
 

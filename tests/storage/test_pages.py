@@ -1,4 +1,4 @@
-"""Pages: what is asked of the kernel before memory is touched, and what comes of it."""
+"""Pages: advice to the kernel before memory is used, and its effect."""
 
 from __future__ import annotations
 

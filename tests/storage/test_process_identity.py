@@ -1,4 +1,4 @@
-"""Owners: a process is known by more than its number, and dead only when it is certain."""
+"""Process identity: more than the pid, and dead only if certain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a ring is reserved beside the training: what waits for it, what is refused, and who looks meanwhile."""
+"""Memory of a ring is reserved during training: waits, refusals, and concurrent readers."""
 
 from __future__ import annotations
 

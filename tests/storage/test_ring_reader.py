@@ -1,4 +1,4 @@
-"""A ring as it is read: what is whole is found, and whatever lies there, nothing else is, and nothing breaks down."""
+"""Ring reader: complete frames are found, and invalid content is never used."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""The ring as it is written: places, entries, its lock and its file, in this process and in others."""
+"""Ring writer: slots, entries, lock and file, within and between processes."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Slots: aligned memory whose content before the payload and behind it never reaches the disk."""
+"""Slots: aligned memory whose unused bytes never reach the disk."""
 
 import ctypes
 import threading

@@ -1,4 +1,4 @@
-"""An open store for each test that asks for one, and one with a delta in it."""
+"""Fixtures: an open store, and one with a delta."""
 
 from collections.abc import Iterator
 from pathlib import Path

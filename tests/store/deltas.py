@@ -1,4 +1,4 @@
-"""Stores with deltas in them, and what lies in their packs."""
+"""Stores with deltas, and the content of their packs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Equality as a checkpoint means it: the same types in the same order, and the same bits."""
+"""Equality of checkpoints: same types, order and bits."""
 
 import struct
 from collections.abc import Iterator, Mapping

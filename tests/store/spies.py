@@ -1,4 +1,4 @@
-"""Counting what is read and written, below the store."""
+"""Counters of reads and writes below the store."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

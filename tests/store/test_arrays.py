@@ -1,4 +1,4 @@
-"""Numpy arrays and scalars are values of a state, too."""
+"""Numpy arrays and scalars in a state."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Collection beside processes that take up what others have left: what it saw before may hold no more."""
+"""Collection concurrent with processes that reuse pins and manifests of others."""
 
 from __future__ import annotations
 

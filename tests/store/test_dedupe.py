@@ -1,4 +1,4 @@
-"""Equal bytes are stored once: from save to save, and within one."""
+"""Equal bytes are stored once, between saves and within one."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Deleting and collecting: what nothing names any more gives its room to later saves, and nothing else is touched."""
+"""Deletion and collection: unreferenced packs are recycled, and nothing else is touched."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Deltas beside damage: what a repair can find keeps its base, and what it cannot is said."""
+"""Deltas and damage: recoverable frames keep their bases, and lost ones are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Derived partitions of which bytes are equal to those of others: none becomes what another one is derived from."""
+"""Derived partitions with equal bytes are never bases of others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large tensors are written from where they lie, with a payload shifted to their address."""
+"""Large tensors are written in place, with a payload shifted to their address."""
 
 from __future__ import annotations
 

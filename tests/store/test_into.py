@@ -1,4 +1,4 @@
-"""Filling a given state in place: the same objects and the same memory, with the stored values."""
+"""Restore in place: the same objects and memory, with the stored values."""
 
 from collections import OrderedDict
 from typing import Any

@@ -1,4 +1,4 @@
-"""A state that does not fit the checkpoint is refused before a byte of it is overwritten."""
+"""A state that does not fit the checkpoint is refused before any byte is overwritten."""
 
 from collections import UserDict
 from collections.abc import Callable

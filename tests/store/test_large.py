@@ -1,4 +1,4 @@
-"""Large: more than 2 GiB in one tensor, and a peak of memory that does not grow with the state."""
+"""Large states: more than 2 GiB in one tensor, and bounded peak memory."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Which checkpoint is the newest: the line of training, its branches, and steps out of order."""
+"""The newest checkpoint: the line of training, branches, and steps out of order."""
 
 import threading
 import warnings

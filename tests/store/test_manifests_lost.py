@@ -1,4 +1,4 @@
-"""A store that is open while its manifests go away: what a collection does not find it takes for no garbage."""
+"""An open store whose manifests vanish: missing manifests are not taken for garbage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening: what becomes a store, what is one, and what is left alone."""
+"""Opening and creating a store."""
 
 import dataclasses
 import logging

@@ -1,4 +1,4 @@
-"""Parts: several ranks save one checkpoint, each its own part."""
+"""Several ranks save one checkpoint, each its own part."""
 
 import os
 import time

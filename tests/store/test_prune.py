@@ -1,4 +1,4 @@
-"""Pruning: what no rule keeps is deleted and gives its room back, and what must stay stays whatever the rules say."""
+"""Pruning: unkept checkpoints are deleted and freed, and protected ones stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collection frees only what nobody needs, as far as it knows: bases, copies, and what it could not read."""
+"""Reachability: collection keeps bases, relied copies, and unreadable data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be stored is refused by name, before anything is written."""
+"""Unsupported values are refused by name, before anything is written."""
 
 import enum
 import threading

@@ -1,4 +1,4 @@
-"""Repacking: a pack that is mostly garbage gives its room back, and what was needed of it is found all the same."""
+"""Repacking: mostly garbage packs are freed, and their needed partitions are found elsewhere."""
 
 from __future__ import annotations
 

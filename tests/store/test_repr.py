@@ -1,4 +1,4 @@
-"""What a person at a prompt sees of what a store returns."""
+"""Text forms of returned objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of runs, named numbers of checkpoints, and what is listed."""
+"""Run names, metrics, and listings."""
 
 import math
 import struct

@@ -1,4 +1,4 @@
-"""Loading a part: only what is asked for is read, and only that is returned."""
+"""Partial loads read and return only the requested tensors."""
 
 from collections import OrderedDict
 from pathlib import Path

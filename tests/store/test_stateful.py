@@ -1,4 +1,4 @@
-"""Objects with a state of their own: modules, optimizers, schedulers, scalers and generators."""
+"""Objects with their own state: modules, optimizers, schedulers, scalers and generators."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Tensors of every dtype and layout come back bit for bit, as dense tensors."""
+"""Tensors of every dtype and layout are restored bit for bit, as dense tensors."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Tied tensors are one tensor after the load, wherever they occur and whatever part is loaded."""
+"""Tied tensors stay tied after a load, also of a part."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""URIs where a store is opened: those that say too little, and those that were made paths."""
+"""URIs of stores: incomplete ones, and ones that were converted to paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain values come back as what they were: the same type, the same order, the same bits."""
+"""Plain values keep type, order and bits."""
 
 import math
 import struct

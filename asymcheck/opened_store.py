@@ -59,7 +59,7 @@ class OpenedStore:
     def _populate(self, transaction: Transaction) -> None:
         rebuild(self.nvme, transaction)
 
-    def with_catalog(self, use: Callable[[Catalog, Rebuilt | None], _T], *, anew: bool = False) -> _T:
+    def with_catalog(self, use: Callable[[Catalog, Rebuilt | None], _T], *, fresh: bool = False) -> _T:
         """Call ``use`` with the catalog. If the catalog is damaged, reopen and rebuild it, and call ``use`` again."""
         tier, made = self.writable(), list[Rebuilt]()
 
@@ -67,10 +67,10 @@ class OpenedStore:
             made[:] = [rebuild(tier, transaction)]
 
         try:
-            return use(tier.open_catalog(populate, anew=anew), made[0] if made else None)
+            return use(tier.open_catalog(populate, rebuild=fresh), made[0] if made else None)
         except CatalogError:
             tier.leave_catalog()
-            return use(tier.open_catalog(populate, anew=anew), made[0] if made else None)
+            return use(tier.open_catalog(populate, rebuild=fresh), made[0] if made else None)
 
     @contextlib.contextmanager
     def source(self) -> Iterator[ReadTier]:

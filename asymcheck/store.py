@@ -500,7 +500,9 @@ class Store:
             ReadOnlyStoreError: the store was opened with ``read_only=True``, or cannot be written.
             CatalogError: the catalog is damaged and in use by other processes; the message names them.
         """
-        return self._opened.with_catalog(lambda catalog, made: made or reconcile(self._opened.nvme, catalog), anew=True)
+        return self._opened.with_catalog(
+            lambda catalog, made: made or reconcile(self._opened.nvme, catalog), fresh=True
+        )
 
     def repair(self, progress: Progress | None = None) -> Repaired:
         """Repair damaged files from intact copies; delete no checkpoint. Reads every byte of the packs.

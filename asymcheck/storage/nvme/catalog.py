@@ -275,11 +275,18 @@ class Catalog:
     """Open catalog. Use :func:`open_catalog`, because LMDB allows one environment per process and path."""
 
     def __init__(
-        self, files: Files, path: Path, store_id: bytes, config: StoreConfig, populate: Populate, *, anew: bool = False
+        self,
+        files: Files,
+        path: Path,
+        store_id: bytes,
+        config: StoreConfig,
+        populate: Populate,
+        *,
+        rebuild: bool = False,
     ) -> None:
         """Open the LMDB environment in ``path``; rebuild it by ``populate`` if it is new, damaged or of another store.
 
-        With ``anew``, rebuild the catalog unless another living process uses it.
+        With ``rebuild``, rebuild the catalog unless another living process uses it.
         """
         self.path = path
         self._config = config
@@ -294,7 +301,7 @@ class Catalog:
             stack.callback(self._marks.take_back)
             with self._writer_lock():
                 self._refuse_same_pid()
-                self._set_aside_if_damaged(anew=anew)
+                self._set_aside_if_damaged(rebuild=rebuild)
                 self._marks.put()
                 try:
                     self._open(store_id, populate)
@@ -342,10 +349,10 @@ class Catalog:
                 "namespace, uses it. Run the containers in one PID namespace, or give each container a separate store"
             )
 
-    def _set_aside_if_damaged(self, *, anew: bool = False) -> None:
+    def _set_aside_if_damaged(self, *, rebuild: bool = False) -> None:
         dead, alive = self._marks.other_marks()
         noted = self._damage_note.exists()
-        if (dead or anew) and not alive and not noted:
+        if (dead or rebuild) and not alive and not noted:
             # Rebuild without a check. A check cannot find all damage, because LMDB asserts more when it writes. Reading
             # the indexes of all packs takes about as long as the check.
             for name in _FILES:
@@ -489,11 +496,11 @@ _open_lock = threading.Lock()
 
 
 def open_catalog(
-    files: Files, path: Path, store_id: bytes, config: StoreConfig, populate: Populate, *, anew: bool = False
+    files: Files, path: Path, store_id: bytes, config: StoreConfig, populate: Populate, *, rebuild: bool = False
 ) -> Catalog:
     """Return the catalog of this process for ``path``; open it if needed. Call :func:`release_catalog` afterwards.
 
-    With ``anew``, drop an existing catalog first, unless this or another process has it open.
+    With ``rebuild``, drop an existing catalog first, unless this or another process has it open.
     """
     key = (os.getpid(), os.path.realpath(path))
     if any(open_path == key[1] and pid != key[0] for pid, open_path in _open_catalogs):
@@ -505,7 +512,7 @@ def open_catalog(
     with _open_lock:
         catalog, users = _open_catalogs.get(key, (None, 0))
         if catalog is None:
-            catalog = Catalog(files, path, store_id, config, populate, anew=anew)
+            catalog = Catalog(files, path, store_id, config, populate, rebuild=rebuild)
         _open_catalogs[key] = (catalog, users + 1)
         return catalog
 

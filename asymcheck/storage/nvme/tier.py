@@ -169,10 +169,10 @@ class NvmeTier(StoreTier):
                 f"cannot write to store {self.root}, which was opened with read_only=True: open it without read_only"
             )
 
-    def open_catalog(self, populate: Populate, *, anew: bool = False) -> Catalog:
+    def open_catalog(self, populate: Populate, *, rebuild: bool = False) -> Catalog:
         """Open the catalog on first use. ``populate`` rebuilds a missing or damaged catalog from the packs.
 
-        With ``anew``, rebuild the catalog unless a process has it open.
+        With ``rebuild``, rebuild the catalog unless a process has it open.
         """
         self.check_writable()
         with self._catalog_lock:
@@ -180,7 +180,7 @@ class NvmeTier(StoreTier):
                 with translated("open catalog of store", self.root):
                     path = self.root / layout.CATALOG
                     store_id = self.descriptor.store_id
-                    self._catalog = open_catalog(self.files, path, store_id, self.config, populate, anew=anew)
+                    self._catalog = open_catalog(self.files, path, store_id, self.config, populate, rebuild=rebuild)
             return self._catalog
 
     def leave_catalog(self) -> None:

@@ -1,4 +1,4 @@
-"""A damaged catalog: loads do not read it, no checkpoint is lost, and the second start repairs it at the latest."""
+"""A damaged catalog: loads do not read it, no checkpoint is lost, and the second start repairs it at the latest.
 
 LMDB maps its file without checksums. A flipped bit there may read as another value, may be an error in the middle of a
 save, and may kill the process.

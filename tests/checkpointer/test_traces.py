@@ -201,7 +201,7 @@ def test_a_forked_child_adds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_path_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     """Before anything is watched."""
-    with pytest.raises(StorageError, match=r"trace .*/no/trace\.json: No such file or directory; give a file"):
+    with pytest.raises(StorageError, match=r"trace .*/no/trace\.json: No such file or directory; give a writable file"):
         asymcheck.trace(tmp_path / "no" / "trace.json")
     assert not asymcheck.events.is_watched()
 
@@ -249,7 +249,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(
     monkeypatch.setattr(os, "write", limited)
     trace = asymcheck.trace(path)
     assert_every_step_is_right(store, linear_loop()[2], 3, config)
-    with pytest.raises(StorageError, match="ends early: No space left on device; make room"):
+    with pytest.raises(StorageError, match="ends early: No space left on device; free disk space"):
         trace.close()
     assert len(json.loads(path.read_text("utf-8") + "]")) > 5
 

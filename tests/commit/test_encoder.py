@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,15 +32,17 @@ def contents() -> Contents:
 def test_an_encoder_that_has_to_wait_for_a_core_is_not_asked_again(
     contents: Contents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sample is over before the core is taken away; a partition is not, and counts."""
+    """Test an encoder that is fast for a sample, and loses its core during a whole partition."""
+    now_s = 0.0
 
     def starved(name: bytes, plain: memoryview, *rest: object) -> Encoded | None:
-        if len(plain) == len(PLAIN):
-            time.sleep(0.5)
+        nonlocal now_s
+        now_s += 0.5 if len(plain) == len(PLAIN) else 1e-4
         return encode(name, plain, *rest)  # type: ignore[arg-type]  # passed on as they came
 
     encode = module._encode
     monkeypatch.setattr(module, "_encode", starved)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s))
     monkeypatch.setattr(WriteMeter, "bytes_per_s", 5e6)
     encoder = Encoder("auto", "nvme")
     first = encoder.choose(PLAIN, contents, [])

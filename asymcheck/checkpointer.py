@@ -14,7 +14,7 @@ from asymcheck.capture.inflight import Capture, CheckpointReport
 from asymcheck.capture.signals import ExitHandler
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
 from asymcheck.distributed.ranks import RanksGiven, find_ranks
-from asymcheck.errors import InvalidInputError, RanksError, UnreachableRemoteWarning, warn_user
+from asymcheck.errors import InvalidInputError, RanksError, RunInUseError, UnreachableRemoteWarning, warn_user
 from asymcheck.gc.retention_runner import MaintenanceThread, Pruner
 from asymcheck.policies.interval import AutoInterval, ChosenInterval
 from asymcheck.policies.push_selection import Push
@@ -72,6 +72,7 @@ class Checkpointer:
         capture: CaptureConfig | None = None,
         on_checkpoint: Callable[[CheckpointReport], object] | None = None,
         ranks: RanksGiven = "auto",
+        takeover: bool = False,
     ) -> None:
         """Save ``state`` to ``store`` under the name ``run``.
 
@@ -99,6 +100,9 @@ class Checkpointer:
                 ``"auto"`` takes the ranks of ``torch.distributed`` if it is initialised. Otherwise, and with None, this
                 process saves alone. Each rank creates a Checkpointer with the same arguments and calls the same methods
                 with the same steps.
+            takeover: continue the run even if another process trains it. That training ends with an error at its next
+                step. By default, this training waits up to ``StoreConfig.lock_timeout_s`` seconds for its end, and
+                then raises an error.
         """
         if not isinstance(store, Store):
             raise InvalidInputError(f"store {store!r:.100}: give what Store.open(location) returned")
@@ -110,6 +114,8 @@ class Checkpointer:
         self._unsaved: tuple[int, Mapping[str, float] | None] | None = None
         self._generation: int | None = None
         self._background: BackgroundSaver | None = None
+        self._run_lock = store.training.run_lock(run)
+        self._takeover = check_flag("takeover", takeover)
         self._statistics = Statistics()
         self._exit_handler = ExitHandler(self.close)
         found = find_ranks(ranks)
@@ -142,6 +148,7 @@ class Checkpointer:
                 is nevertheless that of :attr:`latest_step`; with several ranks, only after the next call.
             InconsistentCheckpointError, StateMismatchError, PartialRestoreError, HeadRecordError: see
                 :meth:`Store.load`.
+            RunInUseError: another process trains the run.
             LockTimeoutError: another process is recovering this run's captures from memory, and does not end.
 
         Warns:
@@ -166,6 +173,24 @@ class Checkpointer:
         self._report()
         return checkpoint
 
+    def _lock_run(self) -> None:
+        """Lock the run for this training, on the first rank of each store.
+
+        Raises:
+            RunInUseError: another process trains the run.
+        """
+        self._run_lock.take(self._store.training.opened.nvme.config.lock_timeout_s, takeover=self._takeover)
+        self._takeover = False
+
+    def _check_run_lock(self) -> None:
+        """Raise RunInUseError, on all ranks, if another training has taken the run over."""
+        try:
+            self._run_lock.check()
+        except RunInUseError as error:
+            if self._coordinator is not None:
+                self._coordinator.give_up(error)
+            raise
+
     def _collect_outcomes(self, *, waits: bool = False) -> int | None:
         """Record which captures are durable or lost, and return the latest step that is not lost.
 
@@ -189,6 +214,7 @@ class Checkpointer:
 
     def _adopt(self, held: contextlib.ExitStack) -> None:
         """Commit captures that a killed process left in memory; keep them readable until ``held`` closes."""
+        self._lock_run()
         if self._maintenance is not None:
             held.enter_context(self._maintenance.still())
         adopting = self._store.training.adopting(self._config.ring_folder, run=self._run)
@@ -265,10 +291,12 @@ class Checkpointer:
             PruneError: old checkpoints could not be removed, unless ``on_error`` is ``"warn"``; once for each reason.
             RanksError: other ranks are missing or at another step; after the first checkpoint, unless ``on_error`` is
                 ``"warn"``.
+            RunInUseError: another process trains the run, or has taken it over.
             UnsupportedValueError, InvalidInputError: the state or an argument cannot be stored.
         """
         step = check_step(step)
         with self._exit_handler:
+            self._check_run_lock()
             # An error of this rank alone must not keep it from a save of all ranks: it is raised at the end.
             newest = self._collect_outcomes()
             try:
@@ -309,6 +337,8 @@ class Checkpointer:
 
     def _started(self) -> BackgroundSaver:
         session = None if self._coordinator is None else self._coordinator.session()
+        if session is None or session.is_first_here:
+            self._lock_run()
         if (
             self._generation is None
             and (session is None or session.is_first)
@@ -347,6 +377,7 @@ class Checkpointer:
             StepOrderWarning: the latest step saved or restored is greater than ``step``.
         """
         with self._exit_handler:
+            self._check_run_lock()
             if self._coordinator is not None:
                 newest = self._collect_outcomes()
                 # A background save, because it divides the work among the ranks.
@@ -357,6 +388,7 @@ class Checkpointer:
                 return saved(capture)
             # Losses of earlier checkpoints are reported at the end: this checkpoint is saved nevertheless.
             newest = self._collect_outcomes(waits=True)
+            self._lock_run()
             # A new generation is opened just before the commit, so that a failed save abandons nothing.
             generation = self._opened_by_save if self._generation is None else self._opened
             checkpoint = self._store.save(self._state, step=step, metrics=metrics, run=self._run, generation=generation)
@@ -454,6 +486,7 @@ class Checkpointer:
                         finally:
                             self._background = None
                 finally:
+                    self._run_lock.close()
                     if self._coordinator is not None:
                         self._coordinator.close()
         finally:

@@ -19,6 +19,7 @@
     ├── TornCaptureError               the state changed while it was captured; nothing was committed
     ├── LostCheckpointError            background saves failed
     ├── PruneError                     old checkpoints could not be removed; none was lost
+    ├── RunInUseError                  another process trains this run
     ├── RanksError                     a common operation of several ranks failed
     │   └── RanksMissingError, RankFailedError
     ├── GivenUpError                   an upload was cancelled; it committed nothing
@@ -224,6 +225,28 @@ class LostCheckpointError(AsymcheckError, kind="lost-checkpoint"):
 
 class PruneError(AsymcheckError, kind="prune"):
     """Old checkpoints could not be removed. No checkpoint was lost, and the next one retries."""
+
+
+class RunInUseError(AsymcheckError, kind="run-in-use"):
+    """Another process trains this run, or has taken it over."""
+
+    def __init__(self, run: str, trainer: str, last_step: int | None, *, taken_over: bool = False) -> None:
+        """Create an error about ``run`` and the process that trains it."""
+        last = "without a checkpoint" if last_step is None else f"last checkpoint of step {last_step}"
+        super().__init__(
+            f"run {run} was taken over by {trainer}. Stop this training: its later checkpoints would be abandoned"
+            if taken_over
+            else f"run {run} is trained by {trainer}, {last}. Stop that training, use another run name, or pass "
+            "takeover=True, which ends that training at its next step"
+        )
+        self.run = run
+        """Name of the run."""
+        self.trainer = trainer
+        """Process, host and start of the other training."""
+        self.last_step = last_step
+        """Step of the newest checkpoint of the run; None if it has none."""
+        self.taken_over = taken_over
+        """Whether this training has lost the run to the other."""
 
 
 class RanksError(AsymcheckError, kind="ranks"):

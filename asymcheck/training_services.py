@@ -20,6 +20,7 @@ from asymcheck.policies.interval import TrainingPace
 from asymcheck.restore.lineage import intact_heads, read_line
 from asymcheck.storage.fallback_tier import RemoteFallback
 from asymcheck.storage.nvme import NvmeTier
+from asymcheck.storage.nvme.run_lock import RunLock
 from asymcheck.storage.remote import RemoteTier
 from asymcheck.types import Part, SaveId
 from asymcheck.validation import check_metrics, check_part, check_step
@@ -62,6 +63,7 @@ class TrainingServices:
         self.opened = opened
         """The opened store."""
         self._backgrounds: set[BackgroundSaver] = set()
+        self._run_locks: list[RunLock] = []
         # Runs whose head records were read from the remote location.
         self._has_taken_heads: set[str] = set()
 
@@ -108,6 +110,18 @@ class TrainingServices:
         background.on_close = self._backgrounds.discard
         return background
 
+    def run_lock(self, run: str) -> RunLock:
+        """Return the lock of a run; :meth:`RunLock.take` takes it, and :meth:`close` releases it."""
+        tier = self.opened.writable()
+
+        def last_step() -> int | None:
+            newest = max((listing.ref for listing in tier.manifests.checkpoints(run)), default=None)
+            return None if newest is None else newest.step
+
+        lock = RunLock(tier.files, tier.root, layout.check_run(run), last_step)
+        self._run_locks.append(lock)
+        return lock
+
     def fence(self) -> None:
         """Wait until states of background saves may change, because a restore may fill them."""
         for background in tuple(self._backgrounds):
@@ -119,9 +133,13 @@ class TrainingServices:
             background.wait("local")
 
     def close(self) -> None:
-        """Wait until all background saves are durable or lost, and close the savers."""
-        while self._backgrounds:
-            self._backgrounds.pop().close()
+        """Wait until all background saves are durable or lost, close the savers, and release the locks of runs."""
+        try:
+            while self._backgrounds:
+                self._backgrounds.pop().close()
+        finally:
+            while self._run_locks:
+                self._run_locks.pop().close()
 
     @contextlib.contextmanager
     def adopting(

@@ -15,7 +15,8 @@ MANIFESTS = "manifests"
 PACKS = "packs"
 POOL = "pool"
 CATALOG = "catalog"
-TOP_LEVEL = frozenset({DESCRIPTOR_NAME, HEADS, MANIFESTS, PACKS, POOL, CATALOG})
+LOCKS = "locks"
+TOP_LEVEL = frozenset({DESCRIPTOR_NAME, HEADS, MANIFESTS, PACKS, POOL, CATALOG, LOCKS})
 REMOTE_TOP_LEVEL = frozenset({DESCRIPTOR_NAME, HEADS, MANIFESTS, PACKS})
 TEMPORARY = ".tmp"
 
@@ -109,6 +110,11 @@ def is_catalog_set_aside(name: str) -> bool:
 def head_name(generation: int) -> str:
     """Return the file name of a head record."""
     return f"{generation:08d}.head"
+
+
+def lock_name(run: str) -> str:
+    """Return the file name of the lock of a run."""
+    return f"{run}.lock"
 
 
 def parse_head_name(name: str) -> int | None:

@@ -37,6 +37,7 @@ class SavingCallback:
         capture: CaptureConfig | None = None,
         on_checkpoint: Callable[[CheckpointReport], object] | None = None,
         ranks: RanksGiven = "auto",
+        takeover: bool = False,
     ) -> None:
         """Save to ``store`` with the options of :class:`asymcheck.Checkpointer`. The caller closes the store."""
         super().__init__()
@@ -51,6 +52,7 @@ class SavingCallback:
             capture=capture,
             on_checkpoint=on_checkpoint,
             ranks=ranks,
+            takeover=takeover,
         )
 
 

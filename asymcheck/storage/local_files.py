@@ -38,6 +38,11 @@ class Files:
         with translated("open", path):
             return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
+    def open_lock(self, path: Path) -> int:
+        """Open the lock file ``path``, and create it if it is missing; return a descriptor. It must not be a link."""
+        with translated("open", path):
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+
     def open_read(self, path: PurePath) -> int:
         """Open ``path`` for reading; return a descriptor. O_NONBLOCK keeps a pipe in a copied store from blocking.
 
@@ -241,6 +246,8 @@ def translated(action: str, path: PurePath) -> Iterator[None]:
             raise ReadOnlyStoreError(f"{message}; {advice}") from error
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise TooManyFilesError(f"{message}; raise the limit of open files (ulimit -n)") from error
+        if error.errno == errno.ELOOP:
+            message += "; a file of a store must not be a symbolic link: remove the link"
         raise StorageError(message) from error
 
 

@@ -17,6 +17,7 @@ from asymcheck.errors import (
     InvalidInputError,
     NotFoundError,
     OutOfSpaceError,
+    RunInUseError,
     SkippedCheckpointWarning,
     StateMismatchError,
     StepOrderWarning,
@@ -290,15 +291,16 @@ def test_a_state_that_is_refused_abandons_nothing(store: Store) -> None:
     assert len(list((store.path / "heads" / "default").iterdir())) == 1
 
 
-def test_two_checkpointers_of_one_run_stay_on_lines_of_their_own(store: Store) -> None:
-    """The one that was overtaken goes on saving beside the line; the newest is the newer one's."""
+def test_newer_checkpointer_of_a_run_owns_the_line(store: Store) -> None:
+    """Test that the older one cannot add checkpoints any more, not even abandoned ones."""
     old = Checkpointer(store, _state(), every=1, keep=None)
     old.save(1)
     new = Checkpointer(store, _state(), every=1, keep=None)
     new.restore()
     new.save(2)
-    assert not old.save(5).on_line
-    assert store.restore().checkpoint.step == 2
+    with pytest.raises(RunInUseError):
+        old.save(5)
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [1, 2]
 
 
 @pytest.mark.parametrize(

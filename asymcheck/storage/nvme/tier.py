@@ -314,7 +314,9 @@ class NvmeTier(StoreTier):
     def _temporaries(self) -> list[Path]:
         packs = [self.packs / name for name in self.files.list(self.packs) if layout.is_pack_temporary(name)]
         records = [self.root / name for name in self.files.list(self.root) if layout.is_record_temporary(name)]
-        return [*packs, *records, *self.manifests.temporary_heads()]
+        folder = self.root / layout.LOCKS
+        locks = [folder / name for name in self.files.list(folder) if layout.is_record_temporary(name)]
+        return [*packs, *records, *locks, *self.manifests.temporary_heads()]
 
     @contextlib.contextmanager
     def locked(self, path: Path, *, exclusive: bool = True) -> Iterator[bool]:

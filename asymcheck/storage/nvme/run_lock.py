@@ -1,0 +1,159 @@
+"""Lock of a run, so that only one training at a time continues it (SPEC.md §4)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime as dt
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from asymcheck.errors import RunInUseError
+from asymcheck.format import layout
+from asymcheck.storage import process_identity
+from asymcheck.storage.local_files import DESCRIPTORS, Files, is_same_file, translated, try_lock
+from asymcheck.storage.nvme.pack_writer import create_locked
+from asymcheck.types import Owner
+
+_logger = logging.getLogger(__name__)
+_POLL_S = 0.05
+_BYTES_MAX = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """Process that trains a run."""
+
+    owner: Owner
+    host: str
+    started_ns: int
+    """Time at which it took the lock [ns since 1970 UTC]."""
+
+    @classmethod
+    def this(cls) -> Trainer:
+        """Return the calling process."""
+        return cls(process_identity.this_process(), socket.gethostname(), time.time_ns())
+
+    def encode(self) -> bytes:
+        """Return the content of a lock file."""
+        return json.dumps({**dataclasses.asdict(self.owner), "host": self.host, "started_ns": self.started_ns}).encode()
+
+    @classmethod
+    def decode(cls, data: bytes | None) -> Trainer | None:
+        """Return the trainer that a lock file names; None if the content cannot be read."""
+        try:
+            entry = json.loads(data or b"")
+            owner = Owner(
+                int(entry["pid"]), int(entry["start_ticks"]), str(entry["boot_id"]), str(entry["pid_namespace"])
+            )
+            return cls(owner, str(entry["host"]), int(entry["started_ns"]))
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def __str__(self) -> str:
+        """Return process, host and start for a message."""
+        if self.owner == process_identity.this_process():
+            return "another Checkpointer of this process"
+        is_visible = process_identity.is_visible(self.owner)
+        name = process_identity.describe(self.owner) if is_visible else f"process {self.owner.pid} of another container"
+        start = dt.datetime.fromtimestamp(self.started_ns / 1e9, dt.timezone.utc)
+        return f"{name} on host {self.host} since {start:%Y-%m-%d %H:%M:%S} UTC"
+
+
+class RunLock:
+    """Lock of one run, held until :meth:`close` or the end of the process."""
+
+    def __init__(self, files: Files, root: Path, run: str, last_step: Callable[[], int | None]) -> None:
+        """Prepare the lock of ``run`` in the store at ``root``; :meth:`take` takes it.
+
+        ``last_step`` returns the step of the newest checkpoint, for messages.
+        """
+        self._files = files
+        self._last_step = last_step
+        self._run = run
+        self._path = root / layout.LOCKS / layout.lock_name(run)
+        self._descriptor: int | None = None
+
+    def take(self, timeout_s: float, *, takeover: bool) -> None:
+        """Take the lock. The lock of a dead process, and of this process, is taken over at once.
+
+        Args:
+            timeout_s: time to wait for a living process [s].
+            takeover: take the lock over from a living process.
+
+        Raises:
+            RunInUseError: another process trains the run.
+        """
+        if self._descriptor is not None and is_same_file(self._descriptor, self._path):
+            return
+        self.close()
+        self._files.make_directory(self._path.parent)
+        deadline = time.monotonic() + timeout_s
+        is_logged = False
+        while True:
+            with self._try_lock() as is_free:
+                trainer = self._trainer()
+                if is_free or takeover or _may_replace(trainer):
+                    self._replace()
+                    return
+            if time.monotonic() >= deadline:
+                raise RunInUseError(self._run, str(trainer or "another process"), self._last_step())
+            if not is_logged:
+                _logger.info("run %s is in use by %s; waiting up to %g s", self._run, trainer, timeout_s)
+                is_logged = True
+            time.sleep(_POLL_S)
+
+    @contextlib.contextmanager
+    def _try_lock(self) -> Iterator[bool]:
+        """Lock the present file for the ``with`` block; yield False if a living process holds it."""
+        with translated("lock", self._path):
+            descriptor = DESCRIPTORS.open(self._files.open_lock, self._path)
+            try:
+                yield try_lock(descriptor, exclusive=True) and is_same_file(descriptor, self._path)
+            finally:
+                DESCRIPTORS.close(descriptor)
+
+    def _replace(self) -> None:
+        """Replace the file by a new, locked one. A trainer that holds the old file notices in :meth:`check`."""
+        temporary = self._path.with_name(f"{os.urandom(8).hex()}{layout.TEMPORARY}")
+        descriptor = create_locked(self._files, temporary)
+        try:
+            self._files.pwrite(descriptor, [memoryview(Trainer.this().encode())], 0, temporary)
+            self._files.rename(temporary, self._path)
+        except BaseException:
+            self._files.unlink(temporary)
+            DESCRIPTORS.close(descriptor)
+            raise
+        self._descriptor = descriptor
+
+    def check(self) -> None:
+        """Raise if another training has taken the run over. A removed lock file is no reason.
+
+        Raises:
+            RunInUseError: another training trains the run now.
+        """
+        descriptor = self._descriptor
+        if descriptor is not None and not is_same_file(descriptor, self._path) and self._path.exists():
+            trainer = str(self._trainer() or "another process")
+            raise RunInUseError(self._run, trainer, self._last_step(), taken_over=True)
+
+    def _trainer(self) -> Trainer | None:
+        return Trainer.decode(self._files.read_small(self._path, _BYTES_MAX))
+
+    def close(self) -> None:
+        """Release the lock."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            DESCRIPTORS.close(descriptor)
+
+
+def _may_replace(trainer: Trainer | None) -> bool:
+    """Tell whether a locked file belongs to this process, or only to a descriptor that outlived its process."""
+    if trainer is None:
+        return False
+    return trainer.owner == process_identity.this_process() or process_identity.is_dead(trainer.owner)

@@ -1,0 +1,196 @@
+"""Lock of a run: a second training of the same run is refused, or takes the run over from the first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck import Checkpointer, Store, StoreConfig
+from asymcheck.errors import InvalidInputError, RunInUseError
+from asymcheck.format import layout
+from asymcheck.storage import process_identity
+from asymcheck.storage.nvme import run_lock
+
+_TRAINER = """
+import sys, torch
+from asymcheck import Checkpointer, Store
+from asymcheck.errors import RunInUseError
+with Store.open(sys.argv[1], create=True) as store:
+    with Checkpointer(store, {"w": torch.zeros(8)}, run=sys.argv[2], every=1) as checkpointer:
+        checkpointer.restore()
+        for step, _ in enumerate(sys.stdin, 7):
+            try:
+                checkpointer.step(step)
+                checkpointer.wait()
+                print(step, flush=True)
+            except RunInUseError as error:
+                print("taken over" if error.taken_over else "refused", flush=True)
+"""
+
+
+class _Trainer:
+    """Process that trains a run, one step at each call."""
+
+    def __init__(self, store: Path, run: str) -> None:
+        """Start the process."""
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _TRAINER, str(store), run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def step(self) -> str:
+        """Train one step, and return what the process says about it."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+
+@contextlib.contextmanager
+def _trainer(store: Path, run: str = "default") -> Iterator[_Trainer]:
+    """A process that has trained one step of a run."""
+    trainer = _Trainer(store, run)
+    try:
+        assert trainer.step() == "7"
+        yield trainer
+    finally:
+        trainer.process.kill()
+        trainer.process.communicate()
+
+
+def _open(path: Path) -> Store:
+    return Store.open(path, create=True, config=StoreConfig(lock_timeout_s=0.1))
+
+
+def _state() -> dict[str, object]:
+    return {"w": torch.ones(8)}
+
+
+@pytest.mark.parametrize("first_call", ["restore", "step", "save"])
+def test_run_of_a_living_process_is_refused(store_path: Path, first_call: str) -> None:
+    """Test that the error names the process and its last step, and that the first training goes on."""
+    with _trainer(store_path) as trainer, _open(store_path) as store:
+        checkpointer = Checkpointer(store, _state(), every=1)
+        with pytest.raises(RunInUseError) as caught:
+            checkpointer.restore() if first_call == "restore" else getattr(checkpointer, first_call)(99)
+        checkpointer.close()
+        assert not caught.value.taken_over
+        assert caught.value.last_step == 7
+        assert f"process {trainer.process.pid} " in caught.value.trainer
+        assert os.uname().nodename in caught.value.trainer
+        assert "takeover=True" in str(caught.value)
+        assert trainer.step() == "8"
+        assert [checkpoint.step for checkpoint in store.checkpoints() if checkpoint.on_line] == [7, 8]
+
+
+def test_takeover_ends_the_older_training(store_path: Path) -> None:
+    """Test that the newer training continues from the last checkpoint, and that the older one gets an error."""
+    with _trainer(store_path) as trainer, _open(store_path) as store:
+        with Checkpointer(store, _state(), every=1, takeover=True) as checkpointer:
+            restored = checkpointer.restore()
+            assert restored is not None
+            assert restored.step == 7
+            assert trainer.step() == "taken over"
+            checkpointer.step(8)
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == [7, 8]
+
+
+def test_run_of_a_killed_process_is_free_at_once(store_path: Path) -> None:
+    """Test a restart after SIGKILL, with no time to wait."""
+    with _trainer(store_path) as trainer, _open(store_path) as store:
+        trainer.process.send_signal(signal.SIGKILL)
+        trainer.process.wait()
+        with Checkpointer(store, _state(), every=1) as checkpointer:
+            restored = checkpointer.restore()
+            assert restored is not None
+            assert restored.step == 7
+
+
+def test_lock_of_a_closed_training_is_free(store_path: Path) -> None:
+    """Test that close() of the Checkpointer, or of its store alone, releases the run."""
+    for closes_checkpointer in (True, False):
+        with _open(store_path) as store:
+            checkpointer = Checkpointer(store, _state(), every=1)
+            checkpointer.restore()
+            if closes_checkpointer:
+                checkpointer.close()
+                with _trainer(store_path):
+                    pass
+        with _trainer(store_path):
+            pass
+
+
+def test_other_runs_are_not_locked(store_path: Path) -> None:
+    """Test two runs of one store that are trained at the same time."""
+    with _trainer(store_path, "a") as a, _trainer(store_path, "b") as b:
+        assert (a.step(), b.step()) == ("8", "8")
+
+
+def test_second_checkpointer_of_one_process_takes_the_run_over(store_path: Path) -> None:
+    """Test a notebook cell that is run twice."""
+    with _open(store_path) as store:
+        old, new = Checkpointer(store, _state(), every=1), Checkpointer(store, _state(), every=1)
+        old.save(1)
+        new.restore()
+        with pytest.raises(RunInUseError, match="another Checkpointer of this process"):
+            old.step(2)
+        new.step(2)
+        new.close()
+        old.close()
+
+
+def test_lock_held_by_a_copy_of_a_dead_process_is_taken_over(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a lock that a native fork inherited: its process is dead, and only the descriptor lives on."""
+    with _trainer(store_path), _open(store_path) as store:
+        monkeypatch.setattr(process_identity, "is_dead", lambda owner: owner.pid != os.getpid())
+        with Checkpointer(store, _state(), every=1) as checkpointer:
+            assert checkpointer.restore() is not None
+
+
+@pytest.mark.parametrize("content", [b"[]", b'{"pid": "x"}'])
+def test_damaged_lock_file_is_no_obstacle(store_path: Path, content: bytes) -> None:
+    """Test that a lock file with any content is free if no process holds it, and held if one does."""
+    path = store_path / layout.LOCKS / layout.lock_name("default")
+    with _trainer(store_path) as trainer, _open(store_path) as store:
+        path.write_bytes(content)
+        with pytest.raises(RunInUseError, match="another process"):
+            Checkpointer(store, _state(), every=1).restore()
+        trainer.process.kill()
+        trainer.process.wait()
+        with Checkpointer(store, _state(), every=1) as checkpointer:
+            assert checkpointer.restore() is not None
+            path.unlink()
+            checkpointer.step(9)
+
+
+def test_lock_file_that_is_a_link_is_refused(store_path: Path, tmp_path: Path) -> None:
+    """Test that the target of a link in the place of a lock file keeps its content."""
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    with _open(store_path) as store:
+        path = store_path / layout.LOCKS / layout.lock_name("default")
+        path.parent.mkdir()
+        path.symlink_to(victim)
+        with pytest.raises(Exception, match="symbolic link"):
+            Checkpointer(store, _state(), every=1).restore()
+    assert victim.read_bytes() == b"precious"
+
+
+def test_trainer_survives_its_encoding() -> None:
+    """Test that a lock file names the process that wrote it."""
+    trainer = run_lock.Trainer.this()
+    assert run_lock.Trainer.decode(trainer.encode()) == trainer
+
+
+def test_takeover_is_a_flag(store_path: Path) -> None:
+    """Test that another value is refused."""
+    with _open(store_path) as store, pytest.raises(InvalidInputError):
+        Checkpointer(store, _state(), takeover="yes")  # type: ignore[arg-type]

@@ -193,4 +193,4 @@ def test_trainer_survives_its_encoding() -> None:
 def test_takeover_is_a_flag(store_path: Path) -> None:
     """Test that another value is refused."""
     with _open(store_path) as store, pytest.raises(InvalidInputError):
-        Checkpointer(store, _state(), takeover="yes")  # type: ignore[arg-type]
+        Checkpointer(store, _state(), takeover="yes")  # type: ignore[arg-type]  # the mistake of the test

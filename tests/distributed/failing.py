@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,10 +14,11 @@ from typing import cast
 
 import torch
 
+from asymcheck import Store
 from asymcheck.capture.inflight import CheckpointReport
 from asymcheck.commit.transaction import RingTransaction
 from asymcheck.errors import AsymcheckError, InvalidInputError, OutOfSpaceError
-from tests.distributed.launched import RANK, checkpointer, noted, opened, ranks_of
+from tests.distributed.launched import CONFIG, RANK, checkpointer, noted, opened, ranks_of
 from tests.distributed.training import Training
 
 
@@ -105,6 +109,41 @@ def caught(folder: Path) -> dict[str, object]:
         found["left"] = ckpt._coordinator._session is None
         found["stored"] = [one.step for one in store.checkpoints() if one.complete]
     return found
+
+
+def run_in_use(folder: Path) -> dict[str, object]:
+    """Restore a run that another process trains, and lose a run to another process."""
+    found: dict[str, object] = {}
+    config = dataclasses.replace(CONFIG, lock_timeout_s=0.1)
+    with Store.open(folder / "store", config=config, create=True) as store:
+        ranks = ranks_of(folder, 60)
+        with checkpointer(folder, store, Training().state(), ranks=ranks) as ckpt:
+            with other_trainer(folder) if RANK == 0 else contextlib.nullcontext():
+                found["refused"] = raised(ckpt.restore)
+            found["free"] = raised(lambda: ckpt.save(0).step)
+            with other_trainer(folder) if RANK == 0 else contextlib.nullcontext():
+                found["taken over"] = raised(lambda: ckpt.step(1))
+        found["stored"] = [checkpoint.step for checkpoint in store.checkpoints()]
+    return found
+
+
+@contextlib.contextmanager
+def other_trainer(folder: Path) -> Iterator[None]:
+    """Let another process hold the lock of the run; it takes the lock over."""
+    program = (
+        "import sys; from pathlib import Path; from asymcheck.storage.local_files import Files\n"
+        "from asymcheck.storage.nvme.run_lock import RunLock\n"
+        "lock = RunLock(Files(), Path(sys.argv[1]), 'default', lambda: 5)\n"
+        "lock.take(0, takeover=True); print(flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", program, str(folder / "store")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import asymcheck
 from asymcheck.commit.transaction import RingTransaction
 from asymcheck.errors import AsymcheckError
-from tests.distributed.failing import caught, failures
+from tests.distributed.failing import caught, failures, run_in_use
 from tests.distributed.launched import RANK, Scenario, checkpointer, noted, opened, process_group, ranks_of
 from tests.distributed.training import Training, digest_of
 
@@ -245,7 +245,7 @@ def tell(found: dict[str, object]) -> None:
 
 
 SCENARIOS: dict[str, Scenario] = {
-    one.__name__: one for one in (replicas, sharded, divergence, failures, caught, paced, killed, stuck)
+    one.__name__: one for one in (replicas, sharded, divergence, failures, caught, run_in_use, paced, killed, stuck)
 }
 
 

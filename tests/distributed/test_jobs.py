@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(meeting: Meeting, folder: Path) -> Told:
     """What two ranks told of all scenarios, in one launch: most of the time goes into starting processes."""
-    return cast(Told, meeting.launch("replicas,sharded,divergence,failures,caught,paced", 2, folder).wait())
+    return cast(Told, meeting.launch("replicas,sharded,divergence,failures,caught,run_in_use,paced", 2, folder).wait())
 
 
 @pytest.fixture(scope="module")
@@ -220,3 +220,14 @@ def test_ranks_of_unequal_speed_save_the_same_steps_by_an_interval_that_rank_0_c
     assert all(step_s > 0.004 for step_s in cast(list[float], first["step_s"]))
     assert len(cast(list[float], first["step_s"])) == 2
     assert second["step_s"] == []
+
+
+def test_run_of_another_process_is_refused_on_all_ranks(two: Told) -> None:
+    """Test a restore while another process trains the run, and a step after another process took the run over."""
+    first, second = (rank["run_in_use"] for rank in two)
+    assert str(first["refused"]).startswith("RunInUseError: run default is trained by process ")
+    assert str(second["refused"]).startswith("RankFailedError: rank 0: ")
+    assert [rank["free"] for rank in (first, second)] == ["returned 0", "returned 0"]
+    assert str(first["taken over"]).startswith("RunInUseError: run default was taken over by process ")
+    assert "RankFailedError" in str(second["taken over"])
+    assert first["stored"] == [0]

@@ -24,6 +24,10 @@ _ARGUMENTS = {
     "next_step": 3,
     "missing": (1, 2),
     "is_empty": True,
+    "run": "gpt2",
+    "trainer": "process 7 on host node1",
+    "last_step": 12,
+    "taken_over": True,
 }
 PUBLIC = [
     kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, (AsymcheckError, Warning))

@@ -352,6 +352,12 @@ _LOGGER = logging.getLogger("asymcheck")
 _LOGGER.addHandler(logging.NullHandler())
 
 
+def listed(items: Sequence[object], limit: int = 8) -> str:
+    """Return the first ``limit`` items for a message, and the number of the others."""
+    more = f" and {len(items) - limit:,} more" if len(items) > limit else ""
+    return ", ".join(map(str, items[:limit])) + more
+
+
 def warn_user(message: str, category: type[Warning]) -> None:
     """Issue a warning that points at the calling line outside of this package."""
     level, frame = 1, inspect.currentframe()

@@ -13,7 +13,14 @@ from typing import NamedTuple
 from asymcheck.commit.encoder import Encoder
 from asymcheck.commit.save_request import LineagePosition
 from asymcheck.commit.transaction import RingTransaction
-from asymcheck.errors import FormatError, InvalidInputError, MissingPartitionError, StorageError, UnsupportedFormatError
+from asymcheck.errors import (
+    FormatError,
+    InvalidInputError,
+    MissingPartitionError,
+    StorageError,
+    UnsupportedFormatError,
+    listed,
+)
 from asymcheck.format.frame import frame_length
 from asymcheck.format.layout import DESCRIPTOR_NAME
 from asymcheck.format.manifest import Manifest, ManifestHeader
@@ -33,7 +40,6 @@ from asymcheck.storage.shm import (
 from asymcheck.storage.slots import Slot
 from asymcheck.types import CheckpointRef, Digest, SaveId
 
-_SHOWN = 8
 _KEPT = "the ring is kept, and uses memory until you remove it"
 
 
@@ -159,7 +165,7 @@ class _Adoption:
         self._note(reader.header.run, None, f"{reader.path}: {problem}")
 
     def commit_all(self, readers: Sequence[RingReader]) -> None:
-        """Commit the complete captures in all rings of a run, and remove the rings that are not kept."""
+        """Commit the complete captures of ``readers``, and remove the rings that are not kept."""
         catalog = self._open_catalog()
         captures = [capture for reader in readers for capture in self._captures_in(reader)]
         captures.sort(key=lambda capture: (capture.header.ref, capture.header.rank))
@@ -196,8 +202,9 @@ class _Adoption:
             if (run, header.ref.save_id) in self._unread:
                 self._kept.add(capture.reader)
             if header.rank == min(other.header.rank for other in parts):
-                ranks = ", ".join(map(str, missing[:_SHOWN])) + (" and others" if len(missing) > _SHOWN else "")
-                problem = f"incomplete: ranks {ranks} of {header.world_size} have no part in a ring or in the store"
+                problem = (
+                    f"incomplete: ranks {listed(missing)} of {header.world_size} have no part in a ring or in the store"
+                )
                 self._note(run, step, problem)
             return
         transaction = RingTransaction(self._tier, catalog, self._encoder, header.ref.save_id, header.rank)

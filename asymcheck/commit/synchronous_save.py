@@ -15,7 +15,7 @@ from asymcheck.commit.encoder import Base, Contents, Encoder, contents_of, origi
 from asymcheck.commit.manifest_builder import ManifestBuilder, inline_bytes, manifest_header
 from asymcheck.commit.save_request import LineagePosition, SaveRequest
 from asymcheck.commit.transaction import CommitTransaction
-from asymcheck.errors import TornCaptureError
+from asymcheck.errors import TornCaptureError, listed
 from asymcheck.events import timed
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
@@ -161,7 +161,7 @@ class Flusher:
         with self._copying:
             with timed("copy", partition.length, lambda: {"partition": number}):
                 copy_partition(partition, self._leaves, payload)
-            # Encoded at once, while the bytes are in the cache of this core.
+            # Digest now, while the bytes are in the cache of this core.
             with timed("digest", partition.length, lambda: {"partition": number}):
                 return digest(payload), payload
 
@@ -179,10 +179,9 @@ def _shift_of(lying: memoryview) -> int:
 
 
 def _torn(leaves: Sequence[Leaf]) -> TornCaptureError:
-    names = ", ".join(leaf.name for leaf in leaves[:_SHOWN])
-    more = f" and {len(leaves) - _SHOWN} more" if len(leaves) > _SHOWN else ""
+    names = listed([leaf.name for leaf in leaves], _SHOWN)
     return TornCaptureError(
-        f"{names}{more} changed during save(), so no checkpoint was made: do not change the state until save() returns"
+        f"{names} changed during save(), so no checkpoint was made: do not change the state until save() returns"
     )
 
 

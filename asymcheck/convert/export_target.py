@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
 
-from asymcheck.errors import InvalidInputError, OutOfSpaceError, ReadOnlyStoreError
+from asymcheck.errors import InvalidInputError, OutOfSpaceError, ReadOnlyStoreError, listed
 from asymcheck.format.digest import sum8
 from asymcheck.format.layout import DESCRIPTOR_NAME
 from asymcheck.format.manifest import TensorRow
@@ -35,7 +35,6 @@ _TORCH = (".pt", ".pth", ".bin")
 # A suffix that begins with a digit belongs to a name such as llama-3.1.
 _FILE_SUFFIX = re.compile(r"\.[^\W\d_]\w*")
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
-_SHOWN = 6
 _PARTIAL: Final = ".partial"
 _OLD: Final = f"{_PARTIAL}.old"
 _OWNED = re.compile(rf"([0-9]+)-([0-9]+)-([0-9a-f]+)-[0-9a-f]+({re.escape(_PARTIAL)}|{re.escape(_OLD)})", re.ASCII)
@@ -193,9 +192,8 @@ class Draft:
             existing = sorted(entry.name for entry in self.target.iterdir())
         lost = [name for name in existing if not name.endswith(_WEIGHTS) and name not in names]
         if lost:
-            listed = ", ".join(lost[:_SHOWN]) + (" …" if len(lost) > _SHOWN else "")
             raise InvalidInputError(
-                f"cannot replace {self.target}: the new folder would lack {listed}. Copy these files with "
+                f"cannot replace {self.target}: the new folder would lack {listed(lost)}. Copy these files with "
                 f"asymcheck restore --files-from {shlex.quote(str(self.target))}, move them, or choose another name"
             )
 

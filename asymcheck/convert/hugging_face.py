@@ -32,7 +32,7 @@ from asymcheck.convert.safetensors_format import (
     shown,
 )
 from asymcheck.convert.source_file import SourceFile
-from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, StorageError, StructureError
+from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, StorageError, StructureError, listed
 from asymcheck.format.record import parse_json
 from asymcheck.restore.read_plan import ByteTarget
 from asymcheck.restore.tensor_stream import CheckpointOutline
@@ -329,10 +329,10 @@ class SafetensorsSink(DraftSink):
     def _hints(self, part: Part) -> list[str]:
         hints = []
         if keys := part.top_keys:
-            listed = ", ".join(f"{key}." for key in keys[:_SHOWN]) + (" …" if len(keys) > _SHOWN else "")
+            names = listed([f"{key}." for key in keys], _SHOWN)
             suggested = MODEL if MODEL in keys else keys[0]
             hints.append(
-                f"tensor names in {self._draft.target} begin with {listed}, which other programs do not expect; pass "
+                f"tensor names in {self._draft.target} begin with {names}, which other programs do not expect; pass "
                 f"--part {suggested} to write only {suggested}, without this prefix"
             )
         if self._max_shard_bytes is not None and _CONFIGURATION not in self._small_file_names(part):

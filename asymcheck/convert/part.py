@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Final
 
-from asymcheck.errors import InvalidInputError
+from asymcheck.errors import InvalidInputError, listed
 from asymcheck.format.tree import Key, join_name
 from asymcheck.restore.state_template import RowRef
 
@@ -17,7 +17,6 @@ SOURCE = "safetensors"  # key of a mapping with the ``metadata`` and ``files`` o
 TIED = "asymcheck.tied"
 """Key in safetensors metadata: JSON object that maps each alias of a tied tensor to its first name."""
 
-_SHOWN = 8
 _MISSING: Final = object()
 
 
@@ -77,7 +76,7 @@ def pick(shape: object, part: str | None, *, tensors_only: bool = False) -> Part
     picked = shape if part is None else _descend(shape, part)
     if picked is _MISSING:
         keys = [join_name((key,)) for key in shape] if isinstance(shape, dict) else []
-        raise InvalidInputError(f"the checkpoint has no part {part!r}; it has {', '.join(keys[:_SHOWN]) or 'no parts'}")
+        raise InvalidInputError(f"the checkpoint has no part {part!r}; it has {listed(keys) or 'no parts'}")
     if tensors_only and requested is not None and not any(isinstance(leaf, RowRef) for _, leaf in leaves_of(picked)):
         raise InvalidInputError(f"part {requested!r} of the checkpoint has no tensors; write a .pt file instead")
     for name in files:

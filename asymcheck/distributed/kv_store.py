@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from asymcheck.errors import RanksError, RanksMissingError
+from asymcheck.errors import RanksError, RanksMissingError, listed
 
 _PIECE_BYTES = 4 << 20  # torch's server closes a connection that sends more than 8 MiB at once
 _KEYS_PER_REQUEST = 64
@@ -24,7 +24,6 @@ _POLL_PER_RANK_S = 50e-6
 ENDING_S = 10.0  # time limit in a process that is about to exit
 _LATE_SHARE = 0.1
 """Fraction of the time limits for a rank that was missing last time. It may be dead, while saves queue up."""
-_SHOWN = 8
 
 
 @runtime_checkable
@@ -208,8 +207,7 @@ def missing_error(
     missing: Sequence[int], what: str, waited_s: float, remedy: Remedy = Remedy.ROUND
 ) -> RanksMissingError:
     """Return an error that names the missing ranks, the action and the remedy."""
-    ranks = ", ".join(map(str, missing[:_SHOWN]))
-    if len(missing) > _SHOWN:
-        ranks += f" and {len(missing) - _SHOWN} more"
     noun = "rank" if len(missing) == 1 else "ranks"
-    return RanksMissingError(f"{what}: {noun} {ranks} did not respond within {waited_s:.1f} s; {remedy.value}", missing)
+    return RanksMissingError(
+        f"{what}: {noun} {listed(missing)} did not respond within {waited_s:.1f} s; {remedy.value}", missing
+    )

@@ -19,6 +19,7 @@ from asymcheck.errors import (
     PartialRestoreError,
     RefusedStateError,
     StateMismatchError,
+    listed,
 )
 from asymcheck.events import timed
 from asymcheck.format.digest import digest
@@ -34,7 +35,6 @@ from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.types import CheckpointRef, Digest
 
-_SHOWN = 8
 _ATTEMPTS = 8
 
 
@@ -287,7 +287,7 @@ def _check_overlapping(tier: ReadTier, resolved: Resolved, filled: Sequence[tupl
             wrong.append(demand.row.name)
     if wrong:
         raise StateMismatchError(
-            f"{', '.join(wrong[:_SHOWN])}: shares memory with other tensors of the given state, but they differ in the "
+            f"{listed(wrong)}: shares memory with other tensors of the given state, but they differ in the "
             "checkpoint. All were overwritten, and the last one won. Give each tensor its own memory"
         )
 
@@ -303,8 +303,7 @@ def _finish(filler: InPlaceFill, assembly: Assembly) -> object:
 def _overwritten(names: Sequence[str]) -> str:
     if not names:
         return "No tensor was overwritten"
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-    return f"{'1 tensor was' if len(names) == 1 else f'{len(names)} tensors were'} overwritten already: {shown}"
+    return f"{'1 tensor was' if len(names) == 1 else f'{len(names)} tensors were'} overwritten already: {listed(names)}"
 
 
 def _with_next_step(error: PartialRestoreError, attempts: Iterator[Resolved]) -> PartialRestoreError:

@@ -18,6 +18,7 @@ from asymcheck.errors import (
     RecoveryError,
     StorageError,
     UnsupportedFormatError,
+    listed,
 )
 from asymcheck.events import Detail, timed
 from asymcheck.format.manifest import Manifest
@@ -218,7 +219,8 @@ def needed_by(manifests: Sequence[Manifest], ref: CheckpointRef, digest: bytes |
         for row in manifest.rows(range(len(manifest)))
         if any(extent.digest == digest for extent in row.extents)
     ]
-    return f"needed by tensor {', '.join(names[:_SHOWN])}, {ref}; run asymcheck verify"
+    noun = "tensor" if len(names) == 1 else f"{len(names):,} tensors:"
+    return f"needed by {noun} {listed(names, _SHOWN)}, {ref}; run asymcheck verify"
 
 
 def _is_elsewhere(listing: CheckpointFiles) -> str:
@@ -269,7 +271,7 @@ def what_is_missing(listing: CheckpointFiles) -> str:
     missing = listing.missing_ranks
     problem = "one rank has two manifests"
     if missing:
-        ranks = ", ".join(map(str, missing[:8]))
         many = len(missing) > 1
+        ranks = listed(missing)
         problem = f"manifests of ranks {ranks} are missing" if many else f"the manifest of rank {ranks} is missing"
     return f"{problem} (world size {listing.world_size})"

@@ -6,9 +6,8 @@ import fnmatch
 import re
 from collections.abc import Iterable
 
-from asymcheck.errors import InvalidInputError
+from asymcheck.errors import InvalidInputError, listed
 
-_SHOWN = 8
 _NUMBER = re.compile(r" \([0-9]+\)\Z")
 _DIGITS = re.compile(r"([0-9]{1,18})", re.ASCII)
 
@@ -47,6 +46,5 @@ def no_match(
 ) -> InvalidInputError:
     """Return the error for a glob that matches no name; ``names`` are the existing names or their first parts."""
     tops = list(dict.fromkeys(name.split(".", 1)[0] for name in names))
-    listed = ", ".join(tops[:_SHOWN]) + (" …" if len(tops) > _SHOWN else "")
-    advice = f"; {have} {listed} (try '{tops[0]}*')" if tops else ""
+    advice = f"; {have} {listed(tops)} (try '{tops[0]}*')" if tops else ""
     return InvalidInputError(f"tensors={pattern!r} matches no name in {where}{advice}")

@@ -167,7 +167,7 @@ class StoreReachability(Reachability):
         return keys
 
     def since(self, catalog: Catalog) -> tuple[set[bytes], set[bytes]]:
-        """Return the manifests in the catalog that are new since the last :meth:`look`, and those that were deleted.
+        """Return the manifests in the catalog that are new since the last :meth:`refresh`, and those that were deleted.
 
         Raises:
             StructureError: all manifests are missing, and not because they were deleted.
@@ -242,7 +242,7 @@ class StoreReachability(Reachability):
                 self._bases[pack_id] = {}
 
     def is_current(self, transaction: Transaction, gone: Collection[bytes], but: Collection[PackId] = ()) -> bool:
-        """Tell whether the last :meth:`look` is still valid. Call it in the transaction that frees packs.
+        """Tell whether the last :meth:`refresh` is still valid. Call it in the transaction that frees packs.
 
         A newer manifest may need the packs. A frame in a newer pack may be encoded against partitions that seem to be
         garbage.

@@ -35,6 +35,7 @@ from asymcheck.errors import (
     RemoteUnreachableError,
     StorageError,
     UnsupportedFormatError,
+    listed,
     warn_user,
 )
 from asymcheck.events import timed
@@ -519,5 +520,4 @@ class _Proposals:
     def _lacking(self, ref: CheckpointRef) -> str:
         groups = zip(self._session.groups, self._readable, strict=True)
         lacking = [named_spans(group) for group, readable in groups if not readable.get(ref, False)]
-        more = f" and {len(lacking) - _SHOWN} further machines" if len(lacking) > _SHOWN else ""
-        return f"the parts of {', '.join(lacking[:_SHOWN])}{more} are missing"
+        return f"the parts of {listed(lacking, _SHOWN)} are missing"

@@ -73,7 +73,7 @@ def check_location(location: str, *steps: int) -> None:
 
 
 def by_process(store: Store, location: str, **rules: object) -> PushProcess:
-    """Push as :meth:`Store.pushing` does."""
+    """Push as :meth:`Store.push_in_background` does."""
     pushing = store.push_in_background(Push(location, **{"close_s": None, **rules}))  # type: ignore[arg-type]  # as named
     assert isinstance(pushing, PushProcess)
     return pushing

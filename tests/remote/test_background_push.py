@@ -42,7 +42,7 @@ IMPATIENT = config(deadline_s=20.0, options={"dfs.client.failover.max.attempts":
 
 
 def by_thread(store: Store, location: str | Push, every: int | None = None, poll_s: float = 0.5) -> PushThread:
-    """Push as :meth:`Store.pushing` does, in this process."""
+    """Push as :meth:`Store.push_in_background` does, in this process."""
     rules = location if isinstance(location, Push) else Push(location, every=every, close_s=None)
     pushing = store.push_in_background(dataclasses.replace(rules, own_process=False), poll_s=poll_s)
     assert isinstance(pushing, PushThread)

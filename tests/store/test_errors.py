@@ -38,7 +38,7 @@ def _made(kind: type[BaseException]) -> BaseException:
     constructor = kind.__init__
     if not inspect.isfunction(constructor):
         return kind("it failed")
-    return kind(*(_ARGUMENTS[name] for name in list(inspect.signature(constructor).parameters)[1:]))
+    return kind(**{name: _ARGUMENTS[name] for name in list(inspect.signature(constructor).parameters)[1:]})
 
 
 @pytest.mark.parametrize("kind", PUBLIC)

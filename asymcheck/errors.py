@@ -299,7 +299,7 @@ class GivenUpError(AsymcheckError, kind="given-up"):
     """An upload was cancelled, because another one failed or its time limit has passed."""
 
 
-UNKNOWING = (TooManyFilesError, RemoteUnreachableError, ReadOnlyStoreError)
+INCONCLUSIVE = (TooManyFilesError, RemoteUnreachableError, ReadOnlyStoreError)
 """Errors that say nothing about stored bytes. Treating them as damage would skip an intact checkpoint."""
 
 

@@ -106,7 +106,7 @@ class Interval:
 
 INTERVALS = {
     "step": "``Checkpointer.step()`` that begins a checkpoint",
-    "witness": "in ``step()``: source digests are computed",
+    "source digest": "in ``step()``: source digests are computed",
     "compare": "in ``step()``: tensors that no optimizer owns are compared with an earlier capture",
     "fence": "an optimizer step, or ``fence()``, waits until the state is copied",
     "room": "wait for space in a full ring (backpressure)",

@@ -203,13 +203,13 @@ class Transfers:
             if region is not None:
                 self._regions[number] = lane, region
                 return partial(self._gather_and_fetch, [piece for piece, _ in parts], region.memory, payload)
-        return partial(self._bring, parts)
+        return partial(self._copy_pieces, parts)
 
     def _gather_and_fetch(self, pieces: Sequence[Piece], memory: torch.Tensor, payload: memoryview) -> None:
         _gather(self._leaves, pieces, memory)
         _fetch(memory, payload)
 
-    def _bring(self, parts: Sequence[tuple[Piece, memoryview]]) -> None:
+    def _copy_pieces(self, parts: Sequence[tuple[Piece, memoryview]]) -> None:
         for piece, target in parts:
             self._leaves[piece.row].copy_bytes(piece.start, target, wait=False)
 

@@ -111,7 +111,7 @@ def _key(capture: Capture, number: int) -> Key | None:
 
 def _source(capture: Capture, number: int) -> memoryview | None:
     piece = capture.partitions[number].pieces[0]
-    return capture.state.leaves[piece.row].lying_bytes(piece.start, piece.length)
+    return capture.state.leaves[piece.row].bytes_in_place(piece.start, piece.length)
 
 
 def _digest_all(sources: Sequence[memoryview]) -> list[Digest]:

@@ -67,7 +67,7 @@ class CaptureEngine:
             key=lambda number: capture.plan.release[number],
         )
         try:
-            with timed("witness", 0, capture.named):
+            with timed("source digest", 0, capture.named):
                 self._set_aside(capture, later)
             # This comes first, because making room frees frames of earlier captures.
             unchanged = self._take_unchanged(capture, eager)
@@ -157,7 +157,7 @@ class CaptureEngine:
             self._release(None)
         while not capture.copied.is_set():
             # After an interrupt, the capture thread copies the queued partitions.
-            INTERRUPTS.come()
+            INTERRUPTS.deliver()
             with self._changed:
                 if not self._to_copy:
                     self._changed.wait_for(lambda: self._to_copy or capture.copied.is_set(), _FENCE_POLL_S)
@@ -281,7 +281,7 @@ class CaptureEngine:
 
     def _take_when_free(self, capture: Capture, length: int) -> RingSlot:
         while True:
-            INTERRUPTS.come()
+            INTERRUPTS.deliver()
             if capture.error is not None:
                 raise capture.error
             emit("ring.full", str(capture.request.step), length)

@@ -151,14 +151,14 @@ class RingFlusher:
             transaction.expect(bytes_in_ring - shared)
             inflight = InFlight(capture, transaction, streams=bytes_in_ring > self._ring.header.data_bytes)
             self._inflight[capture] = inflight
-            self._is_behind = self._comes_soon(capture)
+            self._is_behind = self._is_next_soon(capture)
             self._writers.hurry(is_behind=self._is_behind)
             self._committer.hurry(is_behind=self._is_behind)
             if self._after_commit_worker is not None:
                 self._after_commit_worker.hurry(is_behind=self._is_behind)
         return inflight
 
-    def _comes_soon(self, capture: Capture) -> bool:
+    def _is_next_soon(self, capture: Capture) -> bool:
         """Tell whether a capture began before, or soon after, the last one was durable."""
         began_s, durable_s = self._last
         # At low priority, the last capture would have taken about twice as long.

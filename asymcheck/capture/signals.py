@@ -124,7 +124,7 @@ class _Interrupts:
             if not self._depth:
                 self._call()
 
-    def come(self) -> None:
+    def deliver(self) -> None:
         """Call the handlers of deferred signals at a point where no change is half done."""
         if self._due and _on_main_thread():
             self._call()

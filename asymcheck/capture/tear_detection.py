@@ -130,7 +130,7 @@ class SourceDigests:
 
     def _is_proven(self, number: int) -> bool:
         """Return whether all bytes of a partition are compared; marks are ignored then."""
-        proven = sum(witness.piece.length for witness in self._sources.get(number, ()))
+        proven = sum(source_digest.piece.length for source_digest in self._sources.get(number, ()))
         return proven == self.partitions[number].length
 
     def check_marks(self, number: int) -> None:
@@ -147,10 +147,10 @@ class SourceDigests:
 
     def check(self, number: int, payload: memoryview) -> None:
         """Compare the captured bytes of a partition with the source digests, and record torn tensors."""
-        for witness in self._sources[number]:
-            if digest(payload[witness.position :][: witness.piece.length]) != witness.digest:
-                self._torn[witness.piece.row] = None
-                self._note_differing(number, witness.piece.row)
+        for source_digest in self._sources[number]:
+            if digest(payload[source_digest.position :][: source_digest.piece.length]) != source_digest.digest:
+                self._torn[source_digest.piece.row] = None
+                self._note_differing(number, source_digest.piece.row)
 
     def _note_differing(self, number: int, row: int) -> None:
         if not self._moved([row]) and row not in self._counted:
@@ -181,11 +181,11 @@ class SourceDigests:
         return [self.names[row] for row in changed]
 
     def _differing(self, number: int) -> Iterator[tuple[int, None]]:
-        for witness in self._sources[number]:
-            leaf = self._leaves[witness.piece.row]
-            if digest(_bytes_of(leaf, witness.piece)) != witness.digest:
-                self._note_differing(number, witness.piece.row)
-                yield witness.piece.row, None
+        for source_digest in self._sources[number]:
+            leaf = self._leaves[source_digest.piece.row]
+            if digest(_bytes_of(leaf, source_digest.piece)) != source_digest.digest:
+                self._note_differing(number, source_digest.piece.row)
+                yield source_digest.piece.row, None
             leaf.release()
 
     @property
@@ -338,5 +338,5 @@ def _mark_of(leaf: Leaf) -> int:
 
 
 def _bytes_of(leaf: Leaf, piece: Piece) -> bytes | memoryview:
-    data = leaf.lying_bytes(piece.start, piece.length)
+    data = leaf.bytes_in_place(piece.start, piece.length)
     return leaf.some_bytes(piece.start, piece.length) if data is None else data

@@ -173,13 +173,13 @@ class Replicas:
         if self._shared is not None and self._shared.digests[number] != capture.digests[number]:
             self._shared.changed.add(number)
 
-    def differs(self, capture: Capture, number: int, *, is_void: bool) -> None:
+    def differs(self, capture: Capture, number: int, *, is_unassigned: bool) -> None:
         """Note that the writer has written other bytes, so that this rank had to write its own.
 
-        With ``is_void``, the writer may have written nothing, which is no difference.
+        With ``is_unassigned``, the writer may have written nothing, which is no difference.
         """
         shared = self._shared
-        if shared is None or is_void:
+        if shared is None or is_unassigned:
             return
         owner, shared.owners[number] = shared.owners[number], self._rank
         shared.elsewhere[number] = False
@@ -256,14 +256,14 @@ class TwoPhaseCommit:
     def lead(self, number: int, request: SaveRequest, generation: int | None, plan: Plan) -> SaveRound:
         """Begin a save on rank 0. Training thread."""
         with self._lock:
-            anew = plan is not self._shared_plan or self._is_outdated or self._since_shared >= self._shared_for
-            if anew:
+            reassigns = plan is not self._shared_plan or self._is_outdated or self._since_shared >= self._shared_for
+            if reassigns:
                 self._shared_plan, self._since_shared, self._is_outdated = plan, 0, False
             self._since_shared += 1
         head = None if generation is None else self._head_of(generation)
-        save_round = SaveRound(number, request.step, request.save_id, generation, plan.record(), anew, head)
+        save_round = SaveRound(number, request.step, request.save_id, generation, plan.record(), reassigns, head)
         details = {**dataclasses.asdict(save_round), "save_id": request.save_id.hex()}
-        self._session.open(number, _SAVES, request.step, _DIGESTS if anew else _STORED, details)
+        self._session.open(number, _SAVES, request.step, _DIGESTS if reassigns else _STORED, details)
         return save_round
 
     def follow(self, request: SaveRequest) -> SaveRound:
@@ -294,7 +294,7 @@ class TwoPhaseCommit:
     def holds(self, capture: Capture, number: int) -> bool:
         """Tell whether a partition has to wait, because another rank writes it or the writer is unknown."""
         save_round = capture.save_round
-        return save_round is not None and (save_round.shares_anew or self._replicas.is_of_other(capture, number))
+        return save_round is not None and (save_round.reassigns or self._replicas.is_of_other(capture, number))
 
     def commit(self, inflight: InFlight, writes: Writes) -> None:
         """Commit the captures of all ranks as one checkpoint. Commit thread.
@@ -308,19 +308,19 @@ class TwoPhaseCommit:
         save_round = capture.save_round
         if save_round is None:
             raise RankFailedError(f"step {capture.request.step} was begun by this rank alone")
-        at = (save_round.number, _DIGESTS if save_round.shares_anew else _STORED)
+        at = (save_round.number, _DIGESTS if save_round.reassigns else _STORED)
         try:
             inflight.wait()
-            if save_round.shares_anew:
+            if save_round.reassigns:
                 self._share(capture, at)
                 at = (save_round.number, _STORED)
                 self._write_own(inflight, writes)
             for number in inflight.reused_numbers:
                 writes.write(inflight, number)
             inflight.transaction.seal_frames()
-            place, is_void, metrics = self._all_stored(capture, at)
+            place, is_unassigned, metrics = self._all_stored(capture, at)
             at = (save_round.number, _COMMITTED)
-            self._take_from_others(inflight, writes, is_void=is_void)
+            self._take_from_others(inflight, writes, is_unassigned=is_unassigned)
             elsewhere = self._replicas.elsewhere(capture)
             ref = inflight.transaction.commit_capture(inflight.manifest, lambda: place, elsewhere, metrics)
             self._all_committed(capture, ref, at)
@@ -369,15 +369,15 @@ class TwoPhaseCommit:
             decision = {
                 "generation": place.generation,
                 "parent": None if parent is None else [parent.generation, parent.step, parent.save_id.hex()],
-                "is_void": any(report["is_void"] for report in distinct),
+                "is_unassigned": any(report["is_unassigned"] for report in distinct),
                 "head": self._head_of(place.generation),
                 "metrics": dict(list(metrics.items())[: registry.METRICS_MAX]),
             }
             return json.dumps(decision).encode()
 
-        is_void = not self._replicas.knows(capture)
+        is_unassigned = not self._replicas.knows(capture)
         has_stores = self.store_ranks is not None
-        own = {"is_void": is_void, "metrics": dict(capture.request.metrics) if has_stores else {}}
+        own = {"is_unassigned": is_unassigned, "metrics": dict(capture.request.metrics) if has_stores else {}}
         verdict = self._committing.agree(at, json.dumps(own).encode(), decide, self._what(capture, "partitions"))
         decision = json.loads(verdict)
         self._take_head(decision["head"])
@@ -385,14 +385,14 @@ class TwoPhaseCommit:
         if parent is not None:
             parent = CheckpointRef(parent[0], parent[1], SaveId(bytes.fromhex(parent[2])))
         position = LineagePosition(decision["generation"], parent)
-        return position, decision["is_void"], decision["metrics"] if has_stores else None
+        return position, decision["is_unassigned"], decision["metrics"] if has_stores else None
 
-    def _take_from_others(self, inflight: InFlight, writes: Writes, *, is_void: bool) -> None:
+    def _take_from_others(self, inflight: InFlight, writes: Writes, *, is_unassigned: bool) -> None:
         """Use the partitions that other ranks have written. Write missing ones, which were no replicas."""
         for number in inflight.held:
             inflight.transaction.expect(frame_length(inflight.capture.partitions[number].length))
             if writes.write(inflight, number):
-                self._replicas.differs(inflight.capture, number, is_void=is_void)
+                self._replicas.differs(inflight.capture, number, is_unassigned=is_unassigned)
             else:
                 self._replicas.is_equal(inflight.capture, number)
 

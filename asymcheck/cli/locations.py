@@ -146,7 +146,7 @@ def describe_collected_ring(collected: CollectedRing, store: str, *, dry_run: bo
     ring = collected.ring
     name = f"ring {ring.path}, {output.size(ring.nbytes)}"
     origin = "" if ring.run is None else f", run {ring.run}"
-    if collected.is_store_gone:
+    if collected.is_store_missing:
         origin += f" of store {ring.store}, which does not exist any more"
     content = ring.problem or "all complete captures are durable"
     if collected.unsaved:
@@ -157,6 +157,6 @@ def describe_collected_ring(collected: CollectedRing, store: str, *, dry_run: bo
     if collected.is_removed:
         return f"{'would remove' if dry_run else 'removed'} {name}{origin}: {content}"
     advice = "The captures cannot be recovered"
-    if collected.unsaved and not collected.is_store_gone:
+    if collected.unsaved and not collected.is_store_missing:
         advice = _ring_advice(store, ring.run, ring.path.parent)
     return f"kept {name}{origin}: {content}. {advice}. To remove the ring: asymcheck gc --discard-rings"

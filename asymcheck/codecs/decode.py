@@ -13,7 +13,7 @@ from asymcheck.codecs.container import Chunk, Tables
 from asymcheck.codecs.derived import decode_derived
 from asymcheck.codecs.planes import Bytes, Words
 from asymcheck.errors import (
-    UNKNOWING,
+    INCONCLUSIVE,
     BaseDamagedError,
     DigestMismatchError,
     FormatError,
@@ -160,7 +160,7 @@ def base_reader(copies_of: Callable[[Digest], Iterable[FrameReader]]) -> BaseRea
             try:
                 frame, payload, where = copy()
                 return decode_checked(name, frame, payload, where, read, chain)
-            except (UnsupportedFormatError, *UNKNOWING):
+            except (UnsupportedFormatError, *INCONCLUSIVE):
                 raise
             except (FormatError, RecoveryError, StorageError) as error:
                 problems.append(str(error))

@@ -22,7 +22,7 @@ from asymcheck.codecs.encode import CHUNK_BYTES, Encoded, encode_delta, encode_d
 from asymcheck.config import Compression
 from asymcheck.events import timed
 from asymcheck.format.registry import CODEC_BYTE_PLANES, CODEC_DELTA, CODEC_DERIVED, CODEC_IDENTITY, CODECS
-from asymcheck.policies.compression import Choice, EncodingSample, choose
+from asymcheck.policies.compression import Choice, EncodingSample, choose_codec
 from asymcheck.state.partition_plan import Originals, Piece
 from asymcheck.types import Digest
 
@@ -171,7 +171,7 @@ class Encoder:
         key = (*contents.kind, codec)
         with self._lock:
             known = self._sampled.get(key)
-            if known is not None and choose(self._mode, {codec: known}, self._link()).codec == codec:
+            if known is not None and choose_codec(self._mode, {codec: known}, self._link()).codec == codec:
                 return True
             remaining, pause = self._pauses.get(key, (0, 1))
             if remaining:
@@ -194,7 +194,9 @@ class Encoder:
         with self._lock:
             if any(key not in self._sampled or self._since.get(key, 0) % _AGAIN == 0 for key in keys):
                 return False
-            stays = choose(self._mode, {key[-1]: self._sampled[key] for key in keys}, link).codec == CODEC_IDENTITY
+            stays = (
+                choose_codec(self._mode, {key[-1]: self._sampled[key] for key in keys}, link).codec == CODEC_IDENTITY
+            )
             if stays:
                 for key in keys:
                     self._since[key] += 1
@@ -209,13 +211,13 @@ class Encoder:
         """Choose the codec of a partition; ``bases`` has at most one possible base per codec."""
         link = self._link()
         if self._mode == "off" or (self._mode == "auto" and link is None):
-            return choose(self._mode, {}, link)
+            return choose_codec(self._mode, {}, link)
         if len(plain) < _ENCODED_BYTES_MIN:
             return Choice(CODEC_IDENTITY, "too small to be worth it")
         sampled = {CODEC_BYTE_PLANES: self._sample(plain, contents, None)}
         for base in bases:
             sampled[base.codec] = self._sample(plain, contents, base)
-        return choose(self._mode, sampled, link)
+        return choose_codec(self._mode, sampled, link)
 
     def _sample(self, plain: memoryview, contents: Contents, base: Base | None) -> EncodingSample:
         """Return the measurement of a codec for such partitions. The first time, and then regularly, take a sample."""

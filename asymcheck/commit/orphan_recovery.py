@@ -259,7 +259,7 @@ def _missing_ranks(header: ManifestHeader, stored: CheckpointFiles, parts: Seque
     return [rank for rank in wanted if rank not in in_rings and not stored.has(rank)]
 
 
-def is_gone(tier: NvmeTier, store: str | None, store_id: bytes) -> bool:
+def is_store_missing(tier: NvmeTier, store: str | None, store_id: bytes) -> bool:
     """Return whether the store of a ring no longer exists at its recorded path."""
     path = _path(store)
     if path is None:

@@ -63,7 +63,7 @@ class SaveRound:
     """Generation of the checkpoint; None if the commit opens a new generation."""
     plan: object
     """Record of the partition plan that all ranks use."""
-    shares_anew: bool
+    reassigns: bool
     """Whether the ranks compare their replicas again in this round."""
     head: Mapping[str, object] | None = None
     """Head record of the generation; set if every node has its own store."""

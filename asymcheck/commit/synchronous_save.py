@@ -73,14 +73,14 @@ class Flusher:
 
         def read(number: int, start: int, length: int | None) -> tuple[Digest, memoryview] | None:
             name = digests[number]
-            lying = None if name is None else self._lying(partitions[number], start, length)
-            return None if name is None or lying is None else (name, lying)
+            in_place = None if name is None else self._bytes_in_place(partitions[number], start, length)
+            return None if name is None or in_place is None else (name, in_place)
 
         def store(number: int, slot: Slot) -> None:
             partition = partitions[number]
-            lying = None if number in copies else self._writable_in_place(partition)
-            if lying is not None:
-                digests[number] = self._put_in_place(partition, number, slot, lying)
+            in_place = None if number in copies else self._writable_in_place(partition)
+            if in_place is not None:
+                digests[number] = self._put_in_place(partition, number, slot, in_place)
             else:
                 name, payload = self._copy(partition, number, slot)
                 digests[number] = name
@@ -116,42 +116,42 @@ class Flusher:
             for source in sources
         ]
 
-    def _lying(self, partition: Partition, start: int, length: int | None) -> memoryview | None:
+    def _bytes_in_place(self, partition: Partition, start: int, length: int | None) -> memoryview | None:
         """Return the bytes of a partition of one piece in place; None if they are not contiguous.
 
         A contiguous copy would use the memory of the tensor once more until the end of the save.
         """
         (piece,) = partition.pieces
         start, length = piece.start + start, piece.length - start if length is None else length
-        return self._leaves[piece.row].lying_bytes(start, length)
+        return self._leaves[piece.row].bytes_in_place(start, length)
 
     def _writable_in_place(self, partition: Partition) -> memoryview | None:
         """Return the bytes of a partition in place if they can be written from there; else None."""
         if partition.length < ALIGNED_PAYLOAD_MIN_BYTES or len(partition.pieces) > 1:
             return None
-        lying = self._lying(partition, 0, None)
-        is_congruent = lying is not None and (self._tier.may_shift or not _shift_of(lying))
+        in_place = self._bytes_in_place(partition, 0, None)
+        is_congruent = in_place is not None and (self._tier.may_shift or not _shift_of(in_place))
         codecs = (CODEC_BYTE_PLANES,)
         stays = is_congruent and self._encoder.stays_plain(partition.length, self._contents(partition), codecs)
-        return None if lying is None or not stays or self._tier.needs_slot(lying) else lying
+        return None if in_place is None or not stays or self._tier.needs_slot(in_place) else in_place
 
-    def _put_in_place(self, partition: Partition, number: int, slot: Slot, lying: memoryview) -> Digest:
+    def _put_in_place(self, partition: Partition, number: int, slot: Slot, in_place: memoryview) -> Digest:
         """Digest a partition and write it without a copy; return the digest.
 
         Raises:
             TornCaptureError: the bytes changed during the write.
         """
-        sample = np.frombuffer(lying, dtype=np.uint8)[::_SAMPLE_STRIDE]
+        sample = np.frombuffer(in_place, dtype=np.uint8)[::_SAMPLE_STRIDE]
         before = sample.copy()
         with self._copying, timed("digest", partition.length, lambda: {"partition": number}):
-            name = digest(lying)
+            name = digest(in_place)
         is_new, contents = True, self._contents(partition)
 
         def write(writer: PackWriter, descriptor: FrameDescriptor) -> None:
-            writer.write_in_place(lying, descriptor, slot)
+            writer.write_in_place(in_place, descriptor, slot)
 
         with timed("write", partition.length, lambda: {"partition": number, "known": not is_new}):
-            is_new = self._transaction.add(name, lying, contents, write, shift=_shift_of(lying))
+            is_new = self._transaction.add(name, in_place, contents, write, shift=_shift_of(in_place))
         if not np.array_equal(sample, before):
             raise _torn([self._leaves[partition.pieces[0].row]])
         return name
@@ -174,8 +174,8 @@ class Flusher:
         return contents_of(partition.pieces, self._leaves[partition.pieces[0].row].role, self._dtypes)
 
 
-def _shift_of(lying: memoryview) -> int:
-    return np.frombuffer(lying, dtype=np.uint8).ctypes.data % BLOCK_BYTES
+def _shift_of(in_place: memoryview) -> int:
+    return np.frombuffer(in_place, dtype=np.uint8).ctypes.data % BLOCK_BYTES
 
 
 def _torn(leaves: Sequence[Leaf]) -> TornCaptureError:

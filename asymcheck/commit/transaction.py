@@ -24,7 +24,7 @@ from asymcheck.format.manifest import Manifest, elsewhere_bits, encode
 from asymcheck.format.manifest_reader import check_manifest
 from asymcheck.storage.nvme import Catalog, CheckpointFiles, NvmeTier, PackWriter
 from asymcheck.storage.process_identity import hold, let_go, this_process
-from asymcheck.storage.reachability import is_gone
+from asymcheck.storage.reachability import is_manifest_deleted
 from asymcheck.types import CheckpointRef, Digest, PackId, SaveId
 
 WriteFrame = Callable[[PackWriter, FrameDescriptor], object]
@@ -345,5 +345,5 @@ def remove(tier: NvmeTier, catalog: Catalog, listing: CheckpointFiles) -> None:
     with catalog.write() as transaction:
         # A pull may have restored a manifest in the meantime.
         for key in keys:
-            if is_gone(tier, key):
+            if is_manifest_deleted(tier, key):
                 transaction.delete_manifest(key)

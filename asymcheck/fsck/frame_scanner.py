@@ -1,7 +1,7 @@
 """Scan the packs of a store and check every frame. Verify, repair and catalog rebuild share this scanner.
 
 One pack is open and one frame is in memory at a time, because a store may have more packs than a process may open
-files. Errors that say nothing about the stored bytes (:data:`asymcheck.errors.UNKNOWING`) are raised, not recorded.
+files. Errors that say nothing about the stored bytes (:data:`asymcheck.errors.INCONCLUSIVE`) are raised, not recorded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from asymcheck.codecs.decode import base_reader, decode_checked
 from asymcheck.errors import (
-    UNKNOWING,
+    INCONCLUSIVE,
     AsymcheckError,
     BaseDamagedError,
     FormatError,
@@ -46,7 +46,7 @@ def each_pack(pack_ids: Iterable[PackId], open_pack: Callable[[PackId], OpenPack
     for pack_id in pack_ids:
         try:
             pack = open_pack(pack_id)
-        except UNKNOWING:
+        except INCONCLUSIVE:
             raise
         except AsymcheckError as error:
             yield pack_id, error
@@ -60,7 +60,7 @@ def each_manifest(tier: ReadTier, listing: CheckpointFiles) -> Iterator[tuple[Ma
     for name in listing.manifests:
         try:
             manifest = tier.manifests.read(listing.run, listing.ref, name)
-        except UNKNOWING:
+        except INCONCLUSIVE:
             raise
         except AsymcheckError as error:
             is_missing = isinstance(error, MissingPartitionError)
@@ -103,7 +103,7 @@ class FrameScanner:
                     read_frame(copy, slot)
                 else:
                     read_checked(copy, name, slot, self._read_base)
-            except UNKNOWING:
+            except INCONCLUSIVE:
                 raise
             except AsymcheckError as error:
                 problem = error

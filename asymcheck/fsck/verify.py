@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from asymcheck.errors import (
-    UNKNOWING,
+    INCONCLUSIVE,
     AsymcheckError,
     BaseDamagedError,
     LimitError,
@@ -101,7 +101,7 @@ class Severity(str, enum.Enum):
     WARNING = "warning"
     """Data is damaged or could not be checked, but no checkpoint is known to be lost."""
     HINT = "hint"
-    """Garbage that collection will remove, or a state that only the user can judge."""
+    """Garbage that collection will remove, or a state that only the user can choose_kept."""
 
 
 UNCHECKED = "unchecked-partitions"
@@ -409,7 +409,7 @@ def _check_line(tier: ReadTier, run: str) -> Iterator[Finding]:
     for generation in generations([*numbers, *listed]):
         try:
             record = tier.manifests.read_head(run, generation)
-        except UNKNOWING:
+        except INCONCLUSIVE:
             raise
         except AsymcheckError as error:
             problems[generation] = ("damaged-head", str(error))

@@ -10,8 +10,7 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from asymcheck.commit.orphan_recovery import is_gone as is_store_gone
-from asymcheck.commit.orphan_recovery import is_of_a_copy
+from asymcheck.commit.orphan_recovery import is_of_a_copy, is_store_missing
 from asymcheck.errors import StorageError
 from asymcheck.events import emit
 from asymcheck.format import layout, registry
@@ -67,10 +66,10 @@ class Sweep(abc.ABC):
             if attempt and self.reachable.problem is not None:
                 # The problem may be transient, such as a lock.
                 time.sleep(attempt * _PAUSE_S)
-            self._mark()
+            self._find_garbage()
             if self.dry_run:
                 self._count()
-            elif not self._free(insists=attempt >= _PATIENT_ATTEMPTS):
+            elif not self._free(blocks_commits=attempt >= _PATIENT_ATTEMPTS):
                 continue
             self._finish()
             return self.result
@@ -90,7 +89,7 @@ class Sweep(abc.ABC):
         """Remove unfinished files of killed writers; only count them in a dry run."""
 
     @abc.abstractmethod
-    def _mark(self) -> None:
+    def _find_garbage(self) -> None:
         """Read manifests and packs, and find the garbage packs."""
 
     @abc.abstractmethod
@@ -98,10 +97,10 @@ class Sweep(abc.ABC):
         """Count the packs that a collection would free."""
 
     @abc.abstractmethod
-    def _free(self, *, insists: bool) -> bool:
+    def _free(self, *, blocks_commits: bool) -> bool:
         """Announce and remove the garbage packs. Return False if the collection must start again.
 
-        With ``insists``, read manifests again while commits are blocked, so that no checkpoint is added meanwhile.
+        With ``blocks_commits``, read manifests again while commits wait, so that no checkpoint is added meanwhile.
         """
 
     @abc.abstractmethod
@@ -158,7 +157,7 @@ class StoreSweep(Sweep):
                 if held:
                     self._tier.files.unlink(path)
 
-    def _mark(self) -> None:
+    def _find_garbage(self) -> None:
         """Do steps 1 to 3 of SPEC.md §8.3."""
         # Find dead owners before listing manifests: a dead owner cannot commit any more, so the listing is complete.
         self.dead_pins = self._catalog.dead_pins()
@@ -203,7 +202,7 @@ class StoreSweep(Sweep):
         self.result.busy_packs += done.busy
         self.result.kept_packs += done.new_packs - done.packs - done.busy
 
-    def _free(self, *, insists: bool) -> bool:
+    def _free(self, *, blocks_commits: bool) -> bool:
         """Free the candidates in batches. Return False if another process added checkpoints or packs."""
         candidates = list(self.candidates)
         for start in range(0, max(len(candidates), 1), _BATCH):
@@ -212,7 +211,7 @@ class StoreSweep(Sweep):
                 locked = [
                     pack_id for pack_id in batch if stack.enter_context(self._tier.locked(_path(self._tier, pack_id)))
                 ]
-                freed = self._mark_freed(locked, insists=insists)
+                freed = self._announce_freed(locked, blocks_commits=blocks_commits)
                 if freed is None:
                     return False
                 self.result.busy_packs += len(batch) - len(locked)
@@ -220,10 +219,10 @@ class StoreSweep(Sweep):
                 self._retire(freed)
         return True
 
-    def _mark_freed(self, locked: Sequence[PackId], *, insists: bool) -> list[PackId] | None:
+    def _announce_freed(self, locked: Sequence[PackId], *, blocks_commits: bool) -> list[PackId] | None:
         """Do step 4 of SPEC.md §8.3. Return None if a manifest or a pack is new since the mark."""
         with self._catalog.write() as transaction:
-            if insists and not self.reachable.is_current(transaction, self.stale):
+            if blocks_commits and not self.reachable.is_current(transaction, self.stale):
                 self._refresh()
             if not self.reachable.is_current(transaction, self.stale):
                 return None
@@ -282,7 +281,7 @@ class CollectedRing:
 
     ring: RingFile
     """The ring before removal. Its frames were not checked."""
-    is_store_gone: bool
+    is_store_missing: bool
     """Whether the store of the ring no longer exists at its path."""
     unsaved: int
     """Number of captures that are complete and not durable."""
@@ -304,15 +303,15 @@ def collect_rings(tier: NvmeTier, folder: Path, *, discard: bool, dry_run: bool)
         ring = inspect_ring(path, tier.manifests, check=False)
         if ring is None or ring.is_alive:
             continue
-        is_gone = ring.store_id != store_id
-        if not is_gone and is_of_a_copy(tier, ring.store):
+        is_of_other_store = ring.store_id != store_id
+        if not is_of_other_store and is_of_a_copy(tier, ring.store):
             continue
-        if is_gone and not is_store_gone(tier, ring.store, bytes.fromhex(ring.store_id)):
+        if is_of_other_store and not is_store_missing(tier, ring.store, bytes.fromhex(ring.store_id)):
             continue
         unsaved = sum(not capture.is_durable for capture in ring.captures)
         is_obsolete = ring.is_unmade or not (unsaved or ring.problem)
         is_removed = (is_obsolete or discard) and (dry_run or _remove(ring))
-        collected.append(CollectedRing(ring, is_gone, unsaved, is_removed))
+        collected.append(CollectedRing(ring, is_of_other_store, unsaved, is_removed))
     return collected
 
 

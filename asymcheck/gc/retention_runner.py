@@ -14,7 +14,7 @@ from asymcheck.errors import AsymcheckError, FormatError, RecoveryError, Storage
 from asymcheck.format import layout
 from asymcheck.gc.collect import Collected, collect
 from asymcheck.inspect.history import describe_by, known_line
-from asymcheck.policies.retention import Retention, Verdict, judge
+from asymcheck.policies.retention import Retention, Verdict, choose_kept
 from asymcheck.restore.lineage import Lineage
 from asymcheck.restore.resolve import read_manifests, resolve_one
 from asymcheck.storage.interfaces import ReadTier
@@ -145,15 +145,15 @@ class Pruner:
             dataclasses.replace(entry.checkpoint, on_line=None if line is None else ref in line)
             for ref, entry in self._checkpoints.items()
         ]
-        verdicts = judge(self._retention, checkpoints, now_ns)
+        verdicts = choose_kept(self._retention, checkpoints, now_ns)
         if all(verdict.stays for verdict in verdicts):
             return verdicts
         held = {
             **self._held(),
             **newest_consistent(self._tier, checkpoints, lambda checkpoint: listings[checkpoint.ref]),
         }
-        verdicts = judge(self._retention, checkpoints, now_ns, held)
-        return judge(self._retention, checkpoints, now_ns, {**self._being_read(verdicts), **held})
+        verdicts = choose_kept(self._retention, checkpoints, now_ns, held)
+        return choose_kept(self._retention, checkpoints, now_ns, {**self._being_read(verdicts), **held})
 
     def _being_read(self, verdicts: Sequence[Verdict]) -> dict[str, str]:
         """Return checkpoints to delete that are being read: a pack that only they need is locked."""

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from asymcheck.errors import UNKNOWING, AsymcheckError, HeadRecordError
+from asymcheck.errors import INCONCLUSIVE, AsymcheckError, HeadRecordError
 from asymcheck.format.manifest import Manifest
 from asymcheck.restore.lineage import Lineage, check_generations, read_line
 from asymcheck.restore.resolve import check_run_exists, read_manifests
@@ -39,7 +39,7 @@ def describe(tier: ReadTier, listing: CheckpointFiles, line: Lineage | None) -> 
     """Describe a checkpoint from its name and its manifests."""
     try:
         return describe_by(listing, read_manifests(tier, listing), line)
-    except UNKNOWING:
+    except INCONCLUSIVE:
         raise
     except AsymcheckError:
         return describe_by(listing, None, line)
@@ -180,7 +180,7 @@ class _HistoryReader:
     def _read(self, listing: CheckpointFiles) -> HistoryEntry:
         try:
             manifests = read_manifests(self.tier, listing)
-        except UNKNOWING:
+        except INCONCLUSIVE:
             raise
         except AsymcheckError as error:
             return HistoryEntry(describe_by(listing, None, self.line), "", None, None, str(error))
@@ -218,7 +218,7 @@ class _HistoryReader:
         on_line = self.line is not None and generation in self.line.limits
         try:
             record = self.tier.manifests.read_head(self.run, generation)
-        except UNKNOWING:
+        except INCONCLUSIVE:
             raise
         except AsymcheckError as error:
             return GenerationStart(generation, on_line, problem=str(error))

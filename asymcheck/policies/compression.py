@@ -40,7 +40,7 @@ class Choice:
     """One sentence without a full stop."""
 
 
-def choose(mode: Compression, sampled: Mapping[int, EncodingSample], link_bytes_per_s: float | None) -> Choice:
+def choose_codec(mode: Compression, sampled: Mapping[int, EncodingSample], link_bytes_per_s: float | None) -> Choice:
     """Choose the codec for partitions of a kind.
 
     Args:

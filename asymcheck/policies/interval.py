@@ -82,7 +82,7 @@ def young_s(stall_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * stall_s * mtbf_s)
 
 
-def choose(aim: AutoInterval, facts: TrainingPace, present: ChosenInterval | None = None) -> ChosenInterval:
+def choose_interval(aim: AutoInterval, facts: TrainingPace, present: ChosenInterval | None = None) -> ChosenInterval:
     """Return the interval for these measurements, or ``present`` if it is close enough."""
     failure_s = aim.mtbf.total_seconds()
     bounds = {

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from asymcheck.errors import InvalidInputError
-from asymcheck.policies.retention import Best, Retention, best_by, check_best, judge
+from asymcheck.policies.retention import Best, Retention, best_by, check_best, choose_kept
 from asymcheck.types import Checkpoint
 
 _NS = 1e9
@@ -100,7 +100,7 @@ def due(push: Push, local: Sequence[Checkpoint], remote: Sequence[Checkpoint], n
     # Checkpoints that the retention of the location would delete at once are not uploaded. After hours without a
     # connection, these are most of the backlog.
     present = [checkpoint for checkpoint in ordered if checkpoint.save_id in sent]
-    verdicts = judge(push.keep, [*present, *selected], now_ns)
+    verdicts = choose_kept(push.keep, [*present, *selected], now_ns)
     kept = {verdict.checkpoint.save_id for verdict in verdicts if verdict.stays}
     return [checkpoint for checkpoint in selected if checkpoint.save_id in kept]
 

@@ -90,7 +90,7 @@ class Verdict:
         return bool(self.reasons)
 
 
-def judge(
+def choose_kept(
     retention: Retention, checkpoints: Sequence[Checkpoint], now_ns: int, held: Mapping[str, str] = MappingProxyType({})
 ) -> list[Verdict]:
     """Return a verdict on each checkpoint of one run, in the order of ``CheckpointRef``.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from asymcheck.config import StoreConfig
 from asymcheck.errors import (
-    UNKNOWING,
+    INCONCLUSIVE,
     AsymcheckError,
     ClosedStoreError,
     ForkedStoreError,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from asymcheck.distributed import Ranks
 
 BLOCKING_ERRORS = (
-    *(*UNKNOWING, OutOfSpaceError, ReadOnlyStoreError, ClosedStoreError, ForkedStoreError),
+    *(*INCONCLUSIVE, OutOfSpaceError, ReadOnlyStoreError, ClosedStoreError, ForkedStoreError),
     *(GivenUpError, HeadRecordError, InvalidInputError),
 )
 """Errors that every other checkpoint would raise as well. InvalidInputError: another training has the run name."""

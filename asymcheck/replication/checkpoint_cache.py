@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asymcheck.errors import (
-    UNKNOWING,
+    INCONCLUSIVE,
     AsymcheckError,
     FormatError,
     HeadRecordError,
@@ -104,7 +104,7 @@ class CheckpointCache:
         if self._metrics:
             try:
                 manifests = read_manifests(self._tier, listing)
-            except UNKNOWING:
+            except INCONCLUSIVE:
                 raise
             except AsymcheckError:
                 # A damaged or deleted checkpoint raises when it is copied.

@@ -11,7 +11,7 @@ from asymcheck.events import emit
 from asymcheck.format import layout
 from asymcheck.gc.collect import Collected, Sweep
 from asymcheck.gc.retention_runner import newest_consistent
-from asymcheck.policies.retention import Retention, Verdict, judge
+from asymcheck.policies.retention import Retention, Verdict, choose_kept
 from asymcheck.replication.checkpoint_cache import CheckpointCache
 from asymcheck.storage.base_frames import bases_in
 from asymcheck.storage.pack_index import digests_of
@@ -91,7 +91,7 @@ class RemoteSweep(Sweep):
                 if not self.dry_run:
                     self._remote.files.delete(entry.path)
 
-    def _mark(self) -> None:
+    def _find_garbage(self) -> None:
         """Find old packs that are garbage."""
         # Packs are listed before manifests: an upload that commits later checks its packs again.
         self.packs = self._remote.lasting_packs()
@@ -114,7 +114,7 @@ class RemoteSweep(Sweep):
             for pack_id in garbage:
                 self._count_freed(packs[pack_id].size)
 
-    def _free(self, *, insists: bool) -> bool:  # noqa: ARG002 - a remote sweep never restarts
+    def _free(self, *, blocks_commits: bool) -> bool:  # noqa: ARG002 - a remote sweep never restarts
         """Announce the candidates, check reachability again, remove garbage, and reprieve packs in use."""
         for pack_id, entry in self.packs.items():
             if pack_id in self.candidates and self._remote.doom(entry, pack_id, self._name):
@@ -176,10 +176,10 @@ class RemotePruner:
             RemoteUnreachableError, StorageError: the location failed.
         """
         checkpoints = self._known.refresh()
-        verdicts = judge(self._retention, checkpoints, now_ns)
+        verdicts = choose_kept(self._retention, checkpoints, now_ns)
         if not all(verdict.stays for verdict in verdicts):
             newest = newest_consistent(self._remote, checkpoints, self._known.listing)
-            verdicts = judge(self._retention, checkpoints, now_ns, newest)
+            verdicts = choose_kept(self._retention, checkpoints, now_ns, newest)
         deleted = [verdict.checkpoint for verdict in verdicts if not verdict.stays]
         for checkpoint in deleted:
             self._remote.manifests.remove(self._run, checkpoint.ref)

@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 
 from asymcheck.commit.encoder import Encoder
 from asymcheck.errors import (
-    UNKNOWING,
+    INCONCLUSIVE,
     AsymcheckError,
     ClosedStoreError,
     DamagedPartitionError,
@@ -199,7 +199,7 @@ class _Push:
         try:
             manifests = read_manifests(self.local, self.listing)
             data = {name: self.local.manifests.read_bytes(run, ref, name) for name in self.listing.manifests}
-        except (ClosedStoreError, ForkedStoreError, *UNKNOWING):
+        except (ClosedStoreError, ForkedStoreError, *INCONCLUSIVE):
             raise
         except StorageError as error:
             raise InconsistentCheckpointError(f"its manifests cannot be read: {error}") from error
@@ -243,7 +243,7 @@ class _Push:
             relied = self._send(manifests)
             while staging:
                 staged.update(staging.pop()())
-            if not self._lasts(relied):
+            if not self._packs_remain(relied):
                 continue
             if not committed:
                 self.publish_heads(run)
@@ -253,7 +253,7 @@ class _Push:
                 committed = True
             # A collection that listed the manifests earlier may have removed a pack by now. A collection that begins
             # later sees the manifest, and reprieves the pack.
-            if self._lasts(relied):
+            if self._packs_remain(relied):
                 self.moved.committed += (f"{run} {ref}",)
                 return
         raise StorageError(
@@ -278,7 +278,7 @@ class _Push:
                 for path in wait().values():
                     self.remote.manifests.unstage(path)
 
-    def _lasts(self, relied: set[PackId]) -> bool:
+    def _packs_remain(self, relied: set[PackId]) -> bool:
         """Tell whether all packs will stay. A killed collection may have announced the removal of some."""
         return not self.remote.reprieve(relied)
 
@@ -323,14 +323,14 @@ class _Push:
             if self.remote.config.remote.compression != "off":
                 partitions = PartitionIndex(manifests, older.manifests)
                 reencoder = Reencoder(self.encoder, partitions, planner, older.sources)
-            uploader = Uploader(self.remote, planner.stored, self.moved, self._note, reencoder)
+            uploader = PackSender(self.remote, planner.stored, self.moved, self._note, reencoder)
             # The base of a frame arrives before the frame.
             new = uploader.send(planner.full) | uploader.send_in_order(planner.based)
             self.moved.reused_partitions += planner.reused
             return planner.relied | new
 
 
-class Uploader:
+class PackSender:
     """Uploads the packs of one checkpoint."""
 
     def __init__(

@@ -13,7 +13,7 @@ from asymcheck.codecs.container import Segment, segment_of
 from asymcheck.commit.encoder import Base, Contents, Encoder
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import (
-    UNKNOWING,
+    INCONCLUSIVE,
     AsymcheckError,
     BaseDamagedError,
     CheckpointNotFoundError,
@@ -248,7 +248,7 @@ def _as_stored(name: Digest, copy: PartitionCopy) -> Frame:
                 raise DigestMismatchError(f"digest mismatch in {where}")
         except FormatError as error:
             raise DamagedPartitionError(str(error), name) from error
-        except UNKNOWING:
+        except INCONCLUSIVE:
             raise
         except StorageError as error:
             # A read error of the local drive is damage of this partition, not a failure of the location.
@@ -297,7 +297,7 @@ def older_of(local: ReadTier, listing: CheckpointFiles | None, encoder: Encoder)
         manifests = read_manifests(local, listing)
         hints = dict.fromkeys(pack_id for manifest in manifests for pack_id in manifest.header.packs)
         sources = PartitionLocator(local, PartitionSet.of_manifests(manifests), hints, must_be_complete=False)
-    except UNKNOWING:
+    except INCONCLUSIVE:
         raise
     except AsymcheckError:
         # A deleted or damaged older checkpoint only costs compression.
@@ -407,7 +407,7 @@ class Reencoder:
 def _read_base(sources: PartitionLocator, base: Digest, copy: PartitionCopy, length: int) -> list[Base]:
     try:
         plain = read_plain(sources, base, copy)
-    except UNKNOWING:
+    except INCONCLUSIVE:
         raise
     except AsymcheckError:
         # Deleted in the meantime, or damaged.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from asymcheck.codecs.decode import BaseReader, FrameReader, base_reader, decode_checked
-from asymcheck.errors import UNKNOWING, DamagedPartitionError, FormatError, StorageError
+from asymcheck.errors import INCONCLUSIVE, DamagedPartitionError, FormatError, StorageError
 from asymcheck.events import timed
 from asymcheck.format.frame import HEADER_BYTES, FrameDescriptor, check_frame, check_header, check_padding
 from asymcheck.format.pack import check_entry, entry_length
@@ -97,7 +97,7 @@ def read_any(
             slot, room = Slot(max(slot.payload_bytes, stored_length(copy), BLOCK_BYTES)), None
         try:
             return read_checked(copy, name, slot, read_base, room)
-        except UNKNOWING:
+        except INCONCLUSIVE:
             raise
         except StorageError as error:
             # Errors of the drive do not name the frame.

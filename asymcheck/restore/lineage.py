@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from asymcheck.config import WRITER
 from asymcheck.errors import (
-    UNKNOWING,
+    INCONCLUSIVE,
     ChecksumError,
     FormatError,
     HeadRecordError,
@@ -74,7 +74,7 @@ def read_line(tier: ReadTier, run: str, generation: int | None = None, *, step: 
 def _read_head(tier: ReadTier, run: str, generation: int, step: int | None) -> HeadRecord | None:
     try:
         head = tier.manifests.read_head(run, generation)
-    except UNKNOWING:
+    except INCONCLUSIVE:
         raise
     except (FormatError, StorageError) as error:
         raise _unknown(run, step, str(error)) from error

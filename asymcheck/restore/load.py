@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from asymcheck.errors import (
-    UNKNOWING,
+    INCONCLUSIVE,
     AsymcheckError,
     DamagedPartitionError,
     DigestMismatchError,
@@ -264,7 +264,7 @@ def fetch_in_place(tier: ReadTier, resolved: Resolved, assembly: Assembly) -> No
     try:
         execute(assembly, tier, resolved)
         _check_overlapping(tier, resolved, assembly.overlapping)
-    except (DamagedPartitionError, *UNKNOWING) as error:
+    except (DamagedPartitionError, *INCONCLUSIVE) as error:
         overwritten = assembly.overwritten()
         if not overwritten:
             raise

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asymcheck.errors import (
-    UNKNOWING,
+    INCONCLUSIVE,
     AsymcheckError,
     LockTimeoutError,
     MissingPartitionError,
@@ -151,7 +151,7 @@ class PartitionLocator:
             return None
         try:
             self._packs[pack_id] = self._tier.open_pack(pack_id)
-        except UNKNOWING:
+        except INCONCLUSIVE:
             # The pack is intact. Treating this as damage would restore an older checkpoint instead of the newest.
             raise
         except AsymcheckError as error:

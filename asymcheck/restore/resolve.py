@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import PurePath
 
 from asymcheck.errors import (
-    UNKNOWING,
+    INCONCLUSIVE,
     CheckpointNotFoundError,
     FormatError,
     InconsistentCheckpointError,
@@ -144,7 +144,7 @@ def resolve_each(
             with timed("find", 0, partial(_named, listing)):
                 resolved = resolve_one(tier, listing, whole=whole)
             yield resolved
-        except (UnsupportedFormatError, LockTimeoutError, *UNKNOWING):
+        except (UnsupportedFormatError, LockTimeoutError, *INCONCLUSIVE):
             # The checkpoint is intact, so using an older one would silently lose training.
             raise
         except (FormatError, RecoveryError, StorageError) as error:

@@ -105,7 +105,7 @@ class Leaf:
             self.copy_bytes(start, memoryview(data))
         return bytes(data)
 
-    def lying_bytes(self, start: int, length: int) -> memoryview | None:
+    def bytes_in_place(self, start: int, length: int) -> memoryview | None:
         """Return the bytes without a copy; None unless they are in host memory in row-major order."""
         source = self.source
         if isinstance(source, np.ndarray):

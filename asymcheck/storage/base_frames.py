@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from asymcheck.errors import UNKNOWING, AsymcheckError
+from asymcheck.errors import INCONCLUSIVE, AsymcheckError
 from asymcheck.format import registry
 from asymcheck.format.digest_set import DigestSet, as_column
 from asymcheck.format.frame import FrameDescriptor, check_frame
@@ -101,7 +101,7 @@ class BaseFrames:
         for pack_id in pack_ids:
             try:
                 pack = self._tier.open_pack(pack_id)
-            except UNKNOWING:
+            except INCONCLUSIVE:
                 raise
             except AsymcheckError:
                 continue

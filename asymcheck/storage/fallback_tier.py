@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from asymcheck.errors import (
-    UNKNOWING,
+    INCONCLUSIVE,
     FormatError,
     MissingPartitionError,
     RemoteUnreachableError,
@@ -161,7 +161,7 @@ class FallbackManifests(ManifestReader):
         """Read one manifest, from the remote location if the local copy is missing or damaged."""
         try:
             return self._near.read(run, ref, name)
-        except (UnsupportedFormatError, *UNKNOWING):
+        except (UnsupportedFormatError, *INCONCLUSIVE):
             raise
         except (FormatError, MissingPartitionError, StorageError) as error:
             far = self._far.tier()
@@ -169,7 +169,7 @@ class FallbackManifests(ManifestReader):
                 raise
             try:
                 return far.manifests.read(run, ref, name)
-            except UNKNOWING:
+            except INCONCLUSIVE:
                 raise
             except (FormatError, MissingPartitionError, StorageError):
                 raise error from None
@@ -178,7 +178,7 @@ class FallbackManifests(ManifestReader):
         """Read the manifests of all ranks; read missing or damaged ones from the remote location."""
         try:
             return self._near.read_all(listing)
-        except (UnsupportedFormatError, *UNKNOWING):
+        except (UnsupportedFormatError, *INCONCLUSIVE):
             raise
         except (FormatError, MissingPartitionError, StorageError):
             return [self.read(listing.run, listing.ref, name) for name in listing.manifests]

@@ -178,7 +178,7 @@ class StoreReachability(Reachability):
             with catalog.read() as transaction:
                 named = transaction.manifests()
             unseen = named - self._digests.keys()
-            gone = {key for key in unseen if is_gone(self.tier, key)}
+            gone = {key for key in unseen if is_manifest_deleted(self.tier, key)}
             if gone != named or not self._are_lost(gone):
                 return unseen - gone, gone
         raise StructureError(
@@ -252,7 +252,9 @@ class StoreReachability(Reachability):
             gone: the deleted manifests. A pull may have restored a manifest under its old name.
             but: packs of the caller, which are ignored.
         """
-        if transaction.manifests() - self._digests.keys() - {*gone} or not all(is_gone(self.tier, key) for key in gone):
+        if transaction.manifests() - self._digests.keys() - {*gone} or not all(
+            is_manifest_deleted(self.tier, key) for key in gone
+        ):
             return False
         unseen = set(self.tier.pack_ids()) - self._bases.keys() - {*but}
         return not any(
@@ -271,7 +273,7 @@ def pinned_packs(transaction: Transaction, but: Collection[bytes] = ()) -> set[P
     return {pack_id for key, (_, packs) in transaction.pins().items() if key not in but for pack_id in packs}
 
 
-def is_gone(tier: NvmeTier, key: bytes) -> bool:
+def is_manifest_deleted(tier: NvmeTier, key: bytes) -> bool:
     """Tell whether a manifest in the catalog was deleted, or its key is not a valid name of a manifest."""
     path = _path_of(key)
     if path is None:

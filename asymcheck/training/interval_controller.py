@@ -10,7 +10,7 @@ from typing import Any
 
 from asymcheck.capture.background_saver import Statistics
 from asymcheck.errors import InvalidInputError
-from asymcheck.policies.interval import AutoInterval, ChosenInterval, TrainingPace, choose, slowest
+from asymcheck.policies.interval import AutoInterval, ChosenInterval, TrainingPace, choose_interval, slowest
 
 Broadcast = Callable[[int, Callable[[], object]], Any]
 """Run a function on rank 0 at a step and return its result on all ranks; a late rank gets that of an earlier step."""
@@ -74,7 +74,7 @@ class IntervalController:
             # Not after the first step, which compiles and allocates, and before a step time is known.
             settled = so_far.durable + so_far.lost >= so_far.captures
             return bool(self._step_s) and (not self._begun or (settled and self._since >= _STEPS_BETWEEN))
-        self.chosen = choose(self._aim, slowest([self.facts(so_far), *so_far.paces]), self.chosen)
+        self.chosen = choose_interval(self._aim, slowest([self.facts(so_far), *so_far.paces]), self.chosen)
         return self._captured is None or step < self._captured or step - self._captured >= self.chosen.steps
 
     def _measure(self, step: int, now_s: float, stalled: float) -> None:

@@ -20,7 +20,7 @@ from asymcheck.distributed import Ranks, Session
 from asymcheck.distributed.coordinator import reason_of
 from asymcheck.distributed.rendezvous import RankLocation
 from asymcheck.errors import (
-    UNKNOWING,
+    INCONCLUSIVE,
     AsymcheckError,
     CheckpointNotFoundError,
     FormatError,
@@ -316,7 +316,7 @@ def _restored_part(store: Store, run: str, ref: CheckpointRef, rank: int, into: 
         for tier in tiers:
             try:
                 loaded = load_part(opened.with_memory(tier), run, ref, wanted)
-            except (UnsupportedFormatError, RefusedStateError, *UNKNOWING):
+            except (UnsupportedFormatError, RefusedStateError, *INCONCLUSIVE):
                 raise
             except (FormatError, RecoveryError, StorageError) as error:
                 problems.append(str(error))

@@ -44,7 +44,7 @@ def test_ranks_wait_for_pending_writes_before_an_abort() -> None:
     told: list[tuple[bytes, bool]] = []
     joint = TwoPhaseCommit.__new__(TwoPhaseCommit)
     vars(joint)["_committing"] = SimpleNamespace(report=lambda _at, what, *, failed: told.append((what, failed)))
-    capture = SimpleNamespace(save_round=SimpleNamespace(number=1, shares_anew=False), error=error)
+    capture = SimpleNamespace(save_round=SimpleNamespace(number=1, reassigns=False), error=error)
     waited: list[str] = []
     write = SimpleNamespace(exception=lambda: waited.append("until it has ended"))
     inflight = SimpleNamespace(capture=capture, writes=[write])

@@ -240,9 +240,9 @@ def test_interrupts_arrive_where_permitted(called: list[int]) -> None:
     interrupts = Interrupts()
     with interrupts:
         assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
-        interrupts.come()
+        interrupts.deliver()
         signal.raise_signal(signal.SIGUSR1)
-        interrupts.come()
-        interrupts.come()
+        interrupts.deliver()
+        interrupts.deliver()
         assert called == [signal.SIGUSR1]
     assert called == [signal.SIGUSR1]

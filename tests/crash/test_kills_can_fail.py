@@ -79,7 +79,7 @@ def collection_forgets_a_manifest() -> None:
 
     ManifestFiles.checkpoints = overlook  # type: ignore[method-assign]  # as above
     for module in (collect, reachability):
-        module.is_gone = lambda _tier, _key: True  # type: ignore[attr-defined]  # as above
+        module.is_manifest_deleted = lambda _tier, _key: True  # type: ignore[attr-defined]  # as above
 
 
 def saves_are_reported_too_early() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from asymcheck import Store
 from asymcheck.errors import (
-    UNKNOWING,
+    INCONCLUSIVE,
     AsymcheckError,
     DamagedPartitionError,
     HeadRecordError,
@@ -232,7 +232,7 @@ def test_overwritten_tensors_are_counted_after_a_refusal(tmp_path: Path, count: 
     assert str(caught.value).endswith(f". {told}")
 
 
-@pytest.mark.parametrize("kind", UNKNOWING)
+@pytest.mark.parametrize("kind", INCONCLUSIVE)
 def test_a_fill_that_is_cut_off_says_that_the_state_is_a_mixture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[AsymcheckError]
 ) -> None:

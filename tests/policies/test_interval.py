@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asymcheck.errors import InvalidInputError
-from asymcheck.policies.interval import AutoInterval, ChosenInterval, TrainingPace, choose, span
+from asymcheck.policies.interval import AutoInterval, ChosenInterval, TrainingPace, choose_interval, span
 
 THREE_HOURS = 3 * 3600.0
 
@@ -39,7 +39,7 @@ def bounds(aim: AutoInterval, measured: TrainingPace) -> list[float]:
 @given(aims, facts)
 def test_interval_is_the_greatest_of_three_bounds(aim: AutoInterval, measured: TrainingPace) -> None:
     """In whole steps, rounded up, at least one."""
-    steps = choose(aim, measured).steps
+    steps = choose_interval(aim, measured).steps
     seconds = max(bounds(aim, measured))
     assert steps >= 1
     assert steps * measured.step_s >= seconds * (1 - 1e-6)
@@ -49,8 +49,8 @@ def test_interval_is_the_greatest_of_three_bounds(aim: AutoInterval, measured: T
 @given(aims, facts, facts)
 def test_interval_stays_within_a_quarter(aim: AutoInterval, before: TrainingPace, after: TrainingPace) -> None:
     """Then it follows the new measurements alone."""
-    old, new = choose(aim, before), choose(aim, after)
-    chosen = choose(aim, after, old)
+    old, new = choose_interval(aim, before), choose_interval(aim, after)
+    chosen = choose_interval(aim, after, old)
     near = old.steps / 1.25 <= new.steps <= old.steps * 1.25
     assert chosen == (old if near else new)
 
@@ -67,7 +67,7 @@ def test_interval_stays_within_a_quarter(aim: AutoInterval, before: TrainingPace
 )
 def test_interval_has_a_reason(measured: TrainingPace, aim: AutoInterval, steps: int, words: str) -> None:
     """In one sentence, with the decisive figures."""
-    chosen = choose(aim, measured)
+    chosen = choose_interval(aim, measured)
     assert chosen.steps == steps
     assert words in str(chosen)
     assert str(chosen).startswith("every step:" if steps == 1 else f"every {steps} steps:")
@@ -77,13 +77,15 @@ def test_unchosen_interval_is_reported() -> None:
     """And blocks nothing."""
     early = ChosenInterval(0, "1 of 3 checkpoints were measured")
     assert str(early) == "not chosen yet: 1 of 3 checkpoints were measured"
-    assert choose(AutoInterval(), TrainingPace(1.0, 0.5, 1.0), early).steps == math.ceil(math.sqrt(THREE_HOURS))
+    assert choose_interval(AutoInterval(), TrainingPace(1.0, 0.5, 1.0), early).steps == math.ceil(
+        math.sqrt(THREE_HOURS)
+    )
 
 
 def test_steps_of_no_time_are_no_division_by_zero() -> None:
     """A loop that does nothing gets an interval, too."""
-    assert choose(AutoInterval(), TrainingPace(0.0, 0.0, 0.0)).steps == 1
-    assert choose(AutoInterval(), TrainingPace(0.0, 0.1, 0.0)).steps > 10**6
+    assert choose_interval(AutoInterval(), TrainingPace(0.0, 0.0, 0.0)).steps == 1
+    assert choose_interval(AutoInterval(), TrainingPace(0.0, 0.1, 0.0)).steps > 10**6
 
 
 @pytest.mark.parametrize(

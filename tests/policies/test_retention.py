@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asymcheck.errors import InvalidInputError
-from asymcheck.policies.retention import Best, Retention, Verdict, judge
+from asymcheck.policies.retention import Best, Retention, Verdict, choose_kept
 from asymcheck.types import Checkpoint
 
 NOW_NS = 1_800_000_000 * 10**9
@@ -107,9 +107,9 @@ def test_kept_checkpoints_have_a_rule_or_are_protected(
     """Nothing else stays or goes, for any order of checkpoints."""
     retention = Retention(**given_rules, keep_abandoned=keep_abandoned)  # type: ignore[arg-type]  # as drawn
     whole = sorted((one for one in found if one.on_line and one.complete), key=lambda one: one.ref)
-    verdicts = judge(retention, found, NOW_NS)
+    verdicts = choose_kept(retention, found, NOW_NS)
     assert [verdict.checkpoint for verdict in verdicts] == sorted(found, key=lambda one: one.ref)
-    assert judge(retention, found[::-1], NOW_NS) == verdicts
+    assert choose_kept(retention, found[::-1], NOW_NS) == verdicts
     for verdict in verdicts:
         one = verdict.checkpoint
         always = (
@@ -127,8 +127,8 @@ def test_a_further_rule_keeps_no_less(
 ) -> None:
     """Rules only add: what stays by some of them stays by all of them."""
     both = {name: value if value is not None else other[name] for name, value in one.items()}
-    fewer = judge(Retention(**one), found, NOW_NS)  # type: ignore[arg-type]  # as drawn
-    more = judge(Retention(**both), found, NOW_NS)  # type: ignore[arg-type]  # as drawn
+    fewer = choose_kept(Retention(**one), found, NOW_NS)  # type: ignore[arg-type]  # as drawn
+    more = choose_kept(Retention(**both), found, NOW_NS)  # type: ignore[arg-type]  # as drawn
     assert {v.checkpoint.save_id for v in fewer if v.stays} <= {v.checkpoint.save_id for v in more if v.stays}
 
 
@@ -140,8 +140,8 @@ def test_held_checkpoints_stay_without_other_effects(
     """With the given reason first."""
     retention = Retention(**given_rules, keep_abandoned=False)  # type: ignore[arg-type]  # as drawn
     held = data.draw(st.sets(st.sampled_from([one.save_id for one in found]))) if found else set()
-    before = judge(retention, found, NOW_NS)
-    after = judge(retention, found, NOW_NS, dict.fromkeys(held, "being read"))
+    before = choose_kept(retention, found, NOW_NS)
+    after = choose_kept(retention, found, NOW_NS, dict.fromkeys(held, "being read"))
     for old, new in zip(before, after, strict=True):
         added = ("being read",) if old.checkpoint.save_id in held else ()
         assert new.reasons == added + old.reasons
@@ -151,7 +151,7 @@ def test_the_reasons_are_sentences_that_name_the_rule() -> None:
     """All that apply, in the order of the rules."""
     retention = Retention(keep_last=2, keep_every=100, keep_best=("loss", 1), keep_for=timedelta(hours=2))
     found = [described(step, hours_old=5 - step / 100, loss=2 - step / 1000) for step in (0, 50, 100, 400, 500)]
-    reasons = {verdict.checkpoint.step: verdict.reasons for verdict in judge(retention, found, NOW_NS)}
+    reasons = {verdict.checkpoint.step: verdict.reasons for verdict in choose_kept(retention, found, NOW_NS)}
     assert reasons == {
         0: ("keep every 100",),
         50: (),
@@ -171,29 +171,29 @@ def test_best_may_be_the_greatest_and_ties_prefer_the_older() -> None:
         described(4),
         described(5, acc=0.1),
     ]
-    assert staying(judge(Retention(keep_best=("acc", 1, "max")), found, NOW_NS)) == [1, 5]
-    assert staying(judge(Retention(keep_best=("acc", 2, "max")), found, NOW_NS)) == [1, 2, 5]
-    assert staying(judge(Retention(keep_best=("acc", 2)), found, NOW_NS)) == [0, 5]
+    assert staying(choose_kept(Retention(keep_best=("acc", 1, "max")), found, NOW_NS)) == [1, 5]
+    assert staying(choose_kept(Retention(keep_best=("acc", 2, "max")), found, NOW_NS)) == [1, 2, 5]
+    assert staying(choose_kept(Retention(keep_best=("acc", 2)), found, NOW_NS)) == [0, 5]
 
 
 def test_incomplete_checkpoint_takes_no_place() -> None:
     """Two restorable ones stay, and newer incomplete ones may become complete."""
     found = [described(0), described(1), described(2, complete=False), described(3), described(4, complete=False)]
-    assert staying(judge(Retention(keep_last=2), found, NOW_NS)) == [1, 3, 4]
+    assert staying(choose_kept(Retention(keep_last=2), found, NOW_NS)) == [1, 3, 4]
 
 
 def test_newest_is_by_the_line_and_not_by_the_step() -> None:
     """After a restore to step 5, step 6 of the new generation is newer than step 9 of the old one."""
     found = [described(5), described(9, on_line=False), described(6, generation=2)]
-    assert staying(judge(Retention(keep_last=1, keep_abandoned=False), found, NOW_NS)) == [6]
-    assert staying(judge(Retention(keep_last=1), found, NOW_NS)) == [9, 6]
+    assert staying(choose_kept(Retention(keep_last=1, keep_abandoned=False), found, NOW_NS)) == [6]
+    assert staying(choose_kept(Retention(keep_last=1), found, NOW_NS)) == [9, 6]
 
 
 def test_the_age_is_exact() -> None:
     """To the nanosecond, on the side of keeping."""
     old = described(0, hours_old=2)
     found = [old, dataclasses.replace(described(1), created_ns=old.created_ns - 1), described(2)]
-    assert staying(judge(Retention(keep_for=timedelta(hours=2)), found, NOW_NS)) == [0, 2]
+    assert staying(choose_kept(Retention(keep_for=timedelta(hours=2)), found, NOW_NS)) == [0, 2]
 
 
 @pytest.mark.parametrize(

@@ -66,17 +66,17 @@ def test_contiguous_bytes_are_views(name: str) -> None:
     """Later changes are visible; None if a copy would be needed."""
     view = VIEWS[name]
     for source in (view, view.numpy()):
-        lying = make_leaf(source, "x", "").lying_bytes(0, view.nbytes)
+        in_place = make_leaf(source, "x", "").bytes_in_place(0, view.nbytes)
         if view.is_contiguous():
-            assert lying is not None
-            assert bytes(lying) == flat_bytes(view).numpy().tobytes()
-            assert not lying or np.frombuffer(lying, dtype=np.uint8).ctypes.data == view.data_ptr()
+            assert in_place is not None
+            assert bytes(in_place) == flat_bytes(view).numpy().tobytes()
+            assert not in_place or np.frombuffer(in_place, dtype=np.uint8).ctypes.data == view.data_ptr()
         else:
-            assert lying is None
-    assert make_leaf(torch.tensor([1j]).conj(), "x", "").lying_bytes(0, 8) is None
+            assert in_place is None
+    assert make_leaf(torch.tensor([1j]).conj(), "x", "").bytes_in_place(0, 8) is None
     unwritable = np.arange(3)
     unwritable.flags.writeable = False
-    assert make_leaf(unwritable, "x", "").lying_bytes(0, 24) is None
+    assert make_leaf(unwritable, "x", "").bytes_in_place(0, 24) is None
 
 
 def test_conj_and_neg_views_have_the_bytes_of_their_values() -> None:

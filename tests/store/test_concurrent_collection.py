@@ -114,7 +114,7 @@ def test_a_checkpoint_that_comes_back_keeps_its_packs(
     store.save({"w": torch.rand(100_000)}, step=1)
     store.push(location)
     lose_manifest(store, 1)
-    once(monkeypatch, reachability_module, "is_gone", lambda: store.pull(location, 1))
+    once(monkeypatch, reachability_module, "is_manifest_deleted", lambda: store.pull(location, 1))
     store.gc()
     assert store.verify() == []
     assert [one.step for one in store.checkpoints()] == [1]
@@ -131,9 +131,9 @@ def test_a_checkpoint_that_comes_back_between_two_batches_keeps_its_packs(
     lose_manifest(store, 1)
     whole = collect_module.StoreSweep._free
 
-    def free(sweep: collect_module.StoreSweep, *, insists: bool) -> bool:
+    def free(sweep: collect_module.StoreSweep, *, blocks_commits: bool) -> bool:
         sweep.candidates = dict(sorted(sweep.candidates.items(), key=lambda one: one[0] not in garbage))
-        return whole(sweep, insists=insists)
+        return whole(sweep, blocks_commits=blocks_commits)
 
     monkeypatch.setattr(collect_module.StoreSweep, "_free", free)
     once(monkeypatch, collect_module.StoreSweep, "_retire", lambda: store.pull(location, 1))
@@ -165,7 +165,7 @@ def test_a_checkpoint_that_comes_back_is_seen_by_repacking(
         path.write_bytes(data)
 
     once(monkeypatch, collect_module.StoreSweep, "_retire", come_and_go)
-    once(monkeypatch, reachability_module, "is_gone", come_again)
+    once(monkeypatch, reachability_module, "is_manifest_deleted", come_again)
     store.gc()
     assert store.verify() == []
     assert [one.step for one in store.checkpoints()] == [1, 2]

@@ -22,7 +22,7 @@ from asymcheck.errors import (
 )
 from asymcheck.gc.collect import Collected
 from asymcheck.gc.retention_runner import Pruner
-from asymcheck.policies.retention import judge
+from asymcheck.policies.retention import choose_kept
 from tests.store.equality import assert_same, directory_content
 
 MIB = 1 << 20
@@ -199,12 +199,12 @@ def test_rollback_during_pruning_loses_nothing(store: Store, monkeypatch: pytest
     begun: list[int] = []
 
     def judge_and_go_back(*arguments: object) -> object:
-        verdicts = judge(*arguments)  # type: ignore[arg-type]  # as it was called
+        verdicts = choose_kept(*arguments)  # type: ignore[arg-type]  # as it was called
         if not begun and any(not verdict.stays for verdict in verdicts):
             begun.append(store.begin_generation(first))
         return verdicts
 
-    monkeypatch.setattr("asymcheck.gc.retention_runner.judge", judge_and_go_back)
+    monkeypatch.setattr("asymcheck.gc.retention_runner.choose_kept", judge_and_go_back)
     pruned = store.prune(Retention(keep_last=1))
     assert begun
     assert _steps(store) == [1, 2, 3]

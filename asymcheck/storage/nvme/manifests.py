@@ -7,7 +7,7 @@ import os
 from pathlib import Path, PurePath
 
 from asymcheck.errors import (
-    UNKNOWING,
+    INCONCLUSIVE,
     FormatError,
     HeadRecordError,
     MissingPartitionError,
@@ -63,7 +63,7 @@ class ManifestFiles(ManifestReader):
             if name.digest not in self._spans:
                 try:
                     self._spans[name.digest] = self.read(listing.run, listing.ref, name).header.store_ranks
-                except UNKNOWING:
+                except INCONCLUSIVE:
                     raise
                 except (FormatError, MissingPartitionError, StorageError):
                     continue

@@ -342,12 +342,12 @@ def test_a_time_that_no_end_can_take(store: Path, folder: str) -> None:
 
 
 def test_errors_survive_pickling() -> None:
-    """Of any class, also those that cannot be built from their message."""
+    """Test errors with fields, and an error that holds an object that cannot be pickled."""
     same = errors.DamagedPartitionError("damaged", b"x" * 16)
     found = pickle.loads(pickle.dumps(module._portable(same)))
     assert (type(found), str(found), found.digest) == (type(same), "damaged", b"x" * 16)
-    other: Exception = RanksMissingError("rank 1 is missing", [1])
-    assert str(module._portable(other)) == "RanksMissingError: rank 1 is missing"
+    missing = pickle.loads(pickle.dumps(module._portable(RanksMissingError("rank 1 is missing", [1]))))
+    assert (type(missing), missing.missing) == (RanksMissingError, (1,))
     other = errors.StorageError("it holds a lock")
     other.__dict__["lock"] = threading.Lock()
     assert str(module._portable(other)) == "StorageError: it holds a lock"

@@ -205,7 +205,7 @@ def test_a_remote_location_is_not_saved_to(store: Path, folder: str) -> None:
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder)
     with Store.open(folder, config=CONFIG, create=True) as there:
-        with pytest.raises(ReadOnlyStoreError, match="push from that"):
+        with pytest.raises(ReadOnlyStoreError, match="push from there"):
             there.save({"x": torch.ones(1)}, step=3)
         with pytest.raises(InvalidInputError, match="pull it first"):
             there.disk_usage()

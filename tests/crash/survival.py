@@ -124,6 +124,8 @@ def leftovers(store: Store) -> list[str]:
     expected = {root / layout.DESCRIPTOR_NAME, root / layout.CATALOG}
     expected |= {root / name for name in (layout.HEADS, layout.MANIFESTS, layout.PACKS, layout.POOL)}
     manifests = set()
+    if (root / layout.LOCKS).exists():
+        expected |= {root / layout.LOCKS, *(root / layout.LOCKS).glob("*.lock")}
     for run in tier.manifests.runs():
         heads = root / layout.HEADS / run
         if tier.manifests.heads(run):

@@ -103,6 +103,10 @@ class Checkpointer:
             takeover: continue the run even if another process trains it. That training ends with an error at its next
                 step. By default, this training waits up to ``StoreConfig.lock_timeout_s`` seconds for its end, and
                 then raises an error.
+
+        Raises:
+            InvalidInputError: an argument is invalid.
+            ReadOnlyStoreError, ClosedStoreError, ForkedStoreError: the store cannot be written.
         """
         if not isinstance(store, Store):
             raise InvalidInputError(f"store {store!r:.100}: give what Store.open(location) returned")

@@ -126,9 +126,10 @@ def use_after_fork(path: str) -> None:
     journal = Journal(Path(path) / "journal")
     store = open_store(Path(path) / "store")
     save(store, journal, 0)
+    checkpointer = Checkpointer(store, make_state(5), every=1, keep=None)
     pid = os.fork()
     if pid == 0:
-        _check_forked(store, Path(path) / "store")
+        _check_forked(store, checkpointer, Path(path) / "store")
         # As a worker that ends in order: objects are collected, files closed.
         del store
         return
@@ -141,8 +142,7 @@ def use_after_fork(path: str) -> None:
     assert list((Path(path) / "store" / "catalog" / "open").iterdir()) == [], "damage was noted, or a marker left"
 
 
-def _check_forked(store: Store, path: Path) -> None:
-    checkpointer = Checkpointer(store, make_state(5), every=1, keep=None)
+def _check_forked(store: Store, inherited: Checkpointer, path: Path) -> None:
     uses = [
         lambda: store.save(make_state(5), step=5),
         store.load,
@@ -153,8 +153,9 @@ def _check_forked(store: Store, path: Path) -> None:
         store.tensors,
         lambda: store.delete(0),
         lambda: store.begin_generation(None),
-        lambda: checkpointer.save(5),
-        checkpointer.restore,
+        lambda: Checkpointer(store, make_state(5)),
+        lambda: inherited.save(5),
+        inherited.restore,
     ]
     for use in uses:
         with pytest.raises(ForkedStoreError, match="open it again"):

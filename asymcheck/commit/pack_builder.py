@@ -14,6 +14,7 @@ from asymcheck.errors import AsymcheckError, StorageError, UnsupportedFormatErro
 from asymcheck.format import registry
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.pack import Entries, PackHeader
+from asymcheck.storage import damaged_frames
 from asymcheck.storage.nvme import Catalog, NvmeTier, PackWriter
 from asymcheck.types import Digest, Location, PackId
 
@@ -55,7 +56,7 @@ class KnownPartitions:
 
     def _is_stored(self, name: Digest, location: Location) -> bool:
         index = None if location.pack_id in self._gone else self._index(location.pack_id)
-        if index is None:
+        if index is None or damaged_frames.is_damaged(location.pack_id, location.offset):
             return False
         offsets, entries = index
         row = int(np.searchsorted(offsets, np.uint64(location.offset)))

@@ -17,6 +17,7 @@ from asymcheck.format.frame import HEADER_BYTES, FrameDescriptor, check_frame, c
 from asymcheck.format.pack import check_entry, entry_length
 from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.restore.partition_locator import PartitionCopy, PartitionLocator
+from asymcheck.storage import damaged_frames
 from asymcheck.storage.nvme import run_with_slots
 from asymcheck.storage.slots import Slot, SlotPool
 from asymcheck.types import Digest
@@ -104,7 +105,14 @@ def read_any(
             problems.append(f"{copy}: {error}")
         except FormatError as error:
             problems.append(str(error))
+        _note_damage(sources, copy)
     raise DamagedPartitionError("; ".join(problems), name)
+
+
+def _note_damage(sources: PartitionLocator, copy: PartitionCopy) -> None:
+    """Record a damaged frame and its bases, so that later saves of this process write these partitions again."""
+    for frame in (copy, *(base for name in copy.bases() for base in sources.base_copies(name))):
+        damaged_frames.note(frame.pack.header.pack_id, int(frame.pack.entries[frame.sequence]["offset"]))
 
 
 def _base_reader_of(sources: PartitionLocator) -> BaseReader:

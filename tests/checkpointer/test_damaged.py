@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from asymcheck import Checkpointer, Store, StoreConfig
+from asymcheck.config import Compression
 from asymcheck.errors import (
     InconsistentCheckpointError,
     PartialRestoreError,
@@ -45,6 +46,33 @@ def _flip(path: Path) -> None:
 
 def _flip_newest(store: Store) -> None:
     _flip(max((store.path / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns))
+
+
+@pytest.mark.parametrize("compression", ["off", "smallest"])
+def test_replayed_step_does_not_rely_on_a_damaged_frame(store_path: Path, compression: Compression) -> None:
+    """Test a training that computes the bytes of a damaged checkpoint again, after a restore of the older one."""
+    config = StoreConfig(compression=compression)
+
+    def train(store: Store, steps: range) -> None:
+        state = _two_large_tensors()
+        checkpointer = Checkpointer(store, state, every=1, keep=None)
+        checkpointer.restore()
+        for step in steps:
+            generator = torch.Generator().manual_seed(step)
+            for tensor in state.values():
+                tensor.normal_(generator=generator)
+            checkpointer.save(step)
+
+    with Store.open(store_path, config=config, create=True) as store:
+        train(store, range(3))
+        _flip_newest(store)
+    with Store.open(store_path, config=config) as store, pytest.warns(SkippedCheckpointWarning, match="step 2"):
+        train(store, range(2, 3))
+    with Store.open(store_path, config=config) as store:
+        checkpointer = Checkpointer(store, _two_large_tensors(), every=1, keep=None)
+        restored = checkpointer.restore()
+        assert restored is not None
+        assert restored.step == 2
 
 
 def test_a_damaged_partition_gives_way_to_the_next_older_checkpoint(store: Store) -> None:

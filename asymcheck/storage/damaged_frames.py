@@ -1,0 +1,25 @@
+"""Frames that this process has found damaged.
+
+A save stores each partition once. Without this record, a training that was restored from an older checkpoint, because
+the newest one is damaged, would compute the same bytes again and refer to the damaged frame.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from asymcheck.types import PackId
+
+_damaged: set[tuple[PackId, int]] = set()
+_lock = threading.Lock()
+
+
+def note(pack_id: PackId, offset: int) -> None:
+    """Record that the frame at ``offset`` of a pack is damaged. Pack ids are random, so they name no other pack."""
+    with _lock:
+        _damaged.add((pack_id, offset))
+
+
+def is_damaged(pack_id: PackId, offset: int) -> bool:
+    """Tell whether the frame at ``offset`` of a pack was found damaged."""
+    return (pack_id, offset) in _damaged

@@ -400,3 +400,9 @@ def test_store_that_vanishes_is_not_empty(store_path: Path, read_only: bool) -> 
         (store_path.parent / "elsewhere").rename(store_path)
         assert [checkpoint.step for checkpoint in store.checkpoints()] == [1]
         assert store.checkpoints("another") == []
+
+
+def test_place_that_cannot_hold_a_store_is_a_clear_error() -> None:
+    """Test /proc, where no directory can be created."""
+    with pytest.raises(StorageError, match="cannot create store /proc/asymcheck-test"):
+        Store.open("/proc/asymcheck-test", create=True)

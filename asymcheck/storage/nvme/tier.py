@@ -16,6 +16,7 @@ from asymcheck.errors import (
     InvalidInputError,
     MissingPartitionError,
     ReadOnlyStoreError,
+    StorageError,
     StoreNotFoundError,
     StructureError,
 )
@@ -126,7 +127,11 @@ class NvmeTier(StoreTier):
         if not parent.is_dir():
             raise InvalidInputError(f"cannot create store {self.root}: {parent} is a file; choose another path")
         for path in reversed(missing):
-            self.files.make_directory(path)
+            try:
+                self.files.make_directory(path)
+            except FileNotFoundError as error:
+                # Another process has removed the parent, or it is a file system such as /proc.
+                raise StorageError(f"cannot create store {self.root}: {error}; choose another path") from error
         for name in _FOLDERS:
             self.files.make_directory(self.root / name)
         # Make all parent directories durable before the descriptor. An existing one may have been created by a process

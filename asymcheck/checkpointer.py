@@ -133,6 +133,14 @@ class Checkpointer:
         self._pusher = BackgroundPush(partial(store.push_in_background, run=run, poll_s=_POLL_S), push, found)
         self._maintenance = None if keep is None else MaintenanceThread(partial(self._pruner, keep))
 
+    def __repr__(self) -> str:
+        """Return run, latest step, interval and store."""
+        latest = "no step yet" if self.latest_step is None else f"latest step {self.latest_step}"
+        every = self.interval.steps
+        interval = "interval not chosen yet" if not every else f"every {'step' if every == 1 else f'{every} steps'}"
+        pushes = ", pushed" if self._pusher.pushes else ""
+        return f"<Checkpointer of run {self._run!r} in {self._store.location}: {latest}, {interval}{pushes}>"
+
     def _pruner(self, keep: Retention) -> Pruner:
         opened = self._store.training.opened
         return Pruner(opened.writable(), opened.catalog(), self._run, keep, self._pusher.held)

@@ -275,7 +275,7 @@ def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
             numbers[str(name)] = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise InvalidInputError(
-                f"metric {name!r:.100} is {_shown(value)}, which is not a number that fits"
+                f"metric {name!r:.100} is {_shown(value)}: give a number, such as loss.item()"
             ) from error
     return numbers
 

@@ -76,7 +76,7 @@ def encode_plain(value: object) -> Node:
         return ["c", _float_hex(value.real), _float_hex(value.imag)]
     if type(value) is bytes:
         return ["b", base64.b64encode(value).decode("ascii")]
-    raise StructureError(f"values of type {type(value).__qualname__} have no plain form")
+    raise StructureError(f"values of type {type(value).__qualname__} cannot be stored")
 
 
 def encode_integer(value: int) -> Node:

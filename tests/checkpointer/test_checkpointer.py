@@ -291,6 +291,15 @@ def test_a_state_that_is_refused_abandons_nothing(store: Store) -> None:
     assert len(list((store.path / "heads" / "default").iterdir())) == 1
 
 
+def test_repr_names_run_step_interval_and_store(store: Store) -> None:
+    """Test the text before and after the first checkpoint."""
+    checkpointer = Checkpointer(store, _state(), every=10, run="gpt2")
+    assert repr(checkpointer) == f"<Checkpointer of run 'gpt2' in {store.location}: no step yet, every 10 steps>"
+    checkpointer.save(3)
+    assert "latest step 3" in repr(checkpointer)
+    assert "interval not chosen yet" in repr(Checkpointer(store, _state()))
+
+
 def test_newer_checkpointer_of_a_run_owns_the_line(store: Store) -> None:
     """Test that the older one cannot add checkpoints any more, not even abandoned ones."""
     old = Checkpointer(store, _state(), every=1, keep=None)

@@ -27,9 +27,10 @@
         ├── OutOfSpaceError, UnsupportedFileSystemError, ReadOnlyStoreError, LockTimeoutError
         └── TooManyFilesError, RemoteUnreachableError, CatalogError, ClosedStoreError, ForkedStoreError
 
-Warnings: :class:`AbandonedCheckpointsWarning`, :class:`SkippedCheckpointWarning`, :class:`StepOrderWarning`,
-:class:`CaptureWarning`, :class:`StaleStateWarning`, :class:`LostCheckpointWarning`, :class:`PruneWarning`,
-:class:`UnreachableRemoteWarning`, :class:`RemoteCopyWarning`, :class:`SilentDivergenceWarning`.
+Warnings: :class:`AbandonedCheckpointsWarning`, :class:`SkippedCheckpointWarning`, :class:`StateDifferenceWarning`,
+:class:`StepOrderWarning`, :class:`CaptureWarning`, :class:`StaleStateWarning`, :class:`LostCheckpointWarning`,
+:class:`PruneWarning`, :class:`UnreachableRemoteWarning`, :class:`RemoteCopyWarning`,
+:class:`SilentDivergenceWarning`.
 
 ``kind`` is a stable machine-readable code; codes are only ever added.
 """
@@ -321,6 +322,10 @@ class AbandonedCheckpointsWarning(UserWarning):
 
 class SkippedCheckpointWarning(UserWarning):
     """A newer checkpoint was skipped because it cannot be restored."""
+
+
+class StateDifferenceWarning(UserWarning):
+    """The given state differs from the checkpoint in a way that torch accepts in silence."""
 
 
 class StepOrderWarning(UserWarning):

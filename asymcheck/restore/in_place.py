@@ -10,13 +10,20 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from asymcheck.errors import InvalidInputError, RefusedStateError, StateMismatchError, UnsupportedValueError
+from asymcheck.errors import InvalidInputError, RefusedStateError, StateMismatchError, UnsupportedValueError, listed
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.tree import Key, join_name
 from asymcheck.restore.assemble import Assembly
 from asymcheck.restore.read_plan import Demand
 from asymcheck.restore.reshard import ShardSet
-from asymcheck.restore.state_dict_check import PipelineStages, misfits, parameters_of, state_for, with_counters
+from asymcheck.restore.state_dict_check import (
+    PipelineStages,
+    differences,
+    misfits,
+    parameters_of,
+    state_for,
+    with_counters,
+)
 from asymcheck.restore.state_template import RowRef, merge, rows_in, select_each, with_tensors
 from asymcheck.state.boxes import Box
 from asymcheck.state.leaves import identity_key, make_leaf
@@ -57,6 +64,8 @@ class InPlaceFill:
         self._demands: dict[tuple[int, Box], Demand] = {}
         self._taken: dict[object, tuple[int, Box]] = {}
         self._problems: list[str] = []
+        self.differences: list[str] = []
+        """Differences between the given and the stored state that torch accepts in silence."""
         self._stages = PipelineStages(parts.rank_of)
         stored = select_each(parts.shapes(), tensors)
         fillable = isinstance(state, (torch.Tensor, np.ndarray, TensorShard, Mapping, list, tuple, Stateful))
@@ -179,6 +188,9 @@ class InPlaceFill:
         self._problems += [
             ".".join(filter(None, (name, problem))) for problem in misfits(current, shape, self._parts.row)
         ]
+        self.differences += [
+            f"{name or '<root>'}: {difference}" for difference in differences(current, shape, self._parts.row)
+        ]
         if isinstance(current, torch.nn.Module):
             self._stages.add_module(name, current, state, mappings)
         elif isinstance(current, torch.optim.Optimizer):
@@ -237,6 +249,8 @@ class InPlaceFill:
                 finishes[key] = self._match(value, values, (*path, key))
             else:
                 self._refuse((*path, key), f"is not in {self._stored_where}")
+        if self._grows and not path and (unused := [key for key in mappings[0] if key not in current]):
+            self.differences.append(f"stored, but not in the given state: {listed(unused)}")
         if self._grows and path:
             # Only entries of the own rank are added.
             for key in mappings[0]:

@@ -18,8 +18,10 @@ from asymcheck.errors import (
     InconsistentCheckpointError,
     PartialRestoreError,
     RefusedStateError,
+    StateDifferenceWarning,
     StateMismatchError,
     listed,
+    warn_user,
 )
 from asymcheck.events import timed
 from asymcheck.format.digest import digest
@@ -162,6 +164,9 @@ def _load_one(tier: ReadTier, wanted: LoadRequest, resolved: Resolved) -> object
     parts = ShardSet(resolved.manifests, [manifest.header.rank for manifest in resolved.manifests].index(own))
     with _with_advice(tier, resolved, parts, "\n"):
         filler = InPlaceFill(wanted.into, parts, wanted.tensors, grows=wanted.grows)
+    if filler.differences:
+        shown = "\n  ".join(filler.differences)
+        warn_user(f"restored state differs from {resolved.ref}:\n  {shown}", StateDifferenceWarning)
     assembly = Assembly(filler.demands, wanted.device, resolved.sources)
     fetch_in_place(tier, resolved, assembly)
     return _finish(filler, assembly)

@@ -18,6 +18,11 @@ from asymcheck.state.shards import Distributed
 _MODULE_HOOKS = "_load_state_dict_pre_hooks"
 _MODULE_LOADER = "_load_from_state_dict"
 _OPTIMIZER_HOOKS = "_optimizer_load_state_dict_pre_hooks"
+_SCHEDULER_OPTIONS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+"""Options that schedulers of torch add to a group."""
+_SCHEDULED_OPTIONS = {"params", "param_names", "lr", "betas", "momentum", "max_lr", "min_lr", "swa_lr"}
+"""Options that change during a training."""
+_OPTION_TYPES = (bool, int, float, str, tuple, type(None))
 _ADVICE = (
     "pipeline stages can only be restored by as many ranks as saved them. For another number, save the optimizer's "
     "state by parameter names (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict)"
@@ -37,6 +42,44 @@ def misfits(current: object, stored: Mapping[Key, object], row_of: Callable[[int
         given, kept = _group_sizes(current.param_groups), _group_sizes(stored.get("param_groups"))
         if given != kept:
             yield f"param_groups: groups of {given} parameters are given, but of {kept} are stored"
+
+
+def differences(current: object, stored: Mapping[Key, object], row_of: Callable[[int], TensorRow]) -> Iterator[str]:
+    """Yield differences between an object and a stored state that ``load_state_dict()`` accepts in silence."""
+    if isinstance(current, torch.nn.Module):
+        yield from _conversions(current, stored, row_of)
+    elif isinstance(current, torch.optim.Optimizer) and isinstance(stored.get("param_groups"), list):
+        for number, groups in enumerate(zip(current.param_groups, _items(stored["param_groups"]), strict=False)):
+            yield from (f"param_groups.{number}: {problem}" for problem in _group_differences(*groups))
+
+
+def _conversions(
+    module: torch.nn.Module, stored: Mapping[Key, object], row_of: Callable[[int], TensorRow]
+) -> Iterator[str]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for key, value in module.state_dict().items():
+        item = stored.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(item, RowRef):
+            counts[row_of(item.row).dtype, str(value.dtype).removeprefix("torch.")] += 1
+    for (kept, given), count in counts.items():
+        if kept != given:
+            yield f"{count:,} tensor{'s are' if count > 1 else ' is'} converted from {kept} to {given}"
+
+
+def _group_differences(given: Mapping[str, object], kept: object) -> Iterator[str]:
+    """Yield the differences between the options of a group of parameters."""
+    if not isinstance(kept, dict):
+        return
+    lacking, extra = (
+        sorted(keys - _SCHEDULER_OPTIONS) for keys in (given.keys() - kept.keys(), kept.keys() - given.keys())
+    )
+    # A newer torch only adds options, for which it has defaults.
+    if lacking and extra:
+        names, others = (", ".join(map(repr, options)) for options in (lacking, extra))
+        yield f"{names} given, but not stored; {others} stored, but not given. Was it an optimizer of another class?"
+    for key in sorted(given.keys() & kept.keys() - _SCHEDULED_OPTIONS):
+        if type(given[key]) in _OPTION_TYPES and type(kept[key]) in _OPTION_TYPES and given[key] != kept[key]:
+            yield f"{key} is {given[key]!r} in the given optimizer, and {kept[key]!r} in the checkpoint, which is used"
 
 
 def _module_loads_by_name(module: torch.nn.Module) -> bool:

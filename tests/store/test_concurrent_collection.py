@@ -185,12 +185,12 @@ def test_deletion_keeps_a_returned_manifest_in_the_catalog(
 
 
 def test_collection_ends_beside_saves_that_do_not(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint comes after each of its looks, which needs what nothing needed then; in the end they wait for it."""
+    """Test saves that need garbage again after each search for garbage; in the end, saves wait for the collection."""
     again, saves = torch.rand(100_000), list[int]()
-    look = collect_module.StoreSweep._mark
+    find_garbage = collect_module.StoreSweep._find_garbage
 
-    def look_and_save(sweep: collect_module.StoreSweep) -> None:
-        look(sweep)
+    def find_and_save(sweep: collect_module.StoreSweep) -> None:
+        find_garbage(sweep)
         saves.append(len(saves) + 2)
         store.save({"again": again, "new": torch.rand(100_000)}, step=saves[-1])
 
@@ -199,7 +199,7 @@ def test_collection_ends_beside_saves_that_do_not(store_path: Path, monkeypatch:
         store.save({"useless": torch.rand(100_000)}, step=1)
         store.delete(0)
         store.delete(1)
-        monkeypatch.setattr(collect_module.StoreSweep, "_mark", look_and_save)
+        monkeypatch.setattr(collect_module.StoreSweep, "_find_garbage", find_and_save)
         assert store.gc().freed_packs == 1
         assert saves == list(range(2, 2 + collect_module._PATIENT_ATTEMPTS + 1))
         assert store.verify() == []

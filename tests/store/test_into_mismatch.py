@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asymcheck import Store
-from asymcheck.errors import InvalidInputError, PartialRestoreError, StateMismatchError
+from asymcheck.errors import InvalidInputError, PartialRestoreError, StateDifferenceWarning, StateMismatchError
 
 BIG = 3_000_000
 
@@ -114,7 +114,8 @@ def test_a_module_of_another_dtype_is_filled_with_rounded_values(store: Store) -
     model = torch.nn.Linear(100, 100)
     store.save({"model": model}, step=1)
     other = torch.nn.Linear(100, 100).bfloat16()
-    store.load(into={"model": other})
+    with pytest.warns(StateDifferenceWarning, match="2 tensors are converted from float32 to bfloat16"):
+        store.load(into={"model": other})
     assert torch.equal(other.weight, model.weight.bfloat16())
 
 

@@ -74,6 +74,7 @@ def _state() -> dict[str, object]:
     return {"w": torch.ones(8)}
 
 
+@pytest.mark.slow(quick=["restore"])
 @pytest.mark.parametrize("first_call", ["restore", "step", "save"])
 def test_run_of_a_living_process_is_refused(store_path: Path, first_call: str) -> None:
     """Test that the error names the process and its last step, and that the first training goes on."""
@@ -114,6 +115,7 @@ def test_run_of_a_killed_process_is_free_at_once(store_path: Path) -> None:
             assert restored.step == 7
 
 
+@pytest.mark.slow
 def test_lock_of_a_closed_training_is_free(store_path: Path) -> None:
     """Test that close() of the Checkpointer, or of its store alone, releases the run."""
     for closes_checkpointer in (True, False):
@@ -128,6 +130,7 @@ def test_lock_of_a_closed_training_is_free(store_path: Path) -> None:
             pass
 
 
+@pytest.mark.slow
 def test_other_runs_are_not_locked(store_path: Path) -> None:
     """Test two runs of one store that are trained at the same time."""
     with _trainer(store_path, "a") as a, _trainer(store_path, "b") as b:
@@ -155,6 +158,7 @@ def test_lock_held_by_a_copy_of_a_dead_process_is_taken_over(store_path: Path, m
             assert checkpointer.restore() is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [b"[]", b'{"pid": "x"}'])
 def test_damaged_lock_file_is_no_obstacle(store_path: Path, content: bytes) -> None:
     """Test that a lock file with any content is free if no process holds it, and held if one does."""

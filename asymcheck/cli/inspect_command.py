@@ -162,7 +162,7 @@ def _show_values(checkpoint: Checkpoint, values: list[StoredValue]) -> None:
 
 
 def _title(checkpoint: Checkpoint) -> str:
-    return f"{checkpoint.run} step {checkpoint.step} generation {checkpoint.generation}"
+    return f"run {checkpoint.run}, step {checkpoint.step}, generation {checkpoint.generation}"
 
 
 def _ranks(checkpoint: Checkpoint) -> str:

@@ -234,7 +234,7 @@ def gc(
 
 def _verdict(verdict: Verdict, *, dry_run: bool) -> str:
     item = verdict.checkpoint
-    name = f"{item.run} step {item.step} (generation {item.generation}, save {output.short_save_id(item.save_id)})"
+    name = f"run {item.run}, step {item.step} (generation {item.generation}, save {output.short_save_id(item.save_id)})"
     if verdict.stays:
         return f"{'would keep' if dry_run else 'kept'} {name}: {', '.join(verdict.reasons)}"
     return f"{'would delete' if dry_run else 'deleted'} {name}, {output.size(item.state_bytes)}"
@@ -295,7 +295,7 @@ def _is_confirmed(chosen: list[Checkpoint]) -> bool:
 
 def _name(item: Checkpoint) -> str:
     saved = f"save {output.short_save_id(item.save_id)}, {output.timestamp(item.created_ns)} UTC"
-    return f"{item.run} step {item.step} (generation {item.generation}, {saved}), {output.size(item.state_bytes)}"
+    return f"run {item.run}, step {item.step} (generation {item.generation}, {saved}), {output.size(item.state_bytes)}"
 
 
 @command("Rebuild the catalog from packs and manifests.")

@@ -217,7 +217,7 @@ def _report_export(done: Exported) -> Report:
 
 
 def _show_export(done: Exported) -> None:
-    source = f"{done.checkpoint.run} step {done.checkpoint.step}"
+    source = f"run {done.checkpoint.run}, step {done.checkpoint.step}"
     click.echo(f"{done.path}: {output.count(done.tensors, 'tensor')}, {output.size(done.nbytes)}, from {source}")
     if done.left_out:
         values = output.count(len(done.left_out), "plain value")
@@ -290,7 +290,7 @@ def convert(src: Path, dst: Path, step: int | None, run: str, part: str | None, 
             "folder if you need them"
         )
     return Report(
-        saved, partial(click.echo, f"{dst}: {run} step {saved.step}, {output.size(saved.state_bytes)}, {written}")
+        saved, partial(click.echo, f"{dst}: run {run}, step {saved.step}, {output.size(saved.state_bytes)}, {written}")
     )
 
 

@@ -148,7 +148,7 @@ class _Repairer:
 
     def _check_manifests(self, run: str, needs: dict[Digest, set[int]]) -> None:
         for listing in self._tier.manifests.checkpoints(run):
-            checkpoint = f"{run} {listing.ref}"
+            checkpoint = f"run {run}, {listing.ref}"
             # Refer to checkpoints by index, because hashing the listing of many ranks for every partition is slow.
             number = len(self._checkpoints)
             self._checkpoints.append(listing)
@@ -232,7 +232,7 @@ class _Repairer:
             listing = self._checkpoints[number]
             # The checkpoint may have been deleted during the scan, and its packs collected.
             if self._tier.manifests.listing(listing.run, listing.ref).manifests:
-                lost.setdefault(f"{listing.run} {listing.ref}", []).extend(digests)
+                lost.setdefault(f"run {listing.run}, {listing.ref}", []).extend(digests)
         unless = ", unless a pack that could not be read stores it" if scan.skipped else ""
         for checkpoint, digests in sorted(lost.items()):
             first = digests[0].hex()

@@ -210,7 +210,7 @@ class _Checker:
         """Check I3 and I4. Record the needed partitions."""
         for listing in self._listings(run):
             self.listings.append(listing)
-            name = f"{run} {listing.ref}"
+            name = f"run {run}, {listing.ref}"
             where = f"{layout.MANIFESTS}/{run}/{layout.checkpoint_name(listing.ref)}"
             if not listing.is_complete:
                 self._add("incomplete-checkpoint", Severity.WARNING, "I4", where, _describe_incomplete(listing), [name])

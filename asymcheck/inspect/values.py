@@ -69,7 +69,7 @@ def plain_values(manifest: Manifest) -> dict[str, str]:
         FormatError: the tree breaks a rule of the format.
     """
     header = manifest.header
-    where = f"manifest of {header.run} {header.ref}, rank {header.rank}"
+    where = f"manifest of run {header.run}, {header.ref}, rank {header.rank}"
     taken: dict[str, int] = {}
     texts = cast("_Texts", decode(header.tree, len(manifest), _TextBuilder(), where))
     return {unique_name(join_name(path), taken): text for path, text in texts}

@@ -104,8 +104,10 @@ def _heads(
 
 def _listings(remote: RemoteTier, lost: dict[str, None], failed: dict[str, str]) -> list[CheckpointFiles]:
     """Return the lost checkpoints that are complete at the location."""
-    runs = dict.fromkeys(name.split(" ", 1)[0] for name in lost)
-    remote_listings = {f"{run} {listing.ref}": listing for run in runs for listing in remote.manifests.checkpoints(run)}
+    runs = dict.fromkeys(name.removeprefix("run ").partition(",")[0] for name in lost)
+    remote_listings = {
+        f"run {run}, {listing.ref}": listing for run in runs for listing in remote.manifests.checkpoints(run)
+    }
     failed |= {name: "the location does not have it" for name in lost if not _is_complete(remote_listings.get(name))}
     return [remote_listings[name] for name in lost if name not in failed]
 

@@ -104,7 +104,7 @@ def each(
         except AsymcheckError as error:
             if isinstance(error, RemoteUnreachableError):
                 remote.manifests.runs()  # Raises if the whole location is unreachable.
-            failed[f"{listing.run} {listing.ref}"] = error
+            failed[f"run {listing.run}, {listing.ref}"] = error
     return failed
 
 
@@ -137,7 +137,7 @@ def copy_one(
     manifests = read_manifests(remote, listing)
     for name, manifest in zip(listing.manifests, manifests, strict=True):
         _Pull(remote, local, catalog, moved, progress).carry_out(listing, name, manifest)
-    moved.committed += (f"{listing.run} {listing.ref}",)
+    moved.committed += (f"run {listing.run}, {listing.ref}",)
 
 
 class _Pull:

@@ -123,7 +123,7 @@ def push(
             # Every other checkpoint of the run would fail, too.
             failures[run] = error
         except (FormatError, RecoveryError) as error:
-            failures[f"{run} {listing.ref}"] = error
+            failures[f"run {run}, {listing.ref}"] = error
     for run in [run for run in committed if run not in failures]:
         try:
             publish(run)
@@ -254,7 +254,7 @@ class _Push:
             # A collection that listed the manifests earlier may have removed a pack by now. A collection that begins
             # later sees the manifest, and reprieves the pack.
             if self._packs_remain(relied):
-                self.moved.committed += (f"{run} {ref}",)
+                self.moved.committed += (f"run {run}, {ref}",)
                 return
         raise StorageError(
             f"cannot push {ref} to {self.remote.location}: collections removed its packs {_ATTEMPTS} times; push again"

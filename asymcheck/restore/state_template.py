@@ -102,7 +102,7 @@ def read_shape(manifest: Manifest, first: int = 0) -> object:
         StateMismatchError: a value is not supported by this version of torch or numpy.
     """
     header = manifest.header
-    where = f"manifest of {header.run} {header.ref}, rank {header.rank}"
+    where = f"manifest of run {header.run}, {header.ref}, rank {header.rank}"
     return decode(header.tree, len(manifest), _ShapeBuilder(first), where)
 
 

@@ -27,9 +27,9 @@ def test_a_model_goes_in_and_out(call: Call, tmp_path: Path) -> None:
     safetensors.torch.save_file(tensors, tmp_path / "m.safetensors")
     outcome = call("convert", tmp_path / "m.safetensors", tmp_path / "store", "--step", 4)
     assert outcome.status == exit_status.OK
-    assert "default step 4, 3.9 KiB, 3.9 KiB newly stored" in outcome.out
+    assert "run default, step 4, 3.9 KiB, 3.9 KiB newly stored" in outcome.out
     outcome = call("convert", tmp_path / "store", tmp_path / "again.safetensors")
-    assert "again.safetensors: 2 tensors, 3.9 KiB, from default step 4" in outcome.out
+    assert "again.safetensors: 2 tensors, 3.9 KiB, from run default, step 4" in outcome.out
     loaded = safetensors.torch.load_file(tmp_path / "again.safetensors")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
@@ -40,9 +40,9 @@ def test_bytes_in_the_manifest_are_not_counted_as_known(call: Call, tmp_path: Pa
     safetensors.torch.save_file({"a": torch.ones(3), "b": torch.ones(1000)}, tmp_path / "large.safetensors")
     for name, told in (("small", "20 B, all in the manifest"), ("large", "3.9 KiB, 3.9 KiB newly stored")):
         outcome = call("convert", tmp_path / f"{name}.safetensors", tmp_path / name)
-        assert outcome.out == f"{tmp_path / name}: default step 0, {told}\n"
+        assert outcome.out == f"{tmp_path / name}: run default, step 0, {told}\n"
     outcome = call("convert", tmp_path / "large.safetensors", tmp_path / "large", "--step", 1)
-    assert outcome.out == f"{tmp_path / 'large'}: default step 1, 3.9 KiB, 0 B newly stored\n"
+    assert outcome.out == f"{tmp_path / 'large'}: run default, step 1, 3.9 KiB, 0 B newly stored\n"
 
 
 def test_left_out_values_are_listed(call: Call, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_damaged_newest_checkpoint_shows_in_the_status(call: Call, tmp_path: P
     newest.write_bytes(b"x")
     outcome = call("restore", tmp_path / "store", "--to", tmp_path / "m.safetensors")
     assert outcome.status == exit_status.WARNINGS
-    assert "from default step 1" in outcome.out
+    assert "from run default, step 1" in outcome.out
     assert "skipped step 2" in outcome.err
 
 

@@ -30,7 +30,7 @@ def test_a_step_is_deleted(call: Call, store: Path) -> None:
         save_id = opened.checkpoints()[0].save_id
     outcome = call("delete", store, 10, "--yes")
     assert (outcome.status, outcome.err) == (exit_status.OK, "")
-    assert outcome.out.startswith(f"deleted default step 10 (generation 1, save {save_id[:12]}, ")
+    assert outcome.out.startswith(f"deleted run default, step 10 (generation 1, save {save_id[:12]}, ")
     assert outcome.out.endswith(f": asymcheck gc {store}\n")
     assert steps(store) == [20, 30, 25]
     assert call("verify", store).status == exit_status.OK
@@ -46,7 +46,7 @@ def test_nothing_is_deleted_unasked(call: Call, store: Path) -> None:
     """In a pipe it takes --yes; the message says what would go."""
     outcome = call("delete", store, 10)
     assert (outcome.status, outcome.out) == (exit_status.USAGE, "")
-    assert "pass --yes to delete default step 10 (generation 1, save " in outcome.err
+    assert "pass --yes to delete run default, step 10 (generation 1, save " in outcome.err
     assert steps(store) == [10, 20, 30, 25]
 
 
@@ -68,7 +68,7 @@ def test_terminal_asks_for_confirmation(store: Path, answer: str, status: int, l
         os.close(reader)
         os.close(terminal)
     assert done.returncode == status
-    assert "default step 10 (generation 1" in done.stderr
+    assert "run default, step 10 (generation 1" in done.stderr
     assert "Delete this checkpoint permanently? [y/N]:" in done.stderr
     assert ("nothing was deleted" in done.stderr) == (status != 0)
     assert steps(store) == left
@@ -81,11 +81,11 @@ def test_one_generation_of_a_step(call: Call, store: Path) -> None:
     outcome = call("delete", store, 30, "--generation", 3, "--yes")
     assert outcome.status == exit_status.NOT_FOUND
     assert "in generation 3; it has that step in generation 1, 2" in outcome.err
-    assert call("delete", store, 30, "--generation", 1, "--yes").out.count("deleted default step 30") == 1
+    assert call("delete", store, 30, "--generation", 1, "--yes").out.count("deleted run default, step 30") == 1
     assert steps(store) == [10, 20, 25, 30]
     with asymcheck.Store.open(store, create=True) as opened:
         opened.save({"x": 2}, step=30)
-    assert call("delete", store, 30, "--yes").out.count("deleted default step 30") == 2
+    assert call("delete", store, 30, "--yes").out.count("deleted run default, step 30") == 2
     assert steps(store) == [10, 20, 25]
 
 

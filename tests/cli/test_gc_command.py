@@ -34,17 +34,17 @@ def test_dry_run_lists_deletions_and_reasons(call: Call, store: Path) -> None:
     before = steps(store)
     outcome = call("gc", store, "--keep-last", 1, "--dry-run")
     assert lines(outcome) == [
-        "would delete default step 10 (generation 1, 50.8 KiB",
-        "would delete default step 20 (generation 1, 50.8 KiB",
-        "would keep default step 30 (generation 1: abandoned",
-        "would keep default step 25 (generation 2: newest consistent, newest, keep last 1",
+        "would delete run default, step 10 (generation 1, 50.8 KiB",
+        "would delete run default, step 20 (generation 1, 50.8 KiB",
+        "would keep run default, step 30 (generation 1: abandoned",
+        "would keep run default, step 25 (generation 2: newest consistent, newest, keep last 1",
     ]
     assert "would free " in outcome.out
     assert steps(store) == before
     outcome = call("gc", store, "--keep-last", 1)
     assert lines(outcome)[::3] == [
-        "deleted default step 10 (generation 1, 50.8 KiB",
-        "kept default step 25 (generation 2: newest consistent, newest, keep last 1",
+        "deleted run default, step 10 (generation 1, 50.8 KiB",
+        "kept run default, step 25 (generation 2: newest consistent, newest, keep last 1",
     ]
     assert steps(store) == [(30, 1), (25, 2)]
     assert steps(store, "other") == [(1, 1)]

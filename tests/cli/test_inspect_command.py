@@ -178,7 +178,7 @@ def test_plain_values(call: Call, store_path: Path) -> None:
         opened.save({"epoch": 2}, step=1)
         opened.save(state, step=2)
     lines = call("inspect", store_path, "--values").out.splitlines()
-    assert lines[0] == "default step 2 generation 1: 6 plain values"
+    assert lines[0] == "run default, step 2, generation 1: 6 plain values"
     rows = dict(line.split(maxsplit=1) for line in lines[4:] if line.strip())
     assert list(rows) == ["epoch", "optimizer.lr", "optimizer.betas.0", "optimizer.betas.1", "note", "empty"]
     assert [rows[name].strip() for name in ("epoch", "optimizer.lr", "empty")] == ["3", "0.1", "[]"]
@@ -202,7 +202,7 @@ def test_plain_values_of_several_ranks(call: Call, store_path: Path) -> None:
         for rank in range(2):
             opened.save({"seed": rank + 7}, step=1, part=Part(rank, 2, save_id))
     lines = call("inspect", store_path, "--values").out.splitlines()
-    assert lines[0] == "default step 1 generation 1: 2 plain values, 2 ranks"
+    assert lines[0] == "run default, step 1, generation 1: 2 plain values, 2 ranks"
     assert [line.split() for line in lines[4:6]] == [["0", "seed", "7"], ["1", "seed", "8"]]
 
 
@@ -214,7 +214,7 @@ def test_replicated_tensors_count_once(call: Call, store_path: Path, tmp_path: P
             state = {"model": torch.ones(3000), f"own {rank}": torch.ones(2000)}
             opened.save(state, step=1, part=Part(rank, 2, save_id))
     lines = call("inspect", store_path, "--step", 1).out.splitlines()
-    assert lines[0] == "default step 1 generation 1: 3 tensors, 27.3 KiB, 2 ranks"
+    assert lines[0] == "run default, step 1, generation 1: 3 tensors, 27.3 KiB, 2 ranks"
     assert [re.findall(r"[\d.]+ KiB", line) for line in lines[4:7]] == [["11.7 KiB"], ["7.8 KiB"], ["7.8 KiB"]]
     assert ": 3 tensors, 27.3 KiB, from" in call("restore", store_path, "--to", tmp_path / "o.safetensors").out
 
@@ -256,7 +256,7 @@ def test_one_save_of_a_step_is_pushed_and_pulled(call: Call, store: Path, tmp_pa
         opened.save({"again": 1}, step=30, generation=2)
         first = next(one for one in opened.checkpoints("default") if one.step == 30)
     place, name = (tmp_path / "place").as_uri(), f"save:{first.save_id[:14]}"
-    assert f"sent default step 30 (generation {first.generation}" in call("push", store, place, "--step", name).out
+    assert f"sent run default, step 30 (generation {first.generation}" in call("push", store, place, "--step", name).out
     assert call("pull", place, tmp_path / "new", "--step", name).status == 0
     with asymcheck.Store.open(tmp_path / "new", create=True) as new:
         assert [one.save_id for one in new.checkpoints("default")] == [first.save_id]

@@ -60,14 +60,14 @@ def test_a_checkpoint_that_is_incomplete(call: Call, store: Path) -> None:
     outcome = call("verify", store)
     assert outcome.status == 6
     assert outcome.out.endswith("6 checkpoints checked: all complete checkpoints can be restored; 1 incomplete\n")
-    assert "    incomplete: default step 40 (" in outcome.out
+    assert "    incomplete: run default, step 40 (" in outcome.out
     assert "lost: " not in outcome.out
     one = call("verify", store, "--step", 40)
     assert one.status == 1
     assert one.out.endswith("1 checkpoint checked: none can be restored; 1 incomplete\n")
     document = call("verify", store, "--json").json
     assert document["lost"] == []
-    assert [name[:15] for name in document["incomplete"]] == ["default step 40"]  # type: ignore[attr-defined]  # JSON
+    assert [name[:20] for name in document["incomplete"]] == ["run default, step 40"]  # type: ignore[attr-defined]  # JSON
 
 
 def test_no_checkpoint_is_not_all_well(call: Call, store: Path) -> None:

@@ -142,7 +142,7 @@ def test_a_capture_becomes_the_file_that_its_checkpoint_becomes(folder: Path, wo
     before = ring.read_bytes()
     name, *rest = words
     done = restore(folder, name, *rest)
-    assert (done.status, f"from default step {CAPTURED - 1}" in done.out) == (0, True), done.err
+    assert (done.status, f"from run default, step {CAPTURED - 1}" in done.out) == (0, True), done.err
     assert ring.read_bytes() == before
     assert_restored(folder, CAPTURED - 1)
     (folder / "other").mkdir()
@@ -160,7 +160,7 @@ def _content(path: Path) -> object:
 @pytest.mark.parametrize("step", [DURABLE, CAPTURED - 2])
 def test_a_step_can_be_named(folder: Path, step: int) -> None:
     """Any that is in the ring."""
-    assert f"from default step {step}" in restore(folder, "x.pt", "--step", step).out
+    assert f"from run default, step {step}" in restore(folder, "x.pt", "--step", step).out
 
 
 def test_only_the_ring_is_read(folder: Path) -> None:
@@ -174,7 +174,7 @@ def test_damaged_capture_is_skipped(folder: Path) -> None:
     """With a message and a status; if requested by name, it is an error without a file."""
     damage_newest(folder)
     done = restore(folder, "x.pt")
-    assert (done.status, f"from default step {CAPTURED - 2}" in done.out) == (6, True)
+    assert (done.status, f"from run default, step {CAPTURED - 2}" in done.out) == (6, True)
     assert f"skipped step {CAPTURED - 1} (generation 1" in done.err
     named = restore(folder, "y.pt", "--step", CAPTURED - 1)
     assert (named.status, "has no intact frame" in named.err) == (4, True)
@@ -222,7 +222,7 @@ def test_another_run_is_named(zygote: Zygote, tmp_path: Path) -> None:
     """Two rings of two runs: each gives its own, and what is not there is said with what is."""
     kill_when_ready(zygote.start(train_two_runs, path=str(tmp_path), steps=3), tmp_path)
     for run in ("one", "two"):
-        assert f"from {run} step 2" in restore(tmp_path, f"{run}.pt", "--run", run).out
+        assert f"from run {run}, step 2" in restore(tmp_path, f"{run}.pt", "--run", run).out
     missing = restore(tmp_path, "x.pt")
     assert (missing.status, "it has runs one, two" in missing.err) == (3, True)
     step = restore(tmp_path, "x.pt", "--run", "one", "--step", 7)

@@ -165,7 +165,7 @@ def test_findings_of_a_lost_tensor(small: SmallStore) -> None:
     assert finding.where == f"packs/{path.name} frame {sequence}"
     assert finding.message == f"digest mismatch in frame {sequence} of pack {path.stem}"
     assert finding.tensors == ("model.embed",)
-    assert re.fullmatch(rf"default {WHICH}", finding.checkpoints[0])
+    assert re.fullmatch(rf"run default, {WHICH}", finding.checkpoints[0])
 
 
 def _filled(small: SmallStore) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ import pytest
 from asymcheck.errors import HeadRecordError, OutOfSpaceError, ReadOnlyStoreError
 from asymcheck.format import layout
 from asymcheck.fsck.verify import Severity
+from asymcheck.storage import damaged_frames
 from asymcheck.storage.local_files import translated
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import Files
@@ -100,7 +101,7 @@ def test_records_beyond_repair(path: Path) -> None:
         assert set(left) == {"damaged-head", "damaged-manifest"}
         assert "step=" in left["damaged-head"].remedy
         assert "delete that step" in left["damaged-manifest"].remedy
-        assert left["damaged-manifest"].checkpoints[0].startswith("default step 0 ")
+        assert left["damaged-manifest"].checkpoints[0].startswith("run default, step 0 ")
     assert (head.read_bytes(), manifest.read_bytes()) == before
     assert readable(path) == {1, 2}
 
@@ -143,7 +144,7 @@ def test_damaged_frame_costs_only_itself(path: Path) -> None:
         repaired = store.repair()
         assert repaired.copied_partitions == len(others)
         assert not pack.exists()
-        missing = {one.checkpoints[0].split()[2] for one in repaired.left}
+        missing = {one.checkpoints[0].split()[3] for one in repaired.left}
         assert missing == {str(step) for step in {0, 1, 2} - before}
         assert all(one.kind == "lost-partitions" and lost.hex() in one.message for one in repaired.left)
         with store.training.opened.catalog().read() as transaction:
@@ -166,16 +167,17 @@ def test_checkpoints_of_many_ranks_are_identified_by_number(path: Path, monkeypa
     monkeypatch.setattr(CheckpointFiles, "__hash__", refuse_hash)
     with open_store(path) as store:
         left = [one for one in store.repair().left if one.kind == "lost-partitions"]
-    assert [one.checkpoints[0].split()[2] for one in left] == ["0", "1", "2"]
+    assert [one.checkpoints[0].split()[3] for one in left] == ["0", "1", "2"]
     assert all(re.search(r"[0-9]+ partitions are lost; the first is [0-9a-f]{32}", one.message) for one in left)
 
 
-def test_a_later_save_heals_older_checkpoints(path: Path) -> None:
-    """It writes what was lost, because nothing promises it any more; without the repair it would not."""
+def test_a_later_save_heals_older_checkpoints(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a process that has not met the damage: it writes lost partitions again only after the repair."""
     for pack in packs(path):
         for frame in range(len(frames(pack))):
             flip_payload(pack, frame)
     assert readable(path) == set()
+    monkeypatch.setattr(damaged_frames, "_damaged", set())  # as in another process
     with open_store(path) as store:
         assert store.save(make_state(1), step=11).written_bytes == 0
         assert store.repair().copied_partitions == 0

@@ -187,7 +187,7 @@ def test_unavailable_data_does_not_stop_a_pull(broken_there: Path, folder: str, 
     with Store.open(tmp_path / "new", config=CONFIG, create=True) as opened:
         with pytest.raises(InconsistentCheckpointError, match="1 of 3 checkpoints could not be copied") as caught:
             opened.pull(folder, everything=True)
-        assert [reason.startswith("default step 2") for reason in caught.value.reasons] == [True]
+        assert [reason.startswith("run default, step 2") for reason in caught.value.reasons] == [True]
         assert [one.step for one in opened.checkpoints()] == [1, 3]
         check_state(opened.load(3), 3)
 

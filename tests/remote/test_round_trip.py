@@ -251,7 +251,7 @@ def test_damaged_checkpoints_do_not_stop_a_push(store: Path, folder: str) -> Non
         opened.save({"w": torch.ones(5000)}, step=6)
         with pytest.raises(InconsistentCheckpointError, match="some checkpoints could not be copied") as caught:
             opened.push(folder, everything=True)
-    assert [reason.split(" (")[0] for reason in caught.value.reasons] == ["default step 3", "default step 5"]
+    assert [reason.split(" (")[0] for reason in caught.value.reasons] == ["run default, step 3", "run default, step 5"]
     assert all("no readable pack" in reason for reason in caught.value.reasons)
     with Store.open(folder, config=CONFIG, create=True) as there:
         assert [one.step for one in there.checkpoints()] == [4, 6]

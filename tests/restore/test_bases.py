@@ -203,7 +203,7 @@ def test_eight_deltas_are_read_and_nine_are_not(store_path: Path) -> None:
         with pytest.warns(SkippedCheckpointWarning, match="step 9"):
             assert torch.equal(store.load()["w"], weights(8))  # type: ignore[index]  # a mapping
         (finding,) = (one for one in store.verify() if one.severity is Severity.ERROR)
-        assert finding.checkpoints[0].startswith("default step 9")
+        assert finding.checkpoints[0].startswith("run default, step 9")
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -288,7 +288,7 @@ def test_damaged_base_damages_its_dependents(chain: Path) -> None:
             assert digest(plain_of(0)).hex() in str(caught.value)
         found = {one.where: one for one in store.verify() if one.severity is Severity.ERROR}
         assert {name for one in found.values() for name in one.checkpoints} >= {
-            str(f"default {checkpoint}") for checkpoint in _names_of(store)
+            f"run default, {checkpoint}" for checkpoint in _names_of(store)
         }
         assert len(found) == 3
         assert len(found[f"packs/{base.name} frame 0"].checkpoints) == 3

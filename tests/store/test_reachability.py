@@ -280,7 +280,7 @@ def test_verify_calls_nothing_missing_that_a_locked_pack_may_hold(store_path: Pa
             busy, unchecked = reader.verify(deep=deep)
         assert (busy.kind, busy.severity) == ("busy-pack", Severity.HINT)
         assert (unchecked.kind, unchecked.severity) == ("unchecked-partitions", Severity.WARNING)
-        assert [name.split(" (")[0] for name in unchecked.checkpoints] == ["default step 2"]
+        assert [name.split(" (")[0] for name in unchecked.checkpoints] == ["run default, step 2"]
         assert "run verify again" in unchecked.message
         assert reader.verify(deep=deep) == []
 

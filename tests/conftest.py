@@ -55,6 +55,12 @@ def _drive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asymcheck.storage.nvme.drives.is_paravirtual", lambda _device: False)
 
 
+@pytest.fixture(autouse=True)
+def _no_damage_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget damage that earlier tests met, because tests copy stores with their pack ids."""
+    monkeypatch.setattr("asymcheck.storage.damaged_frames._damaged", set())
+
+
 @pytest.fixture
 def store_path(tmp_path: Path) -> Path:
     """A path for a store that does not exist yet, in a directory of the test's own."""

@@ -219,8 +219,9 @@ def needed_by(manifests: Sequence[Manifest], ref: CheckpointRef, digest: bytes |
         for row in manifest.rows(range(len(manifest)))
         if any(extent.digest == digest for extent in row.extents)
     ]
-    noun = "tensor" if len(names) == 1 else f"{len(names):,} tensors:"
-    return f"needed by {noun} {listed(names, _SHOWN)}, {ref}; run asymcheck verify"
+    shown = listed(names, _SHOWN)
+    needed = f"tensor {shown} of {ref}" if len(names) == 1 else f"{len(names):,} tensors of {ref}: {shown}"
+    return f"needed by {needed}; run asymcheck verify"
 
 
 def _is_elsewhere(listing: CheckpointFiles) -> str:

@@ -71,7 +71,7 @@ def test_a_damaged_payload(small: SmallStore) -> None:
         reason = _reasons(small)
     where = f"frame {sequence} of pack {path.stem}"
     assert re.fullmatch(
-        rf"{WHICH}: digest mismatch in {where}; needed by tensor model\.embed, {WHICH}; run asymcheck verify", reason
+        rf"{WHICH}: digest mismatch in {where}; needed by tensor model\.embed of {WHICH}; run asymcheck verify", reason
     )
     path, sequence, offset = _frame_of(small, 3, "model.embed")
     with flipped(path, (offset + 200) * 8), small.open() as store:
@@ -87,7 +87,7 @@ def test_a_damaged_frame_header_and_padding(small: SmallStore) -> None:
     for at, what in ((0, "not a frame"), (16, "header checksum mismatch"), (110, "placement checksum")):
         with flipped(path, (offset + at) * 8):
             assert re.fullmatch(
-                rf"{WHICH}: {where}: {what}.*; needed by tensor model\.embed, {WHICH}; run asymcheck verify",
+                rf"{WHICH}: {where}: {what}.*; needed by tensor model\.embed of {WHICH}; run asymcheck verify",
                 _reasons(small),
             )
 
@@ -108,7 +108,9 @@ def test_a_pack_that_is_cut_short_or_gone(small: SmallStore) -> None:
     path.unlink()
     reason = _reasons(small)
     assert f"pack {path.name} does not exist" in reason
-    assert re.search(rf"; needed by tensor model\.\w+.*, {WHICH}; run asymcheck verify$", reason)
+    assert re.search(
+        rf"; needed by (tensor model\.\w+ of {WHICH}|\d+ tensors of {WHICH}: model\..*); run asymcheck verify$", reason
+    )
     assert sequence >= 0
 
 
@@ -192,7 +194,7 @@ def test_failed_fill_lists_overwritten_tensors(tmp_path: Path) -> None:
             assert same(tensor, states[2][name] if name in error.overwritten else torch.zeros(1000))
         assert error.next_step == 1
         assert re.search(
-            rf"digest mismatch in {FRAME}; needed by tensor {order[3][2]}, {WHICH}; run asymcheck verify\. "
+            rf"digest mismatch in {FRAME}; needed by tensor {order[3][2]} of {WHICH}; run asymcheck verify\. "
             r"3 tensors were overwritten already: t\d, t\d, t\d; restore step 1 \(.*\) instead \(step=1\)",
             str(error),
         )

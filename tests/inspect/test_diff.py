@@ -199,7 +199,7 @@ def test_equal_digests_are_not_read(store_path: Path) -> None:
         data[4096 + 200] ^= 1
         pack.write_bytes(data)
         assert changes(store.diff(0, 1)) == {"y": "added"}
-        with pytest.raises(DamagedPartitionError, match="needed by tensor x, step 0"):
+        with pytest.raises(DamagedPartitionError, match="needed by tensor x of step 0"):
             store.diff(0, 2)
 
 

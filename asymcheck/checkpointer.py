@@ -14,7 +14,14 @@ from asymcheck.capture.inflight import Capture, CheckpointReport
 from asymcheck.capture.signals import ExitHandler
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
 from asymcheck.distributed.ranks import RanksGiven, find_ranks
-from asymcheck.errors import InvalidInputError, RanksError, RunInUseError, UnreachableRemoteWarning, warn_user
+from asymcheck.errors import (
+    InvalidInputError,
+    PartialRestoreError,
+    RanksError,
+    RunInUseError,
+    UnreachableRemoteWarning,
+    warn_user,
+)
 from asymcheck.gc.retention_runner import MaintenanceThread, Pruner
 from asymcheck.policies.interval import AutoInterval, ChosenInterval
 from asymcheck.policies.push_selection import Push
@@ -84,7 +91,8 @@ class Checkpointer:
                 see :attr:`interval`; an :class:`asymcheck.AutoInterval` sets its goals. With several ranks, rank 0
                 chooses for the slowest.
             keep: the checkpoints of the run to keep, by default the newest three. None keeps all. After each commit, a
-                background thread deletes the others and frees their packs, which later saves overwrite.
+                background thread deletes the others and frees their packs, which later saves overwrite. Checkpoints
+                that a restore of an older step abandoned stay, unless ``Retention(keep_abandoned=False)``.
             push: the checkpoints to copy to a remote location in the background, see :meth:`push_statistics`. ``keep``
                 deletes no checkpoint that waits to be pushed, up to ``Push.hold`` of them.
             run: name of the run.
@@ -117,6 +125,7 @@ class Checkpointer:
         self._save_on_exit = check_flag("save_on_exit", save_on_exit)
         self._unsaved: tuple[int, Mapping[str, float] | None] | None = None
         self._generation: int | None = None
+        self._partial_restore: PartialRestoreError | None = None
         self._background: BackgroundSaver | None = None
         self._run_lock = store.training.run_lock(run)
         self._takeover = check_flag("takeover", takeover)
@@ -167,6 +176,15 @@ class Checkpointer:
             SkippedCheckpointWarning: a newer checkpoint was skipped.
             UnreachableRemoteWarning: the run has no checkpoint, and the ``remote`` of the store is empty.
         """
+        try:
+            checkpoint = self._restore(step)
+        except PartialRestoreError as error:
+            self._partial_restore = error
+            raise
+        self._partial_restore = None
+        return checkpoint
+
+    def _restore(self, step: int | None) -> Checkpoint | None:
         with contextlib.ExitStack() as held:
             if self._coordinator is not None:
                 held.enter_context(self._exit_handler)
@@ -194,11 +212,18 @@ class Checkpointer:
         self._run_lock.take(self._store.training.opened.nvme.config.lock_timeout_s, takeover=self._takeover)
         self._takeover = False
 
-    def _check_run_lock(self) -> None:
-        """Raise RunInUseError, on all ranks, if another training has taken the run over."""
+    def _check_may_save(self) -> None:
+        """Raise, on all ranks, if the last restore failed halfway, or if another training has taken the run over."""
         try:
             self._run_lock.check()
-        except RunInUseError as error:
+            if self._partial_restore is not None:
+                raise PartialRestoreError(
+                    f"the state of run {self._run} is not saved, because restore() failed after it had overwritten "
+                    "tensors. Restore an intact step, or create the state and the Checkpointer again",
+                    self._partial_restore.overwritten,
+                    self._partial_restore.next_step,
+                )
+        except (RunInUseError, PartialRestoreError) as error:
             if self._coordinator is not None:
                 self._coordinator.give_up(error)
             raise
@@ -304,11 +329,12 @@ class Checkpointer:
             RanksError: other ranks are missing or at another step; after the first checkpoint, unless ``on_error`` is
                 ``"warn"``.
             RunInUseError: another process trains the run, or has taken it over.
+            PartialRestoreError: the last :meth:`restore` failed halfway, so the state is a mixture.
             UnsupportedValueError, InvalidInputError: the state or an argument cannot be stored.
         """
         step = check_step(step)
         with self._exit_handler:
-            self._check_run_lock()
+            self._check_may_save()
             # An error of this rank alone must not keep it from a save of all ranks: it is raised at the end.
             newest = self._collect_outcomes()
             try:
@@ -389,7 +415,7 @@ class Checkpointer:
             StepOrderWarning: the latest step saved or restored is greater than ``step``.
         """
         with self._exit_handler:
-            self._check_run_lock()
+            self._check_may_save()
             if self._coordinator is not None:
                 newest = self._collect_outcomes()
                 # A background save, because it divides the work among the ranks.

@@ -131,3 +131,34 @@ def test_a_state_that_only_damaged_checkpoints_filled_is_an_error(store: Store) 
     with pytest.raises((PartialRestoreError, InconsistentCheckpointError), match="digest mismatch"):
         Checkpointer(store, _two_large_tensors(), every=1, keep=None).restore()
     assert [c.on_line for c in store.checkpoints()] == [True, True]
+
+
+class _Refusing:
+    """Stateful object that refuses its state until it is told otherwise."""
+
+    refuses = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": torch.ones(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.refuses:
+            raise ValueError("not this state")
+        assert state["x"].tolist() == [1, 1, 1]
+
+
+def test_state_that_a_failed_restore_left_is_not_saved(store: Store) -> None:
+    """Test step() and save() after a restore that has overwritten a part of the state, and after a good restore."""
+    part = _Refusing()
+    checkpointer = Checkpointer(store, {"w": torch.zeros(5000), "part": part}, every=1, keep=None)
+    checkpointer.save(1)
+    part.refuses = True
+    with pytest.raises(PartialRestoreError, match="not this state"):
+        checkpointer.restore()
+    for save in (checkpointer.step, checkpointer.save):
+        with pytest.raises(PartialRestoreError, match=r"restore\(\) failed"):
+            save(2)
+    part.refuses = False
+    assert checkpointer.restore() is not None
+    checkpointer.save(2)
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [1, 2]

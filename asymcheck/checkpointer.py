@@ -154,11 +154,15 @@ class Checkpointer:
         opened = self._store.training.opened
         return Pruner(opened.writable(), opened.catalog(), self._run, keep, self._pusher.held)
 
-    def restore(self, step: int | None = None) -> Checkpoint | None:
+    def restore(self, step: int | None = None, *, strict: bool = False) -> Checkpoint | None:
         """Restore the state from the newest consistent checkpoint, or from the checkpoint of ``step``.
 
         Complete captures that a killed process left in memory are committed first. Opens a new generation before it
         returns: checkpoints after the restored one are abandoned from then on.
+
+        Args:
+            step: the step; None for the newest consistent checkpoint.
+            strict: raise StateMismatchError instead of a StateDifferenceWarning.
 
         Returns:
             The restored checkpoint, or None if the run has no checkpoint yet.
@@ -174,22 +178,25 @@ class Checkpointer:
 
         Warns:
             SkippedCheckpointWarning: a newer checkpoint was skipped.
+            StateDifferenceWarning: the state differs from the checkpoint in a way that torch accepts in silence: a
+                stored part that it lacks, converted tensors, another class of optimizer, other hyperparameters.
             UnreachableRemoteWarning: the run has no checkpoint, and the ``remote`` of the store is empty.
         """
         try:
-            checkpoint = self._restore(step)
+            checkpoint = self._restore(step, strict=check_flag("strict", strict))
         except PartialRestoreError as error:
             self._partial_restore = error
             raise
         self._partial_restore = None
         return checkpoint
 
-    def _restore(self, step: int | None) -> Checkpoint | None:
+    def _restore(self, step: int | None, *, strict: bool) -> Checkpoint | None:
         with contextlib.ExitStack() as held:
             if self._coordinator is not None:
                 held.enter_context(self._exit_handler)
                 self._store.training.settle()
-                returned = self._coordinator.restore(step, self._state, partial(self._adopt, held), self._report)
+                adopt = partial(self._adopt, held)
+                returned = self._coordinator.restore(step, self._state, adopt, self._report, strict=strict)
                 if self._coordinator.session().is_first_here:
                     self._pusher.start()
                 return self._resumed(returned)
@@ -198,7 +205,7 @@ class Checkpointer:
             self._store.training.settle()
             self._adopt(held)
             warn = self._reporting.warn_of_skipped
-            checkpoint = self._resumed(restored_alone(self._store, self._run, step, self._state, warn))
+            checkpoint = self._resumed(restored_alone(self._store, self._run, step, self._state, warn, strict=strict))
         # Report losses only now: a loop may call restore() because of them.
         self._report()
         return checkpoint

@@ -237,6 +237,7 @@ class Store:
         device: str | torch.device | None = None,
         run: str = DEFAULT_RUN,
         rank: int | None = None,
+        strict: bool = False,
     ) -> object:
         """Load the state of a checkpoint, and verify every byte.
 
@@ -256,6 +257,7 @@ class Store:
             run: name of the run.
             rank: with ``into``, the rank of the current job that loads, by default 0. Without ``into``, load the state
                 that this rank saved, with its shards as :class:`asymcheck.TensorShard`.
+            strict: raise StateMismatchError instead of a StateDifferenceWarning.
 
         Raises:
             CheckpointNotFoundError, InconsistentCheckpointError, StateMismatchError, PartialRestoreError,
@@ -263,13 +265,15 @@ class Store:
 
         Warns:
             SkippedCheckpointWarning: a newer checkpoint was skipped.
+            StateDifferenceWarning: ``into`` differs from the checkpoint in a way that torch accepts in silence, for
+                instance another dtype or another class of optimizer.
         """
-        restored = self.restore(step, tensors=tensors, into=into, device=device, run=run, rank=rank)
+        restored = self.restore(step, tensors=tensors, into=into, device=device, run=run, rank=rank, strict=strict)
         for reason in restored.skipped:
             warn_user(f"run {run!r}: skipped {reason}", SkippedCheckpointWarning)
         return restored.state
 
-    def restore(
+    def restore(  # noqa: PLR0913 - the arguments of load(), and two more
         self,
         step: int | str | None = None,
         *,
@@ -280,6 +284,7 @@ class Store:
         rank: int | None = None,
         fall_back: bool = False,
         grows: bool = False,
+        strict: bool = False,
     ) -> Restored:
         """Load a state as :meth:`load` does, and return it with the checkpoint and the reasons for skipped ones.
 
@@ -293,11 +298,12 @@ class Store:
             fall_back: if damage is detected after a part of ``into`` was overwritten, load the next older checkpoint
                 instead of raising PartialRestoreError.
             grows: also restore entries that mappings inside ``into`` lack, because the training added them later.
+            strict: see :meth:`load`.
         """
         from asymcheck.restore.load import LoadRequest, load
 
         step = self._checked(run, step, tensors)
-        wanted = LoadRequest(tensors, into, check_device(device), fall_back, check_rank(rank), grows)
+        wanted = LoadRequest(tensors, into, check_device(device), fall_back, check_rank(rank), grows, strict)
         if into is not None:
             self.training.fence()
         with timed("restore", 0, lambda: {"run": run}), self._opened.source() as source:

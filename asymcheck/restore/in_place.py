@@ -24,9 +24,10 @@ from asymcheck.restore.state_dict_check import (
     state_for,
     with_counters,
 )
-from asymcheck.restore.state_template import RowRef, merge, rows_in, select_each, with_tensors
+from asymcheck.restore.state_template import RowRef, merge, rows_in, select_each, with_names_of, with_tensors
 from asymcheck.state.boxes import Box
 from asymcheck.state.leaves import identity_key, make_leaf
+from asymcheck.state.names import did_you_mean
 from asymcheck.state.shards import Distributed, TensorShard, is_dtensor, like, shard_of
 from asymcheck.types import Stateful
 
@@ -184,6 +185,8 @@ class InPlaceFill:
             self._refuse(path, f"an object with load_state_dict() is given, but {type(stored[0]).__name__} is stored")
             return lambda _assembly: current
         state = current.state_dict()
+        if isinstance(current, torch.nn.Module):
+            mappings = [with_names_of(state, mapping) for mapping in mappings]
         shape = with_counters(state_for(current, mappings, state), state)
         self._problems += [
             ".".join(filter(None, (name, problem))) for problem in misfits(current, shape, self._parts.row)
@@ -248,7 +251,7 @@ class InPlaceFill:
             if values:
                 finishes[key] = self._match(value, values, (*path, key))
             else:
-                self._refuse((*path, key), f"is not in {self._stored_where}")
+                self._refuse((*path, key), f"is not in {self._stored_where}{did_you_mean(key, mappings[0], current)}")
         if self._grows and not path and (unused := [key for key in mappings[0] if key not in current]):
             self.differences.append(f"stored, but not in the given state: {listed(unused)}")
         if self._grows and path:

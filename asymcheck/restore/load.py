@@ -76,6 +76,8 @@ class LoadRequest:
     """Rank that reads; None for the merged state of all ranks."""
     grows: bool = False
     """Whether to add stored entries to mappings inside :attr:`into` that lack them."""
+    strict: bool = False
+    """Whether differences that torch accepts in silence are an error."""
 
 
 def load(tier: ReadTier, run: str, step: int | str | None, wanted: LoadRequest) -> Loaded:
@@ -166,7 +168,11 @@ def _load_one(tier: ReadTier, wanted: LoadRequest, resolved: Resolved) -> object
         filler = InPlaceFill(wanted.into, parts, wanted.tensors, grows=wanted.grows)
     if filler.differences:
         shown = "\n  ".join(filler.differences)
-        warn_user(f"restored state differs from {resolved.ref}:\n  {shown}", StateDifferenceWarning)
+        if wanted.strict:
+            raise StateMismatchError(
+                f"the given state differs from {resolved.ref}; nothing was overwritten:\n  {shown}"
+            )
+        warn_user(f"the given state differs from {resolved.ref}, which is restored:\n  {shown}", StateDifferenceWarning)
     assembly = Assembly(filler.demands, wanted.device, resolved.sources)
     fetch_in_place(tier, resolved, assembly)
     return _finish(filler, assembly)

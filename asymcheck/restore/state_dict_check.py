@@ -12,6 +12,7 @@ import torch
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.tree import Key
 from asymcheck.restore.state_template import RowRef, like_mapping, merge, rows_in
+from asymcheck.state.names import did_you_mean
 from asymcheck.state.shards import Distributed
 
 # torch has no public names for these. An object with hooks, or its own load_state_dict(), may accept differences.
@@ -100,7 +101,7 @@ def _module_misfits(
     state = module.state_dict()
     for key, value in state.items():
         if key not in stored:
-            yield f"{key}: is not in the checkpoint"
+            yield f"{key}: is not in the checkpoint{did_you_mean(key, stored, state)}"
             continue
         item = stored[key]
         if isinstance(value, torch.Tensor) and isinstance(item, RowRef):

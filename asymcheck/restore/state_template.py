@@ -20,6 +20,7 @@ from asymcheck.state.numpy_dtypes import NUMPY_DTYPES
 
 _T = TypeVar("_T")
 _METADATA = "_metadata"
+_WRAPPERS = ("_orig_mod", "module")
 """Attribute in which Module.state_dict() stores the versions of modules for Module.load_state_dict()."""
 
 
@@ -183,6 +184,38 @@ def like_mapping(
     if versions:
         _set_metadata(ordered, merge(versions))
     return ordered
+
+
+def with_names_of(given: Mapping[str, object], stored: dict[Key, object]) -> dict[Key, object]:
+    """Return a stored state of a module under the names of ``given``, where they differ only by wrappers.
+
+    ``torch.compile`` and ``DistributedDataParallel`` add the parts ``_orig_mod`` and ``module`` to names.
+    """
+    renamed = _names_of(given, stored)
+    if all(name == key for key, name in renamed.items()):
+        return stored
+    result = like_mapping(stored, {renamed[key]: value for key, value in stored.items()})
+    kept, metadata = _metadata(stored), _metadata(given)
+    if isinstance(result, OrderedDict) and isinstance(kept, dict) and isinstance(metadata, dict):
+        names = _names_of(metadata, kept)
+        _set_metadata(result, {names[key]: value for key, value in kept.items()})
+    return result
+
+
+def _names_of(given: Mapping[str, object], stored: Mapping[Key, object]) -> dict[Key, Key]:
+    """Map each stored name to the given name that differs only by wrappers; to itself if none or several do."""
+    by_bare: dict[str, list[str]] = {}
+    for name in given:
+        by_bare.setdefault(_without_wrappers(name), []).append(name)
+    names: dict[Key, Key] = {}
+    for key in stored:
+        alike = by_bare.get(_without_wrappers(key), []) if isinstance(key, str) and key not in given else []
+        names[key] = alike[0] if len(alike) == 1 and alike[0] not in stored else key
+    return names if len(set(names.values())) == len(names) else {key: key for key in stored}
+
+
+def _without_wrappers(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 class _Absent:

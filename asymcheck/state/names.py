@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from asymcheck.errors import InvalidInputError, listed
 
+_COMPARED_NAMES = 64
 _NUMBER = re.compile(r" \([0-9]+\)\Z")
 _DIGITS = re.compile(r"([0-9]{1,18})", re.ASCII)
 
@@ -39,6 +41,14 @@ def as_stored(name: str) -> str:
 def matches(pattern: str, names: Iterable[str]) -> bool:
     """Tell whether a glob matches a unique name or its stored name."""
     return any(fnmatch.fnmatchcase(form, pattern) for name in names for form in (name, as_stored(name)))
+
+
+def did_you_mean(key: object, stored: Iterable[object], given: Container[object]) -> str:
+    """Return the end of an error about a missing key: a stored key with a similar name that is not given itself."""
+    others = [other for other in stored if isinstance(other, str) and other not in given]
+    # Comparing many names with many takes long, and such a state is of another model.
+    close = difflib.get_close_matches(key, others, 1) if isinstance(key, str) and len(others) <= _COMPARED_NAMES else []
+    return f"; did you mean {close[0]!r}, which is stored?" if close else ""
 
 
 def no_match(

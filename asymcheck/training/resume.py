@@ -115,7 +115,13 @@ class ResumeCoordinator:
                 session.leave()
 
     def restore(
-        self, step: int | None, into: object, prepare: Callable[[], object], report: Callable[[], object]
+        self,
+        step: int | None,
+        into: object,
+        prepare: Callable[[], object],
+        report: Callable[[], object],
+        *,
+        strict: bool = False,
     ) -> ResumePoint | None:
         """Restore the newest checkpoint that all ranks can read, or that of ``step``.
 
@@ -150,7 +156,7 @@ class ResumeCoordinator:
             # A second read by step would select the newest attempt again, which a rank has found damaged.
             by_step = is_one and ref.step not in steps
             steps.add(ref.step)
-            read = partial(self._read if by_step else self._read_part, ref, into, report)
+            read = partial(self._read if by_step else self._read_part, ref, into, report, strict=strict)
             returned = self._try(session, (number, part + 1), ref, read, skipped if step is None else None)
             if returned is not None:
                 _settle(into)
@@ -191,16 +197,18 @@ class ResumeCoordinator:
         session.post(at, json.dumps(_named(ref)).encode())
         return ref
 
-    def _read(self, ref: CheckpointRef, into: object, report: Callable[[], object]) -> Checkpoint:
+    def _read(self, ref: CheckpointRef, into: object, report: Callable[[], object], *, strict: bool) -> Checkpoint:
         report()
-        read = self._store.restore(ref.step, into=into, run=self._run, rank=self.rank, grows=True).checkpoint
+        restored = self._store.restore(ref.step, into=into, run=self._run, rank=self.rank, grows=True, strict=strict)
+        read = restored.checkpoint
         if read.ref != ref:
             raise InconsistentCheckpointError(f"{ref} could not be read, but another attempt, {read.ref}")
         return read
 
-    def _read_part(self, ref: CheckpointRef, into: object, report: Callable[[], object]) -> Checkpoint:
+    def _read_part(self, ref: CheckpointRef, into: object, report: Callable[[], object], *, strict: bool) -> Checkpoint:
         report()
-        return _restored_part(self._store, self._run, ref, self.rank, into)
+        wanted = LoadRequest("*", into, check_device(None), rank=self.rank, grows=True, strict=strict)
+        return _restored_part(self._store, self._run, ref, wanted)
 
     def _try(
         self,
@@ -298,8 +306,8 @@ class ResumeCoordinator:
         return returned
 
 
-def _restored_part(store: Store, run: str, ref: CheckpointRef, rank: int, into: object) -> Checkpoint:
-    """Fill ``into`` with the part that ``rank`` saved, from this store or from its remote.
+def _restored_part(store: Store, run: str, ref: CheckpointRef, wanted: LoadRequest) -> Checkpoint:
+    """Fill a state with the part that one rank saved, from this store or from its remote.
 
     Raises:
         InconsistentCheckpointError, FormatError, RecoveryError, StorageError: the part is complete in neither.
@@ -307,7 +315,6 @@ def _restored_part(store: Store, run: str, ref: CheckpointRef, rank: int, into: 
     """
     store.training.fence()
     opened = store.training.opened
-    wanted = LoadRequest("*", into, check_device(None), rank=rank, grows=True)
     problems: list[str] = []
     # The local store first, so that an intact part needs no remote access.
     local, remote = opened.nvme, opened.remote
@@ -322,7 +329,7 @@ def _restored_part(store: Store, run: str, ref: CheckpointRef, rank: int, into: 
                 problems.append(str(error))
                 continue
             if remote is not None and tier is not local:
-                source = f"{ref}: the part of rank {rank} was read from {remote.name}"
+                source = f"{ref}: the part of rank {wanted.rank} was read from {remote.name}"
                 warn_user(f"{source}, because it is not complete on this machine: {problems[0]}", RemoteCopyWarning)
             return describe_loaded(tier, loaded, is_newest=True)
     raise InconsistentCheckpointError(f"{ref} cannot be restored on this machine:", problems)
@@ -360,7 +367,13 @@ def saved(capture: Capture) -> Checkpoint:
 
 
 def restored_alone(
-    store: Store, run: str, step: int | None, into: object, warn_of_skipped: Callable[[Sequence[str]], object]
+    store: Store,
+    run: str,
+    step: int | None,
+    into: object,
+    warn_of_skipped: Callable[[Sequence[str]], object],
+    *,
+    strict: bool = False,
 ) -> ResumePoint | None:
     """Restore the newest consistent checkpoint, or that of ``step``; return None if the run has no checkpoint yet.
 
@@ -371,7 +384,7 @@ def restored_alone(
         InconsistentCheckpointError, StateMismatchError, PartialRestoreError, HeadRecordError: as :meth:`Store.load`.
     """
     try:
-        restored = store.restore(step, into=into, run=run, fall_back=True, grows=True)
+        restored = store.restore(step, into=into, run=run, fall_back=True, grows=True, strict=strict)
     except CheckpointNotFoundError:
         if step is not None:
             raise

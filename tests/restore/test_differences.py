@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asymcheck import Checkpointer, Store
-from asymcheck.errors import StateDifferenceWarning
+from asymcheck.errors import StateDifferenceWarning, StateMismatchError
 
 
 def _trained(optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: float) -> dict[str, object]:
@@ -33,6 +33,20 @@ def _warning(path: Path, state: dict[str, object]) -> str:
         Checkpointer(store, state).restore()
     assert len(caught) == 1
     return str(caught[0].message)
+
+
+def test_differences_are_an_error_if_strict(path: Path) -> None:
+    """Test Checkpointer.restore() and Store.load(): nothing is overwritten."""
+    state = _trained(weight_decay=0.25)
+    before = [parameter.clone() for parameter in state["model"].parameters()]  # type: ignore[attr-defined]  # a module
+    with Store.open(path) as store:
+        with pytest.raises(StateMismatchError, match=r"weight_decay is 0\.25"):
+            Checkpointer(store, state).restore(strict=True)
+        with pytest.raises(StateMismatchError, match=r"weight_decay is 0\.25"):
+            store.load(into=state, strict=True)
+        Checkpointer(store, _trained()).restore(strict=True)
+    after = state["model"].parameters()  # type: ignore[attr-defined]  # as above
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
 def test_equal_state_gives_no_warning(path: Path) -> None:
@@ -75,3 +89,50 @@ def test_partial_load_of_a_store_gives_no_warning(path: Path) -> None:
     with Store.open(path) as store, warnings.catch_warnings():
         warnings.simplefilter("error")
         store.load(into={"model": torch.nn.Linear(4, 2)})
+
+
+@pytest.mark.parametrize("is_saved_wrapped", [True, False])
+@pytest.mark.parametrize("wrapper", ["_orig_mod", "module"])
+def test_wrappers_in_names_are_mapped_in_both_directions(
+    store_path: Path, wrapper: str, *, is_saved_wrapped: bool
+) -> None:
+    """Test torch.compile and DistributedDataParallel, which add a part to every name, inside of a module, too."""
+
+    def model(*, is_wrapped: bool) -> torch.nn.Module:
+        inner = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.BatchNorm1d(40))
+        outer = torch.nn.ModuleDict({wrapper: inner}) if is_wrapped else inner
+        return torch.nn.ModuleDict({"encoder": outer, "head": torch.nn.Linear(4, 2)})
+
+    saved, restored = model(is_wrapped=is_saved_wrapped), model(is_wrapped=not is_saved_wrapped)
+    with Store.open(store_path, create=True) as store, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store.save({"model": saved}, step=1)
+        assert Checkpointer(store, {"model": restored}).restore() is not None
+    pairs = zip(saved.state_dict().values(), restored.state_dict().values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_name_that_only_resembles_a_stored_one_is_suggested(path: Path) -> None:
+    """Test a mistyped key of the state, and a renamed layer."""
+    with Store.open(path) as store:
+        with pytest.raises(StateMismatchError, match="modle: is not in the checkpoint; did you mean 'model'"):
+            store.load(into={"modle": torch.nn.Linear(4, 2)})
+        layer = torch.nn.ParameterDict({"weights": torch.zeros(2, 4), "bias": torch.zeros(2)})
+        with pytest.raises(StateMismatchError, match=r"weights: is not in the checkpoint; did you mean 'weight'"):
+            store.load(into={"model": layer})
+
+
+def test_names_that_become_equal_without_wrappers_are_not_mapped(store_path: Path) -> None:
+    """Test a module that has a real part with the name of a wrapper."""
+    saved = torch.nn.ModuleDict(
+        {"a": torch.nn.Linear(4, 2), "module": torch.nn.ModuleDict({"a": torch.nn.Linear(4, 2)})}
+    )
+    with Store.open(store_path, create=True) as store:
+        store.save({"model": saved}, step=1)
+        same = torch.nn.ModuleDict(
+            {"a": torch.nn.Linear(4, 2), "module": torch.nn.ModuleDict({"a": torch.nn.Linear(4, 2)})}
+        )
+        store.load(into={"model": same})
+        assert torch.equal(same["a"].weight, saved["a"].weight)  # type: ignore[arg-type, union-attr]  # a linear layer
+        with pytest.raises(StateMismatchError):
+            store.load(into={"model": torch.nn.ModuleDict({"a": torch.nn.Linear(4, 2)})})

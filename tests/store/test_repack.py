@@ -109,7 +109,8 @@ def test_rest_of_many_packs_goes_into_one(store: Store) -> None:
         store.delete(step)
     done = store.gc()
     assert (done.freed_packs, done.repacked_packs, store.usage().packs) == (5, 5, 2)
-    assert done.copied_bytes in (5 * (MIB + 4096), 5 * (MIB + 8192))
+    # A frame has one block more if its payload is shifted, which depends on the address of the tensor.
+    assert done.copied_bytes in range(5 * (MIB + 4096), 5 * (MIB + 8192) + 1, 4096)
     assert store.verify() == []
     assert_same(store.load(5), {**keep, "own": _bytes(5, 3)})
 

@@ -23,6 +23,8 @@ _SCHEDULER_OPTIONS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_mo
 """Options that schedulers of torch add to a group."""
 _SCHEDULED_OPTIONS = {"params", "param_names", "lr", "betas", "momentum", "max_lr", "min_lr", "swa_lr"}
 """Options that change during a training."""
+_IMPLEMENTATION_OPTIONS = {"foreach", "fused"}
+"""Options that torch chooses itself where they are None."""
 _OPTION_TYPES = (bool, int, float, str, tuple, type(None))
 _ADVICE = (
     "pipeline stages can only be restored by as many ranks as saved them. For another number, save the optimizer's "
@@ -79,6 +81,8 @@ def _group_differences(given: Mapping[str, object], kept: object) -> Iterator[st
         names, others = (", ".join(map(repr, options)) for options in (lacking, extra))
         yield f"{names} given, but not stored; {others} stored, but not given. Was it an optimizer of another class?"
     for key in sorted(given.keys() & kept.keys() - _SCHEDULED_OPTIONS):
+        if key in _IMPLEMENTATION_OPTIONS and None in (given[key], kept[key]):
+            continue
         if type(given[key]) in _OPTION_TYPES and type(kept[key]) in _OPTION_TYPES and given[key] != kept[key]:
             yield f"{key} is {given[key]!r} in the given optimizer, and {kept[key]!r} in the checkpoint, which is used"
 

@@ -12,7 +12,9 @@ from asymcheck import Checkpointer, Store
 from asymcheck.errors import StateDifferenceWarning, StateMismatchError
 
 
-def _trained(optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: float) -> dict[str, object]:
+def _trained(
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: float | None
+) -> dict[str, object]:
     model = torch.nn.Linear(4, 2)
     optimizer = optimizer_class(model.parameters(), lr=0.1, **options)
     model(torch.ones(1, 4)).sum().backward()
@@ -82,6 +84,18 @@ def test_changed_hyperparameter_is_named_with_both_values(path: Path) -> None:
     """Test another weight decay in the code."""
     text = _warning(path, _trained(weight_decay=0.25))
     assert "weight_decay is 0.25 in the given optimizer, and 0.01 in the checkpoint" in text
+
+
+@pytest.mark.parametrize(("given", "is_named"), [(None, False), (True, True)])
+def test_choice_of_implementation_is_named_unless_left_to_torch(
+    store_path: Path, given: bool | None, *, is_named: bool
+) -> None:
+    """Test ``foreach=False`` in the checkpoint, as runs with FSDP2 set it."""
+    with Store.open(store_path, create=True) as store, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        store.save(_trained(foreach=False), step=1)
+        Checkpointer(store, _trained(foreach=given)).restore()
+    assert any("foreach is True" in str(warning.message) for warning in caught) is is_named
 
 
 def test_partial_load_of_a_store_gives_no_warning(path: Path) -> None:

@@ -19,7 +19,7 @@ import threading
 import zipfile
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -53,6 +53,12 @@ _CENTRAL_CRC = 16
 _DESCRIPTOR = b"PK\x07\x08"
 _ENCRYPTED = 1
 _CHUNK = 8 << 20
+_EXPANSION_MAX: Final = 4
+_EXPANDED_BYTES_MAX: Final = 1 << 26
+"""Bytes that expanded views may have in a small file."""
+_VALUES_MAX: Final = 50_000_000
+_SHARED_VALUES_MAX: Final = 1_000_000
+"""Values that shared containers may repeat."""
 _INFLATED_BYTES_MAX: Final = 1 << 28
 """Maximum size of a compressed record. Pickles are far smaller, because each tensor has its own record."""
 
@@ -118,14 +124,51 @@ def read_torch_slice(file: SourceFile, start: int, length: int) -> object:
         refused(file.path, _damage, _FETCH, *_DAMAGE_ERRORS),
     ):
         if magic != _LOCAL_MAGIC:
-            return torch.load(source, map_location="cpu", weights_only=True)
+            state = torch.load(source, map_location="cpu", weights_only=True)
+            leaves = {id(leaf): leaf for leaf in _leaves_within(file.path, state, length)}
+            _check_claim(file.path, (leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor)), length)
+            return state
         archive = _Archive(file.path, source)
-        tensors: dict[tuple[object, ...], object] = {}
+        tensors: dict[tuple[object, ...], TensorBytes] = {}
 
         def replaced(leaf: object) -> object:
             return _lazy_tensor(leaf, file, start, archive, tensors) if isinstance(leaf, torch.Tensor) else leaf
 
-        return _map_leaves(archive.load_faked(), replaced)
+        state = archive.load_faked()
+        for _ in _leaves_within(file.path, state, length):
+            pass
+        mapped = _map_leaves(state, replaced)
+        _check_claim(file.path, (tensor.nbytes for tensor in tensors.values()), length)
+        return mapped
+
+
+def _leaves_within(path: Path, state: object, file_bytes: int) -> Iterator[object]:
+    """Yield the values in nested containers.
+
+    Raises:
+        ForeignFileError: a file of this size cannot describe so many values, unless containers are shared or cyclic.
+    """
+    left = min(file_bytes, _VALUES_MAX) + _SHARED_VALUES_MAX
+    stack = [state]
+    while stack:
+        value = stack.pop()
+        left -= 1
+        if left < 0:
+            raise ForeignFileError(path, "its containers contain each other, or expand to millions of values", _REMEDY)
+        if isinstance(value, dict):
+            stack.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            stack.extend(value)
+        else:
+            yield value
+
+
+def _check_claim(path: Path, sizes: Iterable[int], file_bytes: int) -> None:
+    """Raise if tensors have far more bytes than the file, because views of one storage are expanded or overlap."""
+    claimed = sum(sizes)
+    if claimed > _EXPANSION_MAX * file_bytes + _EXPANDED_BYTES_MAX:
+        problem = f"its tensors have {claimed:,} bytes, but the file has {file_bytes:,}: they are expanded views"
+        raise ForeignFileError(path, problem, "clone these tensors before torch.save()")
 
 
 class _RangedFile(io.RawIOBase):
@@ -285,7 +328,11 @@ def _damage(error: Exception) -> str:
 
 
 def _lazy_tensor(
-    tensor: torch.Tensor, file: SourceFile, begin: int, archive: _Archive, tensors: dict[tuple[object, ...], object]
+    tensor: torch.Tensor,
+    file: SourceFile,
+    begin: int,
+    archive: _Archive,
+    tensors: dict[tuple[object, ...], TensorBytes],
 ) -> object:
     """Return a lazy tensor for a faked tensor of an archive that begins at byte ``begin`` of ``file``."""
     is_plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_neg()

@@ -216,12 +216,53 @@ def test_an_archive_that_is_none_of_torch_is_refused(store: Store, tmp_path: Pat
 
 
 def test_a_state_that_contains_itself_is_refused(store: Store, tmp_path: Path) -> None:
-    """So is one that is nested too deep."""
+    """Test a cycle, and a state that is nested too deep."""
     loop: list[object] = []
     loop.append(loop)
     torch.save(loop, tmp_path / "loop.pt")
-    with pytest.raises(ForeignFileError, match="recursion"):
+    with pytest.raises(ForeignFileError, match="contain each other"):
         import_checkpoint(store, tmp_path / "loop.pt")
+    data = b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b"."
+    with zipfile.ZipFile(tmp_path / "deep.pt", "w") as archive:
+        archive.writestr("deep/data.pkl", data)
+        archive.writestr("deep/version", "3")
+    with pytest.raises(ForeignFileError, match=r"recursion|cannot read"):
+        import_checkpoint(store, tmp_path / "deep.pt")
+
+
+_EXPANDED = {
+    "one tensor": lambda: {"a": torch.zeros(1).expand(2**33)},
+    "many tensors": lambda: {f"a{number}": torch.zeros(1).expand(2**26) for number in range(40)},
+    "overlapping views": lambda: {"a": torch.zeros(2**20).as_strided((2**19, 2**19), (1, 1))},
+}
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("kind", _EXPANDED)
+def test_small_file_with_huge_views_is_refused(store: Store, tmp_path: Path, kind: str, *, legacy: bool) -> None:
+    """Test views that repeat the bytes of their storage: nothing of their size is allocated."""
+    torch.save(_EXPANDED[kind](), tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(ForeignFileError, match="expanded views; clone"):
+        import_checkpoint(store, tmp_path / "a.pt")
+    assert store.checkpoints() == []
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_shared_containers_that_expand_without_end_are_refused(store: Store, tmp_path: Path, *, legacy: bool) -> None:
+    """Test nested lists that contain each list ten times, of which a file stores each once."""
+    laughs: list[object] = ["ha"] * 10
+    for _ in range(9):
+        laughs = [laughs] * 10
+    torch.save({"laughs": laughs}, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(ForeignFileError, match="expand to millions of values"):
+        import_checkpoint(store, tmp_path / "a.pt")
+
+
+def test_small_expanded_views_are_stored(store: Store, tmp_path: Path) -> None:
+    """Test a mask of one stored element."""
+    torch.save({"mask": torch.ones(1).expand(1000)}, tmp_path / "a.pt")
+    import_checkpoint(store, tmp_path / "a.pt")
+    assert_same(store.load(), {"mask": torch.ones(1000)})
 
 
 @pytest.mark.slow

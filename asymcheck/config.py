@@ -115,8 +115,11 @@ class StoreConfig:
     """Frames in flight between memory and drive. Two saturate one NVMe drive, four hide a slow one."""
     pack_bytes: int = 1024 * MIB
     """Size at which a pack is closed; the next frame starts a new pack."""
-    pool_bytes: int = 4096 * MIB
-    """Total size of freed packs that are kept for later saves to overwrite; further ones are deleted."""
+    pool_bytes: int | None = None
+    """Maximum size of the pool of freed packs, which later saves overwrite; further ones are deleted.
+
+    None for the size of one checkpoint: the mean size of the checkpoints in the store, and a quarter more.
+    """
     repack_waste: float = 0.5
     """Share of garbage above which garbage collection repacks a pack; 1 disables repacking.
 

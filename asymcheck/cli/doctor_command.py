@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import click
 
@@ -22,6 +23,9 @@ from asymcheck.measurement import planned_bytes
 from asymcheck.policies.advice import IDENTITY, Advice, Facts, Situation, advise
 
 _WHOLE_MS_S = 0.1  # times from this length on are shown in whole milliseconds
+
+_PACK_BYTES_MAX: Final = 4 << 30
+"""Largest pack to recommend."""
 
 
 @command("Measure the machine and the drive, and recommend settings.")
@@ -56,7 +60,7 @@ def doctor(store: str, quick: bool, mtbf: float, state_size: int | None, ring_fo
     # No setting matters to a state of a single partition.
     is_small = size <= StoreConfig.partition_bytes
     config = StoreConfig()
-    situation = Situation(size, mtbf, config.partition_bytes, config.pack_bytes, config.pool_bytes)
+    situation = Situation(size, mtbf, config.partition_bytes, config.pack_bytes, _PACK_BYTES_MAX)
     advice = None if is_small else advise(facts, situation)
     document = {"store": store, "quick": quick, "facts": facts, "advice": advice}
     return Report(document, partial(_show, facts, advice, size))

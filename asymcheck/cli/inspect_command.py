@@ -108,7 +108,7 @@ def _report_checkpoints(store: Store, run: str | None, locations: Locations | No
 
 def _used(usage: Usage) -> str:
     used = f"{output.size(usage.pack_bytes)} in {output.count(usage.packs, 'pack')}"
-    freed = f", {output.size(usage.pooled_bytes)} in {output.count(usage.pooled_packs, 'freed pack')}"
+    freed = f", {output.size(usage.pooled_bytes)} recyclable"
     return used + freed if usage.pooled_packs else used
 
 

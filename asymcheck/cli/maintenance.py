@@ -21,7 +21,7 @@ from asymcheck.cli.options import (
     ring_folder_option,
     store_argument,
 )
-from asymcheck.config import DEFAULT_RUN
+from asymcheck.config import DEFAULT_RUN, StoreConfig
 from asymcheck.errors import InvalidInputError
 from asymcheck.fsck.rebuild_catalog import Rebuilt
 from asymcheck.fsck.repair import Repaired
@@ -74,7 +74,7 @@ def verify(store: str, run: str | None, step: int | None, repair: bool, remote: 
     is_deep = deep or not is_uri(store)
     repaired = None
     if repair:
-        with open_existing(store, remote) as opened, output.progress("repair") as progress:
+        with open_existing(store, remote=remote) as opened, output.progress("repair") as progress:
             repaired = opened.repair(progress)
     with Store.open(store, read_only=True) as opened:
         with output.progress("verify") as progress:
@@ -161,6 +161,7 @@ def _status(findings: list[Finding]) -> int:
 @command("Free disk space: garbage packs and, with --keep rules, old checkpoints.")
 @store_argument
 @click.option("--dry-run", is_flag=True, help="Print what would be deleted and freed; change nothing.")
+@click.option("--empty-pool", is_flag=True, help="Also delete the recyclable packs.")
 @click.option("--keep-last", metavar="N", type=click.IntRange(min=1), help="Keep the newest N checkpoints of the run.")
 @click.option(
     "--keep-every", metavar="K", type=click.IntRange(min=1), help="Keep checkpoints whose step is a multiple of K."
@@ -183,6 +184,7 @@ def _status(findings: list[Finding]) -> int:
 def gc(
     store: str,
     dry_run: bool,
+    empty_pool: bool,
     keep_last: int | None,
     keep_every: int | None,
     keep_best: Best | None,
@@ -195,8 +197,8 @@ def gc(
     """Free the packs of STORE that no checkpoint needs, and remove leftover files of killed processes.
 
     Other processes may save and load at the same time. A pack is freed when it holds only garbage. If a pack is mostly
-    garbage, its live frames are first copied into another pack. Some freed packs stay in the pool, because overwriting
-    them is faster than writing new files.
+    garbage, its live frames are first copied into another pack. Freed packs of about one checkpoint stay recyclable:
+    later saves overwrite them, which is faster than writing new files. --empty-pool deletes them.
 
     With --keep rules, checkpoints of one run that no rule keeps are first deleted permanently. The newest consistent
     checkpoint and checkpoints that a process is reading always stay. Abandoned checkpoints stay without
@@ -218,7 +220,8 @@ def gc(
     source = click.get_current_context().get_parameter_source
     if retention is None and source("run") is click.core.ParameterSource.COMMANDLINE:
         raise click.UsageError("--run requires a --keep rule, such as --keep-last; without rules, gc works on all runs")
-    with open_existing(store) as opened:
+    config = StoreConfig(pool_bytes=0) if empty_pool else None
+    with open_existing(store, config) as opened:
         pruned = None if retention is None else opened.prune(retention, run=run, dry_run=dry_run)
         done = opened.gc(dry_run=dry_run) if pruned is None else pruned.collected
         rings = [] if is_uri(store) else opened.collect_rings(ring_folder, discard=discard_rings, dry_run=dry_run)
@@ -246,12 +249,21 @@ def _summary(done: Collected, *, dry_run: bool) -> str:
         repacked = output.count(done.repacked_packs, "pack")
         freed += f" ({repacked} after copying {output.size(done.copied_bytes)} of live data)"
     remaining = f"{output.count(done.kept_packs, 'pack')} still needed"
+    would = "would " if dry_run else ""
+    recyclable = ""
+    if done.pool_bytes:
+        recyclable = (
+            f"; {output.size(done.pool_bytes)} {would}stay recyclable for later saves (--empty-pool deletes them)"
+        )
+    trimmed = ""
+    if done.trimmed_packs:
+        packs = output.count(done.trimmed_packs, "recyclable pack")
+        trimmed = f"; {'would delete' if dry_run else 'deleted'} {packs}, {output.size(done.trimmed_bytes)}"
     if dry_run:
-        return f"would free {freed}; {remaining}"
-    pooled = f" ({done.pooled_packs} kept in the pool for reuse)" if done.pooled_packs else ""
+        return f"would free {freed}{recyclable}{trimmed}; {remaining}"
     busy = f"; skipped {output.count(done.busy_packs, 'pack')} in use" if done.busy_packs else ""
     removed = f"; removed {output.count(done.removed_temporaries, 'leftover file')}" if done.removed_temporaries else ""
-    return f"freed {freed}{pooled}; {remaining}{busy}{removed}"
+    return f"freed {freed}{recyclable}{trimmed}; {remaining}{busy}{removed}"
 
 
 @command("Delete the checkpoints of a step.")

@@ -13,7 +13,7 @@ from typing import TypeVar
 import click
 
 from asymcheck.cli import exit_status, output
-from asymcheck.config import RING_FOLDER, RING_FOLDER_VARIABLE
+from asymcheck.config import RING_FOLDER, RING_FOLDER_VARIABLE, StoreConfig
 from asymcheck.errors import InvalidInputError
 from asymcheck.policies.retention import Best
 from asymcheck.store import Store
@@ -76,7 +76,7 @@ def command(short_help: str) -> Callable[[Callable[..., Report]], click.Command]
     return decorate
 
 
-def open_existing(store: str, remote: str | None = None) -> Store:
+def open_existing(store: str, config: StoreConfig | None = None, remote: str | None = None) -> Store:
     """Open a store for reading and writing, without creating one.
 
     Raises:
@@ -84,7 +84,7 @@ def open_existing(store: str, remote: str | None = None) -> Store:
     """
     with Store.open(store, read_only=True):
         pass
-    return Store.open(store, remote=remote)
+    return Store.open(store, config=config, remote=remote)
 
 
 def ring_options(command: _F) -> _F:

@@ -202,7 +202,11 @@ def _totals(accounting: DiskUsage) -> list[dict[str, str]]:
         ("  locked", accounting.locked_bytes, "garbage in packs with live frames"),
         ("  overhead", accounting.overhead_bytes, "headers, indexes, unused ends of files"),
         ("  unreadable", accounting.unreadable_bytes, "packs that cannot be read"),
-        ("pool", accounting.pooled_bytes, f"{output.count(accounting.pooled_packs, 'freed pack')}, kept for reuse"),
+        (
+            "recyclable",
+            accounting.pooled_bytes,
+            f"{output.count(accounting.pooled_packs, 'freed pack')} for later saves to overwrite",
+        ),
         ("unfinished", accounting.unfinished_bytes, "packs of running or killed saves"),
         ("manifests", accounting.manifest_bytes, output.count(accounting.manifests, "manifest")),
         ("catalog", accounting.catalog_bytes, ""),

@@ -24,6 +24,10 @@ _ATTEMPTS = 8
 _PATIENT_ATTEMPTS = 4
 """Attempts during which other processes may commit. Later attempts read new manifests in the write transaction."""
 _PAUSE_S = 0.02
+_POOL_SHARE = 1.25
+"""Maximum size of the pool, relative to the mean size of a checkpoint."""
+_POOL_BYTES = 4 << 30
+"""Maximum size of the pool of a store without checkpoints."""
 # Free a few packs at a time: each lock needs a file descriptor, and the transaction must be short.
 _BATCH = 64
 
@@ -38,6 +42,12 @@ class Collected:
     """Bytes of the files of freed packs."""
     pooled_packs: int = 0
     """Number of freed packs moved to the pool. The other freed packs were unlinked."""
+    trimmed_packs: int = 0
+    """Number of packs that were deleted from the pool, because it was larger than its limit."""
+    trimmed_bytes: int = 0
+    """Bytes of those packs."""
+    pool_bytes: int = 0
+    """Bytes in the pool after the collection, which later saves overwrite."""
     removed_temporaries: int = 0
     """Number of unfinished packs of dead writers that were removed."""
     busy_packs: int = 0
@@ -149,13 +159,27 @@ class StoreSweep(Sweep):
         """Remove unfinished packs and trim the pool first, because the next steps need space on a full disk."""
         if self.dry_run:
             self.result.removed_temporaries = len(self._tier.stale_temporaries())
-            return
-        self.result.removed_temporaries = self._tier.remove_stale_temporaries()
-        for path in self._tier.pool.surplus():
+        else:
+            self.result.removed_temporaries = self._tier.remove_stale_temporaries()
+            self._trim_pool()
+
+    def _trim_pool(self) -> None:
+        for path, size in self._tier.pool.surplus().items():
             # A locked file is being taken from the pool by a writer.
             with self._tier.locked(path) as held:
                 if held:
-                    self._tier.files.unlink(path)
+                    self.result.trimmed_packs += 1
+                    self.result.trimmed_bytes += size
+                    if not self.dry_run:
+                        self._tier.files.unlink(path)
+
+    def _pool_capacity(self) -> float:
+        """Return the maximum size of the pool in bytes."""
+        if (limit := self._tier.config.pool_bytes) is not None:
+            return limit
+        live = sum(self._tier.pack_bytes(pack_id) for pack_id in self.reachable.packs.keys() - self.candidates.keys())
+        count = self.reachable.checkpoints()
+        return _POOL_SHARE * live / count if count else _POOL_BYTES
 
     def _find_garbage(self) -> None:
         """Do steps 1 to 3 of SPEC.md §8.3."""
@@ -164,6 +188,7 @@ class StoreSweep(Sweep):
         self._refresh()
         _, self.stale = self.reachable.since(self._catalog)
         self.result.kept_packs = len(self.reachable.packs) - len(self.candidates) + self.reachable.unread
+        self._tier.pool.capacity_bytes = self._pool_capacity()
 
     def _refresh(self) -> None:
         self.reachable.refresh()
@@ -174,7 +199,8 @@ class StoreSweep(Sweep):
         with self._catalog.read() as transaction:
             dead_pins = transaction.still_dead(self.dead_pins)
             pinned = pinned_packs(transaction, dead_pins)
-        space = self._tier.pool.room()
+        self._trim_pool()
+        room = space = self._tier.pool.room() + self.result.trimmed_bytes
         for pack_id in self.candidates:
             with self._tier.locked(_path(self._tier, pack_id)) as held:
                 if not held:
@@ -187,8 +213,9 @@ class StoreSweep(Sweep):
         for pack_id in itertools.chain(*plan.batches):
             space = self._count_pooled(pack_id, space)
         self._count_repacked(plan.expected)
+        self.result.pool_bytes = self._tier.pool.nbytes() - self.result.trimmed_bytes + int(room - space)
 
-    def _count_pooled(self, pack_id: PackId, space: int) -> int:
+    def _count_pooled(self, pack_id: PackId, space: float) -> float:
         """Count a pack that would be freed. Return the space left in the pool."""
         path = _path(self._tier, pack_id)
         self._count_freed(path.stat().st_size)
@@ -262,6 +289,8 @@ class StoreSweep(Sweep):
         if self.dry_run:
             return
         self._count_repacked(repack(self._tier, self._catalog, self.reachable, self._retire))
+        self._trim_pool()
+        self.result.pool_bytes = self._tier.pool.nbytes()
         manifests = self._tier.manifests
         empty = [(run, ref) for run in manifests.runs() for ref in manifests.empty(run)]
         with self._catalog.read() as transaction:

@@ -83,6 +83,8 @@ def _check_bounds(config: StoreConfig | RemoteConfig, bounds: Mapping[str, tuple
     for field in dataclasses.fields(config):
         if field.name not in _CHECKED_OTHERWISE:
             value = getattr(config, field.name)
+            if value is None and field.default is None:
+                continue
             least, most = bounds[field.name]
             kinds = (int, float) if isinstance(field.default, float) else (int,)
             if type(value) not in kinds or not least <= value <= most:

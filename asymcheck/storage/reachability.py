@@ -105,6 +105,10 @@ class Reachability(abc.ABC):
                     self._count(self._digests[key], 1)
         return keys
 
+    def checkpoints(self) -> int:
+        """Return the number of checkpoints whose manifests were read."""
+        return len({key.rpartition(b"/")[0] for key in self._digests})
+
     def _count(self, digests: bytes, change: int) -> None:
         size = registry.DIGEST_BYTES
         for start in range(0, len(digests), size):

@@ -19,7 +19,7 @@ def test_checkpoints_roles_and_totals(call: Call, store: Path) -> None:
     assert [row[1] for row in rows if row[0] in ("default", "other") and len(row) > 8] == ["10", "20", "30", "25", "1"]
     assert [row[1] for row in rows if row[-1] == "abandoned"] == ["30"]
     names = {row[0] for row in rows}
-    assert {"weights", "first_moment", "packs", "live", "freeable", "locked", "overhead", "pool"} <= names
+    assert {"weights", "first_moment", "packs", "live", "freeable", "locked", "overhead", "recyclable"} <= names
     assert {"manifests", "catalog"} <= names
     assert not {"unreadable", "unfinished"} & {row[0] for row in rows}
 

@@ -212,7 +212,7 @@ def test_creating_a_store_on_a_full_disk(small_disk: Path) -> None:
 def test_freed_packs_make_space_for_a_larger_one(small_disk: Path) -> None:
     """On a full disk with freed packs, the save extends one of them."""
     path = small_disk / "store"
-    sizes = StoreConfig(catalog_map_bytes=1 << 20, catalog_readers=16)
+    sizes = StoreConfig(catalog_map_bytes=1 << 20, catalog_readers=16, pool_bytes=1 << 30)
     with Store.open(path, config=sizes, create=True) as store:
         for step in range(6):
             store.save({"own": torch.randn(100_000)}, step=step)

@@ -83,7 +83,8 @@ def test_collecting_frees_unreferenced_packs(store: Store) -> None:
     freed = _inodes(store.path / "pool")
     assert len(freed) == 1
     assert freed.items() <= files.items()
-    assert collected == Collected(freed_packs=1, freed_bytes=sum(freed.values()), pooled_packs=1, kept_packs=2)
+    nbytes = sum(freed.values())
+    assert collected == Collected(freed_packs=1, freed_bytes=nbytes, pooled_packs=1, pool_bytes=nbytes, kept_packs=2)
     assert_same(store.load(1), _state(1))
     assert_same(store.load(3), _state(3))
     assert store.verify() == []
@@ -103,8 +104,41 @@ def test_dry_run_equals_the_real_run(store_path: Path) -> None:
         assert store.gc() == expected
         assert (expected.freed_packs, expected.pooled_packs, expected.kept_packs) == (4, 2, 2)
         assert expected.removed_temporaries == 1
-        nothing = Collected(kept_packs=2)
+        nothing = Collected(kept_packs=2, pool_bytes=expected.pool_bytes)
         assert store.gc(dry_run=True) == store.gc() == nothing
+
+
+def test_pool_is_as_large_as_one_checkpoint(store: Store) -> None:
+    """Test the default limit when many checkpoints are deleted at once, and a dry run, which reports the same."""
+    for step in range(8):
+        store.save(_state(step), step=step)
+    for step in range(6):
+        store.delete(step)
+    expected = store.gc(dry_run=True)
+    collected = store.gc()
+    assert collected == expected
+    assert (collected.freed_packs, collected.pooled_packs, collected.trimmed_packs) == (6, 1, 0)
+    assert collected.pool_bytes == sum(_inodes(store.path / "pool").values()) <= 1.25 * collected.freed_bytes / 6
+
+
+def test_pool_is_trimmed_when_checkpoints_become_smaller(store: Store) -> None:
+    """Test that packs of large checkpoints do not stay in the pool of a store with small ones."""
+    for step in range(2):
+        store.save(_state(step, mebibytes=8), step=step)
+    store.delete(0)
+    assert store.gc().pooled_packs == 1
+    store.save(_state(2), step=2)
+    store.save(_state(3), step=3)
+    store.delete(1)
+    expected = store.gc(dry_run=True)
+    collected = store.gc()
+    assert collected == expected
+    pooled = sum(_inodes(store.path / "pool").values())
+    assert collected.pool_bytes == pooled
+    assert pooled <= 1.25 * store.usage().pack_bytes / 2
+    with Store.open(store.path, config=StoreConfig(pool_bytes=0)) as emptying:
+        emptied = emptying.gc()
+    assert (emptied.trimmed_bytes, emptied.pool_bytes) == (pooled, 0)
 
 
 def test_a_dry_run_sees_packs_that_are_in_use(store: Store) -> None:

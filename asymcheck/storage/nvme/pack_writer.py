@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import operator
 import os
@@ -162,11 +163,12 @@ def create_locked(files: Files, target: Path) -> int:
 class Pool:
     """Pool of freed packs. Overwriting a freed pack is 1.5 to 2.5 times as fast as writing a new file."""
 
-    def __init__(self, files: Files, directory: Path, capacity_bytes: int) -> None:
-        """Keep at most ``capacity_bytes`` of files in ``directory``."""
+    def __init__(self, files: Files, directory: Path) -> None:
+        """Keep freed packs in ``directory``."""
         self._files = files
         self._directory = directory
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes: float = math.inf
+        """Maximum size of the pool; each collection sets it."""
 
     def sizes(self) -> dict[Path, int]:
         """Return the freed packs with their sizes in bytes, smallest first, ignoring folders and links."""
@@ -177,6 +179,10 @@ class Pool:
                 if stat.S_ISREG(status.st_mode):
                     sizes[self._directory / name] = status.st_size
         return dict(sorted(sizes.items(), key=operator.itemgetter(1)))
+
+    def nbytes(self) -> int:
+        """Return the size of the pool in bytes."""
+        return sum(self.sizes().values())
 
     def candidates(self, needed_bytes: int) -> list[Path]:
         """Return freed packs in order of preference: large enough ones by size, then the largest of the others."""
@@ -235,27 +241,27 @@ class Pool:
         DESCRIPTORS.close(descriptor)
         return None
 
-    def room(self) -> int:
+    def room(self) -> float:
         """Return the remaining capacity in bytes, which is negative if the pool holds too much.
 
         The pool never uses more bytes than are free on the drive.
         """
-        limit = min(self._capacity_bytes, self._files.free_bytes(self._directory))
-        return limit - sum(self.sizes().values())
+        limit = min(self.capacity_bytes, self._files.free_bytes(self._directory))
+        return limit - self.nbytes()
 
-    def surplus(self) -> list[Path]:
-        """Return the freed packs to unlink, because the pool is too large for its capacity or the drive."""
+    def surplus(self) -> dict[Path, int]:
+        """Return freed packs to unlink, with sizes, because the pool is too large for its limit or the drive."""
         sizes = self.sizes()
         held, free = sum(sizes.values()), self._files.free_bytes(self._directory)
-        surplus = []
+        surplus = {}
         for path, size in sizes.items():
-            if held <= min(self._capacity_bytes, free):
+            if held <= min(self.capacity_bytes, free):
                 break
-            surplus.append(path)
+            surplus[path] = size
             held, free = held - size, free + size
         return surplus
 
-    def would_keep(self, path: Path, room: int) -> bool:
+    def would_keep(self, path: Path, room: float) -> bool:
         """Tell whether :meth:`put` would keep a freed pack if the pool had ``room`` bytes left."""
         status = path.lstat()
         return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size <= room

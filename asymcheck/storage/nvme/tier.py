@@ -96,7 +96,7 @@ class NvmeTier(StoreTier):
             self._make_missing_folders()
         self.manifests = ManifestFiles(self.files, root)
         self.slots = SlotPool(config.slots, config.partition_bytes)
-        self.pool = Pool(self.files, root / layout.POOL, config.pool_bytes)
+        self.pool = Pool(self.files, root / layout.POOL)
 
     def _read_descriptor(self) -> tuple[Descriptor, int]:
         path = self.root / layout.DESCRIPTOR_NAME

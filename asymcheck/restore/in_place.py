@@ -29,6 +29,7 @@ from asymcheck.state.boxes import Box
 from asymcheck.state.leaves import identity_key, make_leaf
 from asymcheck.state.names import did_you_mean
 from asymcheck.state.shards import Distributed, TensorShard, is_dtensor, like, shard_of
+from asymcheck.state.zero_redundancy import local_part, share_options
 from asymcheck.types import Stateful
 
 if TYPE_CHECKING:
@@ -184,6 +185,7 @@ class InPlaceFill:
         if not mappings:
             self._refuse(path, f"an object with load_state_dict() is given, but {type(stored[0]).__name__} is stored")
             return lambda _assembly: current
+        given, current = current, local_part(current)
         state = current.state_dict()
         if isinstance(current, torch.nn.Module):
             mappings = [with_names_of(state, mapping) for mapping in mappings]
@@ -209,7 +211,8 @@ class InPlaceFill:
             except Exception as error:
                 what = f"{name or '<root>'}: load_state_dict() of {type(current).__qualname__} refused the stored state"
                 raise RefusedStateError(f"{what}: {error}", (), None) from error
-            return current
+            share_options(given)
+            return given
 
         return finish
 

@@ -20,6 +20,7 @@ from asymcheck.state.dtypes import TORCH_NAMES
 from asymcheck.state.leaves import PLAIN_TENSORS, Leaf, Source, TensorBytes, identity_key, make_leaf
 from asymcheck.state.numpy_dtypes import numpy_name
 from asymcheck.state.shards import TensorShard, is_dtensor, shard_of
+from asymcheck.state.zero_redundancy import local_part
 from asymcheck.types import Stateful, is_stateful
 
 _TENSOR_TAGS = ("T", "N")
@@ -210,7 +211,7 @@ def is_to_be_called(value: object) -> TypeGuard[Stateful]:
 def state_of(value: Stateful, called: Called) -> object:
     """Return the state of an object, whose ``state_dict()`` is called once."""
     if id(value) not in called:
-        called[id(value)] = value, value.state_dict()
+        called[id(value)] = value, local_part(value).state_dict()
     return called[id(value)][1]
 
 

@@ -144,7 +144,7 @@ def test_a_copy_without_its_empty_folders_works(frozen: Frozen, store_path: Path
         assert store.begin_generation(values.checkpoint, run="values") == 2
         store.save(NEW_STATE, step=1, run="values")
         store.delete(1, run="values")
-        assert store.gc().pooled_packs == 1
+        assert store.gc().freed_packs == 1
         assert store.restore(run="values").checkpoint.save_id == values.checkpoint.save_id
 
 

@@ -33,7 +33,14 @@ from asymcheck.state.rng import RngState
 
 _LOAD_WEIGHTS_METHOD = "_load_from_checkpoint"
 # Sums of the Trainer between two logs. Releases before 5 keep the loss in a local variable.
-_LOSS, _LOGGED, _TOTAL = "_tr_loss", "_globalstep_last_logged", "_total_loss_scalar"
+_LOSS, _SUMS = (
+    "_tr_loss",
+    {
+        "logged": "_globalstep_last_logged",
+        "total": "_total_loss_scalar",
+        "begun": "_initial_global_step",
+    },
+)
 _NO_METRICS = ("step", "epoch")
 _FOLDER = "asymcheck-resume"
 _RESUME = "trainer.train(resume_from_checkpoint=callback.resume(trainer))"
@@ -242,7 +249,9 @@ class _Training:
         if len(self._log) > len(state.log_history):
             self._log.clear()
         self._log.extend(json.dumps(entry) for entry in state.log_history[len(self._log) :])
-        sums = {"loss": getattr(trainer, _LOSS), "logged": getattr(trainer, _LOGGED)} if hasattr(trainer, _LOSS) else {}
+        sums = {}
+        if hasattr(trainer, _LOSS):
+            sums = {"loss": getattr(trainer, _LOSS)} | {key: getattr(trainer, name) for key, name in _SUMS.items()}
         return {
             "state": json.loads(json.dumps(values)),
             "log_history": "\n".join(self._log),
@@ -256,9 +265,9 @@ class _Training:
         if sums and hasattr(trainer, _LOSS):
             loss: torch.Tensor = sums["loss"].to(getattr(trainer, _LOSS).device)
             setattr(trainer, _LOSS, loss)
-            setattr(trainer, _LOGGED, sums["logged"])
-            # train() returns the loss of its own steps only.
-            setattr(trainer, _TOTAL, -loss.item())
+            # Without these, train() would return the mean loss of the steps since the resume.
+            for key in _SUMS.keys() & sums:
+                setattr(trainer, _SUMS[key], sums[key])
 
 
 def _skip_weights(*_args: object, **_kwargs: object) -> None:

@@ -28,6 +28,16 @@ STEPS = EPOCHS * STEPS_IN_EPOCH
 TIMES = ("runtime", "per_second")
 
 
+class Begun(TrainerCallback):
+    """Notes the number of steps that were done when the training began."""
+
+    step = -1
+
+    def on_train_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
+        """Note the step."""
+        self.step = state.global_step
+
+
 class KillAt(TrainerCallback):
     """SIGKILL when a step is done, before it is logged; the checkpoints begun until then are complete in memory."""
 
@@ -90,8 +100,8 @@ def log_of(trainer: Trainer) -> list[dict[str, float]]:
 def outcome(trainer: Trainer) -> dict[str, Any]:
     """All that a resume must not change; of the summary at the end, only what is of the whole training."""
     log = log_of(trainer)
-    assert "train_loss" in log[-1]
     return {
+        "train_loss": log[-1]["train_loss"],
         "log": log[:-1],
         "model": dict(trainer.model.state_dict()),
         "optimizer": trainer.optimizer.optimizer.state_dict(),

@@ -26,10 +26,11 @@ def by_transformers(folder: Path, store: Store | None, knobs: Knobs, kill_at: in
     import transformers
 
     from asymcheck.integrations.transformers import AsymcheckCallback
-    from tests.integrations.small_trainer import KillAt, make_trainer, outcome
+    from tests.integrations.small_trainer import Begun, KillAt, make_trainer, outcome
 
     transformers.utils.logging.set_verbosity_error()
-    trainer = make_trainer(folder)
+    trainer, begun = make_trainer(folder), Begun()
+    trainer.add_callback(begun)
     # Each rank has random numbers of its own.
     torch.rand(RANK)
     resume = None
@@ -38,7 +39,7 @@ def by_transformers(folder: Path, store: Store | None, knobs: Knobs, kill_at: in
         trainer.add_callback(KillAt(kill_at, callback, kill_at - _EVERY))
         resume = callback.resume(trainer, step)
     trainer.train(resume_from_checkpoint=resume)
-    return {**outcome(trainer), "first": trainer._initial_global_step}
+    return {**outcome(trainer), "first": begun.step}
 
 
 def by_lightning(folder: Path, store: Store | None, knobs: Knobs, kill_at: int, step: int | None) -> Outcome:

@@ -261,7 +261,7 @@ class Checkpointer:
         self._lock_run()
         if self._maintenance is not None:
             held.enter_context(self._maintenance.still())
-        adopting = self._store.training.adopting(self._config.ring_folder, run=self._run)
+        adopting = self._store.training.adopting(self._config.ring_folder, run=self._run, raises=self._reporting.raises)
         self._reporting.warn_of_unrecovered(held.enter_context(adopting))
 
     def _resumed(self, returned: ResumePoint | None) -> Checkpoint | None:

@@ -143,7 +143,7 @@ class TrainingServices:
 
     @contextlib.contextmanager
     def adopting(
-        self, ring_folder: str | os.PathLike[str] | None = None, *, run: str | None = None
+        self, ring_folder: str | os.PathLike[str] | None = None, *, run: str | None = None, raises: bool = True
     ) -> Iterator[list[RecoveredCapture]]:
         """Commit the checkpoints of this store that killed processes left complete in memory.
 
@@ -153,7 +153,8 @@ class TrainingServices:
 
         Raises:
             LockTimeoutError: the other process does not finish; the message names it.
-            StorageError: the drive is full or failed; the captures stay in memory.
+            OutOfSpaceError: a capture does not fit on the drive; without ``raises``, its outcome says so.
+            StorageError: the drive failed; the captures stay in memory.
         """
         from asymcheck.commit.orphan_recovery import adopting
 
@@ -166,7 +167,15 @@ class TrainingServices:
         with contextlib.ExitStack() as held:
             with timed("adopt"):
                 adopted, packs = held.enter_context(
-                    adopting(tier, self.opened.catalog, self.opened.encoder, ring_folder_of(ring_folder), placing, run)
+                    adopting(
+                        tier,
+                        self.opened.catalog,
+                        self.opened.encoder,
+                        ring_folder_of(ring_folder),
+                        placing,
+                        run,
+                        raises=raises,
+                    )
                 )
             self.opened.in_memory = packs
             # The list is cleared before the memory is released.

@@ -13,10 +13,12 @@ from typing import NamedTuple
 from asymcheck.commit.encoder import Encoder
 from asymcheck.commit.save_request import LineagePosition
 from asymcheck.commit.transaction import RingTransaction
+from asymcheck.config import ring_folder_of
 from asymcheck.errors import (
     FormatError,
     InvalidInputError,
     MissingPartitionError,
+    OutOfSpaceError,
     StorageError,
     UnsupportedFormatError,
     listed,
@@ -65,6 +67,8 @@ def adopting(
     folder: Path,
     placing: Callable[[ManifestHeader], LineagePosition],
     run: str | None = None,
+    *,
+    raises: bool = True,
 ) -> Iterator[tuple[list[RecoveredCapture], list[RingPack]]]:
     """Commit the complete captures in the unused rings of this store, and remove these rings.
 
@@ -80,9 +84,10 @@ def adopting(
 
     Raises:
         LockTimeoutError: another process did not finish adopting a ring of ``run``.
+        OutOfSpaceError: a capture does not fit on the drive, and ``raises`` is set; otherwise, its outcome says so.
         StorageError: a read or write failed. The ring is kept, and can be adopted again.
     """
-    adoption = _Adoption(tier, open_catalog, encoder, placing)
+    adoption = _Adoption(tier, open_catalog, encoder, placing, raises=raises)
     packs: list[RingPack] = []
     rings = list_rings(folder, tier.descriptor.store_id)
     own = [] if run is None else [path for path in rings if _is_of(tier, path, run)]
@@ -128,7 +133,10 @@ class _Adoption:
         open_catalog: Callable[[], Catalog],
         encoder: Encoder,
         placing: Callable[[ManifestHeader], LineagePosition],
+        *,
+        raises: bool,
     ) -> None:
+        self._raises = raises
         self._tier, self._open_catalog, self._encoder, self._placing = tier, open_catalog, encoder, placing
         self.adopted: list[RecoveredCapture] = []
         self._kept: set[RingReader] = set()
@@ -217,6 +225,18 @@ class _Adoption:
                 ref = transaction.commit_capture(capture.manifest, partial(self._placing, header))
         except MissingPartitionError as error:
             self._note(run, step, str(error))
+        except OutOfSpaceError as error:
+            if self._raises:
+                store, rings = self._tier.root, capture.reader.path.parent
+                option = "" if rings == ring_folder_of(None) else f" --ring-folder {rings}"
+                raise OutOfSpaceError(
+                    f"step {step} of run {run!r} is complete in memory, but the drive of store {store} is full. Free "
+                    f"space, for example with 'asymcheck gc {store} --keep-last 1', and start again. Or write the step "
+                    f"to another drive: 'asymcheck restore {store} --step {step} --tier memory{option} --to FILE'. "
+                    "Or continue from an older checkpoint: Checkpointer(on_error='warn')"
+                ) from error
+            self._kept.add(capture.reader)
+            self._note(run, step, f"{error}; {_KEPT}")
         except (FormatError, InvalidInputError) as error:
             # The capture is intact, but the store is damaged, for example a head record. A repair may help.
             self._kept.add(capture.reader)

@@ -5,20 +5,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from asymcheck import Checkpointer
 from asymcheck.config import StoreConfig
-from asymcheck.errors import OutOfSpaceError
+from asymcheck.errors import OutOfSpaceError, SkippedCheckpointWarning
 from asymcheck.store import Store
+from tests.checkpointer.loops import linear_loop, rings
 from tests.crash.actions import open_store
+from tests.crash.dead_rings import kill_when_ready
 from tests.crash.states import CONFIG, Promises, fingerprint, make_state
 from tests.crash.survival import check_as_it_lies, check_goes_on, leftovers
+from tests.crash.trainer import assert_restored, config_for, train
 from tests.zygote import Zygote
 
 SIZE_MIB = 8
@@ -226,3 +232,55 @@ def test_freed_packs_make_space_for_a_larger_one(small_disk: Path) -> None:
         state = torch.randn(300_000)
         store.save({"own": state}, step=7)
         assert torch.equal(store.load()["own"], state)
+
+
+@pytest.fixture
+def dead_with_capture(small_disk: Path, tmp_path: Path, zygote: Zygote) -> Path:
+    """A killed training whose last capture is only in memory, and a disk that is full meanwhile."""
+    folder = tmp_path / "training"
+    folder.mkdir()
+    (small_disk / "store").mkdir()
+    (folder / "store").symlink_to(small_disk / "store")
+    kill_when_ready(zygote.start(train, path=str(folder), steps=1, durable=1), folder)
+    for ring in rings(folder):
+        ring.unlink()
+    zygote.start(train, path=str(folder), kill="capture.complete", number=1).wait_killed()
+    _fill(small_disk, 64 << 10)
+    return folder
+
+
+@pytest.mark.slow
+def test_capture_in_memory_is_not_lost_on_a_full_disk(
+    dead_with_capture: Path, small_disk: Path, tmp_path: Path
+) -> None:
+    """Test the error with its ways on: the step goes to another drive, or into the store once there is space."""
+    folder, (_, _, loop) = dead_with_capture, linear_loop()
+    with (
+        Store.open(folder / "store") as store,
+        Checkpointer(store, loop.state, capture=config_for(folder)) as checkpointer,
+        pytest.raises(OutOfSpaceError, match="step 1 of run 'default' is complete in memory, but the drive") as caught,
+    ):
+        checkpointer.restore()
+    command = re.search(r"'(asymcheck restore [^']*)'", str(caught.value))
+    assert command is not None
+    argv = command[1].replace("FILE", str(tmp_path / "out.safetensors")).split()
+    subprocess.run([sys.executable, "-m", *argv], check=True, capture_output=True)
+    assert (tmp_path / "out.safetensors").is_file()
+    (small_disk / "ballast").unlink()
+    assert_restored(folder, 1, 1)
+
+
+@pytest.mark.slow
+def test_training_continues_on_a_full_disk_if_errors_are_warnings(dead_with_capture: Path, small_disk: Path) -> None:
+    """Test that the newest durable checkpoint is restored, and that the capture stays in memory."""
+    folder, (_, _, loop) = dead_with_capture, linear_loop()
+    before = rings(folder)
+    with (
+        Store.open(folder / "store") as store,
+        Checkpointer(store, loop.state, capture=config_for(folder), on_error="warn") as checkpointer,
+        pytest.warns(SkippedCheckpointWarning, match="skipped step 1 of run 'default' in memory: .*the ring is kept"),
+    ):
+        restored = checkpointer.restore()
+    assert restored is not None
+    assert restored.step == 0
+    assert set(before) <= set(rings(folder))

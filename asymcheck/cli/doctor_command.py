@@ -63,10 +63,10 @@ def doctor(store: str, quick: bool, mtbf: float, state_size: int | None, ring_fo
     situation = Situation(size, mtbf, config.partition_bytes, config.pack_bytes, _PACK_BYTES_MAX)
     advice = None if is_small else advise(facts, situation)
     document = {"store": store, "quick": quick, "facts": facts, "advice": advice}
-    return Report(document, partial(_show, facts, advice, size))
+    return Report(document, partial(_show, facts, advice, size, store))
 
 
-def _show(facts: Facts, advice: Advice | None, size: int) -> None:
+def _show(facts: Facts, advice: Advice | None, size: int, store: str) -> None:
     _show_facts(facts)
     _show_codecs(facts)
     if advice is None:
@@ -77,7 +77,7 @@ def _show(facts: Facts, advice: Advice | None, size: int) -> None:
         )
         click.echo(f"{reason}. For another checkpoint size, pass for example --state-size 1.5GB")
         return
-    _show_advice(advice)
+    _show_advice(advice, store)
 
 
 def _show_facts(facts: Facts) -> None:
@@ -115,7 +115,7 @@ def _show_codecs(facts: Facts) -> None:
     output.print_table(rows, numbers=("ratio", "encode", "decode"))
 
 
-def _show_advice(advice: Advice) -> None:
+def _show_advice(advice: Advice, store: str) -> None:
     situation, batch, interval, ring = advice.situation, advice.batch, advice.interval, advice.ring
     present = output.size(situation.pack_bytes)
     click.echo(
@@ -144,6 +144,22 @@ def _show_advice(advice: Advice) -> None:
     for codec in advice.codecs:
         choice = "store plain" if codec.codec == IDENTITY else codec.codec
         output.print_entry(f"{codec.role} {codec.dtype}: {choice}", [codec.reason])
+    click.echo(_configuration(advice, store))
+
+
+def _configuration(advice: Advice, store: str) -> str:
+    """Return Python code that applies the advice."""
+    return f"""
+from datetime import timedelta
+
+import asymcheck
+
+# The advice as code. Codecs are chosen by the default compression="auto".
+config = asymcheck.StoreConfig(pack_bytes={advice.batch.pack_bytes})
+capture = asymcheck.CaptureConfig(ring_bytes={advice.ring.ring_bytes})
+store = asymcheck.Store.open({store!r}, config=config, create=True)
+interval = asymcheck.AutoInterval(mtbf=timedelta(seconds={advice.situation.mtbf_s:.0f}))
+checkpointer = asymcheck.Checkpointer(store, state, every=interval, capture=capture)"""
 
 
 def _rate(bytes_per_s: float) -> str:

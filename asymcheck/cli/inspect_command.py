@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from asymcheck.types import Checkpoint, Usage
 
 _HEX_SHOWN = 8
 _METRICS_SHOWN = 3
+_ITEMS_SHOWN = 5
+"""Items of a list of plain values that are shown without ``--tensors``."""
 
 
 @command("List checkpoints, or the tensors or values of one checkpoint.")
@@ -79,7 +82,8 @@ def inspect(
             return _report_checkpoints(opened, run, locations)
         if values:
             checkpoint, listed = opened.values(step, pattern or "*", run=run or DEFAULT_RUN)
-            return Report({"checkpoint": checkpoint, "values": listed}, partial(_show_values, checkpoint, listed))
+            show = partial(_show_values, checkpoint, listed, everything=pattern is not None)
+            return Report({"checkpoint": checkpoint, "values": listed}, show)
         checkpoint, tensors = opened.tensors(step, pattern or "*", run=run or DEFAULT_RUN)
         missing = sum(part.pack is None for tensor in tensors for part in tensor.partitions)
         show = partial(_show_tensors, checkpoint, tensors, missing, where=where)
@@ -128,6 +132,7 @@ def _show_checkpoints(heading: str, checkpoints: list[Checkpoint], locations: Lo
             "generation": item.generation,
             "save": output.short_save_id(item.save_id) if is_repeated else None,
             "saved (UTC)": output.timestamp(item.created_ns),
+            "age": output.age(item.created_ns).removesuffix(" ago"),
             "ranks": item.ranks if is_shared else None,
             "size": output.size(item.state_bytes),
             "status": _status_of(item, newest),
@@ -151,13 +156,25 @@ def _status_of(item: Checkpoint, newest: dict[str, str]) -> str:
     return "newest" if newest.get(item.run) == item.save_id else ""
 
 
-def _show_values(checkpoint: Checkpoint, values: list[StoredValue]) -> None:
+def _list_of(value: StoredValue) -> tuple[object, str, bool]:
+    """Return the rank and the list that a value belongs to, or else its own name."""
+    name, _, number = value.name.rpartition(".")
+    return (value.rank, name, True) if number.isdigit() else (value.rank, value.name, False)
+
+
+def _show_values(checkpoint: Checkpoint, values: list[StoredValue], *, everything: bool) -> None:
     is_shared = checkpoint.world_size > 1
     click.echo(f"{_title(checkpoint)}: {output.count(len(values), 'plain value')}{_ranks(checkpoint)}")
-    rows = [
-        {"rank": item.rank if is_shared else None, "name": item.name, "value": shortened(item.text) or ""}
-        for item in values
-    ]
+    rows: list[dict[str, object]] = []
+    for _, items in itertools.groupby(values, _list_of):
+        shown = list(items)
+        rows += [
+            {"rank": item.rank if is_shared else None, "name": item.name, "value": shortened(item.text) or ""}
+            for item in (shown if everything else shown[:_ITEMS_SHOWN])
+        ]
+        if not everything and len(shown) > _ITEMS_SHOWN:
+            name = f"{shown[0].name.rpartition('.')[0]}.*"
+            rows.append({"rank": None, "name": name, "value": f"… {len(shown) - _ITEMS_SHOWN:,} more"})
     output.print_table(rows, numbers=["rank"])
 
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 import click
 
 from asymcheck.cli import exit_status, output
+from asymcheck.cli.completion import add_completion
 from asymcheck.config import RING_FOLDER, RING_FOLDER_VARIABLE, StoreConfig
 from asymcheck.errors import InvalidInputError
 from asymcheck.policies.retention import Best
@@ -71,6 +72,8 @@ def command(short_help: str) -> Callable[[Callable[..., Report]], click.Command]
         command = click.command(epilog=exit_status.HELP, short_help=short_help)(run)
         json_help = "Print one JSON document instead of text."
         command.params.append(click.Option(["--json", "as_json"], is_flag=True, help=json_help))
+        for parameter in command.params:
+            add_completion(parameter)
         return command
 
     return decorate

@@ -8,6 +8,7 @@ import datetime as dt
 import json
 import sys
 import textwrap
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -136,6 +137,16 @@ def duration(nanoseconds: int) -> str:
             rest = whole % length // part
             return f"{sign}{whole // length} {unit}" + (f" {rest} {smaller}" if rest else "")
     return f"{sign}{whole} s"
+
+
+def age(nanoseconds: int) -> str:
+    """Format the time since a moment, for example ``3 h ago``."""
+    passed = time.time_ns() - nanoseconds
+    whole = passed // 10**9
+    for length, unit, _, _ in _DURATION_UNITS:
+        if whole >= length:
+            return f"{whole // length} {unit} ago"
+    return f"{whole} s ago" if passed >= 0 else "in the future"
 
 
 def count(number: int, thing: str) -> str:

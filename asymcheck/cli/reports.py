@@ -89,11 +89,12 @@ def _mark(entry: HistoryEntry, history: History) -> str:
 def _show_entry(entry: HistoryEntry, mark: str) -> None:
     item = entry.checkpoint
     name = f"step {item.step}  generation {item.generation}  save {output.short_save_id(item.save_id)}"
-    details = [entry.problem] if entry.problem else []
+    facts = [name, output.age(item.created_ns)]
     if item.complete:
-        details.append(f"{output.size(item.state_bytes)}{_after(entry)}, by {entry.writer}")
-        details += [output.metrics(item.metrics, _METRICS_SHOWN)] if item.metrics else []
-    output.print_entry(f"{name}  {output.timestamp(item.created_ns)} UTC" + (f"  ({mark})" if mark else ""), details)
+        facts.append(f"{output.size(item.state_bytes)}{_after(entry)}")
+        facts.append(output.metrics(item.metrics, _METRICS_SHOWN))
+    facts.append(mark and f"({mark})")
+    output.print_entry("  ".join(filter(None, facts)), [entry.problem] if entry.problem else [])
 
 
 def _after(entry: HistoryEntry) -> str:

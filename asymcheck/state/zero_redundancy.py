@@ -18,7 +18,7 @@ def local_part(value: Stateful) -> Stateful:
     module = sys.modules.get(_MODULE)
     if module is None or not isinstance(value, module.ZeroRedundancyOptimizer):
         return value
-    if value._overlap_with_ddp:  # noqa: SLF001  # there is no public name
+    if value._overlap_with_ddp:  # noqa: SLF001 - there is no public name
         problem = "ZeroRedundancyOptimizer(overlap_with_ddp=True) cannot be restored, because it exists only after the"
         raise UnsupportedValueError("", f"{problem} first steps; use overlap_with_ddp=False")
     part: Stateful = value.optim

@@ -35,6 +35,11 @@ def test_measures_and_advises(call: Call, store: Path) -> None:
     assert "one failure every 3 h" in advice
     for text in ("pack_bytes ", "stall of at most ", "a checkpoint every ", "ring_bytes ", "weights float32: "):
         assert text in advice
+    names: dict[str, object] = {"state": {"x": torch.zeros(1)}}
+    exec(advice[advice.index("from datetime") :], names)  # noqa: S102 - a user pastes it
+    checkpointer = names["checkpointer"]
+    assert isinstance(checkpointer, asymcheck.Checkpointer)
+    checkpointer.close()
 
 
 @pytest.mark.slow

@@ -195,6 +195,17 @@ def test_plain_values(call: Call, store_path: Path) -> None:
     assert call("inspect", store_path, "--values", "--where").status == exit_status.USAGE
 
 
+def test_long_lists_of_plain_values_are_abbreviated(call: Call, store_path: Path) -> None:
+    """Test a list of 500 numbers, which --tensors and --json show as a whole."""
+    with asymcheck.Store.open(store_path, create=True) as opened:
+        opened.save({"order": list(range(500)), "pair": [1, 2]}, step=1)
+    shown = [line.split() for line in call("inspect", store_path, "--values").out.splitlines()[4:] if line.strip()]
+    assert [row[0] for row in shown] == [*(f"order.{number}" for number in range(5)), "order.*", "pair.0", "pair.1"]
+    assert shown[5] == ["order.*", "…", "495", "more"]
+    assert "order.499" in call("inspect", store_path, "--values", "--tensors", "order.*").out
+    assert len(call("inspect", store_path, "--values", "--json").json["values"]) == 502  # type: ignore[arg-type]  # a list
+
+
 def test_plain_values_of_several_ranks(call: Call, store_path: Path) -> None:
     """Each rank has its own: a column says whose."""
     save_id = f"{time.time_ns():032x}"

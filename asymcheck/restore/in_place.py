@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -206,11 +206,14 @@ class InPlaceFill:
         self._want(shape, path, tensors)
 
         def finish(assembly: Assembly) -> object:
+            restored: Any = _put_in(shape, tensors, assembly)
             try:
-                current.load_state_dict(_put_in(shape, tensors, assembly))  # type: ignore[arg-type]  # a dict, as checked above
+                current.load_state_dict(restored)
             except Exception as error:
                 what = f"{name or '<root>'}: load_state_dict() of {type(current).__qualname__} refused the stored state"
                 raise RefusedStateError(f"{what}: {error}", (), None) from error
+            if isinstance(current, torch.optim.Optimizer):
+                _put_strings(current, restored)
             share_options(given)
             return given
 
@@ -324,6 +327,18 @@ def _is_like(a: Sequence[object], b: Sequence[object]) -> bool:
 
 def _put_in(shape: object, tensors: _Tensors, assembly: Assembly) -> object:
     return with_tensors(shape, {number: make(assembly) for number, make in tensors.items()})
+
+
+def _put_strings(optimizer: torch.optim.Optimizer, restored: Mapping[str, Any]) -> None:
+    """Set strings in the state of an optimizer. torch replaces each by the text of a generator object."""
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return
+    numbers = [number for group in restored["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=False):
+        values = restored["state"].get(number)
+        if isinstance(values, dict):
+            optimizer.state[parameter].update({key: value for key, value in values.items() if type(value) is str})
 
 
 def _tensor_of(demand: Demand) -> Finish:

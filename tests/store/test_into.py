@@ -164,6 +164,19 @@ def test_an_array_can_be_filled_from_a_tensor_and_a_tensor_from_an_array(store: 
     assert torch.equal(tensor, values)
 
 
+def test_strings_in_the_state_of_an_optimizer_are_restored(store: Store) -> None:
+    """Test strings, of which torch makes the text of a generator object."""
+    model = torch.nn.Linear(3, 2)
+    optimizer, fresh = (torch.optim.AdamW(model.parameters()) for _ in range(2))
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.bias]["kind"] = "bias"
+    store.save({"optimizer": optimizer}, step=1)
+    store.load(into={"optimizer": fresh})
+    assert fresh.state[model.bias]["kind"] == "bias"
+    assert_same(fresh.state_dict(), optimizer.state_dict())
+
+
 def test_a_fresh_optimizer_takes_over_the_tensors_that_were_read(store: Store) -> None:
     """It has no state yet, so its moments are made by the load: once, and not copied again."""
     model = torch.nn.Linear(100, 100)

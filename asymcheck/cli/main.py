@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import signal
 import sys
@@ -67,7 +68,7 @@ _WARNINGS = (
 class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> NoReturn:
         try:
-            with _warnings_as_notes():
+            with _warnings_as_notes(), _waits_as_notes():
                 status = super().invoke(ctx)
             ctx.exit(status or 0)
         except AsymcheckError as error:
@@ -95,6 +96,22 @@ def _warnings_as_notes() -> Iterator[None]:
         for category in _WARNINGS:
             warnings.simplefilter("always", category)
         yield
+
+
+class _NoteHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        output.note(record.getMessage())
+
+
+@contextlib.contextmanager
+def _waits_as_notes() -> Iterator[None]:
+    """Print messages about a remote location that does not answer."""
+    logger, handler = logging.getLogger("asymcheck.storage.remote"), _NoteHandler(logging.WARNING)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from asymcheck import Store
 from asymcheck.config import RemoteConfig
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError, StorageError
-from asymcheck.storage.remote import parse_location
+from asymcheck.storage.remote import deadline, parse_location
 from asymcheck.storage.remote.clients import connect
 
 AT_ONCE_S = 10.0
@@ -100,3 +101,26 @@ def test_a_place_where_nothing_can_be_created(store: Path, tmp_path: Path) -> No
             opened.push("file:///proc/nope")
         with pytest.raises(StorageError, match=r"file/below/.* a file has the name of a directory: choose another"):
             opened.push(f"file://{tmp_path}/file/below")
+
+
+def test_a_location_without_an_answer_is_reported_while_waiting(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test a client that hangs: the wait and each new attempt are logged."""
+    monkeypatch.setattr(deadline, "_QUIET_S", 0.01)
+    never = threading.Event()
+    config = RemoteConfig(deadline_s=0.5, attempts=2, retry_s=0.01)
+
+    def hang(seconds: float) -> object:
+        return deadline.within(seconds, "read hdfs://a/b", lambda: never.wait(2))
+
+    with pytest.raises(RemoteUnreachableError, match="attempt 2 of 2"):
+        deadline.tried(config, hang)
+    never.set()
+    messages = [record.getMessage() for record in caplog.records if record.name == deadline.__name__]
+    assert [message.split(";")[-1].split(" up to")[0] for message in messages] == [
+        " waiting",
+        " trying again",
+        " waiting",
+    ]
+    assert all(message.startswith("read hdfs://a/b: no answer") for message in messages)

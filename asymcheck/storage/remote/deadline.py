@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -12,6 +13,9 @@ from asymcheck.errors import RemoteUnreachableError
 from asymcheck.executor import begin
 
 _T = TypeVar("_T")
+_logger = logging.getLogger(__name__)
+_QUIET_S = 5.0
+"""Time after which a missing answer is reported."""
 
 
 def within(seconds: float, action: str, call: Callable[[], _T]) -> _T:
@@ -25,7 +29,9 @@ def within(seconds: float, action: str, call: Callable[[], _T]) -> _T:
     """
     done = begin(call, "remote")
     try:
-        if not wait([done], seconds).done:
+        if not wait([done], min(seconds, _QUIET_S)).done and seconds > _QUIET_S:
+            _logger.warning("%s: no answer for %g s; waiting up to %.3g s", action, _QUIET_S, seconds)
+        if not wait([done], max(0, seconds - _QUIET_S)).done:
             raise RemoteUnreachableError(f"{action}: no answer in {round(seconds, 3):g} s")
         return done.result()
     finally:
@@ -52,5 +58,6 @@ def tried(config: RemoteConfig, call: Callable[[float], _T]) -> _T:
                 if number == 1:
                     raise
                 raise RemoteUnreachableError(f"{error}; attempt {number} of {config.attempts}") from error
+            _logger.warning("%s; trying again", error)
         time.sleep(pause_s)
         number += 1

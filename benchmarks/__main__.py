@@ -1,6 +1,6 @@
-"""Runs a workload: ``python -m benchmarks WORKLOAD [--quick] [--json FILE] [--plot FILE.png] [--folder DIR]``.
+"""Run a workload: ``python -m benchmarks WORKLOAD [--quick] [--json FILE] [--plot FILE.png] [--folder DIR]``.
 
-``python -m benchmarks compare OLD.json NEW.json`` says what became worse; status 1 when something did.
+``python -m benchmarks compare OLD.json NEW.json`` lists metrics that became worse; its exit status is then 1.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ WORKLOADS = (
 )
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Parse the arguments, print the environment, measure, print."""
-    given = list(sys.argv[1:] if words is None else words)
-    if given[:1] == ["compare"]:
+    argv_list = list(sys.argv[1:] if argv is None else argv)
+    if argv_list[:1] == ["compare"]:
         parser = argparse.ArgumentParser(prog="python -m benchmarks compare", description=compare.__doc__)
         parser.add_argument("old", type=Path, help="an earlier report, as --json writes it")
-        parser.add_argument("new", type=Path, help="a later one of the same workload")
-        both = parser.parse_args(given[1:])
+        parser.add_argument("new", type=Path, help="a later report of the same workload")
+        both = parser.parse_args(argv_list[1:])
         try:
             raise SystemExit(compare.main(both.old, both.new))
         except UnreadableReportError as error:
-            # Not 1: that says that something became worse.
+            # Status 1 is reserved for metrics that became worse.
             parser.error(str(error))
-    arguments = _parsed(given)
+    arguments = _parsed(argv_list)
     print_environment(environment.describe(arguments.folder or Path(tempfile.gettempdir())))
     more = {"gigabytes": arguments.size, "source": arguments.source, "model": arguments.model, "trace": arguments.trace}
     workload = importlib.import_module(f"benchmarks.{arguments.workload}")
@@ -67,7 +67,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _listed() -> str:
-    """Return a line for each workload: the first of its docstring, read and not run, since some want much installed."""
+    """Return a line for each workload, from its docstring. Modules are parsed, not imported: some need extras."""
     lines = ["workloads:"]
     for name in WORKLOADS:
         source = Path(__file__).with_name(f"{name}.py").read_text("utf-8")
@@ -76,25 +76,25 @@ def _listed() -> str:
     return "\n".join(lines)
 
 
-def _parsed(words: Sequence[str]) -> argparse.Namespace:
+def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, epilog=_listed(), formatter_class=as_written
     )
-    parser.add_argument("workload", choices=WORKLOADS, metavar="WORKLOAD", help="one of those below")
+    parser.add_argument("workload", choices=WORKLOADS, metavar="WORKLOAD", help="one of the workloads below")
     parser.add_argument(
-        "--quick", action="store_true", help="small sizes and few rounds: shows that it works, not how fast"
+        "--quick", action="store_true", help="use small sizes and few rounds: a functional check, not a measurement"
     )
     parser.add_argument("--json", type=Path, help="also write the report to this file")
-    parser.add_argument("--plot", type=Path, help="also draw the medians, with least and greatest, as this PNG file")
+    parser.add_argument("--plot", type=Path, help="also plot medians, minima and maxima into this PNG file")
     parser.add_argument(
         "--folder", type=Path, help="measure in this folder's file system [default: the temporary folder]"
     )
-    parser.add_argument("--size", type=float, metavar="GB", help="size of the state, of `gpu` alone [default: 14]")
-    parser.add_argument("--from", dest="source", type=Path, help="a report of `models`, for `goodput` alone")
-    parser.add_argument("--model", help="which of its models, for `goodput` alone [default: the first]")
-    parser.add_argument("--trace", type=Path, help="failures to be played besides, for `goodput` alone")
-    arguments = parser.parse_args(words)
+    parser.add_argument("--size", type=float, metavar="GB", help="for `gpu` only: size of the state [default: 14]")
+    parser.add_argument("--from", dest="source", type=Path, help="for `goodput` only: a report of `models`")
+    parser.add_argument("--model", help="for `goodput` only: model of the report [default: the first]")
+    parser.add_argument("--trace", type=Path, help="for `goodput` only: also replay the failures of this file")
+    arguments = parser.parse_args(argv)
     if arguments.size is not None and (arguments.workload != "gpu" or arguments.size <= 0):
         parser.error("--size is a positive number, and for the workload gpu")
     if arguments.folder is not None and not arguments.folder.is_dir():

@@ -1,8 +1,8 @@
-"""Saving in a training loop: asymcheck and other libraries, synchronous and in the background.
+"""Compare saving in a training loop: asymcheck and other libraries, synchronous and in the background.
 
 Each saver is called after a step and before the optimizer changes the state again. It counts the seconds for which it
-holds the training thread: its *visible stall*. One of our threads syncs the peers' files beside the training, so that
-they are as durable as those of asymcheck. That thread is not counted as a stall.
+blocks the training thread: its *visible stall*. The benchmark syncs the peers' files on a separate thread, so that they
+are as durable as the files of asymcheck. That thread does not count as a stall.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ with warnings.catch_warnings():
 
 
 class Saver:
-    """One way to save in a loop."""
+    """A method to save in a training loop."""
 
     name = "no checkpoints"
-    """As the tables call it."""
+    """Name in the tables."""
 
     def __init__(self, state: dict[str, Any], where: Path) -> None:
         """Save ``state``, objects with ``state_dict``, below ``where``."""
         self.state, self.where = state, where
         self.stalls: list[float] = []
-        """Seconds for which each checkpoint held the training thread."""
+        """Seconds for which each checkpoint blocked the training thread."""
         self.durable: list[float] = []
         """Seconds from the beginning of each checkpoint until it was durable."""
         self.errors: list[float] = []
-        """Greatest error of each checkpoint, as a share of the greatest number; of those that lose information."""
+        """For lossy schemes: the maximum error of each checkpoint relative to the largest value."""
 
     def save(self, step: int) -> None:
-        """Begin a checkpoint; on return training goes on."""
+        """Begin a checkpoint; the training continues on return."""
 
     def before_optimizer(self) -> None:
-        """Take notice that the state is about to change."""
+        """Prepare for the optimizer, which is about to change the state."""
 
     def drain(self) -> None:
-        """Wait until everything that was begun is durable."""
+        """Wait until all checkpoints in flight are durable."""
 
     def finish(self) -> None:
         """Drain, and stop all background work."""
@@ -65,19 +65,20 @@ class Saver:
 
 
 _SETTLING_STEPS = 10
-"""At most so many steps follow the first checkpoint before time is taken."""
+"""Maximum number of untimed steps after the first checkpoint."""
 
 
 def untimed(every: int) -> int:
-    """Return how many steps :func:`train` does before it takes the time."""
+    """Return the number of steps that :func:`train` runs before the timed steps."""
     return 1 + min(every, _SETTLING_STEPS) if every else 0
 
 
 def train(iterate: Callable[[int], object], saver: Saver, every: int, steps: int) -> float:
-    """Train, with a checkpoint every so many steps, or none; return the mean seconds of ``steps`` iterations.
+    """Train with a checkpoint every so many steps, or with none; return the mean seconds of ``steps`` iterations.
 
-    Before them come a first checkpoint, steps without one, and the wait for it: it sets up memory, threads or
-    processes, for all alike, which a training does once. The first of the timed steps makes a checkpoint.
+    Run a first checkpoint, some steps without a checkpoint, and the wait for that checkpoint before the timed steps.
+    The first checkpoint of every system sets up memory, threads or processes, which a training does only once. The
+    first timed step begins a checkpoint.
     """
     first = untimed(every)
     for step in range(first):
@@ -110,7 +111,7 @@ def _flat(value: object, name: str = "") -> dict[str, torch.Tensor]:
 
 
 class Ours(Saver):
-    """asymcheck in the background."""
+    """Save with asymcheck in the background."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class Ours(Saver):
         schedule: Literal["asymmetric", "symmetric", "eager"] = "asymmetric",
         config: asymcheck.StoreConfig | None = None,
     ) -> None:
-        """Save by one of the schedules, into a store of that configuration."""
+        """Save with the given schedule, into a store with the given configuration."""
         super().__init__(state, where)
         self.name = f"asymcheck {schedule}"
         self._store = asymcheck.Store.open(where, config=config, create=True)
@@ -129,15 +130,15 @@ class Ours(Saver):
         self._counted = 0.0
 
     def save(self, step: int) -> None:
-        """Count what happened since the last checkpoint, then begin one."""
+        """Record the measurements of the previous checkpoint, then begin a checkpoint."""
         self._count()
         began = time.perf_counter()
         self._checkpointer.step(step)
-        # By the clock around the call, as of the peers.
+        # Measure the call by wall time, as for the peers.
         self.stalls.append(time.perf_counter() - began)
 
     def _count(self) -> None:
-        # Hooks and fences since the last time belong to the checkpoint that was begun there.
+        # Hooks and fences since the previous call belong to the previous checkpoint.
         seen = self._checkpointer.statistics()
         if self.stalls:
             self.stalls[-1] += seen.fence_s + seen.hooks_s - self._counted
@@ -148,7 +149,7 @@ class Ours(Saver):
         self._checkpointer.wait()
 
     def finish(self) -> None:
-        """Drain; take the times to durable."""
+        """Drain, and record the times until checkpoints were durable."""
         self.drain()
         self._count()
         self.durable = self._checkpointer.statistics().durable_s
@@ -157,7 +158,7 @@ class Ours(Saver):
 
 
 class Blocking(Saver):
-    """A library that saves while the loop waits."""
+    """Save with a library that blocks the loop."""
 
     def __init__(self, state: dict[str, Any], where: Path, peer: peers.Peer) -> None:
         """Save with ``peer``."""
@@ -168,7 +169,8 @@ class Blocking(Saver):
     def save(self, step: int) -> None:
         """Save durably."""
         began = time.perf_counter()
-        # Clones, where the library refuses tied weights, would be charged to it: it gets each tensor once.
+        # Pass each tensor once. Otherwise, clones for a library that refuses tied weights would count as time of the
+        # library.
         unique = {tensor.data_ptr(): (name, tensor) for name, tensor in self.tensors().items()}
         peers.save_durably(self._peer, dict(unique.values()), self.where / str(step))
         self.stalls.append(time.perf_counter() - began)
@@ -176,23 +178,23 @@ class Blocking(Saver):
 
 
 Begin = Callable[["Background", Path], Callable[[], object]]
-"""Begins to save into a folder; returns what waits for the end."""
+"""Function that begins to save into a folder, and returns a function that waits for the end."""
 
 
 class Background(Saver):
-    """A library that saves in the background; one save at a time, as their guides advise."""
+    """Save with a library in the background, one save at a time, as the guides of the libraries recommend."""
 
     def __init__(self, state: dict[str, Any], where: Path, name: str, begin: Begin) -> None:
-        """Begin with ``begin``, which returns what waits for the end."""
+        """Use ``begin``, which returns a function that waits for the end."""
         super().__init__(state, where)
         self.name = name
         self._begin = begin
         self._thread: threading.Thread | None = None
         self.staged: Callable[[], object] | None = None
-        """Waits until the state may change, for libraries that copy in the background."""
+        """Function that waits until the state may change, for libraries that copy in the background."""
 
     def save(self, step: int) -> None:
-        """Wait for the checkpoint before, then begin one."""
+        """Wait for the previous checkpoint, then begin a checkpoint."""
         began = time.perf_counter()
         if self._thread is not None:
             self._thread.join()
@@ -217,7 +219,7 @@ class Background(Saver):
             self.stalls[-1] += time.perf_counter() - began
 
     def drain(self) -> None:
-        """Wait for the last one."""
+        """Wait for the last checkpoint."""
         if self._thread is not None:
             self._thread.join()
 
@@ -241,7 +243,7 @@ def _dcp(kind: AsyncCheckpointerType, *, staged: bool = False) -> Begin:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
-    """Give torch DCP the process group that its background processes need: this process alone."""
+    """Create the process group that the background processes of torch DCP need. This process is its only member."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
@@ -263,13 +265,13 @@ OURS: dict[str, Factory] = {
     f"asymcheck {schedule}": (lambda state, where, schedule=schedule: Ours(state, where, schedule))  # type: ignore[misc]  # the default binds the loop's value
     for schedule in ("asymmetric", "symmetric", "eager")
 }
-"""asymcheck, by schedule."""
+"""Savers of asymcheck, by schedule."""
 
 SYNC: dict[str, Factory] = {
     f"{peer.name} sync": (lambda state, where, peer=peer: Blocking(state, where, peer))  # type: ignore[misc]  # as above
     for peer in (peers.TorchSave(), peers.DistributedCheckpoint())
 }
-"""Libraries that the loop waits for."""
+"""Libraries that block the loop."""
 
 ASYNC: dict[str, Factory] = {
     name: (lambda state, where, name=name, begin=begin: Background(state, where, name, begin))  # type: ignore[misc]  # as above

@@ -3,7 +3,7 @@
 A pack is one durable flush: one file, one index, one header, one sync, one name. ``StoreConfig.pack_bytes`` is
 therefore the batch size. The curve is measured with ``Store.save``, as users call it, into packs that garbage
 collection freed. Facts of the same machine, measured right before, give the predicted curve and its minimum, B*, which
-is measured too.
+is also measured.
 """
 
 from __future__ import annotations
@@ -60,24 +60,24 @@ def run(
 
 
 def _measure(scratch: Path, state: dict[str, object], sizes: Sequence[int], rounds: int) -> dict[int, list[float]]:
-    """Return the seconds of saves with each size of packs; in each round another one is first."""
+    """Return the seconds of saves with each pack size. Each round starts with a different size."""
     times: dict[int, list[float]] = {size: [] for size in sizes}
     for number in range(rounds + 1):
         start = number * 3 % len(sizes)
         for size in (*sizes[start:], *sizes[:start]):
             config = asymcheck.StoreConfig(pack_bytes=size)
-            # A store for each size: the pool of one would lend packs of another size.
+            # Use a store for each size. A common pool would offer packs of other sizes.
             with asymcheck.Store.open(scratch / str(size), config=config, create=True) as store:
                 states.change_everything(state)
                 os.sync()
                 began = time.perf_counter()
                 store.save(state, step=number)
-                taken = time.perf_counter() - began
+                elapsed = time.perf_counter() - began
                 store.delete(number)
                 store.gc()
             # The first round writes new files and fills the pools.
             if number > 0:
-                times[size].append(taken)
+                times[size].append(elapsed)
     return times
 
 
@@ -86,7 +86,7 @@ def _name(size: int) -> str:
 
 
 def size_of(system: str) -> float:
-    """Return the MiB that the name of a row says."""
+    """Return the MiB in the name of a row."""
     return float(system.split(maxsplit=1)[0])
 
 

@@ -1,8 +1,8 @@
-"""``bytes``: what 100 checkpoints of a training take on the drive, one at every step.
+"""``bytes``: disk usage of 100 checkpoints of a training, one at every step.
 
-Real trainings (see ``benchmarks.training``), saved with ``Store.save`` as a user does. Beside it what as many files of
-torch.save and safetensors take. The first checkpoints are saved a second time into a store that encodes nothing: how
-much longer, or shorter, does the policy make it until a checkpoint is durable?
+Save real trainings (see ``benchmarks.training``) with ``Store.save``, as users do. For comparison, measure the same
+number of files of torch.save and safetensors. Also save the first checkpoints into a store without encoding, to measure
+the effect of the policy on the time to durable.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.report import Report, Row, rotated, row
 COUNT = 100
 _QUICK_COUNT = 5
 _COMPARED = 40
-"""Number of checkpoints that are saved twice. The first warms up, for both alike."""
+"""Number of checkpoints that are saved into both stores. The first save of each store is a warm-up."""
 OURS, TORCH, SAFETENSORS = "asymcheck", "torch.save", "safetensors"
 
 
@@ -38,17 +38,18 @@ def run(folder: Path | None, *, quick: bool, shape: training.Shape | None = None
     ratios: dict[str, float] = {}
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         worst = 0.0
-        for name, way in training.WAYS.items():
-            taken, times = _train(way(start), Path(scratch) / name, count)
+        for name, variant in training.VARIANTS.items():
+            used_bytes, times = _train(variant(start), Path(scratch) / name, count)
             results += [
-                row(system, f"checkpoints, {count} of {name}", "MB", [size / 1e6]) for system, size in taken.items()
+                row(system, f"checkpoints, {count} of {name}", "MB", [size / 1e6])
+                for system, size in used_bytes.items()
             ]
-            ratios[f"bytes_{name}/torch_save"] = taken[OURS] / taken[TORCH]
+            ratios[f"bytes_{name}/torch_save"] = used_bytes[OURS] / used_bytes[TORCH]
             results += [
-                row(f"{OURS}, {mode}", f"time to durable, {name}", "ms", [one * 1e3 for one in taken_s])
-                for mode, taken_s in times.items()
+                row(f"{OURS}, {mode}", f"time to durable, {name}", "ms", [one * 1e3 for one in save_s])
+                for mode, save_s in times.items()
             ]
-            ratios[f"bytes_{name}/safetensors"] = taken[OURS] / taken[SAFETENSORS]
+            ratios[f"bytes_{name}/safetensors"] = used_bytes[OURS] / used_bytes[SAFETENSORS]
             worst = max(worst, statistics.median(times["auto"]) / statistics.median(times["off"]))
         ratios["time_to_durable_with/without_policy"] = worst
         described = environment.describe(Path(scratch))
@@ -58,7 +59,7 @@ def run(folder: Path | None, *, quick: bool, shape: training.Shape | None = None
 
 
 def _train(run: training.Run, where: Path, count: int) -> tuple[dict[str, int], dict[str, list[float]]]:
-    """Save after every step; return the bytes that all checkpoints take by each system, and the seconds of saves."""
+    """Save after every step; return the disk usage of all checkpoints by system, and the seconds of saves."""
     plain = where.with_suffix(".plain")
     times: dict[str, list[float]] = {"auto": [], "off": []}
     with contextlib.ExitStack() as stack:
@@ -75,13 +76,13 @@ def _train(run: training.Run, where: Path, count: int) -> tuple[dict[str, int], 
                 if step and step < _COMPARED:
                     times[mode].append(time.perf_counter() - began)
     shutil.rmtree(plain)
-    taken = {OURS: peers.on_drive(where)}
+    used_bytes = {OURS: peers.on_drive(where)}
     shutil.rmtree(where)
-    # Their files are as large for every step.
+    # These files have the same size at every step.
     torch.save(run.state(), where.with_suffix(".pt"))
-    taken[TORCH] = count * peers.on_drive(where.with_suffix(".pt"))
-    # It takes tensors only, each memory once.
+    used_bytes[TORCH] = count * peers.on_drive(where.with_suffix(".pt"))
+    # safetensors accepts only tensors, and each memory once.
     tensors = {name: tensor.contiguous() for name, tensor in training.tensors_of(run.state())}
     save_file(tensors, where.with_suffix(".safetensors"))
-    taken[SAFETENSORS] = count * peers.on_drive(where.with_suffix(".safetensors"))
-    return taken, times
+    used_bytes[SAFETENSORS] = count * peers.on_drive(where.with_suffix(".safetensors"))
+    return used_bytes, times

@@ -1,7 +1,7 @@
-"""``catalog``: what a large store costs apart from its bytes.
+"""``catalog``: costs of a large store apart from its bytes.
 
-A synthetic store of a million partitions in a thousand checkpoints, of which the newest names every partition. Beside
-it a store that holds one checkpoint: what a small save costs there and in the large one is measured in turn.
+Build a synthetic store of a million partitions in a thousand checkpoints. The newest checkpoint references every
+partition. Measure small saves in this store and in a store with one checkpoint, alternating.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def run(folder: Path | None, *, quick: bool, shape: Shape | None = None) -> Repo
     resolved = next(one.median for one in results if one.metric == "resolve")
     names = ("commit_ms_at_1000/commit_ms_at_1", "resolve_s_1m")
     if shape != FULL:
-        # A figure under these names belongs to the full size only.
+        # These names are reserved for the full size.
         names = (f"commit_ms_at_{shape.checkpoints}/commit_ms_at_1", f"resolve_s_{shape.partitions}")
     return Report("catalog", described, results, dict(zip(names, (at_all / at_1, resolved), strict=True)))
 
@@ -110,7 +110,7 @@ def _sizes(where: Path, label: str, shape: Shape) -> list[Row]:
 
 
 def _collections(where: Path, label: str, shape: Shape) -> list[Row]:
-    """Delete the newest checkpoint, which names everything, and a tenth of the others; collect what they held."""
+    """Delete the newest checkpoint, which references every partition, and a tenth of the others; collect garbage."""
     with asymcheck.Store.open(where, create=True) as store:
         steps = [shape.checkpoints - 1, *range(shape.checkpoints // 10)]
         deletions = [_seconds(partial(store.delete, step)) * 1e3 for step in steps]

@@ -1,8 +1,7 @@
 """``codec``: compression ratio and speed of our codecs and of other codecs on real training states.
 
-The benchmark trains the states itself. It groups the tensors of each run by role and dtype and cuts them into pieces of
-4 MiB, as a store cuts them. It decodes and compares everything. Deltas are against checkpoints 1, 10 and 100 steps
-older.
+Train the states. Group the tensors of each run by role and dtype, and cut them into pieces of 4 MiB, as a store does.
+Decode and compare all pieces. Measure deltas against checkpoints that are 1, 10 and 100 steps older.
 """
 
 from __future__ import annotations
@@ -60,18 +59,18 @@ def run(folder: Path | None, *, quick: bool, shape: training.Shape | None = None
     start = training.pretrained(shape)
     results: list[Row] = []
     ratios: dict[str, float] = {}
-    for name, way in training.WAYS.items():
+    for name, variant in training.VARIANTS.items():
         print(f"{name}: training {gaps[-1]} steps")
-        states = _states(way(start), gaps)
+        states = _states(variant(start), gaps)
         kinds = _kinds(states[gaps[-1]])
-        # Others are measured on the run that has every kind of tensor.
-        everybody = packers() if name == _MIXED else packers()[:OURS_COUNT]
-        measured = _measure_all(name, kinds, everybody, rounds=1 if quick else 5)
+        # Measure other codecs on the run that has every kind of tensor.
+        all_packers = packers() if name == _MIXED else packers()[:OURS_COUNT]
+        measured = _measure_all(name, kinds, all_packers, rounds=1 if quick else 5)
         results += [one for kind, done in measured.items() for one in _rows(kind, done)]
         for gap in gaps:
             results += _delta_rows(name, states[gap], states[0], gap, rounds=1 if quick else 2)
         if name == _MIXED:
-            ratios |= whole(states, 10)
+            ratios |= whole_state_ratios(states, 10)
             ratios |= _against_zipnn(measured)
     described = environment.describe(folder or Path.cwd())
     count = sum(parameter.numel() for parameter in start.model.parameters())
@@ -81,12 +80,12 @@ def run(folder: Path | None, *, quick: bool, shape: training.Shape | None = None
 
 
 def _states(run: training.Run, gaps: Sequence[int]) -> dict[int, State]:
-    """Return the state now (0) and after so many steps each."""
+    """Return the current state (0), and the states after each of the given numbers of steps."""
     run.train(1)
-    states, done = {0: training.kept(run)}, 0
+    states, done = {0: training.snapshot(run)}, 0
     for gap in gaps:
         run.train(gap - done)
-        states[gap], done = training.kept(run), gap
+        states[gap], done = training.snapshot(run), gap
     return states
 
 
@@ -111,14 +110,14 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def _measure_all(
-    run: str, kinds: Mapping[str, Kind], everybody: Sequence[Packer], rounds: int
+    run: str, kinds: Mapping[str, Kind], all_packers: Sequence[Packer], rounds: int
 ) -> dict[str, dict[str, dict[int, Measured]]]:
     """Measure packers on every kind, on one thread and on all cores."""
     cores = sorted({1, len(os.sched_getaffinity(0))})
     return {
         f"{run} {key}": {
             packer.name: {count: measure(packer, _pieces(kind), rounds, count) for count in cores}
-            for packer in everybody
+            for packer in all_packers
         }
         for key, kind in kinds.items()
     }
@@ -135,19 +134,19 @@ def measure(packer: Packer, pieces: Sequence[Kind], rounds: int, workers: int) -
         RuntimeError: the unpacked bytes differ.
     """
     total = sum(len(piece.plain) for piece in pieces)
-    wanted = [digest(piece.plain) for piece in pieces]
+    digests = [digest(piece.plain) for piece in pieces]
     done = Measured(total, 0.0, [], [])
     with threads(workers) as mapped:
         for number in range(rounds + 1):
-            given = list(map(packer.prepared, pieces))
+            prepared = list(map(packer.prepared, pieces))
             began = time.perf_counter()
-            packed = list(mapped(packer.pack, given))
+            packed = list(mapped(packer.pack, prepared))
             encoded = time.perf_counter()
             plain = list(mapped(lambda pair: packer.unpack(*pair), list(zip(packed, pieces, strict=True))))
             decoded = time.perf_counter()
             if number == 0:
                 # The first round warms up and is checked.
-                if [digest(one) for one in plain] != wanted:
+                if [digest(one) for one in plain] != digests:
                     raise RuntimeError(f"{packer.name} changed {pieces[0].name} {pieces[0].dtype}")
                 done.ratio = total / sum(map(packer.size, packed))
             else:
@@ -175,10 +174,10 @@ def _delta_rows(name: str, state: State, older: State, gap: int, rounds: int) ->
             yield from _rows(f"{name} {key}", {f"{DELTA}, {apart}": done})
 
 
-def whole(states: Mapping[int, State], gap: int) -> dict[str, float]:
-    """Return how much smaller a whole mixed-precision state becomes: by itself, and with an older one to start from.
+def whole_state_ratios(states: Mapping[int, State], gap: int) -> dict[str, float]:
+    """Return the compression ratio of a whole mixed-precision state, by itself and with an older state as base.
 
-    Every piece is stored in the shortest way that there is for it. Weights that are the rounded master are derived.
+    Each piece is stored with its best codec. Weights that are the rounded master are derived.
     """
     kinds = _kinds(states[gap], states[0])
     total = sum(len(kind.plain) for kind in kinds.values())
@@ -205,12 +204,12 @@ def _derived_size(piece: Kind, master: Kind) -> int:
 
 
 def _against_zipnn(measured: Mapping[str, Mapping[str, Mapping[int, Measured]]]) -> dict[str, float]:
-    """Return our ratio and speed on all tensors of the state by those of zipnn, each tensor by itself, one thread."""
+    """Return the ratio and speed of our codecs relative to zipnn, for each tensor separately, on one thread."""
     if not all(ZIPNN in by_packer for by_packer in measured.values()):
         return {}
     stored, seconds = {}, {}
     for name in (PLANES, ZIPNN):
-        ones = [by_packer[name][1] for by_packer in measured.values()]
-        stored[name] = sum(one.plain_bytes / one.ratio for one in ones)
-        seconds[name] = sum(statistics.median(one.encode_s) for one in ones)
+        measurements = [by_packer[name][1] for by_packer in measured.values()]
+        stored[name] = sum(one.plain_bytes / one.ratio for one in measurements)
+        seconds[name] = sum(statistics.median(one.encode_s) for one in measurements)
     return {"ratio/zipnn": stored[ZIPNN] / stored[PLANES], "encode_speed/zipnn": seconds[ZIPNN] / seconds[PLANES]}

@@ -29,7 +29,7 @@ class Change:
 
 
 def changes(old: Report, new: Report) -> list[Change]:
-    """Return the rows that differ, the worst first, without rows of only one report."""
+    """Return the rows that differ, the worst first, without rows that exist in only one report."""
     before = {(row.system, row.metric, row.unit): row for row in old.results}
     differences = []
     for after in new.results:
@@ -42,7 +42,7 @@ def changes(old: Report, new: Report) -> list[Change]:
 
 
 def _differ(old: Row, new: Row) -> bool:
-    """Tell whether the ranges of two rows are disjoint."""
+    """Return whether the ranges of two rows are disjoint."""
     return _range(old)[1] < _range(new)[0] or _range(new)[1] < _range(old)[0]
 
 

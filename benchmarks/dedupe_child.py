@@ -1,6 +1,7 @@
-"""One rank of the workload ``dedupe``, started by torchrun: trains, saves by each library, and counts or times it.
+"""Run one rank of the workload ``dedupe``, started by torchrun: train, save by each library, and count bytes or time.
 
-The model is a stack of layers with norms, each a residual of two matrices, that learns random numbers with AdamW.
+The model is a stack of layers with norms. Each layer is a residual of two matrices. The model learns random numbers
+with AdamW.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class _Layer(nn.Module):
-    """A residual of two matrices behind a norm; both may have low-rank adapters beside them."""
+    """A residual of two matrices behind a norm, with optional low-rank adapters on both matrices."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class _Layer(nn.Module):
 
 
 class _Adapted(nn.Module):
-    """A frozen matrix, with a trained low-rank adapter."""
+    """A frozen matrix with a trained low-rank adapter."""
 
     def __init__(self, matrix: nn.Linear) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ def _sharded(model: nn.Module) -> nn.Module:
 
 
 def _sharded_in_two(model: nn.Module) -> nn.Module:
-    """Cut matrices over two ranks; norms are on both, and all of it is sharded over the others."""
+    """Shard matrices over two ranks, replicate norms on both, and shard everything over the remaining ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // _TENSOR_RANKS, _TENSOR_RANKS), mesh_dim_names=("d", "t"))
     split = {
         "norm": SequenceParallel(),
@@ -96,11 +97,11 @@ LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "FSDP2 + TP": _sharded_in_two,
     "LoRA": _replicated,
 }
-"""How ranks divide a model among them, by name; of the last most is frozen."""
+"""Layouts of a model over the ranks, by name. The last layout is mostly frozen."""
 
 
 class Training:
-    """A model that learns, with its optimizer, as one rank has them."""
+    """A model and its optimizer on one rank."""
 
     def __init__(self, layout: str, layers: int, width: int) -> None:
         torch.manual_seed(0)
@@ -110,14 +111,14 @@ class Training:
             for layer in self.model.children():
                 layer.up, layer.down = _Adapted(layer.up), _Adapted(layer.down)  # type: ignore[arg-type]  # a _Layer
         self._parallel = LAYOUTS[layout](self.model)
-        # After the model was cut: parameters are others since.
+        # Create the optimizer after sharding, because sharding replaces the parameters.
         learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(learning, lr=1e-3, foreach=False)
         self._shape = (_BATCH, _TOKENS, width)
         torch.manual_seed(1 + dist.get_rank())
 
     def train(self) -> None:
-        """Do one step, on numbers that other ranks do not have."""
+        """Train one step, on numbers that differ between the ranks."""
         self._parallel(torch.randn(self._shape)).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -137,12 +138,12 @@ class Training:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    # A piece may be a view of a larger memory, all of which torch.save would write.
+    # Clone the piece, because torch.save would write the whole memory of a view.
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def _save_dcp(tensors: Tensors, where: Path) -> None:
-    """Save by all ranks; when this returns, it is durable: the library syncs files, but no folder."""
+    """Save on all ranks, and sync the folder, because the library syncs only files."""
     save_distributed(dict(tensors), storage_writer=FileSystemWriter(where, thread_count=peers.THREADS))
     if dist.get_rank() == 0:
         peers.sync(where)
@@ -159,7 +160,7 @@ def _save_torch(tensors: Tensors, where: Path) -> None:
 
 
 def _open(where: Path) -> asymcheck.Store:
-    """Open the store, which rank 0 makes. Without codecs: bytes are to be fewer because they are written once."""
+    """Open the store, which rank 0 creates. Disable codecs, because only deduplication is measured."""
     config = asymcheck.StoreConfig(compression="off")
     if dist.get_rank() == 0:
         asymcheck.Store.open(where, config=config, create=True).close()
@@ -167,31 +168,31 @@ def _open(where: Path) -> asymcheck.Store:
     return asymcheck.Store.open(where, config=config, create=True)
 
 
-def measure_bytes(place: Path, training: Training, count: int) -> dict[str, object]:
-    """Save after every step; return the bytes that all checkpoints so far take on the drive, by library."""
-    taken: dict[str, list[int]] = {OURS: [], DCP: [], TORCH: []}
+def measure_bytes(folder: Path, training: Training, count: int) -> dict[str, object]:
+    """Save after every step; return the disk usage of all checkpoints so far, by library."""
+    disk_usage: dict[str, list[int]] = {OURS: [], DCP: [], TORCH: []}
     rivals = {DCP: _save_dcp, TORCH: _save_torch}
     with (
-        _open(place / "store") as store,
+        _open(folder / "store") as store,
         asymcheck.Checkpointer(store, training.state(), every=1, keep=None) as checkpointer,
     ):
         for step in range(count):
             training.train()
             checkpointer.save(step)
             dist.barrier()
-            taken[OURS].append(peers.on_drive(place / "store"))
+            disk_usage[OURS].append(peers.on_drive(folder / "store"))
             for name, save in rivals.items():
-                save(training.tensors(), place / name)
-                taken[name].append(peers.on_drive(place / name) + sum(taken[name][-1:]))
+                save(training.tensors(), folder / name)
+                disk_usage[name].append(peers.on_drive(folder / name) + sum(disk_usage[name][-1:]))
                 dist.barrier()
                 if dist.get_rank() == 0 and (name == TORCH or step < count - 1):
-                    shutil.rmtree(place / name)
+                    shutil.rmtree(folder / name)
                 dist.barrier()
         _check(OURS, training, checkpointer.restore)
-        _check(DCP, training, lambda: _load_dcp(training, place / DCP))
+        _check(DCP, training, lambda: _load_dcp(training, folder / DCP))
         if sum(one.complete for one in store.checkpoints()) != count:
             raise RuntimeError(f"{OURS} has {store.checkpoints()}, not {count} whole checkpoints")
-    return {"taken": taken}
+    return {"taken": disk_usage}
 
 
 def _load_dcp(training: Training, where: Path) -> None:
@@ -199,7 +200,7 @@ def _load_dcp(training: Training, where: Path) -> None:
 
 
 def _check(name: str, training: Training, load: Callable[[], object]) -> None:
-    """Take all tensors away, and see them come back."""
+    """Clear all tensors, restore them, and compare."""
     expected = {one: _local(tensor) for one, tensor in training.tensors().items()}
     with torch.no_grad():
         for tensor in training.tensors().values():
@@ -210,16 +211,16 @@ def _check(name: str, training: Training, load: Callable[[], object]) -> None:
         raise RuntimeError(f"{name} restored something else than was saved")
 
 
-def measure_times(place: Path, training: Training, rounds: int) -> dict[str, object]:
-    """Return the seconds of saves that all ranks wait for, by library; each round saves another state."""
+def measure_times(folder: Path, training: Training, rounds: int) -> dict[str, object]:
+    """Return the seconds of saves from a common start, by library. Each round saves a different state."""
     times: dict[str, list[float]] = {OURS: [], DCP: []}
     with (
-        _open(place / "store") as store,
+        _open(folder / "store") as store,
         asymcheck.Checkpointer(store, training.state(), every=1, keep=None) as checkpointer,
     ):
         for number in range(rounds + 1):
             training.train()
-            tensors, where = training.tensors(), place / f"dcp-{number}"
+            tensors, where = training.tensors(), folder / f"dcp-{number}"
             saves: dict[str, Callable[[], object]] = {
                 OURS: lambda: checkpointer.save(number),  # noqa: B023 - called in this round
                 DCP: lambda: _save_dcp(tensors, where),  # noqa: B023 - called in this round
@@ -237,28 +238,28 @@ def measure_times(place: Path, training: Training, rounds: int) -> dict[str, obj
 
 
 def main() -> None:
-    """Do what the arguments say: ``measure``, where, and as JSON what, one after the other."""
-    action, place, jobs = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    """Parse the arguments and run the action: ``measure``, the folder, and the measurements as JSON."""
+    action, folder, jobs = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
     dist.init_process_group("gloo")
-    told = [_measure(place / str(number), **job) for number, job in enumerate(jobs)]
+    results = [_measure(folder / str(number), **job) for number, job in enumerate(jobs)]
     if dist.get_rank() == 0:
-        (place / f"{action}.json").write_text(json.dumps({"found": told}))
+        (folder / f"{action}.json").write_text(json.dumps({"found": results}))
     dist.barrier()
-    # Not by way of the interpreter's end: torch's threads of gloo abort the process there, once in a dozen times.
+    # Skip the interpreter's shutdown: threads of gloo sometimes abort the process during it.
     sys.stdout.flush()
     os._exit(0)
 
 
-def _measure(place: Path, layout: str, layers: int, width: int, count: int, *, timed: bool) -> dict[str, object]:
-    place.mkdir(exist_ok=True)
+def _measure(folder: Path, layout: str, layers: int, width: int, count: int, *, timed: bool) -> dict[str, object]:
+    folder.mkdir(exist_ok=True)
     training = Training(layout, layers, width)
-    told = (measure_times if timed else measure_bytes)(place, training, count)
+    results = (measure_times if timed else measure_bytes)(folder, training, count)
     size = sum(tensor.nbytes for tensor in training.tensors().values())
     if dist.get_rank() == 0:
-        # Room for what is measured next.
-        shutil.rmtree(place)
+        # Free memory for the next measurement.
+        shutil.rmtree(folder)
     dist.barrier()
-    return {**told, "state": size}
+    return {**results, "state": size}
 
 
 if __name__ == "__main__":

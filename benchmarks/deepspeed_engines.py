@@ -1,9 +1,9 @@
-"""DeepSpeed's own checkpoint engines, called in the order in which its training engine calls them.
+"""Call DeepSpeed's checkpoint engines in the same order as DeepSpeed's training engine.
 
-``save_checkpoint`` creates, saves and commits. The decoupled engine commits later, when the next step is about to
-change the state. Then the name of the checkpoint is written into the file ``latest``. This module syncs the engines'
-files, as for all peers. The Fast and the Decoupled engine use the writer in Python. The other writer (``"type":
-"fast"``, by libaio) needs an operator that DeepSpeed has on GPUs alone.
+``save_checkpoint`` creates, saves and commits. The decoupled engine commits later, just before the next step changes
+the state. Then the name of the checkpoint is written into the file ``latest``. This module syncs the engines' files, as
+for all peers. The Fast and Decoupled engines use the Python writer. The libaio writer (``"type": "fast"``) needs an
+operator that DeepSpeed provides only on GPUs.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _LATEST = "latest"
 
 
 class Engine(Saver):
-    """One of the engines, for a training of one process."""
+    """A checkpoint engine, for a training of one process."""
 
     def __init__(self, state: dict[str, Any], where: Path, kind: Kind) -> None:
-        """Save into a folder for each step, below ``where``. Needs a process group."""
+        """Save into a folder for each step, below ``where``. The engines need a process group."""
         super().__init__(state, where)
         self.name = f"DeepSpeed {kind} engine"
         self._engine = _engine(kind, writes=True)
@@ -46,7 +46,7 @@ class Engine(Saver):
         self._began = 0.0
 
     def save(self, step: int) -> None:
-        """Hand the state over; the decoupled engine writes in the background."""
+        """Pass the state to the engine. The decoupled engine writes in the background."""
         self.before_optimizer()
         self._began = time.perf_counter()
         self._uncommitted = CheckpointCommitInfo(tag=str(step), save_dir=str(self.where), save_latest=True)
@@ -59,14 +59,14 @@ class Engine(Saver):
         self.stalls.append(time.perf_counter() - self._began)
 
     def before_optimizer(self) -> None:
-        """Commit, which waits for the decoupled engine: it reads the state itself, and has no copy."""
+        """Commit. This waits for the decoupled engine, which reads the state directly and makes no copy."""
         if self._uncommitted is not None:
             began = time.perf_counter()
             self._commit()
             self.stalls[-1] += time.perf_counter() - began
 
     def _commit(self) -> None:
-        # It tells of each checkpoint.
+        # The engine prints a message for each checkpoint.
         with contextlib.redirect_stdout(io.StringIO()):
             self._engine.commit(self._uncommitted)
         peers.sync(self.where / self._uncommitted.tag)
@@ -80,13 +80,13 @@ class Engine(Saver):
         self.before_optimizer()
 
     def finish(self) -> None:
-        """Drain; end the process of the decoupled engine."""
+        """Drain, and end the process of the decoupled engine."""
         self.drain()
         self._engine.cleanup()
 
 
 def recover(state: dict[str, Any], where: Path, kind: Kind) -> int:
-    """Load what ``latest`` names, as ``load_checkpoint`` does; return its step."""
+    """Load the checkpoint named by ``latest``, as ``load_checkpoint`` does; return its step."""
     tag = (where / _LATEST).read_text()
     loaded = _engine(kind, writes=False).load(str(where / tag / _FILE))
     for name, tensor in flat_tensors(state).items():
@@ -104,7 +104,7 @@ def _engine(kind: Kind, *, writes: bool) -> Any:  # noqa: ANN401 - what DeepSpee
     config = SimpleNamespace(checkpoint_config=get_checkpoint_config(settings), aio_config=get_aio_config(settings))
     if kind == "Torch":
         return TorchCheckpointEngine(config)
-    # Without this it asks for spawning, and is refused where another way was chosen before.
+    # Set the start method, because DeepSpeed requires spawning and fails if another method was chosen before.
     torch.multiprocessing.set_start_method("spawn", force=True)
     rank = DataParallelWriterConfig(world_size=1, rank=0, global_rank=0, local_rank=0, pure_dp=True) if writes else None
     with contextlib.redirect_stdout(io.StringIO()):

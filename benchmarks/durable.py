@@ -1,10 +1,9 @@
 """``durable``: seconds from the call of ``save`` until the checkpoint is durable.
 
-Beside a raw O_DIRECT write of as many bytes, from memory in huge pages and from memory in small ones, and beside the
-libraries that users have instead, each made as durable as asymcheck is. Each round measures all of them, each time
-another one first, each after a sync, so that all see the same machine. *New* writes new files. *Recycled* overwrites
-files that are there: for asymcheck, packs that collection freed; for peers that users save to one name with, their own
-old file.
+Compare with a raw O_DIRECT write of the same number of bytes, from memory in huge pages and in small pages, and with
+other libraries, whose files are made as durable as the files of asymcheck. Each round measures all systems after a
+sync, and starts with a different system. *New* writes new files. *Recycled* overwrites existing files: packs that
+garbage collection freed, or the old file of a peer that users save to one name.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def run(folder: Path | None, *, quick: bool, state: dict[str, object] | None = N
 
 
 class _Durable:
-    """Where everybody saves one state again and again."""
+    """Folders and state of the measurement."""
 
     def __init__(self, scratch: Path, state: dict[str, object]) -> None:
         self._scratch, self._state = scratch, state
@@ -59,7 +58,7 @@ class _Durable:
         self._step = 0
 
     def measure(self, rounds: int) -> dict[str, list[float]]:
-        """Return the seconds of each system's saves. A first round warms up memory and file system, for all alike."""
+        """Return the seconds of each system's saves. The first round is a warm-up."""
         times: dict[str, list[float]] = {}
         with asymcheck.Store.open(self._scratch / "store", create=True) as store:
             for number in range(rounds + 1):
@@ -69,10 +68,11 @@ class _Durable:
                     for name, save in rotated(list(systems.items()), number):
                         states.change_everything(self._state)
                         os.sync()
-                        taken = save()
+                        seconds = save()
                         if number > 0:
-                            times.setdefault(name, []).append(taken)
-                    # Into the pool, or out of it: what the next save finds to overwrite.
+                            times.setdefault(name, []).append(seconds)
+                    # Move freed packs into the pool or out of it, so that the next save finds packs to overwrite, or
+                    # none.
                     store.delete(self._step)
                     store.gc()
         return times
@@ -81,7 +81,7 @@ class _Durable:
         for path in self._scratch.glob(f"{self._raw_file.name}*"):
             path.unlink()
         for peer in peers.PEERS:
-            peers.remove(self._place(peer))
+            peers.remove(self._path_of(peer))
         for path in (store.path / "pool").iterdir():
             path.unlink()
 
@@ -110,7 +110,7 @@ class _Durable:
         return time.perf_counter() - began
 
     def _saver(self, peer: peers.Peer) -> Callable[[], float]:
-        return lambda: peers.save_durably(peer, self._tensors, self._place(peer))
+        return lambda: peers.save_durably(peer, self._tensors, self._path_of(peer))
 
-    def _place(self, peer: peers.Peer) -> Path:
+    def _path_of(self, peer: peers.Peer) -> Path:
         return self._scratch / f"peer {peer.name}"

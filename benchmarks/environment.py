@@ -1,4 +1,4 @@
-"""The machine and the software that a figure belongs to."""
+"""Describe the machine and the software of a measurement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asymcheck.storage.nvme.drives import file_system_type
 
 
 def describe(folder: Path) -> dict[str, str]:
-    """Return the facts that a reader needs to choose_kept a figure measured in ``folder``."""
+    """Return the facts that are needed to interpret a figure measured in ``folder``."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "date": dt.datetime.now(tz=dt.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),

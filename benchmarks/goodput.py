@@ -54,28 +54,28 @@ class Costs:
 
     iteration_s: float
     stall_s: float
-    """For which a checkpoint holds the training."""
+    """Seconds for which a checkpoint blocks the training."""
     lag_s: Mapping[Survives, float]
-    """From the beginning of a checkpoint until it survives that; infinite for what it never does."""
+    """Seconds from the start of a checkpoint until it survives a failure of each kind; infinite if it never does."""
     restore_s: Mapping[Survives, float]
-    """From the start of the processes until training goes on."""
+    """Seconds from the start of the processes until the training continues."""
     least_interval_s: float
-    """No more often than this: what is in flight has to be written."""
+    """Minimum seconds between two checkpoints, because checkpoints in flight must be written first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Failures:
-    """How often a job fails, of what, and how long it takes to start again whatever the checkpoints."""
+    """Failure rate of a job, kinds of failures, and restart time without recovery from a checkpoint."""
 
     mean_s: float
     """Mean time between failures."""
     shares: Mapping[Survives, float]
-    """Share of the failures after which no more than that is left; they add up to 1."""
+    """Share of failures after which only this tier and the tiers below it survive; the shares add up to 1."""
     restart_s: float
 
 
 def llama3(gpus: int, restart_s: float = 300.0) -> Failures:
-    """Return the failures of the Llama 3 run, for a job on so many GPUs."""
+    """Return the failures of the Llama 3 run, for a job on the given number of GPUs."""
     total = sum(count for count, _ in LLAMA3_INTERRUPTIONS.values())
     mean_s = LLAMA3_DAYS * 86_400 / total * LLAMA3_GPUS / gpus
     return Failures(mean_s, _shares(), restart_s)
@@ -84,7 +84,8 @@ def llama3(gpus: int, restart_s: float = 300.0) -> Failures:
 def _shares() -> dict[Survives, float]:
     total = sum(count for count, _ in LLAMA3_INTERRUPTIONS.values())
     return {
-        tier: sum(count for count, left in LLAMA3_INTERRUPTIONS.values() if left == tier) / total for tier in _TIERS
+        tier: sum(count for count, surviving in LLAMA3_INTERRUPTIONS.values() if surviving == tier) / total
+        for tier in _TIERS
     }
 
 
@@ -98,21 +99,21 @@ def formula(costs: Costs, failures: Failures, every: int) -> float:
     """
     period = every * costs.iteration_s + costs.stall_s
     mean = failures.mean_s
-    kept = recovery = 0.0
+    progress_s = recovery = 0.0
     for tier, share in failures.shares.items():
         lag, restore = _of(costs, tier)
-        whole = 1 / math.expm1(period / mean) if period < 700 * mean else 0.0
-        kept += share * math.exp(-lag / mean) * whole * every * costs.iteration_s
+        expected_periods = 1 / math.expm1(period / mean) if period < 700 * mean else 0.0
+        progress_s += share * math.exp(-lag / mean) * expected_periods * every * costs.iteration_s
         recovery += share * mean * math.expm1(min((failures.restart_s + restore) / mean, 700.0))
-    return kept / (mean + recovery)
+    return progress_s / (mean + recovery)
 
 
 def _of(costs: Costs, tier: Survives) -> tuple[float, float]:
-    """Return lag and restore of what is left when ``tier`` is: the tiers below it are left, too."""
-    left = _TIERS[_TIERS.index(tier) :]
-    lag = min(costs.lag_s[one] for one in left)
+    """Return lag and restore time if ``tier`` and the tiers below it survive."""
+    surviving = _TIERS[_TIERS.index(tier) :]
+    lag = min(costs.lag_s[one] for one in surviving)
     restore = (
-        min(costs.restore_s[one] for one in left if math.isfinite(costs.lag_s[one])) if math.isfinite(lag) else 0.0
+        min(costs.restore_s[one] for one in surviving if math.isfinite(costs.lag_s[one])) if math.isfinite(lag) else 0.0
     )
     return lag, restore
 
@@ -120,15 +121,15 @@ def _of(costs: Costs, tier: Survives) -> tuple[float, float]:
 def simulate(
     costs: Costs, failures: Failures, every: int, *, days: float, seed: int = 0, ups: Iterator[float] | None = None
 ) -> float:
-    """Return the share of time that made progress in a training of ``days``, failure by failure.
+    """Return the share of time that made progress in a training of ``days``, by simulating each failure.
 
-    ``ups`` are the times between failures, without end; None for chance, with the mean of ``failures``.
+    ``ups`` yields the times between failures endlessly. None draws them at random, with the mean of ``failures``.
     """
     chance = random.Random(seed)
     ups = ups or _by_chance(chance, failures.mean_s)
     tiers, weights = list(failures.shares), list(failures.shares.values())
     now, progress, end = 0.0, 0.0, days * 86_400
-    # For each tier the progress of its newest checkpoint; progress is in seconds of iterations.
+    # Progress of the newest checkpoint in each tier, in seconds of iterations.
     saved = dict.fromkeys(_TIERS, 0.0)
     period = every * costs.iteration_s + costs.stall_s
     recovery = 0.0
@@ -143,8 +144,8 @@ def simulate(
         for one in _TIERS:
             if up >= costs.lag_s[one] + period:
                 saved[one] = progress + int((up - costs.lag_s[one]) / period) * every * costs.iteration_s
-        left = _TIERS[_TIERS.index(tier) :]
-        progress = max(saved[one] for one in left)
+        surviving = _TIERS[_TIERS.index(tier) :]
+        progress = max(saved[one] for one in surviving)
         # Newer checkpoints were in lost tiers, or on an abandoned line.
         saved = {one: min(value, progress) for one, value in saved.items()}
         recovery = failures.restart_s + _of(costs, tier)[1]
@@ -174,7 +175,7 @@ def run(
 ) -> Report:
     """Compare the schemes of the ``models`` report in ``source``; ``folder`` is not written to.
 
-    A ``trace`` of failures is played, too: each takes its node away.
+    Also replay the failures of ``trace``. Each of them removes its node.
     """
     measured = read_json(source)
     if measured.workload != "models":
@@ -207,11 +208,11 @@ def run(
 
 
 _SPOT = Failures(3600, {"dram": 0.0, "nvme": 0.0, "remote": 1.0}, restart_s=120.0)
-"""A spot instance is taken away: nothing of its node is left."""
+"""Failures of a spot instance, which remove the node and all its data."""
 
 
 def scenarios() -> Iterator[tuple[str, Failures]]:
-    """Yield the failures that are played: of jobs from 8 to 100,000 GPUs, and of given mean times."""
+    """Yield the simulated failures: for jobs from 8 to 100,000 GPUs, and for given mean times between failures."""
     for gpus in (8, 64, 512, 2048, 16_384, 100_000):
         yield f"{gpus} GPUs", llama3(gpus)
     for mean_s, name in ((600, "every 10 min"), (3600, "every 1 h"), (10_800, "every 3 h")):
@@ -224,11 +225,11 @@ def _of_trace(uptimes: Sequence[float]) -> Failures:
 
 
 _REMOTE_SHARE = 4.0
-"""What a checkpoint takes to get to a remote tier, beside to the drive: a network file system is slower."""
+"""Ratio of the write time to a remote tier and to the drive: a network file system is slower."""
 
 
 def costs_of(measured: Report, model: str | None = None) -> dict[str, Costs]:
-    """Return the costs of the schemes of a report, for one of its models; the first by default."""
+    """Return the costs of the schemes of a report, for one model; by default, for the first model."""
     rows = {(one.system, one.metric): one.median for one in measured.results}
     model = model or next(metric for _, metric in rows if metric.startswith("steps lost, ")).partition(", ")[2]
     costs = {}
@@ -238,7 +239,7 @@ def costs_of(measured: Report, model: str | None = None) -> dict[str, Costs]:
         stall, iteration = found[f"visible stall, {model}, every 10"], found[f"iteration, {model}, every 10"]
         recovery = found[f"recovery, {model}"]
         lag = math.inf if durable is None else durable / 1e3
-        # Unsynced files survive their process in the page cache, but a reboot only by luck.
+        # Unsynced files survive the process in the page cache, but not a reboot.
         in_memory = stall / 1e3 + iteration / 1e3 if scheme.startswith("asymcheck") or durable is None else lag
         costs[scheme] = Costs(
             iteration_s=iteration / 1e3,
@@ -251,7 +252,7 @@ def costs_of(measured: Report, model: str | None = None) -> dict[str, Costs]:
 
 
 def agreement(costs: Costs, failures: Failures, intervals: Sequence[int], days: float) -> float:
-    """Return the greatest difference of simulation and formula, as a share of the formula."""
+    """Return the maximum difference of simulation and formula, relative to the formula."""
     return max(
         abs(simulate(costs, failures, every, days=days) / formula(costs, failures, every) - 1) for every in intervals
     )

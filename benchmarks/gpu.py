@@ -1,10 +1,10 @@
-"""``gpu``: what checkpoints cost a training on a GPU, and how much of the link to host memory the capture reaches.
+"""``gpu``: cost of checkpoints for a training on a GPU, and bandwidth of the capture.
 
-A GPT-2 with AdamW is trained on the device. The *limit* is what copies from the device to pinned memory reach alone;
-*capture* is the state's bytes by the time from the call of ``step()`` until the device has made the last copy, nothing
-else being done. *Visible stall* is by how much an iteration with a checkpoint is longer than the median one without, by
-the device's own clock; *host stall* is the time that the program spends in calls, hooks and fences. *Slowdown* is the
-mean time of an iteration with checkpoints divided by that without. It needs CUDA.
+Train a GPT-2 with AdamW on the device. *Limit* is the bandwidth of plain copies from the device to pinned memory.
+*Capture* is the size of the state divided by the time from the call of ``step()`` until the last copy on the device, on
+an idle machine. *Visible stall* is the duration of an iteration with a checkpoint minus the median without, by the
+device's clock. *Host stall* is the host time in calls, hooks and fences. *Slowdown* is the mean iteration with
+checkpoints divided by the mean without. The workload needs CUDA.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _VOCABULARY = 50_257
 _CHUNK = 256 << 20
 _ROUNDS = 5
 _WARM_UP = 7
-"""Checkpoints at first: the ring is made, and the plan after five measured iterations."""
+"""Number of warm-up checkpoints: the first creates the ring, and the plan follows after five measured iterations."""
 _OURS = "asymcheck asymmetric"
 
 
@@ -45,19 +45,19 @@ class Shape:
     """Model and length of the training."""
 
     gigabytes: float
-    """Bytes of the state, about, by 1e9."""
+    """Approximate bytes of the state, divided by 1e9."""
     width: int
-    """Width of the model; its layers follow."""
+    """Width of the model; the number of layers follows from it."""
     batch: int
     """Sequences in a batch."""
     context: int
     """Tokens in a sequence."""
     steps: Mapping[int, int]
-    """Number of steps to train, by the number of steps from one checkpoint to the next."""
+    """Number of steps to train, by checkpoint interval in steps."""
 
     @property
     def layers(self) -> int:
-        """Layers that make a state of that size; at least one."""
+        """Return the number of layers for a state of that size; at least one."""
         parameters = self.gigabytes * 1e9 / _BYTES_PER_PARAMETER - (_VOCABULARY + self.context) * self.width
         return max(round(parameters / (12 * self.width**2)), 1)
 
@@ -87,7 +87,7 @@ def run(folder: Path | None, *, quick: bool, gigabytes: float | None = None) -> 
 
 
 def pinned_limit(device: torch.device) -> list[float]:
-    """Return GB/s of copies from the device to pinned memory, round by round."""
+    """Return GB/s of copies from the device to pinned memory, for each round."""
     source = torch.ones(_CHUNK, dtype=torch.uint8, device=device)
     target = torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True)
     rates = []
@@ -96,12 +96,12 @@ def pinned_limit(device: torch.device) -> list[float]:
         for _ in range(8):
             target.copy_(source, non_blocking=True)
         rates.append(8 * _CHUNK / 1e9 / _Mark(device).seconds_after(began))
-    # The first one wakes the link.
+    # The first copy wakes the link.
     return rates[1:]
 
 
 def measure(folder: Path | None, shape: Shape, device: torch.device) -> Report:
-    """Measure everything that needs no link, on any device, so that a test can run it."""
+    """Measure everything except the link, on any device, so that a test can run this function."""
     loop = _Loop(shape, device)
     results: list[Row] = []
     ratios: dict[str, float] = {}
@@ -132,27 +132,27 @@ def measure(folder: Path | None, shape: Shape, device: torch.device) -> Report:
 
 
 def _capture_rates(loop: _Loop, where: Path) -> list[float]:
-    """Return GB/s of captures alone, round by round."""
+    """Return GB/s of captures without training, for each round."""
     rates = []
-    # Nothing is staged: else the clock would stop when a part has only been cloned on the device.
+    # Disable staging. Otherwise, the clock would stop when a part has only been cloned on the device.
     with _checkpointer(loop, where, CaptureConfig(staging_bytes=0)) as checkpointer:
         for step in range(_ROUNDS + 1):
             loop.iterate()
             _Mark(loop.device).wait()
             began = time.perf_counter()
             checkpointer.step(step)
-            # The device waits for the copies, and the program for the device.
+            # The device waits for the copies, and the host waits for the device.
             checkpointer.fence()
             _Mark(loop.device).wait()
             rates.append(loop.nbytes / 1e9 / (time.perf_counter() - began))
             checkpointer.wait()
-    # The first one makes the ring, and pins it.
+    # The first capture creates and pins the ring.
     return rates[1:]
 
 
 @contextlib.contextmanager
 def _checkpointer(loop: _Loop, where: Path, capture: CaptureConfig | None = None) -> Iterator[asymcheck.Checkpointer]:
-    """Yield what saves into a new store, from which old checkpoints are deleted meanwhile: disks are small."""
+    """Yield a Checkpointer of a new store, which deletes old checkpoints meanwhile because disks are small."""
     over = threading.Event()
     with asymcheck.Store.open(where, create=True) as store:
 
@@ -173,7 +173,7 @@ def _checkpointer(loop: _Loop, where: Path, capture: CaptureConfig | None = None
 
 
 class _Mark:
-    """A point in the work of the device; on the CPU a time."""
+    """A point in time in the device's stream; on the CPU, the current time."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -194,7 +194,7 @@ class _Mark:
 
 
 class _Loop:
-    """A GPT-2 that learns random tokens, which take no time to load."""
+    """A GPT-2 that learns random tokens, which need no loading."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         logging.set_verbosity_error()
@@ -211,7 +211,7 @@ class _Loop:
         self.train(2)
         self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
         self.nbytes = self.parameters * _BYTES_PER_PARAMETER
-        """Bytes of the state, but for buffers and counts."""
+        """Bytes of the state without buffers and counters."""
 
     @property
     def described(self) -> str:
@@ -219,7 +219,7 @@ class _Loop:
         return f"GPT-2 of {self.parameters / 1e6:.0f} million parameters with AdamW, {self.nbytes / 1e9:.2f} GB"
 
     def iterate(self) -> None:
-        """Forward, backward and a step, as far as the program gets with them."""
+        """Enqueue the forward pass, the backward pass and an optimizer step."""
         tokens = torch.randint(_VOCABULARY, (self._shape.batch, self._shape.context), device=self.device)
         self._optimizer.zero_grad()
         with torch.autocast(self.device.type, torch.bfloat16):
@@ -228,7 +228,7 @@ class _Loop:
         self._optimizer.step()
 
     def train(self, steps: int, checkpointer: asymcheck.Checkpointer | None = None, every: int = 1) -> list[float]:
-        """Return the seconds of each iteration, with the checkpoint at its beginning if there is one."""
+        """Return the seconds of each iteration, including the checkpoint at its beginning if it has one."""
         marks = [_Mark(self.device)]
         for number in range(steps):
             if checkpointer is not None and number % every == 0:

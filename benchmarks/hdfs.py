@@ -1,9 +1,9 @@
-"""``hdfs``: pushing to and restoring from a real HDFS on this machine, against the client's own put and get.
+"""``hdfs``: push to and restore from a real HDFS on this machine, compared with put and get of the client.
 
-The NameNode and DataNodes of Apache Hadoop run here (``tools.local_hdfs``), so servers and clients share the
-processors: throughput says little, quotients of one run say more. The raw client writes files of the same sizes as the
-packs of the push, by as many streams, from the same drive, and once more from memory; it checks nothing and gives
-nothing a name. A push reads the store, checks every byte, and commits.
+The NameNode and DataNodes of Apache Hadoop run on this machine (``tools.local_hdfs``), so servers and clients share the
+processors. Absolute throughput says little, and ratios of one run say more. The raw client writes files of the same
+sizes as the packs of the push, with the same number of streams, from the same drive, and once more from memory. The raw
+client checks and commits nothing. A push reads the store, checks every byte, and commits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from benchmarks.report import Report, Row, row
 from tools.local_hdfs import LocalHdfs
 
 if TYPE_CHECKING:
-    # Where the client is not installed the run says so.
+    # If the client is not installed, the run reports it.
     from benchmarks.hdfs_raw import RawClient
 
 PUSH, PUT, PUT_FROM_MEMORY = "asymcheck push", "raw put", "raw put from memory"
@@ -54,18 +54,18 @@ _PLAIN = 5
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Amounts to measure."""
+    """Sizes and counts of the measurement."""
 
     layers: int
     """Layers of the GPT-2 whose state is pushed."""
     rounds: int
     """Rounds of each measurement, after one warm-up round."""
     replicas: tuple[int, ...]
-    """Numbers of DataNodes, and of replicas of each block."""
+    """Numbers of DataNodes and of replicas of each block."""
     trained: training.Shape
     """Training whose bytes and slowdown are measured."""
     checkpoints: int
-    """Number of its checkpoints that are pushed."""
+    """Number of checkpoints of the training that are pushed."""
 
 
 FULL = Shape(8, 5, (1, 3), training.FULL, 20)
@@ -75,9 +75,9 @@ QUICK = Shape(1, 3, (1,), training.QUICK, 12)
 def run(
     folder: Path | None, *, quick: bool, shape: Shape | None = None, state: dict[str, object] | None = None
 ) -> Report:
-    """Measure in a temporary folder inside ``folder``, where HDFS keeps its blocks, too.
+    """Measure in a temporary folder inside ``folder``, which also stores the blocks of HDFS.
 
-    ``shape`` replaces what is measured, ``state`` the one of GPT-2 with AdamW.
+    ``shape`` replaces the sizes and counts, ``state`` replaces GPT-2 with AdamW.
 
     Raises:
         SystemExit: no HDFS is available.
@@ -93,14 +93,14 @@ def run(
                 one = _Throughput(Path(scratch) / "store", cluster.url, state, replicas)
                 times = one.measure(shape.rounds)
                 if replicas == shape.replicas[0]:
-                    rows, more = _Beside(Path(scratch) / "trained", cluster, shape).measure()
+                    rows, more = _TrainingSlowdown(Path(scratch) / "trained", cluster, shape).measure()
                     results += rows
                     ratios |= more
             shutil.rmtree(Path(scratch) / f"hdfs-{replicas}")
             suffix = "" if replicas == 1 else f"_{replicas}_replicas"
             for ours, raw, label in _QUOTIENTS:
                 ratios[label + suffix] = statistics.median(
-                    theirs / mine for theirs, mine in zip(times[raw], times[ours], strict=True)
+                    raw_s / ours_s for raw_s, ours_s in zip(times[raw], times[ours], strict=True)
                 )
             results += [
                 row(name, f"throughput, {replicas} replicas", "GB/s", [one.gigabytes / value for value in values])
@@ -126,14 +126,14 @@ def _hdfs(base: Path, replicas: int) -> Iterator[LocalHdfs]:
         cluster = LocalHdfs(base, replicas)
     except (OSError, subprocess.CalledProcessError) as error:
         raise SystemExit(
-            f"hdfs: Hadoop is not there and could not be downloaded ({error}); python -m tools.local_hdfs prepare does"
+            f"hdfs: Hadoop is missing and could not be downloaded ({error}); run python -m tools.local_hdfs prepare"
         ) from error
     with cluster:
         yield cluster
 
 
 class _Throughput:
-    """One state, pushed and read again and again, in turn with the raw client."""
+    """Push and read one state repeatedly, alternating with the raw client."""
 
     def __init__(self, where: Path, url: str, state: dict[str, object], replicas: int) -> None:
         from benchmarks.hdfs_raw import RawClient  # noqa: PLC0415 - where the client is not installed the run says so
@@ -157,16 +157,16 @@ class _Throughput:
             name: [] for name in (PUSH, PUT, PUT_FROM_MEMORY, RESTORE, GET, GET_BY_PACKETS)
         }
         for number in range(rounds + 1):
-            found = self._round(number)
+            file_sizes = self._round(number)
             if number:
-                for name, value in found.items():
+                for name, value in file_sizes.items():
                     times[name].append(value)
         shutil.rmtree(self._where)
         shutil.rmtree(self._where.with_name(f"{self._where.name}-raw"))
         return times
 
     def _round(self, number: int) -> dict[str, float]:
-        """Save a state that differs everywhere, push it, put as many bytes, read both."""
+        """Save an entirely new state, push it, put the same number of bytes, and read both."""
         place, raw = f"{self._url}/ours-{number}", f"/raw-{number}"
         states.change_everything(self._state)
         shutil.rmtree(self._where, ignore_errors=True)
@@ -181,15 +181,15 @@ class _Throughput:
             def push() -> None:
                 store.push(place)
 
-            # The sizes of the packs are known when they are there; all rounds have the same.
+            # The sizes of the packs are known after the first push; all rounds use the same sizes.
             took = {PUSH: _timed(push)}
             sizes = sorted(self._reader.sizes(f"/ours-{number}/packs"))[before:]
             files = self._files(sizes)
             took[PUT] = self._raw.put(raw, files)
             os.sync()
             took[PUT_FROM_MEMORY] = self._raw.put_from_memory(f"{raw}-from-memory", self._data, sizes)
-        with Store.open(place, config=self._config, create=True) as there:
-            took[RESTORE] = _timed(lambda: there.load(into=self._into))
+        with Store.open(place, config=self._config, create=True) as remote:
+            took[RESTORE] = _timed(lambda: remote.load(into=self._into))
         took[GET] = self._reader.get(raw, sizes)
         took[GET_BY_PACKETS] = self._reader.get_by_packets(raw, sizes)
         if differing := states.differing(self._state, states.named_tensors(self._into)):
@@ -199,7 +199,7 @@ class _Throughput:
         return took
 
     def _files(self, sizes: Sequence[int]) -> list[Path]:
-        """Return files of these sizes on the drive, as cold as the store was before its push."""
+        """Return files of these sizes on the drive, outside the page cache like the store before its push."""
         folder = self._where.with_name(f"{self._where.name}-raw")
         folder.mkdir(exist_ok=True)
         paths = [folder / str(number) for number in range(len(sizes))]
@@ -213,19 +213,19 @@ class _Throughput:
 
 @dataclasses.dataclass(frozen=True)
 class _Slowed:
-    """Slowdown of iterations beside some work, against the iterations before and after it."""
+    """Slowdown of iterations during other work, relative to the iterations before and after it."""
 
-    whole: float
+    with_servers: float
     corrected: float
-    """The same without the time of the servers."""
+    """The slowdown without the processor time of the servers."""
     iteration_s: float
 
 
-class _Beside:
-    """A real training: what its checkpoints take there, and by how much pushing them slows it down.
+class _TrainingSlowdown:
+    """Measure the disk usage of checkpoints of a real training on HDFS, and the slowdown by pushing them.
 
-    Beside it, by how much as many bytes do that are in memory, put by the client itself on threads that stand back as
-    those of a push do: what it costs at least that bytes go there.
+    For comparison, measure the slowdown while the client puts the same number of bytes from memory, on threads of
+    equally low priority. This is the minimum cost of sending the bytes.
     """
 
     def __init__(self, where: Path, cluster: LocalHdfs, shape: Shape) -> None:
@@ -233,11 +233,11 @@ class _Beside:
 
         self._where, self._cluster, self._shape = where, cluster, shape
         self._raw = RawClient(cluster.url, 1, 16 << 20)
-        self._run = training.WAYS["mixed"](training.pretrained(shape.trained))
+        self._run = training.VARIANTS["mixed"](training.pretrained(shape.trained))
         self._alone: list[float] = []
 
     def measure(self) -> tuple[list[Row], dict[str, float]]:
-        """Save checkpoints and push each beside the training, then put as many bytes beside it, and count."""
+        """Save checkpoints, push each during the training, then put the same number of bytes, and measure."""
         count, ours = self._shape.checkpoints, list[_Slowed]()
         raw, sizes = list[_Slowed](), list[int]()
         url = f"{self._cluster.url}/trained"
@@ -250,39 +250,39 @@ class _Beside:
             for number in range(count):
                 self._run.train(1)
                 store.save(self._run.state(), step=number)
-                # As a Checkpointer says it: nobody waits for the thread to look by itself.
+                # Notify the thread as a Checkpointer does, instead of waiting for its next poll.
                 pushing.refresh()
-                ours.append(self._beside(partial(_is_there, pushing, number + 1)))
+                ours.append(self._slowdown(partial(_is_pushed, pushing, number + 1)))
                 new = self._raw.sizes("/trained/packs")
                 with _Putting(self._cluster.url, f"/raw-{number}", _without(new, sizes)) as putting:
-                    raw.append(self._beside(putting.has_ended))
+                    raw.append(self._slowdown(putting.has_ended))
                 sizes = new
-        there, peers = self._raw.sizes("/trained"), self._peers()
-        # The first of each finds nothing ready.
+        sizes, peers = self._raw.sizes("/trained"), self._peers()
+        # Skip the first push and put, which include the setup.
         ours, raw = ours[1:], raw[1:]
         results = [
             row("no push", "iteration", "ms", [one * 1e3 for one in self._alone]),
             row(PUSH, "iteration beside it", "ms", [one.iteration_s * 1e3 for one in ours]),
             row(PUSH, "slowdown", "x", [one.corrected for one in ours]),
-            row(PUSH, "slowdown with the servers", "x", [one.whole for one in ours]),
+            row(PUSH, "slowdown with the servers", "x", [one.with_servers for one in ours]),
             row(PUT_FROM_MEMORY, "slowdown", "x", [one.corrected for one in raw]),
-            row(PUT_FROM_MEMORY, "slowdown with the servers", "x", [one.whole for one in raw]),
+            row(PUT_FROM_MEMORY, "slowdown with the servers", "x", [one.with_servers for one in raw]),
         ]
         ratios = {
             "slowdown_while_pushing": statistics.median(one.corrected for one in ours),
-            "slowdown_with_servers": statistics.median(one.whole for one in ours),
+            "slowdown_with_servers": statistics.median(one.with_servers for one in ours),
             "slowdown_beside_raw_put": statistics.median(one.corrected for one in raw),
         }
-        for name, found in {PUSH: there, **peers}.items():
-            results.append(row(name, f"{count} checkpoints there", "MB", [sum(found) / 1e6]))
-            results.append(row(name, f"files of {count} checkpoints", "x", [len(found)]))
+        for name, file_sizes in {PUSH: sizes, **peers}.items():
+            results.append(row(name, f"{count} checkpoints there", "MB", [sum(file_sizes) / 1e6]))
+            results.append(row(name, f"files of {count} checkpoints", "x", [len(file_sizes)]))
         for label, name in (("torch_save_put", TORCH), ("dcp_fsspec", DCP)):
-            ratios[f"bytes/{label}"] = sum(there) / sum(peers[name])
-            ratios[f"files/{label}"] = len(there) / len(peers[name])
+            ratios[f"bytes/{label}"] = sum(sizes) / sum(peers[name])
+            ratios[f"files/{label}"] = len(sizes) / len(peers[name])
         return results, ratios
 
     def _peers(self) -> dict[str, list[int]]:
-        """Return the bytes of each file of as many checkpoints of others; one is written, all are of one size."""
+        """Return the bytes of each file of as many checkpoints of other libraries; only one is written."""
         from benchmarks import hdfs_fsspec  # noqa: PLC0415 - as above
 
         file = io.BytesIO()
@@ -292,15 +292,16 @@ class _Beside:
         folders = {TORCH: "/torch", DCP: "/dcp"}
         return {name: self._raw.sizes(folder) * self._shape.checkpoints for name, folder in folders.items()}
 
-    def _beside(self, has_ended: Callable[[], bool]) -> _Slowed:
-        """Train until something has ended, and for as long without it."""
+    def _slowdown(self, has_ended: Callable[[], bool]) -> _Slowed:
+        """Train until some work has ended, and for as long without it."""
         count, servers = 0, self._cluster.processor_s()
         began = time.perf_counter()
         while not has_ended() or not count:
             self._run.train(1)
             count += 1
         took = time.perf_counter() - began
-        # The servers would use other machines, so their CPU time is divided by the number of processors.
+        # Real servers run on other machines, so their processor time, divided by the number of processors, is
+        # subtracted.
         without = max(took - (self._cluster.processor_s() - servers) / (os.cpu_count() or 1), 0.0)
         before = self._alone[-1]
         alone = statistics.mean((before, self._plain(max(count, _PLAIN)))) * count
@@ -315,13 +316,13 @@ class _Beside:
 
 
 class _Putting:
-    """Bytes that are put on a thread; use it in a ``with`` block, which ends when they are there."""
+    """Put bytes on a thread. Use it in a ``with`` block, which ends when all bytes are at the location."""
 
     def __init__(self, url: str, folder: str, sizes: Sequence[int]) -> None:
         self._url, self._folder, self._sizes = url, folder, sizes
         self._data = bytes(max(sizes))
         self._thread = ThreadPoolExecutor(1, initializer=stand_back)
-        # The client's own threads stand back, too, when they are made by one that does.
+        # The client's threads inherit the low priority of the thread that creates them.
         self._raw = self._thread.submit(self._connected).result()
 
     def _connected(self) -> RawClient:
@@ -331,7 +332,7 @@ class _Putting:
         return RawClient(self._url, remote.uploads, remote.piece_bytes)
 
     def has_ended(self) -> bool:
-        """Whether all of it is there."""
+        """Whether all bytes are at the location."""
         return self._put.done()
 
     def __enter__(self) -> _Putting:
@@ -344,7 +345,7 @@ class _Putting:
         self._thread.shutdown()
 
 
-def _is_there(pushing: PushWorker, count: int) -> bool:
+def _is_pushed(pushing: PushWorker, count: int) -> bool:
     now = pushing.statistics()
     if now.problem:
         raise RuntimeError(now.problem)

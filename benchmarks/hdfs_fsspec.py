@@ -1,9 +1,9 @@
-"""torch DCP through fsspec, for the workload ``hdfs``: what it takes that DCP and hdfs-native meet.
+"""Adapt hdfs-native's fsspec file system to torch DCP, for the workload ``hdfs``.
 
-As they come they do not: DCP asks the file that it writes for its place in it, and hdfs-native's has no ``tell``
-(``io.UnsupportedOperation: seek``). DCP then removes the file, and closing that hides the reason behind a
-``FileNotFoundError`` of the NameNode. Reading is not adapted: DCP's reader wants a ``readinto``, which hdfs-native's
-file has not either (``NotImplementedError``). Seen with torch 2.13, fsspec 2026.9 and hdfs-native 0.14.
+DCP asks the file that it writes for its position, but hdfs-native's file has no ``tell`` (``io.UnsupportedOperation:
+seek``). DCP then removes the file, and closing the file hides the reason behind a ``FileNotFoundError`` of the
+NameNode. Reading is not adapted: DCP's reader needs ``readinto``, which hdfs-native's file lacks, too
+(``NotImplementedError``). Seen with torch 2.13, fsspec 2026.9 and hdfs-native 0.14.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 
 
 class _Written(io.RawIOBase):
-    """A file that is being written, which knows how long it is, and is closed once."""
+    """A file opened for writing, which tracks its length and is closed once."""
 
     def __init__(self, inner: FileWriter) -> None:
         self._inner = inner
@@ -35,7 +35,7 @@ class _Written(io.RawIOBase):
 
     def write(self, data: Any) -> int:  # noqa: ANN401 - any buffer
         view = memoryview(data)
-        # The client is fast for bytes only.
+        # The client is fast only for bytes objects.
         self._inner.write(data if isinstance(data, bytes) else bytes(view))
         self._at += view.nbytes
         return view.nbytes
@@ -47,7 +47,7 @@ class _Written(io.RawIOBase):
 
 
 class _FileSystem(HdfsFileSystem):
-    """hdfs-native's own, but for the files that it writes."""
+    """hdfs-native's file system, with an adapted file for writing."""
 
     def _open(self, path: str, mode: str = "rb", *args: Any, **options: Any) -> Any:  # noqa: ANN401 - fsspec's way
         opened = super()._open(path, mode, *args, **options)
@@ -58,7 +58,7 @@ def save(state: Mapping[str, object], url: str) -> None:
     """Save a state to a folder in HDFS by ``dcp.save`` with torch's writer for fsspec."""
     where = urlsplit(url)
     writer = FsspecWriter(url)
-    # fsspec keeps what it has made, and drops it in forked children, where the client waits for its threads for ever.
+    # fsspec caches file systems and drops them in forked children, where the client waits for its threads forever.
     HdfsFileSystem.clear_instance_cache()
     cast("Any", writer.fs).fs = _FileSystem(where.hostname, where.port, skip_instance_cache=True)
     with warnings.catch_warnings():

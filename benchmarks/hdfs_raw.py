@@ -1,4 +1,4 @@
-"""The limit of the workload ``hdfs``: the client itself, hdfs-native, that puts and gets files of given sizes."""
+"""Measure the limit of the workload ``hdfs``: hdfs-native itself puts and gets files of given sizes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _OPTIONS = {"dfs.client.block.write.replace-datanode-on-failure.best-effort": "t
 
 
 class RawClient:
-    """As many streams as a push or a restore has, each with a file at a time, in pieces of the same size."""
+    """The client with as many streams and the same piece size as a push or a restore, one file per stream."""
 
     def __init__(self, url: str, streams: int, piece_bytes: int) -> None:
-        """Speak to the HDFS at ``url``."""
+        """Connect to the HDFS at ``url``."""
         self._client: Any = hdfs_native.Client(url, _OPTIONS)
         self._streams, self._piece_bytes = streams, piece_bytes
 
     def put(self, folder: str, paths: Sequence[Path]) -> float:
-        """Copy each of these files to a file in the folder; return the seconds until all are closed."""
+        """Copy each file to a file in the folder; return the seconds until all files are closed."""
         self._client.mkdirs(folder, create_parent=True)
 
         def put_one(number: int) -> None:
-            # The client is fast for bytes, so this is what it gets.
+            # The client is fast only for bytes objects, so pass bytes.
             with (
                 paths[number].open("rb", buffering=0) as source,
                 self._client.create(f"{folder}/{number}", hdfs_native.WriteOptions(create_parent=False)) as file,
@@ -38,24 +38,24 @@ class RawClient:
         return self._timed(put_one, len(paths))
 
     def put_from_memory(self, folder: str, data: bytes, sizes: Sequence[int]) -> float:
-        """Write files of these sizes, each the beginning of ``data``; return the seconds until all are closed."""
+        """Write files of these sizes, each the beginning of ``data``; return the seconds until all files are closed."""
         self._client.mkdirs(folder, create_parent=True)
-        # Cutting it is no part of what is timed.
+        # Slice the data before the timed part.
         pieces = [data[start : start + self._piece_bytes] for start in range(0, max(sizes), self._piece_bytes)]
 
         def put_one(number: int) -> None:
-            left = sizes[number]
+            remaining = sizes[number]
             with self._client.create(f"{folder}/{number}", hdfs_native.WriteOptions(create_parent=False)) as file:
                 for piece in pieces:
-                    file.write(piece if len(piece) <= left else piece[:left])
-                    left -= min(left, len(piece))
-                    if not left:
+                    file.write(piece if len(piece) <= remaining else piece[:remaining])
+                    remaining -= min(remaining, len(piece))
+                    if not remaining:
                         break
 
         return self._timed(put_one, len(sizes))
 
     def get(self, folder: str, sizes: Sequence[int]) -> float:
-        """Read these files piece by piece, as the client gives them, and drop the bytes; return the seconds."""
+        """Read files in pieces, as the client returns them, and discard the bytes; return the seconds."""
 
         def get_one(path: str, start: int, count: int) -> None:
             self._client.read(path).read_range(start, count)
@@ -63,20 +63,20 @@ class RawClient:
         return self._get(folder, sizes, get_one)
 
     def get_by_packets(self, folder: str, sizes: Sequence[int]) -> float:
-        """Read these files packet by packet into reused memory, each opened once: the fastest known way.
+        """Read files packet by packet into reused memory, and open each file once: the fastest known method.
 
         Reading a whole piece at once copies it twice, into memory that the allocator may have to map first.
         """
-        own, opened = threading.local(), dict[str, Any]()
+        per_thread, opened = threading.local(), dict[str, Any]()
 
         def get_one(path: str, start: int, count: int) -> None:
-            if not hasattr(own, "memory"):
-                own.memory = memoryview(bytearray(self._piece_bytes))
+            if not hasattr(per_thread, "memory"):
+                per_thread.memory = memoryview(bytearray(self._piece_bytes))
             if path not in opened:
                 opened[path] = self._client.read(path)
             done = 0
             for packet in opened[path].read_range_stream(start, count):
-                own.memory[done : done + len(packet)] = packet
+                per_thread.memory[done : done + len(packet)] = packet
                 done += len(packet)
 
         return self._get(folder, sizes, get_one)
@@ -102,9 +102,9 @@ class RawClient:
                 file.write(data[start : start + self._piece_bytes])
 
     def sizes(self, folder: str) -> list[int]:
-        """Return the bytes of each file in a folder and below."""
+        """Return the bytes of each file in a folder and its subfolders."""
         return [found.length for found in self._client.list_status(folder, True) if not found.isdir]
 
     def remove(self, folder: str) -> None:
-        """Remove a folder with all that is in it."""
+        """Remove a folder and its contents."""
         self._client.delete(folder, recursive=True)

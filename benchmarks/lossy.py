@@ -22,16 +22,16 @@ from benchmarks.async_peers import Saver, flat_tensors
 _LEVELS = 7
 """Values on each side of zero."""
 _PRUNED = 0.5
-"""Share of the differences, the smallest, that becomes zero."""
+"""Share of the differences that become zero: the smallest ones."""
 
 
 class Lossy(Saver):
-    """Stores residuals; the loop waits."""
+    """Stores residuals, and blocks the loop meanwhile."""
 
     name = "ExCP (reimplemented)"
 
     def __init__(self, state: dict[str, Any], where: Path) -> None:
-        """Begin from nothing: the first checkpoint is whole."""
+        """Begin without a previous checkpoint: the first checkpoint is stored in full."""
         super().__init__(state, where)
         self._before: dict[str, torch.Tensor] = {}
 
@@ -60,7 +60,7 @@ class Lossy(Saver):
 
 
 def _error(restored: torch.Tensor, true: torch.Tensor) -> float:
-    """Return the greatest difference, as a share of the greatest number."""
+    """Return the maximum difference relative to the largest value."""
     return float((restored - true).abs().max() / true.abs().max().clamp(min=1e-30))
 
 
@@ -84,7 +84,7 @@ def _unpacked(data: bytes, scale: float, shape: torch.Size) -> torch.Tensor:
 
 
 def recover(state: dict[str, Any], where: Path) -> int:
-    """Add up all checkpoints from the first; return the step of the last that can be read."""
+    """Add up all checkpoints from the first; return the step of the last readable checkpoint."""
     tensors = flat_tensors(state)
     reached = -1
     for path in sorted(where.iterdir()):

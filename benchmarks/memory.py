@@ -1,7 +1,7 @@
-"""``memory``: the most memory that an operation takes beyond what its process held before, beside the state's size.
+"""``memory``: peak memory of an operation beyond the memory that its process used before, and the state's size.
 
-Each operation runs in a fresh process. A load into new tensors takes the state's size at least, since it makes them; a
-save and a load into tensors that are there need none of it.
+Run each operation in a new process. A load into new tensors needs at least the size of the state. A save, and a load
+into existing tensors, need none of it.
 """
 
 from __future__ import annotations

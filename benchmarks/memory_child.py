@@ -1,7 +1,7 @@
-"""One operation in a fresh process that is watched: ``python -m benchmarks.memory_child OPERATION STORE STATE``.
+"""Run one operation in a watched process: ``python -m benchmarks.memory_child OPERATION STORE STATE``.
 
-It prepares, prints the memory that it has then, waits for a line, works, says so, and keeps what it has made until the
-watcher has looked a last time.
+Prepare, print the current memory, wait for a line, run the operation, report its end, and keep the results until the
+parent process has read the memory a last time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from benchmarks.resident import status_of
 
 
 def main(operation: str, store: Path, state_file: Path) -> None:
-    """Do one operation on ``store``; ``state_file`` says which state it holds."""
-    # Everything imported and every pool made: this is about the state.
+    """Run one operation on ``store``; ``state_file`` contains the state."""
+    # Import all modules and create all pools first, so that only the memory of the state is measured.
     with (
         tempfile.TemporaryDirectory(dir=store.parent) as scratch,
         asymcheck.Store.open(Path(scratch) / "warm", create=True) as warm,
@@ -34,14 +34,14 @@ def main(operation: str, store: Path, state_file: Path) -> None:
     Path("/proc/self/clear_refs").write_text("5")
     print(json.dumps(status_of(os.getpid())), flush=True)
     sys.stdin.readline()
-    kept = work()
+    result = work()
     print("done", flush=True)
     sys.stdin.readline()
-    del kept
+    del result
 
 
 def _state(state_file: Path) -> object:
-    # Read, not mapped: in memory of its own, as a state in training is.
+    # Read the file instead of mapping it, so that the state is in private memory, as in a training.
     return torch.load(state_file, weights_only=True)
 
 

@@ -1,8 +1,8 @@
-"""``models``: real trainings of six models, each under every way to checkpoint, at several intervals.
+"""``models``: real trainings of six models, under every checkpoint scheme and at several intervals.
 
-Each cell runs in a separate process. The model trains without checkpoints, then with checkpoints, then once more until
+Run each cell in a separate process. The model trains without checkpoints, then with checkpoints, then once more until
 SIGKILL ends the process in the middle of the loop. Another process resumes from the surviving files. The resumed state
-is compared, bit for bit, with the state that the killed process had after that step.
+is compared, bit for bit, with the state of the killed process after that step.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Grid:
     models: Sequence[str]
     """Names of models."""
     size: str
-    """Size of all models."""
+    """Size of all models, a key of :mod:`benchmarks.zoo`."""
     steps: dict[int, int]
-    """Steps to train in each round, by the number of steps from one checkpoint to the next."""
+    """Number of steps in each round, by checkpoint interval in steps."""
     schemes: Sequence[str]
     """Names of schemes."""
     kills: int = 1
@@ -55,9 +55,9 @@ QUICK = Grid(MODELS, "tiny", {1: 10, 10: 20, 50: 50}, _ALL, kills=3)
 
 def run(folder: Path | None, *, quick: bool, grid: Grid | None = None) -> Report:
     """Measure in a temporary folder inside ``folder``."""
-    grid = _here(grid or (QUICK if quick else FULL))
+    grid = _runnable(grid or (QUICK if quick else FULL))
     chosen = [scheme for scheme in SCHEMES if scheme.name in grid.schemes]
-    # Forked from a process that has imported everything and begun no thread: nothing is imported a hundred times.
+    # Fork from a process that has imported all libraries and started no thread, so that no cell imports them again.
     context = multiprocessing.get_context("forkserver")
     # Missing libraries are skipped. This setting hides the warning of DeepSpeed about a missing GPU.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -87,8 +87,8 @@ def run(folder: Path | None, *, quick: bool, grid: Grid | None = None) -> Report
     return Report("models", described, results, _ratios(grid, slow, stall))
 
 
-def _here(grid: Grid) -> Grid:
-    """Return the grid without the schemes that cannot run here, and say which these are."""
+def _runnable(grid: Grid) -> Grid:
+    """Return the grid without the schemes that cannot run on this machine, and report these schemes."""
     lacks = {scheme.name: scheme.missing() for scheme in SCHEMES if scheme.name in grid.schemes}
     for name, missing in lacks.items():
         if missing is not None:
@@ -153,10 +153,10 @@ def _removed(where: Path) -> Iterator[None]:
 
 def _asked(context: ForkServerContext, work: Any, arguments: tuple[object, ...]) -> object:  # noqa: ANN401 - a function
     """Run ``work`` in a separate process; return the value that it sends."""
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(*arguments, theirs))
+    ours, child_end = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(*arguments, child_end))
     process.start()
-    theirs.close()
+    child_end.close()
     try:
         answer: object = ours.recv() if ours.poll(_TIMEOUT_S) else "no answer in time"
     except EOFError:
@@ -166,14 +166,14 @@ def _asked(context: ForkServerContext, work: Any, arguments: tuple[object, ...])
 
 
 def _killed(context: ForkServerContext, cell: Cell, scratch: Path, number: int) -> tuple[int, Recovered]:
-    """Train until some steps are done, kill in the middle of the next; return the last step, and what is resumed."""
+    """Train until some steps are done, kill in the middle of the next; return the last step and the resumed state."""
     where = scratch / "killed"
     where.mkdir()
     with _removed(where):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=models_child.train_until_killed, args=(cell, where, theirs))
+        ours, child_end = context.Pipe(duplex=False)
+        process = context.Process(target=models_child.train_until_killed, args=(cell, where, child_end))
         process.start()
-        theirs.close()
+        child_end.close()
         digests = _reached(ours, 12 + 3 * number)
         with _ended(_children_of(process.pid)):
             time.sleep(random.random() * statistics.fmean(digests.durations))
@@ -192,7 +192,7 @@ def _children_of(pid: int | None) -> list[int]:
 
 @contextlib.contextmanager
 def _ended(children: Sequence[int]) -> Iterator[None]:
-    """Kill these at the end: a process that writes in the background may wait for a dead training for ever."""
+    """Kill these processes at the end: a background writer may wait forever for a dead training."""
     handles = [os.pidfd_open(pid) for pid in children]
     try:
         yield
@@ -204,14 +204,14 @@ def _ended(children: Sequence[int]) -> Iterator[None]:
 
 
 class _Digests:
-    """What a training has told: the digest of its state after each step."""
+    """Digests of the state after each step, as reported by a training."""
 
     def __init__(self) -> None:
         self.by_step: dict[int, bytes] = {}
         self.durations: list[float] = []
 
-    def note(self, told: tuple[int, bytes, float]) -> None:
-        step, digest, seconds = told
+    def note(self, report: tuple[int, bytes, float]) -> None:
+        step, digest, seconds = report
         self.by_step[step] = digest
         self.durations.append(seconds)
 
@@ -228,7 +228,7 @@ def _reached(pipe: Connection, steps: int) -> _Digests:
     digests = _Digests()
     while len(digests.by_step) < steps:
         if not pipe.poll(_TIMEOUT_S):
-            raise SystemExit("a training that is to be killed does not go on")
+            raise SystemExit("the training that was to be killed stopped reporting steps")
         digests.note(pipe.recv())
     return digests
 
@@ -236,7 +236,7 @@ def _reached(pipe: Connection, steps: int) -> _Digests:
 def _ratios(
     grid: Grid, slow: dict[tuple[str, str, int], float], stall: dict[tuple[str, str, int], float]
 ) -> dict[str, float]:
-    """Return slowdowns of asymcheck, and its stall beside the best library that keeps the state exact."""
+    """Return slowdowns of asymcheck, and its stall relative to the best library that keeps the state exact."""
     kinds = {scheme.name: scheme.kind for scheme in (*SCHEMES, NONE)}
     rivals = [name for name in grid.schemes if kinds[name] == "upstream"]
     ratios = {}

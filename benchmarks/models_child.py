@@ -1,4 +1,4 @@
-"""One cell of ``models``, in a separate process: a training with checkpoints, and its recovery after a kill."""
+"""Run one cell of ``models`` in a separate process: a training with checkpoints, and its recovery after a kill."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class Measured:
     parameters: int
     state_bytes: int
     plain_s: float
-    """Mean seconds of an iteration without checkpoints, before and after, and in between."""
+    """Mean seconds of an iteration without checkpoints, measured before, between and after the rounds."""
     slowdowns: list[float]
-    """Slowdown of each round, against the iterations without checkpoints before and after it."""
+    """Slowdown of each round, relative to the iterations without checkpoints before and after it."""
     stalls: list[float]
     durable: list[float]
     errors: list[float]
     bytes_a_checkpoint: float
     peak_bytes: int
-    """By which the greatest resident memory, shared memory included, exceeds that of the plain training."""
+    """Peak resident memory, including shared memory, minus the peak of the plain training."""
     processor_s_per_gb: float
-    """Processor seconds beyond those of the plain training, for each GB of state that was saved."""
+    """Processor seconds beyond the plain training, for each GB of saved state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,13 +61,13 @@ class Recovered:
     """Recovery in a new process."""
 
     step: int
-    """The step of the state; -1 for none."""
+    """Step of the restored state; -1 for none."""
     recover_s: float
-    """From the call until the state is filled."""
+    """Seconds from the call until the state is restored."""
     first_step_s: float
-    """The training step after it."""
+    """Seconds of the first training step after the recovery."""
     is_exact: bool
-    """Whether the state is, bit for bit, what the killed training had after that step."""
+    """Whether the restored state equals, bit for bit, the state of the killed training after that step."""
 
 
 def scheme_of(cell: Cell) -> Scheme:
@@ -120,36 +120,38 @@ def _measure(cell: Cell, where: Path) -> Measured:
         state_bytes=state_bytes,
         plain_s=statistics.mean(plain.means),
         slowdowns=[one.slowdown for one in rounds],
-        # The first one sets up memory, threads or processes, for all alike.
+        # The first checkpoint of every scheme sets up memory, threads or processes.
         stalls=[stall for one in rounds for stall in one.saver.stalls[1:]],
         durable=[seconds for one in rounds for seconds in one.saver.durable],
         errors=[error for one in rounds for error in one.saver.errors],
         # A scheme that keeps only the newest checkpoints has fewer files than checkpoints.
-        bytes_a_checkpoint=statistics.mean(one.file_bytes / max(1, min(count, one.kept or count)) for one in rounds),
+        bytes_a_checkpoint=statistics.mean(
+            one.file_bytes / max(1, min(count, one.kept_count or count)) for one in rounds
+        ),
         peak_bytes=max(peak, 0),
         processor_s_per_gb=max(0.0, spent_s) / (count * state_bytes / 1e9),
     )
 
 
 class _Plain:
-    """The training without checkpoints, from time to time: machines become slower and faster."""
+    """Repeated measurements of the training without checkpoints, because the speed of machines varies."""
 
     def __init__(self, training: Training, where: Path) -> None:
         """Train a first time."""
         self._saver = NONE.make(training.state, where)
         self._training = training
         self.means = [self._train()]
-        """Mean seconds of an iteration, each time."""
+        """Mean seconds of an iteration, for each measurement."""
         used = time.process_time()
-        self.again()
+        self.measure_again()
         self.processor_s = (time.process_time() - used) / _PLAIN_STEPS
         """Processor seconds of an iteration."""
 
     def _train(self) -> float:
         return train(self._training.iterate, self._saver, 0, _PLAIN_STEPS)
 
-    def again(self) -> float:
-        """Train once more; return the mean of this time and the last."""
+    def measure_again(self) -> float:
+        """Train once more; return the mean of this measurement and the previous one."""
         self.means.append(self._train())
         return statistics.mean(self.means[-2:])
 
@@ -160,10 +162,10 @@ class _Round:
 
     saver: Saver
     slowdown: float
-    """Against the plain training before and after it."""
+    """Compare with the plain training before and after the round."""
     processor_s: float
     file_bytes: int
-    kept: int | None
+    kept_count: int | None
     """Number of checkpoints that are kept; None for all."""
 
 
@@ -175,13 +177,13 @@ def _round(cell: Cell, training: Training, where: Path, plain: _Plain) -> _Round
     saver.finish()
     used = _processor_s() - used
     files = sum(path.stat().st_blocks * 512 for path in peers.files_in(where))
-    kept = _kept(where)
+    kept_count = _kept_count(where)
     peers.remove(where)
-    return _Round(saver, with_s / plain.again(), used, files, kept)
+    return _Round(saver, with_s / plain.measure_again(), used, files, kept_count)
 
 
 def ring_folder(where: Path) -> Path:
-    """Return where a cell keeps its rings: in memory, as always, in a folder that can be removed with the cell's."""
+    """Return the folder of a cell's rings: in memory, and removable together with the cell."""
     return Path("/dev/shm") / f"asymcheck-benchmark-{where.stat().st_ino}"
 
 
@@ -191,8 +193,8 @@ def _keep_rings_in(where: Path) -> None:
     os.environ[_RING_FOLDER] = str(folder)
 
 
-def _kept(where: Path) -> int | None:
-    """Return how many checkpoints an overwriting scheme keeps: one, or one per slot; None for others."""
+def _kept_count(where: Path) -> int | None:
+    """Return the number of checkpoints that an overwriting scheme keeps: one, or one per slot; None for others."""
     names = [path.name for path in where.iterdir()]
     if "checkpoint.pt" in names:
         return 1
@@ -201,7 +203,7 @@ def _kept(where: Path) -> int | None:
 
 
 def _warm(cell: Cell) -> Training:
-    # A core is left to what runs beside the training, as machines that train have more cores than a training uses.
+    # Leave one core to background work, because real machines have more cores than a training uses.
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
     training = Training(cell.model, cell.size)
     for step in range(_WARM_UP):
@@ -210,7 +212,7 @@ def _warm(cell: Cell) -> Training:
 
 
 def train_until_killed(cell: Cell, where: Path, pipe: Connection) -> None:
-    """Train for ever; send the digest of the state after each step, and the time from one to the next."""
+    """Train until killed; send the digest of the state after each step, and the time between steps."""
     _be_silent()
     _keep_rings_in(where)
     training = _warm(cell)
@@ -219,7 +221,7 @@ def train_until_killed(cell: Cell, where: Path, pipe: Connection) -> None:
         began = time.perf_counter()
         for step in range(cell.steps):
             training.iterate(step, saver.before_optimizer)
-            # Before the call: what can be resumed from has been told, wherever the kill falls.
+            # Send the digest before the call, so that every resumable step is known, whenever the kill happens.
             pipe.send((step, state_digest(training), time.perf_counter() - began))
             began = time.perf_counter()
             if step % cell.every == 0:
@@ -251,11 +253,11 @@ def _recover(cell: Cell, where: Path, digests: dict[int, bytes]) -> Recovered:
 
 
 def _step_of(scheme: Scheme, training: Training, where: Path) -> int:
-    """Return the step that a scheme brings back, or -1."""
+    """Return the restored step of a scheme, or -1."""
     try:
         return -1 if scheme.recover is None else scheme.recover(training.state, where)
     except Exception:
-        # The killed save cannot be read, which is a result for peers, but a defect of asymcheck.
+        # An unreadable checkpoint after a kill is a result for peers, but a defect of asymcheck.
         if scheme.kind == "asymcheck":
             raise
         return -1
@@ -267,7 +269,7 @@ def _processor_s() -> float:
 
 
 def _start_of_peak() -> int:
-    """Have the kernel forget the peak so far; return the resident bytes."""
+    """Reset the kernel's peak of resident memory; return the current resident bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 

@@ -19,12 +19,12 @@ from asymcheck.codecs.encode import Encoded, encode_delta, encode_planes, encode
 from asymcheck.format.digest import digest
 
 with warnings.catch_warnings():
-    # It is compiled on import by what torch has deprecated since.
+    # Importing the library raises warnings about names that torch has deprecated.
     warnings.simplefilter("ignore")
     try:
         import zipnn
     except ImportError:
-        # Its own extension has to be compiled on most machines; without it the workload says what it left out.
+        # zipnn must be compiled on most machines. Without it, the workload reports that its ratios are missing.
         zipnn = None
 
 OURS_COUNT = 2
@@ -33,7 +33,7 @@ PLANES, DELTA, ZIPNN = "asymcheck byte-planes", "asymcheck delta", "zipnn"
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Bytes of one role and dtype, and how the same place looked in an older checkpoint."""
+    """Bytes of one role and dtype, with the bytes of the same tensors in an older checkpoint."""
 
     name: str
     dtype: str
@@ -41,7 +41,7 @@ class Kind:
     older: bytes | None = None
 
     def pieces(self, length: int) -> list[Kind]:
-        """Return it cut as a store cuts large tensors."""
+        """Return the bytes, cut as a store cuts large tensors."""
         return [
             Kind(
                 self.name,
@@ -54,25 +54,25 @@ class Kind:
 
 
 class Packer:
-    """One way to make a piece smaller, and back."""
+    """A codec that compresses and restores a piece."""
 
     name = ""
-    """As the tables call it."""
+    """Name in the tables."""
 
     def prepared(self, piece: Kind) -> Kind:
         """Return the input of :meth:`pack`; called outside of the timed part."""
         return piece
 
     def pack(self, piece: Kind) -> Any:  # noqa: ANN401 - whatever it wants back
-        """Return the piece, smaller."""
+        """Return the packed piece."""
         raise NotImplementedError
 
     def unpack(self, packed: Any, piece: Kind) -> bytes | memoryview:  # noqa: ANN401 - as given
-        """Return the plain bytes again; of ``piece`` only what a reader knows may be used."""
+        """Return the plain bytes. The packer may only use facts about ``piece`` that a reader knows."""
         raise NotImplementedError
 
     def size(self, packed: Any) -> int:  # noqa: ANN401 - as given
-        """Return how many bytes it has."""
+        """Return the number of packed bytes."""
         return len(packed)
 
 
@@ -133,7 +133,7 @@ class _Zipnn(Packer):
     name = ZIPNN
 
     def prepared(self, piece: Kind) -> Kind:
-        # It rotates its input where that lies, also in bytes that nobody may change.
+        # zipnn rotates its input in place, even in a read-only buffer.
         return dataclasses.replace(piece, plain=bytes(bytearray(piece.plain)))
 
     def pack(self, piece: Kind) -> Any:  # noqa: ANN401 - untyped library
@@ -144,22 +144,22 @@ class _Zipnn(Packer):
 
 
 def packers() -> list[Packer]:
-    """Return all that work without an older checkpoint; the first ``OURS_COUNT`` are ours."""
+    """Return all packers that need no older checkpoint; the first ``OURS_COUNT`` are ours."""
     ours: list[Packer] = [
         _Ours("asymcheck zstd", lambda one: encode_zstd(digest(one.plain), memoryview(one.plain))),
         planes_packer(),
     ]
-    others: list[Packer] = [_Zstd(1), _Zstd(3), _Zlib(), _Blosc()]
-    return [*ours, *others, *([_Zipnn()] if zipnn is not None else [])]
+    libraries: list[Packer] = [_Zstd(1), _Zstd(3), _Zlib(), _Blosc()]
+    return [*ours, *libraries, *([_Zipnn()] if zipnn is not None else [])]
 
 
 def planes_packer() -> Packer:
-    """Return ours by planes."""
+    """Return our byte-planes packers."""
     return _Ours(PLANES, _planes)
 
 
 def delta_packer() -> Packer:
-    """Return ours against an older checkpoint."""
+    """Return our packers of deltas to an older checkpoint."""
     return _Ours(DELTA, _delta)
 
 

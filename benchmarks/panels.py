@@ -50,13 +50,13 @@ def _of(report: Report, metric: str) -> list[Row]:
 
 
 def _is_wide(rows: dict[str, Row]) -> bool:
-    """Tell whether one value would make the other bars hard to see."""
+    """Return whether one value would make the other bars hard to see."""
     medians = sorted(row.median for row in rows.values())
     return bool(medians) and max(row.max for row in rows.values()) > 10 * max(medians[len(medians) // 2], 1e-9)
 
 
 def _bars(axis: Axes, schemes: list[str], rows: dict[str, Row], scale: str) -> None:
-    for place, scheme in enumerate(schemes):
+    for position, scheme in enumerate(schemes):
         row = rows.get(scheme)
         if row is None:
             continue
@@ -64,7 +64,7 @@ def _bars(axis: Axes, schemes: list[str], rows: dict[str, Row], scale: str) -> N
         color = _OURS if scheme.startswith("asymcheck") else (_REIMPLEMENTED if reimplemented else _UPSTREAM)
         whiskers = [[row.median - row.min], [row.max - row.median]]
         axis.barh(
-            [place],
+            [position],
             [row.median],
             xerr=whiskers,
             color=color,

@@ -28,7 +28,7 @@ _TIMEOUT = dt.timedelta(seconds=60)
 _TRAINING, _PEER = 0, 1
 _PORT, _PARENT = "port", Path(__file__).parents[1]
 _ASK = -1
-"""Sent instead of a step, to ask for the newest checkpoint."""
+"""Request for the newest checkpoint, sent instead of a step."""
 
 
 def _group(store: TCPStore, name: str, rank: int) -> Any:  # noqa: ANN401 - its methods are missing in torch's types
@@ -41,7 +41,7 @@ def _connected(where: Path, name: str) -> Any:  # noqa: ANN401 - as above
 
 
 class PeerMemory(Fenced):
-    """Sends checkpoints to another process; one in flight."""
+    """Sends checkpoints to another process, with at most one in flight."""
 
     name = "Gemini (reimplemented)"
 
@@ -51,7 +51,7 @@ class PeerMemory(Fenced):
         nbytes = sum(tensor.nbytes for tensor in self.tensors().values())
         self._buffer = torch.zeros(nbytes, dtype=torch.uint8)
         command = [sys.executable, "-m", "benchmarks.peer_memory", str(where), str(nbytes)]
-        # In a session of its own: it outlives the training, as another machine does.
+        # Start a new session, so that the peer outlives the training, as another machine does.
         subprocess.Popen(command, cwd=_PARENT, start_new_session=True, stderr=subprocess.DEVNULL)
         while not (where / _PORT).exists():
             time.sleep(0.01)
@@ -59,7 +59,7 @@ class PeerMemory(Fenced):
         self._thread: threading.Thread | None = None
 
     def save(self, step: int) -> None:
-        """Wait for the checkpoint before, then begin to copy and send."""
+        """Wait for the previous checkpoint, then begin to copy and send."""
         began = time.perf_counter()
         if self._thread is not None:
             self._thread.join()
@@ -79,22 +79,22 @@ class PeerMemory(Fenced):
         self._group.send([torch.tensor([step])], _PEER, 0).wait()
         self._group.send([self._buffer], _PEER, 1).wait()
         self._group.recv([answer], _PEER, 2).wait()
-        # Not on a drive: it survives this process, which is what there is.
+        # The checkpoint is not on a drive. It survives the training's process, so count it as durable.
         self.durable.append(time.perf_counter() - began)
 
     def drain(self) -> None:
-        """Wait for the last one."""
+        """Wait for the last checkpoint."""
         if self._thread is not None:
             self._thread.join()
 
     def finish(self) -> None:
-        """Drain; the other process ends with the connection, when no process asks it any more."""
+        """Drain. The peer process ends with the connection, when no other process requests its data."""
         self.drain()
         (self.where / "over").touch()
 
 
 def recover(state: dict[str, Any], where: Path) -> int:
-    """Fill a state from the other process's memory; return the step."""
+    """Load a state from the memory of the peer process; return the step."""
     tensors = flat_tensors(state)
     group = _connected(where, "recover")
     step = torch.zeros(1, dtype=torch.int64)
@@ -116,14 +116,14 @@ def serve(where: Path, nbytes: int) -> None:
     temporary = where / "port.tmp"
     temporary.write_text(str(store.port))
     temporary.rename(where / _PORT)
-    kept = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2)]
+    buffers = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2)]
     step, newest, number = torch.zeros(1, dtype=torch.int64), -1, 0
     group = _group(store, "train", _PEER)
     try:
         while True:
             group.recv([step], _TRAINING, 0).wait()
-            group.recv([kept[1 - number]], _TRAINING, 1).wait()
-            # The other copy is overwritten only now that this one is whole.
+            group.recv([buffers[1 - number]], _TRAINING, 1).wait()
+            # Overwrite the other copy only when this copy is complete.
             newest, number = int(step), 1 - number
             group.send([step], _TRAINING, 2).wait()
     except RuntimeError:
@@ -134,7 +134,7 @@ def serve(where: Path, nbytes: int) -> None:
     group = _group(store, "recover", _PEER)
     group.recv([step], _TRAINING, 0).wait()
     group.send([torch.tensor([newest])], _TRAINING, 1).wait()
-    group.send([kept[number]], _TRAINING, 2).wait()
+    group.send([buffers[number]], _TRAINING, 2).wait()
     while where.exists() and not (where / "over").exists():
         time.sleep(0.05)
 

@@ -1,6 +1,6 @@
-"""The libraries that users have instead: each saves and restores the same named tensors, each as its own guide says.
+"""Save and restore the same named tensors with other libraries, as the guides of these libraries recommend.
 
-The bytes that they write are made durable here as asymcheck makes its own: every file synced, and every directory.
+The benchmark makes their bytes as durable as asymcheck's: it syncs every file and every directory.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 with warnings.catch_warnings():
-    # It is compiled on import by what torch has deprecated since.
+    # Importing the library raises warnings about names that torch has deprecated.
     warnings.simplefilter("ignore")
     from torchsnapshot import Snapshot, StateDict
 
 THREADS = 4
-"""Threads of peers that take a number: as many as asymcheck has in-flight frames."""
+"""Number of threads for peers with such an option: as many as asymcheck has frames in flight."""
 
 Tensors = dict[str, torch.Tensor]
 
 
 class Peer:
-    """One library, which saves a file or a folder at ``where``."""
+    """A library that saves a file or a folder at ``where``."""
 
     name = ""
-    """As the tables call it."""
+    """Name in the tables."""
     overwrites = False
-    """Whether users save to the same name again, over the old file."""
+    """Whether users typically save to the same name again, over the old file."""
 
     def save(self, tensors: Tensors, where: Path) -> None:
-        """Write all tensors, as durable as the library makes them by itself."""
+        """Write all tensors, with the durability that the library itself provides."""
         raise NotImplementedError
 
     def loads(self) -> dict[str, Callable[[Path], Tensors]]:
-        """Return the ways to restore into new tensors, by name."""
+        """Return functions that restore into new tensors, by name."""
         return {}
 
     def fills(self) -> dict[str, Callable[[Path, Tensors], None]]:
-        """Return the ways to restore into given tensors, by name."""
+        """Return functions that restore into given tensors, by name."""
         return {}
 
 
 class TorchSave(Peer):
-    """``torch.save``: one zip file."""
+    """Save with ``torch.save``: one zip file."""
 
     name = "torch.save"
     overwrites = True
@@ -76,7 +76,7 @@ class TorchSave(Peer):
 
 
 class Safetensors(Peer):
-    """``safetensors.torch``: one file, which it maps to load."""
+    """Save with ``safetensors.torch``: one file, which the library maps to load."""
 
     name = "safetensors"
     overwrites = True
@@ -95,7 +95,7 @@ class Safetensors(Peer):
 
 
 class DistributedCheckpoint(Peer):
-    """``torch.distributed.checkpoint`` without a process group: a folder of files."""
+    """Save with ``torch.distributed.checkpoint`` without a process group: a folder of files."""
 
     name = "torch DCP"
 
@@ -105,7 +105,7 @@ class DistributedCheckpoint(Peer):
             save_distributed(dict(tensors), storage_writer=FileSystemWriter(where, thread_count=THREADS), no_dist=True)
 
     def fills(self) -> dict[str, Callable[[Path, Tensors], None]]:
-        """Load in place, the only way that it has."""
+        """Load in place, because the library has no other method."""
 
         def fill(where: Path, tensors: Tensors) -> None:
             with _no_warnings():
@@ -115,7 +115,7 @@ class DistributedCheckpoint(Peer):
 
 
 class TorchSnapshot(Peer):
-    """``torchsnapshot``: a folder of files."""
+    """Save with ``torchsnapshot``: a folder of files."""
 
     name = "torchsnapshot"
 
@@ -125,7 +125,7 @@ class TorchSnapshot(Peer):
             Snapshot.take(str(where), {"state": StateDict(**tensors)})
 
     def fills(self) -> dict[str, Callable[[Path, Tensors], None]]:
-        """Restore in place, the only way that it has."""
+        """Restore in place, because the library has no other method."""
 
         def fill(where: Path, tensors: Tensors) -> None:
             with _no_warnings():
@@ -135,11 +135,11 @@ class TorchSnapshot(Peer):
 
 
 PEERS: tuple[Peer, ...] = (TorchSave(), Safetensors(), DistributedCheckpoint(), TorchSnapshot())
-"""All of them."""
+"""All peers."""
 
 
 def save_durably(peer: Peer, tensors: Tensors, where: Path) -> float:
-    """Save at ``where``, sync every file and directory; return the seconds of all that."""
+    """Save at ``where``, and sync every file and directory; return the seconds of the save and the syncs."""
     began = time.perf_counter()
     peer.save(tensors, where)
     sync(where)
@@ -147,7 +147,7 @@ def save_durably(peer: Peer, tensors: Tensors, where: Path) -> float:
 
 
 def sync(where: Path) -> None:
-    """Make a file, or a folder with all that is in it, durable, and its name."""
+    """Sync a file, or a folder with its contents, and the directory that contains it."""
     for path in [*files_in(where), *(path for path in (where, *where.rglob("*")) if path.is_dir()), where.parent]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -162,12 +162,12 @@ def files_in(where: Path) -> list[Path]:
 
 
 def on_drive(where: Path) -> int:
-    """Return the bytes that a file, or all files of a folder, take on the drive."""
+    """Return the disk usage of a file, or of all files in a folder."""
     return sum(path.lstat().st_blocks * 512 for path in files_in(where))
 
 
 def remove(where: Path) -> None:
-    """Remove a file or a folder, if it is there."""
+    """Remove a file or a folder, if it exists."""
     if where.is_dir():
         shutil.rmtree(where)
     else:
@@ -186,7 +186,7 @@ def _copy(source: Tensors, target: Tensors) -> None:
 
 @contextlib.contextmanager
 def _no_warnings() -> Iterator[None]:
-    # One process without a group is what we mean, and torchsnapshot uses what torch has renamed since.
+    # Saving without a process group is intended, and torchsnapshot uses names that torch has deprecated.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

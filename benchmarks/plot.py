@@ -13,7 +13,7 @@ from benchmarks.curve import draw_curve
 from benchmarks.panels import draw_goodput, draw_models
 from benchmarks.report import Report, Row
 
-_OURS, _OTHERS, _LIMIT = "#c8502d", "#8fa3b3", "#333333"
+_OURS, _PEERS, _LIMIT = "#c8502d", "#8fa3b3", "#333333"
 _STYLES = ("--", ":", "-.", (0, (7, 2, 1, 2, 1, 2)))
 """Line styles that distinguish up to four limits in a panel."""
 _CHOSEN = {
@@ -28,9 +28,9 @@ _NAME = "asymcheck"
 
 def draw(report: Report, path: Path) -> None:
     """Write a PNG file with a panel for each metric."""
-    own = {"batch": draw_curve, "models": draw_models, "goodput": draw_goodput}.get(report.workload)
-    if own is not None:
-        own(report, path)
+    special = {"batch": draw_curve, "models": draw_models, "goodput": draw_goodput}.get(report.workload)
+    if special is not None:
+        special(report, path)
         return
     chosen = _CHOSEN.get(report.workload)
     panels: dict[tuple[str, str], list[Row]] = {}
@@ -61,11 +61,11 @@ def _draw_panel(axis: Axes, metric: str, unit: str, rows: list[Row], size: float
     bars = _grouped([row for row in rows if not _is_limit(row)])
     medians = [row.median for row in bars]
     whiskers = [[row.median - row.min for row in bars], [row.max - row.median for row in bars]]
-    colors = [_OURS if row.system.startswith(_NAME) or not has_peers else _OTHERS for row in bars]
-    places = range(len(bars))
+    colors = [_OURS if row.system.startswith(_NAME) or not has_peers else _PEERS for row in bars]
+    positions = range(len(bars))
     error_style = {"elinewidth": 1.1, "capsize": 3, "ecolor": "#222222"}
-    axis.barh(places, medians, xerr=whiskers, color=colors, height=0.7, error_kw=error_style)
-    axis.set_yticks(places, [row.system for row in bars])
+    axis.barh(positions, medians, xerr=whiskers, color=colors, height=0.7, error_kw=error_style)
+    axis.set_yticks(positions, [row.system for row in bars])
     axis.invert_yaxis()
     end = max([row.max for row in rows] + ([size] if size else []))
     if metric in ("time", "size"):
@@ -74,9 +74,9 @@ def _draw_panel(axis: Axes, metric: str, unit: str, rows: list[Row], size: float
         axis.set_xlim(min(row.min for row in rows) / 3, end * 4)
     else:
         axis.set_xlim(0, end * 1.14 or 1)
-    for place, row in zip(places, bars, strict=True):
+    for position, row in zip(positions, bars, strict=True):
         axis.annotate(
-            _number(row.median), (row.max, place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8
+            _number(row.median), (row.max, position), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8
         )
     lines = [(row.system, row.median) for row in rows if _is_limit(row)] + (
         [("size of the state", size)] if size else []

@@ -1,4 +1,4 @@
-"""``ranks``: time in which many ranks save and find one checkpoint.
+"""``ranks``: time to commit and resolve one checkpoint of many ranks.
 
 Simulated ranks report to a real coordinator through a real key-value store. Their manifests are written to a real
 store. In addition, some real ranks save a replicated state.
@@ -32,26 +32,26 @@ _RUN = "default"
 _SAVE_ID = "18ea000000000000" + "0123456789abcdef"
 _PIECE = 64 << 10
 _SHARDS = 4
-"""The state is sharded over so many ranks, and each shard replicated over the rest, as in hybrid sharding."""
+"""Number of ranks over which the state is sharded. Each shard is replicated over the rest, as in hybrid sharding."""
 _WAIT_S = 1800.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Numbers of ranks and sizes that are measured."""
+    """Numbers of ranks and sizes of the measurement."""
 
     worlds: tuple[int, ...]
     """Numbers of simulated ranks."""
     tensors: int
-    """Tensors of each …"""
+    """Tensors of each simulated rank."""
     extents: int
-    """… in so many partitions."""
+    """Partitions of each simulated rank."""
     real: tuple[int, ...]
     """Numbers of real ranks."""
     real_bytes: int
-    """Bytes of the state that all of them have."""
+    """Bytes of the replicated state."""
     saves: int
-    """Saves of each."""
+    """Number of saves."""
 
 
 FULL = Shape((64, 1024, 16384), 200, 400, (1, 2, 4), 256 << 20, 5)
@@ -82,18 +82,18 @@ def run(folder: Path | None, *, quick: bool, shape: Shape | None = None) -> Repo
     return Report("ranks", described, results, ratios)
 
 
-def _child(*words: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "benchmarks.ranks_child", *map(str, words)]
+def _child(*parameters: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "benchmarks.ranks_child", *map(str, parameters)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def _found(process: subprocess.Popen[str]) -> dict[str, Any]:
+def _result_of(process: subprocess.Popen[str]) -> dict[str, Any]:
     out, _ = process.communicate(timeout=_WAIT_S)
     if process.returncode:
         message = f"{process.args!r} ended with {process.returncode}"
         raise RuntimeError(message)
-    found: dict[str, Any] = json.loads(out)
-    return found
+    result: dict[str, Any] = json.loads(out)
+    return result
 
 
 def _server() -> TCPStore:
@@ -104,19 +104,19 @@ def _agreements(world_size: int, shape: Shape) -> list[Row]:
     """Measure the rounds of saves."""
     server = _server()
     numbers = (server.port, world_size, shape.extents, shape.saves)
-    others, first = _child("others", *numbers), _child("coordinator", *numbers)
-    found = _found(first)
-    _found(others)
+    other_ranks, first = _child("others", *numbers), _child("coordinator", *numbers)
+    result = _result_of(first)
+    _result_of(other_ranks)
     label = f"{world_size} simulated ranks"
     return [
-        row(label, "commit, with digests", "s", found["first"]),
-        row(label, "commit, later", "s", found["later"]),
-        row(label, "memory of rank 0", "bytes", [float(found["memory"])]),
+        row(label, "commit, with digests", "s", result["first"]),
+        row(label, "commit, later", "s", result["later"]),
+        row(label, "memory of rank 0", "bytes", [float(result["memory"])]),
     ]
 
 
 def _manifests(folder: Path, world_size: int, shape: Shape) -> list[Row]:
-    """Publish the manifests of all ranks, each of which has a shard or a replica of one, and find the checkpoint."""
+    """Publish the manifests of all ranks, each with a shard or a replica of a shard, and resolve the checkpoint."""
     shards = min(_SHARDS, world_size // 2)
     count = shape.extents * _PIECE // shape.tensors // 4
     config = StoreConfig(partition_bytes=_PIECE, bundle_below_bytes=1024, inline_bytes=0)
@@ -138,23 +138,23 @@ def _manifests(folder: Path, world_size: int, shape: Shape) -> list[Row]:
         tier.manifests.publish(_RUN, files.ref, rank, world_size, data)
         seconds.append(time.perf_counter() - began)
     tier.close()
-    found = _found(_child("resolve", folder / "store"))
+    result = _result_of(_child("resolve", folder / "store"))
     label = f"{world_size} simulated ranks"
     return [
         row(label, "manifest of one rank", "ms", [one * 1e3 for one in seconds]),
-        row(label, "resolve", "s", [found["seconds"]]),
-        row(label, "memory of a resolve", "bytes", [found["memory"]]),
+        row(label, "resolve", "s", [result["seconds"]]),
+        row(label, "memory of a resolve", "bytes", [result["memory"]]),
     ]
 
 
 def _real(folder: Path, count: int, shape: Shape) -> list[Row]:
-    """Let ranks save one replicated state."""
+    """Save one replicated state with real ranks."""
     server = _server()
     ranks = [_child("real", server.port, count, rank, shape.real_bytes, shape.saves, folder) for rank in range(count)]
-    found = [_found(one) for one in ranks]
+    result = [_result_of(one) for one in ranks]
     label = f"{count} real rank{'s' if count > 1 else ''}"
     return [
-        row(label, "durable", "s", found[0]["durable"]),
-        row(label, "step()", "ms", [1e3 * float(one["step"]) for one in found]),
-        row(label, "written by all", "bytes", [sum(float(one["written"]) for one in found)]),
+        row(label, "durable", "s", result[0]["durable"]),
+        row(label, "step()", "ms", [1e3 * float(one["step"]) for one in result]),
+        row(label, "written by all", "bytes", [sum(float(one["written"]) for one in result)]),
     ]

@@ -1,4 +1,4 @@
-"""One process of the workload ``ranks``: ``python -m benchmarks.ranks_child ROLE …``. Prints JSON."""
+"""Run one process of the workload ``ranks``: ``python -m benchmarks.ranks_child ROLE …``. Print JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WAIT_S = 900.0
 
 
 def _sessions(port: int, world_size: int, ranks: Sequence[int]) -> list[Session]:
-    """Return sessions of some ranks that share a connection."""
+    """Return sessions of the given ranks that share a connection."""
     store = TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
     keys = Ranks(0, world_size, store).connect()
     met = RendezvousResult("simulated", (spans_of(range(world_size)),), 1)
@@ -40,19 +40,19 @@ def _sessions(port: int, world_size: int, ranks: Sequence[int]) -> list[Session]
 
 
 def _digests(extents: int) -> bytes:
-    """Return a report on partitions that all ranks have, as a replicated state has them."""
+    """Return a report on partitions that all ranks have, as in a replicated state."""
     names = np.random.default_rng(0).bytes(8 * extents)
     keys = [names[start : start + 8] for start in range(0, len(names), 8)]
     return encode_rows(keys, [4 << 20] * extents)
 
 
 def coordinator(port: int, world_size: int, extents: int, saves: int) -> dict[str, object]:
-    """Be rank 0: the seconds of each save from when all are ready until all have committed, and memory that it took."""
+    """Act as rank 0; return the seconds of each save from the ready ranks to the last commit, and the memory used."""
     (session,) = _sessions(port, world_size, [0])
     report = _digests(extents)
     session.agree((0, 0), b"", b"".join, "ready")
     before = _resident_bytes()
-    whole, steady = [], []
+    total, steady = [], []
     for number in range(1, saves + 1):
         session.post((number, 0), b"go")
         began = time.perf_counter()
@@ -61,9 +61,9 @@ def coordinator(port: int, world_size: int, extents: int, saves: int) -> dict[st
         for part in range(2, _PARTS + 1):
             session.agree((number, part), b"{}", lambda reports: reports[0], "commit")
         ended = time.perf_counter()
-        whole.append(ended - began)
+        total.append(ended - began)
         steady.append(ended - shared)
-    return {"first": whole, "later": steady, "memory": max(0, _peak_bytes() - before)}
+    return {"first": total, "later": steady, "memory": max(0, _peak_bytes() - before)}
 
 
 def _resident_bytes() -> int:
@@ -105,18 +105,18 @@ def _take_part(sessions: Sequence[Session], at: tuple[int, int], value: bytes) -
 
 
 def resolve(folder: Path) -> dict[str, object]:
-    """Find the newest checkpoint of a store, as a restore does: its seconds, and memory that it took."""
+    """Resolve the newest checkpoint of a store as a restore does; return the seconds and the memory used."""
     tier = NvmeTier(folder, StoreConfig(), read_only=True)
     before, began = _resident_bytes(), time.perf_counter()
     resolved = resolve_one(tier, candidates(tier, DEFAULT_RUN, None)[0])
-    found: dict[str, object] = {"seconds": time.perf_counter() - began, "memory": max(0, _peak_bytes() - before)}
+    result: dict[str, object] = {"seconds": time.perf_counter() - began, "memory": max(0, _peak_bytes() - before)}
     resolved.sources.close()
     tier.close()
-    return found
+    return result
 
 
 def real(port: int, world_size: int, rank: int, nbytes: int, saves: int, folder: Path) -> dict[str, object]:
-    """Be one of some ranks that save the same state: seconds until durable, bytes written by this one."""
+    """Save the same state as the other ranks; return the seconds until durable, and the bytes written by this rank."""
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
     ranks = Ranks(rank, world_size, store) if world_size > 1 else None
@@ -135,28 +135,28 @@ def real(port: int, world_size: int, rank: int, nbytes: int, saves: int, folder:
             ckpt.step(step)
             steps.append(time.perf_counter() - began)
             ckpt.wait()
-        # The first makes the ring, and looks at what the ranks have in common.
-        found = ckpt.statistics()
+        # The first save creates the ring and compares the digests of all ranks.
+        result = ckpt.statistics()
         return {
-            "durable": found.durable_s[1:],
+            "durable": result.durable_s[1:],
             "step": statistics.median(steps[1:]),
-            "written": found.written_bytes,
+            "written": result.written_bytes,
         }
 
 
-def main(words: Sequence[str]) -> None:
-    """Do one role."""
-    role, numbers = words[0], [int(word) for word in words[1:6] if word.isdigit()]
+def main(argv: Sequence[str]) -> None:
+    """Run one role."""
+    role, numbers = argv[0], [int(word) for word in argv[1:6] if word.isdigit()]
     if role == "resolve":
-        found = resolve(Path(words[1]))
+        result = resolve(Path(argv[1]))
     elif role == "real":
         port, world_size, rank, nbytes, saves = numbers
-        found = real(port, world_size, rank, nbytes, saves, Path(words[6]))
+        result = real(port, world_size, rank, nbytes, saves, Path(argv[6]))
     else:
-        found = {"coordinator": coordinator, "others": others}[role](*numbers)
-    print(json.dumps(found), flush=True)
+        result = {"coordinator": coordinator, "others": others}[role](*numbers)
+    print(json.dumps(result), flush=True)
     sys.stdout.flush()
-    # torch's client would look for the server, which may be gone.
+    # Skip the shutdown, because torch's client would look for the server, which may have ended.
     os._exit(0)
 
 

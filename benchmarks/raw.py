@@ -1,4 +1,4 @@
-"""The machine's own limit: the same bytes by O_DIRECT between aligned memory and one file, several calls in flight."""
+"""Measure the limit of the machine: O_DIRECT between aligned memory and one file, with several calls in flight."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ IN_FLIGHT = 4
 
 
 class Limit:
-    """A state's bytes in aligned memory, ready to be written, or read again, without a copy."""
+    """A state's bytes in aligned memory, written or read without a copy."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], *, huge: bool = True) -> None:
-        """Copy the tensors, one after the other, into huge pages, or into small ones as torch uses by default."""
+        """Copy the tensors one after another into huge pages, or into small pages, torch's default."""
         total = sum(tensor.nbytes for tensor in tensors)
         self.nbytes = -(-total // CHUNK) * CHUNK
-        """Bytes written: the tensors, and the rest of the last chunk."""
+        """Bytes written: the tensors and the padding of the last chunk."""
         memory = _map(self.nbytes, huge=huge)
         self._memory = memoryview(memory)
-        there, position = torch.frombuffer(memory, dtype=torch.uint8), 0
+        buffer, position = torch.frombuffer(memory, dtype=torch.uint8), 0
         for tensor in tensors:
-            there[position : position + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
+            buffer[position : position + tensor.nbytes] = tensor.reshape(-1).view(torch.uint8)
             position += tensor.nbytes
 
     def write(self, path: Path) -> float:
-        """Write everything to ``path``, in place when it exists; return seconds until it is durable."""
+        """Write all bytes to ``path``, in place if it exists; return seconds until they are durable."""
         began = time.perf_counter()
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
         self._transfer(self._memory, lambda piece, offset: os.pwrite(descriptor, piece, offset))
@@ -40,7 +40,7 @@ class Limit:
         return time.perf_counter() - began
 
     def read(self, path: Path, *, new_memory: bool = False) -> float:
-        """Read everything back from ``path`` into the same memory, or into new huge pages; return the seconds."""
+        """Read all bytes from ``path`` into the same memory, or into new huge pages; return the seconds."""
         began = time.perf_counter()
         memory = memoryview(_map(self.nbytes, huge=True)) if new_memory else self._memory
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)

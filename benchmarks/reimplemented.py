@@ -1,4 +1,4 @@
-"""Our reimplementations of published schemes without a package, written from their papers, as fast as the idea allows.
+"""Our reimplementations of published schemes without a package, written from their papers, with their full overlap.
 
 All schemes copy the state to host buffers during the next forward and backward pass, hold the optimizer until the copy
 is done, and write in the background. They differ in the number of in-flight checkpoints and in the write path.
@@ -36,10 +36,10 @@ _POINTER = "newest"
 
 
 class Fenced(Saver):
-    """Copies the state in the background, and holds the optimizer until the copy is done."""
+    """Copies the state in the background, and blocks the optimizer until the copy is complete."""
 
     def __init__(self, state: dict[str, Any], where: Path) -> None:
-        """Begin with nothing to wait for."""
+        """Begin without a copy in progress."""
         super().__init__(state, where)
         self._copied = threading.Event()
         self._copied.set()
@@ -58,7 +58,7 @@ class Buffered(Fenced):
     def __init__(
         self, state: dict[str, Any], where: Path, name: str, *, in_flight: int, writers: int, streams: bool
     ) -> None:
-        """Have up to ``in_flight`` checkpoints, of ``writers`` threads each; if it ``streams``, written as copied."""
+        """Allow ``in_flight`` checkpoints with ``writers`` threads each; if ``streams``, write while copying."""
         super().__init__(state, where)
         self.name = name
         self._writers, self._streams = writers, streams
@@ -68,7 +68,7 @@ class Buffered(Fenced):
         self._free: queue.Queue[np.ndarray[Any, Any]] = queue.Queue()
         for _ in range(in_flight):
             self._free.put(np.zeros(self._starts[-1], dtype=np.uint8))
-        # One slot more than checkpoints in flight: the newest durable one is never overwritten.
+        # Use one slot more than checkpoints in flight, so that the newest durable checkpoint is never overwritten.
         self._slots: queue.Queue[int] = queue.Queue()
         for slot in range(in_flight + 1):
             self._slots.put(slot)
@@ -77,7 +77,7 @@ class Buffered(Fenced):
         self._threads: list[threading.Thread] = []
 
     def save(self, step: int) -> None:
-        """Take a buffer, if need be wait for one, and begin to copy."""
+        """Wait for a free buffer, take it, and begin to copy."""
         began = time.perf_counter()
         buffer = self._free.get()
         self._copied = threading.Event()
@@ -87,7 +87,7 @@ class Buffered(Fenced):
         self.stalls.append(time.perf_counter() - began)
 
     def drain(self) -> None:
-        """Wait for all."""
+        """Wait for all checkpoints."""
         for thread in self._threads:
             thread.join()
 
@@ -124,7 +124,7 @@ class Buffered(Fenced):
         self.durable.append(time.perf_counter() - began)
 
     def _point(self, step: int, slot: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Make a slot the newest, durably, unless a newer one is."""
+        """Make a slot the newest, durably, unless a newer slot is durable already."""
         with self._lock:
             if self._pointed is not None and self._pointed[0] > step:
                 self._slots.put(slot)
@@ -159,16 +159,16 @@ def _write(descriptor: int, buffer: np.ndarray[Any, Any], ready: queue.SimpleQue
 
 
 def read_newest(where: Path) -> tuple[int, dict[str, torch.Tensor]]:
-    """Return the step and the tensors that the pointer names; -1 and none without one."""
+    """Return the step and the tensors of the slot that the pointer names; -1 and none without a pointer."""
     if not (where / _POINTER).exists():
         return -1, {}
-    told = json.loads((where / _POINTER).read_text())
-    data = np.fromfile(where / f"slot-{told['slot']}", dtype=np.uint8)
+    pointer = json.loads((where / _POINTER).read_text())
+    data = np.fromfile(where / f"slot-{pointer['slot']}", dtype=np.uint8)
     tensors: dict[str, torch.Tensor] = {}
     start = 0
-    for name, dtype, shape in told["tensors"]:
+    for name, dtype, shape in pointer["tensors"]:
         empty = torch.empty(shape, dtype=getattr(torch, dtype))
         flat = torch.from_numpy(data[start : start + empty.nbytes])
         tensors[name] = flat.view(empty.dtype).reshape(shape) if empty.nbytes else empty
         start += empty.nbytes
-    return told["step"], tensors
+    return pointer["step"], tensors

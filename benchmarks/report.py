@@ -1,4 +1,4 @@
-"""Results of a workload, and their printed and written forms."""
+"""Hold the results of a workload, and print and write them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rich.table import Table
 
 _T = TypeVar("_T")
 _WIDTH = 140
-# Facts that a workload adds to the environment while it runs.
-_TOLD_AGAIN = ("best peer", "made cold by", "state", "store", "skipped", "facts")
+# Facts that a workload adds to the environment during the run.
+_SHOWN_AGAIN = ("best peer", "made cold by", "state", "store", "skipped", "facts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,49 +28,49 @@ class Row:
     metric: str
     """Name of the quantity."""
     unit: str
-    """Its unit."""
+    """Unit of the quantity."""
     median: float
     """Median of the runs."""
     min: float
-    """Least."""
+    """Minimum of the runs."""
     max: float
-    """Greatest."""
+    """Maximum of the runs."""
     n: int
     """Number of runs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Everything that a workload measured."""
+    """All measurements of a workload."""
 
     workload: str
-    """Its name."""
+    """Name of the workload."""
     environment: dict[str, str]
     """Machine and versions of the run."""
     results: list[Row]
     """Measured quantities."""
     ratios: dict[str, float]
-    """Named figures of one run, as ``report.schema.json`` says: quotients of medians as a rule."""
+    """Named figures of one run, usually ratios of medians, as described in ``report.schema.json``."""
 
 
 def row(system: str, metric: str, unit: str, values: Sequence[float]) -> Row:
-    """Return the row of some runs."""
+    """Return the row of these runs."""
     return Row(system, metric, unit, statistics.median(values), min(values), max(values), len(values))
 
 
 def best(medians: Mapping[str, float], names: Sequence[str]) -> str:
-    """Return the name with the least median among ``names``."""
+    """Return the name with the lowest median among ``names``."""
     return min(names, key=lambda name: medians[name])
 
 
 def rotated(items: Sequence[_T], number: int) -> list[_T]:
-    """Return the items in order, but begun at another one in each round."""
+    """Return the items in order, rotated so that each round starts with a different item."""
     start = number % len(items)
     return [*items[start:], *items[:start]]
 
 
 def print_environment(environment: dict[str, str]) -> None:
-    """Print where the workload runs."""
+    """Print the environment of the workload."""
     for name, value in environment.items():
         print(f"{name}: {value}")
 
@@ -83,11 +83,11 @@ def print_report(report: Report) -> None:
     for item in report.results:
         numbers = (f"{value:.4g}" for value in (item.median, item.min, item.max))
         table.add_row(item.system, item.metric, item.unit, *numbers, str(item.n))
-    # Without a terminal, too, a row is one line.
+    # Keep each row on one line, also without a terminal.
     console = Console(width=_WIDTH)
     console.print(table)
     for name, text in report.environment.items():
-        if name.startswith(_TOLD_AGAIN):
+        if name.startswith(_SHOWN_AGAIN):
             console.print(f"{name}: {text}")
     for name, value in report.ratios.items():
         console.print(f"{name} = {value:.3f}")
@@ -99,7 +99,7 @@ def write_json(report: Report, path: Path) -> None:
 
 
 class UnreadableReportError(Exception):
-    """A file is no report, or not the one that is needed."""
+    """A file is not a report, or not the required report."""
 
 
 def read_json(path: Path) -> Report:
@@ -109,10 +109,15 @@ def read_json(path: Path) -> Report:
         UnreadableReportError: the file is not a report.
     """
     try:
-        told = json.loads(path.read_text())
+        document = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UnreadableReportError(f"{path} cannot be read as a report: {error}") from error
     try:
-        return Report(told["workload"], told["environment"], [Row(**one) for one in told["results"]], told["ratios"])
+        return Report(
+            document["workload"],
+            document["environment"],
+            [Row(**one) for one in document["results"]],
+            document["ratios"],
+        )
     except (KeyError, TypeError) as error:
         raise UnreadableReportError(f"{path} is no report of a workload: it was not written by --json") from error

@@ -1,4 +1,4 @@
-"""One rank of the workload ``reshard``, started by torchrun: saves a state, or restores it again and again."""
+"""Run one rank of the workload ``reshard``, started by torchrun: save a state, or restore it repeatedly."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from benchmarks.report import rotated
 
 SYSTEMS = ("asymcheck", "torch DCP")
 _PATTERN = 0x9E3779B1
-"""Multiplier of numbers, so that no two blocks of a state are alike."""
+"""Multiplier of numbers that makes all blocks of a state differ."""
 
 
 def state_of(layers: int, *, empty: bool) -> dict[str, torch.Tensor]:
-    """Return this rank's part of a state whose whole is the same for any number of ranks."""
+    """Return this rank's shards of a state that is the same for any number of ranks."""
     rank, count = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (count,))
     state: dict[str, torch.Tensor] = {}
@@ -89,9 +89,9 @@ def _restore(where: Path, layers: int, rounds: int) -> dict[str, object]:
     times: dict[str, list[float]] = {name: [] for name in reads}
     made_cold: set[str] = set()
     for number in range(rounds + 1):
-        for name, (place, read) in rotated(list(reads.items()), number):
+        for name, (path, read) in rotated(list(reads.items()), number):
             if dist.get_rank() == 0:
-                made_cold.add(coldness.make_cold(peers.files_in(place)))
+                made_cold.add(coldness.make_cold(peers.files_in(path)))
             dist.barrier()
             began = time.perf_counter()
             read()
@@ -110,21 +110,21 @@ def _load(where: Path, into: dict[str, torch.Tensor]) -> None:
 
 def _check(name: str, into: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     for tensor, value in zip(into.values(), expected.values(), strict=True):
-        there, right = (one.to_local().view(torch.int32) for one in (tensor, value) if isinstance(one, DTensor))
-        if not torch.equal(there, right):
+        restored, right = (one.to_local().view(torch.int32) for one in (tensor, value) if isinstance(one, DTensor))
+        if not torch.equal(restored, right):
             raise RuntimeError(f"{name} restored something else than was saved")
-        there.zero_()
+        restored.zero_()
 
 
 def main() -> None:
-    """Do what the arguments say: ``save`` or ``restore``, where, with how many layers, and how often."""
+    """Parse the arguments and run the action: ``save`` or ``restore``, the folder, the layers, and the repetitions."""
     action, where, layers, rounds = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     dist.init_process_group("gloo")
-    told = _save(where, layers) if action == "save" else _restore(where, layers, rounds)
+    result = _save(where, layers) if action == "save" else _restore(where, layers, rounds)
     if dist.get_rank() == 0:
-        (where / f"{action}.json").write_text(json.dumps(told))
+        (where / f"{action}.json").write_text(json.dumps(result))
     dist.barrier()
-    # Not by way of the interpreter's end: torch's threads of gloo abort the process there, once in a dozen times.
+    # Skip the interpreter's shutdown: threads of gloo sometimes abort the process during it.
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""Memory that a process takes during an operation, beyond its memory before."""
+"""Measure the memory of a process during an operation, beyond its memory before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 SAMPLE_S = 0.003
 BEGIN = b"begin\n"
-# Children find these modules wherever they are started.
+# Child processes must find these modules in any working directory.
 _ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))),
@@ -22,33 +22,33 @@ _ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """Greatest amounts during an operation, less those before it, in bytes."""
+    """Peak memory during an operation minus the memory before it, in bytes."""
 
     resident: int
-    """All pages in memory, as the kernel counts the peak (VmHWM): also pages of files that are mapped."""
+    """All pages in memory, from the kernel's peak (VmHWM), including pages of mapped files."""
     private: int
-    """Anonymous and shared memory, without pages of files; sampled, so that a short peak may be missed."""
+    """Anonymous and shared memory without pages of files. It is sampled, so a short peak may be missed."""
 
 
 class Sampler:
     """A thread that watches a process."""
 
     def __init__(self, pid: int) -> None:
-        """Watch the process ``pid`` from :meth:`start` on."""
+        """Watch the process ``pid`` from the call of :meth:`start`."""
         self._pid = pid
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sampler")
         self.private = 0
-        """Most bytes of anonymous and shared memory seen."""
+        """Maximum of the sampled anonymous and shared memory."""
         self.resident = 0
-        """Greatest peak of all pages seen."""
+        """Maximum of all pages."""
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Begin to sample."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Look a last time, and end."""
+        """Take a last sample and end."""
         self._stop.set()
         self._thread.join()
 
@@ -64,7 +64,7 @@ class Sampler:
 
 
 def status_of(pid: int) -> dict[str, int]:
-    """Return the amounts of memory in ``/proc/<pid>/status`` in bytes; none when the process has ended."""
+    """Return the amounts of memory in ``/proc/<pid>/status`` in bytes; none if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -79,7 +79,7 @@ def of_operation(arguments: Sequence[object]) -> Peak:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_ENVIRONMENT) as child:
         if child.stdin is None or child.stdout is None:
             raise RuntimeError("no pipes to the child")
-        # Prepared: what it holds from here on is what it held before. It has set its peak back to that itself.
+        # The child is prepared and has reset its peak, so its current memory is the baseline.
         before = json.loads(child.stdout.readline())
         sampler = Sampler(child.pid)
         sampler.start()
@@ -94,7 +94,7 @@ def of_operation(arguments: Sequence[object]) -> Peak:
 
 
 def of_command(command: Sequence[object]) -> Peak:
-    """Run a command of asymcheck; return its memory beyond that of the same program when it only shows its help."""
+    """Run a command of asymcheck; return its memory beyond the memory of the same program when it prints its help."""
     idle, busy = (_command_peak(arguments) for arguments in (["--help"], command))
     return Peak(max(0, busy.resident - idle.resident), max(0, busy.private - idle.private))
 

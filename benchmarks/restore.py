@@ -1,10 +1,10 @@
 """``restore``: seconds from the call until a state's bytes are in memory, read from the device and not from a cache.
 
-Before each read the files are dropped from the page cache, for all libraries alike. asymcheck verifies every byte, as
-always. The peers verify none. *Into* fills existing tensors. All other rows allocate new tensors. The timed part
-touches one byte in each page of new tensors, because some libraries only map their file and read later. The limit is a
-raw O_DIRECT read of as many bytes into allocated memory with huge pages. Two more limits read into small pages, which
-torch uses by default, and into new memory. The last part splits the time of a restore, for each tier (see
+Drop the files from the page cache before each read, for all libraries. asymcheck verifies every byte, and the peers
+verify none. *Into* fills existing tensors. All other rows allocate new tensors. The timed part touches one byte in each
+page of new tensors, because some libraries only map their file and read later. The limit is a raw O_DIRECT read of the
+same number of bytes into existing memory in huge pages. Two more limits read into small pages, which torch uses by
+default, and into new memory. The last part splits the time of a restore into phases, for each tier (see
 :mod:`benchmarks.tiers`).
 """
 
@@ -48,14 +48,14 @@ def run(folder: Path | None, *, quick: bool, state: dict[str, object] | None = N
     ]
     results += by_tier
     medians = {name: statistics.median(values) for name, values in times.items()}
-    others = [name for name in medians if not name.startswith(("raw", "asymcheck"))]
+    peer_rows = [name for name in medians if not name.startswith(("raw", "asymcheck"))]
     ratios = {
         "restore/limit_small_pages": medians[LIMIT_SMALL] / medians[OURS_INTO],
         "restore_fresh/limit_new_memory": medians[LIMIT_NEW] / medians[OURS],
     }
     for label, ours, rivals in (
-        ("restore", OURS_INTO, [name for name in others if name.endswith(" into")]),
-        ("restore_fresh", OURS, [name for name in others if not name.endswith(" into")]),
+        ("restore", OURS_INTO, [name for name in peer_rows if name.endswith(" into")]),
+        ("restore_fresh", OURS, [name for name in peer_rows if not name.endswith(" into")]),
     ):
         peer = best(medians, rivals)
         described[f"best peer of {label}"] = peer
@@ -65,12 +65,12 @@ def run(folder: Path | None, *, quick: bool, state: dict[str, object] | None = N
 
 
 class _Restore:
-    """One state, saved by everybody once, and read by everybody again and again."""
+    """One state, saved once and read repeatedly by every system."""
 
     def __init__(self, scratch: Path, state: dict[str, object]) -> None:
         self._scratch, self._state = scratch, state
         self.into = states.empty_like(state)
-        """A state with tensors to be filled."""
+        """A state whose tensors are filled by restores."""
         self.store = scratch / "store"
         """Store with the checkpoints of asymcheck."""
         self.made_cold: set[str] = set()
@@ -107,7 +107,7 @@ class _Restore:
             )
 
     def _systems(self) -> dict[str, tuple[Path, Callable[[], tuple[float, object]]]]:
-        """Save with every system; return where, and how to read it again in how many seconds."""
+        """Save with every system; return the paths, and functions that read the state again and return the seconds."""
         tensors, raw_file = states.tensors_of(self._state), self._scratch / "raw"
         limit, small_pages = raw.Limit(tensors), raw.Limit(tensors, huge=False)
         limit.write(raw_file)
@@ -146,6 +146,6 @@ def _timed(read: Callable[[], object], filled: object = None) -> tuple[float, ob
 
 
 def _touch(tensors: Iterable[torch.Tensor]) -> None:
-    """Touch one byte in each page, so that mapped files are read."""
+    """Touch one byte in each page, so that the bytes of mapped files are read."""
     for tensor in tensors:
         tensor.view(-1).view(torch.uint8)[::_PAGE].sum()

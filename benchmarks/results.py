@@ -81,23 +81,23 @@ _AIMS: Mapping[str, Mapping[str, tuple[Literal["≥", "≤"], float]]] = {
 """Targets by workload and ratio."""
 
 
-def main(words: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the workloads, one process each, and write the pages."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.results", description=__doc__)
-    parser.add_argument("--folder", type=Path, help="measure in this folder's file system")
-    parser.add_argument("--full", action="store_true", help="the full grid: hours")
+    parser.add_argument("--folder", type=Path, help="measure the file system of this folder")
+    parser.add_argument("--full", action="store_true", help="run the full grid, which takes hours")
     parser.add_argument("--only", nargs="*", choices=WORKLOADS, default=WORKLOADS, help="run only these workloads")
     parser.add_argument(
         "--target", type=Path, help="folder of the reports [default: docs/results, or docs/results/full]"
     )
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     arguments.target = arguments.target or (TARGET / "full" if arguments.full else TARGET)
     arguments.target.mkdir(parents=True, exist_ok=True)
     for workload in arguments.only:
         print(f"--- {workload}", flush=True)
         command = [sys.executable, "-m", "benchmarks", *_options(workload, arguments)]
         if subprocess.run(command, check=False).returncode:
-            # For instance, hdfs fails without Java. Other reports do not depend on it.
+            # Continue, because some workloads need more than the package. For example, hdfs needs Java.
             print(f"--- {workload} was left out", flush=True)
     write_page(arguments.target, full=arguments.full)
 

@@ -34,33 +34,33 @@ Recover = Callable[[State, Path], int]
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """One way to checkpoint."""
+    """A checkpoint scheme."""
 
     name: str
-    """As the tables call it."""
+    """Name in the tables."""
     kind: Kind
-    """Origin of the scheme. A reimplementation decides nothing: the authors' own code may do better or worse."""
+    """Origin of the scheme. Reimplementations do not count, because the authors' own code may be faster or slower."""
     make: Callable[[State, Path], Saver]
-    """Begins to watch a state; saves into a folder."""
+    """Function that begins to save a state into a folder."""
     recover: Recover | None
-    """The way back; None where there is none."""
+    """Recovery function; None if the scheme has none."""
     missing: Callable[[], str | None] = lambda: None
     """Returns the name of a missing requirement, or None if the scheme can run."""
 
 
 class Ladder(Ours):
-    """asymcheck, with one of the paper's modules after the other."""
+    """Save with asymcheck, with the modules of the paper enabled one after another."""
 
     def __init__(self, state: State, where: Path, name: str, config: asymcheck.StoreConfig) -> None:
-        """Save into a store of that configuration."""
+        """Save into a store with the given configuration."""
         super().__init__(state, where, config=config)
         self.name = name
-        # This begins a generation, so that a killed training can resume from memory.
+        # Begin a generation, so that a killed training can resume from memory.
         self._checkpointer.restore()
 
 
 class TorchSaveOnly(Saver):
-    """``torch.save`` as in most training scripts: over the file of before, nothing synced."""
+    """Save with ``torch.save`` as most training scripts do: overwrite the previous file without a sync."""
 
     name = "torch.save, not synced"
 
@@ -72,7 +72,7 @@ class TorchSaveOnly(Saver):
 
 
 class Renamed(Blocking):
-    """A library's file, synced and renamed, as a careful script does."""
+    """Save with a library, then sync and rename the file, as a careful script does."""
 
     def save(self, step: int) -> None:
         """Save to a temporary file, then rename it over the old file."""
@@ -103,11 +103,11 @@ def _recover_torch_save(state: State, where: Path) -> int:
 
 
 def _recover_filled(state: State, where: Path, fill: Callable[[Path, peers.Tensors], None]) -> int:
-    """Take the newest checkpoint that can be read; its name does not show whether it is complete."""
+    """Load the newest readable checkpoint, because a name does not show whether the checkpoint is complete."""
     for step in sorted((int(path.name) for path in where.iterdir() if path.name.isdigit()), reverse=True):
         path = next(path for path in where.iterdir() if path.name.isdigit() and int(path.name) == step)
         unique = {tensor.data_ptr(): (name, tensor) for name, tensor in flat_tensors(state).items()}
-        # Whatever a library raises of a file that a kill cut short; that of torch DCP is no Exception.
+        # A truncated file may raise any error of a library; the error of torch DCP is not derived from Exception.
         with contextlib.suppress(Exception, CheckpointException), _quiet():
             fill(path, dict(unique.values()))
             return step
@@ -169,7 +169,7 @@ def _reimplemented(name: str, **knobs: Any) -> Scheme:  # noqa: ANN401 - passed 
 
 
 _ONE_BY_ONE = 4 << 20
-"""Packs of one partition: nothing is batched."""
+"""Use packs of one partition, without batching."""
 
 NONE = Scheme("no checkpoints", "none", Saver, None)
 SCHEMES: tuple[Scheme, ...] = (
@@ -197,4 +197,4 @@ SCHEMES: tuple[Scheme, ...] = (
     Scheme(peer_memory.PeerMemory.name, "reimplemented", peer_memory.PeerMemory, peer_memory.recover),
     Scheme(lossy.Lossy.name, "reimplemented", lossy.Lossy, lossy.recover),
 )
-"""All but :data:`NONE`."""
+"""All schemes except :data:`NONE`."""

@@ -1,14 +1,13 @@
-"""``stall``: how long checkpoints hold a real training loop, and how much they slow it down.
+"""``stall``: how long checkpoints block a real training loop, and how much they slow it down.
 
-A GPT-2 with AdamW is trained on the CPU, with a checkpoint at a fixed interval, by every system in turn. In between,
-the loop runs without checkpoints. *Visible stall* is all time on the training thread that one checkpoint takes: the
-call, hooks, fences, and waiting for the one before. *Slowdown* is the mean time of an iteration with checkpoints
-divided by the one without. The report adds lower bounds. A copy of the state holds the loop for at least its bytes
-divided by the bandwidth of memory, less the time in which it may be copied. It slows the loop by at least its share of
-the cores.
+Train a GPT-2 with AdamW on the CPU, with a checkpoint at a fixed interval, by every system in turn. In between, train
+without checkpoints. *Visible stall* is all time on the training thread for one checkpoint: the call, hooks, fences, and
+the wait for the previous checkpoint. *Slowdown* is the mean time of an iteration with checkpoints divided by the mean
+time without. The report adds lower bounds. A copy of the state blocks the loop for at least its bytes divided by the
+bandwidth of memory, minus the time available for the copy. It slows the loop by at least its share of the cores.
 
-Most parts train on 64 tokens a step, which is nearly all optimizer and the hardest case. The last part trains on 1,024
-tokens, one text as long as GPT-2 reads and the smallest realistic batch.
+Most parts train on 64 tokens a step, which is almost entirely optimizer time and the hardest case. The last part trains
+on 1,024 tokens: one text of GPT-2's full context length, the smallest realistic batch.
 """
 
 from __future__ import annotations
@@ -40,27 +39,27 @@ OURS_NAME = "asymcheck asymmetric"
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How each system trains in one part."""
+    """Training plan of each system in one part."""
 
     every: int
-    """Steps from one checkpoint to the next."""
+    """Checkpoint interval in steps."""
     steps: int
-    """Steps to train, of which the first makes a checkpoint; more come before, see :func:`async_peers.train`."""
+    """Number of timed steps. The first begins a checkpoint. For earlier steps see :func:`async_peers.train`."""
     rounds: int = 1
     """Rounds of each system."""
     tokens: int = _SHORT
-    """Tokens a step."""
+    """Tokens in each step."""
     systems: tuple[str, ...] = ()
-    """Which systems; none for all."""
+    """Systems to measure; none means all."""
 
     @property
     def label(self) -> str:
-        """As rows name it."""
+        """Suffix of the row names."""
         return f"every {self.every}" + ("" if self.tokens == _SHORT else f" of {self.tokens:,} tokens")
 
     @property
     def ratio(self) -> str:
-        """As its ratio is called."""
+        """Suffix of the ratio name."""
         return f"slowdown_every_{self.every}" + ("" if self.tokens == _SHORT else f"_of_{self.tokens}_tokens")
 
 
@@ -71,9 +70,9 @@ class Shape:
     layers: int
     """Layers of the model."""
     width: int
-    """Its width."""
+    """Width of the model."""
     plans: tuple[Plan, ...]
-    """The parts; the first makes a checkpoint at every step."""
+    """Parts of the workload; the first begins a checkpoint at every step."""
 
 
 _LONG = (OURS_NAME, "torch DCP async thread")
@@ -96,7 +95,7 @@ def run(folder: Path | None, *, quick: bool, shape: Shape | None = None) -> Repo
             found, plain = _rounds(loop, Path(scratch), plan)
             results += _rows(found, plain, plan, copy_s)
             ratios[plan.ratio] = statistics.median(found[OURS_NAME].slowdowns)
-            at_1 = at_1 or {name: float(np.percentile(taken.stalls, 95)) for name, taken in found.items()}
+            at_1 = at_1 or {name: float(np.percentile(result.stalls, 95)) for name, result in found.items()}
         described = environment.describe(Path(scratch))
     described["state"] = loop.described
     peer = best(at_1, list(ASYNC))
@@ -108,52 +107,52 @@ def run(folder: Path | None, *, quick: bool, shape: Shape | None = None) -> Repo
     return Report("stall", described, results, of_stalls | ratios)
 
 
-def _rows(found: Mapping[str, _Taken], plain: Sequence[float], plan: Plan, copy_s: float) -> Iterator[Row]:
-    """Yield what was measured in one part, and its bounds for a state that one thread copies in ``copy_s``."""
-    for name, taken in found.items():
-        yield row(name, f"visible stall, {plan.label}", "ms", [one * 1e3 for one in taken.stalls])
-        yield row(name, f"time to durable, {plan.label}", "s", taken.durable)
-        yield row(name, f"slowdown, {plan.label}", "x", taken.slowdowns)
+def _rows(found: Mapping[str, _Result], plain: Sequence[float], plan: Plan, copy_s: float) -> Iterator[Row]:
+    """Yield the measurements of one part, and its bounds for a state that one thread copies in ``copy_s``."""
+    for name, result in found.items():
+        yield row(name, f"visible stall, {plan.label}", "ms", [one * 1e3 for one in result.stalls])
+        yield row(name, f"time to durable, {plan.label}", "s", result.durable)
+        yield row(name, f"slowdown, {plan.label}", "x", result.slowdowns)
     iteration_s = statistics.median(plain)
     yield row("no checkpoints", f"iteration, {plan.label}", "ms", [one * 1e3 for one in plain])
     yield row("bound", f"visible stall, {plan.label}", "ms", [max(0.0, copy_s - iteration_s) * 1e3])
-    # The training keeps all cores busy: what a copy takes, it takes from it, at best from all alike.
-    taken_s = copy_s / torch.get_num_threads()
-    yield row("bound", f"slowdown, {plan.label}", "x", [1 + taken_s / (plan.every * iteration_s)])
+    # The training keeps all cores busy, so a copy takes at least its processor time, spread over the cores.
+    copy_share_s = copy_s / torch.get_num_threads()
+    yield row("bound", f"slowdown, {plan.label}", "x", [1 + copy_share_s / (plan.every * iteration_s)])
 
 
 @dataclasses.dataclass
-class _Taken:
-    """Seconds that the checkpoints of one system took over all rounds."""
+class _Result:
+    """Seconds of the checkpoints of one system in all rounds."""
 
     stalls: list[float] = dataclasses.field(default_factory=list)
     durable: list[float] = dataclasses.field(default_factory=list)
     slowdowns: list[float] = dataclasses.field(default_factory=list)
-    """Slowdown of each round, against the iterations without checkpoints before and after it."""
+    """Slowdown of each round, relative to the iterations without checkpoints before and after it."""
 
 
-def _rounds(loop: _Loop, scratch: Path, plan: Plan) -> tuple[dict[str, _Taken], list[float]]:
-    """Run the loop with each system in turn, so often; return what each took, and means of plain iterations."""
+def _rounds(loop: _Loop, scratch: Path, plan: Plan) -> tuple[dict[str, _Result], list[float]]:
+    """Train with each system in turn, for several rounds; return the measurements and means of plain iterations."""
     factories = {name: one for name, one in (OURS | SYNC | ASYNC).items() if not plan.systems or name in plan.systems}
-    found = {name: _Taken() for name in factories}
+    found = {name: _Result() for name in factories}
     short = max(plan.steps // 4, 4)
     plain = [loop.time(Saver(loop.state, scratch), 0, plan.steps)]
     for number in range(plan.rounds):
         for name in rotated(list(factories), number):
             saver, mean = _measured(loop, factories[name], scratch / "store", plan)
             plain.append(loop.time(Saver(loop.state, scratch), 0, short))
-            taken, slowdown = found[name], mean / statistics.mean(plain[-2:])
-            # Without the first one, as the time of iterations.
-            taken.stalls += saver.stalls[1:]
-            taken.durable += saver.durable
-            taken.slowdowns.append(slowdown)
+            result, slowdown = found[name], mean / statistics.mean(plain[-2:])
+            # Leave out the first checkpoint, as in the time of iterations.
+            result.stalls += saver.stalls[1:]
+            result.durable += saver.durable
+            result.slowdowns.append(slowdown)
             worst = max(saver.stalls[1:]) * 1e3
             print(f"{name}, {plan.label}: at most {worst:.1f} ms, slowdown {slowdown:.3f}", flush=True)
     return found, plain
 
 
 def _measured(loop: _Loop, factory: Factory, where: Path, plan: Plan) -> tuple[Saver, float]:
-    """Run the loop with one system; return it and the mean time of an iteration."""
+    """Train with one system; return it and the mean time of an iteration."""
     peers.remove(where)
     where.mkdir()
     os.sync()
@@ -177,8 +176,8 @@ class _Loop:
         source = Path(sysconfig.get_paths()["stdlib"]) / "argparse.py"
         self._text = torch.frombuffer(bytearray(source.read_bytes()), dtype=torch.uint8)
         self.tokens = _SHORT
-        """Tokens a step."""
-        # The optimizer's state appears with the first step.
+        """Tokens in each step."""
+        # The first step creates the optimizer's state.
         self.time(Saver(self.state, Path()), 0, _WARM_UP)
 
     @property
@@ -197,7 +196,7 @@ class _Loop:
         return f"GPT-2 of {parameters / 1e6:.0f} million parameters with AdamW, {self.nbytes / 1e9:.2f} GB"
 
     def copy_bandwidth(self) -> float:
-        """Return bytes per second of plain copies in memory, by one thread."""
+        """Return the bandwidth of plain copies in memory by one thread, in bytes per second."""
         source = np.ones(256 << 20, dtype=np.uint8)
         target = np.empty_like(source)
         rates = []
@@ -208,7 +207,7 @@ class _Loop:
         return max(rates)
 
     def time(self, saver: Saver, every: int, steps: int) -> float:
-        """Train; return the mean seconds of an iteration, checkpoints included."""
+        """Train; return the mean seconds of an iteration including checkpoints."""
 
         def iterate(_step: int) -> None:
             start = int(torch.randint(len(self._text) - self.tokens, ()))

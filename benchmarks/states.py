@@ -1,4 +1,4 @@
-"""States to save: the shapes of real models with their optimizers."""
+"""Create states with the shapes of real models and their optimizers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def gpt2_adamw(layers: int = 12) -> dict[str, object]:
 
 
 def tensors_of(state: object) -> list[torch.Tensor]:
-    """Return the tensors of a state made here."""
+    """Return the tensors of a state of this module."""
     if isinstance(state, torch.Tensor):
         return [state]
     if isinstance(state, dict):
@@ -53,13 +53,13 @@ def tensors_of(state: object) -> list[torch.Tensor]:
 
 
 def change_everything(state: object) -> None:
-    """Change at least one number in every block of 4 KiB, so that nothing is stored already."""
+    """Change at least one number in every block of 4 KiB, so that no bytes are stored already."""
     for tensor in tensors_of(state):
         tensor.view(-1)[:: 4096 // tensor.element_size()] += 1
 
 
 def named_tensors(state: object, name: str = "") -> dict[str, torch.Tensor]:
-    """Return the tensors of a state made here by their dotted names, as the peers store them."""
+    """Return the tensors of a state of this module by their dotted names, as the peers store them."""
     if isinstance(state, torch.Tensor):
         return {name: state}
     if isinstance(state, dict):
@@ -72,7 +72,7 @@ def named_tensors(state: object, name: str = "") -> dict[str, torch.Tensor]:
 
 
 def small(megabytes: int = 8) -> dict[str, object]:
-    """Return a state of that many MB in tensors of many sizes, for runs that show only that a workload works."""
+    """Return a state of that many MB in tensors of many sizes, for functional checks of a workload."""
     count = 16
     large = torch.randn(megabytes * 10**6 // 4 // 2)
     rest = torch.randn(count, megabytes * 10**6 // 4 // 2 // count)
@@ -81,13 +81,13 @@ def small(megabytes: int = 8) -> dict[str, object]:
 
 
 def describe(state: object) -> str:
-    """Say which state it is, for the report."""
+    """Return a description of the state for the report."""
     tensors = tensors_of(state)
     return f"{len(tensors)} tensors of float32, {sum(tensor.nbytes for tensor in tensors) / 1e9:.3f} GB"
 
 
 def differing(state: object, tensors: dict[str, torch.Tensor]) -> list[str]:
-    """Return the names of the tensors that are not bit for bit those of ``state``."""
+    """Return the names of the tensors that differ from ``state`` in any bit."""
     return [
         name
         for name, tensor in named_tensors(state).items()
@@ -100,7 +100,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def empty_like(state: object) -> object:
-    """Return the same state with tensors that hold zeros, in memory that is there."""
+    """Return the same state with zeroed tensors, in existing memory."""
     if isinstance(state, torch.Tensor):
         return torch.zeros_like(state).fill_(0)
     if isinstance(state, dict):

@@ -1,7 +1,7 @@
-"""A store with very many partitions, made by the library's own layers, but for thousands of frames in one write.
+"""Create a store with very many partitions through the library's own layers, writing thousands of frames at once.
 
-Nothing in it is mocked: packs have real frames with real digests, manifests and catalog are complete, and ``verify``
-finds nothing wrong. Each partition has 512 bytes and takes one block, so that a million of them take 4 GiB.
+Nothing is mocked: packs have real frames with real digests, manifests and catalog are complete, and ``verify`` finds no
+problem. Each partition has 512 bytes and occupies one block, so a million partitions need 4 GiB.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Shape:
     """Size of the store."""
 
     partitions: int
-    """Total number; each checkpoint adds the same number."""
+    """Total number of partitions; each checkpoint adds the same number."""
     checkpoints: int
-    """The newest names every partition of the store, the others only what they added."""
+    """Number of checkpoints. The newest references every partition, the others only the partitions that they added."""
 
     @property
     def added(self) -> int:
-        """Partitions that one checkpoint adds, all in one pack."""
+        """Number of partitions that one checkpoint adds, all in one pack."""
         return self.partitions // self.checkpoints
 
 
 def build(where: Path, shape: Shape) -> float:
-    """Make the store; return in how many seconds."""
+    """Create the store; return the seconds."""
     began = time.perf_counter()
     asymcheck.Store.open(where, create=True).close()
     tier = NvmeTier(where, StoreConfig())
@@ -64,7 +64,7 @@ def build(where: Path, shape: Shape) -> float:
 
 
 def _add_pack(tier: NvmeTier, catalog: Catalog, random: np.random.Generator, count: int) -> tuple[PackId, list[Digest]]:
-    """Write one pack of ``count`` frames and enter it."""
+    """Write one pack of ``count`` frames and enter it in the catalog."""
     pack_id, size = PackId(os.urandom(16)), frame_length(PAYLOAD_BYTES)
     end, start = registry.BLOCK_BYTES + count * size, payload_offset(PAYLOAD_BYTES)
     data = bytearray(end)
@@ -102,7 +102,7 @@ def _add_checkpoint(
     parent: CheckpointRef | None,
     packs: list[tuple[PackId, list[Digest]]],
 ) -> CheckpointRef:
-    """Publish a manifest with one tensor for each pack, made of all its partitions, and enter it."""
+    """Publish a manifest with one tensor for each pack, made of all its partitions, and enter it in the catalog."""
     ref = CheckpointRef(1, step, SaveId(time.time_ns().to_bytes(8, "big") + os.urandom(8)))
     names = [f"layer{number}" for number in range(len(packs))]
     header = ManifestHeader(

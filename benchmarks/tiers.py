@@ -1,9 +1,9 @@
-"""Where the time of a restore goes, from each tier: finding, reading, decoding, verifying, placing.
+"""Split the time of a restore from each tier into phases: find, read, decode, verify, place.
 
-Several threads read, so all but the whole and the finding are seconds of threads, which add up to more than the whole.
-*From memory* is after a SIGKILL: a process was killed when its checkpoint was complete in the ring, most of it not yet
-on the drive; who resumes first makes it durable (*adopt*), and then reads it as any other. *From a location* is what a
-machine does that has nothing: it reads from a folder that stands for a shared file system.
+Several threads read, so all phases except ``find`` are summed over threads and exceed the total. *From memory* is a
+restore after a SIGKILL: a checkpoint was complete in the ring, most of it not yet on the drive. The process that
+resumes first makes the checkpoint durable (*adopt*), then reads it like any other. *From a location* is a restore on a
+machine without a store, from a folder that represents a shared file system.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Restore = Callable[[], object]
 
 
 def measure(store: Path, into: object, rounds: int) -> list[Row]:
-    """Restore step 1 of a store from each tier so often, into tensors that are there; the store gets one more step."""
+    """Restore step 1 of a store from each tier repeatedly, into existing tensors; the store gets one more step."""
     remote = store.with_name("location")
     with asymcheck.Store.open(store, create=True) as opened:
         opened.push(remote.as_uri())
@@ -44,7 +44,7 @@ def measure(store: Path, into: object, rounds: int) -> list[Row]:
         for number in range(rounds + 1):
             for name, restore in rotated(list(tiers.items()), number):
                 parts = restore()
-                # The first round warms up, for all alike.
+                # The first round is a warm-up.
                 for part, seconds in parts.items() if number > 0 else ():
                     found.setdefault(name, {}).setdefault(part, []).append(seconds)
     peers.remove(remote)
@@ -80,7 +80,7 @@ def _from_memory(store: Path, into: object, rings: Path) -> dict[str, float]:
 
 
 def _leave_in_memory(store: Path, rings: Path) -> None:
-    """Make a checkpoint, and be killed when it is complete in memory."""
+    """Make a checkpoint, and get killed when it is complete in memory."""
     with asymcheck.Store.open(store, create=True) as opened:
         state = opened.load(1)
         assert isinstance(state, dict)  # noqa: S101 - it is what the workload saved; for mypy
@@ -89,7 +89,7 @@ def _leave_in_memory(store: Path, rings: Path) -> None:
         checkpointer = asymcheck.Checkpointer(
             opened, {"state": state}, run="killed", capture=capture, every=1, keep=None
         )
-        # Captures in memory belong to a line only after this call.
+        # Captures in memory belong to the line only after this call.
         checkpointer.restore()
         checkpointer.step(1)
         checkpointer.fence()
@@ -98,17 +98,17 @@ def _leave_in_memory(store: Path, rings: Path) -> None:
 
 
 def _timed(restore: Restore) -> dict[str, float]:
-    """Return how long a restore took, and the seconds of threads in each of its parts."""
+    """Return the duration of a restore, and the thread seconds of each phase."""
     seen: list[Interval] = []
     with watch(seen.append):
         began = time.perf_counter()
         restore()
-        whole = time.perf_counter() - began
-    return {"restore, whole": whole} | dict(_sums(seen))
+        total = time.perf_counter() - began
+    return {"restore, whole": total} | dict(_sums(seen))
 
 
 def _sums(seen: list[Interval]) -> Iterator[tuple[str, float]]:
     for part in _PARTS:
-        taken = [interval.seconds for interval in seen if interval.name == part]
-        if taken:
-            yield f"restore, {part}", sum(taken)
+        seconds = [interval.seconds for interval in seen if interval.name == part]
+        if seconds:
+            yield f"restore, {part}", sum(seconds)

@@ -1,4 +1,4 @@
-"""Runs the ranks of a workload: real processes, started by torchrun, that find each other over gloo."""
+"""Run the ranks of a workload: real processes, started by torchrun, that communicate over gloo."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_ranks(ranks: int, module: str, action: str, place: Path, *words: object) -> dict[str, Any]:
-    """Run ``module`` with the arguments ``action``, ``place`` and ``words``; return what it wrote to ``action.json``.
+def run_ranks(ranks: int, module: str, action: str, folder: Path, *parameters: object) -> dict[str, Any]:
+    """Run ``module`` with ``action``, ``folder`` and ``parameters``; return the content of ``action.json``.
 
     Raises:
-        RuntimeError: it failed, or one library restored something else than was saved.
+        RuntimeError: the module failed, or a library restored a state that differs from the saved state.
     """
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    # As many threads as each would get anyway; torchrun would say so on its standard error.
+    # Set the default number of threads explicitly. Otherwise, torchrun prints a warning on standard error.
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     done = subprocess.run(
-        [*launch, "-m", module, action, str(place), *map(str, words)],
+        [*launch, "-m", module, action, str(folder), *map(str, parameters)],
         capture_output=True,
         text=True,
         cwd=_ROOT,
@@ -31,5 +31,5 @@ def run_ranks(ranks: int, module: str, action: str, place: Path, *words: object)
     )
     if done.returncode:
         raise RuntimeError(f"{action} by {ranks} ranks failed:\n{done.stderr[-4000:]}")
-    told: dict[str, Any] = json.loads((place / f"{action}.json").read_text())
-    return told
+    result: dict[str, Any] = json.loads((folder / f"{action}.json").read_text())
+    return result

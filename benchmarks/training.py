@@ -1,7 +1,7 @@
-"""Real training states, made on the spot: a byte-level GPT-2 learns Python's standard library, in several ways.
+"""Create real training states: a byte-level GPT-2 learns Python's standard library, in several ways.
 
-One pre-training in float32 is where all begin: it goes on, or is tuned with a small learning rate, in mixed precision
-(bfloat16 weights beside a float32 master), or with low-rank adapters beside frozen weights.
+All trainings begin with one pre-training in float32. It continues, or is tuned with a small learning rate, in mixed
+precision (bfloat16 weights with a float32 master), or with low-rank adapters and frozen weights.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ QUICK = Shape(2, 128, 32, 40)
 
 
 class Run:
-    """One training that can be asked for steps and for its state."""
+    """A training with steps and a state."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, text: torch.Tensor, context: int) -> None:
         self.model, self.optimizer = model, optimizer
         self._text, self._context = text, context
 
     def state(self) -> State:
-        """Return the state that a user saves: live tensors, which the loop goes on to change."""
+        """Return the state that a user saves: live tensors, which the loop continues to change."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def train(self, steps: int) -> None:
@@ -62,7 +62,7 @@ class Run:
             self.model.zero_grad()
 
     def update(self) -> None:
-        """Let the optimizer step."""
+        """Run the optimizer step."""
         self.optimizer.step()
 
 
@@ -108,7 +108,7 @@ class _Adapted(nn.Module):
 
 
 def pretrained(shape: Shape) -> Run:
-    """Return a model that has learned for a while, in float32."""
+    """Return a model after a short training in float32."""
     logging.set_verbosity_error()
     torch.manual_seed(0)
     config = GPT2Config(
@@ -150,7 +150,7 @@ def _adapted(run: Run) -> Run:
     return Run(model, torch.optim.AdamW(chosen, lr=_RATE), run._text, run._context)  # noqa: SLF001 - the same class
 
 
-WAYS: dict[str, Callable[[Run], Run]] = {
+VARIANTS: dict[str, Callable[[Run], Run]] = {
     "fp32": _going_on,
     "mixed": Mixed,
     "fine-tune": _fine_tuned,
@@ -159,8 +159,8 @@ WAYS: dict[str, Callable[[Run], Run]] = {
 """Ways to continue from the pre-training, by name."""
 
 
-def kept(run: Run) -> State:
-    """Return a copy of the state, as a checkpoint of this moment holds it."""
+def snapshot(run: Run) -> State:
+    """Return a copy of the state, as a checkpoint would store it."""
     state: State = copy.deepcopy(run.state())
     return state
 

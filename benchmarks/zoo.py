@@ -1,7 +1,7 @@
-"""Six models that really train: four on text, two on images, made from their configurations with random weights.
+"""Train six models: four on text, two on images, created from their configurations with random weights.
 
-Text are the sources of Python's standard library, byte by byte; images are the handwritten digits that scikit-learn
-has. Nothing is downloaded. A size says how large the state is, not how good the model becomes.
+The text is the source code of Python's standard library, byte by byte. The images are the handwritten digits of
+scikit-learn. Nothing is downloaded. A size describes the state, not the quality of the model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from transformers.utils import logging
 
 _CONTEXT = 64
 _SPECIAL = 4
-"""Tokens that are no byte: RoBERTa counts positions from behind its padding token."""
+"""Tokens that are not bytes: RoBERTa counts positions after its padding token."""
 _MASK, _MASKED_SHARE, _IGNORED = 256, 0.15, -100
 _IMAGE = 32
 _TEN_CLASSES: dict[str, Any] = {"num_labels": 10}
@@ -49,7 +49,7 @@ class Size:
 
 
 SIZES: dict[str, Size] = {"tiny": Size(2, 128, 4), "base": Size(12, 768, 1), "large": Size(36, 1280, 8)}
-"""``tiny`` for tests, ``base`` for a processor, ``large`` for a GPU."""
+"""``tiny`` for tests, ``base`` for a CPU, ``large`` for a GPU."""
 
 
 def _transformer(size: Size) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def _roberta(size: Size, tokens: int) -> nn.Module:
 
 
 def _resnet(size: Size) -> nn.Module:
-    # As many parameters as the others have, more or less: those of a convolution go with the square of its width.
+    # Match the number of parameters of the other models approximately. Convolutions grow with the square of the width.
     width = size.width // 4
     config = ResNetConfig(
         num_channels=1,
@@ -105,14 +105,14 @@ _CAUSAL: Mapping[str, Callable[[Size, int], nn.Module]] = {"GPT-2": _gpt2, "BLOO
 _MASKED: Mapping[str, Callable[[Size, int], nn.Module]] = {"BERT": _bert, "RoBERTa": _roberta}
 _VISION: Mapping[str, Callable[[Size], nn.Module]] = {"ResNet": _resnet, "ViT": _vit}
 MODELS = (*_CAUSAL, *_MASKED, *_VISION)
-"""Their names."""
+"""Names of the models."""
 
 
 class Training:
-    """One of the models, in training with AdamW: a pure function of its name, its size and the number of steps."""
+    """A model in training with AdamW: a pure function of its name, its size and the number of steps."""
 
     def __init__(self, name: str, size: str) -> None:
-        """Make the model and its data, from the same random numbers each time."""
+        """Create the model and its data, from the same random numbers each time."""
         logging.set_verbosity_error()
         torch.manual_seed(0)
         self._size = SIZES[size]
@@ -145,9 +145,9 @@ class Training:
         return examples
 
     def iterate(self, step: int, before_optimizer: Callable[[], None] = lambda: None) -> float:
-        """Do one training step; return the loss. The batch depends on ``step`` alone."""
+        """Train one step; return the loss. The batch depends on ``step`` only."""
         chance = torch.Generator().manual_seed(step)
-        # Dropout draws from here.
+        # Dropout draws from this generator.
         torch.manual_seed(step)
         batch = self._examples(chance)
         self.optimizer.zero_grad()

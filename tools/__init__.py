@@ -1,1 +1,1 @@
-"""Programs that keep the format's promise: they make the files that the tests compare with."""
+"""Tools for developers: golden vectors, checks, figures of the documentation, and servers for tests."""

@@ -1,4 +1,4 @@
-"""Payloads of SPEC.md §12 made slowly, integer by integer, so that vectors do not rest on the library's own codecs."""
+"""Encode payloads of SPEC.md §12 integer by integer, so that vectors do not depend on the library's codecs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tools.vectors_base import CREATED_NS, WRITER
 from tools.vectors_pack import PACK_ID, PackParts
 
 CHUNK = 4096
-"""Plain bytes of a chunk in vectors: the fewest that are allowed."""
+"""Plain bytes of a chunk in vectors: the minimum that the format allows."""
 
 Segments = Sequence[tuple[int, int, int]]
 """Length, width and float mark of each segment."""
@@ -38,7 +38,7 @@ class Stored:
     base: bytes = bytes(16)
     """Digest of the base."""
     name: bytes = b""
-    """The digest, where it is not that of the plain bytes."""
+    """Digest, if it differs from the digest of the plain bytes."""
 
     @property
     def descriptor(self) -> FrameDescriptor:
@@ -50,7 +50,7 @@ class Stored:
 
 
 def identity(plain: bytes) -> Stored:
-    """Return a partition stored as it is."""
+    """Return a partition with codec identity."""
     return Stored(plain, plain, 0, 0)
 
 
@@ -81,7 +81,7 @@ def zstd_frame(length: int, blocks: Iterable[tuple[int, int, bytes]], flags: int
 
 
 def zstd_raw(plain: bytes) -> bytes:
-    """Return a Zstandard frame that holds bytes as they are."""
+    """Return a Zstandard frame with raw blocks."""
     return zstd_frame(len(plain), [(0, len(plain), plain)])
 
 
@@ -107,7 +107,7 @@ def planes_of(plain: bytes, segments: Segments, value: Callable[[int, int, int, 
 
 
 def packed_planes(planes: Iterable[bytes]) -> list[tuple[int, int, bytes]]:
-    """Choose for each plane how it is stored: encoding, value, data."""
+    """Choose the encoding of each plane: encoding, value, data."""
     rows: list[tuple[int, int, bytes]] = []
     for plane in planes:
         runs = zstd_runs(plane)
@@ -157,5 +157,5 @@ def delta(plain: bytes, segments: Segments, base: bytes) -> Stored:
 
 
 def derived(plain: bytes, dtype: int, base: bytes, offset: int) -> Stored:
-    """Return a partition in codec derived-round-to-nearest; ``plain`` is for the caller to get right."""
+    """Return a partition in codec derived-round-to-nearest. The caller must pass matching ``plain`` bytes."""
     return Stored(plain, struct.pack("<B7xQ", dtype, offset), 2, 4, digest(base))

@@ -1,6 +1,6 @@
-"""The demo: train a real model on real text, kill it in the middle of saves, resume, compare with a run never stopped.
+"""The demo: train a model on real text, kill it during saves, resume, and compare with an uninterrupted run.
 
-Run it with ``make demo``. It exits with 1 when a single loss or a single byte of the final state differs.
+Run it with ``make demo``. It exits with status 1 if a single loss or a single byte of the final state differs.
 """
 
 from __future__ import annotations
@@ -18,47 +18,49 @@ from pathlib import Path
 STEPS = 40
 EVERY = 5
 KILLS = (("frame.written", 15), ("pack.sealed", 25))
-"""Where the two runs are killed: among the partitions of one save, and of another just before its commit."""
+"""Events at which the two runs are killed: between the partitions of a save, and just before the commit of a save."""
 
-WHAT_A_KILL_LEAVES = {
+STATE_ON_DISK = {
     "frame.written": "some partitions are on disk, the pack has no index yet",
     "pack.sealed": "all partitions are on disk, the manifest is not",
 }
 
 
 def run_training(folder: Path, name: str, extra: list[str]) -> tuple[str, dict[str, str]]:
-    """Run one training process; return its exit status and output. A process that pauses in a save is killed."""
+    """Run one training process; return its exit status and output. Kill the process when it pauses in a save."""
     log = str(folder / f"{name}.jsonl")
     command = [sys.executable, "-m", "tools.demo_train", "--log", log, "--steps", str(STEPS), *extra]
-    said: dict[str, str] = {}
+    reports: dict[str, str] = {}
     # Nothing is downloaded: the model starts from random weights.
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         for line in process.stdout:
             word, _, rest = line.strip().partition(" ")
-            said[word] = rest
+            reports[word] = rest
             if word == "paused":
                 process.send_signal(signal.SIGKILL)
             elif word == "captured":
                 print(f"    step {rest} captured; it is written while training goes on", flush=True)
             elif word == "restored" and rest != "nothing":
                 where = (
-                    "" if rest == said["stored"] else f"the disk has step {said['stored']}, memory has step {rest}; "
+                    ""
+                    if rest == reports["stored"]
+                    else f"the disk has step {reports['stored']}, memory has step {rest}; "
                 )
                 print(
                     f"    {where}restored step {rest}, every byte verified; goes on with step {int(rest) + 1}",
                     flush=True,
                 )
     if process.returncode == -signal.SIGKILL:
-        return "killed", said
+        return "killed", reports
     if process.returncode:
         sys.exit(f"the training process failed with status {process.returncode}")
-    return "finished", said
+    return "finished", reports
 
 
 def read_losses(path: Path) -> dict[int, str]:
-    """Return the loss of each step as exact hexadecimal; of a step that was trained twice, the later one."""
+    """Return the loss of each step as exact hexadecimal. For a step that was trained twice, the later loss counts."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return {line["step"]: line["loss"] for line in lines}
 
@@ -80,7 +82,7 @@ def compare(folder: Path, reference_digest: str, resumed_digest: str) -> bool:
 
 
 def show_store(store: Path) -> bool:
-    """Print the output of the command line for the store; return whether verify found the store sound."""
+    """Print the output of the command line for the store; return whether verify found no problem."""
     sound = True
     for command in ("inspect", "verify"):
         print(f"\n$ asymcheck {command} {store}", flush=True)
@@ -114,7 +116,7 @@ def main() -> None:
         ended, resumed = run_training(folder, "killed", ["--store", str(store), "--every", str(EVERY), *pause])
         if kill is not None:
             assert ended == "killed", "the process was to be killed in a save, but ended by itself"
-            print(f"    SIGKILL in the middle of the save of step {kill[1]}: {WHAT_A_KILL_LEAVES[kill[0]]}")
+            print(f"    SIGKILL in the middle of the save of step {kill[1]}: {STATE_ON_DISK[kill[0]]}")
 
     equal = compare(folder, reference["digest"], resumed["digest"])
     sound = show_store(store)

@@ -1,4 +1,4 @@
-"""One training process of the demo: a GPT-2 on real text, with or without checkpoints.
+"""Run one training process of the demo: a GPT-2 on real text, with or without checkpoints.
 
 The parent (``tools.demo``) starts it, may kill it with SIGKILL in the middle of a save, and starts it again.
 """
@@ -29,7 +29,7 @@ TEXT_BYTES = 4_000_000
 
 
 def read_text() -> torch.Tensor:
-    """Return the sources of Python's standard library as bytes, which serve as tokens."""
+    """Return the source code of Python's standard library as bytes, which serve as tokens."""
     data = bytearray()
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
         data += path.read_bytes()
@@ -39,7 +39,7 @@ def read_text() -> torch.Tensor:
 
 
 def draw_batch(text: torch.Tensor) -> torch.Tensor:
-    """Draw a batch by torch's global generator, whose state is part of the checkpoint."""
+    """Draw a batch with torch's global generator, whose state is part of the checkpoint."""
     starts = torch.randint(len(text) - CONTEXT, (BATCH,))
     return torch.stack([text[start : start + CONTEXT] for start in starts.tolist()]).long()
 
@@ -57,18 +57,18 @@ def state_digest(state: dict[str, object]) -> str:
 
 
 class PauseInSave:
-    """Stops a chosen save half-way on its way to disk, tells the parent, and waits there to be killed.
+    """Stops a chosen save half-way, reports it to the parent, and waits to be killed.
 
-    Training goes on beside it. The class also tells the parent when the same state is complete in memory.
+    Training continues meanwhile. The class also reports when the same state is complete in memory.
     """
 
     def __init__(self, name: str, wanted: int) -> None:
-        """Pause at the event called ``name`` of the save of step ``wanted``."""
+        """Pause at the event ``name`` of the save of step ``wanted``."""
         self.name, self.wanted, self.step = name, wanted, -1
         self._complete, self._paused = threading.Event(), threading.Event()
 
     def __call__(self, event: Event) -> None:
-        """Take an event of the save under way, on whatever thread it happens."""
+        """Handle an event of the save in progress, on any thread."""
         if self.step != self.wanted:
             return
         if event.name == "capture.complete":
@@ -82,7 +82,7 @@ class PauseInSave:
 
 def train(arguments: argparse.Namespace) -> None:
     """Train, log every loss, and print the digest of the final state."""
-    # All generators that RngState saves, or the final states of two processes would differ in those that nobody used.
+    # Seed all generators that RngState saves. Otherwise, unused generators would differ between two processes.
     random.seed(arguments.seed)
     np.random.seed(arguments.seed)  # noqa: NPY002 - the global generator is part of the state
     torch.manual_seed(arguments.seed)

@@ -31,7 +31,7 @@ OUTSIDE = {
     "format_spec/README.md": "format_spec/README.md",
     "format_spec/PROVENANCE.md": "format_spec/PROVENANCE.md",
 }
-"""Files outside docs/ that pages link to, with their places in the site."""
+"""Files outside docs/ that pages link to, with their paths in the site."""
 INTEGRATIONS = ("dcp", "deepspeed", "lightning", "transformers")
 
 _log = logging.getLogger("mkdocs.hooks.docs_site")
@@ -50,21 +50,21 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the files outside docs/."""
     _ids.clear()
     _sources.clear()
-    # Only names of the reference are targets of cross references: a heading "bytes" is none.
+    # Only names of the reference may be targets of cross references. A heading such as "bytes" is not a target.
     config.plugins["autorefs"].scan_toc = False
-    for source, place in OUTSIDE.items():
+    for source, uri in OUTSIDE.items():
         if (ROOT / source).is_file():
-            files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
-            _sources[place] = source
+            files.append(File.generated(config, uri, abs_src_path=str(ROOT / source)))
+            _sources[uri] = source
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Point links that are right in the repository to the same files in the site."""
-    place = page.file.src_uri
-    if place == "index.md":
+    """Rewrite links that are valid in the repository, so that they point to the same files in the site."""
+    uri = page.file.src_uri
+    if uri == "index.md":
         page.meta["hide"] = ["navigation"]
-    source = _sources.get(place, f"docs/{place}")
+    source = _sources.get(uri, f"docs/{uri}")
 
     def in_site(link: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link[1]))
@@ -75,11 +75,11 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
             if (ROOT / "docs" / target / "README.md").is_file():
                 target += "/README.md"
         else:
-            return link[1]  # MkDocs reports it.
-        return posixpath.relpath(target, posixpath.dirname(place) or ".")
+            return link[1]  # MkDocs reports a missing page.
+        return posixpath.relpath(target, posixpath.dirname(uri) or ".")
 
     def converted(text: str) -> str:
-        # Python-Markdown nests a list that is indented by 4, git forges also one by 2 or 3.
+        # Python-Markdown nests a list that is indented by 4. Git forges also nest a list that is indented by 2 or 3.
         return _LINK.sub(in_site, _NESTED.sub("    ", text))
 
     parts, end = [], 0
@@ -96,7 +96,7 @@ def on_post_page(output: str, **_: object) -> str:
 
 
 def on_post_build(**_: object) -> None:
-    """Report public names that have no docstring, or are not in the reference. With ``--strict`` the build fails."""
+    """Report public names without a docstring or a reference entry. With ``--strict``, the build fails."""
     for path, problem in check_names(_ids):
         _log.warning("%s %s", path, problem)
 
@@ -145,7 +145,7 @@ def _types(annotation: griffe.Expr | str | None, package: griffe.Module) -> Iter
 
 
 class Roles(griffe.Extension):  # type: ignore[misc]  # Griffe is optional
-    """Turns the cross references of docstrings, such as ``:meth:`load```, into links of the site."""
+    """Convert cross references of docstrings, such as ``:meth:`load```, to links of the site."""
 
     def on_package(self, *, pkg: griffe.Module, **_: object) -> None:
         """Rewrite the docstrings of a package."""
@@ -158,7 +158,7 @@ class Roles(griffe.Extension):  # type: ignore[misc]  # Griffe is optional
 
 
 def in_markdown(text: str, item: griffe.Object) -> str:
-    """Return a docstring as Markdown, whose ``Raises:`` have one class a line."""
+    """Return a docstring as Markdown, with one error class a line in ``Raises:``."""
 
     def linked(role: re.Match[str]) -> str:
         first, *rest = role[1].split(".")
@@ -179,7 +179,7 @@ def in_markdown(text: str, item: griffe.Object) -> str:
             for name in map(str.strip, classes.split(",")):
                 found.append(f"{section[1]}    {name}: {reason.strip()}\n")
                 if name in item.package["errors"].members and name not in item.module.members:
-                    # A module need not import an error to pass it on; the link needs the import.
+                    # The link needs the import, because a module need not import the errors that it propagates.
                     item.module.imports[name] = path = f"{PACKAGE}.errors.{name}"
                     item.module.set_member(name, griffe.Alias(name, path))
         return section[0].partition("\n")[0] + "\n" + "".join(found)

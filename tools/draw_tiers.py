@@ -1,6 +1,6 @@
-"""Draws docs/tiers.svg: the four tiers, what each survives, and how a state gets there.
+"""Draw docs/tiers.svg: the four tiers, the failures that each survives, and the path of a state.
 
-``python -m tools.draw_tiers [FILE]``; the ending of FILE decides the format. Needs matplotlib.
+``python -m tools.draw_tiers [FILE]``. The suffix of FILE selects the format. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _WIDTH, _HEIGHT, _GAP = 2.35, 2.3, 0.55
 
 
 def draw(path: Path) -> None:
-    """Write the picture to ``path``."""
-    # Letters as outlines, for not everybody has the font. Ids and date stay the same: drawn again, so does the file.
+    """Write the figure to ``path``."""
+    # Draw letters as outlines, because fonts differ between machines. Fixed ids and dates keep the file reproducible.
     mpl.rcParams.update({"svg.fonttype": "path", "svg.hashsalt": "tiers", "font.family": "DejaVu Sans"})
-    whole = len(_TIERS) * _WIDTH + (len(_TIERS) - 1) * _GAP
-    figure = Figure(figsize=(whole + 0.4, 3.75), facecolor=_PAPER)
+    total_width = len(_TIERS) * _WIDTH + (len(_TIERS) - 1) * _GAP
+    figure = Figure(figsize=(total_width + 0.4, 3.75), facecolor=_PAPER)
     axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_xlim(-0.2, whole + 0.2)
+    axes.set_xlim(-0.2, total_width + 0.2)
     axes.set_ylim(-1.25, 2.5)
     axes.axis("off")
     for number, tier in enumerate(_TIERS):
@@ -39,24 +39,24 @@ def draw(path: Path) -> None:
         _draw_tier(axes, left, *tier)
         if number:
             _arrow(axes, (left - _GAP + 0.06, _HEIGHT / 2), (left - 0.06, _HEIGHT / 2))
-    _draw_ways_in(axes)
+    _draw_capture(axes)
     metadata = {"Date": None} if path.suffix == ".svg" else None
     figure.savefig(path, metadata=metadata, dpi=110)
 
 
-def _draw_tier(axes: Axes, left: float, name: str, where: str, what: str, survives: str) -> None:
+def _draw_tier(axes: Axes, left: float, name: str, where: str, content: str, survives: str) -> None:
     style = "round,pad=0,rounding_size=0.12"
     box = FancyBboxPatch((left, 0), _WIDTH, _HEIGHT, boxstyle=style, lw=2.2, ec=_GREEN, fc="#e9f5f0")
     axes.add_patch(box)
     middle = left + _WIDTH / 2
     axes.text(middle, _HEIGHT - 0.33, name, ha="center", va="center", fontsize=14, fontweight="bold", color=_INK)
     axes.text(middle, _HEIGHT - 0.68, where, ha="center", va="center", fontsize=9.5, color=_INK)
-    axes.text(middle, _HEIGHT - 1.2, what, ha="center", va="center", fontsize=9.5, color=_INK, linespacing=1.4)
+    axes.text(middle, _HEIGHT - 1.2, content, ha="center", va="center", fontsize=9.5, color=_INK, linespacing=1.4)
     axes.text(middle, 0.42, f"survives {survives}", ha="center", va="center", fontsize=9.5, style="italic", color=_INK)
 
 
-def _draw_ways_in(axes: Axes) -> None:
-    """Draw how a state is captured: from the device by way of the staging buffer, from host memory into the ring."""
+def _draw_capture(axes: Axes) -> None:
+    """Draw the capture of a state: from the device through the staging buffer, and from host memory into the ring."""
     left, bottom, width = 0.0, -1.05, 2.35
     style = "round,pad=0,rounding_size=0.12"
     box = FancyBboxPatch((left, bottom), width, 0.6, boxstyle=style, lw=1.6, ec=_INK, fc=_PAPER)

@@ -1,7 +1,7 @@
-"""Draws docs/trace.svg: one iteration of a real training, as its trace shows it.
+"""Draw docs/trace.svg: one iteration of a real training, from its trace.
 
-``python -m tools.draw_trace [FILE]``; the ending of FILE decides the format. Needs matplotlib. The training runs on
-one core, so that another is left for the copies; on a machine with more to do than that the picture shows it.
+``python -m tools.draw_trace [FILE]``. The suffix of FILE selects the format. Needs matplotlib. The training runs on one
+core, so that another core is free for the copies. Other load on the machine shows in the figure.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LANES = ("training waits", "copies, by size", "digests", "writes")
 
 
 def train(path: Path) -> None:
-    """Train a small model with a checkpoint every other step, under a trace."""
+    """Train a small model with a checkpoint at every other step, and trace it."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     blocks = (torch.nn.Sequential(torch.nn.Linear(_WIDTH, _WIDTH), torch.nn.GELU()) for _ in range(_BLOCKS))
@@ -58,13 +58,13 @@ def train(path: Path) -> None:
             loss.backward()
             with asymcheck.events.timed("optimizer", detail=partial(dict, step=step - 1)):
                 optimizer.step()
-            # One at a time, or the picture would show two.
+            # Wait for each checkpoint, so that the figure shows only one.
             checkpointer.wait()
             checkpointer.step(step)
 
 
 def check(records: list[dict[str, Any]]) -> None:
-    """Fail unless every deferred partition was copied between ``step()`` and the optimizer's change."""
+    """Raise an error unless every deferred partition was copied between ``step()`` and the optimizer step."""
     ends = {record["args"]["step"]: _end(record) for record in records if record.get("cat") == "fence"}
     begins = {record["args"]["step"]: record["ts"] for record in records if record.get("cat") == "step"}
     copies = [record for record in records if record.get("cat") == "copy"]
@@ -74,21 +74,21 @@ def check(records: list[dict[str, Any]]) -> None:
 
 
 def draw(records: list[dict[str, Any]], path: Path) -> None:
-    """Write the picture of one iteration to ``path``."""
+    """Write the figure of one iteration to ``path``."""
     mpl.rcParams.update({"svg.fonttype": "path", "svg.hashsalt": "trace", "font.family": "DejaVu Sans"})
-    mine = _least_disturbed(records)
-    windows = [record for record in mine if record["cat"] == "window"]
-    start = next(record["ts"] for record in mine if record["cat"] == "step")
-    end = max(_end(record) for record in mine if record["cat"] == "optimizer")
+    iteration = _least_disturbed(records)
+    windows = [record for record in iteration if record["cat"] == "window"]
+    start = next(record["ts"] for record in iteration if record["cat"] == "step")
+    end = max(_end(record) for record in iteration if record["cat"] == "optimizer")
     figure = Figure(figsize=(12, 4.2), facecolor=_PAPER)
     axes = figure.add_axes((0.11, 0.14, 0.87, 0.68))
     for window in windows:
         left, width = (window["ts"] - start) / 1e3, window["dur"] / 1e3
         axes.axvspan(left, left + width, color=_COLORS[window["name"]], lw=0)
         axes.axvline(left, color=_PAPER, lw=1.2)
-    lines = sorted({record["tid"] for record in mine if record["cat"] == "write"})
-    largest = max(record["args"]["bytes"] for record in mine if record["cat"] == "copy")
-    for record in mine:
+    lines = sorted({record["tid"] for record in iteration if record["cat"] == "write"})
+    largest = max(record["args"]["bytes"] for record in iteration if record["cat"] == "copy")
+    for record in iteration:
         if record["cat"] in _LANE_OF:
             _bar(axes, record, start, largest, lines)
     for phase in ("forward", "backward"):
@@ -111,7 +111,7 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def _least_disturbed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events of the shortest iteration that has a plan."""
+    """Return the events of the shortest iteration with a plan."""
     spans: dict[int, float] = {}
     for window in records:
         if window.get("cat") == "window" and window["args"]["step"] >= _PLANNED:
@@ -121,7 +121,7 @@ def _least_disturbed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _bar(axes: Axes, record: dict[str, Any], start: float, largest: int, lines: list[int]) -> None:
-    """Draw one interval in its lane; the height of a copy is its size, and each thread that writes has its line."""
+    """Draw one interval in its lane. The height of a copy is its size, and each writer thread has its own line."""
     bottom, height = len(_LANES) - 1 - _LANE_OF[record["cat"]] + 0.25, 0.5
     if record["cat"] == "copy":
         bottom, height = bottom - 0.21, 0.9 * record["args"]["bytes"] / largest

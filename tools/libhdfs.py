@@ -1,6 +1,6 @@
-"""Hadoop's own client in C for tests: libhdfs, which no package ships, built from the source that pydoop carries.
+"""Build libhdfs, Hadoop's C client, for tests, from the source that pydoop ships, because no package contains it.
 
-It needs gcc and a JDK (``jni.h``); ``pyarrow.fs.HadoopFileSystem`` loads it, and a JVM, into the process.
+The build needs gcc and a JDK (``jni.h``). ``pyarrow.fs.HadoopFileSystem`` loads libhdfs and a JVM into the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LIBRARY = CACHE / "native" / "libhdfs.so"
 
 
 def java_home() -> Path | None:
-    """Return the folder of a JDK, with headers; None where there is none."""
+    """Return the folder of a JDK with headers, or None if there is none."""
     compiler = shutil.which("javac")
     homes = [os.environ.get("JAVA_HOME"), compiler and str(Path(compiler).resolve().parents[1])]
     return next((Path(home) for home in homes if home and Path(home, "include", "jni.h").exists()), None)
@@ -36,7 +36,7 @@ def environment(cluster: LocalHdfs, home: Path) -> dict[str, str]:
         "JAVA_HOME": str(home),
         "ARROW_LIBHDFS_DIR": str(LIBRARY.parent),
         "CLASSPATH": cluster.classpath,
-        # As little as possible beside the tests.
+        # Use little memory, because the tests run at the same time.
         "LIBHDFS_OPTS": "-Xmx256m -XX:+UseSerialGC",
     }
 
@@ -53,13 +53,13 @@ def _build(home: Path) -> None:
         command += [f"-I{header}" for header in headers] + [str(file) for file in files]
         command += [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ljvm", "-lpthread"]
         subprocess.run(command, check=True)
-        # In one step: another process may build it, too.
+        # Rename atomically, because another process may build at the same time.
         built.rename(LIBRARY)
 
 
 def _source(scratch: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
-    # Its setup is run to find its name; nothing of it is compiled or installed.
+    # pip runs its setup to find its name, but compiles and installs nothing.
     pip += ["--no-binary", ":all:", "--no-build-isolation", "--dest", str(scratch), "pydoop==2.0.0"]
     subprocess.run(pip, check=True)
     archive = scratch / f"{SOURCE}.tar.gz"

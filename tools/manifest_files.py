@@ -1,4 +1,4 @@
-"""Manifest files made of rows, for vectors, tests and benchmarks; the package itself makes them of columns."""
+"""Create manifest files from rows, for vectors, tests and benchmarks. The package creates them from columns."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from asymcheck.format.manifest import (
 
 
 def encode_manifest(header: ManifestHeader, rows: Sequence[TensorRow]) -> bytes:
-    """Return the bytes of a manifest file; its name is :func:`digest` of them.
+    """Return the bytes of a manifest file; its name is their :func:`digest`.
 
     Raises:
-        LimitError: it would be too large.
+        LimitError: the file would be too large.
     """
     values = {name: [getattr(row, name) for row in rows] for name in DESCRIBING}
-    # Flat columns, not row objects: a million extents take a tenth of the time and memory.
+    # Build flat columns instead of row objects. For a million extents, this needs a tenth of the time and memory.
     flat = [extent for row in rows for extent in row.extents]
     extents = extents_column(
         np.cumsum([0, *(len(row.extents) for row in rows)], dtype=np.int32),

@@ -144,7 +144,7 @@ def problems() -> Iterator[Problem]:
     """Check everything in the checkout that a person reads, except generated reports."""
     for pattern in DOCUMENTS:
         for path in sorted(ROOT.glob(pattern)):
-            # Reports are generated; the benchmarks hold their words.
+            # Skip generated reports; their text is in the benchmarks.
             if RESULTS not in path.parents:
                 yield from check_document(path)
     for package in PACKAGES:

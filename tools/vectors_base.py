@@ -1,4 +1,4 @@
-"""Definition of a golden vector, and the fixed ids, times and bytes of all vectors."""
+"""Define golden vectors, and the fixed ids, times and bytes of all vectors."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from asymcheck.format.digest import digest
 from asymcheck.types import Digest, PackId, SaveId
 
 SEED = 20261120
-"""Everything that looks random in a vector comes from this number and a label."""
+"""Seed from which, together with a label, all pseudo-random bytes of vectors are derived."""
 
 CREATED_NS = 1_790_000_000_000_000_000
-"""The time in every vector: 2026-09-21."""
+"""Time in every vector: 2026-09-21."""
 
 WRITER = "asymcheck 0.1.0"
-"""The writer in every vector: vectors do not change when the package's version does."""
+"""Writer in every vector, which does not change with the version of the package."""
 
 STRUCTURES = ("record", "frame", "pack", "manifest", "tree", "catalog", "layout", "ring", "codec")
-"""Folders of well-formed vectors; ``invalid`` is beside them."""
+"""Folders of well-formed vectors, next to the folder ``invalid``."""
 
 INVALID = "invalid"
 
 
 @dataclasses.dataclass(frozen=True)
 class Vector:
-    """Bytes, and the result that a reader must decode from them."""
+    """The bytes of a vector, and the result that a reader must decode from them."""
 
     folder: str
-    """A structure, or ``invalid``."""
+    """Name of a structure, or ``invalid``."""
     name: str
-    """File name without ending."""
+    """File name without suffix."""
     data: bytes
-    """The bytes of ``NAME.bin``."""
+    """Bytes of ``NAME.bin``."""
     facts: Mapping[str, object]
-    """The content of ``NAME.json``."""
+    """Content of ``NAME.json``."""
 
 
 def valid(folder: str, name: str, data: bytes, why: str, value: object, **more: object) -> Vector:
-    """Return a vector that a reader must accept and read as ``value``; ``more`` is context that reading needs."""
+    """Return a vector that a reader must accept and read as ``value``; ``more`` is more context for the reader."""
     return Vector(folder, name, data, {"why": why, **more, "value": value})
 
 
@@ -50,20 +50,20 @@ def invalid(
 ) -> Vector:
     """Return a vector that a reader must refuse with an error of ``error_kind``.
 
-    Where two rules are broken at once, as a wrong payload breaks both stored_sum and digest, another reader may just as
-    well give the kind ``also``.
+    If bytes break two rules, another reader may report the kind ``also``. For example, a wrong payload breaks both
+    stored_sum and digest.
     """
     facts = {"structure": structure, "error_kind": error_kind, "why": why, **more}
     return Vector(INVALID, f"{structure}-{name}", data, facts if also is None else {**facts, "or": also})
 
 
 def fixed_bytes(label: str, length: int) -> bytes:
-    """Return bytes that look random and are the same in every run."""
+    """Return pseudo-random bytes that are the same in every run."""
     return random.Random(f"{SEED}:{label}").randbytes(length)
 
 
 def plain_bytes(label: str, length: int) -> bytes:
-    """Return the plain bytes of a partition: 64 fixed bytes over and over, so that the repository stays small."""
+    """Return the plain bytes of a partition: 64 fixed bytes repeated, so that the repository stays small."""
     return (fixed_bytes(label, 64) * (length // 64 + 1))[:length]
 
 
@@ -96,12 +96,12 @@ def flipped(data: bytes, offset: int) -> bytes:
 
 
 def json_text(value: object) -> str:
-    """Return JSON as the files of the corpus have it."""
+    """Return JSON in the layout of the vector files."""
     return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=True, allow_nan=False) + "\n"
 
 
 def write_vectors(vectors: Iterable[Vector], out: Path) -> int:
-    """Replace the vectors below ``out`` by these; return how many there are."""
+    """Replace the vectors below ``out``; return their number."""
     by_path: dict[Path, Vector] = {}
     for vector in vectors:
         path = out / vector.folder / vector.name

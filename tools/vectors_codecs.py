@@ -1,4 +1,4 @@
-"""Vectors of partitions in every codec (SPEC.md §12): packs, because a frame may need others."""
+"""Vectors of partitions in every codec (SPEC.md §12). They are packs, because a frame may need other frames."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HUFFMAN = bytes.fromhex(
     "4a5d924565ebdc6bae998c456602eb1e370811006a2928365906b19a2073f57e063f0dae2f420ebed91fa3b501b85d209505"
     "3a6001182865c155c5e7d72c03"
 )
-"""A frame that a real compressor made: literals coded by their frequency, and matches."""
+"""A frame of a real compressor, with literals coded by frequency and with matches."""
 
 _SENTENCE = b"I am a plain part of some text; a checkpoint of parts is a plain text of checkpoints. "
 _SENTENCES = b"some parts are plain, some checkpoints are text; most are parts of checkpoints."
@@ -46,7 +46,7 @@ FLOAT16 = (
 
 
 def _like_weights(label: str, width: int, count: int) -> bytes:
-    """Return floats as training leaves them: exponents that change seldom, signs and fractions that look random."""
+    """Return floats like those of a training: exponents that seldom change, pseudo-random signs and fractions."""
     noise = fixed_bytes(label, width * count)
     elements = bytearray(noise)
     for number in range(count):

@@ -1,4 +1,4 @@
-"""Vectors of encoded partitions that break one rule of SPEC.md §12 each."""
+"""Vectors of encoded partitions, each of which breaks one rule of SPEC.md §12."""
 
 from __future__ import annotations
 

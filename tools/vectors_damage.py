@@ -1,4 +1,4 @@
-"""Vectors of frames and packs that break one rule each (SPEC.md §7.1, §7.2)."""
+"""Vectors of frames and packs, each of which breaks one rule (SPEC.md §7.1, §7.2)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def u64(value: int) -> bytes:
 
 
 def reseal_frame(frame: bytes) -> bytes:
-    """Make both checksums of a frame's header right again, so that only the rule under test is broken."""
+    """Recompute both checksums of a frame's header, so that only the rule under test is broken."""
     checked = patched(frame, (88, sum8(frame[:88])))
     return patched(checked, (120, sum8(checked[88:120])))
 
@@ -106,15 +106,15 @@ def _frame_headers() -> Iterator[Vector]:
         yield _frame(name, reseal_frame(patched(frame, (offset, change))), kind, why)
     for number, codec in ((0, 1), (0, 2), (1, 3), (2, 4)):
         based = patched(_FRAME, (10, bytes([number, codec])), (56, fixed_bytes("base", 16) if number else bytes(16)))
-        own = reseal_frame(patched(based, (56, _FRAME[16:32])))
-        yield _frame(f"codec-{codec}-own-base", own, "bad-structure", "a base that is the frame itself")
+        self_based = reseal_frame(patched(based, (56, _FRAME[16:32])))
+        yield _frame(f"codec-{codec}-own-base", self_based, "bad-structure", "a base that is the frame itself")
         parameters = reseal_frame(patched(based, (76, b"\1")))
         yield _frame(f"codec-{codec}-parameters", parameters, "bad-structure", "no codec has parameters")
         summed = reseal_frame(patched(based, (48, bytes(8))))
         yield _frame(f"codec-{codec}-stored-sum", summed, "bad-checksum", "the payload of an encoded frame is summed")
     based = patched(_FRAME, (11, u8(2)), (56, fixed_bytes("base", 16)))
     yield _frame("codec-2-base", reseal_frame(based), "bad-structure", "a full frame has no base, however encoded")
-    # Within all limits: a reader that trusts the header allocates 1 GiB for 128 bytes.
+    # All limits are respected. A reader that trusts the header allocates 1 GiB for 128 bytes.
     huge = patched(_FRAME, (32, u64(1 << 30)), (40, u64(1 << 30)), (72, u32(4096)))
     yield _frame("claims-a-gibibyte", reseal_frame(huge), "truncated", "the bytes end long before the payload")
 
@@ -132,7 +132,7 @@ def _frame_contents() -> Iterator[Vector]:
         ("digest-of-another", patched(_FRAME, (16, wrong), (48, wrong[8:])), "the digest of other bytes"),
         ("digest-little-endian", patched(_FRAME, (16, turned), (48, turned[8:])), "the canonical order is big-endian"),
     ):
-        # For codec identity stored_sum is half of the digest, so a reader may look at the digest alone.
+        # For codec identity, stored_sum is half of the digest, so a reader may check only the digest.
         yield _frame(name, reseal_frame(data), "digest-mismatch", why, also="bad-checksum")
     half = reseal_frame(patched(_FRAME, (16, wrong[:8])))
     yield _frame("digest-first-half", half, "digest-mismatch", "stored_sum covers only the second half of the digest")
@@ -215,7 +215,7 @@ def _pack_headers() -> Iterator[Vector]:
     yield _pack(
         "frame-count-limit", _with_header(_PACK, *over), "limit-exceeded", "2^22 frames need too large an index"
     )
-    # Within all limits: a reader that trusts the header allocates 256 MiB for a file of 20 KiB.
+    # All limits are respected. A reader that trusts the header allocates 256 MiB for a file of 20 KiB.
     count = (1 << 28) // 64 - 1
     offset = end - 4096
     large = ((32, u64(count)), (48, u64(64 + 64 * count)), (56, u64(offset + (1 << 28))))
@@ -227,7 +227,7 @@ def _pack_headers() -> Iterator[Vector]:
 
 
 def _with_index(parts: PackParts, *changes: tuple[int, bytes]) -> bytes:
-    """Change bytes of the index and make its checksums right again."""
+    """Change bytes of the index and recompute its checksums."""
     index = patched(parts.index, *changes)
     count = len(parts.frames)
     index = patched(index, (48, sum8(index[64 : 64 + 64 * count]))) if _entries_changed(changes) else index
@@ -304,11 +304,16 @@ def _pack_entries() -> Iterator[Vector]:
 
 def _pack_frames() -> Iterator[Vector]:
     first, second = _PACK.frames
-    other = make_frame(_SMALL, pack_id("other"))
-    late = make_frame(_SMALL, PACK_ID, 1)
+    foreign = make_frame(_SMALL, pack_id("other"))
+    stamped_later = make_frame(_SMALL, PACK_ID, 1)
     for name, frames, kind, why in (
-        ("frame-of-other-pack", (other, second), "bad-structure", "a frame that was stamped for another pack"),
-        ("frame-of-other-place", (late, second), "bad-structure", "a frame that was stamped for another place"),
+        ("frame-of-other-pack", (foreign, second), "bad-structure", "a frame that was stamped for another pack"),
+        (
+            "frame-of-other-place",
+            (stamped_later, second),
+            "bad-structure",
+            "a frame that was stamped for another place",
+        ),
         ("frame-zero", (bytes(4096), second), "bad-magic", "a frame that was never written"),
     ):
         yield _pack(name, dataclasses.replace(_PACK, frames=frames).data, kind, why)

@@ -11,7 +11,7 @@ from tools.vectors_manifest_invalid import ROWS, ROWS_HEADER, arrow_file, column
 
 
 def header_damage_vectors() -> Iterator[Vector]:
-    """Yield every manifest whose header alone is wrong."""
+    """Yield every manifest in which only the header is wrong."""
     yield from _header_text()
     yield from _header_values()
 

@@ -1,4 +1,4 @@
-"""Vectors of manifests that are well formed (SPEC.md §7.3)."""
+"""Vectors of well-formed manifests (SPEC.md §7.3)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def stored_row(name: str, shape: Sequence[int], extents: Sequence[Extent], role:
 
 
 def extent(label: str, offset: int, length: int, whole: int) -> Extent:
-    """Return a byte range of the partition that :func:`plain_bytes` gives for a label."""
+    """Return a byte range of the partition that :func:`plain_bytes` returns for a label."""
     return Extent(partition_digest(label, whole), offset, length, whole)
 
 
@@ -98,7 +98,7 @@ TREE: Node = [
 
 
 def row_json(row: TensorRow) -> dict[str, object]:
-    """Return a row as vectors write it, with the keys of SPEC.md's table of columns."""
+    """Return a row in the layout of vectors, with the keys of SPEC.md's table of columns."""
     return {
         "name": row.name,
         "aliases": list(row.aliases),
@@ -115,7 +115,7 @@ def row_json(row: TensorRow) -> dict[str, object]:
 
 
 def header_json(header: ManifestHeader) -> dict[str, object]:
-    """Return a header as vectors write it, with the keys of SPEC.md's table of the header."""
+    """Return a header in the layout of vectors, with the keys of SPEC.md's table of the header."""
     return {
         "format": 1,
         "reader_features": [],

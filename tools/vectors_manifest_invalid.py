@@ -1,4 +1,4 @@
-"""Vectors of manifests that break one rule each (SPEC.md §7.3), most of them written by pyarrow itself."""
+"""Vectors of manifests, each of which breaks one rule (SPEC.md §7.3). pyarrow writes most of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _GOOD = encode_manifest(ROWS_HEADER, ROWS)
 
 
 def columns_of(rows: list[TensorRow]) -> Columns:
-    """Return rows as columns of plain values, which a vector may change as it likes."""
+    """Return rows as columns of plain values, which a vector may change."""
     columns: Columns = {name: [] for name in SCHEMA.names}
     for row in rows:
         values = row_json(row)
@@ -54,7 +54,7 @@ def arrow_file(
     batches: int = 1,
     metadata: Mapping[bytes, bytes] | pa.KeyValueMetadata | None = None,
 ) -> bytes:
-    """Return an Arrow IPC file, whether or not a manifest may look like that."""
+    """Return an Arrow IPC file, valid as a manifest or not."""
     arrays = [pa.array(columns[field.name], type=field.type) for field in schema]
     entries = {METADATA_KEY: header} if metadata is None else metadata
     full = schema.with_metadata(entries) if entries else schema
@@ -67,17 +67,17 @@ def arrow_file(
 
 
 def header_bytes(**changes: object) -> bytes:
-    """Return the header of a good manifest with some keys changed."""
+    """Return the header of a valid manifest with some keys changed."""
     return canonical_json({**header_json(ROWS_HEADER), **changes})
 
 
 def refused(name: str, data: bytes, kind: str, why: str, path: str | None = None, also: str | None = None) -> Vector:
-    """Return the vector of a manifest that is to be refused."""
+    """Return the vector of a manifest that a reader must refuse."""
     return invalid("manifest", name, data, kind, why, path=path or manifest_path(data), also=also)
 
 
 def manifest_damage_vectors() -> Iterator[Vector]:
-    """Yield every malformed manifest, but for those whose header alone is wrong."""
+    """Yield every malformed manifest, except manifests with a wrong header."""
     yield from _files()
     yield from _contradictions()
     yield from _schemas()
@@ -102,13 +102,13 @@ def _files() -> Iterator[Vector]:
     )
     yield refused("flipped", flipped(_GOOD, len(_GOOD) // 2), "bad-checksum", "a bit is flipped", manifest_path(_GOOD))
     yield refused("other-digest", _GOOD, "bad-checksum", "the name has another digest", manifest_path(_GOOD + b"\0"))
-    # The stream format has the same messages without the file's frame.
+    # The stream format has the same messages, but not the frame of the file format.
     start = 8
     yield refused("stream", _GOOD[start:], "bad-magic", "Arrow's stream format, not its file format")
 
 
 def _contradictions() -> Iterator[Vector]:
-    """Yield files whose first message and footer, which both hold the schema, differ."""
+    """Yield files whose first message and footer contain different schemas."""
     for name, good, other in (
         ("schema", b"global_shape", b"global_shapf"),
         ("header", b'"step":1200', b'"step":1201'),
@@ -177,7 +177,7 @@ def _paths() -> Iterator[Vector]:
 
 
 def _row_file(changes: Mapping[str, object], row: int = 0) -> bytes:
-    """Return a manifest in which some values of one row are others."""
+    """Return a manifest in which some values of one row are replaced."""
     columns = columns_of(ROWS)
     for name, value in changes.items():
         columns[name][row] = value
@@ -224,7 +224,7 @@ def _shapes() -> Iterator[Vector]:
         ("role", {"role": "bias"}, "a role that the registry lacks"),
     ):
         yield refused(f"row-{name}", _row_file(changes), "bad-structure", why)
-    # 2^62 in each of 40,000 dimensions: a reader that multiplies before counting takes minutes.
+    # Dimensions of 2^62, 40,000 times: a reader that multiplies before it counts takes minutes.
     many = [1 << 62] * 40_000
     data = _row_file({"shape": many, "global_shape": many, "offset": [0] * len(many)})
     yield refused("row-dimensions-many", data, "bad-structure", "40 000 dimensions of 2^62")
@@ -286,7 +286,7 @@ def _extents() -> Iterator[Vector]:
 
 
 def _buffers() -> Iterator[Vector]:
-    """Yield files whose buffers contradict each other, which only a full validation finds."""
+    """Yield files whose buffers contradict each other, which only a full validation detects."""
     names = np.cumsum([0, *(len(row.name) for row in ROWS)]).tolist()
     dimensions = np.cumsum([0, *(len(row.shape) for row in ROWS)]).tolist()
 

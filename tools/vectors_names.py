@@ -19,7 +19,7 @@ _OWNER = Owner(4711, 123456, "01234567-89ab-cdef-0123-456789abcdef", "pid:[40265
 
 
 def layout_vectors() -> Iterator[Vector]:
-    """Yield names that follow the grammar, and foreign ones (value null)."""
+    """Yield names that follow the grammar, and names that do not (value null)."""
 
     def name(kind: str, text: str, value: object, why: str) -> Vector:
         label = "-".join(re.findall("[a-z0-9]+", why.lower()))

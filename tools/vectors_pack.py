@@ -1,4 +1,4 @@
-"""Vectors of frames and packs that are well formed (SPEC.md §7.1, §7.2)."""
+"""Vectors of well-formed frames and packs (SPEC.md §7.1, §7.2)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_frame(plain: bytes, place: PackId = PACK_ID, sequence: int = 0, shift: 
 
 @dataclasses.dataclass(frozen=True)
 class PackParts:
-    """A pack in its parts, each of which an invalid vector may replace."""
+    """The parts of a pack, each of which an invalid vector may replace."""
 
     header: bytes
     """The header block."""
@@ -42,7 +42,7 @@ class PackParts:
 
 
 def make_pack(plains: Sequence[bytes], place: PackId = PACK_ID, shifts: Sequence[int] = ()) -> PackParts:
-    """Return a pack of these partitions; ``shifts`` are those of their payloads, 0 where there are none."""
+    """Return a pack of these partitions; ``shifts`` are the shifts of their payloads, by default 0."""
     shifts = [*shifts, *[0] * (len(plains) - len(shifts))]
     frames = tuple(make_frame(plain, place, i, shifts[i]) for i, plain in enumerate(plains))
     entries = np.zeros(len(plains), dtype=ENTRY_DTYPE)
@@ -82,7 +82,7 @@ def frame_vectors() -> Iterator[Vector]:
     """Yield well-formed frames."""
 
     def frame(name: str, plain: bytes, why: str, place: PackId = PACK_ID, sequence: int = 0, shift: int = 0) -> Vector:
-        # The payload is 64 bytes over and over: saying them once keeps the text readable.
+        # The payload repeats 64 bytes. Storing them once keeps the text readable.
         value = {**_frame_value(plain, place, sequence, shift), "payload_pattern": plain[:64].hex()}
         context = {"place_id": place.hex(), "sequence": sequence, "path": f"packs/{place.hex()}.pack"}
         return valid("frame", name, make_frame(plain, place, sequence, shift), why, value, **context)

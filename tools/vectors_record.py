@@ -29,7 +29,7 @@ def fields_of(record: bytes) -> Fields:
 
 
 def blocks(text: bytes) -> bytes:
-    """Return a record file around any text, whether or not that is canonical JSON."""
+    """Return a record file around any text, canonical JSON or not."""
     body = text + b"\n" + digest(text).hex().encode("ascii") + b"\n"
     return (body.ljust(_BLOCK - 1, b" ") + b"\n") * 2
 
@@ -112,7 +112,7 @@ def _not_canonical() -> Iterator[Vector]:
         ("utf-16", text.decode().encode("utf-16-le"), "JSON that is not UTF-8"),
         ("nan", text[:-1] + b',"z":NaN}', "NaN is not JSON"),
     ):
-        # Such a block may also be said not to be intact.
+        # A reader may also report such a block as damaged.
         data = blocks(changed)
         yield invalid("descriptor", name, data, "bad-structure", why, also="bad-checksum", path=DESCRIPTOR_PATH)
 

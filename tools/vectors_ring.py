@@ -76,7 +76,7 @@ def _framed(plain: bytes, block: int) -> bytes:
 
 
 def _manifest(step: int, seconds: int, plains: list[bytes]) -> tuple[SaveId, bytes]:
-    """Return the save id and the manifest of a capture of these partitions, one tensor each."""
+    """Return the save id and the manifest of a capture of these partitions, with one tensor each."""
     ref = CheckpointRef(3, step, save_id(f"ring {step}", seconds))
     rows = [
         stored_row(f"model.{number}", (len(plain) // 4,), [Extent(digest(plain), 0, len(plain), len(plain))])
@@ -119,7 +119,7 @@ def _capture_json(number: int, entry: CaptureEntry) -> dict[str, object]:
 def _valid(
     name: str, data: bytes, why: str, plains: Parts, captures: Mapping[int, CaptureEntry] | None = None
 ) -> Vector:
-    """Return a ring in which a reader finds frames of ``plains``, by block, and ``captures``, by number."""
+    """Return a ring in which a reader finds the frames ``plains``, by block, and ``captures``, by number."""
     copies = [data[:_BLOCK], data[_BLOCK : 2 * _BLOCK]]
     intact = [copy for copy in copies if digest(copy[: copy.index(b"\n")]).hex().encode() in copy]
     value = {
@@ -142,8 +142,8 @@ def _with_captures() -> Iterator[Vector]:
     complete_id, complete = _manifest(1200, 120, [_PARTITION, _LONGER])
     durable_id, durable = _manifest(1100, 60, [_PARTITION])
     size = -(-(128 + len(complete)) // _BLOCK)
-    places = {_FIRST: _PARTITION, _FIRST + 2: _LONGER, _FIRST + 5: complete, _FIRST + 5 + size: durable}
-    parts = {block: _framed(plain, block) for block, plain in places.items()}
+    frames = {_FIRST: _PARTITION, _FIRST + 2: _LONGER, _FIRST + 5: complete, _FIRST + 5 + size: durable}
+    parts = {block: _framed(plain, block) for block, plain in frames.items()}
     parts[_FIRST + 1] = fixed_bytes("what lay there before", _BLOCK)
     parts[_FIRST + 4] = make_frame(plain_bytes("another life", 900), _OTHER, _FIRST + 4)
     blocks = 6 + size + -(-(128 + len(durable)) // _BLOCK)
@@ -153,12 +153,12 @@ def _with_captures() -> Iterator[Vector]:
     }
     entries = {number: encode_entry(entry) for number, entry in captures.items()}
     why = "two captures, one of them durable; between their frames garbage, and a frame of another ring"
-    yield _valid("captures", _ring(blocks, parts, entries), why, places, captures)
+    yield _valid("captures", _ring(blocks, parts, entries), why, frames, captures)
     why = "an entry that was not written to its end names no capture; its manifest is a frame all the same"
     torn = {**entries, 0: entries[0][:40].ljust(64, b"\0")}
-    yield _valid("entry-not-written-to-its-end", _ring(blocks, parts, torn), why, places, {63: captures[63]})
+    yield _valid("entry-not-written-to-its-end", _ring(blocks, parts, torn), why, frames, {63: captures[63]})
     wrong = {**entries, 63: flipped(entries[63], 24)}
-    yield _valid("entry-sum", _ring(blocks, parts, wrong), "a bit of a state is flipped", places, {0: captures[0]})
+    yield _valid("entry-sum", _ring(blocks, parts, wrong), "a bit of a state is flipped", frames, {0: captures[0]})
     yield _valid("no-captures", _ring(3, {_FIRST: parts[_FIRST]}, {}), "a frame, no capture", {_FIRST: _PARTITION})
     yield _valid("nothing", _ring(1, {}, {}), "a ring into which nothing was written", {})
     yield from _ignored_entries()
@@ -188,24 +188,24 @@ def _ignored_entries() -> Iterator[Vector]:
     ):
         entries = {**dict(enumerate(bad)), **{number: encode_entry(one) for number, one in kept.items()}}
         data = _ring(2, {_FIRST: _framed(_PARTITION, _FIRST)}, entries)
-        told = f"entries that are ignored though their sums are right: {why}; two that are not"
-        yield _valid(f"entry-{name}", data, told, {_FIRST: _PARTITION}, kept)
+        text = f"entries that are ignored though their sums are right: {why}; two that are not"
+        yield _valid(f"entry-{name}", data, text, {_FIRST: _PARTITION}, kept)
 
 
 def _headers() -> Iterator[Vector]:
-    places = {_FIRST: _PARTITION}
+    frames = {_FIRST: _PARTITION}
     parts = {_FIRST: _framed(_PARTITION, _FIRST)}
     data = _ring(1, parts, {})
-    yield _valid("first-copy-damaged", flipped(data, 40), "the second copy of the header is read", places)
-    yield _valid("second-copy-damaged", flipped(data, _BLOCK + 40), "the first copy of the header is read", places)
+    yield _valid("first-copy-damaged", flipped(data, 40), "the second copy of the header is read", frames)
+    yield _valid("second-copy-damaged", flipped(data, _BLOCK + 40), "the first copy of the header is read", frames)
     extra = _changed(_header(1), remark=[1, {}])
-    yield _valid("extra-key", _ring(1, parts, {}, extra), "keys of later versions are ignored", places)
+    yield _valid("extra-key", _ring(1, parts, {}, extra), "keys of later versions are ignored", frames)
     behind = data + _framed(_LONGER, _FIRST + 1)
-    yield _valid("longer-file", behind, "what lies behind the data is not looked at, not even a frame", places)
+    yield _valid("longer-file", behind, "what lies behind the data is not looked at, not even a frame", frames)
 
 
 def _not_frames() -> Iterator[Vector]:
-    at, places = _FIRST + 1, {_FIRST: _PARTITION}
+    at, frames = _FIRST + 1, {_FIRST: _PARTITION}
     sound = _framed(_LONGER, at)
 
     def described(digest_of: bytes, **changes: int | bytes) -> bytes:
@@ -226,7 +226,7 @@ def _not_frames() -> Iterator[Vector]:
         ("not-on-a-block", (bytes(64) + sound)[: len(sound)], "a frame that does not begin on a block"),
     ):
         data = _ring(3, {_FIRST: _framed(_PARTITION, _FIRST), at: bad}, {})
-        yield _valid(f"no-frame-{name}", data, f"not found: {why}", places)
+        yield _valid(f"no-frame-{name}", data, f"not found: {why}", frames)
     within = _framed(_PARTITION, at)
     unfinished = patched(_framed(plain_bytes("unfinished", 6000), _FIRST), (0, bytes(_BLOCK)), (_BLOCK, within))
     why = "a place that is being filled, and in it a frame of before that is not overwritten yet"
@@ -252,11 +252,11 @@ def _malformed() -> Iterator[Vector]:
     yield ring("both-copies", both, "bad-checksum", "a bit of each copy of the header is flipped")
     descriptor = DESCRIPTOR + sound[2 * _BLOCK :]
     yield ring("descriptor", descriptor, "bad-structure", "a record of another kind: the descriptor of a store")
-    for name, store, own, why in (
+    for name, store, ring_id, why in (
         ("other-name", STORE_ID, _OTHER, "a sound ring in a file that is named for another"),
         ("other-store", fixed_bytes("another store", 16), RING_ID, "a ring that is named for another store"),
     ):
-        yield ring(name, sound, "bad-structure", why, ring_name(store, own))
+        yield ring(name, sound, "bad-structure", why, ring_name(store, ring_id))
     for key in fields_of(header):
         kept = encode_record({name: value for name, value in fields_of(header).items() if name != key})
         yield ring(f"no-{key}", kept + sound[2 * _BLOCK :], "bad-structure", f"{key} is missing")

@@ -1,4 +1,4 @@
-"""The states that the frozen stores hold."""
+"""Create the states of the frozen stores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.vectors_base import fixed_bytes
 
 
 def training_state(step: int, change: int | None = None) -> dict[str, object]:
-    """Return a model and its optimizer at a step; ``change`` is the third of the large weight that differs."""
+    """Return a model and its optimizer at a step; ``change`` is the third of the large weight that changes."""
     weight = torch.arange(3000, dtype=torch.float32).reshape(30, 100)
     if change is not None:
         weight[10 * change + 5] = float(step)
@@ -22,7 +22,7 @@ def training_state(step: int, change: int | None = None) -> dict[str, object]:
     model["wte.weight"] = model["lm_head.weight"] = embedding
     model["h.weight"] = weight
     model["h.bias"] = torch.full((100,), step / 7)
-    # As Module.state_dict() does it.
+    # Use the same mapping as Module.state_dict().
     setattr(model, "_metadata", OrderedDict([("", {"version": 1}), ("h", {"version": 1})]))  # noqa: B010 - not ours
     moments = {"exp_avg": embedding / 3, "exp_avg_sq": embedding * embedding, "step": torch.tensor(float(step))}
     group = {"lr": 1e-3 / (step + 1), "betas": (0.9, 0.999), "amsgrad": False, "params": [0]}
@@ -71,7 +71,7 @@ def _tensors() -> dict[str, object]:
         "slice": base[3:9:2],
         "overlapping": [base[:16], base[8:]],
         "tied": [tied, {"again": tied}],
-        # A payload in blocks of its own, and one that shares the header's block.
+        # One payload has blocks of its own, and one payload shares the header's block.
         "large": torch.arange(16500, dtype=torch.int32) % 97,
         "bundled": [torch.full((300,), 1.0), torch.full((500,), 2.0)],
     }

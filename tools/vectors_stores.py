@@ -1,6 +1,6 @@
-"""The frozen stores: a small store with everything in it, and the files that a crash at each step of a save leaves.
+"""Create the frozen stores: a small store with every feature, and the files that a crash at each step of a save leaves.
 
-A store is written by the library itself, so its ids and times are new in every run: it is made once for a version.
+The library writes the stores, so their ids and times differ in every run. They are made once for each version.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LARGE = asymcheck.StoreConfig(partition_bytes=69632, bundle_below_bytes=65536, i
 DATABASES = ("meta", "partitions", "packs", "manifests", "pins")
 
 # In a frozen catalog pins belong to a process that is dead on every machine.
-NOBODY = Owner(1, 1, "00000000-0000-0000-0000-000000000000", "pid:[1]")
+DEAD_OWNER = Owner(1, 1, "00000000-0000-0000-0000-000000000000", "pid:[1]")
 
 Facts = dict[str, object]
 
@@ -54,23 +54,23 @@ _STEPS = {
 
 
 def make_stores(out: Path) -> list[Path]:
-    """Write the frozen store and the torn ones below ``out``, replacing those of this version; return their paths."""
-    whole, torn = out / NAME, out / f"{NAME}-torn"
-    for path in (whole, torn):
+    """Write the frozen store and the torn stores below ``out``, replacing those of this version; return the paths."""
+    intact, torn = out / NAME, out / f"{NAME}-torn"
+    for path in (intact, torn):
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as scratch:
         store = Path(scratch) / "store"
         expected = _make_store(store)
-        _freeze(store, whole / "store", whole / "catalog.json")
-        _write_expected(whole, expected)
-        shutil.copyfile(REGISTRY, whole / "registry.json")
-        _make_torn(store, expected, whole / "store", torn)
-    return [whole, *sorted(torn.iterdir())]
+        _freeze(store, intact / "store", intact / "catalog.json")
+        _write_expected(intact, expected)
+        shutil.copyfile(REGISTRY, intact / "registry.json")
+        _make_torn(store, expected, intact / "store", torn)
+    return [intact, *sorted(torn.iterdir())]
 
 
 def describe(checkpoint: asymcheck.Checkpoint, state: object) -> Facts:
-    """Return the expected result of a reader, made from the saved state, not from the state that was read back."""
+    """Return the expected result of a reader, from the saved state and not from the restored state."""
     flat = flatten(state)
     tensors = []
     for leaf in flat.leaves:
@@ -101,7 +101,7 @@ def describe(checkpoint: asymcheck.Checkpoint, state: object) -> Facts:
 
 
 def _make_store(path: Path) -> Facts:
-    """Save two runs; the run ``default`` has an abandoned branch, a reused pack file and a freed one."""
+    """Save two runs. The run ``default`` gets an abandoned branch, a reused pack file and a freed pack."""
     found: list[Facts] = []
 
     def save(store: asymcheck.Store, run: str, generation: int, step: int, state: object) -> asymcheck.Checkpoint:
@@ -123,11 +123,11 @@ def _make_store(path: Path) -> Facts:
         save(store, "default", first, 30, training_state(30))
         second = store.begin_generation(parent)
         save(store, "default", second, 30, training_state(31))
-        # A larger pack, freed and overwritten by the next: that one has a tail of an earlier life.
+        # Free a larger pack, which the next pack overwrites. The next pack then ends with old bytes.
         save(store, "default", second, 35, training_state(35, change=0))
         forget(store, 35)
         newest = save(store, "default", second, 40, training_state(40, change=2))
-        # And one that stays in the pool.
+        # Free a pack that stays in the pool.
         save(store, "default", second, 45, training_state(45, change=1))
         forget(store, 45)
         on_line = {(item.run, item.save_id): item.on_line for item in store.checkpoints()}
@@ -141,7 +141,7 @@ def _make_store(path: Path) -> Facts:
 
 
 def _make_torn(store: Path, expected: Facts, frozen: Path, out: Path) -> None:
-    """Save step 50 once, and keep a copy of the store as it is right after each event of SPEC.md §8.1."""
+    """Save step 50, and keep a copy of the store after each event of SPEC.md §8.1."""
     state = training_state(50)
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch) / "work"
@@ -173,7 +173,7 @@ def _make_torn(store: Path, expected: Facts, frozen: Path, out: Path) -> None:
 
 
 def _write_expected(folder: Path, facts: Facts) -> None:
-    """Write one line for each fact: with a line for each number the file would be larger than the store."""
+    """Write one line for each fact. With one line for each number, the file would be larger than the store."""
     lines = (f"{json.dumps(key)}: {json.dumps(facts[key], sort_keys=True)}" for key in sorted(facts))
     (folder / "expected.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="ascii")
 
@@ -184,34 +184,34 @@ def _freeze(store: Path, target: Path, dump: Path) -> None:
 
 
 def _keep_differences(base: Path, crashed: Path, target: Path) -> list[str]:
-    """Write the files that the crash added or changed, and the catalog; return the names that it took away."""
-    whole = target / "whole"
-    _freeze(crashed, whole, target / "catalog.json")
-    files = {path.relative_to(whole) for path in whole.rglob("*") if path.is_file()}
+    """Write the files that the crash added or changed, and the catalog; return the names of removed files."""
+    intact = target / "whole"
+    _freeze(crashed, intact, target / "catalog.json")
+    files = {path.relative_to(intact) for path in intact.rglob("*") if path.is_file()}
     for name in sorted(files):
-        if not (base / name).exists() or not filecmp.cmp(base / name, whole / name, shallow=False):
+        if not (base / name).exists() or not filecmp.cmp(base / name, intact / name, shallow=False):
             (target / "overlay" / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(whole / name, target / "overlay" / name)
-    shutil.rmtree(whole)
+            shutil.copyfile(intact / name, target / "overlay" / name)
+    shutil.rmtree(intact)
     return sorted(
         str(name) for path in base.rglob("*") if path.is_file() and (name := path.relative_to(base)) not in files
     )
 
 
 def _empty_directories(store: Path) -> list[str]:
-    """Return the directories that have nothing in them, which git would not keep."""
+    """Return the empty directories, which git would not keep."""
     found = [path for path in store.rglob("*") if path.is_dir() and not any(path.iterdir())]
     return sorted(str(path.relative_to(store)) for path in found if path.relative_to(store).parts[0] != "catalog")
 
 
 def dump_catalog(path: Path) -> dict[str, dict[str, str]]:
-    """Return every entry of a catalog in hexadecimal, by database; pins belong to nobody."""
+    """Return every entry of a catalog in hexadecimal, by database; pins have no owner."""
     with lmdb.open(str(path), readonly=True, lock=False, max_dbs=len(DATABASES)) as environment:
         dump = {name: {key.hex(): value.hex() for key, value in _entries(environment, name)} for name in DATABASES}
     for key, value in dump["pins"].items():
         pin = decode_pin(bytes.fromhex(key), bytes.fromhex(value))
         assert pin is not None
-        dump["pins"][key] = encode_pin(bytes.fromhex(key), NOBODY, pin[1]).hex()
+        dump["pins"][key] = encode_pin(bytes.fromhex(key), DEAD_OWNER, pin[1]).hex()
     return dump
 
 

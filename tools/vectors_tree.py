@@ -1,6 +1,6 @@
 """Vectors of the tree of plain values (SPEC.md §7.4).
 
-The decoded value is written as an object with one key, the kind of value; floats as their bits, bytes in hexadecimal.
+The decoded value is an object with one key, the kind of value. Floats are written as their bits, bytes in hexadecimal.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from asymcheck.format.tree import Node, encode_integer, encode_plain
 from tools.vectors_base import Vector, fixed_bytes, invalid, valid
 
 Value = dict[str, object]
-"""A value as vectors write it: ``{"int": "5"}``, ``{"list": [...]}``, …"""
+"""A value in the layout of vectors: ``{"int": "5"}``, ``{"list": [...]}``, …"""
 
 
 def _plain(value: object) -> tuple[Node, Value]:
@@ -34,7 +34,7 @@ def _plain(value: object) -> tuple[Node, Value]:
 
 
 def _decimal(value: int) -> str:
-    """Return the digits of an integer of any size, which Python refuses to print beyond 4300."""
+    """Return the digits of an integer of any size, because Python refuses to print more than 4300."""
     digits = ""
     rest = abs(value)
     while rest >= 10**1000:
@@ -113,7 +113,7 @@ def _containers() -> Iterator[Vector]:
     module: Value = {"module": {"items": [[{"str": "weight"}, {"tensor": 0}]], "metadata": metadata}}
     yield _tree("module", ["m", [["weight", ["T", 0]]], version], module, "a module's state with its versions", rows=1)
     nothing: Value = {"module": {"items": [], "metadata": {"none": None}}}
-    # This library writes such a mapping as an OrderedDict.
+    # asymcheck writes such a mapping as an OrderedDict.
     yield _tree("module-no-metadata", ["m", [], None], nothing, "metadata that is null", read_only=True)
     node: Node = 7
     value: Value = {"int": "7"}

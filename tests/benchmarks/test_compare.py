@@ -115,4 +115,4 @@ def test_help_describes_each_workload(capsys: pytest.CaptureFixture[str]) -> Non
     lines = capsys.readouterr().out.partition("workloads:\n")[2].splitlines()
     assert [line.split()[0] for line in lines] == list(__main__.WORKLOADS)
     assert all(line.endswith((".", ":")) and len(line.split()) > 5 for line in lines)
-    assert "  hdfs     pushing to and restoring from a real HDFS on this machine" in "\n".join(lines)
+    assert "  hdfs     push to and restore from a real HDFS on this machine" in "\n".join(lines)

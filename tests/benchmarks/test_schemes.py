@@ -73,7 +73,7 @@ def test_unavailable_scheme_is_named_and_left_out(
     ]
     monkeypatch.setattr(models, "SCHEMES", lacking)
     grid = models.Grid(["GPT-2"], "tiny", {1: 1}, ["safetensors", "torch.save"])
-    assert models._here(grid).schemes == ["torch.save"]
+    assert models._runnable(grid).schemes == ["torch.save"]
     assert capsys.readouterr().out == "left out: safetensors (no such thing)\n"
 
 

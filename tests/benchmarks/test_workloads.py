@@ -164,8 +164,8 @@ def test_workload_hdfs_on_a_real_cluster(tmp_path: Path) -> None:
     assert metrics["torch.save + put", "files of 2 checkpoints"] == 2
     # For each its tensors and its metadata; and all the bytes of the state, with more around small ones.
     assert metrics["torch DCP through fsspec", "files of 2 checkpoints"] == 4
-    whole = metrics["torch.save + put", "2 checkpoints there"]
-    assert metrics["torch DCP through fsspec", "2 checkpoints there"] == pytest.approx(whole, rel=0.25)
+    whole_state_ratios = metrics["torch.save + put", "2 checkpoints there"]
+    assert metrics["torch DCP through fsspec", "2 checkpoints there"] == pytest.approx(whole_state_ratios, rel=0.25)
     assert not list(tmp_path.iterdir())
 
 
@@ -345,23 +345,23 @@ def test_a_packer_that_changes_bytes_is_refused(packer: packers.Packer, monkeypa
 
 def test_weights_of_mixed_precision_are_the_rounded_master() -> None:
     """So they cost nothing; weights that are something else are an error."""
-    run = training.WAYS["mixed"](training.pretrained(TINY))
+    run = training.VARIANTS["mixed"](training.pretrained(TINY))
     run.train(2)
-    states_of = {0: training.kept(run)}
+    states_of = {0: training.snapshot(run)}
     run.train(1)
-    states_of[10] = training.kept(run)
-    ratios = codec.whole(states_of, 10)
+    states_of[10] = training.snapshot(run)
+    ratios = codec.whole_state_ratios(states_of, 10)
     assert 1.2 < ratios["ratio_mixed_state_single"] < ratios["ratio_mixed_state_10_apart"]
     next(iter(states_of[10]["model"].values()))[0, 0] += 1
     with pytest.raises(RuntimeError, match="not the rounded master"):
-        codec.whole(states_of, 10)
+        codec.whole_state_ratios(states_of, 10)
 
 
 def test_only_adapters_change_in_a_low_rank_run() -> None:
     """What is frozen is the same bytes in every checkpoint; in the others everything moves."""
     start = training.pretrained(TINY)
-    for name, way in training.WAYS.items():
-        run = way(start)
+    for name, variant in training.VARIANTS.items():
+        run = variant(start)
         before = {key: tensor.clone() for key, tensor in training.tensors_of(run.state()["model"])}
         run.train(2)
         changed = {key for key, tensor in training.tensors_of(run.state()["model"]) if not tensor.equal(before[key])}

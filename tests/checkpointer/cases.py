@@ -1,4 +1,4 @@
-"""Training loops of every kind: what a forward pass changes, who owns what, and how optimizers step."""
+"""Training loops of every kind: state that a forward pass changes, owners of tensors, and steps of optimizers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.checkpointer.loops import (
 from tests.checkpointer.optimizers import KINDS, WIDTH, batch, of_kind, simple, update
 
 STEPS = 5
-"""Steps that each loop is good for, at least."""
+"""Minimum number of steps that each loop supports."""
 
 
 class Counting(torch.nn.Module):
-    """Its forward pass changes buffers in place, in every way that modules do."""
+    """A model whose forward pass changes buffers in place, in every way that modules do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,14 +32,14 @@ class Counting(torch.nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        """Transform a batch, and remember it."""
+        """Transform a batch, and store it in a buffer."""
         self.get_buffer("seen").data.lerp_(batch.mean(0), 0.1)
         self.get_buffer("calls").add_(1)
         return torch.as_tensor(self.norm(self.linear(batch)))
 
 
 def buffers() -> Loop:
-    """Running statistics, a counter and a large buffer that every forward pass changes."""
+    """Return a loop with running statistics, a counter and a large buffer that every forward pass changes."""
     model = Counting()
     loop = simple(model, torch.optim.AdamW(model.parameters()))
     loop.between = lambda _checkpointer: model(batch(99))
@@ -47,7 +47,7 @@ def buffers() -> Loop:
 
 
 def buffers_beside_parameters() -> Loop:
-    """A parameter and a buffer in one allocation, as in models that flatten their memory."""
+    """Return a loop with a parameter and a buffer in one allocation, as in models that flatten their memory."""
     flat = torch.randn(2 * 64 * WIDTH)
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(flat[: 64 * WIDTH].view(64, WIDTH))
@@ -65,7 +65,7 @@ def buffers_beside_parameters() -> Loop:
 
 
 def accumulation() -> Loop:
-    """Three forward and backward passes for each optimizer step."""
+    """Return a loop with three forward and backward passes for each optimizer step."""
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH), torch.nn.Dropout(0.2))
     optimizer = torch.optim.Adam(model.parameters())
 
@@ -79,7 +79,7 @@ def accumulation() -> Loop:
 
 
 def alternation() -> Loop:
-    """Two networks against each other: between two steps of one, the other steps."""
+    """Return a loop of two networks, which take optimizer steps alternately."""
     one, other = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 1)
     makes, judges = torch.optim.Adam(one.parameters()), torch.optim.SGD(other.parameters(), 0.01, momentum=0.9)
 
@@ -92,7 +92,7 @@ def alternation() -> Loop:
 
 
 def unknown_optimizer() -> Loop:
-    """An optimizer that is not in the state steps on parameters that are, just after ``step()``."""
+    """Return a loop whose parameters an optimizer outside the state changes, just after ``step()``."""
     model = torch.nn.Linear(WIDTH, WIDTH)
     known, unknown = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), 0.1)
     loop = simple(model, known)
@@ -101,7 +101,7 @@ def unknown_optimizer() -> Loop:
 
 
 def averages() -> Loop:
-    """Averages of the weights, updated through `.data` between two steps."""
+    """Return a loop with averages of the weights, updated through `.data` between two steps."""
     model = torch.nn.Linear(WIDTH, WIDTH)
     average = {name: value.detach().clone() for name, value in model.named_parameters()}
     loop = simple(model, torch.optim.AdamW(model.parameters()), average=average)
@@ -115,7 +115,7 @@ def averages() -> Loop:
 
 
 def averaged_model() -> Loop:
-    """The average of a model that torch has of a model, with its buffers."""
+    """Return a loop with torch's average of a model, including its buffers."""
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH))
     average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
     loop = simple(model, torch.optim.SGD(model.parameters(), 0.1), average=average)
@@ -124,7 +124,7 @@ def averaged_model() -> Loop:
 
 
 def array_of_a_parameter() -> Loop:
-    """A numpy array in the state that is the memory of a parameter, and is written between two steps."""
+    """Return a loop with a numpy array in the state that shares a parameter's memory and is written between steps."""
     model = torch.nn.Linear(WIDTH, WIDTH)
     array = model.weight.detach().numpy()[2:]
     loop = simple(model, torch.optim.AdamW(model.parameters()), array=array)
@@ -133,7 +133,7 @@ def array_of_a_parameter() -> Loop:
 
 
 def view_of_a_parameter() -> Loop:
-    """A tensor in the state that is another view of a parameter, and is written between two steps."""
+    """Return a loop with a tensor in the state that is a view of a parameter and is written between steps."""
     model = torch.nn.Linear(WIDTH, WIDTH)
     view = model.weight.data.view(-1)[5:]
     loop = simple(model, torch.optim.AdamW(model.parameters()), view=view)
@@ -142,7 +142,7 @@ def view_of_a_parameter() -> Loop:
 
 
 class Tied(torch.nn.Module):
-    """A weight under two names, and one that never changes."""
+    """A model with a tied weight, and a weight that never changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,13 +156,13 @@ class Tied(torch.nn.Module):
 
 
 def tied_and_frozen() -> Loop:
-    """Frozen parameters are given to the optimizer, too, as is often done."""
+    """Return a loop that passes frozen parameters to the optimizer, too, as is often done."""
     model = Tied()
     return simple(model, torch.optim.AdamW(model.parameters()))
 
 
 def late_state() -> Loop:
-    """Nothing but zeros in the first steps: the optimizer has no state before its first gradient."""
+    """Return a loop whose gradients are zero at first, so the optimizer has no state in the first steps."""
     model = torch.nn.Linear(WIDTH, WIDTH)
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -174,7 +174,7 @@ def late_state() -> Loop:
 
 
 def growing() -> Loop:
-    """A layer, its parameter group and another entry of the state are added while training goes on."""
+    """Return a loop that adds a layer, its parameter group and another entry of the state during training."""
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH))
     optimizer = torch.optim.AdamW(model.parameters())
     loop = simple(model, optimizer)
@@ -190,7 +190,7 @@ def growing() -> Loop:
 
 
 def scheduled() -> Loop:
-    """A learning rate scheduler, which replaces the optimizer's step by its own."""
+    """Return a loop with a learning rate scheduler, which replaces the optimizer's step method."""
     model = torch.nn.Linear(WIDTH, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=STEPS + 2)
@@ -203,7 +203,7 @@ def scheduled() -> Loop:
 
 
 def scaled() -> Loop:
-    """Gradients scaled for half precision; the scaler calls the optimizer."""
+    """Return a loop with gradients scaled for half precision, in which the scaler calls the optimizer."""
     model = torch.nn.Linear(WIDTH, WIDTH)
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("cpu", growth_interval=2)
@@ -220,7 +220,7 @@ def scaled() -> Loop:
 
 
 def odd_layouts() -> Loop:
-    """Parameters that are transposed, strided, conjugated, complex, or one element of another."""
+    """Return a loop with transposed, strided, conjugated and complex parameters, and one that is a single element."""
     model = torch.nn.Module()
     base = torch.randn(WIDTH, 3 * WIDTH)
     model.transposed = torch.nn.Parameter(torch.randn(2 * WIDTH, WIDTH).t())
@@ -239,7 +239,7 @@ def odd_layouts() -> Loop:
 
 
 def recomputed() -> Loop:
-    """Activations that the backward pass computes again, with the buffers that this changes."""
+    """Return a loop with activation checkpointing, which recomputes activations and changes buffers again."""
     block = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH))
     optimizer = torch.optim.AdamW(block.parameters())
 
@@ -251,7 +251,7 @@ def recomputed() -> Loop:
 
 
 def compiled() -> Loop:
-    """A compiled model, whose state has names of its own."""
+    """Return a loop with a compiled model, which adds a prefix to the names of its state."""
     torch.compiler.reset()
     plain = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH))
     model = torch.compile(plain, backend="eager")
@@ -260,16 +260,16 @@ def compiled() -> Loop:
 
 
 def scripted() -> Loop:
-    """A model that is TorchScript as a whole, and takes no hooks."""
+    """Return a loop with a model that is TorchScript and accepts no hooks."""
     with warnings.catch_warnings():
-        # torch would rather have us compile.
+        # torch warns that TorchScript is deprecated.
         warnings.simplefilter("ignore", DeprecationWarning)
         model = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH)))
     return simple(model, torch.optim.AdamW(model.parameters()))
 
 
 def reassigned() -> Loop:
-    """Parameters whose memory is exchanged for other memory just after ``step()``."""
+    """Return a loop that replaces the memory of parameters just after ``step()``."""
     model = torch.nn.Linear(WIDTH, WIDTH)
     loop = simple(model, torch.optim.AdamW(model.parameters()))
 
@@ -281,7 +281,7 @@ def reassigned() -> Loop:
 
 
 def fenced_loading() -> Loop:
-    """The user loads another state after ``fence()``."""
+    """Return a loop that loads another state after ``fence()``."""
     model, optimizer, loop = linear_loop(WIDTH)
     kept = copy_of(loop.state)
 
@@ -297,7 +297,7 @@ def fenced_loading() -> Loop:
 
 
 def no_tensors() -> Loop:
-    """Plain values only, all of which change."""
+    """Return a loop with plain values only, all of which change."""
     state: dict[str, object] = {"epoch": 0, "names": ["a"], "nested": {"text": "x"}}
 
     def iterate(step: int) -> None:
@@ -308,7 +308,7 @@ def no_tensors() -> Loop:
 
 
 def bounded_embedding() -> Loop:
-    """Embeddings whose rows each forward pass scales in place, unless they are short enough; one becomes such late."""
+    """Return a loop with embeddings that each forward pass rescales in place; one gets its bound only later."""
     words = torch.nn.Embedding(300, WIDTH, max_norm=1.0)
     bags = torch.nn.EmbeddingBag(300, WIDTH)
     model = torch.nn.ModuleDict({"words": words, "bags": bags})
@@ -325,7 +325,7 @@ def bounded_embedding() -> Loop:
 
 
 def empty_tensors() -> Loop:
-    """Tensors of no elements, among parameters and beside them."""
+    """Return a loop with empty tensors, among the parameters and elsewhere in the state."""
     model = torch.nn.Module()
     model.nothing = torch.nn.Parameter(torch.empty(0, 5))
     model.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
@@ -338,7 +338,7 @@ def empty_tensors() -> Loop:
 
 
 def many_tensors() -> Loop:
-    """Two thousand tiny parameters, each with a moment."""
+    """Return a loop with two thousand tiny parameters, each with a moment."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(9)) for _ in range(2000)])
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 

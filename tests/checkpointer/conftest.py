@@ -1,4 +1,4 @@
-"""Fixtures: a store on a disk that can be slow, closed or full, and a folder for rings."""
+"""Fixtures: a store on a disk that can be slow, failing or full, and a folder for rings."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.checkpointer.loops import (
 
 @pytest.fixture
 def disk() -> Disk:
-    """A disk."""
+    """Return a disk with settings for faults."""
     return Disk()
 
 
 @pytest.fixture
 def store(disk: Disk, store_path: Path) -> Iterator[Store]:
-    """A new store on it."""
+    """Return a new store on this disk."""
     with open_on(disk, store_path) as opened:
         yield opened
         disk.full = None
@@ -32,5 +32,5 @@ def store(disk: Disk, store_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def config(tmp_path: Path) -> CaptureConfig:
-    """Rings in a folder of the test's own."""
+    """Return a configuration with rings in a temporary folder."""
     return CaptureConfig(proof="full", ring_folder=str(folder_for_rings(tmp_path)))

@@ -1,4 +1,4 @@
-"""File operations that are slow, closed or full, for background saves."""
+"""Slow, failing and full file operations, for background saves."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from tests.checkpointer.loops import CONFIG
 
 
 class Disk(Files):
-    """A disk that does as it is told."""
+    """A disk with settings for delays and faults."""
 
     def __init__(self) -> None:
-        """Begin as any other disk."""
+        """Begin without delays and faults."""
         self.delay_s = 0.0
-        """How long each write takes."""
+        """Duration of each write."""
         self.full: str | None = None
-        """Writes to paths with this in them fail."""
+        """Writes to paths that contain this text fail."""
         self.opened = threading.Event()
-        """Writes to packs wait until this is set."""
+        """Writes to packs wait until this event is set."""
         self.opened.set()
         self.read: list[Path] = []
-        """What was opened for reading, or read."""
+        """Paths that were opened for reading, or read."""
 
     def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
-        """Write in the end, or refuse."""
+        """Write after the delay, or raise the configured error."""
         if "/packs/" in str(path):
             self.opened.wait(60)
         if self.delay_s:
@@ -40,11 +40,11 @@ class Disk(Files):
         super().pwrite(descriptor, buffers, offset, path)
 
     def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> int:
-        """Note what is read."""
+        """Record the path and read."""
         self.read.append(path)
         return super().pread(descriptor, buffers, offset, path)
 
 
 def open_on(disk: Files, path: Path) -> Store:
-    """Open a store on such a disk."""
+    """Open a store on this disk."""
     return Store(NvmeTier(path, CONFIG, files=disk))

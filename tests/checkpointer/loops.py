@@ -1,4 +1,4 @@
-"""Training loops that compare every step bit for bit with the store."""
+"""Run training loops, and compare every step bit for bit with the store."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from tests.store.equality import assert_same
 CONFIG = StoreConfig(
     partition_bytes=8 * 1024,
     bundle_below_bytes=4 * 1024,
-    # So little room in the manifest that also the counters of optimizers are captured in partitions.
+    # Allow so little inline data in the manifest that even the counters of optimizers are captured in partitions.
     inline_bytes=16,
     inline_total_bytes=32,
     slots=2,
     catalog_map_bytes=64 << 20,
 )
-"""A store that cuts tensors of some KiB as others cut those of some MiB."""
+"""Configuration of a store with partitions of some KiB, in proportion to the small test states."""
 
 NEVER = 1 << 30
-"""A window that does not come: what it releases is copied by the fence."""
+"""Index of a window that never opens, so that the fence copies its partitions."""
 
 
 def folder_for_rings(path: Path) -> Path:
-    """Return a folder of the test's own, where nothing but its rings lies."""
+    """Return a temporary folder that contains only the rings of the test."""
     folder = path / "memory"
     folder.mkdir(exist_ok=True)
     return folder
 
 
 def rings(path: Path) -> list[Path]:
-    """Return the rings that lie in the folder of the test."""
+    """Return the rings in the folder of the test."""
     return sorted(folder_for_rings(path).iterdir())
 
 
@@ -60,7 +60,7 @@ def entries(path: Path) -> list[int]:
 
 
 def copy_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave all deferred copies to the fence, so that whatever changes before it is captured with its change."""
+    """Leave all deferred copies to the fence, so that a change before the fence is captured, too."""
     plan_of = CaptureSchedule.plan
 
     def late(self: CaptureSchedule, layout: PlanInput) -> Plan:
@@ -71,7 +71,7 @@ def copy_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def copy_of(value: object) -> object:
-    """Return a state as a store gives it back, with bytes of its own."""
+    """Return a copy of a state, in the form in which a store returns it."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, np.ndarray):
@@ -91,18 +91,18 @@ def copy_of(value: object) -> object:
 
 @dataclasses.dataclass
 class Loop:
-    """A training loop: its state, and what one iteration does to it."""
+    """A training loop: its state and one iteration."""
 
     state: dict[str, object]
-    """The state given to the checkpointer."""
+    """State that is passed to the checkpointer."""
     iterate: Callable[[int], object]
     """One iteration, from the forward pass to the optimizer step."""
     between: Callable[[Checkpointer], object] = lambda _checkpointer: None
-    """What is done between ``step()`` and the next iteration."""
+    """Function that runs between ``step()`` and the next iteration."""
 
 
 def assert_every_step_is_right(store: Store, loop: Loop, steps: int, config: CaptureConfig) -> dict[int, object]:
-    """Save every step while training goes on, and compare each with what the state was when ``step()`` returned."""
+    """Save every step during training, and compare each checkpoint with the state at the return of ``step()``."""
     expected: dict[int, object] = {}
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         for step in range(steps):
@@ -115,14 +115,14 @@ def assert_every_step_is_right(store: Store, loop: Loop, steps: int, config: Cap
 
 
 def assert_stored(store: Store, expected: dict[int, object], run: str = "default") -> None:
-    """Fail unless exactly these steps are stored, bit for bit."""
+    """Assert that exactly these steps are stored, bit for bit."""
     assert sorted(checkpoint.step for checkpoint in store.checkpoints(run)) == sorted(expected)
     for step, state in expected.items():
         assert_same(store.load(step, run=run), state, f"step {step}")
 
 
 def linear_loop(width: int = 64) -> tuple[torch.nn.Linear, torch.optim.AdamW, Loop]:
-    """Return the simplest loop whose parameters and moments are copied beside the training."""
+    """Return the simplest loop whose parameters and moments are copied during training."""
     torch.manual_seed(0)
     model = torch.nn.Linear(width, width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

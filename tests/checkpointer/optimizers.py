@@ -14,12 +14,12 @@ WIDTH = 48
 
 
 def batch(step: int, rows: int = 8) -> torch.Tensor:
-    """Return what is trained on in a step: the same in every run."""
+    """Return the batch of a step, which is the same in every run."""
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
 def update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
-    """Take one step downhill."""
+    """Take one optimizer step."""
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -37,7 +37,7 @@ Kind = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 def of_kind(kind: Kind) -> Callable[[], Loop]:
-    """Return what makes a loop with an optimizer of a kind."""
+    """Return a function that creates a loop with an optimizer of a kind."""
 
     def make() -> Loop:
         model = torch.nn.Sequential(torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, WIDTH))
@@ -47,13 +47,13 @@ def of_kind(kind: Kind) -> Callable[[], Loop]:
 
 
 class _Closing(torch.optim.LBFGS):
-    """LBFGS, which evaluates the loss itself, here of nothing but the parameters."""
+    """LBFGS, which evaluates the loss itself, in this case a function of the parameters only."""
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         super().__init__(parameters, max_iter=2, history_size=2)
 
     def step(self, _closure: object = None) -> torch.Tensor:  # type: ignore[override]  # called without a closure
-        """Take a step downhill."""
+        """Take an optimizer step."""
 
         def closure() -> torch.Tensor:
             self.zero_grad()

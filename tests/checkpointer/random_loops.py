@@ -25,16 +25,16 @@ FUSED: tuple[Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer], ...] =
     lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9, fused=True),
     lambda parameters: torch.optim.Adagrad(parameters, fused=True),
 )
-"""For real numbers of 32 bits and more, of one memory layout."""
+"""Optimizers for real numbers of at least 32 bits, in one memory layout."""
 _LARGEST = 6_000
 _LAYERS_MAX = 6
 
 
 class Layer(torch.nn.Module):
-    """Some parameters of any kind, trained or frozen, and buffers that its forward pass changes."""
+    """Parameters of random kinds, trained or frozen, and buffers that the forward pass changes."""
 
     def __init__(self, chance: random.Random, *, plain: bool) -> None:
-        """Choose; ``plain`` ones have what fused optimizers take."""
+        """Choose the tensors; ``plain`` layers only have tensors that fused optimizers accept."""
         super().__init__()
         for number in range(chance.randint(1, 3)):
             value = _plain(chance) if plain else _tensor(chance)
@@ -48,7 +48,7 @@ class Layer(torch.nn.Module):
             _share_memory(self)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        """Change the buffers; let each parameter take part in the result."""
+        """Change the buffers, and use every parameter in the result."""
         for buffer in self.buffers():
             buffer.data.add_(1)
         for parameter in self.parameters():
@@ -80,24 +80,24 @@ def _tensor(chance: random.Random) -> torch.Tensor:
 
 
 def _share_memory(layer: Layer) -> None:
-    """Put a parameter and a buffer into one allocation."""
+    """Move a parameter and a buffer into one allocation."""
     flat = torch.randn(3000)
     layer.inside = torch.nn.Parameter(flat[:1700])
     layer.register_buffer("beside", flat[1700:])
 
 
 class RandomLoop:
-    """A training whose every part was chosen at random, but is the same for the same ``seed``."""
+    """A training loop with random properties, which is the same for the same ``seed``."""
 
     def __init__(self, seed: int) -> None:
-        """Choose everything."""
+        """Choose all properties."""
         self.chance = chance = random.Random(seed)
         torch.manual_seed(seed)
         self._plain = chance.random() < 0.3
         self._kinds = (*OPTIMIZERS, *FUSED) if self._plain else OPTIMIZERS
         self.model = torch.nn.ModuleList(self._layer() for _ in range(chance.randint(1, 4)))
         if chance.random() < 0.3 and len(self.model) > 1:
-            # A parameter under two names.
+            # Add a parameter under two names.
             self.model[-1].tied = next(self.model[0].parameters())
         self.optimizers: list[torch.optim.Optimizer] = []
         self.state: dict[str, object] = {"model": self.model, "optimizers": self.optimizers, "epoch": 0}
@@ -114,12 +114,12 @@ class RandomLoop:
         return Layer(self.chance, plain=self._plain)
 
     def _own(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Give parameters to one or two new optimizers."""
+        """Assign parameters to one or two new optimizers."""
         halves = [parameters[::2], parameters[1::2]] if self.chance.random() < 0.3 else [parameters]
         self.optimizers.extend(self.chance.choice(self._kinds)(half) for half in halves if half)
 
     def iterate(self) -> None:
-        """Forward and backward, maybe several times, and a step of each optimizer, or of some."""
+        """Run forward and backward, maybe several times, and a step of all or some optimizers."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=self.chance.random() < 0.5)
         for _ in range(self._accumulated):
@@ -132,14 +132,14 @@ class RandomLoop:
         self.state["epoch"] = self.chance.random()
 
     def forward(self) -> torch.Tensor:
-        """Only that: an evaluation, say. Buffers change."""
+        """Run only the forward pass, as an evaluation does. Buffers change."""
         value = torch.zeros((), dtype=torch.float64)
         for layer in self.model:
             value = layer(value)
         return value
 
     def change_what_may_change(self) -> None:
-        """Change what no optimizer owns, as loops do between two steps."""
+        """Change tensors that no optimizer owns, as loops do between two steps."""
         average = self.state.get("average")
         if isinstance(average, dict):
             for tensor in average.values():
@@ -153,7 +153,7 @@ class RandomLoop:
                 parameter.data.neg_()
 
     def change_structure(self) -> None:
-        """Add a layer and its parameters to an optimizer, or another entry, or take one away."""
+        """Add a layer and its parameters to an optimizer, or another entry, or remove one."""
         if len(self.model) < _LAYERS_MAX and self.chance.random() < 0.5:
             layer = self._layer()
             self.model.append(layer)
@@ -165,7 +165,7 @@ class RandomLoop:
             self.state.pop("extra", None)
 
     def deferrable(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that optimizers own, those that may be copied after ``step()``, by their names."""
+        """Return the tensors that optimizers own and that may be copied after ``step()``, by name."""
         found: dict[str, torch.Tensor] = {f"model.{name}": value for name, value in self.model.named_parameters()}
         for number, optimizer in enumerate(self.optimizers):
             for index, entry in optimizer.state_dict()["state"].items():
@@ -176,11 +176,11 @@ class RandomLoop:
 
 
 def mutate(tensor: torch.Tensor, chance: random.Random) -> None:
-    """Change at least one bit of a tensor, in one of the ways that no counter of versions sees."""
+    """Change at least one bit of a tensor, in a way that no version counter shows."""
     before = tensor_bytes(tensor)
     way = chance.randrange(4)
     if not tensor.dim():
-        # A count of steps, from which optimizers take roots.
+        # Keep step counts positive, because optimizers take roots of them.
         tensor.data.add_(1)
     elif way == 0:
         tensor.data.neg_()
@@ -190,6 +190,6 @@ def mutate(tensor: torch.Tensor, chance: random.Random) -> None:
         array = tensor.detach().numpy()
         np.negative(array, out=array)
     if tensor_bytes(tensor) == before:
-        # As another library does that has nothing but the address.
+        # Write through the address, as another library may do.
         memory, first = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
         memory[first] = memory[first] ^ 1

@@ -1,4 +1,4 @@
-"""Backpressure: with a small ring or a slow disk, training waits and loses nothing."""
+"""Test backpressure: with a small ring or a slow disk, training waits and loses nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.checkpointer.optimizers import update
 
 
 def _large_loop(*, eager: bool) -> Loop:
-    """Return a loop of many partitions, all copied in ``step()`` or all beside the training."""
+    """Return a loop of many partitions, copied in ``step()`` or during training."""
     torch.manual_seed(0)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(1500 + 300 * number)) for number in range(20)])
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -56,7 +56,7 @@ def _large_loop(*, eager: bool) -> Loop:
 def test_a_ring_of_just_over_one_state_makes_training_wait(
     store: Store, disk: Disk, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch, late: bool, eager: bool
 ) -> None:
-    """Every step is right, without a warning, though the disk is slower than training."""
+    """Test that every step is correct, without a warning, with a disk that is slower than the training."""
     if late:
         copy_late(monkeypatch)
     disk.delay_s = 0.001
@@ -76,9 +76,9 @@ def _frame(elements: int) -> int:
 def test_a_ring_of_much_less_than_one_state_is_streamed_through(
     store: Store, config: CaptureConfig, tmp_path: Path, size: int, eager: bool
 ) -> None:
-    """One warning; every step is right; nothing in the ring says that a state is complete there.
+    """Test that one warning is given, every step is correct, and no capture is complete in the ring.
 
-    So to wait until it survives this process is to wait for the store.
+    ``wait("memory")`` therefore waits for the store.
     """
     loop = _large_loop(eager=eager)
     seen = []
@@ -97,7 +97,7 @@ def test_a_ring_of_much_less_than_one_state_is_streamed_through(
 
 
 def test_a_state_that_fits_but_for_gaps_is_streamed_through(store: Store, config: CaptureConfig) -> None:
-    """States of other sizes have left gaps, each too small for what is to come, and together large enough."""
+    """Test a state that is smaller than the free space of the ring, but larger than each gap."""
     block = 2 * 4096 - 4096
     state: dict[str, object] = {}
     loop = Loop(state, lambda _step: None)
@@ -113,7 +113,7 @@ def test_a_state_that_fits_but_for_gaps_is_streamed_through(store: Store, config
 
 @pytest.mark.parametrize("eager", [False, True], ids=["deferred", "eager"])
 def test_a_full_disk_ends_a_capture_that_streams(store: Store, disk: Disk, config: CaptureConfig, eager: bool) -> None:
-    """Nobody waits for room that cannot come, nor is interrupted; when the disk has room again, so has the ring."""
+    """Test that a full disk ends a waiting capture with an error, and that the ring is usable when the disk is."""
     loop = _large_loop(eager=eager)
     checkpointer = Checkpointer(store, loop.state, capture=sized(config, 1 << 16), on_error="warn", every=1, keep=None)
     with warnings.catch_warnings():
@@ -137,7 +137,7 @@ def test_a_full_disk_ends_a_capture_that_streams(store: Store, disk: Disk, confi
 def test_more_captures_wait_for_the_disk_than_a_ring_has_entries(
     store: Store, disk: Disk, config: CaptureConfig, tmp_path: Path
 ) -> None:
-    """There are 64 entries; the captures beyond are right, too, and their places are freed once."""
+    """Test that captures beyond the 64 entries of a ring are correct, and that their ranges are freed once."""
     _, _, loop = linear_loop(24)
     expected: dict[int, object] = {}
     with Checkpointer(store, loop.state, capture=sized(config, 8 << 20), every=1, keep=None) as checkpointer:
@@ -153,7 +153,7 @@ def test_more_captures_wait_for_the_disk_than_a_ring_has_entries(
         assert entries(tmp_path) == [1] * 64
         threading.Timer(0.1, disk.opened.set).start()
         checkpointer.wait("memory")
-        # The last of them have no entry, so nothing but the store keeps them.
+        # The last captures have no entry, so only the store contains them.
         assert len(store.checkpoints()) == 90
         for step in range(90, 100):
             loop.iterate(step)
@@ -166,7 +166,7 @@ def test_more_captures_wait_for_the_disk_than_a_ring_has_entries(
 def test_training_continues_with_less_memory(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other programs took memory while the ring was created: every step is saved, with a warning."""
+    """Test that every step is saved with a warning if other programs took memory while the ring was created."""
     reserve = os.posix_fallocate
 
     def refuse(descriptor: int, offset: int, length: int) -> None:
@@ -183,7 +183,7 @@ def test_training_continues_with_less_memory(
 
 @pytest.mark.slow
 def test_a_plan_of_windows_goes_through_a_small_ring(store: Store, config: CaptureConfig) -> None:
-    """Few windows would have partitions that are larger than the ring, from the first plan of them on."""
+    """Test that a plan with few windows, whose partitions would exceed the ring, is cut for the ring."""
     model = torch.nn.Linear(1024, 1024)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loop = Loop(
@@ -198,7 +198,7 @@ def test_a_plan_of_windows_goes_through_a_small_ring(store: Store, config: Captu
 
 
 def _grows_in_its_first_step() -> Loop:
-    """Training that is saved before its first step, too: moments of 4 MB appear with it."""
+    """Return a loop that is saved before its first optimizer step, which creates moments of 4 MB."""
     model = torch.nn.Linear(700, 700)
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -211,7 +211,7 @@ def _grows_in_its_first_step() -> Loop:
 
 @pytest.mark.slow
 def test_outgrown_ring_is_replaced_once(store: Store, disk: Disk, config: CaptureConfig, tmp_path: Path) -> None:
-    """After its captures are durable; then two states fit again, and a rollback finds the newest."""
+    """Test that the ring is replaced when its captures are durable, and that a rollback finds the newest capture."""
     loop = _grows_in_its_first_step()
     disk.delay_s = 0.001
     seen = []
@@ -233,7 +233,7 @@ def test_outgrown_ring_is_replaced_once(store: Store, disk: Disk, config: Captur
 
 @pytest.mark.slow
 def test_a_ring_of_the_size_that_was_asked_for_stays(store: Store, config: CaptureConfig, tmp_path: Path) -> None:
-    """Whatever becomes of the state."""
+    """Test that an explicit ring size is kept when the state grows."""
     loop = _grows_in_its_first_step()
     seen = []
     loop.between = lambda _checkpointer: seen.append(rings(tmp_path))
@@ -245,7 +245,7 @@ def test_a_ring_of_the_size_that_was_asked_for_stays(store: Store, config: Captu
 def test_a_ring_that_cannot_be_larger_stays(
     store: Store, config: CaptureConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where memory is short, nothing is made durable for nothing."""
+    """Test that no capture is flushed for a larger ring if the memory is too small for it."""
     monkeypatch.setattr(background_saver, "default_bytes", lambda *_arguments: 8 << 20)
     loop = _grows_in_its_first_step()
     seen = []

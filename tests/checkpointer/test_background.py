@@ -1,4 +1,4 @@
-"""Background saves: failures, waits, and reports."""
+"""Test failures, waits and reports of background saves."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from tests.checkpointer.loops import (
     sized,
 )
 
-# ------------------------------------------------------------------------------------------------------- what fails
+# ------------------------------------------------------------------------------------------------------- failures
 
 
 def test_no_room_for_the_ring_is_a_clear_error(
     store: Store, config: CaptureConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says what to do, leaves no file, and the next step may succeed."""
+    """Test that the error says what to do, that no file is left, and that the next step may succeed."""
     reserve = os.posix_fallocate
 
     def refuse(descriptor: int, offset: int, length: int) -> None:
@@ -68,7 +68,7 @@ def test_no_room_for_the_ring_is_a_clear_error(
 def test_a_full_disk_is_reported_and_later_steps_are_saved(
     store: Store, disk: Disk, config: CaptureConfig, tmp_path: Path, what: str, report: str
 ) -> None:
-    """In the loop's own thread, with the cause."""
+    """Test that the error is raised on the loop's own thread, with its cause."""
     _, _, loop = linear_loop()
     checkpointer = Checkpointer(store, loop.state, every=2, capture=config, keep=None)
     expected: dict[int, object] = {}
@@ -79,7 +79,7 @@ def test_a_full_disk_is_reported_and_later_steps_are_saved(
         expected[step] = copy_of(loop.state)
         if step == 2:
             _wait_in_silence(checkpointer)
-            # Without room for anything: what is reported now is the loss, and not another failure.
+            # Keep the disk full, so that the reported error is the loss and not a second failure.
             with pytest.raises(LostCheckpointError, match="step 2 of run 'default' was not saved: no room") as caught:
                 _call(checkpointer, report)
             assert isinstance(caught.value.__cause__, OutOfSpaceError)
@@ -98,7 +98,7 @@ def test_a_full_disk_is_reported_and_later_steps_are_saved(
 
 
 def test_all_losses_are_named_at_once(store: Store, disk: Disk, config: CaptureConfig) -> None:
-    """Several that were lost since the last call are one error, with the cause of the first."""
+    """Test that one error names all steps lost since the last call, with the cause of the first loss."""
     _, _, loop = linear_loop()
     checkpointer = Checkpointer(store, loop.state, capture=config, every=1, keep=None)
     disk.opened.clear()
@@ -117,7 +117,7 @@ def test_all_losses_are_named_at_once(store: Store, disk: Disk, config: CaptureC
 
 
 def test_save_is_durable_before_an_earlier_loss_is_reported(store: Store, disk: Disk, config: CaptureConfig) -> None:
-    """The final state is stored, and the loss is reported once."""
+    """Test that the final state is stored, and that the loss is reported once."""
     _, _, loop = linear_loop()
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         loop.iterate(0)
@@ -133,7 +133,7 @@ def test_save_is_durable_before_an_earlier_loss_is_reported(store: Store, disk: 
 
 
 def test_a_closed_background_is_let_go(store: Store, config: CaptureConfig) -> None:
-    """A store that outlives many checkpointers does not gather what they used."""
+    """Test that a store that outlives many checkpointers keeps none of their resources."""
     _, _, loop = linear_loop()
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         checkpointer.step(0)
@@ -142,7 +142,7 @@ def test_a_closed_background_is_let_go(store: Store, config: CaptureConfig) -> N
 
 
 def test_a_capture_that_is_kept_in_memory_keeps_no_tensor(store: Store, config: CaptureConfig) -> None:
-    """A model that is replaced takes no memory, though its last state is in the ring."""
+    """Test that the memory of a replaced model is freed, although its last state is in the ring."""
     state: dict[str, object] = {"x": torch.randn(5000)}
     watched = weakref.ref(state["x"])
     with Checkpointer(store, state, capture=config, every=1, keep=None) as checkpointer:
@@ -155,7 +155,7 @@ def test_a_capture_that_is_kept_in_memory_keeps_no_tensor(store: Store, config: 
 
 def _call(checkpointer: Checkpointer, report: str) -> None:
     if report == "step":
-        # Not to be saved.
+        # This step is not saved.
         checkpointer.step(3)
     elif report == "wait":
         checkpointer.wait()
@@ -170,7 +170,7 @@ def _wait_in_silence(checkpointer: Checkpointer) -> None:
 
 
 def _check_taken_up(store: Store, config: CaptureConfig, expected: dict[int, object]) -> None:
-    """What could not be stored stayed in memory for the next start."""
+    """Assert that a capture that could not be stored stays in memory for the next start."""
     _, _, loop = linear_loop()
     loop.iterate(0)
     restored = Checkpointer(store, loop.state, capture=config, every=1, keep=None).restore()
@@ -180,7 +180,7 @@ def _check_taken_up(store: Store, config: CaptureConfig, expected: dict[int, obj
 
 
 def test_a_state_that_is_refused_between_others_costs_nothing(store: Store, config: CaptureConfig) -> None:
-    """The error comes from ``step()`` itself; steps before and after are right."""
+    """Test that ``step()`` itself raises the error, and that earlier and later steps are correct."""
     _, _, loop = linear_loop()
     expected: dict[int, object] = {}
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
@@ -199,7 +199,7 @@ def test_a_state_that_is_refused_between_others_costs_nothing(store: Store, conf
 
 
 def fail_copy(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Have the copy of that number fail, from 1."""
+    """Make the copy with this number fail, counted from 1."""
     copy, left = copy_partition, [number]
 
     def fail(*arguments: object) -> None:
@@ -214,7 +214,7 @@ def fail_copy(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 def test_a_copy_that_fails_inside_step_frees_its_places(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error comes from ``step()``; a ring with room for one state has room again at once."""
+    """Test that ``step()`` raises the error, and that the freed range of a small ring is usable immediately."""
     state: dict[str, object] = {str(number): torch.randn(1800) for number in range(6)}
     fail_copy(monkeypatch, 4)
     with Checkpointer(store, state, capture=sized(config, 6 * 12288 + 16384), every=1, keep=None) as checkpointer:
@@ -227,7 +227,7 @@ def test_a_copy_that_fails_inside_step_frees_its_places(
 def test_a_copy_that_fails_inside_step_does_not_end_the_choice_of_an_interval(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It counts as no checkpoint, neither begun nor lost, so that the next one to be measured does not wait for it."""
+    """Test that the failed step counts neither as begun nor as lost, so that the next measurement does not wait."""
     state: dict[str, object] = {"x": torch.randn(5000)}
     fail_copy(monkeypatch, 1)
     with Checkpointer(store, state, every="auto", capture=config, keep=None) as checkpointer:
@@ -246,13 +246,13 @@ def test_a_copy_that_fails_inside_step_does_not_end_the_choice_of_an_interval(
         assert found.captured_bytes == 3 * 5000 * 4
 
 
-# ------------------------------------------------------------------------------------------------------------ waiting
+# ------------------------------------------------------------------------------------------------------------ waits
 
 
 def test_waiting_for_memory_does_not_wait_for_the_disk(
     store: Store, disk: Disk, config: CaptureConfig, tmp_path: Path
 ) -> None:
-    """The first step of a run, too, is complete in memory, and durable when the disk has it."""
+    """Test that the first step of a run is complete in memory at once, and durable when the disk has written it."""
     _, _, loop = linear_loop()
     loop.iterate(0)
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
@@ -271,7 +271,7 @@ def test_waiting_for_memory_does_not_wait_for_the_disk(
 def test_capture_without_a_line_waits_for_durability(
     store: Store, disk: Disk, config: CaptureConfig, tmp_path: Path
 ) -> None:
-    """Without a restore, the first steps could not be recovered from memory."""
+    """Test that ``wait("memory")`` waits for the store before a restore, because no start would recover the capture."""
     _, _, loop = linear_loop()
     store.save({"x": 1}, step=0)
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
@@ -284,7 +284,7 @@ def test_capture_without_a_line_waits_for_durability(
 
 
 def test_statistics_add_up_and_outlive_close(store: Store, config: CaptureConfig) -> None:
-    """Also over a second stretch of the same checkpointer."""
+    """Test that the sums also include a second session of the same checkpointer."""
     _, _, loop = linear_loop()
     checkpointer = Checkpointer(store, loop.state, capture=config, every=1, keep=None)
     for stretch in (1, 2):
@@ -302,11 +302,11 @@ def test_statistics_add_up_and_outlive_close(store: Store, config: CaptureConfig
         assert found.ring_bytes > 0
 
 
-# --------------------------------------------------------------------------------------------------- what is noticed
+# -------------------------------------------------------------------------------------------------------- warnings
 
 
 def test_a_state_that_does_not_change_is_noticed(store: Store, config: CaptureConfig) -> None:
-    """Every tensor is that of the step before: perhaps another state is trained than the one that is saved."""
+    """Test the warning for a checkpoint that equals the previous one: the training may use another state."""
     _, _, loop = linear_loop()
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         loop.iterate(0)
@@ -320,7 +320,7 @@ def test_a_state_that_does_not_change_is_noticed(store: Store, config: CaptureCo
 
 
 def test_a_small_tensor_that_changes_is_a_change(store: Store, config: CaptureConfig) -> None:
-    """Its bytes lie in the manifest itself, and count as those of partitions do."""
+    """Test that bytes in the manifest itself count as a change, like bytes in partitions."""
     _, _, loop = linear_loop()
     small = torch.zeros(4)
     with Checkpointer(store, loop.state | {"small": small}, capture=config, every=1, keep=None) as checkpointer:
@@ -334,7 +334,7 @@ def test_a_small_tensor_that_changes_is_a_change(store: Store, config: CaptureCo
 
 
 def test_an_observer_that_raises_does_not_end_the_background(store: Store, config: CaptureConfig) -> None:
-    """Later steps are saved, and nobody waits for ever."""
+    """Test that later steps are saved, and that no call waits forever."""
     _, _, loop = linear_loop()
 
     def refuse(event: events.Event) -> None:

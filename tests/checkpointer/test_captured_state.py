@@ -1,4 +1,4 @@
-"""A capture is the state at its step, for any training and any delay of the copies."""
+"""Test that a capture is the state at its step, for any training and any delay of the copies."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from tests.checkpointer.loops import (
 )
 from tests.checkpointer.optimizers import WIDTH, batch
 
-# Some optimizers do nothing in some steps, and then every tensor is that of the step before.
+# Some optimizers skip some steps, so all tensors equal those of the previous step.
 pytestmark = pytest.mark.filterwarnings("ignore::asymcheck.errors.StaleStateWarning")
 
 
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
-    """A new store of small partitions."""
+    """Return a new store with small partitions."""
     with Store.open(store_path, config=CONFIG, create=True) as opened:
         yield opened
 
 
 @pytest.fixture(params=["early", "late"])
 def config(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CaptureConfig:
-    """Capture as soon as possible, and as late as possible."""
+    """Return configurations that capture as early and as late as possible."""
     if request.param == "late":
         copy_late(monkeypatch)
     return CaptureConfig(proof="full", ring_folder=str(folder_for_rings(tmp_path)))
@@ -44,7 +44,7 @@ def config(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.slow(quick=["late-late-state"])
 @pytest.mark.parametrize("case", CASES)
 def test_each_step_is_stored_exactly(store: Store, config: CaptureConfig, case: str) -> None:
-    """Every bit of every step, without a warning or an error."""
+    """Test every bit of every step, without a warning or an error."""
     torch.manual_seed(0)
     assert_every_step_is_right(store, CASES[case](), STEPS, config)
 
@@ -54,7 +54,7 @@ def test_each_step_is_stored_exactly(store: Store, config: CaptureConfig, case: 
 def test_each_step_of_a_large_model_is_stored_exactly(
     store: Store, config: CaptureConfig, case: Callable[[], Loop]
 ) -> None:
-    """The same with longer copies."""
+    """Test every bit of every step, with longer copies."""
     torch.manual_seed(0)
     assert_every_step_is_right(store, case(), 3, config)
 
@@ -62,7 +62,7 @@ def test_each_step_of_a_large_model_is_stored_exactly(
 @pytest.mark.slow(quick=["early-one"])
 @pytest.mark.parametrize("each", [False, True], ids=["one", "one for each parameter"])
 def test_an_optimizer_inside_the_backward_pass_is_noticed(store: Store, config: CaptureConfig, each: bool) -> None:
-    """One warning, however many such optimizers there are, and every capture is right, the first one too."""
+    """Test that one warning is given for any number of such optimizers, and that every capture is correct."""
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH))
     parameters = list(model.parameters())
     optimizers = [torch.optim.Adam([value]) for value in parameters] if each else [torch.optim.Adam(parameters[:1])]

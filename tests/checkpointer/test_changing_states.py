@@ -1,4 +1,4 @@
-"""Loops that change parameters outside their optimizers: with the default proof, no checkpoint is torn in silence."""
+"""Test loops that change parameters outside their optimizers: the default proof stores no torn checkpoint silently."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.store.equality import assert_same
 
 CAPTURES, CAPTURES_LONG = 8, 200
 LOST_MAX = 1
-"""Checkpoints that a change costs: the first one. Then it is known which tensors change."""
+"""Number of checkpoints that a change costs: only the first, because changing tensors are known from then on."""
 
 
 Between = Callable[[Checkpointer], object]
-"""What a loop does between ``step()`` and the next forward pass."""
+"""Function that a loop calls between ``step()`` and the next forward pass."""
 
 
 @dataclasses.dataclass
@@ -41,15 +41,15 @@ class Net:
 
     @property
     def weight(self) -> torch.Tensor:
-        """The tensor that is changed."""
+        """Tensor that is changed."""
         return self.model[1].weight
 
     def backward(self) -> None:
-        """Forward and backward."""
+        """Run the forward and the backward pass."""
         self.model(torch.randn(4, 32)).square().mean().backward()
 
     def step(self) -> None:
-        """Step."""
+        """Run the optimizer step."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -92,7 +92,7 @@ def _between(change: Callable[[Net], None], net: Net) -> Between:
 
 
 def _with_gradients(net: Net) -> Between:
-    """Step as soon as a gradient is there, by hand, so that no hook of an optimizer is called."""
+    """Step by hand as soon as a gradient exists, so that no optimizer hook is called."""
 
     def step(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
@@ -105,7 +105,7 @@ def _with_gradients(net: Net) -> Between:
 
 
 def _inside_backward(net: Net) -> Between:
-    """The same with optimizers."""
+    """Step with optimizers as soon as a gradient exists."""
 
     def step(parameter: torch.Tensor) -> None:
         torch.optim.SGD([parameter], lr=0.1).step()
@@ -120,18 +120,18 @@ LOOPS: dict[str, Callable[[Net], Between]] = {
     "by hand with each gradient": _with_gradients,
     "optimizers inside the backward pass": _inside_backward,
 }
-"""Each prepares a loop, and returns what it does between."""
+"""Functions that prepare a loop, and return the function to call between steps."""
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> CaptureConfig:
-    """The default but for the place of the rings."""
+    """Return the default configuration, with rings in a temporary folder."""
     return CaptureConfig(ring_folder=str(folder_for_rings(tmp_path)))
 
 
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
-    """A new store of small partitions."""
+    """Return a new store with small partitions."""
     with Store.open(store_path, config=CONFIG, create=True) as opened:
         yield opened
 
@@ -157,7 +157,7 @@ def _train(
     captures: int = CAPTURES,
     lost_max: int = LOST_MAX,
 ) -> list[str]:
-    """Train with a change between ``step()`` and the optimizer step; return what was warned of, but for the losses."""
+    """Train with a change between ``step()`` and the optimizer step; return the warnings other than losses."""
     expected: dict[int, object] = {}
     state: dict[str, object] = {"model": net.model, "optimizer": net.optimizer}
     net.backward()
@@ -181,7 +181,7 @@ def _train(
 def test_no_checkpoint_is_torn_by_a_change_outside_the_optimizer(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch, how: str, when: str
 ) -> None:
-    """Each is what the state was when ``step()`` returned, or is none. What changes is named once."""
+    """Test that each checkpoint is exact or missing, and that one warning names each changing tensor."""
     if when == "late":
         copy_late(monkeypatch)
     net = _net()
@@ -192,7 +192,7 @@ def test_no_checkpoint_is_torn_by_a_change_outside_the_optimizer(
 @pytest.mark.long
 @pytest.mark.parametrize("how", LOOPS)
 def test_none_of_two_hundred_is_torn(store: Store, config: CaptureConfig, how: str) -> None:
-    """The same for longer."""
+    """Test that no checkpoint of a longer training is torn."""
     net = _net()
     _train(store, net, config, LOOPS[how](net), CAPTURES_LONG)
 
@@ -202,7 +202,7 @@ def test_none_of_two_hundred_is_torn(store: Store, config: CaptureConfig, how: s
 def test_a_change_after_the_copy_is_seen_at_the_fence_and_costs_no_checkpoint(
     store: Store, config: CaptureConfig, how: str
 ) -> None:
-    """So it does not depend on chance whether a loop is known to change a tensor."""
+    """Test that a changing tensor is always detected, independent of the time of the copy."""
     net = _net()
 
     def change_late(checkpointer: Checkpointer) -> None:
@@ -221,7 +221,7 @@ def test_a_change_after_the_copy_is_seen_at_the_fence_and_costs_no_checkpoint(
 def test_checkpoints_before_a_change_was_found_are_off_the_line(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """The change begins when not all bytes are compared any more: what may be torn is named, and never the newest."""
+    """Test a change that begins when samples are compared: a warning names suspect checkpoints, never the newest."""
     copy_late(monkeypatch)
     net, expected, torn = _net(), {}, []
     state: dict[str, object] = {"model": net.model, "optimizer": net.optimizer}
@@ -234,7 +234,7 @@ def test_checkpoints_before_a_change_was_found_are_off_the_line(
         for step in range(30):
             checkpointer.step(step)
             assert checkpointer._background is not None
-            # So that it takes some captures in this test until the change is met.
+            # Delay the comparison, so that some captures pass before the change is detected.
             checkpointer._background.detector._chance.seed(1)
             expected[step] = copy_of(state)
             net.backward()
@@ -258,7 +258,7 @@ def test_checkpoints_before_a_change_was_found_are_off_the_line(
 
 
 def test_change_after_wait_is_allowed(store: Store, config: CaptureConfig) -> None:
-    """No capture needs the state then."""
+    """Test that a change after ``wait()`` is allowed, because no capture needs the state any more."""
     net = _net()
 
     def change(checkpointer: Checkpointer) -> None:
@@ -270,7 +270,7 @@ def test_change_after_wait_is_allowed(store: Store, config: CaptureConfig) -> No
 
 @contextlib.contextmanager
 def _other_process(net: Net) -> Iterator[Callable[[Checkpointer], None]]:
-    """Yield what has another process change a tensor that it shares."""
+    """Yield a function that makes another process change a shared tensor."""
     net.model.share_memory()
     ours, theirs = multiprocessing.Pipe()
 
@@ -286,7 +286,7 @@ def _other_process(net: Net) -> Iterator[Callable[[Checkpointer], None]]:
 
     process = multiprocessing.get_context("fork").Process(target=work, daemon=True)
     with warnings.catch_warnings():
-        # Python advises against forks of a process with threads; this one runs numpy alone.
+        # Python warns against forks of a process with threads, but this child only uses numpy.
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     try:
@@ -300,7 +300,7 @@ def _other_process(net: Net) -> Iterator[Callable[[Checkpointer], None]]:
 def test_shared_tensor_is_copied_inside_step(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shared memory is known as shared, so nothing is lost."""
+    """Test that a tensor in shared memory is recognised, so no checkpoint is lost."""
     copy_late(monkeypatch)
     net = _net()
     with _other_process(net) as change:
@@ -309,7 +309,7 @@ def test_shared_tensor_is_copied_inside_step(
 
 @pytest.mark.long
 def test_none_of_two_hundred_is_torn_by_another_process(store: Store, config: CaptureConfig) -> None:
-    """The same for longer."""
+    """Test that no checkpoint of a longer training is torn by another process."""
     net = _net()
     with _other_process(net) as change:
         assert _train(store, net, config, change, CAPTURES_LONG, lost_max=0) == []
@@ -317,7 +317,7 @@ def test_none_of_two_hundred_is_torn_by_another_process(store: Store, config: Ca
 
 @contextlib.contextmanager
 def _hooked(net: Net) -> Iterator[Callable[[], None]]:
-    """Change parameters in a hook of all optimizers; yield what makes it the first one again."""
+    """Change parameters in a hook of all optimizers; yield a function that makes this hook the first again."""
     handle = register_optimizer_step_pre_hook(lambda *_: _clamp(net))
     try:
         yield lambda: optimizer_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # it is ordered
@@ -328,7 +328,7 @@ def _hooked(net: Net) -> Iterator[Callable[[], None]]:
 def test_earlier_global_optimizer_hook_runs_after_the_fence(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may change parameters without a loss."""
+    """Test that such a hook may change parameters without a loss."""
     copy_late(monkeypatch)
     net = _net()
     with _hooked(net):
@@ -338,7 +338,7 @@ def test_earlier_global_optimizer_hook_runs_after_the_fence(
 def test_a_hook_that_comes_before_the_fence_later_tears_nothing(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The order is looked at in each ``step()``; what was changed too early until then is given up."""
+    """Test that each ``step()`` checks the order of the hooks, and that a capture with an early change is discarded."""
     copy_late(monkeypatch)
     net = _net()
     with _hooked(net) as overtake:

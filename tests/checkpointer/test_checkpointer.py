@@ -1,4 +1,4 @@
-"""Checkpointer in a training loop: saves, restores, and the line of training."""
+"""Test saves, restores and the line of a Checkpointer in a training loop."""
 
 import logging
 import warnings
@@ -30,7 +30,7 @@ from asymcheck.storage.nvme import NvmeTier
 
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
-    """A new store, which holds bytes as they are: what is encoded would depend on the speed of the drive."""
+    """Return a new store without encoding, because encoding depends on the speed of the drive."""
     with Store.open(store_path, config=StoreConfig(compression="off"), create=True) as opened:
         yield opened
 
@@ -40,7 +40,7 @@ def _state(value: float = 0.0) -> dict[str, Any]:
 
 
 def _train(store: Store, steps: Sequence[int], **options: Any) -> list[int]:  # noqa: ANN401 - passed on
-    """Run a loop whose state is its step number; return the steps saved."""
+    """Run a loop whose state is its step number; return the saved steps."""
     state = _state()
     saved = []
     with Checkpointer(store, state, **{"every": 1, "keep": None, **options}) as checkpointer:
@@ -53,7 +53,7 @@ def _train(store: Store, steps: Sequence[int], **options: Any) -> list[int]:  # 
 
 
 def test_a_first_start_restores_nothing(store: Store) -> None:
-    """None, without a warning, and the state is as it was."""
+    """Test that the first restore returns None without a warning, and does not change the state."""
     state = _state(5)
     checkpointer = Checkpointer(store, state, every=1, keep=None)
     assert checkpointer.restore() is None
@@ -63,14 +63,14 @@ def test_a_first_start_restores_nothing(store: Store) -> None:
 
 @pytest.mark.parametrize(("every", "expected"), [(1, [0, 1, 2, 3, 4, 5, 6, 7]), (3, [0, 3, 6]), (8, [0]), (100, [0])])
 def test_saves_at_multiples_of_every(store: Store, every: int, expected: list[int]) -> None:
-    """With their metrics."""
+    """Test the saved steps and their metrics."""
     assert _train(store, range(8), every=every) == expected
     assert [checkpoint.step for checkpoint in store.checkpoints()] == expected
     assert store.checkpoints()[-1].metrics == {"loss": 1.0 / (expected[-1] + 1)}
 
 
 def test_steps_in_strides_are_saved_as_often(store: Store) -> None:
-    """A multiple that was stepped over counts for the step after it, also when it is the first after a restore."""
+    """Test that a step beyond a multiple is saved, also as the first step after a restore."""
     assert _train(store, [1, 3, 5, 7, 9, 11, 13, 20, 21], every=4) == [5, 9, 13, 20]
     state = _state()
     with Checkpointer(store, state, every=4, keep=None) as checkpointer:
@@ -84,13 +84,13 @@ def test_steps_in_strides_are_saved_as_often(store: Store) -> None:
 
 @pytest.mark.parametrize("every", [0, -1])
 def test_never_saving_is_refused(store: Store, every: int) -> None:
-    """Every step, or every so many."""
+    """Test that the interval must be a positive number of steps."""
     with pytest.raises(InvalidInputError, match="every"):
         Checkpointer(store, {}, every=every, keep=None)
 
 
 def test_a_save_can_be_asked_for_at_any_step(store: Store) -> None:
-    """For instance at the end, whatever `every` says."""
+    """Test a save at the end of a training, independent of ``every``."""
     checkpointer = Checkpointer(store, _state(), every=100, keep=None)
     assert not checkpointer.step(7)
     assert checkpointer.latest_step is None
@@ -101,7 +101,7 @@ def test_a_save_can_be_asked_for_at_any_step(store: Store) -> None:
 
 @pytest.mark.parametrize("how", ["save", "step"])
 def test_lower_step_warns(store: Store, how: str) -> None:
-    """Also right after a restore; the same step again does not warn."""
+    """Test a lower step, also right after a restore, and the same step again, which does not warn."""
     _train(store, range(4))
     state = _state()
     with Checkpointer(store, state, every=1, keep=None) as checkpointer:
@@ -122,7 +122,7 @@ def test_lower_step_warns(store: Store, how: str) -> None:
 
 
 def test_everything_comes_back_into_the_given_state(store: Store) -> None:
-    """Tensors in their memory, plain values of the mapping itself and of mappings in it."""
+    """Test that tensors are filled in place, and plain values in the given mapping and its nested mappings."""
     _train(store, range(4))
     state = _state()
     tensor, nested = state["x"], state["nested"]
@@ -137,7 +137,7 @@ def test_everything_comes_back_into_the_given_state(store: Store) -> None:
 
 
 def test_a_value_that_changes_in_the_given_mapping_is_saved(store: Store) -> None:
-    """The mapping is watched, not copied."""
+    """Test that the mapping is read at each save, and not copied at the start."""
     state = _state()
     checkpointer = Checkpointer(store, state, every=1, keep=None)
     state["epoch"] = 17
@@ -148,7 +148,7 @@ def test_a_value_that_changes_in_the_given_mapping_is_saved(store: Store) -> Non
 
 
 def test_each_restore_opens_a_new_generation(store: Store) -> None:
-    """Before it returns: what lies after the restored step is abandoned from then on."""
+    """Test that checkpoints after the restored step are abandoned before the restore returns."""
     _train(store, range(6))
     for generation in (2, 3):
         checkpointer = Checkpointer(store, _state(), every=1, keep=None)
@@ -164,7 +164,7 @@ def test_each_restore_opens_a_new_generation(store: Store) -> None:
 
 
 def test_a_restart_after_going_back_goes_on_from_the_new_branch(store: Store) -> None:
-    """Its newest step is lower than that of the abandoned one, and is taken all the same."""
+    """Test that the newest step of the new branch is restored, although the abandoned branch has a higher step."""
     _train(store, range(10))
     state = _state()
     checkpointer = Checkpointer(store, state, every=1, keep=None)
@@ -176,7 +176,7 @@ def test_a_restart_after_going_back_goes_on_from_the_new_branch(store: Store) ->
 
 
 def test_a_start_without_a_restore_is_a_new_line(store: Store) -> None:
-    """It warns, since that is rarely meant; the old checkpoints stay, and the new one is the newest."""
+    """Test that a start without a restore warns, keeps the old checkpoints, and saves the newest checkpoint."""
     _train(store, range(10))
     with pytest.warns(AbandonedCheckpointsWarning, match="10 checkpoints up to step 9") as caught:
         _train(store, range(2))
@@ -187,7 +187,7 @@ def test_a_start_without_a_restore_is_a_new_line(store: Store) -> None:
 
 
 def test_a_run_of_another_name_is_no_reason_for_a_warning(store: Store) -> None:
-    """Each run begins on its own."""
+    """Test that each run has its own line."""
     _train(store, range(3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -199,7 +199,7 @@ def test_a_run_of_another_name_is_no_reason_for_a_warning(store: Store) -> None:
 
 
 def test_requested_step_must_exist(store: Store) -> None:
-    """Unlike a first start without any checkpoint; no generation begins."""
+    """Test that a missing step raises an error and begins no generation, unlike a first start."""
     _train(store, range(3))
     checkpointer = Checkpointer(store, _state(), every=1, keep=None)
     with pytest.raises(CheckpointNotFoundError, match="step 7"):
@@ -209,7 +209,7 @@ def test_requested_step_must_exist(store: Store) -> None:
 
 
 def test_a_state_that_does_not_fit_opens_no_generation(store: Store) -> None:
-    """A failed restore leaves the line of training as it was."""
+    """Test that a failed restore does not change the line."""
     _train(store, range(3))
     with pytest.raises(StateMismatchError):
         Checkpointer(store, {"x": torch.zeros(3)}, every=1, keep=None).restore()
@@ -218,7 +218,7 @@ def test_a_state_that_does_not_fit_opens_no_generation(store: Store) -> None:
 
 
 def test_a_part_of_the_state_can_be_restored(store: Store) -> None:
-    """Training goes on with less, for instance without the optimizer."""
+    """Test that a training can continue with fewer entries, for instance without the optimizer."""
     _train(store, range(3))
     state = {"x": torch.zeros(2000)}
     with pytest.warns(StateDifferenceWarning, match="not in the given state"):
@@ -227,7 +227,7 @@ def test_a_part_of_the_state_can_be_restored(store: Store) -> None:
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(store: Store) -> None:
-    """The next older one is restored, and training goes on from there on a line of its own."""
+    """Test that the next older checkpoint is restored, and that training continues on a new line."""
     _train(store, range(3))
     newest = max((store.path / "manifests").rglob("*.manifest"))
     newest.write_bytes(newest.read_bytes()[:-1])
@@ -241,7 +241,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(store: Store)
 
 
 def test_warning_as_error_abandons_nothing(store: Store) -> None:
-    """The damaged checkpoint may be repaired, and is the newest again."""
+    """Test that the damaged checkpoint stays the newest, because it may be repaired."""
     _train(store, range(3))
     newest = max((store.path / "manifests").rglob("*.manifest"))
     newest.write_bytes(newest.read_bytes()[:-1])
@@ -253,7 +253,7 @@ def test_warning_as_error_abandons_nothing(store: Store) -> None:
 
 
 def test_closing_leaves_the_store_open(store: Store) -> None:
-    """The store is the caller's; closing twice is no error."""
+    """Test that the caller's store stays open, and that closing twice is allowed."""
     with Checkpointer(store, _state(), every=1, keep=None) as checkpointer:
         checkpointer.save(1)
     checkpointer.close()
@@ -261,7 +261,7 @@ def test_closing_leaves_the_store_open(store: Store) -> None:
 
 
 def test_an_error_in_the_loop_comes_through(store: Store) -> None:
-    """Leaving the `with` block by an exception hides nothing."""
+    """Test that leaving the ``with`` block by an exception propagates the exception."""
 
     def loop() -> None:
         with Checkpointer(store, _state(), every=1, keep=None) as checkpointer:
@@ -274,7 +274,7 @@ def test_an_error_in_the_loop_comes_through(store: Store) -> None:
 
 
 def test_a_save_that_is_refused_can_be_repeated(store: Store) -> None:
-    """After the culprit is gone from the state."""
+    """Test a second save after the invalid value was removed from the state."""
     state: dict[str, Any] = {**_state(), "culprit": {1}}
     checkpointer = Checkpointer(store, state, every=1, keep=None)
     with pytest.raises(UnsupportedValueError, match="culprit"):
@@ -285,7 +285,7 @@ def test_a_save_that_is_refused_can_be_repeated(store: Store) -> None:
 
 
 def test_a_state_that_is_refused_abandons_nothing(store: Store) -> None:
-    """A start without a restore opens a new line only for a state that can be stored."""
+    """Test that a start without a restore begins a new line only if its state can be stored."""
     _train(store, range(3))
     with pytest.raises(UnsupportedValueError, match="culprit"):
         Checkpointer(store, {"culprit": {1}}, every=1, keep=None).save(1)
@@ -303,7 +303,7 @@ def test_repr_names_run_step_interval_and_store(store: Store) -> None:
 
 
 def test_newer_checkpointer_of_a_run_owns_the_line(store: Store) -> None:
-    """Test that the older one cannot add checkpoints any more, not even abandoned ones."""
+    """Test that the older checkpointer cannot add checkpoints, not even abandoned ones."""
     old = Checkpointer(store, _state(), every=1, keep=None)
     old.save(1)
     new = Checkpointer(store, _state(), every=1, keep=None)
@@ -319,7 +319,7 @@ def test_newer_checkpointer_of_a_run_owns_the_line(store: Store) -> None:
     [{"step": -1}, {"step": "4"}, {"step": 1.5}, {"step": 4, "metrics": {"loss": "x"}}, {"step": 4, "metrics": 3.0}],
 )
 def test_a_refused_argument_abandons_nothing(store: Store, bad: dict[str, Any]) -> None:
-    """The line of training is left for a checkpoint, not for a slip in the call."""
+    """Test that a wrong argument does not begin a new line."""
     _train(store, range(3))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -329,12 +329,12 @@ def test_a_refused_argument_abandons_nothing(store: Store, bad: dict[str, Any]) 
 
 
 def test_a_full_disk_abandons_nothing(store_path: Path) -> None:
-    """A first save that fails half-way leaves the line where it was; the next one that succeeds begins the new line."""
+    """Test that a failed first save does not begin a new line, and that the next successful save does."""
     with Store.open(store_path, create=True) as store:
         _train(store, range(3))
 
     class Full(Files):
-        """A disk that takes no more frames."""
+        """A disk that is full for frames."""
 
         full = True
 
@@ -365,13 +365,13 @@ def test_a_full_disk_abandons_nothing(store_path: Path) -> None:
     ],
 )
 def test_arguments_of_the_wrong_kind_are_refused_at_once(store: Store, arguments: dict[str, Any], named: str) -> None:
-    """Not at the first save, hours later."""
+    """Test that the constructor raises the error, not the first save hours later."""
     with pytest.raises(InvalidInputError, match=named):
         Checkpointer(**{"store": store, "state": _state(), **arguments})
 
 
 def test_a_step_may_be_a_numpy_integer(store: Store) -> None:
-    """Steps often come out of arrays."""
+    """Test that steps from numpy arrays are accepted."""
     assert Checkpointer(store, _state(), every=1, keep=None).save(np.int64(7)).step == 7
     assert store.restore(np.int64(7)).checkpoint.step == 7
 
@@ -390,20 +390,20 @@ def test_a_step_may_be_a_numpy_integer(store: Store) -> None:
     ],
 )
 def test_a_wrong_knob_of_capture_is_an_error_at_once(store: Store, capture: Any, problem: str) -> None:  # noqa: ANN401 - whatever users pass
-    """Not in the middle of the training; and a proof of a wrong name would have been none at all."""
+    """Test that the constructor raises the error, because a mistyped proof would check nothing."""
     with pytest.raises((InvalidInputError, NotFoundError), match=problem):
         Checkpointer(store, _state(), capture=capture, every=1, keep=None)
 
 
 @pytest.mark.parametrize("step", ["x", None, 1.0, -1])
 def test_invalid_step_is_refused(store: Store, step: Any) -> None:  # noqa: ANN401 - whatever users pass
-    """Also where no checkpoint is due."""
+    """Test that an invalid step is refused even if no checkpoint is due."""
     with pytest.raises(InvalidInputError, match="give an integer from 0"):
         Checkpointer(store, _state(), every=7, keep=None).step(step)
 
 
 def test_invalid_run_or_path_is_refused(store: Store) -> None:
-    """With an error of this package."""
+    """Test that the error is an error of this package."""
     with pytest.raises(InvalidInputError, match="run name 3: use"):
         store.save({"a": 1}, step=1, run=3)  # type: ignore[arg-type]  # as users do
     with pytest.raises(InvalidInputError, match="give the path of a directory"):
@@ -411,10 +411,10 @@ def test_invalid_run_or_path_is_refused(store: Store) -> None:
 
 
 def test_by_default_few_checkpoints_are_kept_and_the_interval_is_measured(store: Store) -> None:
-    """A loop that sets neither ``every`` nor ``keep`` does not fill the drive."""
+    """Test that a loop without ``every`` and ``keep`` does not fill the drive."""
     state = _state()
     with Checkpointer(store, state) as checkpointer:
-        assert checkpointer.interval.steps == 0  # not chosen before anything is measured
+        assert checkpointer.interval.steps == 0  # No interval is chosen before measurements exist.
         for step in range(6):
             checkpointer.save(step)
     assert [checkpoint.step for checkpoint in store.checkpoints()] == [3, 4, 5]
@@ -422,7 +422,7 @@ def test_by_default_few_checkpoints_are_kept_and_the_interval_is_measured(store:
 
 @pytest.mark.parametrize("every", [1, 4, 100])
 def test_the_last_step_is_saved_on_exit(store: Store, every: int) -> None:
-    """Whatever the interval, the store ends with the last step and its metrics, saved once."""
+    """Test that the store ends with the last step and its metrics, saved once, for any interval."""
     saved = _train(store, range(6), every=every, save_on_exit=True)
     checkpoints = store.checkpoints()
     assert [checkpoint.step for checkpoint in checkpoints] == sorted({*saved, 5})
@@ -432,7 +432,7 @@ def test_the_last_step_is_saved_on_exit(store: Store, every: int) -> None:
 
 
 def test_nothing_is_saved_on_exit_after_an_error_or_a_restore(store: Store) -> None:
-    """The state of a failed step may be half changed, and a restored state is stored already."""
+    """Test that a failed step, whose state may be incomplete, and a restored state are not saved."""
 
     def train_and_fail() -> None:
         with Checkpointer(store, _state(), every=9, save_on_exit=True) as checkpointer:
@@ -451,7 +451,7 @@ def test_nothing_is_saved_on_exit_after_an_error_or_a_restore(store: Store) -> N
 
 
 def test_saves_and_restores_are_logged(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    """The logger ``asymcheck`` gets a line for each checkpoint, and one for a restore."""
+    """Test that the logger ``asymcheck`` gets a line for each checkpoint, and one for a restore."""
     with caplog.at_level(logging.INFO, logger="asymcheck"):
         _train(store, [0, 1])
         Checkpointer(store, _state()).restore()
@@ -461,7 +461,7 @@ def test_saves_and_restores_are_logged(store: Store, caplog: pytest.LogCaptureFi
 
 
 def test_start_from_scratch_is_logged(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    """A mistyped run or path shows in the log of the training."""
+    """Test that a mistyped run or path shows in the log of the training."""
     with caplog.at_level(logging.INFO, logger="asymcheck"), Checkpointer(store, _state(), run="new") as checkpointer:
         assert checkpointer.restore() is None
     lines = [record.getMessage() for record in caplog.records]
@@ -469,7 +469,7 @@ def test_start_from_scratch_is_logged(store: Store, caplog: pytest.LogCaptureFix
 
 
 def test_warnings_are_logged_too(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    """A training that writes a log file has them in it."""
+    """Test that a log file of the training contains the warnings."""
     _train(store, [5])
     with pytest.warns(AbandonedCheckpointsWarning), Checkpointer(store, _state(), every=1) as checkpointer:
         checkpointer.step(1)
@@ -478,6 +478,6 @@ def test_warnings_are_logged_too(store: Store, caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("target", ["dram", "disk", None])
 def test_an_unknown_target_of_wait_is_refused(store: Store, target: Any) -> None:  # noqa: ANN401 - wrong on purpose
-    """The error names the targets."""
+    """Test that the error lists the valid targets."""
     with pytest.raises(InvalidInputError, match="'memory', 'local' or 'remote'"):
         Checkpointer(store, _state()).wait(target)

@@ -1,4 +1,4 @@
-"""Damaged checkpoints in a training loop: the restored checkpoint, or the error."""
+"""Test restores of damaged checkpoints in a training loop, and the errors."""
 
 import struct
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ from asymcheck.errors import (
 
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
-    """A new store, which holds bytes as they are: what is encoded would depend on the speed of the drive."""
+    """Return a new store without encoding, because encoding depends on the speed of the drive."""
     with Store.open(store_path, config=StoreConfig(compression="off"), create=True) as opened:
         yield opened
 
 
 def _two_large_tensors() -> dict[str, Any]:
-    """Several partitions: some are read before the damaged one is met."""
+    """Return a state with several partitions, some of which are read before the damaged one."""
     return {"a": torch.zeros(2_000_000), "b": torch.zeros(2_000_000)}
 
 
@@ -50,7 +50,7 @@ def _flip_newest(store: Store) -> None:
 
 @pytest.mark.parametrize("compression", ["off", "smallest"])
 def test_replayed_step_does_not_rely_on_a_damaged_frame(store_path: Path, compression: Compression) -> None:
-    """Test a training that computes the bytes of a damaged checkpoint again, after a restore of the older one."""
+    """Test a training that, after a restore of the older checkpoint, computes the damaged bytes again."""
     config = StoreConfig(compression=compression)
 
     def train(store: Store, steps: range) -> None:
@@ -76,7 +76,7 @@ def test_replayed_step_does_not_rely_on_a_damaged_frame(store_path: Path, compre
 
 
 def test_a_damaged_partition_gives_way_to_the_next_older_checkpoint(store: Store) -> None:
-    """Though some tensors were filled from the damaged one already: the older one overwrites them all."""
+    """Test that the older checkpoint overwrites all tensors, including those filled from the damaged one."""
     state = _two_large_tensors()
     checkpointer = Checkpointer(store, state, every=1, keep=None)
     for step in range(3):
@@ -96,7 +96,7 @@ def test_a_damaged_partition_gives_way_to_the_next_older_checkpoint(store: Store
 
 
 def test_a_damaged_step_that_is_asked_for_is_not_replaced(store: Store) -> None:
-    """Who names a step gets that one or an error."""
+    """Test that a restore by step raises an error and never restores another step."""
     checkpointer = Checkpointer(store, _two_large_tensors(), every=1, keep=None)
     _save_random(checkpointer, range(2))
     _flip_newest(store)
@@ -107,7 +107,7 @@ def test_a_damaged_step_that_is_asked_for_is_not_replaced(store: Store) -> None:
 @pytest.mark.slow(quick=["None"])
 @pytest.mark.parametrize("wanted", [None, 2])
 def test_a_step_saved_twice_gives_way_to_its_older_save(store: Store, wanted: int | None) -> None:
-    """The newer save of the same step is damaged: the older one of that step is restored, not an older step."""
+    """Test that the older save of the same step is restored if the newer save is damaged."""
     state = _two_large_tensors()
     checkpointer = Checkpointer(store, state, every=1, keep=None)
     for value, step in enumerate((1, 2, 2)):
@@ -123,7 +123,7 @@ def test_a_step_saved_twice_gives_way_to_its_older_save(store: Store, wanted: in
 
 
 def test_a_state_that_only_damaged_checkpoints_filled_is_an_error(store: Store) -> None:
-    """Nobody trains on with a mixture: the error says what was overwritten and that nothing older is left."""
+    """Test that the error lists the overwritten tensors and says that no older checkpoint is left."""
     checkpointer = Checkpointer(store, _two_large_tensors(), every=1, keep=None)
     _save_random(checkpointer, range(2))
     for path in (store.path / "packs").iterdir():
@@ -134,7 +134,7 @@ def test_a_state_that_only_damaged_checkpoints_filled_is_an_error(store: Store) 
 
 
 class _Refusing:
-    """Stateful object that refuses its state until it is told otherwise."""
+    """Stateful object that refuses its state until it is allowed."""
 
     refuses = False
 

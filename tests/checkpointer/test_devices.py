@@ -1,4 +1,4 @@
-"""Device tensors are captured as of their step, although the device runs behind the program."""
+"""Test that device tensors are captured as of their step, although the device runs behind the host."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ STEPS = 12
 
 
 class Queued(torch.optim.Optimizer):
-    """An optimizer whose step only queues what changes parameters and state, as one on a GPU does."""
+    """An optimizer whose step only queues changes of parameters and state, like an optimizer on a GPU."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], device: SimulatedDevice) -> None:
-        """Own moments on the device, and every other count."""
+        """Keep moments on the device, and every other count."""
         super().__init__(parameters, {})
         self._device = device
         for number, parameter in enumerate(parameters):
@@ -40,7 +40,7 @@ class Queued(torch.optim.Optimizer):
         moments = [self.state[parameter]["moment"] for parameter in parameters]
 
         def update() -> None:
-            # The device does not count versions: the program does, as soon as it has queued the update.
+            # The device does not increase version counters. The host does, as soon as it has queued the update.
             for parameter, moment in zip(parameters, moments, strict=True):
                 parameter.data.add_(1)
                 moment.data.mul_(1.5)
@@ -56,7 +56,7 @@ class Queued(torch.optim.Optimizer):
 
 @pytest.fixture(params=[(0, 0), (0.01, 0), (0, 0.005)], ids=["in time", "late training", "late copies"])
 def device(request: pytest.FixtureRequest) -> Iterator[SimulatedDevice]:
-    """A device that is never late, and two that are at random."""
+    """Return a device that is never late, or one of two that are late at random."""
     device = SimulatedDevice(*request.param)
     yield device
     device.close()
@@ -65,7 +65,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[SimulatedDevice]:
 def train(
     location: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, capture: CaptureConfig
 ) -> Statistics:
-    """Train on the device, one checkpoint a step; buffers change in the forward pass."""
+    """Train on the device with one checkpoint a step; buffers change in the forward pass."""
     monkeypatch.setattr(background_saver, "DeviceQueues", functools.partial(DeviceQueues, find=device.link_of))
     large = torch.nn.Parameter(torch.zeros(700_000))
     strided = torch.nn.Parameter(torch.zeros(600, 500).t())
@@ -93,7 +93,7 @@ def train(
 
 
 def check(location: Path) -> None:
-    """Every checkpoint has the values of its step."""
+    """Assert that every checkpoint has the values of its step."""
     with asymcheck.Store.open(location, create=True) as store:
         assert [checkpoint.step for checkpoint in store.checkpoints()] == list(range(STEPS))
         for step in range(STEPS):
@@ -126,7 +126,7 @@ def check(location: Path) -> None:
 def test_each_checkpoint_has_the_bytes_of_its_step(
     tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, capture: CaptureConfig
 ) -> None:
-    """Deferred or eager, staged or not, in a ring of any size, from a device that is late or not."""
+    """Test deferred and eager state, with and without staging, with rings of all sizes, and with delays."""
     statistics = train(tmp_path, device, monkeypatch, capture)
     check(tmp_path)
     assert statistics.durable == STEPS
@@ -137,7 +137,7 @@ def test_each_checkpoint_has_the_bytes_of_its_step(
 def test_all_of_the_staging_buffer_is_free_in_the_end(
     tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every region that was taken is given back."""
+    """Test that every region of the staging buffer is released."""
     made: list[Staging] = []
 
     class Watched(Staging):
@@ -154,7 +154,7 @@ def test_all_of_the_staging_buffer_is_free_in_the_end(
 def test_a_device_without_room_for_a_staging_buffer_is_captured_all_the_same(
     tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The program then waits for the device and reads by itself."""
+    """Test that the host waits for the device and reads the tensors without a staging buffer."""
     train(tmp_path, device, monkeypatch, CaptureConfig(staging_bytes=0))
     check(tmp_path)
 
@@ -166,7 +166,7 @@ def test_a_device_without_room_for_a_staging_buffer_is_captured_all_the_same(
 def test_on_cuda_each_checkpoint_has_the_bytes_of_its_step(
     tmp_path: Path, schedule: str, proof: str, own_stream: bool
 ) -> None:
-    """The same on a real device, with batch norm, strided weights and a fused optimizer, and all tensors compared."""
+    """Test a real device with batch norm, strided weights and a fused optimizer, and compare all tensors."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         *(torch.nn.Conv2d(8, 64, 3), torch.nn.BatchNorm2d(64), torch.nn.ReLU(), torch.nn.Conv2d(64, 8, 3)),

@@ -1,4 +1,4 @@
-"""Encoded saves restore exact bytes, and keep their bases."""
+"""Test that encoded saves restore exact bytes, and keep their bases."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ WIDTH = 90_000
 
 
 class MixedPrecision(torch.optim.Optimizer):
-    """Trains float32 masters, of which the parameters are rounded copies."""
+    """Trains float32 masters, with parameters that are rounded copies."""
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Begin with masters that the parameters are rounded from."""
+        """Create the masters and round the parameters from them."""
         super().__init__(parameters, {})
         for parameter in parameters:
             master = torch.randn(parameter.shape) * 0.02
@@ -40,7 +40,7 @@ class MixedPrecision(torch.optim.Optimizer):
             self.state[parameter] = {"master": master, "exp_avg": torch.randn_like(master)}
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # closures are not used
-        """Move a little."""
+        """Run a small update."""
         with torch.no_grad():
             for parameter, state in self.state.items():
                 state["exp_avg"].mul_(0.9).add_(torch.randn_like(state["exp_avg"]), alpha=0.1)
@@ -50,7 +50,7 @@ class MixedPrecision(torch.optim.Optimizer):
 
 @pytest.fixture
 def training() -> tuple[dict[str, object], MixedPrecision, Callable[[], object]]:
-    """Return a state, its optimizer, and what copies its tensors."""
+    """Return a state, its optimizer, and a function that copies its tensors."""
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.zeros(WIDTH, dtype=torch.bfloat16)) for _ in range(2)]
     optimizer = MixedPrecision(parameters)
@@ -63,7 +63,7 @@ def training() -> tuple[dict[str, object], MixedPrecision, Callable[[], object]]
 
 
 def frames(path: Path) -> dict[Digest, tuple[int, Digest]]:
-    """Kind and base of every partition in a store."""
+    """Return kind and base of every partition in a store."""
     tier = NvmeTier(path, StoreConfig(), read_only=True)
     found = {}
     for pack_id in tier.pack_ids():
@@ -75,7 +75,7 @@ def frames(path: Path) -> dict[Digest, tuple[int, Digest]]:
 
 
 def same(one: object, other: object) -> bool:
-    """Whether two states have the same tensors."""
+    """Return whether two states have the same tensors."""
     tensors, others = (torch.utils._pytree.tree_leaves(state) for state in (one, other))
     pairs = zip(tensors, others, strict=True)
     return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
@@ -86,7 +86,7 @@ def train(
     training: tuple[dict[str, object], MixedPrecision, Callable[[], object]],
     capture: CaptureConfig | None = None,
 ) -> dict[int, object]:
-    """Save every step, each durable before the next; return what was saved."""
+    """Save every step, each durable before the next; return the saved states."""
     state, optimizer, copied = training
     wanted = {}
     with (
@@ -105,7 +105,7 @@ def train(
 def test_every_step_comes_back_from_deltas_and_copies(
     tmp_path: Path, training: tuple[dict[str, object], MixedPrecision, Callable[[], object]]
 ) -> None:
-    """Masters as deltas on the step before, parameters as copies of masters; no chain is longer than it may be."""
+    """Test masters as deltas on the previous step, parameters as derived copies, and the maximum chain length."""
     wanted = train(tmp_path, training)
     with Store.open(tmp_path, create=True) as store:
         assert all(same(store.load(step=step), wanted[step]) for step in wanted)
@@ -126,7 +126,7 @@ def test_every_step_comes_back_from_deltas_and_copies(
 def test_bases_outlive_their_checkpoints(
     tmp_path: Path, training: tuple[dict[str, object], MixedPrecision, Callable[[], object]]
 ) -> None:
-    """They are removed once nothing needs them."""
+    """Test that bases are removed once no partition needs them."""
     wanted = train(tmp_path, training)
     newest = max(wanted)
     with Store.open(tmp_path, create=True) as store:
@@ -145,7 +145,7 @@ def test_bases_outlive_their_checkpoints(
 def test_delta_is_reused_for_equal_bytes(
     tmp_path: Path, training: tuple[dict[str, object], MixedPrecision, Callable[[], object]]
 ) -> None:
-    """A save of the same state with the same boundaries writes nothing."""
+    """Test that a save of the same state with the same boundaries writes nothing."""
     train(tmp_path, training, CaptureConfig(schedule="eager"))
     state = training[0]
     with Store.open(tmp_path, config=CONFIG, create=True) as store:
@@ -163,9 +163,9 @@ def test_delta_is_reused_for_equal_bytes(
 def test_a_base_that_is_collected_during_a_save_costs_no_checkpoint(
     tmp_path: Path, training: tuple[dict[str, object], MixedPrecision, Callable[[], object]], point: str
 ) -> None:
-    """What relied on it is stored whole."""
+    """Test that a partition whose base was collected is stored in full."""
     state, optimizer, copied = training
-    # What is reused would show by itself that its pack is gone.
+    # Reuse would show that the pack was collected, so the partitions must differ.
     del state["model"]["frozen"]  # type: ignore[attr-defined]  # a dict
     collected = threading.Event()
 
@@ -192,7 +192,7 @@ def test_a_base_that_is_collected_during_a_save_costs_no_checkpoint(
         checkpointer.wait()
         assert collected.is_set()
         assert same(store.load(), wanted)
-        # Of the deltas that were given up, verification says that nothing can read them, and that nothing needs to.
+        # Verification reports that the discarded deltas cannot be read and that no checkpoint needs them.
         assert [finding for finding in store.verify() if finding.severity is not Severity.WARNING] == []
 
 
@@ -205,7 +205,7 @@ def test_rings_of_any_size_give_the_same_checkpoints(
     ring_bytes: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where captures stream through, and where old ones would be given up for new ones while they are bases."""
+    """Test rings that stream captures, and rings that would free old captures while these are bases."""
     state, optimizer, copied = training
 
     def late(*arguments: object) -> Encoded | None:

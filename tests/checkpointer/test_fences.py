@@ -1,4 +1,4 @@
-"""Fences in all kinds of programs: compiled optimizers, other training threads, and Ctrl-C."""
+"""Test fences in compiled optimizers, with other training threads, and with Ctrl-C."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from tests.store.equality import assert_same
 
 @pytest.fixture
 def unproven(config: CaptureConfig, monkeypatch: pytest.MonkeyPatch) -> CaptureConfig:
-    """What a fence leaves out is stored torn, and not given up."""
+    """Disable the proof, so that a missing fence shows as a torn checkpoint."""
     copy_late(monkeypatch)
     return dataclasses.replace(config, proof="off")
 
 
 @pytest.mark.slow(quick=["0"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch is to lose
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses features that torch has deprecated.
 @pytest.mark.parametrize("warm", [0, 2])
 def test_a_compiled_optimizer_step_waits(store: Store, unproven: CaptureConfig, warm: int) -> None:
-    """Whether it was compiled before the first capture or after; and the copies are not compiled along with it."""
+    """Test optimizers compiled before and after the first capture, and that the copies are not compiled."""
     torch.compiler.reset()
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -55,7 +55,7 @@ def test_a_compiled_optimizer_step_waits(store: Store, unproven: CaptureConfig, 
 def test_an_optimizer_of_another_thread_ends_no_fence(
     store: Store, unproven: CaptureConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for the capture that it meets, and the one that is begun meanwhile is still waited for."""
+    """Test that the other thread waits for the capture in flight, and that a later capture keeps its fence."""
     waits, goes_on = threading.Event(), threading.Event()
     wait = engine.CaptureEngine._wait_until_copied
 
@@ -86,7 +86,7 @@ def test_an_optimizer_of_another_thread_ends_no_fence(
 
 
 def test_an_optimizer_of_another_thread_waits_while_bytes_are_compared() -> None:
-    """Else its step would be taken for a change outside an optimizer."""
+    """Test that the step of another thread is not mistaken for a change outside an optimizer."""
     detector, compares, goes_on = TearDetector("sampled"), threading.Event(), threading.Event()
 
     class Compared(SourceDigests):
@@ -112,7 +112,7 @@ def test_an_optimizer_of_another_thread_waits_while_bytes_are_compared() -> None
 def test_an_interrupt_in_a_fence_is_that_of_the_training(
     store: Store, unproven: CaptureConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is raised where it came, the capture is given up, and training can go on."""
+    """Test that the interrupt is raised in the training, the capture is discarded, and training can continue."""
     copy, raised = engine.CaptureEngine._copy, threading.Event()
 
     def interrupted(self: engine.CaptureEngine, capture: engine.Capture, number: int) -> None:
@@ -141,7 +141,7 @@ def test_an_interrupt_in_a_fence_is_that_of_the_training(
 
 
 def test_a_load_into_the_state_waits_for_its_capture(store: Store, unproven: CaptureConfig) -> None:
-    """What was captured is the state before it was filled."""
+    """Test that the capture contains the state before the load."""
     model, _, loop = linear_loop()
     expected = {}
     with Checkpointer(store, loop.state, capture=unproven, every=1, keep=None) as checkpointer:

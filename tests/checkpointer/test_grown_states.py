@@ -1,4 +1,4 @@
-"""States that grew during the training beyond the state of a new process."""
+"""Test states that grew during training, so that a new process has fewer entries."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from asymcheck.errors import StateMismatchError
 
 
 def test_grown_mappings_and_lists_are_restored(store_path: Path) -> None:
-    """Also if the state of the new process lacks them: a history, averages by name."""
+    """Test entries that the state of the new process lacks: a history, and averages by name."""
 
     def made() -> dict[str, object]:
         return {"w": torch.zeros(3), "kept": {"inner": {}}, "history": [], "averages": {}}
@@ -30,7 +30,7 @@ def test_grown_mappings_and_lists_are_restored(store_path: Path) -> None:
         assert after["kept"] == {"inner": {"a": 5}}
         assert history == [0.5, {"loss": 0.25}]
         assert torch.equal(after["averages"]["w"], torch.ones(2000))  # type: ignore[index]  # as above
-        # Who reads a part of what is stored gets that part.
+        # A partial restore returns the requested part.
         part: dict[str, dict[str, object]] = {"kept": {}}
         assert store.load(into=part) == {"kept": {}}
         with pytest.raises(StateMismatchError, match=r"history: a list of 1 is given, but a list of 2 is stored"):
@@ -38,7 +38,7 @@ def test_grown_mappings_and_lists_are_restored(store_path: Path) -> None:
 
 
 def test_restored_entries_keep_their_stored_order(store_path: Path) -> None:
-    """Not the order of a hash, which differs between processes and ranks."""
+    """Test that the order does not depend on hashes, which differ between processes and ranks."""
     names = [f"loss of epoch {number}" for number in range(9, 0, -1)]
     with Store.open(store_path, create=True) as store:
         store.save({"history": {"first": 0, **dict.fromkeys(names, 1)}, "w": torch.zeros(3)}, step=1)

@@ -1,4 +1,4 @@
-"""Ctrl-C anywhere in a capture: training can continue, without a loss of memory."""
+"""Test Ctrl-C anywhere in a capture: training can continue, without a loss of memory."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ print(json.dumps([interrupts, nobodys, is_last, is_same, lost]))
 
 @pytest.mark.slow
 def test_training_continues_after_an_interrupt_anywhere(store_path: Path, tmp_path: Path) -> None:
-    """No fence waits for ever, no space of the ring is lost, and later checkpoints are intact."""
+    """Test that no fence waits forever, no ring space is lost, and later checkpoints are intact."""
     words = [str(store_path), str(folder_for_rings(tmp_path)), str(POINTS)]
     done = subprocess.run(
         [sys.executable, "-c", TRAINER, *words],
@@ -116,7 +116,7 @@ def test_training_continues_after_an_interrupt_anywhere(store_path: Path, tmp_pa
 
 @pytest.fixture
 def called() -> Iterator[list[int]]:
-    """What a handler of a training was called with."""
+    """Arguments of the calls of a training's handler."""
     found: list[int] = []
 
     def note(number: int, _frame: object) -> None:
@@ -132,7 +132,7 @@ def called() -> Iterator[list[int]]:
 
 
 def test_handlers_wait_until_the_outermost_block_ends(called: list[int]) -> None:
-    """All of them are called, in order, also when one raises; and then they are as they were."""
+    """Test that all deferred handlers run in order, even if one raises, and that the handlers are then restored."""
     interrupts = Interrupts()
     handler = signal.getsignal(signal.SIGINT)
 
@@ -153,7 +153,7 @@ def test_handlers_wait_until_the_outermost_block_ends(called: list[int]) -> None
 
 
 def test_a_handler_that_the_program_sets_later_counts(called: list[int]) -> None:
-    """The next block defers it, and releasing puts it back, not the handler before it."""
+    """Test that the next block defers the new handler, and that releasing restores the new handler."""
     later: list[int] = []
 
     def note(number: int, _frame: object) -> None:
@@ -172,7 +172,7 @@ def test_a_handler_that_the_program_sets_later_counts(called: list[int]) -> None
 
 
 def test_handlers_stay_replaced_while_a_checkpointer_is_open(called: list[int]) -> None:
-    """A capture does not set seven handlers anew: the first block does."""
+    """Test that only the first block replaces the seven handlers."""
     interrupts, holder = Interrupts(), Holder()
     interrupts.hold(holder)
     handler = signal.getsignal(signal.SIGUSR1)
@@ -185,7 +185,7 @@ def test_handlers_stay_replaced_while_a_checkpointer_is_open(called: list[int]) 
 
 
 def test_a_library_that_puts_the_deferring_handler_back_loses_no_signal(called: list[int]) -> None:
-    """Trainers save the handlers at their start and restore them at their end, when nothing is deferred any more."""
+    """Test trainers that save handlers at their start and restore the deferring handler at their end."""
     interrupts = Interrupts()
     with interrupts:
         saved = signal.getsignal(signal.SIGUSR1)
@@ -197,7 +197,7 @@ def test_a_library_that_puts_the_deferring_handler_back_loses_no_signal(called: 
 
 
 def test_interrupted_system_calls_are_restarted_as_the_program_says(called: list[int]) -> None:
-    """``signal.siginterrupt(number, False)`` survives both replacements of the handler."""
+    """Test that ``signal.siginterrupt(number, False)`` survives both replacements of the handler."""
     interrupts = Interrupts()
     signal.siginterrupt(signal.SIGUSR1, False)
     with interrupts:
@@ -208,7 +208,7 @@ def test_interrupted_system_calls_are_restarted_as_the_program_says(called: list
 
 
 class Holder:
-    """An object that weak references can be made to."""
+    """An object that supports weak references."""
 
 
 def restarts(number: int) -> bool:
@@ -225,7 +225,7 @@ def restarts(number: int) -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     thread.start()
     try:
-        # Not os.read(), which repeats the call by itself.
+        # Do not use os.read(), which repeats the call itself.
         return bool(libc.read(before, ctypes.create_string_buffer(1), 1) == 1)
     except KeyboardInterrupt:
         return False
@@ -236,7 +236,7 @@ def restarts(number: int) -> bool:
 
 
 def test_interrupts_arrive_where_permitted(called: list[int]) -> None:
-    """Once; signals without a Python handler are not touched."""
+    """Test that an interrupt arrives once, and that signals without a Python handler are not touched."""
     interrupts = Interrupts()
     with interrupts:
         assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL

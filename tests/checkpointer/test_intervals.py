@@ -1,4 +1,4 @@
-"""Intervals: watchers see the duration of each part, and cannot break anything."""
+"""Test trace intervals: watchers see the duration of each part, and cannot break a training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.checkpointer.loops import assert_every_step_is_right, linear_loop, si
 def test_no_intervals_are_created_without_watchers(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No interval, clock or description in a whole training; with a watcher, they exist."""
+    """Test that a training without watchers creates no interval, clock reading or description."""
     made: list[str] = []
 
     def counted(name: str) -> None:
@@ -48,10 +48,10 @@ def test_no_intervals_are_created_without_watchers(
 def test_every_name_is_listed_and_every_listed_name_occurs(
     store: Store, disk: Disk, config: CaptureConfig, tmp_path: Path
 ) -> None:
-    """A session that does all there is: a full ring, a save, a restore, a push, a pull, and what a kill may leave."""
+    """Test a session with a full ring, a save, a restore, a push, a pull, and leftovers of a kill."""
     seen: list[Interval] = []
     _, _, loop = linear_loop()
-    # Large enough to be looked at before it is copied.
+    # Large enough to be digested before it is copied.
     loop.state["constant"] = torch.ones(2000)
     disk.delay_s = 0.002
     with (
@@ -77,7 +77,7 @@ def test_every_name_is_listed_and_every_listed_name_occurs(
 def test_a_watcher_that_raises_is_reported_and_left_out(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On whatever thread: training goes on, every step is stored, and who else watches sees all of it."""
+    """Test that training continues and every step is stored, and that other watchers get all intervals."""
     reported: list[object] = []
     monkeypatch.setattr(threading, "excepthook", lambda found: reported.append(found.exc_value))
     failed = {name: ZeroDivisionError(name) for name in ("step", "copy", "write", "commit")}
@@ -101,7 +101,7 @@ def test_a_watcher_that_raises_is_reported_and_left_out(
 
 
 def test_failed_block_is_reported_as_failed() -> None:
-    """With the class of the error, which is raised as usual."""
+    """Test that the interval has the class of the error, and that the error is raised."""
     seen: list[Interval] = []
 
     def fail() -> None:
@@ -116,7 +116,7 @@ def test_failed_block_is_reported_as_failed() -> None:
 
 
 def test_lost_checkpoint_is_reported_as_failed(store: Store, disk: Disk, config: CaptureConfig) -> None:
-    """So are its write or its commit."""
+    """Test that the write or the commit of the checkpoint is reported as failed, too."""
     seen: list[Interval] = []
     _, _, loop = linear_loop()
     with (
@@ -138,7 +138,7 @@ def test_lost_checkpoint_is_reported_as_failed(store: Store, disk: Disk, config:
 
 
 def test_bytes_that_the_store_has_are_known_and_not_written(store: Store, config: CaptureConfig) -> None:
-    """An interval says of each partition which of the two happened, in a save and in the background."""
+    """Test that the interval of each partition is either known or written, in a save and in the background."""
     seen: list[Interval] = []
     _, _, loop = linear_loop()
     loop.iterate(0)
@@ -154,7 +154,7 @@ def test_bytes_that_the_store_has_are_known_and_not_written(store: Store, config
 
 
 def test_writers_stand_back_until_checkpoints_come_too_fast(store: Store, disk: Disk, config: CaptureConfig) -> None:
-    """With a wait after each, they give way to the training; with a drive slower than the steps, they do not."""
+    """Test that writers have low priority if each step is waited for, and normal priority with a slow drive."""
     seen: list[int] = []
 
     def watcher(interval: Interval) -> None:

@@ -1,4 +1,4 @@
-"""Retention during training: checkpoints are deleted after each commit, and never those to keep."""
+"""Test retention during training: checkpoints are deleted after each commit, and kept ones never."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _disk_bytes(store: Store) -> int:
 
 
 def _wait_for_pruning(store: Store, checkpointer: Checkpointer) -> None:
-    """Return when two checkpoints are left and what the others needed is freed: a busy machine takes its time."""
+    """Return when two checkpoints are left and the packs of the others are freed."""
     while len(_steps(store)) > 2:
         time.sleep(0.005)
     assert checkpointer._maintenance is not None
@@ -41,13 +41,13 @@ def _wait_for_pruning(store: Store, checkpointer: Checkpointer) -> None:
 @pytest.mark.parametrize("frozen", [False, True], ids=["all-new", "half-frozen"])
 @pytest.mark.parametrize("waits", [True, False], ids=["calm", "busy"])
 def test_the_disk_stays_bounded(store: Store, config: CaptureConfig, *, waits: bool, frozen: bool) -> None:
-    """Fifty steps, each saved, two kept: never more on disk than those, what is being written, and one to overwrite."""
+    """Test fifty saved steps with two kept: the disk has those, the one in progress, and one pack to overwrite."""
     _, _, loop = linear_loop(160)
     if frozen:
         loop.state["frozen"] = torch.randn(160 * 160 * 3)
     expected: dict[int, object] = {}
     each = most = 0
-    # Room for two captures, as by default for states that are not as small as these.
+    # Space for two captures, the default for states that are larger than these.
     capture = sized(config, 2_200_000 if frozen else 1_100_000)
     with Checkpointer(store, loop.state, keep=Retention(keep_last=2), capture=capture, every=1) as checkpointer:
         for step in range(50):
@@ -60,7 +60,7 @@ def test_the_disk_stays_bounded(store: Store, config: CaptureConfig, *, waits: b
             each = each or _disk_bytes(store)
             most = max(most, _disk_bytes(store))
         assert checkpointer.statistics().written_bytes > 10 * each
-    # Two kept, and a third until it is pruned; in a hurry both that have room in the ring may be written by then.
+    # Two checkpoints are kept, and a third until it is pruned. Both captures in the ring may be written by then.
     assert most < each * (3.5 if waits else 5.5)
     assert_stored(store, {step: expected[step] for step in (48, 49)})
     assert store.disk_usage().locked_bytes == 0
@@ -68,7 +68,7 @@ def test_the_disk_stays_bounded(store: Store, config: CaptureConfig, *, waits: b
 
 
 def test_everything_is_kept_unless_asked(store: Store, config: CaptureConfig) -> None:
-    """The default deletes nothing."""
+    """Test that ``keep=None`` deletes nothing."""
     _, _, loop = linear_loop()
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         for step in range(5):
@@ -78,7 +78,7 @@ def test_everything_is_kept_unless_asked(store: Store, config: CaptureConfig) ->
 
 
 def test_rules_and_metrics_go_together(store: Store, config: CaptureConfig) -> None:
-    """The best by the metric that is given to ``step()``, every so many, and the last."""
+    """Test the best by the metric of ``step()``, every n-th step, and the last checkpoints."""
     _, _, loop = linear_loop()
     keep = Retention(keep_last=1, keep_every=4, keep_best=("loss", 1))
     with Checkpointer(store, loop.state, keep=keep, capture=config, every=1) as checkpointer:
@@ -89,7 +89,7 @@ def test_rules_and_metrics_go_together(store: Store, config: CaptureConfig) -> N
 
 
 def test_pruning_runs_on_its_own_thread(store: Store, config: CaptureConfig) -> None:
-    """Nothing is deleted on the training thread or the commit thread."""
+    """Test that neither the training thread nor the commit thread deletes checkpoints."""
     seen: dict[str, set[str]] = {}
 
     def observer(event: Event) -> None:
@@ -110,7 +110,7 @@ def test_pruning_runs_on_its_own_thread(store: Store, config: CaptureConfig) -> 
 def test_training_does_not_wait_for_pruning(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While pruning hangs, steps are captured and become durable."""
+    """Test that steps are captured and become durable while pruning hangs."""
     _, _, loop = linear_loop()
     go_on, hanging = threading.Event(), threading.Event()
     prune = Pruner.prune
@@ -135,7 +135,7 @@ def test_training_does_not_wait_for_pruning(
 
 
 class Fire:
-    """A pruning that fails while it burns."""
+    """A pruning that fails until the fault is removed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.burns = True
@@ -151,7 +151,7 @@ class Fire:
         monkeypatch.setattr(Pruner, "prune", burn)
 
     def wait(self, checkpointer: Checkpointer) -> None:
-        """Wait until it was tried once more."""
+        """Wait until the pruning was tried again."""
         assert self.called.acquire(timeout=60)
         assert checkpointer._maintenance is not None
         with checkpointer._maintenance.still():
@@ -161,7 +161,7 @@ class Fire:
 def test_a_failure_reaches_the_loop_once_and_costs_no_checkpoint(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, until it is over; then what had to wait goes."""
+    """Test that one error is raised until the fault ends, and that the pending checkpoints are then deleted."""
     _, _, loop = linear_loop()
     fire = Fire(monkeypatch)
     with Checkpointer(store, loop.state, keep=Retention(keep_last=1), capture=config, every=1) as checkpointer:
@@ -190,7 +190,7 @@ def test_a_failure_reaches_the_loop_once_and_costs_no_checkpoint(
 def test_a_failure_is_a_warning_where_errors_are(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And ``close()`` tells of one that nobody was told of before."""
+    """Test that ``close()`` warns of a failure that was not reported before."""
     _, _, loop = linear_loop()
     Fire(monkeypatch)
     checkpointer = Checkpointer(
@@ -203,7 +203,7 @@ def test_a_failure_is_a_warning_where_errors_are(
 
 
 def test_a_save_that_is_waited_for_prunes_too(store: Store, config: CaptureConfig) -> None:
-    """Before it returns, with nothing in the background."""
+    """Test that ``save()`` prunes before it returns, without background work."""
     _, _, loop = linear_loop()
     with Checkpointer(store, loop.state, keep=Retention(keep_last=2), capture=config, every=1) as checkpointer:
         for step in range(4):
@@ -213,7 +213,7 @@ def test_a_save_that_is_waited_for_prunes_too(store: Store, config: CaptureConfi
 
 
 def test_a_resumed_training_goes_on_keeping(store: Store, config: CaptureConfig) -> None:
-    """Also what the one before it has left; and what it goes back to is not pruned while it is restored."""
+    """Test that checkpoints of the previous training are pruned, but not the one that is being restored."""
     for first in (0, 5, 10):
         _, _, loop = linear_loop()
         with Checkpointer(store, loop.state, keep=Retention(keep_last=2), capture=config, every=1) as checkpointer:
@@ -227,7 +227,7 @@ def test_a_resumed_training_goes_on_keeping(store: Store, config: CaptureConfig)
 
 
 def test_abandoned_checkpoints_are_kept(store: Store, config: CaptureConfig) -> None:
-    """A forgotten restore loses nothing of the earlier training."""
+    """Test that a forgotten restore deletes no checkpoint of the earlier training."""
     _, _, loop = linear_loop()
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         for step in range(3):
@@ -243,7 +243,7 @@ def test_abandoned_checkpoints_are_kept(store: Store, config: CaptureConfig) -> 
 
 
 def test_other_runs_are_left_alone(store: Store, config: CaptureConfig) -> None:
-    """Retention is about the run of its checkpointer."""
+    """Test that retention only applies to the run of its checkpointer."""
     _, _, loop = linear_loop()
     for step in range(3):
         store.save({"x": torch.full((3000,), float(step))}, step=step, run="other")
@@ -256,7 +256,7 @@ def test_other_runs_are_left_alone(store: Store, config: CaptureConfig) -> None:
 
 
 def test_a_full_disk_is_no_reason_to_delete_more(disk: Disk, store_path: Path, config: CaptureConfig) -> None:
-    """A checkpoint that could not be stored makes no other go."""
+    """Test that a checkpoint that could not be stored does not replace another."""
     _, _, loop = linear_loop()
     with open_on(disk, store_path) as store:
         with Checkpointer(
@@ -274,7 +274,7 @@ def test_a_full_disk_is_no_reason_to_delete_more(disk: Disk, store_path: Path, c
 
 
 def test_the_interval_is_chosen_and_kept_to(store: Store, config: CaptureConfig) -> None:
-    """It begins with three checkpoints, says what it chose and why, and goes on after a restore."""
+    """Test three measured checkpoints, the reported choice and its reason, and the interval after a restore."""
     _, _, loop = linear_loop()
     with Checkpointer(store, loop.state, every="auto", capture=config, keep=None) as checkpointer:
         assert checkpointer.restore() is None
@@ -296,7 +296,7 @@ def test_the_interval_is_chosen_and_kept_to(store: Store, config: CaptureConfig)
 
 
 def test_the_aim_of_the_interval_can_be_given(store: Store, config: CaptureConfig) -> None:
-    """A failure each hundredth of a second makes the store the limit, or the overhead."""
+    """Test that with a failure every hundredth of a second, the store or the overhead limits the interval."""
     _, _, loop = linear_loop()
     aim = AutoInterval(overhead=1.0, mtbf=timedelta(milliseconds=10))
     with Checkpointer(store, loop.state, every=aim, capture=config, keep=None) as checkpointer:
@@ -310,7 +310,7 @@ def test_the_aim_of_the_interval_can_be_given(store: Store, config: CaptureConfi
 
 
 def test_fixed_interval_is_reported(store: Store) -> None:
-    """Without a measurement."""
+    """Test that a fixed interval is reported without a measurement."""
     assert str(Checkpointer(store, {}, every=7, keep=None).interval) == "every 7 steps: set by the user"
 
 
@@ -324,6 +324,6 @@ def test_fixed_interval_is_reported(store: Store) -> None:
     ],
 )
 def test_invalid_interval_is_refused(store: Store, options: dict[str, object], words: str) -> None:
-    """With valid alternatives."""
+    """Test that the error lists valid alternatives."""
     with pytest.raises(InvalidInputError, match=words):
         Checkpointer(store, {}, **options)  # type: ignore[arg-type]  # that is the point

@@ -1,4 +1,4 @@
-"""``latest_step`` is a step that is stored or in flight, and never one that is lost."""
+"""Test that ``latest_step`` is a step that is durable or in flight, and never a lost step."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ def _capture(step: int, error: BaseException | None = None) -> Any:  # noqa: ANN
 
 
 def test_a_lost_step_is_not_the_last() -> None:
-    """The newest that is durable is, when all that came after it were lost."""
+    """Test that the newest durable step is the latest if all later steps were lost."""
     last = SaveReporting("run", raises=True)
     assert last.latest_step is None
     for step in (6, 8, 10):

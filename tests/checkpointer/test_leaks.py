@@ -1,4 +1,4 @@
-"""A long training does not leak memory, descriptors, threads or mappings."""
+"""Test that a long training leaks no memory, descriptors, threads or mappings."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _KEPT = 10
 _SAMPLES = 40
 _FLAT_BYTES = 4 * MIB
 _WIDTH = 400
-"""A model and two moments of 0.6 MB each."""
+"""Size of a model and two moments of 0.6 MB each."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """What the process uses."""
+    """Resources of the process."""
 
     memory: int
-    """Bytes of memory that lie not in a ring or another file in memory."""
+    """Bytes of memory outside of rings and other files in memory."""
     descriptors: int
-    """Open files."""
+    """Number of open files."""
     threads: int
-    """Threads."""
+    """Number of threads."""
     mappings: int
-    """Stretches of mapped memory that are files."""
+    """Number of mapped regions that are files."""
 
 
 def _use() -> Use:
@@ -50,7 +50,7 @@ def _use() -> Use:
 
 
 def _train(store: Store, loop: Loop, steps: int) -> list[Use]:
-    """Train, a checkpoint at each step, and let go of old ones; return what is used, from time to time."""
+    """Train with a checkpoint at each step, and delete old ones; return samples of the used resources."""
     used = []
     with Checkpointer(
         store, loop.state, capture=CaptureConfig(), on_checkpoint=lambda _report: None, every=1, keep=None
@@ -72,9 +72,9 @@ def _let_go(store: Store) -> None:
 
 
 def _growth(values: Sequence[int]) -> float:
-    """By how much values rise from the first to the last, by the median of the slopes between any two (Theil, Sen).
+    """Return the growth of values from the first to the last, by the median of all slopes (Theil, Sen).
 
-    One step up, as when a busy drive has one more slot lent, is no growth.
+    A single step, such as one more slot on a busy drive, does not count as growth.
     """
     slopes = [
         (values[later] - values[earlier]) / (later - earlier)
@@ -97,18 +97,18 @@ def _check(store_path: Path, steps: int) -> None:
     for name in ("descriptors", "threads", "mappings"):
         counts = [getattr(use, name) for use in half]
         assert _growth(counts) < 1, f"{name}: {counts}"
-    # The slots that the store lends for writing, its catalog and the pool of threads stay; all that is the ring's goes.
+    # The store keeps its write slots, its catalog and the thread pool. Resources of the ring must be released.
     assert after.threads == before.threads
     assert after.descriptors <= before.descriptors + 5
 
 
 @pytest.mark.slow
 def test_memory_and_descriptors_stay_flat(store_path: Path) -> None:
-    """Over some dozens of checkpoints."""
+    """Test some dozens of checkpoints."""
     _check(store_path, STEPS)
 
 
 @pytest.mark.long
 def test_memory_stays_flat_over_a_thousand_checkpoints(store_path: Path) -> None:
-    """Apart from the ring, a checkpoint leaves nothing behind."""
+    """Test that a checkpoint leaves nothing behind outside of the ring."""
     _check(store_path, STEPS_LONG)

@@ -1,4 +1,4 @@
-"""Random captures with random calls and delays: none is torn, and no mutation is missed."""
+"""Test random captures with random calls and delays: none is torn, and no mutation is missed."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from tests.checkpointer.random_loops import RandomLoop, mutate
 from tests.store.equality import assert_same
 
 CAPTURES = 25
-"""Captures of one training."""
+"""Number of captures of one training."""
 EPISODES, EPISODES_LONG = 4, 400
 _LARGE_RINGS = 0.5
 
 
 class Delays:
-    """Holds threads of the background up at random, and the copies of the capture thread until :attr:`open` is set."""
+    """Delays background threads at random, and copies of the capture thread until :attr:`open` is set."""
 
     def __init__(self, chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Get between the steps of the background, until ``monkeypatch`` is undone."""
+        """Insert delays into the background work, until ``monkeypatch`` is undone."""
         self._chance = chance
         self.often, self.most_s = 0.0, 0.0
         self.open = threading.Event()
@@ -67,7 +67,7 @@ class Delays:
 
 
 class Training:
-    """One random training, and what its checkpoints have to be."""
+    """A random training, and the expected content of its checkpoints."""
 
     def __init__(self, store: Store, seed: int, folder: Path, delays: Delays) -> None:
         """Choose the loop, the ring and the delays."""
@@ -92,16 +92,16 @@ class Training:
         self.step = -1
         self.expected: dict[int, object] = {}
         self.mutated: set[int] = set()
-        """Steps during which something deferred was changed."""
+        """Steps during which a deferred tensor was changed."""
         self.torn: dict[int, str] = {}
-        """Those of them in which it was certainly not copied before, and the name of the tensor."""
+        """Steps in which the tensor was certainly not copied before the change, with its name."""
         self.known: dict[int, object] = {}
-        """What each step was, also after it was compared."""
+        """Expected state of each step, also after the comparison."""
         self.structured = -1
-        """The first step after the last change of structure."""
+        """First step after the last change of structure."""
 
     def capture(self) -> None:
-        """Train, capture, and do something at random before the training goes on."""
+        """Train, capture, and take a random action before the training continues."""
         self.step += 1
         self.loop.iterate()
         held = self.chance.random() < 0.1
@@ -132,7 +132,7 @@ class Training:
 
     def _mutate(self, *, certain: bool = False) -> None:
         if self.step in self.torn:
-            # A second change may take the first one back, and then nothing is torn.
+            # A second change may undo the first, and then the capture is not torn.
             return
         names = self._deferred_now()
         tensors = {name: tensor for name, tensor in self.loop.deferrable().items() if name in names}
@@ -140,7 +140,7 @@ class Training:
             name = self.chance.choice(sorted(tensors))
             mutate(tensors[name], self.chance)
             self.mutated.add(self.step)
-            # Of one that is not contiguous the proof has made a copy, from which the capture is taken, too.
+            # The proof has copied a tensor that is not contiguous, and the capture is taken from this copy.
             if certain and tensors[name].is_contiguous():
                 self.torn[self.step] = name
 
@@ -178,7 +178,7 @@ class Training:
         except CheckpointNotFoundError:
             return
         except StateMismatchError:
-            # What is in memory may be older than the structure.
+            # Captures in memory may be older than the change of structure.
             if self.structured < 0:
                 raise
             return
@@ -187,7 +187,7 @@ class Training:
         self.expected.clear()
 
     def check(self) -> None:
-        """Compare what is stored with what was, and what was lost with what was changed. What is compared is over."""
+        """Compare stored states with the expected states, and lost steps with changes; forget the compared ones."""
         self.checkpointer.wait()
         for report in self.reports:
             if report.error is not None:
@@ -206,7 +206,7 @@ class Training:
 
 
 def _run(folder: Path, seed: int, delays: Delays) -> tuple[int, int, int]:
-    """Run one training; return how many captures it had, how many were torn, and how many warnings said so."""
+    """Run one training; return the number of captures, of torn captures, and of warnings about them."""
     rings = folder_for_rings(folder)
     with (
         warnings.catch_warnings(record=True) as caught,
@@ -247,17 +247,17 @@ def _run_all(folder: Path, seeds: range, monkeypatch: pytest.MonkeyPatch) -> Non
         captures, lost, torn = captures + found[0], lost + found[1], torn + found[2]
         shutil.rmtree(path)
     assert captures >= CAPTURES * len(seeds)
-    # So many were given up that the proof was needed, and so few that most of what is compared was stored.
+    # Enough captures are discarded to test the proof, and few enough that most comparisons use stored states.
     assert 0 < torn <= lost < captures // 2
 
 
 @pytest.mark.slow
 def test_no_random_capture_is_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is stored is what was, bit for bit; what changed too early is reported, and never stored."""
+    """Test that stored states are exact bit for bit, and that early changes are reported and never stored."""
     _run_all(tmp_path, range(EPISODES), monkeypatch)
 
 
 @pytest.mark.long
 def test_none_of_ten_thousand_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same, with other states."""
+    """Test ten thousand captures of other states."""
     _run_all(tmp_path, range(1000, 1000 + EPISODES_LONG), monkeypatch)

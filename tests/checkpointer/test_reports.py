@@ -1,4 +1,4 @@
-"""Reports: one line for each background checkpoint, on request."""
+"""Test reports: one line for each background checkpoint, on request."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ LATER = f"{BEGINNING}, in memory after 310.0 ms, durable after 1.3 s;"
     ids=["durable", "encoded", "streamed", "lost"],
 )
 def test_report_is_one_line(changes: dict[str, object], line: str) -> None:
-    """In readable units."""
+    """Test the line with readable units."""
     assert str(dataclasses.replace(REPORT, **changes)) == line  # type: ignore[arg-type]  # fields of the report
 
 
 def test_each_checkpoint_is_reported_once_and_adds_up(store: Store, config: CaptureConfig) -> None:
-    """In order, on the thread of the loop, with the numbers that the statistics are made of."""
+    """Test the order, the thread, and that the sums equal the statistics."""
     reports: list[CheckpointReport] = []
     threads: set[int] = set()
 
@@ -91,7 +91,7 @@ def test_each_checkpoint_is_reported_once_and_adds_up(store: Store, config: Capt
 
 
 def test_known_bytes_are_reported(store: Store, config: CaptureConfig) -> None:
-    """An unchanged state writes nothing."""
+    """Test that an unchanged state writes nothing."""
     reports: list[CheckpointReport] = []
     _, _, loop = linear_loop()
     loop.iterate(0)
@@ -108,7 +108,7 @@ def test_known_bytes_are_reported(store: Store, config: CaptureConfig) -> None:
 
 
 def test_streamed_capture_is_never_in_memory(store: Store, config: CaptureConfig) -> None:
-    """It would not survive the process."""
+    """Test that a capture that would not survive the process is not reported as in memory."""
     reports: list[CheckpointReport] = []
     _, _, loop = linear_loop()
     small = sized(config, 1 << 15)
@@ -125,7 +125,7 @@ def test_streamed_capture_is_never_in_memory(store: Store, config: CaptureConfig
 def test_a_lost_checkpoint_is_reported_and_raised(
     store: Store, disk: Disk, config: CaptureConfig, raises: bool
 ) -> None:
-    """The report comes first; a function that raises does not hide the loss."""
+    """Test that the report precedes the error, and that a failing callback does not hide the loss."""
     reports: list[CheckpointReport] = []
 
     def take(report: CheckpointReport) -> None:
@@ -155,7 +155,7 @@ def test_a_lost_checkpoint_is_reported_and_raised(
 def test_a_loss_does_not_keep_the_state_from_coming_back(
     store: Store, config: CaptureConfig, how: str, on_error: OnError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights that a loop wants to be rid of are gone when it hears of what was lost before; the training goes on."""
+    """Test that a rollback after a loss restores the earlier weights, and that the training continues."""
     copy_late(monkeypatch)
     model, _, loop = linear_loop()
     with Checkpointer(store, loop.state, capture=config, on_error=on_error, every=1, keep=None) as checkpointer:
@@ -166,7 +166,7 @@ def test_a_loss_does_not_keep_the_state_from_coming_back(
         there = copy_of(loop.state)
         loop.iterate(2)
         checkpointer.step(2)
-        # Before it was copied, so that the checkpoint is given up.
+        # Change the tensor before it is copied, so that the checkpoint is discarded.
         model.weight.data.fill_(float("nan"))
         told = pytest.raises(LostCheckpointError) if on_error == "raise" else pytest.warns(LostCheckpointWarning)
         with told as caught:
@@ -183,7 +183,7 @@ def test_a_loss_does_not_keep_the_state_from_coming_back(
 def test_a_capture_that_never_reached_the_flush_is_reported(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was lost when its first partition was handed over; its time is that until it was given up."""
+    """Test a capture lost with its first partition; its time ends when it was discarded."""
     reports: list[CheckpointReport] = []
     _, _, loop = linear_loop()
     loop.iterate(0)
@@ -204,6 +204,6 @@ def test_a_capture_that_never_reached_the_flush_is_reported(
 
 
 def test_invalid_callback_is_refused(store: Store) -> None:
-    """At once, not at the first durable checkpoint."""
+    """Test that the constructor raises the error, not the first durable checkpoint."""
     with pytest.raises(InvalidInputError, match="on_checkpoint='stdout': give a function of one argument, or None"):
         Checkpointer(store, {"a": 1}, on_checkpoint="stdout", every=1, keep=None)  # type: ignore[arg-type]  # what is tested

@@ -1,4 +1,4 @@
-"""A stopped and resumed training has the same numbers as an uninterrupted one."""
+"""Test that a stopped and resumed training has the same numbers as an uninterrupted one."""
 
 import random
 import subprocess
@@ -17,7 +17,7 @@ STEPS = 30
 
 
 class Net(torch.nn.Module):
-    """Small, with all that a resume has to get right: dropout, running statistics and a tied weight."""
+    """A small model with dropout, running statistics and a tied weight, which a resume must restore."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Net(torch.nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Predict a token from its neighbour."""
+        """Predict a token from the previous token."""
         hidden = self.norm(torch.nn.functional.dropout(self.embedding(tokens), 0.2, self.training))
         hidden = torch.nn.functional.dropout(torch.relu(self.hidden(hidden)), 0.2, self.training)
         return torch.as_tensor(self.head(hidden))
@@ -78,7 +78,7 @@ def _final(state: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 4, 7])
 def test_losses_and_the_final_state_are_the_same_to_the_bit(tmp_path: Path, every: int) -> None:
-    """Stopped twice, between two checkpoints and at one; each time resumed in objects with other values."""
+    """Test two stops, between two checkpoints and at one; each resume begins with objects that have other values."""
     _seed(0)
     whole = _parts()
     with Store.open(tmp_path / "whole", create=True) as store:
@@ -111,7 +111,7 @@ for loss in _stretch(Path(sys.argv[2]), 0, 13):
 
 
 def _stretch(path: Path, seed: int, stop: int) -> list[float]:
-    """Train from what the store has, or from the seed when it has nothing, up to a step."""
+    """Train up to a step, from the newest checkpoint or, in an empty store, from the seed."""
     _seed(seed)
     state = _parts()
     with Store.open(path, create=True) as store:
@@ -122,7 +122,7 @@ def _stretch(path: Path, seed: int, stop: int) -> list[float]:
 
 @pytest.mark.slow
 def test_another_process_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
-    """Nothing that a resume needs lives in the process: the losses after step 10 are the same."""
+    """Test that a resume needs nothing from the process: the losses after step 10 are the same."""
     root = str(Path(__file__).parents[2])
     command = [sys.executable, "-c", CHILD, root, str(tmp_path / "stopped")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

@@ -16,7 +16,7 @@ from tests.store.equality import assert_same
 def test_rollback_takes_the_newest_state_from_memory(
     store: Store, disk: Disk, config: CaptureConfig, steps: int
 ) -> None:
-    """Bit for bit, without a look at a pack; training goes on in a generation of its own."""
+    """Test that every bit is restored without reading a pack, and that training continues in a new generation."""
     model, _, loop = linear_loop()
     expected: dict[int, object] = {}
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
@@ -42,7 +42,7 @@ def test_rollback_takes_the_newest_state_from_memory(
 def test_rollback_passes_over_a_capture_that_could_not_be_stored(
     store: Store, disk: Disk, config: CaptureConfig
 ) -> None:
-    """The newest durable one is still in memory; training is not sent to the drive for it."""
+    """Test that the newest durable capture is restored from memory, without a read of the drive."""
     _, _, loop = linear_loop()
     with Checkpointer(store, loop.state, capture=config, on_error="warn", every=1, keep=None) as checkpointer:
         loop.iterate(0)
@@ -60,7 +60,7 @@ def test_rollback_passes_over_a_capture_that_could_not_be_stored(
 
 
 def test_nothing_in_memory_is_no_rollback(store: Store, config: CaptureConfig) -> None:
-    """It says so, and opens no generation."""
+    """Test that the error says so, and that no generation begins."""
     _, _, loop = linear_loop()
     with pytest.raises(CheckpointNotFoundError, match="restore"):
         Checkpointer(store, loop.state, capture=config, every=1, keep=None).rollback()
@@ -68,7 +68,7 @@ def test_nothing_in_memory_is_no_rollback(store: Store, config: CaptureConfig) -
 
 
 def test_a_rollback_does_not_leave_the_line(store: Store, config: CaptureConfig) -> None:
-    """What is in memory was abandoned by a restore of an older step: it is not gone back to."""
+    """Test that a capture that was abandoned by a restore of an older step is not restored."""
     _, _, loop = linear_loop()
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         for step in range(4):

@@ -1,4 +1,4 @@
-"""Lock of a run: a second training of the same run is refused, or takes the run over from the first."""
+"""Test the lock of a run: a second training of the same run is refused, or takes the run over from the first."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Trainer:
         )
 
     def step(self) -> str:
-        """Train one step, and return what the process says about it."""
+        """Train one step, and return the output of the process."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write("\n")
@@ -56,7 +56,7 @@ class _Trainer:
 
 @contextlib.contextmanager
 def _trainer(store: Path, run: str = "default") -> Iterator[_Trainer]:
-    """A process that has trained one step of a run."""
+    """Yield a process that has trained one step of a run."""
     trainer = _Trainer(store, run)
     try:
         assert trainer.step() == "7"

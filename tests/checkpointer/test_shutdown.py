@@ -1,4 +1,4 @@
-"""End of background saves, and their use of resources."""
+"""Test the end of background saves, and their use of resources."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.checkpointer.loops import (
 
 
 def test_a_store_that_is_closed_first_has_everything(disk: Disk, store_path: Path, config: CaptureConfig) -> None:
-    """What was begun is durable; closing the checkpointer is no error then, and another step is one."""
+    """Test that checkpoints in flight become durable, that closing is allowed, and that another step raises."""
     _, _, loop = linear_loop()
     with open_on(disk, store_path) as store:
         checkpointer = Checkpointer(store, loop.state, capture=config, every=1, keep=None)
@@ -47,7 +47,7 @@ def test_a_store_that_is_closed_first_has_everything(disk: Disk, store_path: Pat
 def test_a_checkpointer_that_is_dropped_finishes_with_the_store(
     disk: Disk, store_path: Path, config: CaptureConfig
 ) -> None:
-    """And optimizers are fenced no more."""
+    """Test that a dropped checkpointer fences no more optimizers."""
     from torch.optim import optimizer as torch_optimizer
 
     hooks = torch_optimizer._global_optimizer_pre_hooks
@@ -68,7 +68,7 @@ def test_a_checkpointer_that_is_dropped_finishes_with_the_store(
 
 
 def test_an_error_in_the_loop_loses_no_step(store: Store, config: CaptureConfig, tmp_path: Path) -> None:
-    """Leaving the block by an exception drains all the same."""
+    """Test that leaving the block by an exception drains the background."""
     _, _, loop = linear_loop()
     loop.iterate(0)
 
@@ -84,7 +84,7 @@ def test_an_error_in_the_loop_loses_no_step(store: Store, config: CaptureConfig,
 
 
 def test_two_runs_at_once_have_a_ring_each(store: Store, config: CaptureConfig, tmp_path: Path) -> None:
-    """One model, saved by two checkpointers of one process under two names: both have every step."""
+    """Test one model that two checkpointers of one process save as two runs."""
     _, _, loop = linear_loop()
     expected: dict[int, object] = {}
     with (
@@ -103,7 +103,7 @@ def test_two_runs_at_once_have_a_ring_each(store: Store, config: CaptureConfig, 
 
 
 def _many_small(store: Store, config: CaptureConfig, look: Callable[[], int]) -> tuple[int, int]:
-    """Save 300 steps of a small state; return what ``look`` says after 100 and after all."""
+    """Save 300 steps of a small state; return the results of ``look`` after 100 and after all steps."""
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     early = 0
@@ -124,7 +124,7 @@ def _many_small(store: Store, config: CaptureConfig, look: Callable[[], int]) ->
 
 @pytest.mark.slow
 def test_memory_and_threads_stay_constant(store: Store, config: CaptureConfig) -> None:
-    """Over 300 checkpoints, and nothing is left at the end."""
+    """Test 300 checkpoints, and that no thread or memory is left at the end."""
     threads = threading.active_count()
     counts: list[int] = []
 

@@ -1,4 +1,4 @@
-"""States that change during a capture are never stored: each change is found, named and reported."""
+"""Test that states that change during a capture are never stored: each change is detected, named and reported."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ TORN_STEP = 2
 
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
-    """A new store of small partitions."""
+    """Return a new store with small partitions."""
     with Store.open(store_path, config=CONFIG, create=True) as opened:
         yield opened
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CaptureConfig:
-    """Everything deferred is copied by the fence and not before, and all of it is compared."""
+    """Return a configuration in which only the fence copies deferred state, and all bytes are compared."""
     copy_late(monkeypatch)
     return CaptureConfig(proof="full", ring_folder=str(folder_for_rings(tmp_path)))
 
@@ -90,7 +90,7 @@ MUTATIONS: dict[str, tuple[Mutation, str]] = {
 def _train(
     store: Store, config: CaptureConfig, mutation: Mutation, *, steps: int = 5, on_error: str = "raise"
 ) -> tuple[dict[int, object], list[LostCheckpointError]]:
-    """Train, and change the state in the forward pass after one step; return what was, and the errors."""
+    """Train, and change the state in the forward pass after one step; return the states and the errors."""
     model, optimizer, loop = linear_loop()
     expected: dict[int, object] = {}
     errors = []
@@ -113,7 +113,7 @@ def _train(
 @pytest.mark.slow(quick=["last bit of the storage"])
 @pytest.mark.parametrize("how", MUTATIONS)
 def test_change_during_a_capture_discards_it(store: Store, config: CaptureConfig, tmp_path: Path, how: str) -> None:
-    """The error names the tensor, no checkpoint has the step, and later ones are correct."""
+    """Test that the error names the tensor, no checkpoint has the step, and later checkpoints are correct."""
     mutation, name = MUTATIONS[how]
     expected, errors = _train(store, config, mutation)
     assert len(errors) == 1
@@ -128,7 +128,7 @@ def test_change_during_a_capture_discards_it(store: Store, config: CaptureConfig
 
 
 def test_with_on_error_warn_training_goes_on(store: Store, config: CaptureConfig) -> None:
-    """The same loss is one warning that points at the training loop."""
+    """Test that the loss is one warning that points at the training loop."""
     with pytest.warns(LostCheckpointWarning, match=rf"step {TORN_STEP} .*model\.weight changed") as caught:
         expected, errors = _train(store, config, MUTATIONS["data"][0], on_error="warn")
     assert len(caught) == 1
@@ -139,7 +139,7 @@ def test_with_on_error_warn_training_goes_on(store: Store, config: CaptureConfig
 
 
 def test_the_loss_is_raised_by_a_later_step(store: Store, config: CaptureConfig) -> None:
-    """A loop that never waits learns of it, too, from ``step()``."""
+    """Test that ``step()`` also reports a loss to a loop that never waits."""
     model, _, loop = linear_loop()
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         loop.iterate(0)
@@ -151,12 +151,12 @@ def test_the_loss_is_raised_by_a_later_step(store: Store, config: CaptureConfig)
         background.wait("local")
         with pytest.raises(LostCheckpointError, match="step 0"):
             checkpointer.step(1)
-        # Reported once; the checkpoint of this step was begun all the same.
+        # The loss is reported once, and the checkpoint of this step was begun nevertheless.
     assert [checkpoint.step for checkpoint in store.checkpoints()] == [1]
 
 
 def test_the_loss_is_raised_by_close(store: Store, config: CaptureConfig) -> None:
-    """The last chance; closing again is no error, and nothing is left behind."""
+    """Test that ``close()`` raises the error, closing again is allowed, and no resource is left."""
     model, _, loop = linear_loop()
     checkpointer = Checkpointer(store, loop.state, capture=config, every=1, keep=None)
     loop.iterate(0)
@@ -170,7 +170,7 @@ def test_the_loss_is_raised_by_close(store: Store, config: CaptureConfig) -> Non
 
 
 def test_loop_sees_the_error_that_ended_it(store: Store, config: CaptureConfig) -> None:
-    """Other losses are warnings."""
+    """Test that other losses are warnings."""
     model, _, loop = linear_loop()
 
     def train() -> None:
@@ -189,7 +189,7 @@ def test_loop_sees_the_error_that_ended_it(store: Store, config: CaptureConfig) 
 
 
 def test_a_change_that_is_taken_back_is_none(store: Store, config: CaptureConfig) -> None:
-    """Content is compared, not who touched it: weights exchanged for an evaluation and put back are right."""
+    """Test that only content is compared: weights that are exchanged for an evaluation and put back are correct."""
     model, _, loop = linear_loop()
 
     def evaluate() -> None:
@@ -203,7 +203,7 @@ def test_a_change_that_is_taken_back_is_none(store: Store, config: CaptureConfig
 
 
 def test_a_change_after_the_fence_is_harmless(store: Store, config: CaptureConfig) -> None:
-    """What was captured is the state before it."""
+    """Test that the capture contains the state before the change."""
     model, optimizer, loop = linear_loop()
 
     def change(checkpointer: Checkpointer) -> None:
@@ -217,7 +217,7 @@ def test_a_change_after_the_fence_is_harmless(store: Store, config: CaptureConfi
 
 
 def test_change_before_step_is_included(store: Store, config: CaptureConfig) -> None:
-    """For instance clipped weights after the optimizer step."""
+    """Test a change such as clipped weights after the optimizer step."""
     model, _, loop = linear_loop()
 
     def clip() -> None:
@@ -238,7 +238,7 @@ def _train_with(
     after: Callable[[Checkpointer], object],
     before: Callable[[], object],
 ) -> tuple[dict[int, object], list[LostCheckpointError]]:
-    """Train with something done before and after each ``step()``."""
+    """Train with functions that run before and after each ``step()``."""
     expected: dict[int, object] = {}
     errors = []
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
@@ -256,7 +256,7 @@ def _train_with(
 
 
 def test_without_proof_a_torn_state_would_be_stored(store: Store, tmp_path: Path, config: CaptureConfig) -> None:
-    """So the tests above see the proof at work, and not a change that came too late."""
+    """Test that the tests above depend on the proof, and not on changes that come too late."""
     unproved = CaptureConfig(proof="off", ring_folder=config.ring_folder)
     expected, errors = _train(store, unproved, MUTATIONS["data"][0])
     assert errors == []
@@ -265,7 +265,7 @@ def test_without_proof_a_torn_state_would_be_stored(store: Store, tmp_path: Path
 
 
 def test_samples_find_whole_tensors_that_change_within_some_steps(store: Store, config: CaptureConfig) -> None:
-    """One of 40 tensors changes wholly at every step: 16 samples a step do not miss it for long."""
+    """Test that 16 samples a step soon detect one of 40 tensors that changes completely at every step."""
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(1200)) for _ in range(40)])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     sampled = CaptureConfig(proof="sampled", ring_folder=config.ring_folder)

@@ -1,4 +1,4 @@
-"""Traces: a file for Perfetto that shows copies of partitions and waits of the training."""
+"""Test traces: a file for Perfetto that shows copies of partitions and waits of the training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROUNDED_US = 0.01
 
 
 def _deep_loop() -> Loop:
-    """Four blocks, so that there are windows, and some dozen partitions to copy in them."""
+    """Return a model of four blocks, with windows and some dozen partitions to copy."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -39,7 +39,7 @@ def _deep_loop() -> Loop:
 
 @pytest.fixture
 def trained(store: Store, config: CaptureConfig, tmp_path: Path) -> list[dict[str, Any]]:
-    """The closed trace of a training that saved every step."""
+    """Return the closed trace of a training that saved every step."""
     with asymcheck.trace(tmp_path / "trace.json"):
         assert_every_step_is_right(store, _deep_loop(), STEPS, config)
     return _read(tmp_path / "trace.json")
@@ -56,7 +56,7 @@ def _of(trace: list[dict[str, Any]], kind: str, phase: str = "X") -> list[dict[s
 
 
 def test_each_checkpoint_has_all_its_parts(trained: list[dict[str, Any]]) -> None:
-    """Each partition is copied, digested and written once; step, fence, commit and the checkpoint itself are there."""
+    """Test that each partition is copied, digested and written once, with step, fence, commit and checkpoint."""
     for step in range(STEPS):
         mine = [record for record in trained if record.get("args", {}).get("step") == step]
         parts = defaultdict(list)
@@ -67,7 +67,7 @@ def test_each_checkpoint_has_all_its_parts(trained: list[dict[str, Any]]) -> Non
         assert partitions == list(range(len(partitions)))
         assert sorted(parts["digest"]) == sorted(parts["write"]) == partitions
         assert [len(parts[name]) for name in ("step", "commit", "checkpoint")] == [1, 1, 1]
-        # The last one is not waited for by an optimizer but by the end.
+        # The end waits for the last checkpoint, not an optimizer.
         assert len(parts["fence"]) == 1
         begun, ended = (_of(trained, "checkpoint", phase)[step] for phase in "be")
         assert (begun["id"], begun["name"]) == (ended["id"], ended["name"])
@@ -76,12 +76,12 @@ def test_each_checkpoint_has_all_its_parts(trained: list[dict[str, Any]]) -> Non
 
 
 def test_overlapping_checkpoints_are_distinct(trained: list[dict[str, Any]]) -> None:
-    """A viewer pairs start and end of each by its id."""
+    """Test that a viewer can pair start and end of each checkpoint by its id."""
     assert len({record["id"] for record in _of(trained, "checkpoint", "b")}) == STEPS
 
 
 def test_intervals_of_a_track_nest_or_follow_each_other(trained: list[dict[str, Any]]) -> None:
-    """Else the viewer would draw them wrong. Windows do not even nest: each ends where the next begins."""
+    """Test that a viewer can draw all tracks. Windows do not nest: each ends where the next begins."""
     tracks = defaultdict(list)
     for record in trained:
         if record["ph"] == "X":
@@ -98,7 +98,7 @@ def test_intervals_of_a_track_nest_or_follow_each_other(trained: list[dict[str, 
 
 
 def test_windows_are_those_of_forward_and_backward(trained: list[dict[str, Any]]) -> None:
-    """Four of each between two captures, on a track of their own, from one to the next without a gap."""
+    """Test four windows of each kind between two captures, on a separate track and without gaps."""
     windows = _of(trained, "window")
     for step in range(STEPS - 1):
         mine = [window for window in windows if window["args"]["step"] == step]
@@ -110,7 +110,7 @@ def test_windows_are_those_of_forward_and_backward(trained: list[dict[str, Any]]
 
 
 def test_without_modules_the_trace_has_no_windows(store: Store, config: CaptureConfig, tmp_path: Path) -> None:
-    """The end of forward is unknown; everything else is there."""
+    """Test that the end of the forward pass is unknown, and that all other events exist."""
     values = [torch.nn.Parameter(torch.ones(100))]
     optimizer = torch.optim.SGD(values, 0.1)
 
@@ -127,7 +127,7 @@ def test_without_modules_the_trace_has_no_windows(store: Store, config: CaptureC
 
 
 def test_copies_are_between_step_and_the_next_change(trained: list[dict[str, Any]]) -> None:
-    """From their release in ``step()`` to the end of the fence, by the tracks alone."""
+    """Test the copies from their release in ``step()`` to the end of the fence, by the tracks alone."""
     begins = {record["args"]["step"]: record["ts"] for record in _of(trained, "step")}
     ends = {record["args"]["step"]: record["ts"] + record["dur"] for record in _of(trained, "fence")}
     for copy in _of(trained, "copy"):
@@ -137,7 +137,7 @@ def test_copies_are_between_step_and_the_next_change(trained: list[dict[str, Any
 
 
 def test_tracks_are_named_and_in_order(trained: list[dict[str, Any]]) -> None:
-    """Windows first, then checkpoints, the training thread and the threads of the background."""
+    """Test the order: windows, checkpoints, the training thread, and the background threads."""
     names = {record["tid"]: record["args"]["name"] for record in trained if record["name"] == "thread_name"}
     places = {
         record["tid"]: record["args"]["sort_index"] for record in trained if record["name"] == "thread_sort_index"
@@ -150,7 +150,7 @@ def test_tracks_are_named_and_in_order(trained: list[dict[str, Any]]) -> None:
 
 
 def test_copies_and_writes_report_their_rate(trained: list[dict[str, Any]]) -> None:
-    """Bytes, rate, and the first tensor."""
+    """Test the bytes, the rate and the first tensor of each event."""
     for record in (*_of(trained, "copy"), *_of(trained, "write")):
         about = record["args"]
         assert about["GB/s"] == pytest.approx(about["bytes"] / record["dur"] / 1e3, rel=0.05, abs=0.002)
@@ -159,7 +159,7 @@ def test_copies_and_writes_report_their_rate(trained: list[dict[str, Any]]) -> N
 
 
 def test_trace_includes_intervals_of_the_caller(tmp_path: Path) -> None:
-    """For instance of the optimizer."""
+    """Test an interval of the caller, for instance of the optimizer."""
     path = tmp_path / "trace.json"
     with asymcheck.trace(path), asymcheck.events.timed("mine", detail=lambda: {"batch": 3}):
         pass
@@ -167,7 +167,7 @@ def test_trace_includes_intervals_of_the_caller(tmp_path: Path) -> None:
 
 
 def test_nothing_is_added_after_the_end(store: Store, config: CaptureConfig, tmp_path: Path) -> None:
-    """Neither by what goes on, nor by a second close; without a ``with`` block, too."""
+    """Test running work and a second close, also without a ``with`` block."""
     path = tmp_path / "trace.json"
     _, _, loop = linear_loop()
     trace = asymcheck.trace(path)
@@ -184,7 +184,7 @@ def test_nothing_is_added_after_the_end(store: Store, config: CaptureConfig, tmp
 
 
 def test_a_forked_child_adds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the descriptor and the watchers of its parent, whose trace it would spoil."""
+    """Test that the child, which inherits descriptor and watchers, does not spoil the trace of its parent."""
     path = tmp_path / "trace.json"
     trace = asymcheck.trace(path)
     before = path.read_bytes()
@@ -200,14 +200,14 @@ def test_a_forked_child_adds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_path_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
-    """Before anything is watched."""
+    """Test that the error is raised before any event is watched."""
     with pytest.raises(StorageError, match=r"trace .*/no/trace\.json: No such file or directory; give a writable file"):
         asymcheck.trace(tmp_path / "no" / "trace.json")
     assert not asymcheck.events.is_watched()
 
 
 def test_another_process_does_not_write_to_the_same_file(tmp_path: Path) -> None:
-    """One of several ranks would overwrite the others; when the trace is closed the file is free."""
+    """Test that a second rank cannot overwrite the file, and that closing the trace frees the file."""
     path = tmp_path / "trace.json"
     with asymcheck.trace(path):
         child = os.fork()
@@ -229,7 +229,7 @@ def test_another_process_does_not_write_to_the_same_file(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("path", [None, 3, b"trace.json", "a\0b", "\ud800"])
 def test_invalid_trace_path_is_refused(path: Any) -> None:  # noqa: ANN401 - whatever users pass
-    """With an error of this package."""
+    """Test that the error is an error of this package."""
     with pytest.raises(InvalidInputError, match="give the path of a file"):
         asymcheck.trace(path)
 
@@ -237,7 +237,7 @@ def test_invalid_trace_path_is_refused(path: Any) -> None:  # noqa: ANN401 - wha
 def test_a_full_disk_ends_the_trace_and_not_the_training(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Every step is stored; the end says what happened, and what was written can be read."""
+    """Test that every step is stored, the end reports the error, and the written part is readable."""
     path, write, room = tmp_path / "trace.json", os.write, [2000]
 
     def limited(descriptor: int, data: bytes) -> int:
@@ -255,7 +255,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(
 
 
 def test_an_encoding_says_from_where_to_where_and_why(tmp_path: Path) -> None:
-    """A partition that is encoded on its way to the drive is one move between two tiers."""
+    """Test that an encoded partition is shown as one move between two tiers, with the reason."""
     tensor = (torch.arange(1 << 19, dtype=torch.float32) % 997).bfloat16()
     with (
         Store.open(tmp_path / "store", config=asymcheck.StoreConfig(compression="smallest"), create=True) as store,

@@ -1,4 +1,4 @@
-"""Unchanged tensors that no optimizer owns are neither copied nor written again."""
+"""Test that unchanged tensors that no optimizer owns are neither copied nor written again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BASE_BYTES = BASE * SIDE * SIDE * 4
 
 
 class Adapted(torch.nn.Module):
-    """A frozen base, and a small layer beside it that is trained."""
+    """A frozen base, with a small trained layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,13 +47,13 @@ class Adapted(torch.nn.Module):
         self.adapter = torch.nn.Linear(WIDTH, WIDTH)
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        """Only the adapter matters here."""
+        """Run only the adapter."""
         return torch.as_tensor(self.adapter(batch))
 
 
 @pytest.fixture
 def model() -> Adapted:
-    """A model most of which is frozen."""
+    """Return a model that is mostly frozen."""
     return Adapted()
 
 
@@ -62,7 +62,7 @@ def _loop(model: Adapted) -> Loop:
 
 
 class Costs:
-    """What each step copies, and in how many bytes a change is looked for."""
+    """Copied and compared bytes of each step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copied: list[int] = []
@@ -80,14 +80,14 @@ class Costs:
             self.copied[int(interval.detail["step"])] += interval.bytes
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.copied.append(0)
         self.digested.append(0)
 
 
 @pytest.fixture
 def costs(monkeypatch: pytest.MonkeyPatch) -> Costs:
-    """Nothing yet."""
+    """Return empty counters."""
     return Costs(monkeypatch)
 
 
@@ -98,7 +98,7 @@ def _train(
     steps: int,
     change: Callable[[int], object] = lambda _step: None,
 ) -> dict[int, object]:
-    """Train; return what each step was."""
+    """Train; return the state of each step."""
     expected: dict[int, object] = {}
     with events.watch(costs.watch):
         for step in range(len(costs.copied), len(costs.copied) + steps):
@@ -121,7 +121,7 @@ def _complete(checkpointer: Checkpointer) -> None:
 def test_a_frozen_base_is_copied_and_written_once(
     store: Store, disk: Disk, config: CaptureConfig, model: Adapted, costs: Costs
 ) -> None:
-    """Also while the first checkpoint waits for the disk, and the others behind it."""
+    """Test also while the first checkpoint waits for the disk, and the others wait for the first."""
     loop = _loop(model)
     disk.opened.clear()
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
@@ -140,7 +140,7 @@ def test_a_frozen_base_is_copied_and_written_once(
 def test_shared_frame_is_not_written_again_before_the_commit(
     store: Store, disk: Disk, config: CaptureConfig, model: Adapted, costs: Costs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shared partition is ready before the last partitions of the capture that copied it."""
+    """Test that a shared partition is ready before the last partitions of the capture that copied it."""
     goes_on, left = threading.Event(), [0]
 
     def held(data: memoryview) -> bytes:
@@ -158,7 +158,7 @@ def test_shared_frame_is_not_written_again_before_the_commit(
         assert background is not None
         assert background._schedule is not None
         assert background._schedule._plan is not None
-        # Copied and digested, all but what the optimizer owns.
+        # Every tensor is copied and digested, except tensors of the optimizer.
         left[0] = sum(window < 0 for window in background._schedule._plan.release)
         monkeypatch.setattr(engine, "digest", held)
         before = checkpointer.statistics().written_bytes
@@ -167,7 +167,7 @@ def test_shared_frame_is_not_written_again_before_the_commit(
         checkpointer.step(1)
         while left[0] >= 0:
             time.sleep(0.001)
-        # As if it had been like that before.
+        # Restore the counters, as if the change had been there before.
         assert background._engine is not None
         background._engine._unchanged._earlier.pop()
         loop.iterate(2)
@@ -183,7 +183,7 @@ def test_shared_frame_is_not_written_again_before_the_commit(
 
 
 def test_shared_frame_between_gaps_is_freed(store: Store, config: CaptureConfig) -> None:
-    """The gaps in front of and behind it are only together large enough."""
+    """Test gaps before and after the frame that are only together large enough."""
     state: dict[str, object] = {"front": torch.zeros(1024), "frozen": torch.randn(7 * 2048)}
     loop = Loop(state, lambda _step: None)
 
@@ -221,7 +221,7 @@ CHANGES: dict[str, Callable[[Adapted], object]] = {
 def test_a_change_that_no_counter_sees_is_captured(
     store: Store, config: CaptureConfig, model: Adapted, costs: Costs, how: str
 ) -> None:
-    """In the step in which it happens, and only the part of the tensor is copied that has changed."""
+    """Test that the change is captured in its step, and that only the changed part of the tensor is copied."""
     loop = _loop(model)
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         expected = _train(checkpointer, loop, costs, 6, lambda step: CHANGES[how](model) if step == 3 else None)
@@ -231,12 +231,12 @@ def test_a_change_that_no_counter_sees_is_captured(
     assert_stored(store, expected)
     assert costs.copied[:3] == [BASE_BYTES, 0, 0]
     assert 0 < costs.copied[3] <= BASE_BYTES // BASE
-    # Once more, until it is known that it has not changed again.
+    # Digest once more, until it is known that the tensor has not changed again.
     assert costs.copied[4:] == [costs.copied[3], 0]
 
 
 def test_changing_tensor_is_compared_once(store: Store, config: CaptureConfig, model: Adapted, costs: Costs) -> None:
-    """Such as averages of weights, for which a digest would only add cost."""
+    """Test tensors such as averages of weights, for which a digest would only add cost."""
     loop = _loop(model)
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         expected = _train(checkpointer, loop, costs, 5, lambda _step: [value.data.mul_(0.9) for value in model.base])
@@ -248,7 +248,7 @@ def test_changing_tensor_is_compared_once(store: Store, config: CaptureConfig, m
 def test_lost_checkpoint_does_not_affect_later_ones(
     store: Store, disk: Disk, config: CaptureConfig, model: Adapted, costs: Costs
 ) -> None:
-    """They share its frames, and write them, because the store lacks them."""
+    """Test that later checkpoints write the shared frames, because the store lacks them."""
     loop = _loop(model)
     with Checkpointer(store, loop.state, capture=config, on_error="warn", every=1, keep=None) as checkpointer:
         disk.full = "packs"
@@ -265,7 +265,7 @@ def test_lost_checkpoint_does_not_affect_later_ones(
 def test_deleted_checkpoint_does_not_affect_later_ones(
     store: Store, config: CaptureConfig, model: Adapted, costs: Costs
 ) -> None:
-    """Its frames are still in the ring after a collection freed its packs."""
+    """Test that the frames are still in the ring after garbage collection freed their packs."""
     loop = _loop(model)
     expected = {}
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
@@ -286,7 +286,7 @@ def test_deleted_checkpoint_does_not_affect_later_ones(
 def test_shared_frames_are_recovered_after_a_crash(
     store: Store, disk: Disk, config: CaptureConfig, model: Adapted, costs: Costs, tmp_path: Path
 ) -> None:
-    """They belong to the newest capture, although a deleted one wrote them."""
+    """Test that the frames belong to the newest capture, although a deleted capture wrote them."""
     loop = _loop(model)
     checkpointer = Checkpointer(store, loop.state, capture=config, on_error="warn", every=1, keep=None)
     _train(checkpointer, loop, costs, 3)
@@ -313,7 +313,7 @@ def test_shared_frames_are_recovered_after_a_crash(
 def test_a_rollback_brings_shared_frames_back(
     store: Store, config: CaptureConfig, model: Adapted, costs: Costs
 ) -> None:
-    """After older captures were freed, whose frames they were."""
+    """Test a rollback after the captures that wrote the frames were freed."""
     loop = _loop(model)
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
         expected = _train(checkpointer, loop, costs, 6)
@@ -329,7 +329,7 @@ def test_a_rollback_brings_shared_frames_back(
 def test_rings_of_any_size_serve(
     store: Store, disk: Disk, config: CaptureConfig, model: Adapted, costs: Costs, part: float
 ) -> None:
-    """What is shared may lie in the way of what is to come; nobody waits for ever, and every step is right."""
+    """Test that no capture waits forever for ranges with shared frames, and that every step is correct."""
     loop = _loop(model)
     disk.delay_s = 0.001
     extra = [torch.randn(7000 + 100 * number) for number in range(3)]
@@ -349,7 +349,7 @@ def test_rings_of_any_size_serve(
 def test_a_comparison_that_fails_takes_no_room(
     store: Store, config: CaptureConfig, model: Adapted, costs: Costs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error comes from ``step()``; what was to be shared has been given back."""
+    """Test that ``step()`` raises the error, and that the shared frames are released."""
     loop = _loop(model)
     with Checkpointer(store, loop.state, capture=config, on_error="warn", every=1, keep=None) as checkpointer:
         expected = _train(checkpointer, loop, costs, 2)
@@ -368,7 +368,7 @@ def test_a_comparison_that_fails_takes_no_room(
 
 
 def test_several_threads_find_the_same_digests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each source is digested once, whatever the number of threads."""
+    """Test that each source is digested once, for any number of threads."""
     sources = [memoryview(np.random.default_rng(number).bytes(1000 + number)) for number in range(23)]
     expected = [digest(source) for source in sources]
     for alone in (1, 5000, 1 << 30):
@@ -378,5 +378,5 @@ def test_several_threads_find_the_same_digests(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_these_tests_use_split_tensors() -> None:
-    """Not only whole ones."""
+    """Test that the tensors of these tests consist of several partitions."""
     assert CONFIG.bundle_below_bytes < CONFIG.partition_bytes < SIDE * SIDE * 4

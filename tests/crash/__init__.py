@@ -1,1 +1,1 @@
-"""Stores after kills, power loss, full disks, sharing and read errors."""
+"""Tests of stores after kills, power loss, full disks, concurrent use and read errors."""

@@ -1,4 +1,4 @@
-"""Actions of child processes: saves, deletions and collections, killed at a chosen point."""
+"""Actions of child processes: saves, deletions and garbage collections, killed at a chosen point."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from tests.crash import faults
 from tests.crash.states import CONFIG, Journal, fingerprint, make_state
 
 Action = Sequence[object]
-"""A word and its arguments: ``["save", 3]``, ``["save", 7, 3]`` (as step 7 the state of step 3), ``["delete", 1]``,
-``["gc"]``, ``["prune", 2]`` (keep the last two), ``["restore", 2]``, ``["repair"]``, ``["rebuild"]``."""
+"""An action name and its arguments: ``["save", 3]``, ``["save", 7, 3]`` (save the state of step 3 as step 7),
+``["delete", 1]``, ``["gc"]``, ``["prune", 2]`` (keep the last two), ``["restore", 2]``, ``["repair"]``,
+``["rebuild"]``.
+"""
 
 
 def open_store(path: Path, *, read_only: bool = False, files: Files | None = None, slots: int = CONFIG.slots) -> Store:
-    """Open a store as these tests do, with their own door to the operating system if given."""
+    """Open a store with the configuration of these tests, and with the given file operations."""
     return Store(NvmeTier(path, dataclasses.replace(CONFIG, slots=slots), read_only=read_only, files=files))
 
 
 def save(
     store: Store, journal: Journal, step: int, run: str = "default", *, salt: int = 0, content: int | None = None
 ) -> None:
-    """Save a step, or under its name the state of another (``content``), and note it before and after."""
+    """Save the state of a step, or of ``content``, and note it in the journal before and after."""
     state = make_state(step if content is None else content, salt=salt)
     journal.note("saving", run=run, step=step, fingerprint=fingerprint(state))
     checkpoint = store.save(state, step=step, run=run)
@@ -39,14 +41,14 @@ def save(
 
 
 def delete(store: Store, journal: Journal, step: int, run: str = "default") -> None:
-    """Delete a step and note it before and after."""
+    """Delete a step, and note it in the journal before and after."""
     journal.note("deleting", run=run, step=step)
     store.delete(step, run=run)
     journal.note("deleted", run=run, step=step)
 
 
 def prune(store: Store, journal: Journal, keep_last: int) -> None:
-    """Keep the last so many, and note before and after which steps go."""
+    """Keep the last checkpoints, and note the deleted steps in the journal before and after."""
     retention = Retention(keep_last=keep_last)
     for checkpoint in store.prune(retention, dry_run=True).removed:
         journal.note("deleting", run="default", step=checkpoint.step)
@@ -55,7 +57,7 @@ def prune(store: Store, journal: Journal, keep_last: int) -> None:
 
 
 def restore(store: Store, journal: Journal, step: int | None, run: str = "default") -> None:
-    """Restore a step for further training, and note before and after that it is the newest from now on."""
+    """Restore a step for further training, and note before and after that it is the newest step."""
     journal.note("restoring", run=run, step=step)
     restored = Checkpointer(store, make_state(0), run=run, every=1, keep=None).restore(step)
     assert restored is not None
@@ -63,7 +65,7 @@ def restore(store: Store, journal: Journal, step: int | None, run: str = "defaul
 
 
 def take(store: Store, journal: Journal, actions: Iterable[Action]) -> None:
-    """Take actions one after another."""
+    """Run actions one after another."""
     for word, *rest in actions:
         argument, second = [*(int(str(one)) for one in rest), None, None][:2]
         if word == "save":
@@ -88,14 +90,14 @@ def take(store: Store, journal: Journal, actions: Iterable[Action]) -> None:
 
 
 def perform(path: str, actions: Sequence[Action], kill: str = "", number: int = 0, slots: int = CONFIG.slots) -> None:
-    """Take actions on the store in ``path/store``, and be killed on the way; run it in a child.
+    """Run actions on the store in ``path/store``, and get killed at a point. Runs in a child.
 
     Args:
-        path: holds the store and its journal.
-        actions: what to do, in order.
-        kill: at what: the name of an event, "operation" (of a file) or "transaction" (a change inside one).
-        number: the how manieth, from 1; with 0 the child lives, and journals all that it could have been killed at.
-        slots: frames in flight; with 1 it is always the same ones that lie in a pack together.
+        path: folder with the store and its journal.
+        actions: actions to run, in order.
+        kill: kind of the point: the name of an event, "operation" (of a file) or "transaction" (a change inside one).
+        number: occurrence of the point, from 1; with 0 the child survives, and journals all possible points.
+        slots: frames in flight; with 1, the same frames are always stored in one pack.
     """
     seen: list[str] = []
     operations = faults.Counter(faults.CHANGES, number if kill == "operation" else 0, _kill)
@@ -123,5 +125,5 @@ def _kill(_operation: str, _path: Path) -> None:
 
 
 def lose_catalog(store: Path) -> None:
-    """Delete the catalog, as a user may while no process has the store open."""
+    """Delete the catalog, as a user may do while no process has the store open."""
     shutil.rmtree(store / layout.CATALOG)

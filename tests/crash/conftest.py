@@ -1,4 +1,4 @@
-"""Stores as starting points."""
+"""Fixtures: stores as starting points."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# Before anything imports them: their assertions show both sides, as those in test modules do.
+# Register the modules before their import, so that their assertions show both sides, as in test modules.
 pytest.register_assert_rewrite("tests.crash.survival", "tests.crash.actions")
 
 from asymcheck.store import Store  # noqa: E402 - as said above
@@ -17,19 +17,19 @@ from tests.crash.trainer import train  # noqa: E402 - as above
 from tests.zygote import Zygote  # noqa: E402 - as above
 
 Template = Callable[[Sequence[Action]], Path]
-"""Returns a folder with a store, on which actions were taken, and its journal; it is shared: copy it."""
+"""Function that returns a folder with a store after some actions, and its journal. It is shared: copy it."""
 
 
 @pytest.fixture(scope="session")
 def template(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Template:
-    """Folders with a store and its journal, by the actions that made them."""
+    """Return folders with a store and its journal, by the actions that made them."""
     made: dict[str, Path] = {}
 
     def make(actions: Sequence[Action]) -> Path:
         if repr(actions) not in made:
             folder = tmp_path_factory.mktemp("template")
             if actions:
-                # Else there may be no pack that is mostly garbage, which a collection would copy from.
+                # Otherwise, no pack might be mostly garbage, and the collection would not copy frames.
                 zygote.start(perform, path=str(folder), actions=actions, slots=1).finish()
             made[repr(actions)] = folder
         return made[repr(actions)]
@@ -39,14 +39,14 @@ def template(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Templa
 
 @pytest.fixture
 def stores(store_path: Path) -> Iterator[tuple[Store, Store]]:
-    """One store opened twice."""
+    """Return one store opened twice."""
     with open_store(store_path) as one, open_store(store_path) as other:
         yield one, other
 
 
 @pytest.fixture(scope="session")
 def dead(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a store and the ring of a killed training, which is ahead of it; copy it."""
+    """Return a folder with a store, and the ring of a killed training that is ahead of it; copy it."""
     folder = tmp_path_factory.mktemp("dead")
     kill_when_ready(zygote.start(train, path=str(folder), steps=CAPTURED, durable=DURABLE), folder)
     return folder
@@ -54,5 +54,5 @@ def dead(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(dead: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """Return a copy of the folder."""
     return copied(dead, tmp_path / "copy")

@@ -1,4 +1,4 @@
-"""A killed training whose ring is ahead of its store, and ways to damage the ring."""
+"""Create a killed training whose ring is ahead of its store, and damage the ring."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tests.crash.states import Journal
 from tests.zygote import Child, wait_until
 
 DURABLE, CAPTURED = 2, 5
-"""The killed training whose rings are damaged has steps 0 and 1 on disk, and 2, 3 and 4 in memory alone."""
+"""The killed training has steps 0 and 1 on disk, and steps 2, 3 and 4 only in memory."""
 
 
 def kill_when_ready(child: Child, folder: Path) -> None:
-    """Kill a training when it has done all its steps."""
+    """Kill a training after its last step."""
     wait_until(lambda: bool(Journal(folder / "journal").lines("ready")), "the training")
     child.kill()
     child.wait_killed()
 
 
 def copied(folder: Path, target: Path) -> Path:
-    """Copy a folder with a store and its rings, which say then that their store is the copy."""
+    """Copy a folder with a store and its rings, and make the rings name the copied store."""
     shutil.copytree(folder, target)
     for ring in rings(target):
         say_store(ring, str(target / "store"))
@@ -35,14 +35,14 @@ def copied(folder: Path, target: Path) -> Path:
 
 
 def say_store(ring: Path, store: str) -> None:
-    """Have a ring say that its store is elsewhere."""
+    """Change the store path in a ring."""
     data = ring.read_bytes()
     header = dataclasses.replace(decode_ring_header(data[:RECORD_BYTES], "ring"), store=store)
     ring.write_bytes(encode_ring_header(header) + data[RECORD_BYTES:])
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:
-    """Change a bit of a file."""
+    """Flip a bit of a file."""
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]
@@ -51,13 +51,13 @@ def flip(path: Path, offset: int, bit: int = 0) -> None:
 
 
 def refuse_rings(_features: Iterable[str], what: str) -> None:
-    """Take every manifest in a ring for one of a newer program."""
+    """Change every manifest in a ring to the format of a newer program."""
     if what.startswith("manifest in ring"):
         raise UnsupportedFeatureError(f"{what} needs something: install a newer asymcheck")
 
 
 def partition_of_newest(ring: Path) -> tuple[int, int]:
-    """Return offset and length of a frame that nothing but the newest capture needs: the last but its manifest."""
+    """Return offset and length of a frame that only the newest capture needs: the last frame before its manifest."""
     with RingReader(ring) as reader:
         manifests = {entry.offset for entry in reader.captures}
         frames = zip(reader.entries["offset"].tolist(), reader.entries["stored_length"].tolist(), strict=True)

@@ -29,7 +29,7 @@ CHANGES = (
 """Operations of :class:`Files` that write, or open for writing."""
 
 LOOKS = ("open_read", "pread", "list")
-"""Operations that only read."""
+"""Operations of :class:`Files` that only read."""
 
 CATALOG_CHANGES = (
     "put_location",
@@ -49,105 +49,105 @@ Watch = Callable[[str, Path], None]
 
 
 def kill_this_process() -> NoReturn:
-    """Do to this process what the out-of-memory killer would: no handler runs, nothing is flushed."""
+    """Kill this process as the out-of-memory killer would: no handler runs, and no data is flushed."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("SIGKILL does not return")
 
 
 class WatchedFiles(Files):
-    """Calls ``before`` with the name and the path of every operation before it is done."""
+    """Calls ``before`` with the name and the path of every operation before the operation."""
 
     def __init__(self, before: Watch) -> None:
-        """Let ``before`` see every operation; what it raises or does comes before the operation."""
+        """Call ``before`` for every operation. If it raises, the operation does not happen."""
         self._before = before
 
     def open_new(self, path: Path) -> int:
-        """Watch, then create."""
+        """Notify, then create."""
         self._before("open_new", path)
         return super().open_new(path)
 
     def open_existing(self, path: Path) -> int:
-        """Watch, then open."""
+        """Notify, then open."""
         self._before("open_existing", path)
         return super().open_existing(path)
 
     def open_read(self, path: Path) -> int:
-        """Watch, then open."""
+        """Notify, then open."""
         self._before("open_read", path)
         return super().open_read(path)
 
     def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
-        """Watch, then write."""
+        """Notify, then write."""
         self._before("pwrite", path)
         super().pwrite(descriptor, buffers, offset, path)
 
     def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> int:
-        """Watch, then read."""
+        """Notify, then read."""
         self._before("pread", path)
         return super().pread(descriptor, buffers, offset, path)
 
     def sync(self, descriptor: int, path: Path) -> None:
-        """Watch, then sync."""
+        """Notify, then sync."""
         self._before("sync", path)
         super().sync(descriptor, path)
 
     def sync_directory(self, path: Path) -> None:
-        """Watch, then sync."""
+        """Notify, then sync."""
         self._before("sync_directory", path)
         super().sync_directory(path)
 
     def truncate(self, descriptor: int, length: int, path: Path) -> None:
-        """Watch, then truncate."""
+        """Notify, then truncate."""
         self._before("truncate", path)
         super().truncate(descriptor, length, path)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Watch, then rename."""
+        """Notify, then rename."""
         self._before("rename", source)
         super().rename(source, target)
 
     def link(self, source: Path, target: Path) -> bool:
-        """Watch, then link."""
+        """Notify, then link."""
         self._before("link", target)
         return super().link(source, target)
 
     def unlink(self, path: Path) -> None:
-        """Watch, then unlink."""
+        """Notify, then unlink."""
         self._before("unlink", path)
         super().unlink(path)
 
     def make_directory(self, path: Path) -> bool:
-        """Watch, then create."""
+        """Notify, then create."""
         self._before("make_directory", path)
         return super().make_directory(path)
 
     def remove_directory(self, path: Path) -> bool:
-        """Watch, then remove."""
+        """Notify, then remove."""
         self._before("remove_directory", path)
         return super().remove_directory(path)
 
     def list(self, path: Path) -> list[str]:
-        """Watch, then list."""
+        """Notify, then list."""
         self._before("list", path)
         return super().list(path)
 
 
 class Counter:
-    """Counts what it sees of some operations, and acts when the number is reached."""
+    """Counts certain operations, and acts when the number is reached."""
 
     def __init__(
         self, operations: tuple[str, ...], at: int = 0, act: Callable[[str, Path], None] | None = None
     ) -> None:
-        """Call ``act`` at the ``at``-th operation, from 1; 0 for never."""
+        """Call ``act`` at the ``at``-th operation, from 1; with 0 never."""
         self.seen: list[str] = []
-        """Names of the operations so far."""
+        """Names of the counted operations."""
         self._operations = operations
         self._at = at
         self._act = act
         self._lock = threading.Lock()
 
     def __call__(self, operation: str, path: Path) -> None:
-        """See one operation."""
+        """Count one operation."""
         if operation in self._operations:
             with self._lock:
                 self.seen.append(operation)
@@ -157,7 +157,7 @@ class Counter:
 
 
 def refuse(number: int) -> Callable[[str, Path], None]:
-    """Return what fails an operation with an ``errno``, as the operating system would."""
+    """Return a function that fails an operation with an ``errno``, as the operating system would."""
 
     def act(operation: str, path: Path) -> None:
         with translated(f"{operation} (injected)", path):

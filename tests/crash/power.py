@@ -1,8 +1,8 @@
-"""A disk that loses power: it knows what was synced, and can say what might be left of the rest.
+"""Simulate a disk that loses power: it records syncs, and chooses which unsynced data survives.
 
-What is lost is chosen more freely than any file system in use would: of a file that was not synced, any subset of its
-4 KiB blocks may have reached the disk; of the names in a directory that was not synced, any subset of the changes.
-Only a rename is one change.
+The simulation allows more losses than any real file system. Of an unsynced file, any subset of its 4 KiB blocks may
+have reached the disk. Of the names in an unsynced directory, any subset of the changes may have reached it. Only a
+rename is one change.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tests.crash.states import Journal, Promises, promises
 
 BLOCK = 4096
 Entry = tuple[Any, ...]
-"""One line of the log: what was done, and to what."""
+"""One line of the log: an operation and its arguments."""
 
 
 class RecordingFiles(Files):
-    """Does everything, and keeps a log of what a disk would see."""
+    """Runs all operations, and logs the operations that change the disk."""
 
     def __init__(self, log: list[Entry]) -> None:
         """Append to ``log``."""
@@ -97,7 +97,7 @@ class RecordingFiles(Files):
 
 
 class LoggedJournal(Journal):
-    """A journal whose lines stand in the log, between the operations before and after."""
+    """A journal whose lines are also in the log, in order with the operations."""
 
     def __init__(self, log: list[Entry]) -> None:
         """Append to ``log``."""
@@ -110,7 +110,7 @@ class LoggedJournal(Journal):
 
 @contextlib.contextmanager
 def recorded_catalog(log: list[Entry]) -> Iterator[None]:
-    """Log the catalog's file as it is after every transaction, and when it is synced: LMDB has its own I/O."""
+    """Log the catalog file after every transaction and at every sync, because LMDB does its own I/O."""
     write, begin, close = Catalog.write, Catalog._open, Catalog.close
 
     def keep(self: Catalog, *, synced: bool = False) -> None:
@@ -127,7 +127,7 @@ def recorded_catalog(log: list[Entry]) -> Iterator[None]:
         keep(self)
 
     def recording_close(self: Catalog) -> None:
-        # LMDB syncs before the mark is removed.
+        # LMDB syncs before it removes the mark.
         keep(self, synced=True)
         close(self)
 
@@ -141,7 +141,7 @@ def recorded_catalog(log: list[Entry]) -> Iterator[None]:
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """A file (``names`` is None) or a directory: what is on the disk for certain, and what may be."""
+    """A file (``names`` is None) or a directory, with its synced content and its pending changes."""
 
     data: bytearray = dataclasses.field(default_factory=bytearray)
     pending: list[tuple[int, bytes | None]] = dataclasses.field(default_factory=list)
@@ -150,7 +150,7 @@ class Node:
     changes: list[Change] = dataclasses.field(default_factory=list)
 
     def flush(self, keep: Callable[[], bool] = lambda: True) -> None:
-        """Bring to the disk what of the pending writes is kept."""
+        """Write the chosen pending blocks to the disk."""
         for offset, block in self.pending:
             if not keep():
                 continue
@@ -164,12 +164,12 @@ class Node:
 
 @dataclasses.dataclass(eq=False)
 class Change:
-    """A change of names that happens as a whole: each in a directory to a node, or to nothing."""
+    """An atomic change of names: each name in a directory refers to a node, or is removed."""
 
     parts: list[tuple[Node, str, Node | None]]
 
     def apply(self) -> None:
-        """Bring it to the disk, and before it what earlier changes did to the same names."""
+        """Write the change to the disk, after earlier changes of the same names."""
         for directory, name, _ in self.parts:
             for earlier in directory.changes[: directory.changes.index(self)]:
                 if any(part[0] is directory and part[1] == name for part in earlier.parts):
@@ -182,18 +182,18 @@ class Change:
         self.drop()
 
     def drop(self) -> None:
-        """Forget that it is pending."""
+        """Discard the pending change."""
         for directory in {id(part[0]): part[0] for part in self.parts}.values():
             directory.changes.remove(self)
 
 
 class Disk:
-    """The disk below a folder, as a log of operations leaves it."""
+    """The disk below a folder, after a log of operations."""
 
     def __init__(self, base: Path, log: list[Entry], *, whole_renames: bool = True) -> None:
         """Start with an empty, synced ``base`` and replay ``log``.
 
-        A rename from one directory to another is one change with ``whole_renames``; else a file may have both names
+        With ``whole_renames``, a rename between directories is one change. Otherwise, a file may have both names
         afterwards, or none.
         """
         self._base = base
@@ -234,7 +234,7 @@ class Disk:
         self._node(path).flush()
 
     def _sync_directory(self, path: Path) -> None:
-        # A directory above the one that these tests watch is there for certain.
+        # Directories above the watched directory are durable.
         if path.is_relative_to(self._base):
             directory = self._node(path)
             while directory.changes:
@@ -273,7 +273,7 @@ class Disk:
                 yield from self._all(below, known)
 
     def write_to(self, folder: Path) -> None:
-        """Make ``folder``, which does not exist, what is on the disk."""
+        """Write the content of the disk to ``folder``, which must not exist."""
         self._write_node(self._root, folder, {})
 
     def _write_node(self, node: Node, path: Path, written: dict[int, Path]) -> None:
@@ -296,16 +296,16 @@ LOSSES: dict[str, Callable[[random.Random], tuple[Callable[[], bool], Callable[[
     "little": lambda dice: (lambda: dice.random() < 0.9, lambda: dice.random() < 0.9),
     "nearly all": lambda dice: (lambda: dice.random() < 0.1, lambda: dice.random() < 0.1),
 }
-"""What is lost of all that was not synced; each answers: has a change of names reached the disk, has a block?"""
+"""Ways to lose unsynced data. Each decides whether a change of names, and whether a block, has reached the disk."""
 
 CATALOGS = ("as it was", "one transaction older", "torn", "missing")
-"""What is left of the catalog: transactions are not synced, so any of its blocks may be those of an earlier one."""
+"""Ways to lose parts of the catalog. Transactions are not synced, so any block may come from an earlier one."""
 
 
 def after_power_loss(
     base: Path, log: list[Entry], target: Path, *, loss: str, catalog: str, seed: int = 0, whole_renames: bool = True
 ) -> Promises:
-    """Write to ``target`` what ``base`` may be after a power loss at the end of ``log``; return what is owed then."""
+    """Write a possible state of ``base`` after a power loss at the end of ``log`` to ``target``; return promises."""
     disk = Disk(base, log, whole_renames=whole_renames)
     disk.lose_power(*LOSSES[loss](random.Random(seed)))
     disk.write_to(target)
@@ -318,7 +318,7 @@ def after_power_loss(
 
 
 def _left_of_catalog(states: list[tuple[bytes, bool]], choice: str, seed: int) -> bytes | None:
-    """Return what a power loss leaves of ``data.mdb`` after these states, oldest first; None for no such file."""
+    """Return ``data.mdb`` as a power loss leaves it after these states, oldest first; None for no such file."""
     if not states or choice == "missing":
         return None
     newest, synced = states[-1]

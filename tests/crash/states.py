@@ -18,18 +18,18 @@ CONFIG = StoreConfig(
     bundle_below_bytes=8 * 1024,
     inline_bytes=256,
     slots=2,
-    # Half a state: a save fills two packs, so that something can happen between them.
+    # Half of a state. A save fills two packs, so that events happen between them.
     pack_bytes=96 * 1024,
     pool_bytes=512 * 1024,
     catalog_map_bytes=64 << 20,
     lock_timeout_s=20.0,
     read_lock_timeout_s=10.0,
 )
-"""A store whose checkpoints of some 120 KiB go through everything that one of gigabytes goes through."""
+"""Configuration with which checkpoints of 120 KiB use the same code paths as checkpoints of gigabytes."""
 
 
 def make_state(step: int, *, salt: int = 0) -> dict[str, object]:
-    """Return the state of a step: some of it new at every step, some at every second, some always the same."""
+    """Return the state of a step. Parts of it change at every step, at every second step, or never."""
     new = torch.Generator().manual_seed(1_000_003 * salt + step)
     slow = torch.Generator().manual_seed(7_000_003 * (salt + 1) + step // 2)
     constant = torch.Generator().manual_seed(11)
@@ -72,23 +72,23 @@ def _feed(hasher: hashlib._Hash, name: str, value: object) -> None:
 
 @dataclasses.dataclass
 class Promises:
-    """What a store owes after the lines of a journal: by run and step."""
+    """Promises of a store after the lines of a journal, by run and step."""
 
     durable: dict[tuple[str, int], str] = dataclasses.field(default_factory=dict)
-    """Saved, reported so, and not deleted since: must be there, with this fingerprint."""
+    """Checkpoints that were reported as saved and not deleted since. They must exist with this fingerprint."""
     begun: dict[tuple[str, int], str] = dataclasses.field(default_factory=dict)
-    """Ever begun: what is there must be one of these."""
+    """Checkpoints that were begun. Every existing checkpoint must be one of them."""
     deleted: set[tuple[str, int]] = dataclasses.field(default_factory=set)
-    """Deletion was reported: must not come back."""
+    """Checkpoints whose deletion was reported. They must not return."""
     newest: dict[str, set[int]] = dataclasses.field(default_factory=dict)
-    """What may be the newest step of a run: one, and those that a save or a restore would have made it.
+    """Possible newest steps of a run: the current one, and those of unfinished saves or restores.
 
-    Nothing is known when it is empty, or when there is none.
+    An empty or missing entry means that nothing is known.
     """
 
 
 class Journal:
-    """What a process was told by the store, line by line, in a file that survives the process."""
+    """The reports of a store to a process, line by line, in a file that survives the process."""
 
     def __init__(self, path: Path) -> None:
         """Append to ``path``."""
@@ -105,19 +105,19 @@ class Journal:
             os.close(descriptor)
 
     def lines(self, word: str | None = None) -> list[dict[str, object]]:
-        """Return all lines, or those with one word."""
+        """Return all lines, or the lines that begin with a word."""
         if not self.path.exists():
             return []
         lines = [json.loads(line) for line in self.path.read_text().splitlines()]
         return [line for line in lines if word in (None, line["word"])]
 
     def promises(self) -> Promises:
-        """Return what the store owes after all lines."""
+        """Return the promises of the store after all lines."""
         return promises(self.lines())
 
 
 def promises(lines: list[dict[str, object]]) -> Promises:
-    """Return what a store owes after some lines of a journal."""
+    """Return the promises of a store after some lines of a journal."""
     owed = Promises()
     for line in lines:
         word, run = line["word"], str(line.get("run", "default"))

@@ -1,4 +1,4 @@
-"""Promises that every store must keep after any failure."""
+"""Check promises that every store must keep after any failure."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from tests.crash.actions import open_store
 from tests.crash.states import CONFIG, Promises, fingerprint, make_state
 
 ROOM_BYTES = 256 * 1024
-"""Twice what one of these tests' checkpoints takes: a collected store has no more than this for each."""
+"""Maximum bytes for each checkpoint of a collected store: twice the size of one checkpoint in these tests."""
 
 
 @dataclasses.dataclass
 class Found:
-    """What a check saw."""
+    """Results of a check."""
 
     steps: dict[str, list[int]]
-    """The steps that were there, by run."""
+    """Existing steps, by run."""
 
 
 def check_survived(path: Path, owed: Promises) -> Found:
-    """Check a store after a crash: first as it lies, then that it goes on working and clears away what is left.
+    """Check a store after a crash, first unchanged, then with a further save and a garbage collection.
 
     Raises:
-        AssertionError: says what is broken.
+        AssertionError: a promise is broken; the message says which.
     """
     before = _files(path)
     found = check_as_it_lies(path, owed)
@@ -39,9 +39,9 @@ def check_survived(path: Path, owed: Promises) -> Found:
 
 
 def check_as_it_lies(path: Path, owed: Promises) -> Found:
-    """Check what the store promises before anything is repaired, through a read-only door.
+    """Check the promises of the store before any repair, with a read-only store.
 
-    All that was reported durable is there, bit for bit; all that is there, is whole; nothing deleted is back.
+    Every durable checkpoint exists bit for bit, every existing checkpoint is complete, and no deleted one has returned.
     """
     if not (path / layout.DESCRIPTOR_NAME).exists():
         assert not owed.durable, "the store itself is gone, with what was reported durable"
@@ -76,7 +76,7 @@ def _check_bytes(store: Store, key: tuple[str, int], owed: Promises) -> None:
 
 
 def check_goes_on(path: Path, owed: Promises) -> None:
-    """Check that the store takes the next save, and that collection clears away all that a crash left."""
+    """Check that the store accepts the next save, and that garbage collection removes all leftovers of a crash."""
     with open_store(path) as store:
         there: dict[str, list[int]] = {}
         for run in sorted({"default", *(run for run, _ in owed.begun)}):
@@ -95,7 +95,7 @@ def check_goes_on(path: Path, owed: Promises) -> None:
             assert [c.step for c in store.checkpoints(run)] == sorted(steps), "gc changed what is there"
             for step in steps[:-1]:
                 _check_bytes(store, (run, step), owed)
-        # One more: the next save may have reused a partition of a pack that the crash left, and so keeps all of it.
+        # Save once more, because the next save may reuse a partition of a leftover pack, and so keep the pack.
         most = ROOM_BYTES * (1 + sum(map(len, there.values())))
         assert store.usage().pack_bytes <= most, "packs take more than the checkpoints need"
     pooled = sum(file.stat().st_size for file in (path / layout.POOL).iterdir())
@@ -103,7 +103,7 @@ def check_goes_on(path: Path, owed: Promises) -> None:
 
 
 def check_steps(store: Store, steps: dict[int, int]) -> None:
-    """Steps, each with the step whose state it should hold, are all that is there; and nothing is left over."""
+    """Check that exactly these steps exist, each with the state of the given step, and that no leftover exists."""
     assert {checkpoint.step for checkpoint in store.checkpoints()} == set(steps)
     for step, content in steps.items():
         assert fingerprint(store.load(step)) == fingerprint(make_state(content))
@@ -115,9 +115,9 @@ def check_steps(store: Store, steps: dict[int, int]) -> None:
 
 
 def leftovers(store: Store) -> list[str]:
-    """Return all that lies in a collected store and should not: files, packs and rows of the catalog.
+    """Return unexpected files, packs and catalog entries of a collected store.
 
-    Only a store that nobody else uses is without them.
+    A store that another process uses may have some.
     """
     tier, root = store.training.opened.tier, store.path
     needed: set[Digest] = set()

@@ -1,4 +1,4 @@
-"""Containers on one node: processes of other PID namespaces share one store."""
+"""Test containers on one node: processes of different PID namespaces share one store."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _namespaces() -> None:
 
 
 def _container(*, second: bool = False) -> list[str]:
-    """What runs a command in a PID namespace, as its process 1, or as a later one."""
+    """Return a command that runs in a PID namespace, as process 1 or as a later process."""
     shell = ["sh", "-c", 'true; "$@"; exit $?', "sh"] if second else []
     return ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *shell]
 
@@ -63,7 +63,7 @@ def _start(path: Path, run: str, *, second: bool) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_container_killed_before_holds_nothing(store_path: Path) -> None:
-    """Restarted on one node in another namespace: pins and marks belong to dead processes."""
+    """Test a restart in another namespace: pins and marks of the killed container belong to dead processes."""
     with Store.open(store_path, create=True) as store:
         store.save({"w": torch.randn(10)}, step=0)
     for _ in range(2):
@@ -78,7 +78,7 @@ def test_container_killed_before_holds_nothing(store_path: Path) -> None:
 
 @pytest.mark.slow
 def test_containers_save_to_one_store_when_their_numbers_differ(store_path: Path) -> None:
-    """Processes of the same number are told apart by nobody, and the later one is refused."""
+    """Test that processes with equal process ids cannot be distinguished, so the later one is refused."""
     with _start(store_path, "a", second=False) as first, _start(store_path, "b", second=True) as second:
         for child in (first, second):
             assert child.stdout is not None

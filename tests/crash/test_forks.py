@@ -1,4 +1,4 @@
-"""Forked processes with an open store: data loader workers, and processes that try to use it."""
+"""Test forked processes with an open store: data loader workers, and processes that try to use it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.crash.survival import check_as_it_lies, check_goes_on, leftovers
 from tests.zygote import Zygote, wait_until
 
 SOON_S = 10.0
-"""Far less than the 20 s for which these stores wait for a lock; far more than a save takes on a busy machine."""
+"""Limit in seconds: far below the lock timeout of 20 s, and far above a save on a busy machine."""
 
 
 class _Slow(Dataset[torch.Tensor]):
-    """Says which processes work for it, and then keeps them busy beyond the death of their parent."""
+    """Reports its worker processes, and keeps them busy beyond the death of their parent."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -53,7 +53,7 @@ class _Unseen(set[int]):
 def train(path: str, fork_at: str, *, keep: bool = False) -> None:
     """Save; start two data loader workers at an event of the second save, or after it; wait. Runs in a child.
 
-    With ``keep`` they keep the descriptors that they inherit.
+    With ``keep``, the workers keep inherited descriptors.
     """
     if keep:
         DESCRIPTORS._open = _Unseen()
@@ -67,7 +67,7 @@ def train(path: str, fork_at: str, *, keep: bool = False) -> None:
             loaders.append(loader)
             next(loader)
             if fork_at != "catalog.committed":
-                # The locks of this save, of the packs or of the catalog, are held at this moment.
+                # The save holds the locks of its packs or of the catalog at this point.
                 (folder / "ready").touch()
                 time.sleep(600)
 
@@ -110,13 +110,13 @@ def _check_workers_outlive(zygote: Zygote, tmp_path: Path, fork_at: str, *, keep
 @pytest.mark.slow
 @pytest.mark.parametrize("fork_at", ["pack.synced", "catalog.pinned", "catalog.committed"])
 def test_workers_outlive_their_killed_parent(zygote: Zygote, tmp_path: Path, fork_at: str) -> None:
-    """They hold no lock of the dead: a new process saves and collects at once, while they are still there."""
+    """Test that workers hold no lock of the dead: a new process saves and collects while they are running."""
     _check_workers_outlive(zygote, tmp_path, fork_at, keep=False)
 
 
 @pytest.mark.slow
 def test_workers_that_keep_locks_are_noticed(zygote: Zygote, tmp_path: Path) -> None:
-    """The check bites: a worker that keeps what it inherits keeps a dead save's pack from being collected."""
+    """Test that a worker that keeps descriptors blocks the collection, so that the test above can fail."""
     with pytest.raises(AssertionError, match=r"packs/.*tmp"):
         _check_workers_outlive(zygote, tmp_path, "pack.synced", keep=True)
 
@@ -130,7 +130,7 @@ def use_after_fork(path: str) -> None:
     pid = os.fork()
     if pid == 0:
         _check_forked(store, checkpointer, Path(path) / "store")
-        # As a worker that ends in order: objects are collected, files closed.
+        # Collect objects and close files, as a worker does at its end.
         del store
         return
     assert os.waitpid(pid, 0)[1] == 0, "the forked process met something else"
@@ -161,7 +161,7 @@ def _check_forked(store: Store, inherited: Checkpointer, path: Path) -> None:
         with pytest.raises(ForkedStoreError, match="open it again"):
             use()
     store.close()
-    # Its own can read; LMDB does not let it write.
+    # The child can read with its own store, but LMDB does not allow it to write.
     with open_store(path) as own:
         assert fingerprint(own.load(0)) == fingerprint(make_state(0))
         assert own.verify() == []
@@ -171,7 +171,7 @@ def _check_forked(store: Store, inherited: Checkpointer, path: Path) -> None:
 
 
 def fork_before_saving(path: str) -> None:
-    """Open a store, read it, fork; the forked process opens its own and saves. Runs in a child."""
+    """Open a store, read it, fork; the forked process opens its own store and saves. Runs in a child."""
     journal = Journal(Path(path) / "journal")
     with open_store(Path(path) / "store") as store:
         save(store, journal, 0)
@@ -191,7 +191,7 @@ def fork_before_saving(path: str) -> None:
 
 @pytest.mark.slow
 def test_a_fork_before_the_first_save(zygote: Zygote, tmp_path: Path) -> None:
-    """A process forked from one that has only read, or has closed its store, opens its own and saves."""
+    """Test a fork of a process that has only read, or has closed its store: the child opens its own and saves."""
     zygote.start(fork_before_saving, path=str(tmp_path)).finish()
     owed = Journal(tmp_path / "journal").promises()
     assert len(owed.durable) == 3
@@ -200,7 +200,7 @@ def test_a_fork_before_the_first_save(zygote: Zygote, tmp_path: Path) -> None:
 
 
 def test_a_forked_process_is_refused(zygote: Zygote, tmp_path: Path) -> None:
-    """What it inherited it cannot use, with a clear error, and its end does not harm the parent."""
+    """Test that the inherited store raises a clear error, and that the child's end does not harm the parent."""
     zygote.start(use_after_fork, path=str(tmp_path)).finish()
     owed = Journal(tmp_path / "journal").promises()
     check_as_it_lies(tmp_path / "store", owed)

@@ -1,4 +1,4 @@
-"""A really full disk: a small file system, filled to the last byte."""
+"""Test a full disk: a small file system, filled to the last byte."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _mount(point: Path, kind: str, image: Path) -> None:
 
 @pytest.fixture(params=["tmpfs", "ext4"])
 def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A mounted file system of a few MiB."""
+    """Return a mounted file system of a few MiB."""
     kind = str(request.param)
     if os.geteuid() != 0:
         pytest.skip("only root can mount a small file system")
@@ -59,7 +59,7 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
 
 
 def _fill(disk: Path, leave: int = 0) -> Path:
-    """Fill the disk, but for ``leave`` bytes, with a file that is not the store's."""
+    """Fill the disk except for ``leave`` bytes, with a file outside of the store."""
     ballast = disk / "ballast"
     with ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
         while True:
@@ -83,7 +83,7 @@ def _save_until_it_fails(store: Store, owed: Promises, first: int) -> None:
 
 @pytest.mark.slow
 def test_saving_until_the_disk_is_full(small_disk: Path) -> None:
-    """The save that does not fit fails; nothing of it is left, what was there stays, and deleting makes room again."""
+    """Test that the failing save leaves nothing, earlier checkpoints stay, and deleting frees space again."""
     owed = Promises()
     path = small_disk / "store"
     with open_store(path) as store:
@@ -109,7 +109,7 @@ def test_saving_until_the_disk_is_full(small_disk: Path) -> None:
 @pytest.mark.slow(quick=["tmpfs-0"])
 @pytest.mark.parametrize("leave_kib", [0, 8, 64, 160])
 def test_a_disk_that_others_fill(small_disk: Path, leave_kib: int) -> None:
-    """Somebody else's file takes the room: saves fail until it is gone, and then work."""
+    """Test that saves fail while a foreign file fills the disk, and work after its removal."""
     owed = Promises()
     path = small_disk / "store"
     with open_store(path) as store:
@@ -131,7 +131,7 @@ def test_a_disk_that_others_fill(small_disk: Path, leave_kib: int) -> None:
 
 @pytest.mark.slow(quick=["tmpfs"])
 def test_deleting_and_collecting_on_a_full_disk(small_disk: Path) -> None:
-    """On a disk that others fill, what a collection frees goes back to the file system as far as it is short of it."""
+    """Test that a collection returns freed packs to the file system while free space is short."""
     owed = Promises()
     path = small_disk / "store"
     config = dataclasses.replace(CONFIG, pool_bytes=1 << 30)
@@ -153,7 +153,7 @@ def test_deleting_and_collecting_on_a_full_disk(small_disk: Path) -> None:
 
 
 def test_opening_on_a_full_disk(small_disk: Path) -> None:
-    """A store on a full disk can be opened and read by a new process; what needs room is refused, nobody is killed."""
+    """Test that a new process can open and read the store, and that writes are refused without a crash."""
     owed = Promises()
     path = small_disk / "store"
     with open_store(path) as store:
@@ -170,7 +170,7 @@ def test_opening_on_a_full_disk(small_disk: Path) -> None:
 
 
 def try_to_save(path: str, step: int) -> None:
-    """Open a store and save; it is no failure when the disk is full. Runs in a child."""
+    """Open a store and save; a full disk is not an error. Runs in a child."""
     try:
         with open_store(Path(path)) as store:
             store.save(make_state(step), step=step)
@@ -181,9 +181,9 @@ def try_to_save(path: str, step: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("catalog", ["there", "lost"])
 def test_nearly_full(small_disk: Path, catalog: str, zygote: Zygote) -> None:
-    """However little room is left, a process that opens the store and saves is refused, and not killed by a signal.
+    """Test that a process that opens the store and saves is refused, and not killed by a signal.
 
-    A page of a mapped file that has no room on the disk is a SIGBUS.
+    Writing to a mapped page without space on the disk raises SIGBUS.
     """
     owed = Promises()
     path = small_disk / "store"
@@ -207,7 +207,7 @@ def test_nearly_full(small_disk: Path, catalog: str, zygote: Zygote) -> None:
 
 
 def test_creating_a_store_on_a_full_disk(small_disk: Path) -> None:
-    """No store comes into being, and the place can be used later."""
+    """Test that no store is created, and that the path can be used later."""
     ballast = _fill(small_disk)
     with pytest.raises(OutOfSpaceError):
         open_store(small_disk / "store")
@@ -216,7 +216,7 @@ def test_creating_a_store_on_a_full_disk(small_disk: Path) -> None:
 
 
 def test_freed_packs_make_space_for_a_larger_one(small_disk: Path) -> None:
-    """On a full disk with freed packs, the save extends one of them."""
+    """Test that a save on a full disk with freed packs extends one of them."""
     path = small_disk / "store"
     sizes = StoreConfig(catalog_map_bytes=1 << 20, catalog_readers=16, pool_bytes=1 << 30)
     with Store.open(path, config=sizes, create=True) as store:

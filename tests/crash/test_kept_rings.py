@@ -1,4 +1,4 @@
-"""Captures that a start cannot commit although they are intact: their ring stays."""
+"""Test intact captures that a start cannot commit: their ring stays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.zygote import Zygote
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["missing", "damaged"])
 def test_recoverable_capture_stays_in_memory(zygote: Zygote, tmp_path: Path, how: str) -> None:
-    """A capture whose head record is damaged is reported, and recovered once the record is back."""
+    """Test a capture whose head record is damaged: it is reported, and recovered after the repair of the record."""
     kill_when_ready(zygote.start(train, path=str(tmp_path), steps=1, durable=1), tmp_path)
     (done,) = rings(tmp_path)
     done.unlink()
@@ -45,7 +45,7 @@ def test_recoverable_capture_stays_in_memory(zygote: Zygote, tmp_path: Path, how
 
 @pytest.mark.slow
 def test_a_capture_of_another_line_of_the_same_number_is_not_committed(zygote: Zygote, tmp_path: Path) -> None:
-    """The store was put back from a copy that is older than the generation, and training has opened another one."""
+    """Test a store restored from a copy that lacks the generation, in which training has opened another one."""
     kill_when_ready(zygote.start(train, path=str(tmp_path), steps=1, durable=1), tmp_path)
     (done,) = rings(tmp_path)
     done.unlink()
@@ -63,7 +63,7 @@ def test_a_capture_of_another_line_of_the_same_number_is_not_committed(zygote: Z
 
 
 def test_capture_of_a_newer_version_stays_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a warning; the newer version can recover it."""
+    """Test the warning, and that the newer version can recover the capture."""
     (ring,) = rings(folder)
     with monkeypatch.context() as newer:
         newer.setattr(manifest_reader, "check_reader_features", refuse_rings)

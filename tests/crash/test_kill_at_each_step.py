@@ -1,4 +1,4 @@
-"""SIGKILL at every event of a save, a collection, a deletion and a pruning, and before every operation on the disk."""
+"""Test SIGKILL at every event of a save, a collection, a deletion and a pruning, and before every disk operation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BEFORE: dict[str, list[Action]] = {
     "a restore": [["save", 0], ["save", 1], ["save", 2]],
     "a rebuild of the catalog": [["save", 0], ["save", 1]],
 }
-"""What the store has gone through before the process comes that is killed."""
+"""Actions on the store before the killed process starts."""
 
 CUT_OFF: dict[str, list[Action]] = {
     "the first save": [["save", 0]],
@@ -43,11 +43,11 @@ CUT_OFF: dict[str, list[Action]] = {
     "a restore": [["restore", 1]],
     "a rebuild of the catalog": [["save", 2]],
 }
-"""What that process does."""
+"""Actions of the killed process."""
 
 PACK_EVENTS = [name for name in COMMIT_ORDER if name.startswith(("pack.", "frame."))]
 GC_EVENTS = ["gc.marked_freed", "gc.retired", "gc.forgotten", "gc.repacked", *PACK_EVENTS]
-"""The collection below frees packs, and copies what is needed of others."""
+"""Actions before a collection that frees packs, and copies live frames of others."""
 
 SAVES = ["the first save", "a later save", "a save into recycled packs"]
 POINTS = [
@@ -62,7 +62,7 @@ POINTS = [
 
 @pytest.fixture(scope="session")
 def points(zygote: Zygote, template: Copy, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, int]]:
-    """How many points there are to be killed at, by scene: for each event, and of "operation" and "transaction"."""
+    """Return the number of points of a kill, by scene: for each event, and for "operation" and "transaction"."""
     counted: dict[str, dict[str, int]] = {}
 
     def count(scene: str) -> dict[str, int]:
@@ -91,7 +91,7 @@ def _prepare(scene: str, template: Copy, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _told(where: str) -> Iterator[None]:
-    """Say at which point an assertion failed."""
+    """Add the point of the kill to a failed assertion."""
     try:
         yield
     except Exception as error:
@@ -104,7 +104,7 @@ def _kill_and_check(zygote: Zygote, template: Copy, folder: Path, scene: str, ki
         zygote.start(perform, path=str(folder), actions=CUT_OFF[scene], kill=kill, number=number).wait_killed()
         owed = Journal(folder / "journal").promises()
         if scene == "a save that reuses all":
-            # It saves the same state under the same step again: that step was durable before, and stays so.
+            # The process saves the same state under the same step again. The earlier save stays durable.
             assert ("default", 1) in owed.durable
         check_survived(folder / "store", owed)
 
@@ -141,7 +141,7 @@ def test_killed_at_an_event(
     points: Callable[[str], dict[str, int]],
     tmp_path: Path,
 ) -> None:
-    """Right after each step of the commit order and of collection, at its occurrences."""
+    """Test a kill right after each step of the commit order and of a collection."""
     occurrences = points(scene)[event]
     assert occurrences > 0
     for number in visited(range(1, occurrences + 1)):
@@ -149,9 +149,9 @@ def test_killed_at_an_event(
 
 
 def test_killed_right_after_a_restore(zygote: Zygote, template: Copy, tmp_path: Path) -> None:
-    """The restored step is the newest; what came after it is named as abandoned, given on request, and not taken."""
+    """Test that the restored step is the newest, and that later steps are abandoned and only read on request."""
     _prepare("a restore", template, tmp_path / "copy")
-    # The second event is that of a generation that is begun twice: the first restore was done by then.
+    # The second event belongs to a generation that is begun twice, after the first restore.
     actions = [["restore", 0], ["restore", 0]]
     zygote.start(perform, path=str(tmp_path / "copy"), actions=actions, kill="head.published", number=2).wait_killed()
     journal = Journal(tmp_path / "copy" / "journal")
@@ -178,7 +178,7 @@ def test_killed_before_an_operation(
     points: Callable[[str], dict[str, int]],
     tmp_path: Path,
 ) -> None:
-    """Before each operation that changes a file or a directory, and inside each transaction on the catalog."""
+    """Test a kill before each change of a file or a directory, and inside each transaction of the catalog."""
     count = points(scene)[kill]
     assert count > 0 or (scene, kill) == ("a restore", "transaction")
     for number in visited(range(1, count + 1)):

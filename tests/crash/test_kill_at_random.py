@@ -1,4 +1,4 @@
-"""SIGKILL at random times, repeatedly on one store."""
+"""Test SIGKILL at random times, repeatedly on one store."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.zygote import Child, Zygote, wait_until
 
 KEPT = 3
 LONGEST_S = 0.12
-"""More than any of the writer's rounds takes, so that the kill falls anywhere."""
+"""Seconds, longer than any round of the writer, so that the kill may happen at any point."""
 
 
 def write_for_ever(path: str, run: str, seed: int) -> None:
-    """Save step after step; delete, collect and go back to an earlier step in between. Runs in a child."""
+    """Save step after step; between saves, delete, collect and restore an earlier step. Runs in a child."""
     dice = random.Random(seed)
     journal = Journal(Path(path) / f"journal-{run}")
     with open_store(Path(path) / "store") as store:
@@ -28,7 +28,7 @@ def write_for_ever(path: str, run: str, seed: int) -> None:
         while True:
             steps = [checkpoint.step for checkpoint in store.checkpoints(run)]
             newest = max(steps, default=-1)
-            # Ahead of every step ever begun, so that a step names one state.
+            # Begin after all steps that were ever begun, so that a step identifies one state.
             begun = max((step for _, step in journal.promises().begun), default=-1)
             save(store, journal, max(newest, begun) + 1, run)
             _tidy(store, journal, run, dice)
@@ -56,14 +56,14 @@ def _owed(folder: Path, runs: list[str]) -> Promises:
 
 
 def _kill_repeatedly(zygote: Zygote, folder: Path, runs: list[str], kills: int, seed: int) -> None:
-    """Start a writer for each run, kill them together, check, and so on with the same store."""
+    """Start a writer for each run, kill all together, check, and repeat with the same store."""
     dice = random.Random(seed)
     for number in range(kills):
         opened = _times_opened(folder, runs)
         children = [
             zygote.start(write_for_ever, path=str(folder), run=run, seed=dice.randrange(1 << 30)) for run in runs
         ]
-        # One time in four also the opening of the store is hit.
+        # In a quarter of the rounds, the kill may also happen while the store is opened.
         if dice.random() < 0.75:
             _wait_opened(folder, runs, opened)
         time.sleep(dice.uniform(0, LONGEST_S))
@@ -95,26 +95,26 @@ def _kill(children: list[Child]) -> None:
 
 
 def _check_goes_on(folder: Path, runs: list[str]) -> None:
-    """What the check saves itself has to be owed from then on too."""
+    """Check a further save, whose checkpoints also count as promised from then on."""
     with open_store(folder / "store") as store:
         newest = {run: max([c.step for c in store.checkpoints(run)], default=-1) for run in runs}
     check_goes_on(folder / "store", _owed(folder, runs))
     with open_store(folder / "store") as store:
         for run in runs:
-            # A run whose writer was always killed before it began its first save has not been gone on with.
+            # If a writer was always killed before its first save, its run has no checkpoint.
             if newest[run] + 1 in {checkpoint.step for checkpoint in store.checkpoints(run)}:
                 delete(store, Journal(folder / f"journal-{run}"), newest[run] + 1, run)
 
 
 @pytest.mark.slow
 def test_one_writer(zygote: Zygote, tmp_path: Path) -> None:
-    """A training run that is killed twenty times in the midst of its saves loses nothing that it was promised."""
+    """Test that a training killed twenty times in its saves loses no promised checkpoint."""
     _kill_repeatedly(zygote, tmp_path, ["default"], kills=20, seed=1)
 
 
 @pytest.mark.slow
 def test_two_writers(zygote: Zygote, tmp_path: Path) -> None:
-    """Two runs in one store, whose saves and collections overlap, killed together."""
+    """Test two runs in one store, with overlapping saves and collections, killed together."""
     _kill_repeatedly(zygote, tmp_path, ["default", "other"], kills=12, seed=2)
 
 
@@ -122,5 +122,5 @@ def test_two_writers(zygote: Zygote, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(10, 18))
 @pytest.mark.parametrize("runs", [["default"], ["default", "other"], ["default", "b", "c"]], ids=len)
 def test_hundreds_of_kills(zygote: Zygote, tmp_path: Path, runs: list[str], seed: int) -> None:
-    """The same, 960 times in all."""
+    """Test 960 kills."""
     _kill_repeatedly(zygote, tmp_path, runs, kills=40, seed=seed)

@@ -1,4 +1,4 @@
-"""SIGKILL at every event of a repair, and before every disk operation: no readable data is lost."""
+"""Test SIGKILL at every event of a repair, and before every disk operation: no readable data is lost."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ READABLE = {0, 1, 2}
 
 
 def _damage(store: Path) -> None:
-    """Damage a record, headers and indexes, a frame that costs a checkpoint, and leave what a killed save leaves."""
+    """Damage a record, headers and indexes, and a frame that costs a checkpoint, and add leftovers of a killed save."""
     first, second, *others = sorted(packs(store), key=lambda one: one.stat().st_mtime_ns)
     assert others
     flip_index(first)
     flip_header(second)
-    # Of the last step only.
+    # This frame belongs only to the last step.
     flip_payload(others[-1], 0)
     flip(store / "asymcheck.store", 80)
     (store / "packs" / f"{'0' * 32}.tmp").write_bytes(b"left")
@@ -36,7 +36,7 @@ def _damage(store: Path) -> None:
 
 @pytest.fixture(scope="module")
 def damaged(zygote: Zygote, template: Copy, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[int]]:
-    """A damaged store, and the steps that can be restored all the same."""
+    """Return a damaged store, and the steps that can still be restored."""
     folder = tmp_path_factory.mktemp("damaged") / "copy"
     shutil.copytree(template(SAVES), folder)
     _damage(folder / "store")
@@ -48,7 +48,7 @@ def damaged(zygote: Zygote, template: Copy, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def counted(zygote: Zygote, damaged: tuple[Path, set[int]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """How many points there are to be killed at: for each event, and of "operation" and "transaction"."""
+    """Return the number of points of a kill: for each event, and for "operation" and "transaction"."""
     folder = tmp_path_factory.mktemp("counted") / "copy"
     shutil.copytree(damaged[0], folder)
     zygote.start(perform, path=str(folder), actions=[["repair"]]).finish()
@@ -77,7 +77,7 @@ EVENTS = [
 
 
 def test_these_are_all_events(counted: dict[str, int]) -> None:
-    """A repair that tells of a further step is to be killed there too."""
+    """Test that the list includes every event of a repair, so that each is tested with a kill."""
     assert counted.keys() - {"operation", "transaction"} == set(EVENTS)
 
 
@@ -86,10 +86,10 @@ def test_these_are_all_events(counted: dict[str, int]) -> None:
 def test_killed_in_a_repair(
     kill: str, zygote: Zygote, damaged: tuple[Path, set[int]], counted: dict[str, int], tmp_path: Path
 ) -> None:
-    """What could be restored can be, as it lies and after the next repair, which leaves nothing to do or to clear."""
+    """Test that readable checkpoints stay readable, also after the next repair, which leaves no work."""
     folder, before = damaged
     assert counted[kill] > 0
-    # Of these there are many, and neighbours are alike.
+    # Test a sample, because neighbouring points are alike.
     for number in range(1, counted[kill] + 1, 3 if kill in ("transaction", "operation", "frame.written") else 1):
         copy = tmp_path / "copy"
         shutil.copytree(folder, copy)
@@ -108,7 +108,7 @@ def test_killed_in_a_repair(
 @pytest.mark.slow(quick=["catalog.reconciled"])
 @pytest.mark.parametrize("kill", ["catalog.reconciled", "catalog.rebuilt", "transaction"])
 def test_killed_in_a_rebuild(kill: str, zygote: Zygote, template: Copy, tmp_path: Path) -> None:
-    """The next start has a whole catalog."""
+    """Test that the next start has a complete catalog."""
     copy = tmp_path / "copy"
     shutil.copytree(template(SAVES), copy)
     lose_catalog(copy / "store")

@@ -1,6 +1,6 @@
-"""One process is killed at any operation, the next one goes on as if nothing were, and then the power goes.
+"""Test a kill of one process at any operation, a normal run of the next process, and then a power loss.
 
-What the first left unsynced may be all that keeps what the second promises.
+The promises of the second process may depend on data that the first left unsynced.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from tests.crash.states import CONFIG
 from tests.crash.survival import check_survived
 
 FIRST: list[Action] = [["save", 0], ["save", 1], ["restore", 0], ["delete", 1], ["gc"], ["save", 2]]
-"""What the process does that is killed."""
+"""Actions of the process that is killed."""
 
 SECOND: list[list[Action]] = [
     [["save", 5], ["restore", 5], ["gc"]],
     [["save", 5, 0]],
     [["save", 5, 2]],
 ]
-"""What the next one does: it saves a new state, or one of those again that the first saved, perhaps."""
+"""Actions of the next process: it saves a new state, or a state that the first process may have saved."""
 
 
 class _Killed(BaseException):
-    """Ends a process of this test; no handler of the store's catches it, and none changes anything any more."""
+    """Ends a simulated process: no handler of the store catches it, and no later operation changes anything."""
 
 
 class _MortalFiles(WatchedFiles, RecordingFiles):
-    """Records until a chosen operation, and refuses that one and all that come after."""
+    """Records operations until a chosen one, and refuses this one and all later ones."""
 
     def __init__(self, log: list[Entry], at: int) -> None:
-        """Die before the ``at``-th operation; never with 0."""
+        """Fail before the ``at``-th operation; with 0 never."""
         RecordingFiles.__init__(self, log)
         self.dead = False
         self.counter = Counter(CHANGES, at, self._die)
@@ -62,7 +62,7 @@ class _MortalFiles(WatchedFiles, RecordingFiles):
 
     @contextlib.contextmanager
     def catalog_dies_too(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """No transaction of a dead process is committed."""
+        """Prevent transactions of a dead process."""
         write = Catalog.write
 
         @contextlib.contextmanager
@@ -78,7 +78,7 @@ class _MortalFiles(WatchedFiles, RecordingFiles):
 
 
 def _live(base: Path, log: list[Entry], script: Sequence[Action], patch: pytest.MonkeyPatch, at: int = 0) -> list[str]:
-    """Go through a script as a process of its own; return the names of its operations."""
+    """Run a script as a separate process; return the names of its operations."""
     boot_id = str(uuid.uuid4())
     patch.setattr(process_identity, "_boot_id", lambda: boot_id)
     files = _MortalFiles(log, at)
@@ -89,13 +89,13 @@ def _live(base: Path, log: list[Entry], script: Sequence[Action], patch: pytest.
         stack.enter_context(recorded_catalog(log))
         store = stack.enter_context(Store(NvmeTier(base / "above" / "store", config, files=files)))
         take(store, LoggedJournal(log), script)
-    # The dead hold no locks.
+    # A dead process holds no locks.
     DESCRIPTORS.close_in_child()
     return files.counter.seen
 
 
 def _check(second: Sequence[Action], at: int, *, catalog_lost: bool, folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Kill the first process before its ``at``-th operation, let the second go through its script, lose power."""
+    """Kill the first process before its ``at``-th operation, run the second script, and lose power."""
     base, left = folder / "base", folder / "left"
     shutil.rmtree(base, ignore_errors=True)
     shutil.rmtree(left, ignore_errors=True)
@@ -116,7 +116,7 @@ def _check(second: Sequence[Action], at: int, *, catalog_lost: bool, folder: Pat
 
 @pytest.fixture(scope="module")
 def operations(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Names of all operations of the first process."""
+    """Return the names of all operations of the first process."""
     with pytest.MonkeyPatch.context() as patch:
         return _live(tmp_path_factory.mktemp("count"), [], FIRST, patch)
 
@@ -126,7 +126,7 @@ def operations(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_killed_before_a_barrier_then_powerless(
     second: int, catalog_lost: bool, operations: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the second process promised is there, whichever barrier the first did not reach; of three, one each."""
+    """Test that promises of the second process hold for each barrier that the first did not reach."""
     barriers = [at for at, name in enumerate(operations, start=1) if name.startswith("sync")]
     assert len(barriers) > 30
     for at in barriers[second::3]:
@@ -139,6 +139,6 @@ def test_killed_before_a_barrier_then_powerless(
 def test_killed_anywhere_then_powerless(
     second: Sequence[Action], catalog_lost: bool, operations: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same before every single operation."""
+    """Test a kill before every single operation."""
     for at in range(1, len(operations) + 1):
         _check(second, at, catalog_lost=catalog_lost, folder=tmp_path, patch=monkeypatch)

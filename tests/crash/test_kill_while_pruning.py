@@ -1,4 +1,4 @@
-"""SIGKILL during pruning: kept checkpoints are intact, and captures in memory are not lost."""
+"""Test SIGKILL during pruning: kept checkpoints are intact, and captures in memory are not lost."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.zygote import Zygote, wait_until
 
 KEPT = 2
 EVENTS = ["manifest.committed", "catalog.committed", "gc.marked_freed", "gc.retired", "gc.forgotten"]
-# What never changes is taken out of its first pack once.
+# Data that never changes is copied out of its first pack once.
 POINTS = [*((event, number) for event in EVENTS for number in (1, 3, 6)), ("gc.repacked", 1)]
 
 
 def train_keeping(path: str, *, kill: str = "", number: int = 0) -> None:
-    """Go on from what there is, save every step and keep the last two; be killed at an event, the how manieth."""
+    """Resume, save every step and keep the last two; get killed at the given occurrence of an event."""
     folder, seen = Path(path), [0]
     journal = Journal(folder / "journal")
 
@@ -39,7 +39,7 @@ def train_keeping(path: str, *, kill: str = "", number: int = 0) -> None:
 
     with events.observe(observer), open_on(Disk(), folder / "store") as store:
         _, _, loop = linear_loop()
-        # A third of it stays as it is.
+        # A third of the state never changes.
         loop.state["frozen"] = copy_of(loop.state["model"])
         keep = Retention(keep_last=KEPT)
         checkpointer = Checkpointer(store, loop.state, keep=keep, capture=config_for(folder), every=1)
@@ -53,7 +53,7 @@ def train_keeping(path: str, *, kill: str = "", number: int = 0) -> None:
 
 
 def read_keeping(path: str) -> None:
-    """Read the newest checkpoint again and again, each time whole, until a file says that it is enough."""
+    """Read the newest checkpoint repeatedly, until a file asks to stop."""
     folder, count = Path(path), 0
     while not (folder / "enough").exists():
         with Store.open(folder / "store", read_only=True) as store:
@@ -68,7 +68,7 @@ def read_keeping(path: str) -> None:
 
 
 def assert_kept(folder: Path) -> None:
-    """The newest complete step is restored; then what is listed is whole, and pruning leaves the last two alone."""
+    """Assert that the newest complete step is restored, all listed steps are complete, and two stay."""
     prints = {line["step"]: line["fingerprint"] for line in Journal(folder / "journal").lines("step")}
     with Store.open(folder / "store", create=True) as store:
         with store.training.adopting(config_for(folder).ring_folder):
@@ -90,14 +90,14 @@ def assert_kept(folder: Path) -> None:
 @pytest.mark.slow(quick=["gc.retired-1"])
 @pytest.mark.parametrize(("event", "number"), POINTS)
 def test_killed_at_each_event(zygote: Zygote, tmp_path: Path, event: str, number: int) -> None:
-    """Of a commit and of the pruning after it, early and late."""
+    """Test events of a commit and of the pruning after it, early and late in the training."""
     zygote.start(train_keeping, path=str(tmp_path), kill=event, number=number).wait_killed()
     assert_kept(tmp_path)
 
 
 @pytest.mark.slow
 def test_killed_at_random_again_and_again(zygote: Zygote, tmp_path: Path) -> None:
-    """One training, resumed five times: each start goes on from the newest complete step."""
+    """Test one training resumed five times: each start continues from the newest complete step."""
     dice, journal = random.Random(8), Journal(tmp_path / "journal")
     for _ in range(5):
         owed, started = newest_complete(tmp_path), len(journal.lines("restored"))
@@ -114,7 +114,7 @@ def test_killed_at_random_again_and_again(zygote: Zygote, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_concurrent_reader_always_finds_a_checkpoint(zygote: Zygote, tmp_path: Path) -> None:
-    """Another process restores the newest one repeatedly, while each is deleted a moment later."""
+    """Test that another process always restores the newest checkpoint, while checkpoints are deleted quickly."""
     training = zygote.start(train_keeping, path=str(tmp_path))
     wait_until(lambda: newest_complete(tmp_path) > KEPT and _has_checkpoints(tmp_path), "the first checkpoints")
     reader = zygote.start(read_keeping, path=str(tmp_path))
@@ -132,7 +132,7 @@ def _has_checkpoints(folder: Path) -> bool:
 
 
 def test_training_keeps_a_checkpoint_that_is_read(tmp_path: Path) -> None:
-    """While its packs are open; one step later it is deleted."""
+    """Test that a checkpoint stays while its packs are open, and is deleted one step later."""
     with Store.open(tmp_path / "store", create=True) as store, Store.open(tmp_path / "store", read_only=True) as other:
         _, _, loop = linear_loop()
         with Checkpointer(

@@ -1,4 +1,4 @@
-"""SIGKILL during a traced training: the trace can be opened."""
+"""Test that the trace of a killed training can be opened."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.zygote import Zygote, wait_until
 
 
 def train_traced(path: str) -> None:
-    """Train until killed, under a trace."""
+    """Train with a trace until killed."""
     with asymcheck.trace(Path(path) / "trace.json"):
         train(path)
 
@@ -23,7 +23,7 @@ def train_traced(path: str) -> None:
 @pytest.mark.slow(quick=["1"])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_killed_trace_lacks_only_the_bracket(zygote: Zygote, tmp_path: Path, seed: int) -> None:
-    """Whenever it is killed: each line is there as a whole, and what became durable has all its parts."""
+    """Test that every line is complete, and that durable checkpoints have all their events."""
     path = tmp_path / "trace.json"
     child = zygote.start(train_traced, path=str(tmp_path))
     wait_until(lambda: path.exists() and b'"cat":"checkpoint"' in path.read_bytes(), "the first checkpoint")

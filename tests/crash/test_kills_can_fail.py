@@ -1,4 +1,4 @@
-"""The checks after a kill detect a store with a wrong order of operations."""
+"""Test that the checks after a kill detect a store with a wrong order of operations."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.zygote import Zygote
 
 
 def packs_under_their_final_name() -> None:
-    """A pack has the name of a complete one while it is being written."""
+    """Give a pack its final name while it is being written."""
     layout.pack_temporary_name = layout.pack_name
 
 
 def manifests_under_their_final_name() -> None:
-    """A manifest is written in place."""
+    """Write a manifest in place."""
 
     def publish(self: ManifestFiles, run: str, ref: CheckpointRef, rank: int, world: int, data: bytes) -> ManifestName:
         directory = self.directory(run, ref)
@@ -47,7 +47,7 @@ def manifests_under_their_final_name() -> None:
 
 
 def manifests_before_packs() -> None:
-    """The commit comes before what it names is complete."""
+    """Commit a manifest before its packs are complete."""
 
     def seal(_self: PackBuilder) -> None:
         return
@@ -57,7 +57,7 @@ def manifests_before_packs() -> None:
 
 
 def packs_before_manifests_in_deletion() -> None:
-    """A deletion frees the packs first."""
+    """Free the packs before the manifest in a deletion."""
     remove = ManifestFiles.remove
 
     def remove_late(self: ManifestFiles, run: str, ref: CheckpointRef) -> None:
@@ -71,7 +71,7 @@ def packs_before_manifests_in_deletion() -> None:
 
 
 def collection_forgets_a_manifest() -> None:
-    """Collection overlooks the newest checkpoint."""
+    """Ignore the newest checkpoint in a collection."""
     checkpoints = ManifestFiles.checkpoints
 
     def overlook(self: ManifestFiles, run: str) -> list[CheckpointFiles]:
@@ -83,7 +83,7 @@ def collection_forgets_a_manifest() -> None:
 
 
 def saves_are_reported_too_early() -> None:
-    """A save returns before its commit."""
+    """Return from a save before its commit."""
     store_save = Store.save
 
     def early(self: Store, state: object, *, step: int, run: str = "default", **_more: object) -> object:
@@ -95,7 +95,7 @@ def saves_are_reported_too_early() -> None:
 
 
 def go_wrong(path: str, how: str, actions: Sequence[Action], kill: str) -> None:
-    """Take actions in a process that does one thing wrongly, and be killed. Runs in a child."""
+    """Run actions in a process with one wrong operation, and get killed. Runs in a child."""
     globals()[how]()
     perform(path, actions, kill, 1 if kill else 0)
     faults.kill_this_process()
@@ -123,7 +123,7 @@ def test_a_wrong_order_is_noticed(
     kill: str,
     message: str,
 ) -> None:
-    """The check that every kill is followed by fails, with a message that names what is wrong."""
+    """Test that the check after a kill fails, with a message that names the broken promise."""
     shutil.copytree(template([["save", 1]]), tmp_path / "copy")
     child = zygote.start(go_wrong, path=str(tmp_path / "copy"), how=how.__name__, actions=actions, kill=kill)
     child.wait_killed()

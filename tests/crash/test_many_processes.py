@@ -1,4 +1,4 @@
-"""Several unsynchronised processes use one store."""
+"""Test one store that several unsynchronised processes use."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SAVES_LONG = 600
 
 
 def write(path: str, name: str, run: str, first: int, saves: int) -> None:
-    """Save every second step from ``first`` on and keep two, until it is over; the states are much alike.
+    """Save every second step from ``first`` on and keep two, until asked to stop; the states are similar.
 
     Runs in a child.
     """
     journal = Journal(Path(path) / f"journal-{name}")
     with open_store(Path(path) / "store") as store:
         for step in range(first, first + 2 * saves, 2):
-            # The same content comes back every few steps: its partitions are reused while they are about to be freed.
+            # Repeat the content every few steps, so that partitions are reused while they are about to be freed.
             save(store, journal, step, run, content=step % 10)
             if step - 4 >= first:
                 delete(store, journal, step - 4, run)
@@ -44,7 +44,7 @@ def _is_over(path: str) -> bool:
 
 
 def collect(path: str) -> None:
-    """Collect until it is over. Runs in a child."""
+    """Collect until asked to stop. Runs in a child."""
     rounds = freed = 0
     with open_store(Path(path) / "store") as store:
         while not _is_over(path):
@@ -55,7 +55,7 @@ def collect(path: str) -> None:
 
 
 def read(path: str, run: str, seed: int) -> None:
-    """Read until it is over: the newest, or another that is listed; right, or a clear refusal. Runs in a child."""
+    """Read the newest or another listed checkpoint until asked to stop; accept clear refusals. Runs in a child."""
     dice = random.Random(seed)
     expected = [fingerprint(make_state(content)) for content in range(10)]
     right = refused = 0
@@ -68,7 +68,7 @@ def read(path: str, run: str, seed: int) -> None:
             except CheckpointNotFoundError:
                 refused += 1
             except RecoveryError as error:
-                # A step that was named may be deleted meanwhile; but among the newest there is always one that stays.
+                # A step given by number may be deleted meanwhile, but one of the newest always stays.
                 if step is None:
                     raise AssertionError("no checkpoint could be restored") from error
                 refused += 1
@@ -77,7 +77,7 @@ def read(path: str, run: str, seed: int) -> None:
                 right += 1
             if dice.random() < 0.1:
                 errors = [finding for finding in store.verify(run=run) if finding.severity.value == "error"]
-                # What was deleted between its manifest and its packs looks like this.
+                # A checkpoint may look like this between the deletion of its manifest and of its packs.
                 assert {finding.kind for finding in errors} <= {"missing-partition", "damaged-manifest"}, errors
     Journal(Path(path) / "journal-reader").note("read", right=right, refused=refused)
 
@@ -118,14 +118,14 @@ def _run(zygote: Zygote, folder: Path, runs: list[str], saves: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("runs", [["default", "other"], ["default", "default"]], ids=["two runs", "one run"])
 def test_two_writers_a_collector_and_readers(zygote: Zygote, tmp_path: Path, runs: list[str]) -> None:
-    """States that are much alike, collected as soon as they are deleted: nobody gets wrong bytes, nobody fails."""
+    """Test similar states, collected after each deletion: every reader gets correct bytes, and no process fails."""
     _run(zygote, tmp_path, runs, SAVES)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("runs", [["default", "other"], ["default", "default"]], ids=["two runs", "one run"])
 def test_the_same_for_minutes(zygote: Zygote, tmp_path: Path, runs: list[str]) -> None:
-    """The same, thirty times as long."""
+    """Test thirty times as long."""
     _run(zygote, tmp_path, runs, SAVES_LONG)
 
 
@@ -138,7 +138,7 @@ def create(path: str, number: int) -> None:
 
 @pytest.mark.slow
 def test_several_processes_create_one_store(zygote: Zygote, tmp_path: Path) -> None:
-    """All of them get the same store, and all their checkpoints are in it."""
+    """Test that all processes get the same store, with the checkpoints of all."""
     for attempt in range(3):
         folder = tmp_path / str(attempt)
         folder.mkdir()
@@ -165,7 +165,7 @@ def hold_the_catalog(path: str) -> None:
 
 @pytest.mark.slow
 def test_a_lock_that_is_held_names_its_holder(store_path: Path, zygote: Zygote) -> None:
-    """The message says which process to stop, and with which command line it was started."""
+    """Test that the message names the process to stop and its command line."""
     config = dataclasses.replace(CONFIG, lock_timeout_s=0.2)
     holder = zygote.start(hold_the_catalog, path=str(store_path))
     wait_until((store_path / "held").exists, "the holder")
@@ -185,14 +185,14 @@ def test_a_lock_that_is_held_names_its_holder(store_path: Path, zygote: Zygote) 
 
 @pytest.mark.slow
 def test_one_of_two_writers_is_killed_again_and_again(zygote: Zygote, tmp_path: Path) -> None:
-    """The other never notices: no lock, no pin and no half-written file of the dead stands in its way."""
+    """Test that the other process never waits for a lock, a pin or an incomplete file of the dead."""
     dice = random.Random(5)
     survivor = zygote.start(write, path=str(tmp_path), name="a", run="default", first=0, saves=10_000)
     journal = Journal(tmp_path / "journal-a")
     wait_until(lambda: bool(journal.lines("saved")), "the first save")
     for kills in range(12):
         opened = len(Journal(tmp_path / "journal-b").lines())
-        # Its steps are its own: it comes back to the same run after each death.
+        # The writer saves its own steps, and resumes the same run after each death.
         child = zygote.start(write, path=str(tmp_path), name="b", run="other", first=1 + 1000 * kills, saves=1000)
         deadline = time.monotonic() + dice.uniform(0.0, 0.2)
         while time.monotonic() < deadline and len(Journal(tmp_path / "journal-b").lines()) < opened + 9:
@@ -213,7 +213,7 @@ def test_one_of_two_writers_is_killed_again_and_again(zygote: Zygote, tmp_path: 
 
 @pytest.mark.slow
 def test_threads_share_a_store(store_path: Path) -> None:
-    """Two threads save, one deletes and collects, one reads, all through one object."""
+    """Test two threads that save, one that deletes and collects, and one that reads, with one store object."""
     over = threading.Event()
     failures: list[BaseException] = []
 

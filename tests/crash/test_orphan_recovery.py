@@ -1,4 +1,4 @@
-"""Rings that another training recovers at the same time: own rings are awaited, others are left alone."""
+"""Test rings that another training recovers at the same time: own rings are awaited, others ignored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.zygote import Zygote
 
 
 def _held(ring: Path) -> RingReader:
-    """Hold a ring as somebody does who takes it up."""
+    """Hold the lock of a ring, like a process that recovers it."""
     holder = open_orphaned_ring(ring)
     assert holder is not None
     return holder
@@ -39,7 +39,7 @@ def _later(action: Callable[[], object]) -> threading.Thread:
 
 @pytest.fixture
 def two(zygote: Zygote, tmp_path: Path) -> dict[str, Path]:
-    """The rings of two runs of one store, by their names: each has all that there is of its run."""
+    """Return the rings of two runs of one store, by name; each has all captures of its run."""
     kill_when_ready(zygote.start(train_two_runs, path=str(tmp_path), steps=3), tmp_path)
     found = {}
     for ring in rings(tmp_path):
@@ -51,7 +51,7 @@ def two(zygote: Zygote, tmp_path: Path) -> dict[str, Path]:
 @pytest.mark.slow(quick=["given up"])
 @pytest.mark.parametrize("how", ["given up", "taken up"])
 def test_own_ring_is_awaited(folder: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """An older step would be restored without its captures, whether or not the other process finishes."""
+    """Test that the restore waits for the ring, because it would otherwise restore an older step."""
     monkeypatch.setattr(orphaned_rings, "_ADOPTION_PATIENCE_S", 0.1)
     (ring,) = rings(folder)
     holder = _held(ring)
@@ -64,7 +64,7 @@ def test_own_ring_is_awaited(folder: Path, monkeypatch: pytest.MonkeyPatch, how:
     thread = threading.Thread(target=go_on)
 
     def warn_and_go_on(message: str, category: type[Warning]) -> None:
-        # Not after a fixed time, in which a busy machine may not get so far as to wait.
+        # Wait for the event instead of a fixed time, because a busy machine may be slow.
         warn_user(message, category)
         thread.start()
 
@@ -77,7 +77,7 @@ def test_own_ring_is_awaited(folder: Path, monkeypatch: pytest.MonkeyPatch, how:
 
 @pytest.mark.slow
 def test_a_ring_that_is_gone_at_last_is_waited_for_no_longer(folder: Path) -> None:
-    """Whoever had it gave up what it held."""
+    """Test that the wait ends when the other process deletes the ring."""
     (ring,) = rings(folder)
     holder = _held(ring)
     thread = _later(lambda: (holder.unlink(), holder.close()))
@@ -86,7 +86,7 @@ def test_a_ring_that_is_gone_at_last_is_waited_for_no_longer(folder: Path) -> No
 
 
 def test_blocking_process_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is restored; after its end, everything is there."""
+    """Test that nothing is restored, and that all captures are restored after the end of the process."""
     monkeypatch.setattr(orphaned_rings, "_ADOPTION_PATIENCE_S", 0.1)
     monkeypatch.setattr(orphaned_rings, "_ADOPTION_S", 0.1)
     (ring,) = rings(folder)
@@ -101,7 +101,7 @@ def test_blocking_process_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_invisible_process_has_no_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For instance in another container."""
+    """Test a process that is not visible, for instance in another container."""
     monkeypatch.setattr(orphaned_rings, "_ADOPTION_PATIENCE_S", 0.1)
     monkeypatch.setattr(orphaned_rings, "_ADOPTION_S", 0.1)
     monkeypatch.setattr(orphaned_rings, "_LOCKS", folder / "locks")
@@ -119,7 +119,7 @@ def test_invisible_process_has_no_name(folder: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_the_ring_of_another_run_is_not_waited_for(tmp_path: Path, two: dict[str, Path]) -> None:
-    """Who goes on with that run waits for it."""
+    """Test that only a training of that run waits for its ring."""
     began = time.monotonic()
     with _held(two["two"]):
         assert_restored(tmp_path, 2, run="one")
@@ -131,7 +131,7 @@ def test_the_ring_of_another_run_is_not_waited_for(tmp_path: Path, two: dict[str
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["one", "two"])
 def test_own_ring_is_recovered_first(tmp_path: Path, two: dict[str, Path], run: str) -> None:
-    """So that waiting processes get theirs soon; all rings are recovered in the end."""
+    """Test that the own ring comes first, so that waiting processes continue soon, and that all rings are recovered."""
     assert sorted(two) == ["one", "two"]
     with (
         Store.open(tmp_path / "store", create=True) as store,

@@ -1,4 +1,4 @@
-"""Power loss at every operation: unsynced data is lost in part or whole, but no promise is broken."""
+"""Test power loss at every operation: unsynced data is lost in part or completely, but no promise is broken."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ SCRIPT: list[Action] = [
     ["gc"],
     ["save", 4],
 ]
-"""Creation, saves that reuse, into new packs and into recycled ones, deletions, collections, and a step back."""
+"""Creation, saves with reuse, into new packs and into recycled packs, deletions, collections, and a restore."""
 
 
 def record(base: Path, script: Sequence[Action], files: type[RecordingFiles] = RecordingFiles) -> list[Entry]:
-    """Take actions on a new store in ``base/folder/store`` and return the log."""
+    """Run actions on a new store in ``base/folder/store`` and return the log."""
     log: list[Entry] = []
     base.mkdir(exist_ok=True)
     config = dataclasses.replace(CONFIG, slots=1)
@@ -47,13 +47,13 @@ def record(base: Path, script: Sequence[Action], files: type[RecordingFiles] = R
 
 
 def cuts(log: list[Entry]) -> list[int]:
-    """Return where the power may go: after each operation, save that blocks of one write are taken together."""
+    """Return the points of a power loss: after each operation, with the blocks of one write taken together."""
     kinds = [entry[0] for entry in log]
     return [end for end in range(1, len(log) + 1) if kinds[end - 1 : end + 1] != ["write", "write"]]
 
 
 def lose_and_check(base: Path, log: list[Entry], target: Path, **choices: object) -> None:
-    """Check what is left after one power loss, on a machine that has booted again."""
+    """Check the store after a power loss and a reboot."""
     shutil.rmtree(target, ignore_errors=True)
     owed = after_power_loss(base, log, target, **choices)  # type: ignore[arg-type]  # the keywords of that function
     check_survived(target / "folder" / "store", owed)
@@ -61,14 +61,14 @@ def lose_and_check(base: Path, log: list[Entry], target: Path, **choices: object
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Entry]]:
-    """The script's folder, and its log."""
+    """Return the script's folder and its log."""
     base = tmp_path_factory.mktemp("recording")
     return base, record(base, SCRIPT)
 
 
 @pytest.fixture
 def reboot(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Starts the machine again, as far as the store can tell: whoever held a pin is dead."""
+    """Simulate a reboot: the owners of all pins are dead."""
 
     def start_again() -> None:
         boot_id = str(uuid.uuid4())
@@ -78,7 +78,7 @@ def reboot(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def test_the_script_goes_everywhere(recording: tuple[Path, list[Entry]]) -> None:
-    """It recycles packs, removes folders and syncs everything that has to be synced."""
+    """Test that the script recycles packs, removes folders and makes every kind of sync."""
     _, log = recording
     kinds = {entry[0] for entry in log}
     assert kinds >= {"create", "write", "sync", "sync_directory", "rename", "link", "unlink", "mkdir"}
@@ -97,7 +97,7 @@ def test_power_loss_anywhere(
     tmp_path: Path,
     reboot: Callable[[], None],
 ) -> None:
-    """After operations of the script, with the catalog as it was, older, torn or missing in turn."""
+    """Test operations of the script, with an unchanged, older, torn or missing catalog in turn."""
     base, log = recording
     reboot()
     for number, end in enumerate(visited(cuts(log))):
@@ -120,7 +120,7 @@ def test_power_loss_anywhere_in_every_way(
     tmp_path: Path,
     reboot: Callable[[], None],
 ) -> None:
-    """The same with every choice, and on a file system where a rename between directories is two changes."""
+    """Test every choice of lost data, also on a file system where a rename between directories is two changes."""
     base, log = recording
     reboot()
     for end in cuts(log):
@@ -133,7 +133,7 @@ def test_power_loss_anywhere_in_every_way(
 
 
 def test_a_mark_is_durable_before_the_first_transaction(recording: tuple[Path, list[Entry]]) -> None:
-    """Transactions are not synced: the mark that a power loss leaves tells that the catalog cannot be trusted."""
+    """Test that the mark survives a power loss, because unsynced transactions make the catalog unreliable."""
     _, log = recording
     kinds = [entry[0] for entry in log]
     made = next(number for number, entry in enumerate(log) if entry[0] == "create" and entry[1].parent.name == "open")
@@ -145,23 +145,23 @@ def test_a_mark_is_durable_before_the_first_transaction(recording: tuple[Path, l
 
 
 class _Forgetful(RecordingFiles):
-    """A program that leaves out one kind of barrier."""
+    """Files that omit one kind of sync."""
 
     forgotten: Callable[[Path], bool]
 
     def sync(self, descriptor: int, path: Path) -> None:
-        """Sync other files."""
+        """Sync all other files."""
         if not type(self).forgotten(path):
             super().sync(descriptor, path)
 
     def sync_directory(self, path: Path) -> None:
-        """Sync other directories."""
+        """Sync all other directories."""
         if not type(self).forgotten(path / ""):
             super().sync_directory(path)
 
 
 class _RenamesFirst(RecordingFiles):
-    """A program that syncs a file only after it has got its final name."""
+    """Files that are synced only after the rename to their final name."""
 
     def __init__(self, log: list[Entry]) -> None:
         """Append to ``log``."""
@@ -169,7 +169,7 @@ class _RenamesFirst(RecordingFiles):
         self._late: set[Path] = set()
 
     def sync(self, descriptor: int, path: Path) -> None:
-        """Put it off, but for a file that will be linked."""
+        """Defer the sync, except for a file that will be linked."""
         if path.parent.name in ("packs", "manifests"):
             self._late.add(path)
         else:
@@ -203,17 +203,17 @@ BROKEN = {
     "heads/<run>/": (lambda path: path.parent.name == "heads", "is taken for the newest"),
     "heads/": (lambda path: path.name == "heads", "is taken for the newest"),
 }
-"""A barrier that is left out, and what the check says then."""
+"""An omitted barrier, and the message of the failing check."""
 
 
 @pytest.mark.slow(quick=["no sync at all"])
 @pytest.mark.parametrize("barrier", [*BROKEN, "names before content"])
 def test_a_forgotten_barrier_is_noticed(barrier: str, tmp_path: Path, reboot: Callable[[], None]) -> None:
-    """The check fails, and says why, for a program that leaves out any one of the barriers."""
+    """Test that the check fails, with the reason, for a program that omits any one of the barriers."""
     forgotten, message = BROKEN.get(barrier, (None, "damaged-pack"))
     log = record(tmp_path / "base", SCRIPT, _forgetting(forgotten) if forgotten else _RenamesFirst)
     reboot()
-    # What was just promised shows it first.
+    # The latest promise shows the omission first.
     ends = sorted(cuts(log), key=lambda end: log[end - 1][0] != "note")
     for end in ends:
         for loss in ("names and data", "data"):
@@ -225,7 +225,7 @@ def test_a_forgotten_barrier_is_noticed(barrier: str, tmp_path: Path, reboot: Ca
 
 
 def _noticed(base: Path, log: list[Entry], target: Path, loss: str) -> str:
-    """Return what the check says after a power loss, nothing when all is well."""
+    """Return the message of the check after a power loss, or an empty text if it passes."""
     try:
         lose_and_check(base, log, target, loss=loss, catalog="as it was")
     except (AssertionError, AsymcheckError) as error:

@@ -1,4 +1,4 @@
-"""Forced races: another operation happens exactly between two steps."""
+"""Test forced races: another operation runs exactly between two steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.crash.survival import check_steps
 
 @contextlib.contextmanager
 def at_first(name: str, act: Callable[[], object]) -> Iterator[list[str]]:
-    """Do something at the first event of a name; yields the names of all events."""
+    """Call a function at the first event of a name; yield the names of all events."""
     seen: list[str] = []
 
     def observer(event: Event) -> None:
@@ -37,7 +37,7 @@ def at_first(name: str, act: Callable[[], object]) -> Iterator[list[str]]:
 
 
 def test_a_pack_is_collected_between_lookup_and_pin(stores: tuple[Store, Store]) -> None:
-    """A save that meant to reuse partitions writes them itself when collection was faster."""
+    """Test that a save writes partitions itself if a collection has freed the packs that it meant to reuse."""
     store, other = stores
     store.save(make_state(0), step=0)
 
@@ -53,7 +53,7 @@ def test_a_pack_is_collected_between_lookup_and_pin(stores: tuple[Store, Store])
 
 
 def test_a_pack_is_collected_after_the_pin(stores: tuple[Store, Store]) -> None:
-    """Once it is pinned, collection leaves it alone, though no manifest names it yet."""
+    """Test that a collection keeps a pinned pack, although no manifest references it yet."""
     store, other = stores
     store.save(make_state(0), step=0)
 
@@ -69,7 +69,7 @@ def test_a_pack_is_collected_after_the_pin(stores: tuple[Store, Store]) -> None:
 
 
 def test_collection_ignoring_pins_is_noticed(stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check of the last test bites: without pins the checkpoint is lost."""
+    """Test that the checkpoint is lost without pins, so that the test above can fail."""
     store, other = stores
     store.save(make_state(0), step=0)
     monkeypatch.setattr(Transaction, "pins", lambda _self: {})
@@ -87,7 +87,7 @@ def test_collection_ignoring_pins_is_noticed(stores: tuple[Store, Store], monkey
 def test_a_manifest_is_committed_during_collection(
     stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint that collection did not see in its listing, but in the catalog, makes it start again."""
+    """Test that a collection starts again if the catalog has a checkpoint that its listing missed."""
     store, other = stores
     store.save(make_state(0), step=0)
     store.delete(0)
@@ -96,7 +96,7 @@ def test_a_manifest_is_committed_during_collection(
 
     def read_packs(self: StoreReachability) -> None:
         if not plans:
-            # Reuses all that this collection is about to free, and is done before it does.
+            # This save reuses all packs that the collection is about to free, and commits before it does.
             assert other.save(make_state(0), step=1).written_bytes == 0
         plans.append(self)
         original(self)
@@ -110,7 +110,7 @@ def test_a_manifest_is_committed_during_collection(
 def test_collection_that_does_not_start_again_is_noticed(
     stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check of the last test bites: without the look into the catalog the checkpoint is lost."""
+    """Test that the checkpoint is lost without the check of the catalog, so that the test above can fail."""
     store, other = stores
     store.save(make_state(0), step=0)
     store.delete(0)
@@ -128,7 +128,7 @@ def test_collection_that_does_not_start_again_is_noticed(
 
 
 def test_collection_takes_packs_at_every_attempt(stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A save from which packs are taken again and again gives up with an error that says so, and leaves nothing."""
+    """Test that a save that loses its packs repeatedly fails with a clear error and leaves no file."""
     store, _ = stores
     store.save(make_state(0), step=0)
     monkeypatch.setattr(Transaction, "pack_state", lambda _self, _pack: None)
@@ -140,7 +140,7 @@ def test_collection_takes_packs_at_every_attempt(stores: tuple[Store, Store], mo
 
 
 def test_two_saves_store_the_same_bytes(stores: tuple[Store, Store]) -> None:
-    """Neither knows of the other: the partitions lie twice, and deleting one checkpoint leaves the other whole."""
+    """Test that the partitions are stored twice, and that deleting one checkpoint does not affect the other."""
     store, other = stores
     with at_first("pack.sealed", lambda: other.save(make_state(0), step=0)):
         store.save(make_state(0), step=1)
@@ -150,7 +150,7 @@ def test_two_saves_store_the_same_bytes(stores: tuple[Store, Store]) -> None:
 
 
 def test_a_pack_moves_between_lookup_and_index(stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A catalog that names a pack which is gone by the time its index is read is not believed."""
+    """Test that a stale catalog entry is ignored if its pack is gone when its index is read."""
     store, other = stores
     store.save(make_state(0), step=0)
     original = Transaction.location
@@ -171,7 +171,7 @@ def test_a_pack_moves_between_lookup_and_index(stores: tuple[Store, Store], monk
 
 
 class _Creating(Files):
-    """Does something right after a pack was created, before it is locked."""
+    """Runs an action right after a pack was created, before it is locked."""
 
     act: Callable[[], object] | None = None
 
@@ -185,7 +185,7 @@ class _Creating(Files):
 
 
 def test_pack_collected_before_its_lock(store_path: Path) -> None:
-    """The save starts the pack again."""
+    """Test that the save starts the pack again."""
     files = _Creating()
     with open_store(store_path, files=files) as store, open_store(store_path) as other:
         store.gc()
@@ -197,7 +197,7 @@ def test_pack_collected_before_its_lock(store_path: Path) -> None:
 
 
 def test_head_record_collected_before_its_lock(store_path: Path) -> None:
-    """The generation begins anyway."""
+    """Test that the generation begins nevertheless."""
     files = _Creating()
     with open_store(store_path, files=files) as store, open_store(store_path) as other:
         checkpoint = store.save(make_state(0), step=0)
@@ -210,7 +210,7 @@ def test_head_record_collected_before_its_lock(store_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["deletion", "collection"])
 def test_folder_removed_during_a_deletion(store_path: Path, how: str) -> None:
-    """Two deletions of a step, or a deletion and a collection, do not conflict."""
+    """Test that two deletions of a step, or a deletion and a collection, do not conflict."""
 
     class Removing(Files):
         armed = False
@@ -234,7 +234,7 @@ def test_folder_removed_during_a_deletion(store_path: Path, how: str) -> None:
 
 
 def test_the_same_step_twice(stores: tuple[Store, Store]) -> None:
-    """Two attempts to save one step stand side by side; the later one is the newest; deleting the step deletes both."""
+    """Test that both saves are kept, the later one is the newest, and deleting the step deletes both."""
     store, other = stores
     with at_first("manifest.committed", lambda: other.save(make_state(3, salt=1), step=3)):
         store.save(make_state(3), step=3)
@@ -248,7 +248,7 @@ def test_the_same_step_twice(stores: tuple[Store, Store]) -> None:
 
 
 def test_two_restores_at_once(store_path: Path) -> None:
-    """Each begins a generation of its own, and the later one is where training goes on."""
+    """Test that each restore begins a generation, and that training continues from the later one."""
     files = _Creating()
     with open_store(store_path, files=files) as store, open_store(store_path) as other:
         first, second = store.save(make_state(0), step=0), store.save(make_state(1), step=1)

@@ -1,4 +1,4 @@
-"""Read-only stores: by option, by permission and by mount, and stores without a catalog."""
+"""Test read-only stores: by option, by permission and by mount, and stores without a catalog."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WRITES: dict[str, Callable[[Store], object]] = {
 
 @pytest.fixture
 def folder(zygote: Zygote, tmp_path: Path) -> Path:
-    """A folder with a store of two checkpoints and its journal."""
+    """Return a folder with a store of two checkpoints and its journal."""
     zygote.start(perform, path=str(tmp_path), actions=BEFORE).finish()
     return tmp_path
 
@@ -58,7 +58,7 @@ def _snapshot(path: Path) -> dict[str, tuple[int, int]]:
 @pytest.mark.slow(quick=["lost"])
 @pytest.mark.parametrize("catalog", ["there", "lost"])
 def test_opened_read_only(folder: Path, catalog: str) -> None:
-    """Everything can be read, with a catalog and without one; nothing can be written, and nothing is."""
+    """Test that all data can be read, with and without a catalog, and that no write succeeds."""
     if catalog == "lost":
         lose_catalog(folder / "store")
     before = _snapshot(folder / "store")
@@ -69,15 +69,15 @@ def test_opened_read_only(folder: Path, catalog: str) -> None:
 
 
 def test_read_only_creates_nothing(tmp_path: Path) -> None:
-    """A place without a store stays as it is."""
+    """Test that a path without a store is not changed."""
     with pytest.raises(StoreNotFoundError):
         open_store(tmp_path / "store", read_only=True)
     assert list(tmp_path.iterdir()) == []
 
 
 def look_as_nobody(path: str, *, read_only: bool) -> None:
-    """Read a store without the permission to write it, and try to write. Runs in a child."""
-    # Once before, for all that is imported at the first use: nobody may not read the interpreter's own files.
+    """Read a store without write permission, and try to write. Runs in a child."""
+    # Import all modules before the change of the user, who may not read the interpreter's own files.
     with open_store(Path(path), read_only=True) as store:
         _check_reads(store)
     os.setgroups([])
@@ -92,8 +92,8 @@ def look_as_nobody(path: str, *, read_only: bool) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("read_only", [True, False])
 def test_another_users_store(folder: Path, read_only: bool, zygote: Zygote) -> None:
-    """Who may read the files but not write them can read the store, however it was opened."""
-    # Not below pytest's own folder, which is private.
+    """Test that a user with read permission can read the store, however it was opened."""
+    # pytest's own folder is private, so use another one.
     with tempfile.TemporaryDirectory() as open_to_all:
         store = Path(open_to_all) / "store"
         shutil.copytree(folder / "store", store)
@@ -107,7 +107,7 @@ def test_another_users_store(folder: Path, read_only: bool, zygote: Zygote) -> N
 
 @pytest.fixture
 def read_only_mount(folder: Path) -> Iterator[Path]:
-    """The store, on a file system that is mounted read-only."""
+    """Return the store on a file system that is mounted read-only."""
     point = folder / "mounted"
     point.mkdir()
     if os.geteuid() != 0:
@@ -126,7 +126,7 @@ def read_only_mount(folder: Path) -> Iterator[Path]:
 @pytest.mark.slow(quick=["False"])
 @pytest.mark.parametrize("read_only", [True, False])
 def test_on_a_read_only_mount(read_only_mount: Path, read_only: bool) -> None:
-    """A file system that takes no writes: everything can be read, and writes are refused with the way out."""
+    """Test that all data can be read, and that the error of a write says what to do."""
     with open_store(read_only_mount, read_only=read_only) as store:
         _check_reads(store)
         _check_refuses(store, "read_only=True")
@@ -134,7 +134,7 @@ def test_on_a_read_only_mount(read_only_mount: Path, read_only: bool) -> None:
 
 @pytest.mark.slow
 def test_the_catalog_is_deleted_between_saves(folder: Path) -> None:
-    """It is rebuilt from the packs: what they hold is not written again, and what was deleted stays so."""
+    """Test that the catalog is rebuilt from the packs: stored data is not written again, deleted data stays deleted."""
     lose_catalog(folder / "store")
     with open_store(folder / "store") as store:
         again = store.save(make_state(2), step=3)
@@ -150,7 +150,7 @@ def test_the_catalog_is_deleted_between_saves(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("collected", [False, True])
 def test_nothing_deleted_is_resurrected(folder: Path, collected: bool) -> None:
-    """Deletion, then the loss of the catalog: the rebuilt one knows the manifests that are there, and no others."""
+    """Test a deletion and a loss of the catalog: the rebuilt catalog has exactly the existing manifests."""
     with open_store(folder / "store") as store:
         store.delete(1)
         if collected:

@@ -1,4 +1,4 @@
-"""Readers of checkpoints that are deleted, collected and overwritten at critical moments."""
+"""Test readers of checkpoints that are deleted, collected and overwritten at critical moments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.crash.survival import check_steps
 
 
 def test_the_newest_is_deleted_between_listing_and_reading(stores: tuple[Store, Store]) -> None:
-    """A reader that was about to take it says that it was deleted, and takes the one before."""
+    """Test that the reader reports the deletion, and restores the previous checkpoint."""
     store, other = stores
     store.save(make_state(0), step=0)
     store.save(make_state(1), step=1)
@@ -47,7 +47,7 @@ def test_the_newest_is_deleted_between_listing_and_reading(stores: tuple[Store, 
 
 
 def test_all_listed_checkpoints_are_deleted(stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow reader lists again, and takes the checkpoint saved in the meantime."""
+    """Test that a slow reader lists again, and restores the checkpoint that was saved meanwhile."""
     store, other = stores
     store.save(make_state(0), step=0)
     store.save(make_state(1), step=1)
@@ -69,7 +69,7 @@ def test_all_listed_checkpoints_are_deleted(stores: tuple[Store, Store], monkeyp
 
 
 class _Reading(Files):
-    """Does something before a frame is read, once."""
+    """Runs an action once, before a frame is read."""
 
     act: Callable[[], object] | None = None
 
@@ -82,7 +82,7 @@ class _Reading(Files):
 
 
 def _delete_when_read(monkeypatch: pytest.MonkeyPatch, other: Store, *, before: bool) -> None:
-    """Have another process delete step 0 just before its manifest is read, or just after."""
+    """Delete step 0 in another process just before or just after its manifest is read."""
     original = ManifestReader.read
 
     def read(reader: ManifestReader, run: str, ref: CheckpointRef, name: ManifestName) -> Manifest:
@@ -99,7 +99,7 @@ def _delete_when_read(monkeypatch: pytest.MonkeyPatch, other: Store, *, before: 
 def test_verify_misses_no_manifest_that_was_deleted(
     stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that goes after it was listed is no damage."""
+    """Test that a manifest that is deleted after the listing is not reported as damage."""
     store, other = stores
     for step in range(2):
         store.save(make_state(step), step=step)
@@ -111,7 +111,7 @@ def test_verify_misses_no_manifest_that_was_deleted(
 def test_verify_misses_nothing_that_a_deleted_checkpoint_needs(
     stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it lacks costs nobody anything when it has gone meanwhile, though no pack has."""
+    """Test that missing data of a checkpoint that was deleted meanwhile is not reported, even if its packs exist."""
     store, other = stores
     store.save(make_state(0), step=0)
     for pack in (store.path / "packs").glob("*.pack"):
@@ -122,7 +122,7 @@ def test_verify_misses_nothing_that_a_deleted_checkpoint_needs(
 
 
 def test_packs_being_read_are_not_recycled(store_path: Path) -> None:
-    """A checkpoint is deleted, collected and overwritten while it is read: the reader still gets its bytes."""
+    """Test that a reader gets the right bytes while its checkpoint is deleted, collected and overwritten."""
     files = _Reading()
     with open_store(store_path) as writer, open_store(store_path, read_only=True, files=files) as reader:
         writer.save(make_state(0), step=0)
@@ -135,7 +135,7 @@ def test_packs_being_read_are_not_recycled(store_path: Path) -> None:
 
         files.act = recycle
         assert fingerprint(reader.load(0)) == fingerprint(make_state(0))
-        # Two packs: the reader holds both.
+        # Use two packs, of which the reader holds both.
         assert [(one.freed_packs, one.busy_packs) for one in collections] == [(0, 2)]
         with pytest.raises(CheckpointNotFoundError):
             reader.load(0)
@@ -144,7 +144,7 @@ def test_packs_being_read_are_not_recycled(store_path: Path) -> None:
 
 
 def test_recycling_under_a_reader_is_noticed(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the lock the reader would meet other bytes; it says so, and never hands them out."""
+    """Test that a reader without the lock detects wrong bytes and never returns them."""
     files = _Reading()
     with open_store(store_path) as writer, open_store(store_path, read_only=True, files=files) as reader:
         writer.save(make_state(0), step=0)

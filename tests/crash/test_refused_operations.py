@@ -1,4 +1,4 @@
-"""A full or failing disk at any operation of a save, a deletion, a collection or a restore."""
+"""Test a full or failing disk at any operation of a save, a deletion, a collection or a restore."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ BEFORE: dict[str, list[Action]] = {
     "a save into recycled packs": [["save", 0], ["save", 1], ["save", 2], ["delete", 0], ["delete", 1], ["gc"]],
 }
 NEXT = 4
-"""The step that is saved and fails."""
+"""Step of the failing save."""
 
 
 @pytest.fixture
 def fresh(template: Copy, tmp_path: Path) -> Callable[[str], Path]:
-    """Returns a fresh copy of the store of a scene, in a folder with its journal."""
+    """Function that returns a new copy of the store of a scene, in a folder with its journal."""
 
     def copy(scene: str) -> Path:
         shutil.rmtree(tmp_path / "copy", ignore_errors=True)
@@ -45,7 +45,7 @@ def fresh(template: Copy, tmp_path: Path) -> Callable[[str], Path]:
 
 
 def _save_operations(folder: Path) -> int:
-    """How many operations a save has, from the opening of the store on."""
+    """Return the number of operations of a save, including the opening of the store."""
     counter = Counter(CHANGES)
     with open_store(folder / "store", files=WatchedFiles(counter)) as store:
         store.save(make_state(NEXT), step=NEXT)
@@ -53,9 +53,9 @@ def _save_operations(folder: Path) -> int:
 
 
 def _check_after_failure(store: Store, owed: Promises, *, may_be_there: bool = False) -> None:
-    """The process lives on: what was there is there, the failed step is not, and collection clears all away."""
+    """Check that earlier checkpoints exist, the failed step does not, and a collection removes all leftovers."""
     if may_be_there:
-        # Whole, if at all.
+        # If the failed step exists, it is complete.
         owed.begun["default", NEXT] = fingerprint(make_state(NEXT))
         owed.newest.clear()
     check_as_it_lies(store.path, owed)
@@ -64,7 +64,7 @@ def _check_after_failure(store: Store, owed: Promises, *, may_be_there: bool = F
 
 
 class _Failing:
-    """Refuses one operation, or that one and all that follow, until it is repaired."""
+    """Refuses one operation, or this one and all later ones, until it is repaired."""
 
     def __init__(self, at: int, number: int, *, for_good: bool) -> None:
         self._at, self._refuse, self._for_good = at, faults.refuse(number), for_good
@@ -74,7 +74,7 @@ class _Failing:
         self.works = False
 
     def check(self, error: AsymcheckError) -> None:
-        """Check that an error has the type that fits."""
+        """Check the type of an error."""
         assert isinstance(error, self._wanted), repr(error)
 
     def __call__(self, operation: str, path: Path) -> None:
@@ -100,7 +100,7 @@ class _Failing:
 def test_a_refused_operation(
     scene: str, number: int, for_good: bool, visited: Visited[int], fresh: Callable[[str], Path]
 ) -> None:
-    """The save fails with the fitting error, or does without; nothing of it is left, and the next one succeeds."""
+    """Test that the save fails with the right error or succeeds, leaves no file, and that the next save succeeds."""
     for at in visited(range(1, _save_operations(fresh(scene)) + 1)):
         with _told(f"operation {at}"):
             _refuse_and_check(fresh(scene), _Failing(at, number, for_good=for_good), for_good=for_good)
@@ -119,7 +119,7 @@ def _refuse_and_check(folder: Path, failing: _Failing, *, for_good: bool) -> Non
         except AsymcheckError as error:
             failing.check(error)
             failing.works = True
-            # Only a device that refuses even to remove a name can leave the checkpoint there.
+            # The checkpoint may only stay if the device also refuses to remove a name.
             _check_after_failure(store, owed, may_be_there=for_good)
         else:
             failing.works = True
@@ -142,7 +142,7 @@ def _told(where: str) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("scene", BEFORE)
 def test_a_catalog_that_refuses(scene: str, fresh: Callable[[str], Path]) -> None:
-    """A failure inside a transaction on the catalog: even after the commit, nothing of the save is left."""
+    """Test that a failure inside a transaction, even after the commit, leaves nothing of the save."""
     counter = Counter(CATALOG_CHANGES)
     with faults.watched_catalog(counter), open_store(fresh(scene) / "store") as store:
         store.save(make_state(NEXT), step=NEXT)
@@ -159,13 +159,13 @@ def test_a_catalog_that_refuses(scene: str, fresh: Callable[[str], Path]) -> Non
 
 
 class _Interrupted(BaseException):
-    """What Ctrl-C does."""
+    """Stands for Ctrl-C."""
 
 
 @pytest.mark.slow(quick=["frame.written"])
 @pytest.mark.parametrize("event", COMMIT_ORDER)
 def test_interrupted_at_an_event(event: str, fresh: Callable[[str], Path]) -> None:
-    """A save that is interrupted, by Ctrl-C for instance, leaves nothing, though the process goes on."""
+    """Test that an interrupted save leaves nothing in a process that continues."""
 
     def interrupt(seen: Event) -> None:
         if seen.name == event:
@@ -191,7 +191,7 @@ OTHERS: dict[str, tuple[list[Action], list[Action]]] = {
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "failing"])
 @pytest.mark.parametrize("scene", OTHERS)
 def test_another_action_is_refused(scene: str, number: int, template: Copy, tmp_path: Path) -> None:
-    """A deletion, a collection or a restore that fails half-way can be taken again; nothing else is lost."""
+    """Test that a failed deletion, collection or restore can be repeated, and loses no other checkpoint."""
     before, actions = OTHERS[scene]
     for at in _until_enough():
         folder = tmp_path / "copy"

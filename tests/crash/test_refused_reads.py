@@ -1,4 +1,4 @@
-"""A partly unreadable disk: another copy, another checkpoint, or an error that names it."""
+"""Test a partly unreadable disk: another copy, another checkpoint, or an error that names the file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.crash.survival import leftovers
 
 @pytest.fixture
 def path(store_path: Path) -> Path:
-    """A store with steps 0 and 2, which share nothing but what never changes."""
+    """Return a store with steps 0 and 2, which share only data that never changes."""
     with open_store(store_path) as store:
         store.save(make_state(0), step=0)
         store.save(make_state(2), step=2)
@@ -32,7 +32,7 @@ def path(store_path: Path) -> Path:
 
 
 def _broken(path: Path, bad: Callable[[Path], bool], number: int = errno.EIO, operation: str = "pread") -> Store:
-    """Open a store some of whose files cannot be read."""
+    """Open a store of which some files cannot be read."""
     refuse = faults.refuse(number)
 
     def before(done: str, file: Path) -> None:
@@ -43,7 +43,7 @@ def _broken(path: Path, bad: Callable[[Path], bool], number: int = errno.EIO, op
 
 
 def test_one_of_two_copies_cannot_be_read(store_path: Path) -> None:
-    """The other is taken, and verify names the one that fails, without calling any checkpoint lost."""
+    """Test that the other copy is used, and that verify names the unreadable one and reports no lost checkpoint."""
     with open_store(store_path) as store, open_store(store_path) as other:
         packs: list[set[Path]] = []
 
@@ -57,7 +57,7 @@ def test_one_of_two_copies_cannot_be_read(store_path: Path) -> None:
         (first,) = packs[0]
 
     class BadFrames(Files):
-        """Reads header and index of the pack, and none of its larger frames."""
+        """Files that read header and index of the pack, and none of its larger frames."""
 
         def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> int:
             if path == first and sum(map(len, buffers)) > 8192:
@@ -74,7 +74,7 @@ def test_one_of_two_copies_cannot_be_read(store_path: Path) -> None:
 
 
 def test_the_newest_cannot_be_read(path: Path) -> None:
-    """An older checkpoint is restored, with the reason; asked for by its step, the newest is refused with it."""
+    """Test that an older checkpoint is restored with the reason, and that a request by step is refused."""
     with open_store(path, read_only=True) as store:
         needed = {part.pack for tensor in store.tensors(2)[1] for part in tensor.partitions}
         older = {part.pack for tensor in store.tensors(0)[1] for part in tensor.partitions}
@@ -87,7 +87,7 @@ def test_the_newest_cannot_be_read(path: Path) -> None:
 
 
 def test_a_manifest_cannot_be_read(path: Path) -> None:
-    """The same for a manifest; and what it needs is not collected, because nobody can tell what that is."""
+    """Test an unreadable manifest, and that no pack is collected, because its packs are unknown."""
     (manifest,) = path.glob("manifests/default/*-000000000002-*/*.manifest")
     with _broken(path, lambda file: file == manifest) as store:
         with pytest.warns(SkippedCheckpointWarning, match="Input/output error"):
@@ -97,7 +97,7 @@ def test_a_manifest_cannot_be_read(path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["packs", "manifests"])
 def test_missing_permission_is_reported(path: Path, kind: str) -> None:
-    """It is no damage: restoring an older checkpoint would silently lose training."""
+    """Test that missing permission is not treated as damage: an older checkpoint would silently lose steps."""
     with open_store(path, read_only=True) as store:
         sound = store.verify()
         newest = {part.pack for tensor in store.tensors(2)[1] for part in tensor.partitions}
@@ -131,7 +131,7 @@ ACTIONS: dict[str, Callable[[Store], object]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("action", ACTIONS)
 def test_any_look_fails(path: Path, action: str, tmp_path: Path) -> None:
-    """Whichever read, opening or listing fails: it is one of this package's errors, or the outcome is right."""
+    """Test that any failing read, open or listing raises an error of this package, or gives a right result."""
     for at in _until_enough():
         copy = tmp_path / f"copy-{at}"
         shutil.copytree(path, copy)

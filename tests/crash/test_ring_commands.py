@@ -1,4 +1,4 @@
-"""Rings of killed trainings on the command line: listed, exported and collected without a loss."""
+"""Test commands for rings of killed trainings: list, export and collect without a loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.zygote import Child, Zygote, wait_until
 
 
 def call(folder: Path, command: str, *words: object) -> Outcome:
-    """Call a command with the store and the rings of a training."""
+    """Run a command with the store and the rings of a training."""
     return run_command(command, folder / "store", "--ring-folder", folder_for_rings(folder), *words)
 
 
@@ -38,7 +38,7 @@ def restore(folder: Path, name: str, *words: object) -> Outcome:
 
 
 def damage_newest(folder: Path) -> None:
-    """Change a bit of the newest capture."""
+    """Flip a bit of the newest capture."""
     (ring,) = rings(folder)
     offset, length = partition_of_newest(ring)
     flip(ring, offset + payload_offset(length) + 5)
@@ -46,7 +46,7 @@ def damage_newest(folder: Path) -> None:
 
 @pytest.fixture
 def living(zygote: Zygote, tmp_path: Path) -> Child:
-    """A training that lives, with captures in its ring."""
+    """Return a running training with captures in its ring."""
     child = zygote.start(train, path=str(tmp_path), steps=CAPTURED, durable=DURABLE)
     wait_until(lambda: bool(Journal(tmp_path / "journal").lines("ready")), "the training")
     return child
@@ -54,7 +54,7 @@ def living(zygote: Zygote, tmp_path: Path) -> Child:
 
 @pytest.fixture
 def deleted(zygote: Zygote, tmp_path: Path) -> Path:
-    """The folder of a killed training whose store was deleted, and which has another store now."""
+    """Return the folder of a killed training whose store was deleted and replaced by another store."""
     kill_when_ready(zygote.start(train, path=str(tmp_path), steps=CAPTURED, durable=DURABLE), tmp_path)
     shutil.rmtree(tmp_path / "store")
     return tmp_path
@@ -64,7 +64,7 @@ def deleted(zygote: Zygote, tmp_path: Path) -> Path:
 
 
 def test_a_dead_ring_is_listed_with_its_captures(folder: Path) -> None:
-    """Which process, which steps, which of them the store has; and nothing is changed."""
+    """Test that process, steps and durable steps are listed, and that nothing is changed."""
     (ring,) = rings(folder)
     before = ring.read_bytes()
     found = call(folder, "inspect", "--tier", "memory", "--json")
@@ -81,7 +81,7 @@ def test_a_dead_ring_is_listed_with_its_captures(folder: Path) -> None:
 
 
 def test_a_living_ring_is_listed_as_alive(living: Child, tmp_path: Path) -> None:
-    """Its frames are not checked, for they may change; its process goes on."""
+    """Test that frames of a running process are not checked, because they may change, and that it continues."""
     found = call(tmp_path, "inspect", "--tier", "memory", "--json")
     (told,) = json.loads(found.out)["rings"]
     assert (told["is_alive"], told["pid"]) == (True, living.pid)
@@ -93,7 +93,7 @@ def test_a_living_ring_is_listed_as_alive(living: Child, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("how", ["bit", "cut"])
 def test_damaged_ring_is_reported(folder: Path, how: str) -> None:
-    """A flipped bit names the capture; a truncated ring is unreadable."""
+    """Test that a flipped bit names the capture, and that a truncated ring is unreadable."""
     if how == "bit":
         damage_newest(folder)
     else:
@@ -107,7 +107,7 @@ def test_damaged_ring_is_reported(folder: Path, how: str) -> None:
 
 
 def test_inspect_mentions_captures_in_memory(folder: Path) -> None:
-    """In one line, with the command to recover them; not after the recovery."""
+    """Test the line with the command that recovers the captures, and its absence after the recovery."""
     note = call(folder, "inspect").err
     assert "step 4 of run default is in memory only" in note
     assert "asymcheck restore" in note
@@ -117,7 +117,7 @@ def test_inspect_mentions_captures_in_memory(folder: Path) -> None:
 
 
 def test_deleted_checkpoint_in_a_ring_is_not_mentioned(zygote: Zygote, tmp_path: Path) -> None:
-    """It was durable."""
+    """Test that a deleted checkpoint is not mentioned, because it was durable."""
     kill_when_ready(zygote.start(train, path=str(tmp_path), steps=2, durable=2), tmp_path)
     with Store.open(tmp_path / "store", create=True) as store:
         for step in range(2):
@@ -126,7 +126,7 @@ def test_deleted_checkpoint_in_a_ring_is_not_mentioned(zygote: Zygote, tmp_path:
 
 
 def test_no_rings_are_no_error_of_inspect(tmp_path: Path) -> None:
-    """It says so."""
+    """Test the message for a store without rings."""
     Store.open(tmp_path / "store", create=True).close()
     found = call(tmp_path, "inspect", "--tier", "memory")
     assert (found.status, found.out) == (0, f"no rings of store {tmp_path / 'store'} in {tmp_path / 'memory'}\n")
@@ -137,7 +137,7 @@ def test_no_rings_are_no_error_of_inspect(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [("x.pt",), ("x.safetensors", "--part", "model"), ("x", "--tensors", "model.*")])
 def test_a_capture_becomes_the_file_that_its_checkpoint_becomes(folder: Path, words: tuple[str, ...]) -> None:
-    """With the same bytes; the ring stays as it is, and a training takes it up afterwards."""
+    """Test that the file has the same bytes, that the ring is unchanged, and that a training can recover it."""
     (ring,) = rings(folder)
     before = ring.read_bytes()
     name, *rest = words
@@ -153,25 +153,25 @@ def test_a_capture_becomes_the_file_that_its_checkpoint_becomes(folder: Path, wo
 def _content(path: Path) -> object:
     if path.is_dir():
         return {item.name: item.read_bytes() for item in path.iterdir()}
-    # A .pt file has a random name of itself in it.
+    # A .pt file contains a random name of itself.
     return torch.load(path, weights_only=True) if path.suffix == ".pt" else path.read_bytes()
 
 
 @pytest.mark.parametrize("step", [DURABLE, CAPTURED - 2])
 def test_a_step_can_be_named(folder: Path, step: int) -> None:
-    """Any that is in the ring."""
+    """Test any step in the ring."""
     assert f"from run default, step {step}" in restore(folder, "x.pt", "--step", step).out
 
 
 def test_only_the_ring_is_read(folder: Path) -> None:
-    """A store without packs and manifests is no hindrance."""
+    """Test a store without packs and manifests."""
     for name in ("packs", "manifests"):
         shutil.rmtree(folder / "store" / name)
     assert restore(folder, "x.pt").status == 0
 
 
 def test_damaged_capture_is_skipped(folder: Path) -> None:
-    """With a message and a status; if requested by name, it is an error without a file."""
+    """Test the message and the status, and that a request by step is an error without a file."""
     damage_newest(folder)
     done = restore(folder, "x.pt")
     assert (done.status, f"from run default, step {CAPTURED - 2}" in done.out) == (6, True)
@@ -182,7 +182,7 @@ def test_damaged_capture_is_skipped(folder: Path) -> None:
 
 
 def test_a_ring_that_was_cut_short_is_an_error(folder: Path) -> None:
-    """That names it."""
+    """Test that the error names the ring."""
     (ring,) = rings(folder)
     os.truncate(ring, 20_000)
     done = restore(folder, "x.pt")
@@ -190,7 +190,7 @@ def test_a_ring_that_was_cut_short_is_an_error(folder: Path) -> None:
 
 
 def test_the_newest_of_two_dead_rings_is_taken(folder: Path) -> None:
-    """Two that hold captures of one run: whichever has the newest, or the step that is named."""
+    """Test two rings with captures of one run: the ring with the newest or the requested step is used."""
     (ring,) = rings(folder)
     other = ring.with_name(f"{ring.name[:-37]}{'0' * 32}.ring")
     shutil.copy(ring, folder / "copy")
@@ -219,7 +219,7 @@ def _as_ring(copy: Path, path: Path) -> None:
 
 
 def test_another_run_is_named(zygote: Zygote, tmp_path: Path) -> None:
-    """Two rings of two runs: each gives its own, and what is not there is said with what is."""
+    """Test two rings of two runs: each run is found, and the error for a missing run lists both."""
     kill_when_ready(zygote.start(train_two_runs, path=str(tmp_path), steps=3), tmp_path)
     for run in ("one", "two"):
         assert f"from run {run}, step 2" in restore(tmp_path, f"{run}.pt", "--run", run).out
@@ -231,7 +231,7 @@ def test_another_run_is_named(zygote: Zygote, tmp_path: Path) -> None:
 
 
 def test_the_ring_of_a_living_process_is_refused(living: Child, tmp_path: Path) -> None:
-    """With its name; when it is dead, the same command works."""
+    """Test that the error names the process, and that the command works after its death."""
     refused = restore(tmp_path, "x.pt")
     assert (refused.status, f"is in use by process {living.pid}" in refused.err) == (5, True)
     assert not (tmp_path / "x.pt").exists()
@@ -241,7 +241,7 @@ def test_the_ring_of_a_living_process_is_refused(living: Child, tmp_path: Path) 
 
 
 def test_empty_memory_is_reported(tmp_path: Path) -> None:
-    """With the store and the searched folder."""
+    """Test that the message names the store and the searched folder."""
     Store.open(tmp_path / "store", create=True).close()
     done = restore(tmp_path, "x.pt")
     assert (done.status, "the folder has no ring of this store" in done.err, str(tmp_path / "memory") in done.err) == (
@@ -257,7 +257,7 @@ def test_empty_memory_is_reported(tmp_path: Path) -> None:
 
 
 def test_undurable_captures_stay(folder: Path) -> None:
-    """They are named with the command to recover them, and can be recovered afterwards."""
+    """Test that the captures are listed with the command to recover them, and can be recovered afterwards."""
     (ring,) = rings(folder)
     done = call(folder, "gc")
     assert done.status == 0
@@ -270,7 +270,7 @@ def test_undurable_captures_stay(folder: Path) -> None:
 @pytest.mark.parametrize("dry_run", [True, False])
 @pytest.mark.parametrize("discard", [True, False])
 def test_ring_is_removed_when_durable_or_discarded(folder: Path, *, discard: bool, dry_run: bool) -> None:
-    """A dry run reports the size and removes nothing."""
+    """Test that a dry run reports the size and removes nothing."""
     (ring,) = rings(folder)
     size = ring.stat().st_size
     words = [*(["--discard-rings"] if discard else []), *(["--dry-run"] if dry_run else [])]
@@ -286,7 +286,7 @@ def test_ring_is_removed_when_durable_or_discarded(folder: Path, *, discard: boo
 
 @pytest.mark.parametrize("how", ["unmade", "cut"])
 def test_a_ring_that_cannot_be_read(folder: Path, how: str) -> None:
-    """One that was never made goes; of one that was cut short nobody knows, so it stays until it is discarded."""
+    """Test that an incomplete new ring is removed, and that a truncated ring stays until it is discarded."""
     (ring,) = rings(folder)
     os.truncate(ring, 0 if how == "unmade" else 20_000)
     done = call(folder, "gc")
@@ -298,7 +298,7 @@ def test_a_ring_that_cannot_be_read(folder: Path, how: str) -> None:
 
 
 def test_the_ring_of_a_living_process_is_not_collected(living: Child, tmp_path: Path) -> None:
-    """Nor named; not even to be discarded."""
+    """Test that the ring of a running process is not listed, and not discarded."""
     (ring,) = rings(tmp_path)
     done = call(tmp_path, "gc", "--discard-rings")
     assert (done.status, "ring" in done.out) == (0, False)
@@ -309,7 +309,7 @@ def test_the_ring_of_a_living_process_is_not_collected(living: Child, tmp_path: 
 @pytest.mark.slow(quick=["nothing there"])
 @pytest.mark.parametrize("another", [False, True], ids=["nothing there", "another store there"])
 def test_the_ring_of_a_deleted_store_is_named_by_any(deleted: Path, *, another: bool) -> None:
-    """And goes when it is discarded."""
+    """Test that the ring is listed by any store, and removed with --discard-rings."""
     if another:
         Store.open(deleted / "store", create=True).close()
     Store.open(deleted / "any", create=True).close()
@@ -324,13 +324,13 @@ def test_the_ring_of_a_deleted_store_is_named_by_any(deleted: Path, *, another: 
 @pytest.mark.slow(quick=["nowhere"])
 @pytest.mark.parametrize("how", ["whole", "damaged", "nowhere", "/no\0where"])
 def test_the_ring_of_another_store_is_its_own_affair(zygote: Zygote, tmp_path: Path, how: str) -> None:
-    """As long as that store is there, readable or not, another one neither names its ring nor discards it."""
+    """Test that the ring of an existing store is neither listed nor discarded by another store."""
     kill_when_ready(zygote.start(train, path=str(tmp_path), steps=2), tmp_path)
     Store.open(tmp_path / "any", create=True).close()
     if how == "damaged":
         (tmp_path / "store" / "asymcheck.store").write_bytes(b"x")
     if "where" in how:
-        # A path that begins nobody knows where, or can be none, says nothing about what is there.
+        # A relative or invalid path in a ring says nothing about the store.
         (ring,) = rings(tmp_path)
         say_store(ring, how)
     words = ("gc", tmp_path / "any", "--ring-folder", folder_for_rings(tmp_path), "--discard-rings")
@@ -339,7 +339,7 @@ def test_the_ring_of_another_store_is_its_own_affair(zygote: Zygote, tmp_path: P
 
 
 def test_a_ring_of_another_user_is_never_touched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By none of the commands; it is not even opened."""
+    """Test that no command opens the ring of another user."""
     (ring,) = rings(folder)
     status = ring.stat()
     monkeypatch.setattr(os, "geteuid", lambda: status.st_uid + 1)

@@ -1,4 +1,4 @@
-"""SIGKILL while the ring is ahead of the store: the next start recovers complete captures."""
+"""Test SIGKILL while the ring is ahead of the store: the next start recovers complete captures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _steps(folder: Path) -> list[int]:
 
 
 def test_captures_in_memory_are_recovered(folder: Path) -> None:
-    """All become checkpoints in order, the ring is removed, and a second start finds the same."""
+    """Test that all captures become checkpoints in order, the ring is removed, and a second start changes nothing."""
     assert _steps(folder) == list(range(DURABLE))
     assert newest_complete(folder) == CAPTURED - 1
     for _ in range(2):
@@ -53,7 +53,7 @@ def test_captures_in_memory_are_recovered(folder: Path) -> None:
 @pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize("event", ["ring.created", "capture.complete", "capture.durable", *COMMIT_ORDER])
 def test_killed_at_each_event(zygote: Zygote, tmp_path: Path, event: str, number: int) -> None:
-    """Nothing that was complete in memory is lost, and nothing else comes back but what was begun."""
+    """Test that no complete capture is lost, and that only begun checkpoints appear."""
     child = zygote.start(train, path=str(tmp_path), steps=12, delay_s=0.002, kill=event, number=number)
     if event == "ring.created" and number > 1:
         kill_when_ready(child, tmp_path)
@@ -67,7 +67,7 @@ def test_killed_at_each_event(zygote: Zygote, tmp_path: Path, event: str, number
 
 
 def _was_killed(child: Child, folder: Path) -> bool:
-    """Tell whether the training was killed before it had done all its steps."""
+    """Return whether the training was killed before its last step."""
 
     def has_ended() -> bool:
         state = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -79,7 +79,7 @@ def _was_killed(child: Child, folder: Path) -> bool:
 
 @pytest.mark.slow
 def test_killed_at_random_again_and_again(zygote: Zygote, tmp_path: Path) -> None:
-    """One training, resumed six times on a slow disk: each start goes on from the newest complete step."""
+    """Test one training resumed six times on a slow disk: each start continues from the newest complete step."""
     dice = random.Random(5)
     journal = Journal(tmp_path / "journal")
     for _ in range(6):
@@ -101,7 +101,7 @@ def test_killed_at_random_again_and_again(zygote: Zygote, tmp_path: Path) -> Non
 @pytest.mark.parametrize("event", ["pack.renamed", "catalog.pinned", "manifest.renamed", "catalog.committed"])
 @pytest.mark.parametrize("number", [1, 2])
 def test_killed_while_a_ring_is_taken_up(zygote: Zygote, folder: Path, event: str, number: int) -> None:
-    """The ring is still there, or has been committed; the next start has all of it."""
+    """Test that the ring still exists or was committed, and that the next start has all captures."""
     child = zygote.start(train, path=str(folder), kill=event, number=number)
     child.wait_killed()
     assert_restored(folder, CAPTURED - 1, CAPTURED - 1)
@@ -111,7 +111,7 @@ def test_killed_while_a_ring_is_taken_up(zygote: Zygote, folder: Path, event: st
 
 @pytest.mark.slow
 def test_two_dead_rings_of_one_store(zygote: Zygote, tmp_path: Path) -> None:
-    """Two runs of a killed process: whoever restores first takes up both."""
+    """Test two runs of a killed process: the first restore recovers both rings."""
     child = zygote.start(train_two_runs, path=str(tmp_path), steps=3)
     kill_when_ready(child, tmp_path)
     assert len(rings(tmp_path)) == 2
@@ -122,12 +122,12 @@ def test_two_dead_rings_of_one_store(zygote: Zygote, tmp_path: Path) -> None:
     assert _steps(tmp_path) == [0, 1, 2] * 2
 
 
-# ---------------------------------------------------------------------------------------------------- rings of others
+# -------------------------------------------------------------------------------------------------- foreign rings
 
 
 @pytest.mark.slow
 def test_a_ring_that_a_living_process_uses_is_left_alone(zygote: Zygote, tmp_path: Path) -> None:
-    """Its process goes on; what it had is taken up when it is dead."""
+    """Test that the process continues, and that its captures are recovered after its death."""
     child = zygote.start(train, path=str(tmp_path), steps=CAPTURED, durable=DURABLE)
     wait_until(lambda: bool(Journal(tmp_path / "journal").lines("ready")), "the training")
     (ring,) = rings(tmp_path)
@@ -142,7 +142,7 @@ def test_a_ring_that_a_living_process_uses_is_left_alone(zygote: Zygote, tmp_pat
 
 
 def test_a_ring_of_another_store_is_left_alone(folder: Path, tmp_path: Path) -> None:
-    """A store takes what bears its own id."""
+    """Test that a store recovers only rings with its own id."""
     (ring,) = rings(folder)
     before = ring.read_bytes()
     with Store.open(tmp_path / "another", create=True) as store:
@@ -153,7 +153,7 @@ def test_a_ring_of_another_store_is_left_alone(folder: Path, tmp_path: Path) -> 
 
 
 def test_a_copy_of_a_store_leaves_the_ring_to_its_store(folder: Path, tmp_path: Path) -> None:
-    """Both have one id: what the copy took would be missing where the training goes on."""
+    """Test a copy with the same id: captures in the copy would be missing where the training continues."""
     (ring,) = rings(folder)
     before = ring.read_bytes()
     copy = tmp_path / "elsewhere" / "store"
@@ -173,7 +173,7 @@ def test_a_copy_of_a_store_leaves_the_ring_to_its_store(folder: Path, tmp_path: 
 
 
 def test_a_store_that_was_moved_takes_its_ring_up(folder: Path, tmp_path: Path) -> None:
-    """Nothing is where the ring says that its store was."""
+    """Test a store whose former path does not exist any more."""
     (tmp_path / "elsewhere").mkdir()
     for name in ("store", "journal"):
         (folder / name).rename(tmp_path / "elsewhere" / name)
@@ -184,14 +184,14 @@ def test_a_store_that_was_moved_takes_its_ring_up(folder: Path, tmp_path: Path) 
 
 
 def test_a_store_by_another_name_takes_its_ring_up(folder: Path, tmp_path: Path) -> None:
-    """Through a link it is the same one."""
+    """Test a store opened through a link."""
     (tmp_path / "link").symlink_to(folder)
     assert_restored(tmp_path / "link", CAPTURED - 1)
     assert rings(folder) == []
 
 
 def test_ring_locked_by_a_reader_is_recovered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start waits for a short lock of another process."""
+    """Test that a start waits for a short lock of another process."""
     (ring,) = rings(folder)
     looking = RingReader(ring)
 
@@ -204,7 +204,7 @@ def test_ring_locked_by_a_reader_is_recovered(folder: Path, monkeypatch: pytest.
 
 
 def test_reader_does_not_block_a_ring(folder: Path) -> None:
-    """It can be recovered and removed, and is still readable."""
+    """Test that the ring can be recovered and removed, and is still readable."""
     (ring,) = rings(folder)
     with RingReader(ring, hold=False) as looking:
         assert_restored(folder, CAPTURED - 1)
@@ -227,7 +227,7 @@ def _newest_manifest(ring: Path) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("where", ["header", "payload", "last byte"])
 def test_a_damaged_partition_is_passed_over(folder: Path, where: str) -> None:
-    """With a warning that names the step; the older ones are taken up."""
+    """Test the warning that names the step, and that older captures are recovered."""
     (ring,) = rings(folder)
     offset, length = partition_of_newest(ring)
     start = payload_offset(length)
@@ -240,7 +240,7 @@ def test_a_damaged_partition_is_passed_over(folder: Path, where: str) -> None:
 
 @pytest.mark.parametrize("where", [3, 40, 4200, -1], ids=["magic", "digest", "payload", "end"])
 def test_a_damaged_manifest_is_passed_over(folder: Path, where: int) -> None:
-    """With a warning; the older captures are taken up, and no restore fails on it again."""
+    """Test the warning, the recovery of older captures, and that no later restore fails because of the manifest."""
     (ring,) = rings(folder)
     offset, length, _ = _newest_manifest(ring)
     payload = offset + payload_offset(length)
@@ -253,7 +253,7 @@ def test_a_damaged_manifest_is_passed_over(folder: Path, where: int) -> None:
 
 @pytest.mark.parametrize("offset", [0, 20, 63])
 def test_a_damaged_entry_is_none(folder: Path, offset: int) -> None:
-    """As if the process had been killed while it wrote it."""
+    """Test that a damaged entry counts as an entry that was not completely written."""
     (ring,) = rings(folder)
     flip(ring, CAPTURES_OFFSET + _newest_manifest(ring)[2] * ENTRY_BYTES + offset)
     assert_restored(folder, CAPTURED - 2, CAPTURED - 2)
@@ -261,7 +261,7 @@ def test_a_damaged_entry_is_none(folder: Path, offset: int) -> None:
 
 
 def test_an_entry_of_another_capture_is_passed_over(folder: Path) -> None:
-    """Its save id is not that of the manifest that it names; the older ones are taken up."""
+    """Test an entry whose save id differs from its manifest; older captures are recovered."""
     (ring,) = rings(folder)
     offset, _, number = _newest_manifest(ring)
     with ring.open("r+b") as file:
@@ -274,7 +274,7 @@ def test_an_entry_of_another_capture_is_passed_over(folder: Path) -> None:
 
 @pytest.mark.parametrize("copy", [0, RECORD_BYTES // 2])
 def test_a_header_with_one_damaged_copy_is_read(folder: Path, copy: int) -> None:
-    """It is there twice."""
+    """Test that the second copy of the header is read."""
     (ring,) = rings(folder)
     flip(ring, copy + 30)
     assert_restored(folder, CAPTURED - 1)
@@ -282,7 +282,7 @@ def test_a_header_with_one_damaged_copy_is_read(folder: Path, copy: int) -> None
 
 
 def test_a_ring_with_a_damaged_header_is_reported_and_stays(folder: Path) -> None:
-    """Checkpoints may lie in it; the store is restored without them."""
+    """Test that the ring stays because it may have checkpoints, and that the store is restored without it."""
     (ring,) = rings(folder)
     flip(ring, 30)
     flip(ring, RECORD_BYTES // 2 + 30)
@@ -293,7 +293,7 @@ def test_a_ring_with_a_damaged_header_is_reported_and_stays(folder: Path) -> Non
 
 @pytest.mark.slow
 def test_any_flipped_bit_leaves_a_right_state(dead: Path, tmp_path: Path) -> None:
-    """At places that nobody chose: some step comes back with the bytes it had, and no restore fails."""
+    """Test random positions: some step is restored with the right bytes, and no restore fails."""
     dice = random.Random(3)
     (original,) = rings(dead)
     with RingReader(original) as reader:
@@ -319,7 +319,7 @@ def _is_half_made(ring: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["empty", "zeros", "part of a header"])
 def test_a_half_made_ring_is_removed(folder: Path, how: str) -> None:
-    """Its process was killed while it made it; it has nothing in it but takes memory."""
+    """Test a ring whose process was killed during its creation: it has no capture, but uses memory."""
     (ring,) = rings(folder)
     _is_half_made(ring, how)
     assert_restored(folder, DURABLE - 1, DURABLE - 1)
@@ -327,7 +327,7 @@ def test_a_half_made_ring_is_removed(folder: Path, how: str) -> None:
 
 
 def test_a_ring_that_is_being_made_is_left_alone(zygote: Zygote, tmp_path: Path) -> None:
-    """A process that has made the file and reserves its memory holds the lock already."""
+    """Test that a process that reserves the memory of its new ring already holds the lock."""
     child = zygote.start(make_slowly, path=str(tmp_path))
     wait_until(lambda: bool(Journal(tmp_path / "journal").lines("making")), "the ring")
     (ring,) = rings(tmp_path)
@@ -340,7 +340,7 @@ def test_a_ring_that_is_being_made_is_left_alone(zygote: Zygote, tmp_path: Path)
 
 
 def make_slowly(path: str) -> None:
-    """Train a step, but wait in the midst of making the ring. Runs in a child."""
+    """Train a step, but wait during the creation of the ring. Runs in a child."""
     journal = Journal(Path(path) / "journal")
     reserve: Callable[[int, int, int], None] = os.posix_fallocate
 
@@ -354,11 +354,11 @@ def make_slowly(path: str) -> None:
     train(path, steps=1)
 
 
-# ------------------------------------------------------------------------------------------------------ can it be seen
+# ------------------------------------------------------------------------------------------- checks of these tests
 
 
 def test_a_training_without_a_ring_would_lose_steps(folder: Path) -> None:
-    """So the tests above see the ring at work."""
+    """Test that the tests above depend on the ring."""
     (ring,) = rings(folder)
     ring.unlink()
     with pytest.raises(AssertionError, match="step 1 was restored"):
@@ -366,5 +366,5 @@ def test_a_training_without_a_ring_would_lose_steps(folder: Path) -> None:
 
 
 def test_the_events_are_those_of_the_library() -> None:
-    """A name that no event has would never kill."""
+    """Test the names of the events, because an unknown name would never kill."""
     assert set(COMMIT_ORDER) <= set(events.COMMIT_ORDER)

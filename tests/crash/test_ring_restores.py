@@ -1,4 +1,4 @@
-"""A restore after SIGKILL reads from the ring, and verifies every byte."""
+"""Test that a restore after SIGKILL reads from the ring, and verifies every byte."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.crash.trainer import config_for
 
 
 def _count_frames(monkeypatch: pytest.MonkeyPatch, where: type[RingPack] | type[PackFile]) -> list[int]:
-    """Note which frames are read there."""
+    """Record which frames are read from the ring."""
     read: list[int] = []
     plain = where.read_frame
 
@@ -40,10 +40,10 @@ def _count_frames(monkeypatch: pytest.MonkeyPatch, where: type[RingPack] | type[
 
 
 def _restored(folder: Path) -> tuple[int, str]:
-    """Restore as a new process does; return the step and what the state is."""
+    """Restore as a new process does; return the step and the state."""
     with Store.open(folder / "store", create=True) as store:
         _, _, loop = linear_loop()
-        # An optimizer has no state to be filled before its first step.
+        # An optimizer has no state to fill before its first step.
         loop.iterate(0)
         restored = Checkpointer(store, loop.state, capture=config_for(folder), every=1, keep=None).restore()
         assert restored is not None
@@ -55,7 +55,7 @@ def _expected(folder: Path) -> tuple[int, object]:
 
 
 def test_no_frame_comes_from_the_drive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newest checkpoint lies in memory, whole; the next restore finds the ring gone, and reads the drive."""
+    """Test that the newest checkpoint is read from memory, and that the next restore reads the drive."""
     on_drive, in_memory = (_count_frames(monkeypatch, where) for where in (PackFile, RingPack))
     assert _restored(folder) == _expected(folder)
     assert (bool(in_memory), on_drive) == (True, [])
@@ -65,7 +65,7 @@ def test_no_frame_comes_from_the_drive(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_frame_damaged_after_recovery_comes_from_the_drive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The flipped bit is detected, and another copy exists by then."""
+    """Test that the flipped bit is detected, and that the copy on the drive is read."""
     plain = RingPack.read_frame
 
     def flipped(pack: RingPack, sequence: int, slot: Slot) -> memoryview:
@@ -80,7 +80,7 @@ def test_frame_damaged_after_recovery_comes_from_the_drive(folder: Path, monkeyp
 
 
 def test_the_memory_is_given_back(folder: Path) -> None:
-    """When the state is filled, nothing of it is open or mapped any more, and the open store reads the drive again."""
+    """Test that nothing of the ring stays open or mapped, and that the open store reads the drive again."""
     ring_folder = str(config_for(folder).ring_folder)
     with Store.open(folder / "store", create=True) as store:
         _, _, loop = linear_loop()

@@ -1,4 +1,4 @@
-"""Processes that exit without close(), or by SIGTERM: the last step is durable."""
+"""Test processes that exit without close(), or by SIGTERM: the last step is durable."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _steps(folder: Path) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kept", "dropped", "failed"])
 def test_an_exit_without_close_saves_the_last_step(tmp_path: Path, how: str) -> None:
-    """Whether somebody still holds the checkpointer or not."""
+    """Test with and without a reference to the checkpointer."""
     command = [sys.executable, "-c", EXITING, str(REPOSITORY), str(tmp_path), how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (7 if how == "failed" else 0, "")
@@ -63,9 +63,9 @@ def test_an_exit_without_close_saves_the_last_step(tmp_path: Path, how: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["outside", "inside", "fence", "window", "pushed", "trace"])
 def test_sigterm_saves_the_last_step_and_ends_the_process(zygote: Zygote, tmp_path: Path, where: str) -> None:
-    """Between two calls, inside one, and where a hook or a property holds what the threads of the background need.
+    """Test SIGTERM between calls, inside a call, and in hooks that hold locks of the background threads.
 
-    The status is that of the signal.
+    The exit status is that of the signal.
     """
     child = zygote.start(train_until_terminated, path=str(tmp_path), where=where)
     assert child.wait() == -signal.SIGTERM, child.output.read_text()
@@ -73,7 +73,7 @@ def test_sigterm_saves_the_last_step_and_ends_the_process(zygote: Zygote, tmp_pa
     assert _steps(tmp_path) == [0, 1]
     assert rings(tmp_path) == []
     if where == "trace":
-        # Of which nothing has written the end.
+        # The end of this record was not written.
         traced = json.loads((tmp_path / "trace.json").read_text("utf-8") + "]")
         assert [line["args"]["step"] for line in traced if line.get("cat") == "commit"] == [0, 1]
 
@@ -83,7 +83,7 @@ def test_sigterm_saves_the_last_step_and_ends_the_process(zygote: Zygote, tmp_pa
 def test_sigterm_saves_the_last_step_of_every_run(
     zygote: Zygote, tmp_path: Path, where: str, of_the_second: int
 ) -> None:
-    """Two checkpointers of one process: both are drained before it ends, whichever of them is in a call."""
+    """Test that both checkpointers of a process are drained, in any call."""
     child = zygote.start(train_two_until_terminated, path=str(tmp_path), where=where)
     assert child.wait() == -signal.SIGTERM, child.output.read_text()
     assert child.output.read_text() == ""
@@ -92,7 +92,7 @@ def test_sigterm_saves_the_last_step_of_every_run(
 
 
 def test_a_handler_of_the_program_stays(zygote: Zygote, tmp_path: Path) -> None:
-    """It decides how the process ends; what was complete in memory by then can be taken up."""
+    """Test that the handler decides how the process ends, and that complete captures can be recovered."""
     child = zygote.start(train_until_terminated, path=str(tmp_path), where="handled")
     assert child.wait() == 1
     assert "SystemExit: 3" in child.output.read_text()
@@ -141,7 +141,7 @@ with Checkpointer(store, loop.state, capture=config_for(folder), every=1, keep=N
 
 @pytest.mark.slow
 def test_a_forked_child_leaves_the_capture_to_its_parent(tmp_path: Path) -> None:
-    """A worker of a data loader is terminated, ends, computes or closes what it has a copy of: nobody waits for it."""
+    """Test a forked worker that is terminated, ends, computes or closes its copy: no process waits for it."""
     command = [sys.executable, "-c", FORKING, str(REPOSITORY), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (0, "")

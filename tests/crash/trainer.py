@@ -1,4 +1,4 @@
-"""A training with background saves, run in a child that will be killed."""
+"""Training with background saves, run in a child that will be killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FOR_EVER = 1 << 30
 
 
 def config_for(folder: Path) -> CaptureConfig:
-    """Return how the trainings of a folder capture: rings lie in it, and have room for many states."""
+    """Return the capture settings of a folder: rings in this folder, with space for many states."""
     return CaptureConfig(2 << 20, str(folder_for_rings(folder)), "full")
 
 
@@ -41,15 +41,15 @@ def _note_complete(journal: Journal, event: Event, run: str) -> None:
 def train(
     path: str, *, steps: int = FOR_EVER, durable: int = 0, delay_s: float = 0.0, kill: str = "", number: int = 0
 ) -> None:
-    """Go on from what there is, and save every step; note what each step is, and when it is complete in memory.
+    """Resume, and save every step; note the state of each step, and when it is complete in memory.
 
     Args:
-        path: holds the store, the journal and the rings.
-        steps: when to stop and wait to be killed.
-        durable: how many steps reach the disk; after them its packs take nothing more. 0 for all.
-        delay_s: what each write takes.
-        kill: at which event to be killed.
-        number: at the how manieth.
+        path: folder with the store, the journal and the rings.
+        steps: step at which to stop and wait for the kill.
+        durable: number of steps that reach the disk; later writes to packs wait. 0 for all.
+        delay_s: duration of each write.
+        kill: event at which to be killed.
+        number: occurrence of the event.
     """
     folder = Path(path)
     journal, disk, seen = Journal(folder / "journal"), Disk(), [0]
@@ -69,7 +69,7 @@ def train(
         first = _note_restored(journal, loop, restored)
         for step in range(first, first + steps):
             loop.iterate(step)
-            # Before it is begun: it may be complete before the next line of this function runs.
+            # Note the step before it begins, because it may be complete before the next line runs.
             journal.note("step", run="default", step=step, fingerprint=fingerprint(copy_of(loop.state)))
             checkpointer.step(step)
             if step - first + 1 == durable:
@@ -91,7 +91,7 @@ def _note_restored(journal: Journal, loop: Loop, restored: Checkpoint | None) ->
 
 
 def train_two_runs(path: str, steps: int) -> None:
-    """Save two runs of one store at once, of which the packs take nothing, and wait to be killed."""
+    """Save two runs of one store at once, whose writes to packs wait, and wait for the kill."""
     folder = Path(path)
     journal, disk = Journal(folder / "journal"), Disk()
     with open_on(disk, folder / "store") as store:
@@ -113,7 +113,7 @@ def train_two_runs(path: str, steps: int) -> None:
 
 
 def train_two_until_terminated(path: str, where: str) -> None:
-    """Save two runs on a slow disk, and get SIGTERM ``outside`` a call, or ``inside`` one of the first or second."""
+    """Save two runs on a slow disk, and get SIGTERM ``outside`` a call, or ``inside`` a call of the first or second."""
     folder = Path(path)
     disk = Disk()
     store = open_on(disk, folder / "store")
@@ -136,10 +136,11 @@ def train_two_until_terminated(path: str, where: str) -> None:
 def train_until_terminated(path: str, where: str) -> None:
     """Save two steps on a slow disk, and get SIGTERM: ``outside`` a call, ``inside`` one, or while a lock is held.
 
-    That is in a ``fence``, at a ``window``, where what is ``pushed`` is counted, or as a ``trace`` is written.
+    Locks are held in a ``fence``, at a ``window``, while ``pushed`` checkpoints are counted, or while a ``trace`` is
+    written.
     """
     folder, armed = Path(path), threading.Event()
-    # One that hangs ends, too, and not by SIGTERM.
+    # A process that hangs also ends, but not by SIGTERM.
     signal.alarm(int(PATIENCE_S))
     disk = Disk()
     store = open_on(disk, folder / "store")
@@ -155,20 +156,20 @@ def train_until_terminated(path: str, where: str) -> None:
     disk.delay_s = 0.01
     if where in _TERMINATES_IN:
         checkpointer.wait()
-        # Copies are left to the fence, so that there are some when a window begins, too.
+        # Leave copies to the fence, so that some are pending when a window begins.
         copy_late(pytest.MonkeyPatch())
         _terminate_in(where, armed, disk)
     loop.iterate(1)
     if where == "inside":
         loop.state["terminating"] = _Terminating()
     if where in _TERMINATES_IN:
-        # So that there is something left to commit.
+        # Leave a capture to commit.
         disk.opened.clear()
     checkpointer.step(1)
     if where in _TERMINATES_IN:
         armed.set()
         _ = checkpointer.push_statistics()
-        # Another thread that is writing takes the line along: then the next one.
+        # If another thread writes this line, use the next one.
         while where == "trace" and armed.is_set():
             with events.timed("mine"):
                 pass
@@ -180,20 +181,20 @@ def train_until_terminated(path: str, where: str) -> None:
 
 
 def _leave(_number: int, _frame: FrameType | None) -> None:
-    """Do what a program of its own may do at SIGTERM: end as at the end of the program."""
+    """End as at the end of the program, as its own SIGTERM handler may do."""
     raise SystemExit(3)
 
 
 class _Terminating:
-    """A part of a state that gets the signal while it is captured."""
+    """A part of a state that sends the signal while it is captured."""
 
     def state_dict(self) -> dict[str, object]:
-        """Be captured."""
+        """Return the state after sending the signal."""
         os.kill(os.getpid(), signal.SIGTERM)
         return {"value": 1}
 
     def load_state_dict(self, _state: dict[str, object]) -> None:
-        """Take nothing."""
+        """Ignore the state."""
 
 
 _TERMINATES_IN: dict[str, tuple[type, str]] = {
@@ -202,11 +203,11 @@ _TERMINATES_IN: dict[str, tuple[type, str]] = {
     "pushed": (CheckpointCache, "refresh"),
     "trace": (Trace, "_write"),
 }
-"""What the training thread calls there, in the middle of a copy, or while it holds what others need."""
+"""Functions that the training thread calls in the middle of a copy, or with a lock that other threads need."""
 
 
 def _terminate_in(where: str, armed: threading.Event, disk: Disk) -> None:
-    """Send the signal when the training thread gets there, and only then let the disk take what is left."""
+    """Send the signal when the training thread calls the function; only then let the disk write the rest."""
     owner, name = _TERMINATES_IN[where]
     original = vars(owner)[name]
 
@@ -216,7 +217,7 @@ def _terminate_in(where: str, armed: threading.Event, disk: Disk) -> None:
             disk.opened.set()
             os.kill(os.getpid(), signal.SIGTERM)
         elif armed.is_set() and where == "fence":
-            # Else it could make all the copies.
+            # Otherwise, the thread could make all copies before.
             disk.opened.wait()
         return original(*arguments)
 
@@ -224,15 +225,15 @@ def _terminate_in(where: str, armed: threading.Event, disk: Disk) -> None:
 
 
 def assert_restored(folder: Path, at_least: int, at_most: int = FOR_EVER, run: str = "default") -> int:
-    """Restore as a new process does; fail unless the step is one that may be restored, with the bytes it had.
+    """Restore as a new process does; fail unless the step is allowed and has the right bytes.
 
-    Returns the step.
+    Return the step.
     """
     journal = Journal(folder / "journal")
     prints = {(line["run"], line["step"]): line["fingerprint"] for line in journal.lines("step")}
     with Store.open(folder / "store", create=True) as store:
         _, _, loop = linear_loop()
-        # An optimizer has no state to be filled before its first step.
+        # An optimizer has no state to fill before its first step.
         loop.iterate(0)
         restored = Checkpointer(store, loop.state, run=run, capture=config_for(folder), every=1, keep=None).restore()
         step = -1 if restored is None else restored.step

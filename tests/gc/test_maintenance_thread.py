@@ -1,4 +1,4 @@
-"""Threads beside the capture: failing commits, and pruning after commits."""
+"""Test background threads of a training: failing commits, and pruning after commits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from asymcheck.storage.reachability import StoreReachability
 
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
-    """An empty store."""
+    """Return an empty store."""
     with Store.open(store_path, create=True) as opened:
         yield opened
 
@@ -31,7 +31,7 @@ def store(store_path: Path) -> Iterator[Store]:
 def test_a_capture_is_lost_and_reported_when_the_commit_thread_meets_an_error(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for ever: wait() raises, the next checkpoint is stored, and close() returns."""
+    """Test that no call waits forever: wait() raises, the next checkpoint is stored, and close() returns."""
     failures = [RuntimeError("broken")]
     queue_write = RingFlusher._queue_write
 
@@ -55,7 +55,7 @@ def test_a_capture_is_lost_and_reported_when_the_commit_thread_meets_an_error(
 def test_frames_of_the_next_capture_are_written_while_a_collection_is_held_up(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pruning has a thread of its own: the next checkpoint is durable before the collection ends."""
+    """Test that pruning has its own thread: the next checkpoint is durable before the collection ends."""
     held, may_go_on = threading.Event(), threading.Event()
 
     def collect_late(tier: NvmeTier, catalog: Catalog, *, needed: StoreReachability) -> Collected:
@@ -82,7 +82,7 @@ def test_frames_of_the_next_capture_are_written_while_a_collection_is_held_up(
 def test_close_waits_for_a_collection_and_raises_its_error(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on the commit thread before."""
+    """Test that close() raises the error of the collection, as for the commit thread."""
 
     def fail(*_: object, **__: object) -> Collected:
         time.sleep(0.2)
@@ -100,7 +100,7 @@ def test_close_waits_for_a_collection_and_raises_its_error(
 def test_a_store_gets_one_commit_ahead_of_a_collection_and_no_more(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is to be removed takes room: commits wait for it in the end."""
+    """Test that commits finally wait for the deletion of old checkpoints, which frees disk space."""
     may_go_on = threading.Event()
 
     def collect_late(tier: NvmeTier, catalog: Catalog, *, needed: StoreReachability) -> Collected:
@@ -121,5 +121,5 @@ def test_a_store_gets_one_commit_ahead_of_a_collection_and_no_more(
 
 
 def in_time(call: Callable[[], object]) -> None:
-    """Call, and fail unless the call returns soon; what it raises is raised."""
+    """Call the function; fail unless it returns soon, and raise its error."""
     begin(call, "test").result(60)

@@ -1,4 +1,4 @@
-"""Code of a forked child that pushes, and is killed at a given step."""
+"""Child processes that push, and are killed at a given step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.remote.conftest import CONFIG
 
 
 def push_and_die(store: str, location: str, step: int, event: str, count: int) -> None:
-    """Push a step; die when ``event`` has come ``count`` times. Without that, end well."""
+    """Push a step; die when ``event`` has occurred ``count`` times, or exit normally."""
     left = [count]
 
     def observe(found: events.Event) -> None:
@@ -25,7 +25,7 @@ def push_and_die(store: str, location: str, step: int, event: str, count: int) -
 
 
 def push_and_lose(store: str, location: str, step: int) -> None:
-    """Push a step, and die when it is committed; a collection that had not seen it has taken its packs by then."""
+    """Push a step, and die at the commit, after a collection that did not see the step has removed its packs."""
 
     def observe(found: events.Event) -> None:
         if found.name == "remote.manifest_renamed":

@@ -1,4 +1,4 @@
-"""Remote locations for tests: a folder, and a real HDFS."""
+"""Fixtures: remote locations in a folder and on a real HDFS."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools.local_hdfs import LocalHdfs
 
 CLUSTER = "ASYMCHECK_TEST_HDFS"
 CLIENT = "ASYMCHECK_TEST_CLIENT"
-"""Names in the environment: of a location to test with, and of the client to test with."""
+"""Names of environment variables: a location and a client to test with."""
 
 REMOTE = RemoteConfig(
     client=cast("Literal['hdfs-native', 'libhdfs'] | None", os.environ.get(CLIENT)),
@@ -33,16 +33,16 @@ REMOTE = RemoteConfig(
 CONFIG = StoreConfig(
     partition_bytes=8192, bundle_below_bytes=4096, inline_bytes=64, inline_total_bytes=128, remote=REMOTE
 )
-"""Small partitions, small packs and small pieces, so that little data has many of each."""
+"""Small partitions, packs and pieces, so that little data has many of each."""
 
 
 def config(**changes: object) -> StoreConfig:
-    """Return the configuration with other knobs of the remote location."""
+    """Return the configuration with changed settings of the remote location."""
     return dataclasses.replace(CONFIG, remote=dataclasses.replace(REMOTE, **changes))  # type: ignore[arg-type]  # as named
 
 
 def state_of(step: int) -> dict[str, object]:
-    """A state of some 40 partitions, most of which change from step to step."""
+    """Return a state of some 40 partitions, most of which change from step to step."""
     noise = torch.randn(40_000, generator=torch.Generator().manual_seed(step))
     return {"model": {"w": noise, "fixed": torch.arange(20_000, dtype=torch.float32)}, "step": step}
 
@@ -55,7 +55,7 @@ def save_steps(path: Path, *steps: int) -> None:
 
 
 def check_state(state: object, step: int) -> None:
-    """The state of a step, bit for bit."""
+    """Compare the state of a step bit for bit."""
     assert isinstance(state, dict)
     wanted = state_of(step)
     assert state["step"] == step
@@ -64,7 +64,7 @@ def check_state(state: object, step: int) -> None:
 
 
 def check_location(location: str, *steps: int) -> None:
-    """These steps, and no others, are there and whole."""
+    """Check that exactly these steps are at the location, and complete."""
     with Store.open(location, config=CONFIG, create=True) as there:
         assert [one.step for one in there.checkpoints() if one.complete] == list(steps)
         for step in steps:
@@ -73,27 +73,27 @@ def check_location(location: str, *steps: int) -> None:
 
 
 def by_process(store: Store, location: str, **rules: object) -> PushProcess:
-    """Push as :meth:`Store.push_in_background` does."""
+    """Return a push process like that of :meth:`Store.push_in_background`."""
     pushing = store.push_in_background(Push(location, **{"close_s": None, **rules}))  # type: ignore[arg-type]  # as named
     assert isinstance(pushing, PushProcess)
     return pushing
 
 
 def announce(pack: Path) -> None:
-    """Leave a pack as a collection does that was killed before it removed it."""
+    """Announce the removal of a pack, like a collection that is killed before the removal."""
     pack.rename(pack.with_name(f"{pack.name.partition('.')[0]}.{'0' * 32}.doomed"))
 
 
 @pytest.fixture(scope="session")
 def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHdfs]:
-    """A NameNode and one DataNode."""
+    """Return a NameNode and one DataNode."""
     with LocalHdfs(tmp_path_factory.mktemp("hdfs")) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
 def hdfs_url(request: pytest.FixtureRequest) -> str:
-    """The HDFS to test with: one that an environment variable names, or our own."""
+    """Return the HDFS to test with: one from an environment variable, or a new one."""
     named = os.environ.get(CLUSTER)
     if named:
         return named
@@ -104,7 +104,7 @@ def hdfs_url(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=["file", "hdfs"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A location where nothing is yet."""
+    """Return an empty location."""
     if request.param == "file":
         return f"file://{tmp_path}/remote"
     return f"{request.getfixturevalue('hdfs_url')}/tests/{uuid.uuid4().hex}"
@@ -112,31 +112,31 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    """A location in a folder, for what does not depend on who serves it."""
+    """Return a location in a folder, for tests that do not depend on the file system."""
     return f"file://{tmp_path}/remote"
 
 
 @pytest.fixture
 def store(store_path: Path) -> Path:
-    """A store with steps 1 and 2."""
+    """Return a store with steps 1 and 2."""
     save_steps(store_path, 1, 2)
     return store_path
 
 
 @pytest.fixture
 def pushed(store: Path, folder: str) -> Path:
-    """A store whose two checkpoints were pushed to ``folder``."""
+    """Return a store whose two checkpoints were pushed to ``folder``."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, everything=True)
     return store
 
 
 def packs_of(folder: str) -> set[Path]:
-    """The files of all packs of a location."""
+    """Return the files of all packs of a location."""
     return set(Path(folder.removeprefix("file://"), "packs").iterdir())
 
 
 def lose_packs(store: Path) -> None:
-    """All of them."""
+    """Remove all packs."""
     for pack in (store / "packs").iterdir():
         pack.unlink()

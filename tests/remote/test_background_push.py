@@ -1,6 +1,6 @@
-"""Background push: training never waits, and durable checkpoints arrive.
+"""Test background pushes: training never waits, and durable checkpoints arrive.
 
-By a thread, that a test can get at; a process of its own has the same inside, and tests of its own.
+The pushes run on a thread, which a test can inspect. A push process runs the same code and has separate tests.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ IMPATIENT = config(deadline_s=20.0, options={"dfs.client.failover.max.attempts":
 
 
 def by_thread(store: Store, location: str | Push, every: int | None = None, poll_s: float = 0.5) -> PushThread:
-    """Push as :meth:`Store.push_in_background` does, in this process."""
+    """Return a push thread like that of :meth:`Store.push_in_background`, in this process."""
     rules = location if isinstance(location, Push) else Push(location, every=every, close_s=None)
     pushing = store.push_in_background(dataclasses.replace(rules, own_process=False), poll_s=poll_s)
     assert isinstance(pushing, PushThread)
@@ -50,7 +50,7 @@ def by_thread(store: Store, location: str | Push, every: int | None = None, poll
 
 
 def test_the_newest_goes_first(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When there is a backlog: it is what a lost machine would need."""
+    """Test that a backlog is sent newest first, because a lost machine would need the newest checkpoint."""
     order: list[int] = []
     real = module.push
 
@@ -65,7 +65,7 @@ def test_the_newest_goes_first(store: Path, folder: str, monkeypatch: pytest.Mon
 
 
 def test_a_location_that_does_not_answer_stops_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves go on, the backlog grows and can be seen, and the end warns once."""
+    """Test that saves continue, the backlog grows and is visible, and the end warns once."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     with Store.open(store, config=IMPATIENT, create=True) as opened:
         pushing = by_thread(opened, NOWHERE)
@@ -83,7 +83,7 @@ def test_a_location_that_does_not_answer_stops_nothing(store: Path, monkeypatch:
 
 
 def test_push_resumes_after_an_outage(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By itself."""
+    """Test that no call is needed."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     whole = RemoteFiles.write
     left = [3]
@@ -102,7 +102,7 @@ def test_push_resumes_after_an_outage(store: Path, folder: str, monkeypatch: pyt
 
 
 def test_damaged_checkpoint_does_not_block_others(store: Path, folder: str) -> None:
-    """It is not tried in each round, and never silently left out."""
+    """Test that the damaged checkpoint is not tried in each round, and never silently skipped."""
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     newest.unlink()
     with Store.open(store, config=CONFIG, create=True) as opened:
@@ -119,7 +119,7 @@ def test_damaged_checkpoint_does_not_block_others(store: Path, folder: str) -> N
 
 
 def test_wait_sends_repaired_checkpoints(store: Path, folder: str) -> None:
-    """As its error says; before, it sends all others, and raises again."""
+    """Test the advice of the error: before the repair, a wait sends all others and raises again."""
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     whole = newest.read_bytes()
     newest.unlink()
@@ -136,7 +136,7 @@ def test_wait_sends_repaired_checkpoints(store: Path, folder: str) -> None:
 
 
 def test_repaired_checkpoint_is_sent_without_a_wait(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repairs are not announced, so it is retried regularly."""
+    """Test the regular retry, because repairs are not announced."""
     monkeypatch.setattr(background_push, "_DAMAGED_RETRY_S", 0.05)
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     whole = newest.read_bytes()
@@ -151,7 +151,7 @@ def test_repaired_checkpoint_is_sent_without_a_wait(store: Path, folder: str, mo
 def test_one_that_the_drive_does_not_give_does_not_hold_up_the_others(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error of the drive is not the location's."""
+    """Test that a read error of the drive is not reported as an error of the location."""
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     whole = PackFile.read_frame
 
@@ -172,7 +172,7 @@ def test_one_that_the_drive_does_not_give_does_not_hold_up_the_others(
 def test_one_that_the_location_does_not_take_does_not_hold_up_the_others(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits, and is tried again."""
+    """Test that the checkpoint waits, and is tried again."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     whole = RemoteManifests.stage
 
@@ -194,7 +194,7 @@ def test_one_that_the_location_does_not_take_does_not_hold_up_the_others(
 def test_damaged_remote_head_record_is_no_local_damage(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backlog waits for a repair of the location."""
+    """Test that the backlog waits for a repair of the location."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.begin_generation(opened.checkpoints()[-1])
@@ -216,7 +216,7 @@ def test_damaged_remote_head_record_is_no_local_damage(
 def test_failed_remote_deletion_blocks_nothing(
     store: Path, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All checkpoints are sent, the problem is reported, and the collection is not retried at once."""
+    """Test that all checkpoints are sent, the problem is reported, and the collection is not retried at once."""
     save_steps(tmp_path / "other", 1)
     with Store.open(tmp_path / "other", config=CONFIG, create=True) as other:
         other.save(state_of(1), step=1, run="other")
@@ -244,7 +244,7 @@ def test_failed_remote_deletion_blocks_nothing(
 
 
 def test_remote_checkpoint_without_packs_is_sent_again(store: Path, folder: str) -> None:
-    """A killed push, or a lost pack; a wait includes it."""
+    """Test a killed push and a lost pack; a wait includes the checkpoint."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, everything=True)
         for pack in (Path(folder.removeprefix("file://")) / "packs").iterdir():
@@ -256,7 +256,7 @@ def test_remote_checkpoint_without_packs_is_sent_again(store: Path, folder: str)
 
 
 def test_head_record_is_pushed_before_the_next_checkpoint(store: Path, folder: str) -> None:
-    """A machine lost right after a rollback must not bring back abandoned checkpoints."""
+    """Test that a machine lost right after a rollback does not bring back abandoned checkpoints."""
     with Store.open(store, config=CONFIG, create=True) as opened, by_thread(opened, folder, poll_s=0.05) as pushing:
         pushing.wait()
         opened.begin_generation(opened.checkpoints()[0])
@@ -267,7 +267,7 @@ def test_head_record_is_pushed_before_the_next_checkpoint(store: Path, folder: s
 
 
 def test_abandoned_checkpoint_is_not_the_newest_remote_one(store: Path, folder: str, tmp_path: Path) -> None:
-    """A new machine resumes from an older one."""
+    """Test that a new machine resumes from an older checkpoint."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, everything=True)
     with Store.open(tmp_path / "new", config=CONFIG, create=True) as opened:
@@ -280,7 +280,7 @@ def test_abandoned_checkpoint_is_not_the_newest_remote_one(store: Path, folder: 
 
 @pytest.mark.slow
 def test_abandoned_checkpoint_is_not_the_best(store_path: Path, folder: str) -> None:
-    """Training went back during the upload, and the better one was deleted locally."""
+    """Test a restore during the upload, after the better checkpoint was deleted locally."""
     with Store.open(store_path, config=CONFIG, create=True) as opened:
         for step, loss in ((1, 3.0), (2, 1.0)):
             opened.save(state_of(step), step=step, metrics={"loss": loss})
@@ -295,7 +295,7 @@ def test_abandoned_checkpoint_is_not_the_best(store_path: Path, folder: str) -> 
 
 
 def test_store_with_an_older_line_decides_nothing(store: Path, folder: str, tmp_path: Path) -> None:
-    """Another machine has gone back, and this store does not know."""
+    """Test a store that does not know that another machine has restored an older step."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, everything=True)
         opened.begin_generation(opened.checkpoints()[0])
@@ -310,7 +310,7 @@ def test_store_with_an_older_line_decides_nothing(store: Path, folder: str, tmp_
 def test_the_location_is_let_go_when_the_store_was_closed(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the pushing was."""
+    """Test a store that was closed before the push."""
     closed: list[RemoteTier] = []
     whole = RemoteTier.close
 
@@ -332,14 +332,14 @@ def test_the_location_is_let_go_when_the_store_was_closed(
 
 @pytest.mark.parametrize("every", [0, True, 1.5])
 def test_an_interval_that_is_none(store: Path, folder: str, every: object) -> None:
-    """It is refused at once."""
+    """Test that the call raises the error."""
     with Store.open(store, config=CONFIG, create=True) as opened, pytest.raises(InvalidInputError, match="every="):
         opened.push_in_background(folder, every=every)  # type: ignore[arg-type]  # wrong on purpose
 
 
 @pytest.mark.parametrize("poll_s", [0, -1, "x", None, float("nan"), 1e10])
 def test_a_pause_that_no_thread_can_make(store: Path, folder: str, poll_s: object) -> None:
-    """It is refused before the thread is there, which would end, or never rest."""
+    """Test that the error is raised before the thread starts, which would otherwise end, or never pause."""
     with Store.open(store, config=CONFIG, create=True) as opened, pytest.raises(InvalidInputError, match="poll_s="):
         opened.push_in_background(folder, poll_s=poll_s)  # type: ignore[arg-type]  # wrong on purpose
 
@@ -347,7 +347,7 @@ def test_a_pause_that_no_thread_can_make(store: Path, folder: str, poll_s: objec
 @pytest.mark.slow(quick=["10000000000.0"])
 @pytest.mark.parametrize("timeout_s", [-1, "x", 1e10])
 def test_a_time_that_no_end_can_take(store: Path, folder: str, timeout_s: object) -> None:
-    """It is refused, and the pushing goes on."""
+    """Test that the error leaves the push running."""
     with Store.open(store, config=CONFIG, create=True) as opened, by_thread(opened, folder) as pushing:
         with pytest.raises(InvalidInputError, match="timeout_s="):
             pushing.close(timeout_s)  # type: ignore[arg-type]  # wrong on purpose
@@ -356,7 +356,7 @@ def test_a_time_that_no_end_can_take(store: Path, folder: str, timeout_s: object
 
 
 def test_an_interval_beside_rules_is_refused(store: Path, folder: str) -> None:
-    """The rules have their own, and this one would be passed over."""
+    """Test an interval in addition to rules, which would be ignored because rules have their own."""
     with (
         Store.open(store, config=CONFIG, create=True) as opened,
         pytest.raises(InvalidInputError, match=r"every=5 with a Push"),

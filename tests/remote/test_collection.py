@@ -1,4 +1,4 @@
-"""Collection at a location: data of live checkpoints stays, with any damage or concurrency."""
+"""Test garbage collection at a location: data of live checkpoints stays, with any damage or concurrency."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from tests.remote.conftest import CONFIG, announce, check_location, config, pack
 
 DELTAS = dataclasses.replace(config(compression="smallest", pack_bytes=8 << 20), partition_bytes=256 << 10)
 _FRAMES = 4096
-"""Where the first frame begins."""
+"""Offset of the first frame."""
 
 
 def weights(step: int) -> torch.Tensor:
-    """So near to those of the step before that a delta pays."""
+    """Return weights that are close to those of the previous step, so that a delta pays off."""
     base = torch.randn(300_000, generator=torch.Generator().manual_seed(1))
     return base * (1 + 1e-4 * step)
 
 
 def age(folder: str) -> None:
-    """Make every file there ten days old."""
+    """Make every file at the location ten days old."""
     then = time.time() - 10 * 86400
     for path in Path(folder.removeprefix("file://")).rglob("*"):
         os.utime(path, (then, then))
@@ -42,7 +42,7 @@ def age(folder: str) -> None:
 
 @pytest.fixture
 def steps(store_path: Path) -> Path:
-    """A store with two steps that are nearly equal, all of it plain."""
+    """Return a store with two similar steps, stored plain."""
     with Store.open(store_path, config=dataclasses.replace(DELTAS, compression="off"), create=True) as store:
         for step in (1, 2):
             store.save({"w": weights(step)}, step=step)
@@ -51,7 +51,7 @@ def steps(store_path: Path) -> Path:
 
 @pytest.fixture
 def delta(steps: Path, folder: str) -> Path:
-    """Push both, and delete the first: the pack that is returned has the second, as deltas on what is in the other."""
+    """Push both steps, and delete the first; return the pack of the second, with deltas on the other pack."""
     with Store.open(steps, config=DELTAS, create=True) as store:
         store.push(folder, 1)
         before = packs_of(folder)
@@ -65,7 +65,7 @@ def delta(steps: Path, folder: str) -> Path:
 
 
 def spoil(pack: Path, *places: int) -> None:
-    """Flip a bit at each place."""
+    """Flip a bit at each offset."""
     data = bytearray(pack.read_bytes())
     for place in places:
         data[place] ^= 1
@@ -74,7 +74,7 @@ def spoil(pack: Path, *places: int) -> None:
 
 
 def test_the_bases_of_a_pack_with_a_damaged_index_stay(delta: Path, folder: str) -> None:
-    """It is scanned, and so a checkpoint is decoded from it: what that takes is needed."""
+    """Test that the pack is scanned, and that the bases of its frames count as needed."""
     spoil(delta, -60)
     with Store.open(folder, config=DELTAS, create=True) as there:
         assert there.gc() == Collected(kept_packs=2)
@@ -83,7 +83,7 @@ def test_the_bases_of_a_pack_with_a_damaged_index_stay(delta: Path, folder: str)
 
 
 def test_damaged_pack_blocks_collection(delta: Path, folder: str) -> None:
-    """The base of an unreadable frame is unknown, until its checkpoint is deleted."""
+    """Test that the unknown base of an unreadable frame blocks the collection, until its checkpoint is deleted."""
     spoil(delta, -60, _FRAMES)
     whole = packs_of(folder)
     with Store.open(folder, config=DELTAS, create=True) as there:
@@ -99,7 +99,7 @@ def test_damaged_pack_blocks_collection(delta: Path, folder: str) -> None:
 def test_a_delta_that_comes_while_its_base_is_about_to_go(
     steps: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its pack and its manifest come when packs and manifests were read, and its base is still there by then."""
+    """Test a delta whose pack and manifest arrive after the listing, while its base is about to be removed."""
     begun, go_on = threading.Event(), threading.Event()
     doom: Callable[[RemoteTier, Entry, PackId, bytes], bool] = RemoteTier.doom
 
@@ -131,7 +131,7 @@ def test_a_delta_that_comes_while_its_base_is_about_to_go(
 
 
 def test_leftover_of_a_killed_collection_counts_once(store: Path, folder: str) -> None:
-    """Packs in use are kept, and garbage is freed."""
+    """Test that packs in use are kept, and garbage is freed."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 1)
     number, nbytes = len(packs_of(folder)), sum(pack.stat().st_size for pack in packs_of(folder))
@@ -151,7 +151,7 @@ def test_leftover_of_a_killed_collection_counts_once(store: Path, folder: str) -
 
 
 def test_indexes_of_removed_packs_are_forgotten(pushed: Path, folder: str) -> None:
-    """A training may push for weeks."""
+    """Test a training that pushes for weeks."""
     there = RemoteTier(parse_location(folder), CONFIG)
     there.read_indexes(there.pack_ids())
     held = set(there._indexes)
@@ -163,7 +163,7 @@ def test_indexes_of_removed_packs_are_forgotten(pushed: Path, folder: str) -> No
 
 
 def test_files_without_an_age_stay(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without modification times, a file may belong to a push in progress."""
+    """Test that without modification times, every file may belong to a push in progress."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 1)
     temporary = Path(folder.removeprefix("file://"), "packs", "0" * 32 + ".tmp")

@@ -1,4 +1,4 @@
-"""Damage at a remote location is detected, named, and never returned."""
+"""Test that damage at a remote location is detected, named, and never returned."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from tests.remote.conftest import CONFIG, REMOTE, check_location, check_state
 
 
 def replace(files: RemoteFiles, path: PurePosixPath, data: bytes) -> None:
-    """Give a file there other bytes."""
+    """Replace the bytes of a file at the location."""
     files.delete(path)
     if data:
         files.write(path, [data])
 
 
 def flipped(data: bytes) -> bytes:
-    """One bit of the payload of the first frame."""
+    """Flip one bit of the payload of the first frame."""
     return data[: 4096 + 2000] + bytes([data[4096 + 2000] ^ 1]) + data[4096 + 2001 :]
 
 
 def without_index(data: bytes) -> bytes:
-    """One bit of the index."""
+    """Flip one bit of the index."""
     return data[:-4096] + bytes([data[-4096] ^ 1]) + data[-4095:]
 
 
 def cut(data: bytes) -> bytes:
-    """The first half."""
+    """Return the first half."""
     return data[: len(data) // 2]
 
 
 def gone(_: bytes) -> bytes:
-    """Nothing."""
+    """Return no bytes."""
     return b""
 
 
 @pytest.fixture
 def damaged(place: str, store: Path) -> Callable[[Callable[[bytes], bytes]], str]:
-    """Push steps 1 and 2, and do something to a pack that only step 2 needs."""
+    """Push steps 1 and 2, and damage a pack that only step 2 needs."""
 
     def make(change: Callable[[bytes], bytes]) -> str:
         files = RemoteFiles(parse_location(place), REMOTE)
@@ -77,7 +77,7 @@ Damaged = Callable[[Callable[[bytes], bytes]], str]
 def test_a_damaged_pack_costs_its_checkpoint_and_no_other(
     damaged: Damaged, change: Callable[[bytes], bytes], kind: str
 ) -> None:
-    """The newest gives way to the one before it, with a warning; by name it is refused; a verification names it."""
+    """Test the restore of the older step with a warning, the refusal by step, and the finding of a verification."""
     location = damaged(change)
     with Store.open(location, config=CONFIG, create=True) as there:
         with pytest.warns(SkippedCheckpointWarning, match="step 2"):
@@ -93,7 +93,7 @@ def test_a_damaged_pack_costs_its_checkpoint_and_no_other(
 
 @pytest.mark.slow(quick=["file"])
 def test_a_pack_without_its_index_is_scanned(damaged: Damaged) -> None:
-    """Nothing is lost, and the damage is reported."""
+    """Test that no checkpoint is lost, and that the damage is reported."""
     location = damaged(without_index)
     with Store.open(location, config=CONFIG, create=True) as there:
         check_state(there.load(), 2)
@@ -101,7 +101,7 @@ def test_a_pack_without_its_index_is_scanned(damaged: Damaged) -> None:
 
 
 def test_files_between_the_runs_are_no_runs(store: Path, folder: str) -> None:
-    """A note that somebody has left there is in nobody's way."""
+    """Test that a foreign note in the folder is ignored."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 1)
     for name in ("manifests/note", "heads/remark"):
@@ -116,7 +116,7 @@ def test_files_between_the_runs_are_no_runs(store: Path, folder: str) -> None:
 @pytest.mark.slow(quick=["file-without_index"])
 @pytest.mark.parametrize("change", [without_index, cut, gone])
 def test_another_push_restores_lost_packs(damaged: Damaged, change: Callable[[bytes], bytes], store: Path) -> None:
-    """A checkpoint with manifests but without packs is sent again."""
+    """Test a checkpoint with manifests but without packs."""
     location = damaged(change)
     with Store.open(store, config=CONFIG, create=True) as opened:
         done = opened.push(location, everything=True)
@@ -130,7 +130,7 @@ def test_another_push_restores_lost_packs(damaged: Damaged, change: Callable[[by
 @pytest.mark.slow(quick=["file-cut"])
 @pytest.mark.parametrize("change", [cut, gone])
 def test_another_push_brings_back_a_manifest(place: str, store: Path, change: Callable[[bytes], bytes]) -> None:
-    """One whose bytes are not what its name says keeps the name taken, and the checkpoint from being read."""
+    """Test a manifest whose bytes differ from its digest, which keeps its name in use and the checkpoint unreadable."""
     files = RemoteFiles(parse_location(place), REMOTE)
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(place, everything=True)

@@ -1,4 +1,4 @@
-"""A real HDFS that freezes, dies, is full, or refuses: every operation ends with a named error."""
+"""Test a real HDFS that freezes, dies, is full, or refuses: every operation ends with a named error."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.remote.conftest import CONFIG, check_location, check_state, config
 from tests.zygote import wait_until
 from tools.local_hdfs import LocalHdfs
 
-# Short, and not so short that a busy machine could not answer. A second attempt, for what is meant to succeed: now and
-# then the client says of a DataNode that is well that it failed.
+# The deadline is short, but long enough for a busy machine. Operations that should succeed get a second attempt,
+# because the client sometimes reports a failure of a healthy DataNode.
 IMPATIENT = config(deadline_s=6.0, attempts=2, options={"dfs.client.failover.max.attempts": "1"})
 NO_ANSWER = r"no answer in \d"
 
 
 @pytest.fixture
 def there(hdfs: LocalHdfs, store: Path) -> str:
-    """A location in our own HDFS with step 1."""
+    """Return a location in a separate HDFS with step 1."""
     location = f"{hdfs.url}/faults/{uuid.uuid4().hex}"
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(location, 1)
@@ -32,7 +32,7 @@ def there(hdfs: LocalHdfs, store: Path) -> str:
 
 
 def is_readable(location: str) -> bool:
-    """Whether the bytes of the descriptor can be had."""
+    """Return whether the bytes of the descriptor can be read."""
     with contextlib.suppress(RemoteUnreachableError):
         Store.open(location, config=IMPATIENT, create=True).close()
         return True
@@ -41,7 +41,7 @@ def is_readable(location: str) -> bool:
 
 @pytest.mark.slow
 def test_a_frozen_namenode(hdfs: LocalHdfs, store: Path, there: str) -> None:
-    """Reads and pushes end by their deadline, with its name; then everything goes on."""
+    """Test that reads and pushes end by their deadline, with the name of the NameNode, and work again later."""
     with Store.open(there, config=IMPATIENT, create=True) as opened_before, hdfs.frozen("nn"):
         with pytest.raises(RemoteUnreachableError, match=r"asymcheck\.store: " + NO_ANSWER):
             Store.open(there, config=IMPATIENT, create=True)
@@ -59,7 +59,7 @@ def test_a_frozen_namenode(hdfs: LocalHdfs, store: Path, there: str) -> None:
 
 @pytest.mark.long
 def test_a_frozen_datanode(hdfs: LocalHdfs, store: Path, there: str) -> None:
-    """The names are there, the bytes are not: no step is passed over, and nothing is committed."""
+    """Test readable names without readable bytes: no step is skipped, and nothing is committed."""
     with Store.open(there, config=IMPATIENT, create=True) as opened_before, hdfs.frozen("dn1"):
         with pytest.raises(RemoteUnreachableError):
             opened_before.load()
@@ -71,7 +71,7 @@ def test_a_frozen_datanode(hdfs: LocalHdfs, store: Path, there: str) -> None:
 
 @pytest.mark.slow
 def test_a_namenode_that_dies_and_comes_back(hdfs: LocalHdfs, store: Path, there: str) -> None:
-    """While it is away nothing is "not found"; then everything is there."""
+    """Test that no file counts as missing during the outage, and that all files are readable later."""
     hdfs.send("nn", signal.SIGKILL)
     try:
         with pytest.raises(RemoteUnreachableError):
@@ -86,7 +86,7 @@ def test_a_namenode_that_dies_and_comes_back(hdfs: LocalHdfs, store: Path, there
 
 @pytest.mark.slow
 def test_datanodes_that_die_and_come_back(hdfs: LocalHdfs, store: Path, there: str) -> None:
-    """A checkpoint whose bytes nobody can give now is not taken for damaged."""
+    """Test that a temporarily unreadable checkpoint does not count as damaged."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(there, 2)
     hdfs.send("dn1", signal.SIGKILL)
@@ -102,7 +102,7 @@ def test_datanodes_that_die_and_come_back(hdfs: LocalHdfs, store: Path, there: s
 
 @pytest.mark.slow
 def test_a_read_is_tried_again_when_a_datanode_comes_back(hdfs: LocalHdfs, there: str) -> None:
-    """A restore does not end because a DataNode was started anew in the middle of it."""
+    """Test a restart of a DataNode in the middle of a restore."""
     with Store.open(there, config=config(attempts=8, retry_s=0.2), create=True) as opened:
         hdfs.send("dn1", signal.SIGKILL)
         with futures.ThreadPoolExecutor(1) as pool:
@@ -116,7 +116,7 @@ def test_a_read_is_tried_again_when_a_datanode_comes_back(hdfs: LocalHdfs, there
 
 @pytest.mark.slow
 def test_a_quota(hdfs: LocalHdfs, store: Path, there: str) -> None:
-    """Full is said as full; what was committed stays, and the push goes on when there is room."""
+    """Test the error of a full quota, and that the push continues when there is space again."""
     path = there.removeprefix(hdfs.url)
     hdfs.admin("-setSpaceQuota", "1m", path)
     with Store.open(store, config=IMPATIENT, create=True) as opened, pytest.raises(OutOfSpaceError, match="quota"):
@@ -130,7 +130,7 @@ def test_a_quota(hdfs: LocalHdfs, store: Path, there: str) -> None:
 
 @pytest.mark.slow
 def test_safe_mode(hdfs: LocalHdfs, store: Path, there: str) -> None:
-    """It can be read, and a push is refused with the reason."""
+    """Test that checkpoints can be read, and that a push is refused with the reason."""
     hdfs.admin("-safemode", "enter")
     try:
         with Store.open(there, config=CONFIG, create=True) as opened:
@@ -147,7 +147,7 @@ def test_safe_mode(hdfs: LocalHdfs, store: Path, there: str) -> None:
 
 @pytest.mark.slow
 def test_another_user(hdfs: LocalHdfs, store: Path, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who may read reads; who may not write is told so."""
+    """Test a user who may read and not write, and the error of a write."""
     monkeypatch.setenv("HADOOP_USER_NAME", "somebody")
     with Store.open(there, config=CONFIG, create=True) as opened:
         check_state(opened.load(), 1)

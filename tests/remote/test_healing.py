@@ -1,4 +1,4 @@
-"""A remote location behind a store: lost local data is read from it, and restored by a repair."""
+"""Test that a store with a remote location reads lost local data from it, and that a repair restores the data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.remote.conftest import CONFIG, check_state, lose_packs, packs_of, sav
 
 
 def flip(store: Path) -> None:
-    """A bit in every pack."""
+    """Flip a bit in every pack."""
     for pack in (store / "packs").iterdir():
         data = bytearray(pack.read_bytes())
         data[4096 + 2000] ^= 1
@@ -40,12 +40,12 @@ def flip(store: Path) -> None:
 
 
 def lose_manifest(store: Path) -> None:
-    """The newest checkpoint, as if it had never been."""
+    """Delete the manifest of the newest checkpoint."""
     shutil.rmtree(max((store / "manifests" / "default").iterdir()))
 
 
 def damage_manifest(store: Path) -> None:
-    """The newest one has other content."""
+    """Change the manifest of the newest checkpoint."""
     (manifest,) = max((store / "manifests" / "default").iterdir()).iterdir()
     manifest.write_bytes(b"x")
 
@@ -56,7 +56,7 @@ LOSSES = [flip, lose_packs, damage_manifest]
 @pytest.mark.slow(quick=["flip"])
 @pytest.mark.parametrize("lose", [*LOSSES, lose_manifest])
 def test_lost_local_data_is_read_remotely(pushed: Path, folder: str, lose: Callable[[Path], None]) -> None:
-    """The newest checkpoint is read; without the location, it is skipped, or all are lost."""
+    """Test that the newest checkpoint is read, and without the location skipped or missing."""
     lose(pushed)
     with Store.open(pushed, config=CONFIG, read_only=True, remote=folder) as opened:
         if lose in (flip, lose_packs):
@@ -78,7 +78,7 @@ def test_lost_local_data_is_read_remotely(pushed: Path, folder: str, lose: Calla
 @pytest.mark.slow(quick=["damage_manifest"])
 @pytest.mark.parametrize("lose", LOSSES)
 def test_repair_fetches_remote_data(pushed: Path, folder: str, lose: Callable[[Path], None]) -> None:
-    """With a report; then the location is not needed, and a second repair does nothing."""
+    """Test the report, that the location is not needed afterwards, and that a second repair does nothing."""
     lose(pushed)
     with Store.open(pushed, config=CONFIG, remote=folder, create=True) as opened:
         done = opened.repair()
@@ -92,7 +92,7 @@ def test_repair_fetches_remote_data(pushed: Path, folder: str, lose: Callable[[P
 
 
 def test_failed_repair_keeps_local_data(pushed: Path, folder: str) -> None:
-    """The checkpoint stays, and is whole again when its bytes are saved."""
+    """Test that the checkpoint stays, and becomes consistent when its bytes are saved again."""
     flip(pushed)
     for pack in (Path(folder.removeprefix("file://")) / "packs").iterdir():
         os.truncate(pack, 0)
@@ -105,7 +105,7 @@ def test_failed_repair_keeps_local_data(pushed: Path, folder: str) -> None:
 
 
 def test_a_repair_that_is_interrupted_is_done_again(pushed: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the manifests that it writes, and within one: nothing of what was here is gone, and the next goes on."""
+    """Test interruptions between the written manifests, and within one: no local data is lost."""
     lose_packs(pushed)
 
     publish = ManifestFiles.publish
@@ -139,7 +139,7 @@ def test_a_repair_that_is_interrupted_is_done_again(pushed: Path, folder: str, m
 
 
 def test_command_fetches_remote_data(pushed: Path, folder: str) -> None:
-    """A restore with the location advises to repair."""
+    """Test that a restore with the location recommends a repair."""
     flip(pushed)
     target = pushed.parent / "out.pt"
     outcome = run_command("restore", pushed, "--to", target, "--remote", folder)
@@ -152,7 +152,7 @@ def test_command_fetches_remote_data(pushed: Path, folder: str) -> None:
 
 @pytest.fixture
 def broken_there(store: Path, folder: str) -> Path:
-    """A store whose two checkpoints were pushed, of which the second cannot be had there."""
+    """Return a store whose two checkpoints were pushed; the second is not readable at the location."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 1)
         before = packs_of(folder)
@@ -163,7 +163,7 @@ def broken_there(store: Path, folder: str) -> Path:
 
 
 def test_unavailable_data_does_not_stop_a_repair(broken_there: Path, folder: str) -> None:
-    """The other checkpoint is fetched, and the reason for the first one is reported."""
+    """Test that the other checkpoint is fetched, and the reason for the first is reported."""
     lose_packs(broken_there)
     with Store.open(broken_there, config=CONFIG, remote=folder, create=True) as opened:
         done = opened.repair()
@@ -179,7 +179,7 @@ def test_unavailable_data_does_not_stop_a_repair(broken_there: Path, folder: str
 
 
 def test_unavailable_data_does_not_stop_a_pull(broken_there: Path, folder: str, tmp_path: Path) -> None:
-    """The error names the rest; a single one raises its own error."""
+    """Test that the error lists the remaining checkpoints; a single one raises its own error."""
     first = state_of(3)
     with Store.open(broken_there, config=CONFIG, create=True) as opened:
         opened.save(first, step=3)
@@ -193,7 +193,7 @@ def test_unavailable_data_does_not_stop_a_pull(broken_there: Path, folder: str, 
 
 
 def test_a_location_that_goes_away_ends_a_pull(pushed: Path, folder: str, tmp_path: Path) -> None:
-    """Each question may cost a deadline: the other checkpoints are not asked for."""
+    """Test that the pull asks for no further checkpoint, because each request may take a deadline."""
     asked: list[str] = []
 
     def away(*_: object, **__: object) -> object:
@@ -217,7 +217,7 @@ def test_a_location_that_goes_away_ends_a_pull(pushed: Path, folder: str, tmp_pa
     "lose", [lambda head: head.unlink(), lambda head: head.write_bytes(b"x" * 8192)], ids=["missing", "damaged"]
 )
 def test_head_records_are_brought_back(store: Path, folder: str, lose: Callable[[Path], None]) -> None:
-    """As they were; nothing else has to be lost. A pull does it, too, where one is damaged."""
+    """Test a repair when nothing else is lost, and a pull over a damaged head record."""
     head = store / "heads" / "default" / "00000002.head"
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.save(state_of(3), step=3, generation=opened.begin_generation(opened.checkpoints()[0]))
@@ -238,7 +238,7 @@ def test_head_records_are_brought_back(store: Path, folder: str, lose: Callable[
 
 
 def test_a_head_record_of_another_training_is_not_brought(store: Path, folder: str, tmp_path: Path) -> None:
-    """No checkpoint of that generation lies on both sides: what is damaged is left, and the reason is said."""
+    """Test a head record of a generation of which both sides have no common checkpoint: it stays damaged."""
     save_steps(tmp_path / "other", 1)
     for path in (store, tmp_path / "other"):
         with Store.open(path, config=CONFIG, create=True) as opened:
@@ -257,7 +257,7 @@ def test_a_head_record_of_another_training_is_not_brought(store: Path, folder: s
 
 
 def test_a_manifest_of_one_rank_is_brought_back(store: Path, folder: str) -> None:
-    """A checkpoint that is incomplete here counts as lost."""
+    """Test a locally incomplete checkpoint, which counts as lost."""
     save_id = new_save_id().hex()
     with Store.open(store, config=CONFIG, create=True) as opened:
         for rank in range(2):

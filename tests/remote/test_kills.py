@@ -1,4 +1,4 @@
-"""An uploader killed at any step commits nothing by accident, and the next push continues."""
+"""Test an uploader killed at any step: it commits nothing by accident, and the next push continues."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ QUICK = [
     ("remote.pack_renamed", 1),
     ("remote.manifest_renamed", 1),
 ]
-"""Those that every run tries on HDFS, too, where each takes seconds."""
+"""Kills that also run on HDFS, where each takes seconds."""
 
 
 @pytest.fixture(
@@ -37,7 +37,7 @@ QUICK = [
     ]
 )
 def death(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str, int]:
-    """A location, and the step at which an uploader dies there."""
+    """Return a location, and the step of the upload at which the process dies."""
     kind, event, count = request.param
     if kind == "file":
         return f"file://{tmp_path}/remote", event, count
@@ -46,7 +46,7 @@ def death(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str, int
 
 @pytest.fixture
 def store_with_heads(store: Path) -> Path:
-    """Steps 1 and 2, and the head record of a second generation that goes on from step 2."""
+    """Return a store with steps 1 and 2, and the head record of a second generation that continues from step 2."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.begin_generation(opened.checkpoints()[-1])
         opened.begin_generation(opened.checkpoints()[-1])
@@ -55,12 +55,12 @@ def store_with_heads(store: Path) -> Path:
 
 @pytest.mark.slow(quick=["file-remote.manifest_renamed-1", "file-remote.pack_closed-1"])
 def test_killed_at_a_step(zygote: Zygote, store_with_heads: Path, death: tuple[str, str, int]) -> None:
-    """Step 1 is there; the push of step 2 dies. Then step 2 is not there, or whole; and a second push ends it."""
+    """Test that step 1 is at the location, step 2 is missing or complete, and a second push completes it."""
     place, event, count = death
     zygote.start(push, store=str(store_with_heads), location=place, step=1).finish()
     arguments = {"store": str(store_with_heads), "location": place, "step": 2, "event": event, "count": count}
     if event in ("remote.head_renamed", "remote.small_closed"):
-        # Descriptor and head records went with step 1.
+        # The push of step 1 has sent the descriptor and the head records.
         place += "-new"
         arguments["location"] = place
     zygote.start(push_and_die, **arguments).wait_killed()
@@ -83,7 +83,7 @@ def test_killed_at_a_step(zygote: Zygote, store_with_heads: Path, death: tuple[s
 
 @pytest.mark.slow
 def test_killed_before_noticing_missing_packs(zygote: Zygote, store: Path, folder: str) -> None:
-    """The next push does not trust a committed manifest alone."""
+    """Test that the next push does not trust a committed manifest alone."""
     zygote.start(push_and_lose, store=str(store), location=folder, step=2).wait_killed()
     with Store.open(folder, config=CONFIG, create=True) as there, pytest.raises(InconsistentCheckpointError):
         there.load(2)
@@ -95,7 +95,7 @@ def test_killed_before_noticing_missing_packs(zygote: Zygote, store: Path, folde
 
 @pytest.mark.slow
 def test_collection_removes_a_killed_push(zygote: Zygote, store: Path, place: str) -> None:
-    """Not while it may be running; then temporary files and unreferenced packs only."""
+    """Test that a push in progress is not collected, and later only temporary files and unreferenced packs."""
     zygote.start(push, store=str(store), location=place, step=1).finish()
     zygote.start(
         push_and_die, store=str(store), location=place, step=2, event="remote.pack_renamed", count=1

@@ -1,4 +1,4 @@
-"""Contract tests with Hadoop's own client, whose JVM runs in a separate process."""
+"""Test Hadoop's own client, whose JVM runs in a separate process, with the contract of clients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SUITES = ("test_remote_files.py", "test_round_trip.py")
 @pytest.mark.skipif(CLIENT in os.environ, reason="this is that process")
 @pytest.mark.skipif(libhdfs.java_home() is None, reason="libhdfs is built with a JDK's headers, and there are none")
 def test_hadoops_own_client_keeps_the_contract(hdfs: LocalHdfs) -> None:
-    """What hdfs-native keeps: ranges, listings, names that are taken, renames; and whole checkpoints."""
+    """Test ranges, listings, existing names, renames, and complete checkpoints, as for hdfs-native."""
     home = libhdfs.java_home()
     assert home is not None
     environment = {**os.environ, **libhdfs.environment(hdfs, home), CLUSTER: hdfs.url, CLIENT: "libhdfs"}

@@ -1,4 +1,4 @@
-"""Locations: a URI names one place, or is refused with an alternative."""
+"""Test that a URI identifies one location, or is refused with an alternative."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.remote.conftest import CONFIG, check_location, check_state, config
 
 
 def test_a_store_is_no_location(store: Path) -> None:
-    """Its catalog says what a save relies on, and nobody who takes it for a location would ask."""
+    """Test that a store is not opened as a location, whose users would ignore its catalog."""
     said = rf"a local store .* give its path {store};"
     for location in (f"file://{store}", f"file://localhost{store}/"):
         with pytest.raises(InvalidInputError, match=said):
@@ -26,7 +26,7 @@ def test_a_store_is_no_location(store: Path) -> None:
 
 
 def test_a_store_that_lost_its_descriptor_is_no_place_for_a_location(store: Path) -> None:
-    """It does not get another one."""
+    """Test that such a store gets no new descriptor."""
     (store / "asymcheck.store").rename(store.parent / "aside")
     with Store.open(store.parent / "other", config=CONFIG, create=True) as other:
         other.save({"x": 1}, step=1)
@@ -38,7 +38,7 @@ def test_a_store_that_lost_its_descriptor_is_no_place_for_a_location(store: Path
 @pytest.mark.slow(quick=["a b+c"])
 @pytest.mark.parametrize("name", ["a%41b", "what?", "a#b", "a b+c", "ü", "%2F", "a\tb", "*[x]"])
 def test_location_is_printed_as_a_valid_uri(store: Path, tmp_path: Path, name: str) -> None:
-    """Special characters are escaped in it and in messages."""
+    """Test that special characters are escaped in the URI and in messages."""
     location = (tmp_path / name / "remote").as_uri()
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(location, 1)
@@ -69,14 +69,14 @@ def test_location_is_printed_as_a_valid_uri(store: Path, tmp_path: Path, name: s
     ],
 )
 def test_nothing_of_a_location_is_dropped(location: str, said: str) -> None:
-    """Else two locations would be one."""
+    """Test that no part of a URI is ignored, so that different URIs are different locations."""
     with pytest.raises(InvalidInputError) as caught:
         Store.open(location, config=CONFIG, create=True)
     assert said in str(caught.value)
 
 
 def test_one_step_of_everything_is_refused(store: Path, folder: str) -> None:
-    """Which of the two is meant, nobody knows."""
+    """Test a request that is ambiguous."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         for move in (opened.push, opened.pull):
             with pytest.raises(InvalidInputError, match="step 3 with everything=True"):
@@ -84,7 +84,7 @@ def test_one_step_of_everything_is_refused(store: Path, folder: str) -> None:
 
 
 def test_nothing_stands_behind_a_location(folder: str) -> None:
-    """Whoever names one reads from one place where two were meant."""
+    """Test that a location with a further remote location is refused."""
     with pytest.raises(
         InvalidInputError, match=r"remote 'file:///elsewhere' of file://.*: only a store on a local drive has one"
     ):
@@ -92,14 +92,14 @@ def test_nothing_stands_behind_a_location(folder: str) -> None:
 
 
 def test_configured_setting_is_checked_like_a_query() -> None:
-    """Before any connection."""
+    """Test that the error is raised before any connection."""
     with pytest.raises(InvalidInputError, match=r"dfs\.replication 'many'"):
         Store.open("hdfs://host:8020/q", config=config(options={"dfs.replication": "many"}))
 
 
 @pytest.mark.slow
 def test_a_bucket_is_the_first_part_of_a_path(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of pyarrow's file systems that have buckets, which take no path that begins with a slash."""
+    """Test file systems of pyarrow with buckets, whose paths have no leading slash."""
     (tmp_path / "bucket").mkdir()
     buckets = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
     monkeypatch.setattr(clients, "_by_pyarrow", lambda *_: (buckets, "bucket/runs/a b"))

@@ -1,4 +1,4 @@
-"""Machines that share only a location: their stores are lost and restored from it."""
+"""Test machines that share only a location: their stores are lost and restored from it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tests.distributed.test_coordinator import each
 from tests.remote.conftest import CONFIG
 
 _ROWS = 20_000
-"""Of each rank's part of a tensor."""
+"""Size of each rank's shard of a tensor."""
 
 
 def whole_at(step: int) -> torch.Tensor:
-    """The tensor that both ranks have together, as it is at a step."""
+    """Return the whole tensor of both ranks at a step."""
     return torch.randn(2 * _ROWS, generator=torch.Generator().manual_seed(step))
 
 
 def launched(folder: Path, place: str, keys: dist.Store, steps: range) -> list[tuple[int | None, bool]]:
-    """Train on two machines of one rank each; return to which step each went back, and whether it was what it was."""
+    """Train on two machines of one rank each; return the restored step of each, and whether the state was right."""
 
     def work(rank: int) -> tuple[int | None, bool]:
         memory = folder / f"memory-{rank}"
@@ -50,7 +50,7 @@ def launched(folder: Path, place: str, keys: dist.Store, steps: range) -> list[t
                 part.copy_(whole_at(step)[mine])
                 same.fill_(step)
                 checkpointer.save(step)
-                # Machines that are at different checkpoints would wait for each other.
+                # Machines that restore different checkpoints would wait for each other.
                 checkpointer.wait("remote")
             assert checkpointer.push_statistics().problem == ""
         return None if found is None else found.step, is_right
@@ -62,14 +62,14 @@ def launched(folder: Path, place: str, keys: dist.Store, steps: range) -> list[t
 def test_two_machines_come_back_from_the_location_alone(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the newest that both had pushed; a single process reads it as one.
+    """Test a restore of the newest checkpoint that both machines had pushed, also by a single process.
 
-    Most of the state is one partition many times over, of which neither may wait for the other to bring it.
+    Most of the state repeats one partition, for which neither machine may wait forever.
     """
     keys = dist.HashStore()
     monkeypatch.setattr(cross_node_dedup, "PATIENCE_S", 1e6)
     with warnings.catch_warnings():
-        # Of what is read from there, and of the step that was not pushed.
+        # Warnings about data read from the location, and about the step that was not pushed.
         warnings.simplefilter("ignore")
         assert launched(tmp_path, place, keys, range(4)) == [(None, True)] * 2
         assert launched(tmp_path, place, keys, range(4, 6)) == [(3, True)] * 2
@@ -77,7 +77,7 @@ def test_two_machines_come_back_from_the_location_alone(
             shutil.rmtree(tmp_path / f"machine-{rank}")
         assert launched(tmp_path, place, keys, range(5, 7)) == [(4, True)] * 2
     for rank in range(2):
-        # They know the line as it was, of which they have nothing else.
+        # The new stores know the line of which they have no checkpoint.
         with Store.open(tmp_path / f"machine-{rank}", config=CONFIG, create=True) as store:
             assert [head.generation for head in store.training.heads("default")] == [1, 2, 3]
     with Store.open(place, config=CONFIG, create=True) as there:

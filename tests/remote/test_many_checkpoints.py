@@ -1,4 +1,4 @@
-"""Ten thousand checkpoints: finding the newest takes as many operations as with one."""
+"""Test ten thousand checkpoints: resolving the newest takes as many operations as with one checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COUNT = 10_000
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A location with one checkpoint, and one with it and ten thousand older ones, whose packs nobody needs to read."""
+    """Return a location with one checkpoint, and one with ten thousand older checkpoints in addition."""
     base = tmp_path_factory.mktemp("many")
     save_steps(base / "store", COUNT)
     with Store.open(base / "store", config=CONFIG, create=True) as store:
@@ -51,7 +51,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture
 def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was done at locations."""
+    """Record the operations at locations."""
     done: list[str] = []
     whole: Callable[..., Any] = RemoteFiles._do
 
@@ -65,7 +65,7 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.slow
 def test_restore_does_not_depend_on_the_number_of_checkpoints(places: tuple[str, str], operations: list[str]) -> None:
-    """Every listing is one operation, and only needed packs are opened."""
+    """Test that every listing is one operation, and that only needed packs are opened."""
     counts = []
     for place in places:
         operations.clear()
@@ -77,7 +77,7 @@ def test_restore_does_not_depend_on_the_number_of_checkpoints(places: tuple[str,
 
 @pytest.mark.slow
 def test_a_push_of_nothing_does_as_little(places: tuple[str, str], operations: list[str]) -> None:
-    """That the newest checkpoint is whole there is seen in the newest packs."""
+    """Test that only the newest packs are read to see that the newest checkpoint is complete."""
     with Store.open(Path(places[0].removeprefix("file://")).parent / "store", config=CONFIG, create=True) as store:
         for place in places:
             operations.clear()
@@ -87,7 +87,7 @@ def test_a_push_of_nothing_does_as_little(places: tuple[str, str], operations: l
 
 @pytest.mark.slow
 def test_a_push_of_all_reads_every_index_once(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many checkpoints it looks at."""
+    """Test that no index is read twice, for any number of checkpoints."""
     save_steps(tmp_path / "store", *range(20))
     read: list[PackId] = []
 
@@ -104,7 +104,7 @@ def test_a_push_of_all_reads_every_index_once(tmp_path: Path, folder: str, monke
 
 @pytest.mark.slow
 def test_push_lists_only_changes(places: tuple[str, str], operations: list[str]) -> None:
-    """The first refresh lists everything, the next one only names."""
+    """Test that the first refresh lists all folders, and the next one only names."""
     there = RemoteTier(parse_location(places[1]), CONFIG)
     known = CheckpointCache(there, "default", metrics=False)
     for bound in (4, 2):
@@ -116,7 +116,7 @@ def test_push_lists_only_changes(places: tuple[str, str], operations: list[str])
 
 @pytest.mark.slow
 def test_a_directory_is_one_listing(places: tuple[str, str], operations: list[str]) -> None:
-    """Whatever lies in it; that the checkpoints are many costs no request for each."""
+    """Test that the number of checkpoints in a folder causes no further request."""
     there = RemoteTier(parse_location(places[1]), CONFIG)
     operations.clear()
     assert len(there.manifests.checkpoints("default")) == COUNT + 1

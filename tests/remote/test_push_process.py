@@ -1,4 +1,4 @@
-"""Push in a separate process: equal to a thread, and independent of the end of either process."""
+"""Test pushes by a separate process: equal to a thread, and independent of the end of either process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ time.sleep(600)
 
 
 def process_of(pushing: PushProcess) -> int:
-    """The id of the process that pushes, when there is one."""
+    """Return the id of the push process, if it runs."""
     wait_until(lambda: pushing._child is not None and pushing._process is not None, "the process to begin")
     assert pushing._process is not None
     return pushing._process.pid
@@ -57,13 +57,13 @@ def process_of(pushing: PushProcess) -> int:
 
 @contextlib.contextmanager
 def stopped(pushing: PushProcess) -> Iterator[None]:
-    """Let it do nothing."""
+    """Stop the push process temporarily."""
     pid = process_of(pushing)
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        # It may have been killed meanwhile.
+        # The process may have been killed meanwhile.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
@@ -71,7 +71,7 @@ def stopped(pushing: PushProcess) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("own_process", [True, False])
 def test_every_so_many_steps_arrive(store_path: Path, place: str, *, own_process: bool) -> None:
-    """While the training saves in the background; the others stay here."""
+    """Test that every n-th step is pushed during background saves, and that other steps are not."""
     state, push = dict(state_of(0)), Push(place, every=2, close_s=None, own_process=own_process)
     with Store.open(store_path, config=CONFIG, create=True) as store, store.push_in_background(push) as pushing:
         assert type(pushing) is (PushProcess if own_process else PushThread)
@@ -90,7 +90,7 @@ def test_every_so_many_steps_arrive(store_path: Path, place: str, *, own_process
 @pytest.mark.slow(quick=["False"])
 @pytest.mark.parametrize("own_process", [True, False])
 def test_each_push_is_traced(store: Path, folder: str, *, own_process: bool) -> None:
-    """A trace of the training shows uploads and failures."""
+    """Test that a trace of the training shows uploads and failures."""
     told: list[Interval] = []
     push = Push(folder, close_s=None, own_process=own_process)
     began = time.perf_counter()
@@ -114,7 +114,7 @@ def test_each_push_is_traced(store: Path, folder: str, *, own_process: bool) -> 
 
 @pytest.mark.slow
 def test_push_process_does_not_load_torch(store: Path, folder: str) -> None:
-    """With a GPU, it would load gigabytes of libraries."""
+    """Test the memory of the process: torch with GPU support would load gigabytes of libraries."""
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
         assert "torch" not in Path(f"/proc/{process_of(pushing)}/maps").read_text("utf-8")
@@ -123,7 +123,7 @@ def test_push_process_does_not_load_torch(store: Path, folder: str) -> None:
 
 @pytest.mark.slow
 def test_a_commit_is_counted_and_held_at_once(store: Path, folder: str) -> None:
-    """Whatever the other process does meanwhile; when it has sent them, nothing is held."""
+    """Test independence of the state of the push process; pushed checkpoints are not held."""
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder, hold=2) as pushing:
         pushing.wait()
         assert (pushing.statistics().pushed, pushing.statistics().backlog, pushing.held()) == (2, 0, {})
@@ -141,7 +141,7 @@ def test_a_commit_is_counted_and_held_at_once(store: Path, folder: str) -> None:
 
 @pytest.mark.slow
 def test_one_that_is_killed_is_begun_again(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first has sent is counted once, and is not sent again."""
+    """Test that checkpoints sent by the first process are counted once, and not sent again."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
@@ -162,7 +162,7 @@ def test_one_that_is_killed_is_begun_again(store: Path, folder: str, monkeypatch
 
 @pytest.mark.slow
 def test_waiter_learns_of_a_killed_process(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later wait waits for the outcome of the next attempt, not for its pause."""
+    """Test that a later wait ends with the next attempt, and not with its pause."""
     monkeypatch.setattr(module, "RETRY_S", 900.0)
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         with stopped(pushing):
@@ -180,7 +180,7 @@ def test_waiter_learns_of_a_killed_process(store: Path, folder: str, monkeypatch
 
 @pytest.mark.slow
 def test_backlog_is_sent_at_the_end_after_a_kill(store: Path, folder: str) -> None:
-    """By another process, at once."""
+    """Test that another process sends the backlog without a pause."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         pushing = by_process(opened, folder, close_s=60.0)
         pushing.wait()
@@ -194,7 +194,7 @@ def test_backlog_is_sent_at_the_end_after_a_kill(store: Path, folder: str) -> No
 
 @pytest.mark.slow
 def test_new_process_trusts_only_the_location(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what the killed one sent, which was deleted in the meantime."""
+    """Test a checkpoint that the killed process had sent and that was deleted meanwhile."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
@@ -208,7 +208,7 @@ def test_new_process_trusts_only_the_location(store: Path, folder: str, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize("is_connected", [True, False])
 def test_new_process_decides_once_it_has_listed_the_location(store: Path, folder: str, *, is_connected: bool) -> None:
-    """Checkpoints that are missing there wait again, and are held."""
+    """Test that checkpoints that are missing at the location wait again, and are held."""
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
         now, sent = pushing.statistics(), dict(pushing.queue.sent)
@@ -216,13 +216,13 @@ def test_new_process_decides_once_it_has_listed_the_location(store: Path, folder
             news = StatusReply(now, None, is_connected, False, 1, {}, {}, (), has_looked=False)
             pushing._apply(news, {})
             assert (pushing.statistics().backlog, len(pushing.held())) == ((2, 2) if is_connected else (0, 0))
-            # In truth all is there.
+            # All checkpoints are at the location.
             pushing._apply(news._replace(sent=sent), {})
 
 
 @pytest.mark.slow
 def test_workers_forked_at_its_start_keep_nothing_open(store: Path, folder: str) -> None:
-    """They outlive the process, and its end is noticed anyway."""
+    """Test that workers outlive the process, and that the end of the process is noticed."""
     workers: list[int] = []
     try:
         for _ in range(2):
@@ -244,7 +244,7 @@ def test_workers_forked_at_its_start_keep_nothing_open(store: Path, folder: str)
 
 
 def test_a_wait_after_the_end(store: Path, folder: str) -> None:
-    """Nobody pushes any more."""
+    """Test a wait when no process pushes any more."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         with by_process(opened, folder) as pushing:
             pass
@@ -256,7 +256,7 @@ def test_a_wait_after_the_end(store: Path, folder: str) -> None:
 
 @pytest.mark.slow
 def test_stopped_process_blocks_nobody(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither refresh() nor close()."""
+    """Test refresh() and close()."""
     monkeypatch.setattr(module, "_START_S", 0.0)
     monkeypatch.setattr(module, "_ANSWER_S", 0.1)
     monkeypatch.setattr(module, "GIVE_UP_S", 1.0)
@@ -274,7 +274,7 @@ def test_stopped_process_blocks_nobody(store: Path, folder: str, monkeypatch: py
 
 @pytest.mark.slow
 def test_signals_are_ignored_by_the_process(store: Path, folder: str) -> None:
-    """Terminals and schedulers send them to all processes, but the training decides."""
+    """Test signals that terminals and schedulers send to all processes: the training decides."""
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
         for name in module._IGNORED_SIGNALS:
@@ -288,7 +288,7 @@ def test_signals_are_ignored_by_the_process(store: Path, folder: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("worker_lives", [True, False])
 def test_process_ends_with_a_killed_training(store: Path, folder: str, *, worker_lives: bool) -> None:
-    """Also if another process has inherited its open files."""
+    """Test also another process that has inherited the open files of the training."""
     words = [sys.executable, "-c", TRAINER, str(store), folder]
     with subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
@@ -310,7 +310,7 @@ def test_process_ends_with_a_killed_training(store: Path, folder: str, *, worker
 
 @pytest.mark.slow
 def test_damaged_checkpoint_is_reported_and_not_held(store: Path, folder: str) -> None:
-    """With all fields of the error."""
+    """Test all fields of the error."""
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     whole = newest.read_bytes()
     newest.unlink()
@@ -326,13 +326,13 @@ def test_damaged_checkpoint_is_reported_and_not_held(store: Path, folder: str) -
 
 
 def test_the_longest_time_that_an_end_can_take(store: Path, folder: str) -> None:
-    """It is one that a thread can wait for."""
+    """Test the maximum time that a thread can wait."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         assert by_process(opened, folder).close(threading.TIMEOUT_MAX).pushed == 2
 
 
 def test_a_time_that_no_end_can_take(store: Path, folder: str) -> None:
-    """It is refused, and the pushing goes on."""
+    """Test that the error leaves the push running."""
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         with pytest.raises(InvalidInputError, match="timeout_s="):
             pushing.close(-1)
@@ -355,7 +355,7 @@ def test_errors_survive_pickling() -> None:
 
 @pytest.mark.slow
 def test_process_has_low_priority(store: Path, folder: str) -> None:
-    """With all of its threads, and without a terminal."""
+    """Test all threads of the process, without a terminal."""
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
         pid = process_of(pushing)

@@ -1,4 +1,4 @@
-"""Transfer plans for unusual frames: the uploaded data can be decoded, or nothing is uploaded."""
+"""Test transfer plans for unusual frames: uploaded data can be decoded, or nothing is uploaded."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CODECS = {FULL: registry.CODEC_IDENTITY, DELTA: registry.CODEC_DELTA, DERIVED: r
 
 
 def name(number: int) -> Digest:
-    """A partition's."""
+    """Return the name of a partition."""
     return Digest(number.to_bytes(16, "big"))
 
 
 class Packs:
-    """In place of the packs of a tier: one with these frames, each a partition, its kind, and its base."""
+    """Stands for the packs of a tier: a pack of frames, each with a partition, its kind, and its base."""
 
     def __init__(self, *frames: tuple[int, int, int | None]) -> None:
         rows = [
@@ -41,20 +41,20 @@ class Packs:
             self.copies.setdefault(name(own), []).append(PartitionCopy(pack, number))
 
     def find(self, digest: Digest) -> PartitionCopy | None:
-        """Return the first."""
+        """Return the first frame."""
         return next(iter(self.copies.get(digest, [])), None)
 
     def copy(self, digest: Digest) -> PartitionCopy:
-        """Return the first."""
+        """Return a copy of the first frame."""
         return self.copies[digest][0]
 
     def base_copies(self, digest: Digest) -> list[PartitionCopy]:
-        """Return all, full ones first."""
+        """Return all frames, full frames first."""
         return sorted(self.copies.get(digest, []), key=PartitionCopy.kind)
 
 
 def sent(here: Packs, *numbers: int, there: Packs | None = None) -> list[tuple[Digest, int]]:
-    """What is chosen: the partitions, with how they are sent."""
+    """Return the chosen partitions, with their encoding."""
     sources: Any = here
     elsewhere: Any = there or Packs()
     chooser = TransferPlanner(sources, elsewhere, set())
@@ -64,7 +64,7 @@ def sent(here: Packs, *numbers: int, there: Packs | None = None) -> list[tuple[D
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
 def test_derived_frame_is_no_base(order: tuple[int, int]) -> None:
-    """Two ranks stored the same bytes, one of them as a rounded copy."""
+    """Test two ranks that stored the same bytes, one of them as a derived partition."""
     found = sent(Packs((1, DERIVED, 3), (1, FULL, None), (2, DERIVED, 1), (3, FULL, None)), *order)
     assert (name(1), FULL) in found
     assert (name(2), DERIVED) in found
@@ -72,13 +72,13 @@ def test_derived_frame_is_no_base(order: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("kind", [DELTA, DERIVED])
 def test_frames_that_are_their_own_bases_are_not_sent(kind: int) -> None:
-    """No writer makes them; whoever pushes such a store is told so."""
+    """Test frames that no writer creates; the push reports them."""
     with pytest.raises(BaseDamagedError, match="cyclic"):
         sent(Packs((1, kind, 2), (2, DELTA, 3), (3, DELTA, 2)), 1)
 
 
 def test_undecodable_chain_is_not_followed() -> None:
-    """On either side; a chain of maximum length is."""
+    """Test both sides, and a chain of maximum length, which is followed."""
     longest = [(number, DELTA, number + 1) for number in range(1, 9)]
     whole = [(0, DERIVED, 1), *longest, (9, FULL, None)]
     assert len(sent(Packs(*whole), 0)) == 10

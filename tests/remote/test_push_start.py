@@ -1,4 +1,4 @@
-"""Start of a push process, failed starts, and its environment."""
+"""Test the start of a push process, failed starts, and its environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.zygote import REPOSITORY, wait_until
 
 @pytest.mark.slow
 def test_a_store_that_cannot_be_opened(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process says why, and is begun again until it can."""
+    """Test that the process reports the reason, and is restarted until it succeeds."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     aside = store.with_name("aside")
     with Store.open(store, config=CONFIG, create=True) as opened, warnings.catch_warnings():
@@ -36,7 +36,7 @@ def test_a_store_that_cannot_be_opened(store: Path, folder: str, monkeypatch: py
 
 @pytest.mark.slow
 def test_a_process_that_cannot_be_begun(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The training goes on, and it is tried again."""
+    """Test that the training continues, and that the start is tried again."""
     whole: Callable[..., object] = subprocess.Popen
     left = [2]
 
@@ -57,7 +57,7 @@ def test_a_process_that_cannot_be_begun(store: Path, folder: str, monkeypatch: p
 
 
 def test_without_an_interpreter_a_thread_pushes(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Python is part of another program, nobody knows how to begin one."""
+    """Test Python embedded in another program, where the command of an interpreter is unknown."""
     monkeypatch.setattr(sys, "executable", "")
     with Store.open(store, config=CONFIG, create=True) as opened, opened.push_in_background(Push(folder)) as pushing:
         assert isinstance(pushing, PushThread)
@@ -65,7 +65,7 @@ def test_without_an_interpreter_a_thread_pushes(store: Path, folder: str, monkey
 
 
 def test_a_relative_path_is_that_of_the_training(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though it goes elsewhere before the process has begun."""
+    """Test a training that changes its directory before the process has started."""
     monkeypatch.chdir(tmp_path)
     save_steps(Path("relative"), 1)
     with Store.open("relative", config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
@@ -77,7 +77,7 @@ def test_a_relative_path_is_that_of_the_training(tmp_path: Path, folder: str, mo
 def test_process_imports_what_the_training_imports(
     store: Path, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not from the working directory; entries of the path that are no strings are skipped."""
+    """Test that the working directory is not imported from, and that path entries that are no strings are skipped."""
     monkeypatch.syspath_prepend(str(REPOSITORY))
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])
     monkeypatch.chdir(tmp_path)

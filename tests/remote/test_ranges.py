@@ -1,4 +1,4 @@
-"""Reads by position: reused memory, and files that stay open."""
+"""Test reads by position: reused memory, and files that stay open."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ CONTENT = bytes(range(256)) * 1024
 
 @pytest.fixture
 def files(place: str) -> RemoteFiles:
-    """The location, with one file."""
+    """Return the location, with one file."""
     found = RemoteFiles(parse_location(place), REMOTE)
     assert found.put_small(path_in(found), CONTENT)
     return found
 
 
 def path_in(files: RemoteFiles) -> PurePosixPath:
-    """The file."""
+    """Return the path of the file."""
     return files.top / "one"
 
 
 def address(view: memoryview) -> int:
-    """Where it lies."""
+    """Return the address of the memory."""
     return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
 
 
 def test_memory_is_reused_after_the_last_view() -> None:
-    """Not before, for a view of any part."""
+    """Test a view of any part."""
     memory = RangeMemory(4096, 2)
     whole = memory.take(4096)
     first, part = address(whole), whole[100:200][10:]
@@ -54,7 +54,7 @@ def test_memory_is_reused_after_the_last_view() -> None:
 
 
 def test_no_more_memory_is_kept_than_was_asked_for() -> None:
-    """What is more goes back to the system, and what is larger than a piece is never kept."""
+    """Test that further memory is freed, and that memory larger than a piece is never kept."""
     memory = RangeMemory(4096, 2)
     views = [memory.take(10) for _ in range(5)]
     assert len(memory.take(5000)) == 5000
@@ -63,7 +63,7 @@ def test_no_more_memory_is_kept_than_was_asked_for() -> None:
 
 
 def test_a_location_that_is_closed_keeps_no_memory(pushed: Path, folder: str) -> None:
-    """What a restore read stays for the next one, until then."""
+    """Test that memory of a restore is kept for the next restore, until the location is closed."""
     with Store.open(folder, config=CONFIG, create=True) as there:
         check_state(there.load(), 2)
         (memory,) = (one for one in gc.get_objects() if type(one) is RangeMemory and one._free)
@@ -74,7 +74,7 @@ def test_a_location_that_is_closed_keeps_no_memory(pushed: Path, folder: str) ->
 
 
 def test_a_read_that_fails_keeps_no_memory() -> None:
-    """Not even until garbage is collected."""
+    """Test that the memory is freed before the next garbage collection."""
     memory = RangeMemory(4096, 2)
 
     def fail() -> None:
@@ -94,7 +94,7 @@ def test_a_read_that_fails_keeps_no_memory() -> None:
 @pytest.mark.slow(quick=["hdfs-memory1"])
 @pytest.mark.parametrize("memory", [None, RangeMemory(1 << 14, 2)])
 def test_ranges_read_with_and_without_such_memory(files: RemoteFiles, memory: RangeMemory | None) -> None:
-    """Inside, at the end, past it, and more than a piece; all kept at once."""
+    """Test ranges inside, at the end, beyond it, and larger than a piece, with all results kept."""
     ranges = [(start, 5000) for start in range(0, 40_000, 5000)] + [(260_000, 5000), (300_000, 10), (0, len(CONTENT))]
     kept = OpenedFile()
     found = [files.read_range(path_in(files), start, length, kept, memory) for start, length in ranges]
@@ -104,7 +104,7 @@ def test_ranges_read_with_and_without_such_memory(files: RemoteFiles, memory: Ra
 
 
 def test_block_locations_of_a_file_are_requested_once(hdfs_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For any number of reads; without the cache, for each."""
+    """Test any number of reads; without the cache, each read requests the block locations."""
     files = RemoteFiles(parse_location(f"{hdfs_url}/tests/{uuid.uuid4().hex}"), REMOTE)
     assert files.put_small(path_in(files), CONTENT)
     whole: Callable[[hdfs_native_client.Client, str], object] = hdfs_native_client.Client.read
@@ -125,7 +125,7 @@ def test_block_locations_of_a_file_are_requested_once(hdfs_url: str, monkeypatch
 
 
 def test_a_file_that_was_kept_and_fails_is_opened_again(files: RemoteFiles) -> None:
-    """As one does whose blocks have moved; here it is one that fails in any case."""
+    """Test a file that fails, as if its blocks had moved."""
 
     class Failing:
         size = len(CONTENT)
@@ -140,7 +140,7 @@ def test_a_file_that_was_kept_and_fails_is_opened_again(files: RemoteFiles) -> N
 
 
 def test_a_client_that_gives_less_than_was_asked_for_is_asked_for_the_rest(files: RemoteFiles) -> None:
-    """As pyarrow may; here one that gives seven bytes at a time, and ends before the file should."""
+    """Test a client with short reads, as pyarrow allows; this one returns seven bytes, and ends early."""
 
     class Scanty:
         size = 100
@@ -158,7 +158,7 @@ def test_a_client_that_gives_less_than_was_asked_for_is_asked_for_the_rest(files
 
 @pytest.mark.slow
 def test_a_read_that_never_answers_is_tried_again(place: str) -> None:
-    """Of a file that is opened anew; half of the time it has goes to the first attempt."""
+    """Test that the file is opened again; the first attempt gets half of the time."""
     found = RemoteFiles(parse_location(place), dataclasses.replace(REMOTE, deadline_s=8.0, attempts=2))
     assert found.put_small(path_in(found), CONTENT)
     asked, kept, over = list[int](), OpenedFile(), threading.Event()
@@ -173,7 +173,7 @@ def test_a_read_that_never_answers_is_tried_again(place: str) -> None:
 
     kept.file = Silent()
     data, size = found.read_range(path_in(found), 100, 1000, kept)
-    # The thread that was left behind must be no trouble to other tests.
+    # The abandoned thread must not disturb other tests.
     over.set()
     assert (bytes(data), size, asked) == (CONTENT[100:1100], len(CONTENT), [100])
     assert not isinstance(kept.file, Silent)

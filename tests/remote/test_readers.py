@@ -1,4 +1,4 @@
-"""Reader threads: bounded in number, and not blocking the exit of the process."""
+"""Test reader threads: bounded in number, and not blocking the exit of the process."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ there.close()
 
 
 def test_a_location_that_hangs_does_not_hold_the_end_of_a_process(pushed: Path, folder: str) -> None:
-    """It never answers here; with a deadline the process would wait for that."""
+    """Test a location that never responds; with a deadline, the process would wait until it."""
     subprocess.run([sys.executable, "-c", HANGS, folder], cwd=REPOSITORY, check=True, timeout=60)
 
 
 def test_no_more_than_so_many_read_at_the_same_time() -> None:
-    """And as many as that; what they return comes in the order of what was asked."""
+    """Test that exactly the maximum number of threads read at once, and that results keep their order."""
     together, lock, running, most = threading.Barrier(3, timeout=60), threading.Lock(), 0, 0
 
     def read(number: int) -> int:
@@ -54,7 +54,7 @@ def test_no_more_than_so_many_read_at_the_same_time() -> None:
 
 
 def test_next_file_is_read_after_a_failure() -> None:
-    """By the same thread."""
+    """Test that the same thread reads on."""
 
     def read(number: int) -> int:
         if number == 0:
@@ -69,7 +69,7 @@ def test_next_file_is_read_after_a_failure() -> None:
 
 
 def test_after_the_end_nothing_is_begun() -> None:
-    """What has begun ends; what has not is called off, and more is refused."""
+    """Test that begun reads end, waiting reads are cancelled, and new reads are refused."""
     begun, released = threading.Event(), threading.Event()
 
     def read() -> bool:

@@ -1,4 +1,4 @@
-"""Plain partitions are encoded for a slower location, and decode to the same bytes."""
+"""Test that plain partitions are encoded for a slower location, and decode to the same bytes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ CONFIG = StoreConfig(
 
 
 def changed(**fields: object) -> StoreConfig:
-    """The configuration with other knobs of the location."""
+    """Return the configuration with changed settings of the location."""
     return dataclasses.replace(CONFIG, remote=dataclasses.replace(REMOTE, **fields))  # type: ignore[arg-type]  # as named
 
 
 def state_of(step: int) -> dict[str, object]:
-    """Weights that move a little from step to step, integers, and some small tensors that share a partition."""
+    """Return weights that change little from step to step, integers, and small tensors that share a partition."""
     random = torch.Generator().manual_seed(0)
     weights = torch.randn(300_000, generator=random)
     noise = torch.randn(300_000, generator=torch.Generator().manual_seed(step + 1))
@@ -43,7 +43,7 @@ def state_of(step: int) -> dict[str, object]:
 
 
 def check(state: object, step: int) -> None:
-    """Bit for bit."""
+    """Compare bit for bit."""
     wanted = state_of(step)
     assert isinstance(state, dict)
     for name in ("w", "counts", "half"):
@@ -52,12 +52,12 @@ def check(state: object, step: int) -> None:
 
 
 def names_in(store: Store) -> list[str]:
-    """The partitions of the newest checkpoint."""
+    """Return the partitions of the newest checkpoint."""
     return [partition.digest for tensor in store.tensors()[1] for partition in tensor.partitions]
 
 
 def rows(location: str) -> Iterator[np.void]:
-    """The index of every pack there."""
+    """Return the index of every pack at the location."""
     there = RemoteTier(parse_location(location), CONFIG)
     for index in there.read_indexes(there.pack_ids()).values():
         yield from index.entries
@@ -66,7 +66,7 @@ def rows(location: str) -> Iterator[np.void]:
 
 @pytest.fixture
 def store(store_path: Path) -> Path:
-    """Steps 0 to 2, nothing of which is encoded."""
+    """Return a store with steps 0 to 2, without encoding."""
     with Store.open(store_path, config=CONFIG, create=True) as opened:
         for step in range(3):
             opened.save(state_of(step), step=step)
@@ -75,7 +75,7 @@ def store(store_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_plain_frames_arrive_encoded_and_come_back_plain(store: Path, place: str, tmp_path: Path) -> None:
-    """Fewer bytes there, by deltas where the older state is there too; names are the same, every byte comes back."""
+    """Test fewer bytes at the location, deltas on older remote states, equal names, and exact bytes."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         first, second, third = opened.push(place, 0), opened.push(place, 1), opened.push(place, everything=True)
         assert first.moved_bytes < 0.95 * first.plain_bytes
@@ -98,7 +98,7 @@ def test_plain_frames_arrive_encoded_and_come_back_plain(store: Path, place: str
 
 
 def test_remote_base_stays_while_needed(store: Path, folder: str) -> None:
-    """The checkpoint of the base is deleted; the delta stays readable."""
+    """Test that the delta stays readable after the checkpoint of its base is deleted."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 0)
         opened.push(folder, 1)
@@ -110,7 +110,7 @@ def test_remote_base_stays_while_needed(store: Path, folder: str) -> None:
 
 
 def test_no_delta_without_a_remote_base(store: Path, folder: str) -> None:
-    """A delta never arrives without its base."""
+    """Test that no delta is sent without its base."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 2)
     assert {int(row["kind"]) for row in rows(folder)} == {registry.KIND_FULL}
@@ -118,7 +118,7 @@ def test_no_delta_without_a_remote_base(store: Path, folder: str) -> None:
 
 
 def test_lost_remote_base_is_not_used(store: Path, folder: str) -> None:
-    """Its checkpoint is listed, but no pack has it."""
+    """Test a base whose checkpoint is listed, but which no pack contains."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 0)
         for pack in Path(folder.removeprefix("file://"), "packs").iterdir():
@@ -130,7 +130,7 @@ def test_lost_remote_base_is_not_used(store: Path, folder: str) -> None:
 
 
 def longest_chain(location: str) -> int:
-    """The most deltas there between a partition and a full frame."""
+    """Return the maximum number of deltas at the location between a partition and a full frame."""
     bases = {row["digest"].tobytes(): row["base_digest"].tobytes() for row in rows(location)}
 
     def depth(name: bytes) -> int:
@@ -141,7 +141,7 @@ def longest_chain(location: str) -> int:
 
 @pytest.mark.slow
 def test_chains_of_deltas_end(store_path: Path, folder: str) -> None:
-    """After as many as a reader follows, a partition is sent whole."""
+    """Test that a partition is sent in full after the maximum number of deltas."""
     with Store.open(store_path, config=CONFIG, create=True) as opened:
         for step in range(registry.DELTA_DEPTH_MAX + 3):
             opened.save(state_of(step), step=step)
@@ -154,7 +154,7 @@ def test_chains_of_deltas_end(store_path: Path, folder: str) -> None:
 
 @pytest.mark.slow
 def test_base_of_deltas_is_not_reencoded(store_path: Path, folder: str) -> None:
-    """Their chain was counted from the plain partition."""
+    """Test the base of a chain, which was counted from the plain partition."""
     random = torch.Generator().manual_seed(0)
     newest = torch.randint(-(2**31), 2**31 - 1, (100_000,), dtype=torch.int32, generator=random)
     state = {"newest": newest, "before": newest.clone()}
@@ -188,7 +188,7 @@ def test_base_of_deltas_is_not_reencoded(store_path: Path, folder: str) -> None:
 def test_link_speed_decides_about_encoding(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch, mode: str, bytes_per_s: float, is_encoded: bool
 ) -> None:
-    """A fast location receives plain bytes."""
+    """Test that a fast location receives plain bytes."""
     monkeypatch.setattr(ThroughputMeter, "bytes_per_s", bytes_per_s)
     with Store.open(store, config=changed(compression=mode), create=True) as opened:
         done = opened.push(folder)
@@ -200,7 +200,7 @@ def test_link_speed_decides_about_encoding(
 def test_the_speed_is_measured_before_most_is_sent(
     store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a part that goes ahead, plain; the rest is encoded when that was slow, in the same push."""
+    """Test that a first part is sent plain, and that the same push encodes the rest if the link was slow."""
     monkeypatch.setattr("asymcheck.replication.push._PROBE_BYTES", MIB)
     monkeypatch.setattr("asymcheck.storage.remote.throughput._ENOUGH_BYTES", MIB // 2)
     noted = ThroughputMeter.note
@@ -215,7 +215,7 @@ def test_the_speed_is_measured_before_most_is_sent(
 
 
 def test_background_push_keeps_its_measurements(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One encoder serves all pushes."""
+    """Test that one encoder serves all pushes."""
     monkeypatch.setattr(ThroughputMeter, "bytes_per_s", 1e6)
     rules = Push(folder, own_process=False)
     with (
@@ -231,14 +231,14 @@ def test_background_push_keeps_its_measurements(store: Path, folder: str, monkey
 
 
 def test_memory_of_encoded_frames_is_bounded(store: Path, folder: str) -> None:
-    """By the size of packs."""
+    """Test that the pack size limits the memory."""
     with Store.open(store, config=changed(encoded_bytes=MIB, pack_bytes=1 << 30), create=True) as opened:
         done = opened.push(folder)
     assert done.packs >= done.plain_bytes // (MIB // 2)
 
 
 def test_local_damage_is_found_before_encoding(store: Path, folder: str) -> None:
-    """It is named, and not uploaded."""
+    """Test that the damaged frame is named, and not uploaded."""
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     data = bytearray(newest.read_bytes())
     data[4096 + 8192] ^= 1
@@ -251,7 +251,7 @@ def test_local_damage_is_found_before_encoding(store: Path, folder: str) -> None
 
 
 def test_frames_sent_before_damage_are_not_sent_again(store_path: Path, folder: str, tmp_path: Path) -> None:
-    """The rest is, with another copy of the damaged partition, decoded."""
+    """Test that the rest is sent, with another copy of the damaged partition, decoded."""
     for where in (store_path, tmp_path / "copy"):
         with Store.open(where, config=CONFIG, create=True) as opened:
             opened.save(state_of(0), step=0)

@@ -1,4 +1,4 @@
-"""Errors of file systems are distinguished: unreachable, no permission, and read errors."""
+"""Test that errors of file systems are distinguished: unreachable, no permission, and read errors."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from tests.remote.conftest import CONFIG
     ],
 )
 def test_a_mounted_file_system(action: str, number: int, kind: type[StorageError]) -> None:
-    """The number decides, and for "permission denied" whether it was to be read or to be written."""
+    """Test that the error number decides, and for "permission denied" also the operation."""
     found = refusal(f"{action} file:///x", OSError(number, os.strerror(number)), is_local=True)
     assert type(found) is kind
 
 
 def test_want_of_memory_is_no_damage() -> None:
-    """It says nothing of what lies there."""
+    """Test that a lack of memory says nothing about the file."""
     assert type(refusal("read file:///x", MemoryError(), is_local=True)) is RemoteUnreachableError
 
 
 def test_packs_that_may_not_be_read_are_not_taken_for_damaged(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newest checkpoint does not give way to an older one."""
+    """Test that the newest checkpoint is not replaced by an older one."""
     packs = Path(folder.removeprefix("file://")) / "packs"
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 1)

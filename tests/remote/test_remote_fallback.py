@@ -1,4 +1,4 @@
-"""A remote location behind a store that is unreachable, unreadable or empty."""
+"""Test a store with a remote location that is unreachable, unreadable or empty."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNREACHABLE = config(deadline_s=20.0, options={"dfs.client.failover.max.attempts
 
 
 def test_a_location_that_does_not_answer_stops_no_training(store: Path) -> None:
-    """What lies here is read, with a warning."""
+    """Test that local data is read, with a warning."""
     with Store.open(store, config=UNREACHABLE, remote=NOWHERE, create=True) as opened:
         with pytest.warns(UnreachableRemoteWarning, match="no|refused"):
             check_state(opened.load(), 2)
@@ -34,7 +34,7 @@ def test_a_location_that_does_not_answer_stops_no_training(store: Path) -> None:
 
 
 def test_a_location_that_does_not_answer_is_not_taken_for_empty(store: Path, tmp_path: Path) -> None:
-    """Where what lies here is not enough, that is the error, not an older checkpoint or none."""
+    """Test that insufficient local data raises an error, instead of restoring an older checkpoint or none."""
     with (
         Store.open(tmp_path / "new", config=UNREACHABLE, remote=NOWHERE, create=True) as opened,
         pytest.raises(RemoteUnreachableError),
@@ -51,30 +51,30 @@ def test_a_location_that_does_not_answer_is_not_taken_for_empty(store: Path, tmp
 
 
 def test_a_location_where_nothing_was_pushed_yet(store: Path, folder: str) -> None:
-    """It has nothing to give, and is no error."""
+    """Test a location without checkpoints, which is not an error."""
     with Store.open(store, config=CONFIG, remote=folder, create=True) as opened:
         check_state(opened.load(), 2)
 
 
 def lose_descriptor(there: Path) -> None:
-    """The file alone."""
+    """Delete the descriptor."""
     (there / "asymcheck.store").unlink()
 
 
 def damage_descriptor(there: Path) -> None:
-    """Both copies."""
+    """Damage both copies of the descriptor."""
     (there / "asymcheck.store").write_bytes(b"x" * 8192)
 
 
 def put_something_else(there: Path) -> None:
-    """As when the folder above is named by mistake."""
+    """Put another file into the folder, as in a folder above the location."""
     shutil.rmtree(there)
     there.mkdir()
     (there / "notes.txt").write_text("x")
 
 
 def put_a_file(there: Path) -> None:
-    """In the place of the folder."""
+    """Replace the folder by a file."""
     shutil.rmtree(there)
     there.write_text("x")
 
@@ -84,7 +84,7 @@ def put_a_file(there: Path) -> None:
 def test_unreadable_location_counts_as_unreachable(
     pushed: Path, folder: str, tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
-    """Local data is read with a warning, and the location is never taken for empty."""
+    """Test that local data is read with a warning, and that the location never counts as empty."""
     change(Path(folder.removeprefix("file://")))
     with (
         Store.open(pushed, config=CONFIG, remote=folder, create=True) as opened,
@@ -101,7 +101,7 @@ def test_unreadable_location_counts_as_unreachable(
 
 
 def test_location_without_descriptor_gets_no_new_one(pushed: Path, folder: str) -> None:
-    """Opening it and pushing to it is refused."""
+    """Test that opening it and pushing to it is refused."""
     lose_descriptor(Path(folder.removeprefix("file://")))
     with pytest.raises(StructureError, match=r"has no asymcheck\.store, but it has manifests and packs; restore"):
         Store.open(folder, config=CONFIG, create=True)
@@ -113,7 +113,7 @@ def test_location_without_descriptor_gets_no_new_one(pushed: Path, folder: str) 
 
 
 def test_a_creation_that_was_killed_left_no_location(store: Path, folder: str) -> None:
-    """Folders without anything in them are no loss of a descriptor."""
+    """Test that empty folders do not count as a lost descriptor."""
     for name in ("heads", "manifests", "packs"):
         (Path(folder.removeprefix("file://")) / name).mkdir(parents=True)
     with pytest.raises(StoreNotFoundError, match="nothing was pushed there"):
@@ -123,7 +123,7 @@ def test_a_creation_that_was_killed_left_no_location(store: Path, folder: str) -
 
 
 def test_a_training_that_begins_from_nothing_says_so(tmp_path: Path, folder: str) -> None:
-    """An empty mount point looks like a location to which nothing was pushed yet."""
+    """Test an empty mount point, which looks like a location without checkpoints."""
     with (
         Store.open(tmp_path / "new", config=CONFIG, remote=folder, create=True) as opened,
         Checkpointer(opened, state_of(0), every=1, keep=None) as checkpointer,
@@ -134,7 +134,7 @@ def test_a_training_that_begins_from_nothing_says_so(tmp_path: Path, folder: str
 
 
 def test_pulled_store_does_not_need_the_location(pushed: Path, folder: str, tmp_path: Path) -> None:
-    """Its packs differ from the hints of the manifest; so do packs moved by a repair."""
+    """Test packs that differ from the hints of the manifest, also after a repair."""
     with Store.open(tmp_path / "new", config=CONFIG, create=True) as opened:
         opened.pull(folder, everything=True)
     for pack in (pushed / "packs").iterdir():
@@ -152,7 +152,7 @@ def test_pulled_store_does_not_need_the_location(pushed: Path, folder: str, tmp_
 
 
 def test_threads_open_the_location_once(pushed: Path, folder: str) -> None:
-    """One tier, whoever asks first."""
+    """Test that all threads get the same tier."""
     opened: list[RemoteTier] = []
 
     def connect() -> RemoteTier:

@@ -1,4 +1,4 @@
-"""The contract of every file system behind a location, for folders and HDFS."""
+"""Test the contract of every file system of a location, for folders and HDFS."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from tests.remote.conftest import REMOTE, config
 
 @pytest.fixture
 def files(place: str) -> RemoteFiles:
-    """The location, with a folder in it."""
+    """Return the location, with a folder in it."""
     found = RemoteFiles(parse_location(place), REMOTE)
     found.make_directory(top(found))
     return found
 
 
 def top(files: RemoteFiles) -> PurePosixPath:
-    """The folder."""
+    """Return the folder."""
     return PurePosixPath(files.location.path)
 
 
 def test_missing_entries_are_none(files: RemoteFiles) -> None:
-    """A file, a folder and a listing."""
+    """Test a file, a folder and a listing."""
     nowhere = top(files) / "no" / "where"
     assert files.stat(nowhere) is None
     assert files.read_small(nowhere, 10) is None
@@ -51,7 +51,7 @@ def test_missing_entries_are_none(files: RemoteFiles) -> None:
 
 
 def test_a_file_is_read_by_ranges(files: RemoteFiles) -> None:
-    """In pieces that were written, across them, at the end, and past it."""
+    """Test ranges within written pieces, across them, at the end, and beyond it."""
     path = top(files) / "a.tmp"
     assert files.write(path, [b"0123", memoryview(b"456"), b"789"]) == 10
     for offset, length in ((0, 10), (2, 4), (8, 2), (8, 100), (10, 1), (11, 5), (0, 0)):
@@ -66,7 +66,7 @@ def test_a_file_is_read_by_ranges(files: RemoteFiles) -> None:
 
 @pytest.mark.slow
 def test_listings_name_files_and_folders(files: RemoteFiles) -> None:
-    """Sorted; below only when asked."""
+    """Test the order, and that subfolders are listed only on request."""
     files.make_directory(top(files) / "b" / "c")
     files.make_directory(top(files) / "b" / "c")
     for name in ("b/c/two", "one"):
@@ -78,7 +78,7 @@ def test_listings_name_files_and_folders(files: RemoteFiles) -> None:
 
 @pytest.mark.slow
 def test_folder_removed_during_a_listing_affects_no_other(hdfs_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process deletes a checkpoint at the same time."""
+    """Test a checkpoint that another process deletes at the same time."""
     files = RemoteFiles(parse_location(f"{hdfs_url}/tests/{uuid.uuid4().hex}"), REMOTE)
     for name in ("a", "b", "c"):
         assert files.put_small(top(files) / name / "one", b"1")
@@ -98,7 +98,7 @@ def test_folder_removed_during_a_listing_affects_no_other(hdfs_url: str, monkeyp
 
 @pytest.mark.slow
 def test_a_name_that_is_taken_is_refused(files: RemoteFiles) -> None:
-    """And what has it stays as it is."""
+    """Test that the existing file is not changed."""
     assert files.put_small(top(files) / "name", b"first") is True
     assert files.put_small(top(files) / "name", b"second") is False
     assert files.read_small(top(files) / "name", 10) == b"first"
@@ -106,7 +106,7 @@ def test_a_name_that_is_taken_is_refused(files: RemoteFiles) -> None:
 
 
 def test_one_of_racing_writers_wins(files: RemoteFiles) -> None:
-    """Eight threads, one name."""
+    """Test eight threads and one name."""
     if files.kind == "libhdfs":
         pytest.skip("through pyarrow it replaces files: two may win, as docs/hdfs.md says")
     won: list[bytes] = []
@@ -124,7 +124,7 @@ def test_one_of_racing_writers_wins(files: RemoteFiles) -> None:
 
 
 def test_rename_reports_whether_the_file_existed(files: RemoteFiles) -> None:
-    """The bytes move with it."""
+    """Test that the bytes are renamed, too."""
     files.put_small(top(files) / "old", b"bytes")
     assert files.rename(top(files) / "old", top(files) / "new") is True
     assert files.rename(top(files) / "old", top(files) / "newer") is False
@@ -132,7 +132,7 @@ def test_rename_reports_whether_the_file_existed(files: RemoteFiles) -> None:
 
 
 def test_a_folder_that_is_not_empty_any_more_stays(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another program has put something into it since it was looked into."""
+    """Test a file that another program has created since the folder was listed."""
     files.make_directory(top(files) / "empty")
     files.put_small(top(files) / "full" / "name", b"committed")
     with monkeypatch.context() as patch:
@@ -147,7 +147,7 @@ Write = Callable[[RemoteFiles, PurePath, list[bytes]], int]
 
 
 def test_a_folder_that_was_taken_back_is_made_again(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the file was in it."""
+    """Test a folder that was removed before its file was created."""
     taken: list[PurePath] = []
     write: Write = RemoteFiles.write
 
@@ -165,7 +165,7 @@ def test_a_folder_that_was_taken_back_is_made_again(files: RemoteFiles, monkeypa
 
 @pytest.mark.parametrize("refused", [errno.EPERM, errno.ENOTSUP], ids=errno.errorcode.get)
 def test_without_hard_links_files_are_renamed(folder: str, monkeypatch: pytest.MonkeyPatch, refused: int) -> None:
-    """And a name that is taken is seen."""
+    """Test that an existing name is detected."""
 
     def link(*_: object) -> None:
         raise OSError(refused, os.strerror(refused))
@@ -180,7 +180,7 @@ def test_without_hard_links_files_are_renamed(folder: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("links", [True, False], ids=["links", "renames"])
 def test_a_name_that_is_taken_is_durable(folder: str, monkeypatch: pytest.MonkeyPatch, *, links: bool) -> None:
-    """An attempt may have given it, and failed then: who finds it taken goes on as if it were there to stay."""
+    """Test a name from a failed attempt: the writer that finds it relies on its durability."""
     if not links:
         monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(errno.EPERM, "no links")))
     files = RemoteFiles(parse_location(folder), REMOTE)
@@ -196,7 +196,7 @@ def test_a_name_that_is_taken_is_durable(folder: str, monkeypatch: pytest.Monkey
 
 
 def test_another_name_in_a_folder_is_durable(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a push was promised to find again must not be back under the name that announces its removal."""
+    """Test that a pack that a push relies on does not reappear under the name that announces its removal."""
     files = RemoteFiles(parse_location(folder), REMOTE)
     files.put_small(top(files) / "old", b"bytes")
     with monkeypatch.context() as patch:
@@ -206,7 +206,7 @@ def test_another_name_in_a_folder_is_durable(folder: str, monkeypatch: pytest.Mo
 
 
 def test_a_server_that_does_not_sync_a_folder(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has a deadline, as everything."""
+    """Test that the sync has a deadline, like every operation."""
     released = threading.Event()
     monkeypatch.setattr(os, "fsync", lambda _: released.wait(30))
     files = RemoteFiles(parse_location(folder), dataclasses.replace(REMOTE, deadline_s=0.5))
@@ -218,7 +218,7 @@ def test_a_server_that_does_not_sync_a_folder(folder: str, monkeypatch: pytest.M
 
 
 def test_each_piece_is_durable_before_the_next(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And all of them before the turn of the file ends."""
+    """Test that all pieces are durable before the upload of the file ends."""
     sizes: list[int] = []
     sync = os.fdatasync
 
@@ -237,7 +237,7 @@ def test_each_piece_is_durable_before_the_next(folder: str, monkeypatch: pytest.
 
 
 def test_the_pace_of_a_folder_is_not_that_of_the_cache(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drive that takes its time has taken it."""
+    """Test that the measured rate is that of a slow drive."""
     monkeypatch.setattr(os, "fdatasync", lambda _: time.sleep(0.2))
     files = RemoteFiles(parse_location(folder), REMOTE)
     files.make_directory(top(files))
@@ -247,7 +247,7 @@ def test_the_pace_of_a_folder_is_not_that_of_the_cache(folder: str, monkeypatch:
 
 
 def test_a_drive_that_does_not_write_a_piece(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has the deadline for itself."""
+    """Test that each piece has its own deadline."""
     released = threading.Event()
     monkeypatch.setattr(os, "fdatasync", lambda _: released.wait(30))
     files = RemoteFiles(parse_location(folder), dataclasses.replace(REMOTE, deadline_s=0.5))
@@ -258,7 +258,7 @@ def test_a_drive_that_does_not_write_a_piece(folder: str, monkeypatch: pytest.Mo
 
 
 def test_another_attempt_takes_another_name(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the failed one left is never renamed, and is removed."""
+    """Test that the file of the failed attempt is never renamed, and is removed."""
     names: list[str] = []
     whole: Write = RemoteFiles.write
 
@@ -278,7 +278,7 @@ def test_another_attempt_takes_another_name(files: RemoteFiles, monkeypatch: pyt
 
 @pytest.mark.slow
 def test_mismatch_after_read_back_is_never_renamed(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names file and attempt."""
+    """Test that the error names file and attempt."""
     whole: Write = RemoteFiles.write
     monkeypatch.setattr(RemoteFiles, "write", lambda self, path, _: whole(self, path, [b"other"]))
     with pytest.raises(StorageError, match=rf"upload of .*/name, attempt {REMOTE.attempts} of {REMOTE.attempts}: "):
@@ -288,7 +288,7 @@ def test_mismatch_after_read_back_is_never_renamed(files: RemoteFiles, monkeypat
 
 @pytest.mark.parametrize("client", ["hdfs-native"])
 def test_unreachable_server_is_not_an_empty_location(client: str) -> None:
-    """A closed port has its own error, not "not found"."""
+    """Test that a closed port raises its own error, not "not found"."""
     quick = {"dfs.client.failover.max.attempts": "1"}
     with pytest.raises(RemoteUnreachableError, match=r"hdfs://127\.0\.0\.1:1/x: no NameNode is at host"):
         Store.open("hdfs://127.0.0.1:1/x", config=config(client=client, options=quick, deadline_s=20.0))
@@ -296,7 +296,7 @@ def test_unreachable_server_is_not_an_empty_location(client: str) -> None:
 
 @pytest.mark.slow
 def test_a_file_that_could_not_be_closed_is_not_closed_again() -> None:
-    """The client's objects close themselves when they are collected, and would wait for servers that are gone."""
+    """Test the client's objects, which close themselves when they are collected, and would wait for dead servers."""
     closed: list[str] = []
 
     class Inner(io.RawIOBase):
@@ -315,7 +315,7 @@ def test_a_file_that_could_not_be_closed_is_not_closed_again() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_lets_go_of_a_client_without_waiting(hdfs_url: str) -> None:
-    """A data loader worker that collects garbage: the threads by which the client ends are not there."""
+    """Test a data loader worker that collects garbage, in which the threads of the client do not exist."""
     holder = [RemoteFiles(parse_location(f"{hdfs_url}/forked"), REMOTE)]
     holder[0].list(top(holder[0]))
     child = os.fork()

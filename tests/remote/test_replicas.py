@@ -1,4 +1,4 @@
-"""Three DataNodes: the death of one during a write costs a push only time."""
+"""Test three DataNodes: the death of one during a write costs a push only time."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tools.local_hdfs import LocalHdfs
 
 @pytest.fixture
 def three(tmp_path: Path) -> Iterator[LocalHdfs]:
-    """A NameNode and three DataNodes, none of which another test needs."""
+    """Return a NameNode and three DataNodes that no other test uses."""
     (tmp_path / "three").mkdir()
     with LocalHdfs(tmp_path / "three", 3) as cluster:
         yield cluster
 
 
-# As many replicas as DataNodes can be written anew only when the NameNode has given the dead one up, after 16 seconds.
+# The NameNode replaces the dead replica only after it has declared the DataNode dead, after 16 seconds.
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_datanode_dies_while_a_pack_is_written(three: LocalHdfs, store_path: Path, replicas: int) -> None:
-    """What is committed is whole, is read without it, and the next push goes through with what is left."""
+    """Test that committed checkpoints are complete and readable, and that the next push succeeds."""
     settings = config(options={"dfs.replication": str(replicas)}, attempts=8, retry_s=0.5, pack_bytes=1 << 20)
     place = f"{three.url}/replicated"
     save_steps(store_path, 1, 2, 3)

@@ -1,4 +1,4 @@
-"""Push and pull: bit for bit, and nothing is sent twice."""
+"""Test that push and pull restore every bit, and that nothing is sent twice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.restore.test_bases import save_steps as save_weights
 
 
 def test_push_and_pull_of_the_newest(store: Path, place: str, tmp_path: Path) -> None:
-    """Read remotely in part and as a whole, and pulled into a new store."""
+    """Test a partial and a full remote restore, and a pull into a new store."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         done = opened.push(place)
     assert [len(done.committed), done.present, done.reused_partitions] == [1, 0, 0]
@@ -53,7 +53,7 @@ def test_push_and_pull_of_the_newest(store: Path, place: str, tmp_path: Path) ->
 
 @pytest.mark.slow(quick=["file"])
 def test_present_data_is_not_sent_again(store: Path, place: str) -> None:
-    """Step 2 shares a third of its bytes with step 1; its second push sends nothing."""
+    """Test that step 2 shares a third of its bytes with step 1, and that its second push sends nothing."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         first, second, third = opened.push(place, 1), opened.push(place, 2), opened.push(place, everything=True)
     assert second.reused_partitions > 0
@@ -64,7 +64,7 @@ def test_present_data_is_not_sent_again(store: Path, place: str) -> None:
 
 @pytest.mark.slow
 def test_packs_are_cut_at_their_size(store: Path, place: str) -> None:
-    """Files are few: as many as the bytes ask for, and the rest of each push."""
+    """Test that the number of files follows from the bytes, plus the last file of each push."""
     with Store.open(store, config=config(pack_bytes=1 << 30), create=True) as opened:
         assert opened.push(place).packs == 1
     check_location(place, 2)
@@ -72,7 +72,7 @@ def test_packs_are_cut_at_their_size(store: Path, place: str) -> None:
 
 @pytest.mark.slow
 def test_the_line_goes_with_the_checkpoints(store: Path, place: str) -> None:
-    """Training went back to step 1: there, too, step 2 is abandoned, and the new step 2 is the newest."""
+    """Test a restore of step 1: the remote step 2 is abandoned, too, and the new step 2 is the newest."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(place, everything=True)
         generation = opened.begin_generation(opened.checkpoints()[0])
@@ -86,7 +86,7 @@ def test_the_line_goes_with_the_checkpoints(store: Path, place: str) -> None:
 
 
 def test_the_line_goes_also_when_no_checkpoint_does(store: Path, folder: str) -> None:
-    """Training went back to step 1 and has saved nothing since: nobody may go on from step 2 there."""
+    """Test a restore of step 1 without a new checkpoint: step 2 is abandoned at the location, too."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, everything=True)
         opened.begin_generation(opened.checkpoints()[0])
@@ -98,7 +98,7 @@ def test_the_line_goes_also_when_no_checkpoint_does(store: Path, folder: str) ->
 
 @pytest.mark.slow(quick=["file"])
 def test_two_trainings_of_one_name_are_kept_apart(place: str, tmp_path: Path) -> None:
-    """Their head records differ: the second push is refused, and the first is as it was."""
+    """Test different head records: the second push is refused, and the first run is not changed."""
     for name, parent in (("a", 0), ("b", 1)):
         save_steps(tmp_path / name, 1, 2)
         with Store.open(tmp_path / name, config=CONFIG, create=True) as opened:
@@ -114,7 +114,7 @@ def test_two_trainings_of_one_name_are_kept_apart(place: str, tmp_path: Path) ->
 
 @pytest.mark.slow(quick=["file"])
 def test_two_trainings_from_nothing_are_kept_apart(place: str, tmp_path: Path) -> None:
-    """Neither has a parent, but they began at different times: a training whose store was lost begins anew."""
+    """Test trainings without a parent that began at different times, for example after the loss of a store."""
     for name in ("a", "b"):
         with Store.open(tmp_path / name, config=CONFIG, create=True) as opened:
             opened.save(state_of(1), step=1, generation=opened.begin_generation(None))
@@ -128,7 +128,7 @@ def test_two_trainings_from_nothing_are_kept_apart(place: str, tmp_path: Path) -
 
 @pytest.mark.slow(quick=["file"])
 def test_two_stores_share_equal_partitions(place: str, tmp_path: Path) -> None:
-    """Runs of different names at one location: the second push sends only new bytes."""
+    """Test runs of different names at one location: the second push sends only new bytes."""
     for name in ("a", "b"):
         with Store.open(tmp_path / name, config=CONFIG, create=True) as opened:
             opened.save(state_of(1), step=1, run=name)
@@ -140,7 +140,7 @@ def test_two_stores_share_equal_partitions(place: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def chain(store_path: Path) -> Path:
-    """Steps 0 to 2 in a store, where 1 is a delta of 0, and 2 one of 1."""
+    """Return a store with steps 0 to 2, in which 1 is a delta on 0, and 2 a delta on 1."""
     save_weights(store_path, 0, 1, 2)
     swap(store_path, delta_of(1, 0), delta_of(2, 1))
     return store_path
@@ -148,7 +148,7 @@ def chain(store_path: Path) -> Path:
 
 @pytest.mark.slow(quick=["file"])
 def test_a_delta_arrives_with_its_bases(chain: Path, place: str, tmp_path: Path) -> None:
-    """Step 2 alone is pushed: what it is encoded against goes along, though no manifest there names it."""
+    """Test that a push of step 2 alone sends its bases, although no remote manifest references them."""
     with Store.open(chain, config=CONFIG, create=True) as opened:
         done = opened.push(place, 2)
         assert done.moved_partitions == 3
@@ -164,7 +164,7 @@ def test_a_delta_arrives_with_its_bases(chain: Path, place: str, tmp_path: Path)
 
 
 def test_delta_with_a_lost_base_is_missing(chain: Path, folder: str) -> None:
-    """Until the base is back."""
+    """Test that the checkpoint is consistent once the base is restored."""
     with Store.open(chain, config=CONFIG, create=True) as opened:
         opened.push(folder, 2)
         assert opened.push(folder, 2).present == 1
@@ -178,7 +178,7 @@ def test_delta_with_a_lost_base_is_missing(chain: Path, folder: str) -> None:
 
 
 def test_a_delta_on_too_long_a_chain_is_sent_whole(store_path: Path, folder: str, tmp_path: Path) -> None:
-    """Chains of two stores may add up there to more than a reader follows."""
+    """Test chains of two stores that together exceed the maximum length."""
     save_weights(tmp_path / "a", *range(9))
     swap(tmp_path / "a", *(delta_of(step, step - 1) for step in range(1, 9)))
     save_weights(store_path, 8, 9)
@@ -194,14 +194,14 @@ def test_a_delta_on_too_long_a_chain_is_sent_whole(store_path: Path, folder: str
 
 
 def test_nothing_is_written_by_reading(place: str) -> None:
-    """A place where nothing was pushed is named, and stays as it is."""
+    """Test that an empty path is reported, and not changed."""
     for _ in range(2):
         with pytest.raises(StoreNotFoundError, match="does not exist"):
             Store.open(place, config=CONFIG, create=True)
 
 
 def test_a_remote_location_is_not_saved_to(store: Path, folder: str) -> None:
-    """The errors say what to do instead."""
+    """Test that the errors name an alternative."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder)
     with Store.open(folder, config=CONFIG, create=True) as there:
@@ -214,7 +214,7 @@ def test_a_remote_location_is_not_saved_to(store: Path, folder: str) -> None:
 
 
 def test_unpushable_request_is_an_error(store: Path, folder: str) -> None:
-    """A missing step, or a path that is no URI; nothing is created."""
+    """Test a missing step, and a path that is no URI; nothing is created."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         with pytest.raises(CheckpointNotFoundError, match="step 9"):
             opened.push(folder, 9)
@@ -225,7 +225,7 @@ def test_unpushable_request_is_an_error(store: Path, folder: str) -> None:
 
 
 def test_damaged_local_frame_is_not_uploaded(store: Path, folder: str) -> None:
-    """The damaged checkpoint is not committed; an earlier one can be."""
+    """Test that the damaged checkpoint is not committed, and that an earlier one can be."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
         data = bytearray(newest.read_bytes())
@@ -238,7 +238,7 @@ def test_damaged_local_frame_is_not_uploaded(store: Path, folder: str) -> None:
 
 
 def test_damaged_checkpoints_do_not_stop_a_push(store: Path, folder: str) -> None:
-    """In any position; at the end, each is named with its reason."""
+    """Test damage in any position; at the end, each damaged checkpoint is named with its reason."""
     for step in (3, 4, 5):
         before = set((store / "packs").iterdir())
         save_steps(store, step)
@@ -259,7 +259,7 @@ def test_damaged_checkpoints_do_not_stop_a_push(store: Path, folder: str) -> Non
 
 
 def test_foreign_run_does_not_stop_other_runs(tmp_path: Path, folder: str) -> None:
-    """Nothing of it is sent."""
+    """Test that nothing of the foreign run is sent."""
     for name in ("a", "b"):
         with Store.open(tmp_path / name, config=CONFIG, create=True) as opened:
             opened.save(state_of(1), step=1, generation=opened.begin_generation(None))
@@ -276,7 +276,7 @@ def test_foreign_run_does_not_stop_other_runs(tmp_path: Path, folder: str) -> No
 def test_a_manifest_that_the_drive_does_not_give_keeps_no_other_from_going(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody takes that for a refusal of the location."""
+    """Test that an unreadable manifest is not reported as a refusal of the location."""
     whole = ManifestReader.read_all
 
     def read_all(manifests: ManifestReader, listing: CheckpointFiles) -> list[Manifest]:
@@ -296,7 +296,7 @@ def test_a_manifest_that_the_drive_does_not_give_keeps_no_other_from_going(
 def test_local_read_error_is_not_blamed_on_the_location(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is damage of this store, and no upload is retried for it."""
+    """Test that the error reports damage of the store, and that no upload is retried."""
 
     def read_frame(pack: PackFile, sequence: int, _: Slot) -> memoryview:
         raise StorageError(f"read frame {sequence} of {pack.path}: Input/output error")
@@ -314,7 +314,7 @@ def test_local_read_error_is_not_blamed_on_the_location(
 def test_pull_fetches_partitions_that_a_collection_takes(
     store: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Partitions of a deleted checkpoint vanish between lookup and claim."""
+    """Test partitions of a deleted checkpoint that are collected between lookup and claim."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(place, 1)
         for step in (1, 2):

@@ -1,4 +1,4 @@
-"""A training that pushes: selected checkpoints arrive, and training continues through any failure."""
+"""Test a training that pushes: selected checkpoints arrive, and training continues through any failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ONE_ATTEMPT_HERE = config(attempts=1)
 
 
 class Outage:
-    """A location that refuses to take packs as long as it is told."""
+    """A location that refuses packs until the outage ends."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Begin with the outage."""
@@ -40,7 +40,7 @@ class Outage:
 
 
 def train(checkpointer: Checkpointer, state: dict[str, object], *steps: int) -> None:
-    """Go through steps, each durable before the next."""
+    """Train, and make each step durable before the next."""
     for step in steps:
         state.update(state_of(step))
         checkpointer.step(step, {"loss": 10.0 - step})
@@ -48,13 +48,13 @@ def train(checkpointer: Checkpointer, state: dict[str, object], *steps: int) -> 
 
 
 def steps_in(store: Store) -> list[int]:
-    """What a store has."""
+    """Return the steps of a store."""
     return [one.step for one in store.checkpoints()]
 
 
 @pytest.mark.slow(quick=["hdfs"])
 def test_selected_checkpoints_arrive(store_path: Path, place: str) -> None:
-    """While training runs; the statistics say so."""
+    """Test the push during training, and the statistics."""
     state = dict(state_of(0))
     with Store.open(store_path, config=CONFIG, create=True) as store:
         with Checkpointer(store, state, every=1, push=Push(place, every=2), keep=None) as checkpointer:
@@ -71,7 +71,7 @@ def test_selected_checkpoints_arrive(store_path: Path, place: str) -> None:
 
 
 def test_wait_without_a_push_is_refused(store_path: Path) -> None:
-    """Returning would claim that everything was uploaded."""
+    """Test that a wait does not return as if all checkpoints had been uploaded."""
     state = dict(state_of(0))
     with (
         Store.open(store_path, config=CONFIG, create=True) as store,
@@ -91,7 +91,7 @@ def test_wait_without_a_push_is_refused(store_path: Path) -> None:
 def test_retention_keeps_waiting_checkpoints_up_to_a_limit(
     store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two waiting ones stay beside the newest; the next start sends them, then they are deleted."""
+    """Test two waiting checkpoints besides the newest; the next start sends them, and they are deleted."""
     outage = Outage(monkeypatch)
     state = dict(state_of(0))
     push, keep = Push(folder, every=2, hold=2, own_process=False), Retention(keep_last=1)
@@ -115,7 +115,7 @@ def test_retention_keeps_waiting_checkpoints_up_to_a_limit(
 
 @pytest.mark.slow
 def test_outage_is_reported_once_and_the_backlog_grows(store_path: Path) -> None:
-    """Every step is saved locally; wait() gives the reason, and close() the backlog."""
+    """Test that every step is saved locally, and that wait() reports the reason, and close() the backlog."""
     state = dict(state_of(0))
     with Store.open(store_path, config=ONE_ATTEMPT, create=True) as store, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UnreachableRemoteWarning)
@@ -139,7 +139,7 @@ def test_outage_is_reported_once_and_the_backlog_grows(store_path: Path) -> None
 
 @pytest.mark.slow
 def test_second_outage_is_reported_again(store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not at each step, and not never."""
+    """Test that the second outage is reported once."""
     outage = Outage(monkeypatch)
     state = dict(state_of(0))
     with (
@@ -155,13 +155,13 @@ def test_second_outage_is_reported_again(store_path: Path, folder: str, monkeypa
                     wait_until(lambda: checkpointer.push_statistics().problem != "", "a push to fail")
                 else:
                     checkpointer.wait("remote")
-                # Brings to the loop what was seen.
+                # This call passes the observed problem to the loop.
                 checkpointer.wait("local" if is_on else "remote")
     assert len(told) == 2
 
 
 def test_end_is_bounded_in_time(store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a location that never responds; unfinished uploads are not committed, and the next start sends them."""
+    """Test a location that never responds; unfinished uploads are not committed, and the next start sends them."""
     state = dict(state_of(0))
     blocked, freed = threading.Event(), threading.Event()
     whole: Callable[..., int] = RemoteFiles.write
@@ -190,7 +190,7 @@ def test_end_is_bounded_in_time(store_path: Path, folder: str, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_the_location_has_a_retention_of_its_own(store_path: Path, place: str) -> None:
-    """What goes there goes with its packs, when they are old enough; the store keeps what it keeps."""
+    """Test that remote checkpoints are deleted with their packs, when old enough, and local ones are not."""
     state = dict(state_of(0))
     push = Push(place, every=2, keep=Retention(keep_last=1, keep_best=("loss", 1, "max")))
     with Store.open(store_path, config=config(grace_s=0.0), create=True) as store:
@@ -212,7 +212,7 @@ def test_the_location_has_a_retention_of_its_own(store_path: Path, place: str) -
 
 @pytest.mark.slow
 def test_foreign_location_is_reported_until_fixed(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backlog waits, and never counts as sent."""
+    """Test that the backlog waits, and never counts as sent."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     push = Push(place, close_s=1.0, own_process=False)
     state = dict(state_of(0))
@@ -222,7 +222,7 @@ def test_foreign_location_is_reported_until_fixed(tmp_path: Path, place: str, mo
     ):
         train(first, state, 0, 1)
         first.wait("remote")
-    # Its store is lost, and nobody says where the location is that has it all.
+    # The store is lost, and no location is configured from which it could be restored.
     with Store.open(tmp_path / "anew", config=CONFIG, create=True) as store, warnings.catch_warnings():
         warnings.simplefilter("ignore", UnreachableRemoteWarning)
         with Checkpointer(store, state, push=push, every=1, keep=None) as second:
@@ -237,7 +237,7 @@ def test_foreign_location_is_reported_until_fixed(tmp_path: Path, place: str, mo
 
 @pytest.mark.slow
 def test_a_new_machine_goes_on_with_a_number_that_the_location_does_not_have(tmp_path: Path, folder: str) -> None:
-    """A generation that was opened and has no checkpoint is known there, too; each store knows the whole line."""
+    """Test that the location knows a generation without checkpoints, and that each store knows the whole line."""
     launches = (("lost", (0,), None), ("lost", (), 0), ("second", (1,), 0), ("third", (2,), 1))
     for generation, (name, steps, restored) in enumerate(launches, 1):
         state = state_of(9)
@@ -260,13 +260,13 @@ def test_a_new_machine_goes_on_with_a_number_that_the_location_does_not_have(tmp
 
 @pytest.mark.slow
 def test_a_training_that_was_lost_before_its_first_checkpoint_begins_again(tmp_path: Path, folder: str) -> None:
-    """Its generation is known where it pushed, and nothing else is; another training of that name is refused there."""
+    """Test a generation that only the location knows; another training of that name is refused."""
     state = state_of(9)
     with Store.open(tmp_path / "lost", config=CONFIG, create=True) as store:
         store.save(state, step=0, generation=store.begin_generation(None))
         store.push(folder)
     with Store.open(folder, config=CONFIG, create=True) as there:
-        # As a push leaves it that is killed before its first manifest.
+        # A push that is killed before its first manifest leaves this state.
         there.delete(0)
     with (
         Store.open(tmp_path / "new", config=CONFIG, remote=folder, create=True) as store,
@@ -288,7 +288,7 @@ def test_a_training_that_was_lost_before_its_first_checkpoint_begins_again(tmp_p
 def test_a_rollback_does_not_wait_for_the_location(
     tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which numbers are taken there was asked when training began; since then it may have gone away."""
+    """Test that generation numbers of the location are read at the start, so that a rollback needs no connection."""
     with Store.open(tmp_path / "lost", config=CONFIG, create=True) as store:
         store.save(state_of(0), step=0)
         store.push(folder)

@@ -1,4 +1,4 @@
-"""Several uploaders and a collection at the same time: committed checkpoints are whole."""
+"""Test several uploaders and a collection at the same time: committed checkpoints are complete."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.zygote import Zygote
 
 @pytest.mark.slow
 def test_processes_that_push_at_once(zygote: Zygote, store: Path, tmp_path: Path, place: str) -> None:
-    """Four of them: two stores, of one run each, into a place that none has made."""
+    """Test four processes: two stores with one run each, into a location that does not exist yet."""
     children = [zygote.start(push, store=str(store), location=place, step=step) for step in (1, 2, 1, 2)]
     for child in children:
         child.finish()
@@ -28,7 +28,7 @@ def test_processes_that_push_at_once(zygote: Zygote, store: Path, tmp_path: Path
 
 
 def orphaned(store: Path, folder: str) -> None:
-    """Push a step and delete it there: its packs are of no use to anybody."""
+    """Push a step and delete it at the location, so that its packs are garbage."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 1)
         opened.push(folder, 2)
@@ -39,7 +39,7 @@ def orphaned(store: Path, folder: str) -> None:
 @pytest.mark.slow(quick=["removed"])
 @pytest.mark.parametrize("event", ["remote.pack_doomed", "remote.pack_removed"], ids=["doomed", "removed"])
 def test_push_relies_on_a_pack_under_collection(store: Path, folder: str, event: str) -> None:
-    """The push comes between announcement and removal, or right after the first removal."""
+    """Test a push between announcement and removal, and a push right after the first removal."""
     orphaned(store, folder)
     pushed = []
 
@@ -60,7 +60,7 @@ def test_push_relies_on_a_pack_under_collection(store: Path, folder: str, event:
     "event", ["remote.pack_begun", "remote.pack_renamed", "remote.small_closed", "remote.manifest_renamed"]
 )
 def test_a_collection_in_the_middle_of_a_push(store: Path, folder: str, event: str) -> None:
-    """It takes what the push has decided to rely on, and the push sends that again."""
+    """Test that the push sends data again that it relied on and that the collection has removed."""
     orphaned(store, folder)
     freed: list[int] = []
 
@@ -70,7 +70,7 @@ def test_a_collection_in_the_middle_of_a_push(store: Path, folder: str, event: s
             with Store.open(folder, config=config(grace_s=0.0), create=True) as there:
                 freed[0] = there.gc().freed_packs
         if found.name == "remote.manifest_renamed" and event in ("remote.pack_begun", "remote.pack_renamed"):
-            # What was taken before the commit is back by then: a crash right after it loses nothing.
+            # Removed data is restored before the commit, so a crash right after the commit loses nothing.
             with Store.open(folder, config=CONFIG, create=True) as there:
                 there.load(3, run="other")
 
@@ -87,7 +87,7 @@ def test_a_collection_in_the_middle_of_a_push(store: Path, folder: str, event: s
 
 
 def test_two_collections_and_a_push_at_once(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One announces what it saw to be garbage when the other has announced it, and a push has taken that back."""
+    """Test a collection that announces garbage that another has announced and a push has claimed again."""
     orphaned(store, folder)
     doom, delete = RemoteTier.doom, RemoteFiles.delete
     pushed, announced = threading.Event(), threading.Event()
@@ -126,7 +126,7 @@ def test_two_collections_and_a_push_at_once(store: Path, folder: str, monkeypatc
 
 
 def test_a_collection_that_was_killed_loses_nothing(store: Path, folder: str) -> None:
-    """Packs that it has announced are read, relied upon, and put back."""
+    """Test that announced packs are read, relied on, and put back."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 2)
     packs = Path(folder.removeprefix("file://")) / "packs"
@@ -142,7 +142,7 @@ def test_a_collection_that_was_killed_loses_nothing(store: Path, folder: str) ->
 
 
 def test_run_continues_during_pushes(store: Path, folder: str) -> None:
-    """Steps are saved and deleted between pushes."""
+    """Test that steps are saved and deleted between pushes."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, everything=True)
         opened.delete(1)

@@ -1,4 +1,4 @@
-"""An unreachable location is reported at once, with a remedy."""
+"""Test that an unreachable location is reported immediately, with a remedy."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from asymcheck.storage.remote import deadline, parse_location
 from asymcheck.storage.remote.clients import connect
 
 AT_ONCE_S = 10.0
-"""Far below what the clients take by themselves: 60 s and more."""
+"""Limit in seconds, far below the time-outs of the clients, which are 60 s and more."""
 
 
 @pytest.fixture
 def closed_port() -> int:
-    """A port of this machine that nobody listens at."""
+    """Return a port of this machine without a listener."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port: int = held.getsockname()[1]
@@ -29,7 +29,7 @@ def closed_port() -> int:
 
 
 def test_a_refused_connection(closed_port: int) -> None:
-    """Host, port and what to do, without the minute of retries in the client."""
+    """Test that the error names host, port and remedy, without the retries of the client, which take a minute."""
     began = time.monotonic()
     said = rf"host 127\.0\.0\.1, port {closed_port} .*refused.*fs\.defaultFS"
     with pytest.raises(RemoteUnreachableError, match=said):
@@ -38,7 +38,7 @@ def test_a_refused_connection(closed_port: int) -> None:
 
 
 def test_an_unknown_host() -> None:
-    """``.invalid`` is reserved: no name server knows it."""
+    """Test ``.invalid``, a reserved domain that no name server knows."""
     began = time.monotonic()
     with pytest.raises(RemoteUnreachableError, match=r"host namenode\.invalid is not known .*correct the location"):
         Store.open("hdfs://namenode.invalid:8020/runs")
@@ -46,19 +46,19 @@ def test_an_unknown_host() -> None:
 
 
 def test_a_port_that_is_none() -> None:
-    """Wrong in the location, whoever may listen."""
+    """Test a port number that is out of range."""
     with pytest.raises(InvalidInputError, match=r"location hdfs://localhost:99999/runs: Port out of range"):
         Store.open("hdfs://localhost:99999/runs")
 
 
 def test_a_port_that_is_left_out() -> None:
-    """The client takes the host for a name service that it does not know: what to give is said."""
+    """Test that the error says what to pass, because the client expects a name service."""
     with pytest.raises(InvalidInputError, match="without a port it is a name service: give the port, or"):
         Store.open("hdfs://localhost/runs")
 
 
 def test_a_name_service_is_not_connected_to(closed_port: int) -> None:
-    """It has no port, and its name is no host: the client tries its NameNodes in turn, also those that are down."""
+    """Test that the client tries its NameNodes in turn, because the name is not a host and has no port."""
     options = {
         "dfs.ha.namenodes.cluster": "a,b",
         "dfs.namenode.rpc-address.cluster.a": f"127.0.0.1:{closed_port}",
@@ -69,11 +69,11 @@ def test_a_name_service_is_not_connected_to(closed_port: int) -> None:
 
 @pytest.mark.slow
 def test_a_busy_namenode_is_left_to_the_client() -> None:
-    """A listener that takes no connection in time is not given up here."""
+    """Test a listener that accepts no connection in time, which is left to the client."""
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen(0)
-        # The queue of those that wait is full with these.
+        # These connections fill the queue of the listener.
         waiting = [socket.socket() for _ in range(2)]
         for one in waiting:
             one.setblocking(False)
@@ -86,7 +86,7 @@ def test_a_busy_namenode_is_left_to_the_client() -> None:
 
 @pytest.mark.parametrize("location", ["foo://x", "foo://x/runs"])
 def test_an_unknown_scheme(location: str) -> None:
-    """The schemes that there are, whatever else is wrong with it."""
+    """Test that the error lists the supported schemes."""
     with pytest.raises(
         InvalidInputError, match=rf"'{location}': no file system is known for foo://; use hdfs, file, s3"
     ):
@@ -94,7 +94,7 @@ def test_an_unknown_scheme(location: str) -> None:
 
 
 def test_a_place_where_nothing_can_be_created(store: Path, tmp_path: Path) -> None:
-    """The kernel's own folder, and a file in the way: an error of ours that names the place."""
+    """Test the kernel's own folder, and a file in place of a folder: the error of this package names the path."""
     (tmp_path / "file").write_text("x")
     with Store.open(store, create=True) as opened:
         with pytest.raises(StorageError, match=r"file:///proc/nope/heads: cannot create this directory"):

@@ -1,4 +1,4 @@
-"""Uploads: verified before the rename, in few large pieces, within time and rate limits."""
+"""Test uploads: verified before the rename, in few large pieces, within time and rate limits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Write = Callable[[RemoteFiles, PurePath, Iterable[bytes], "Callable[[], None] | 
 
 
 def spoil_packs(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[list[bytes]], list[bytes]]) -> None:
-    """Let what is written into packs be something else, and counted as if it were not."""
+    """Corrupt pieces written into packs, but count them as if they were right."""
     whole: Write = RemoteFiles.write
 
     def write(
@@ -41,7 +41,7 @@ def spoil_packs(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[list[bytes]], 
 
 
 def flipped(piece: bytes, place: int) -> bytes:
-    """The piece with another bit."""
+    """Return the piece with a flipped bit."""
     return piece[:place] + bytes([piece[place] ^ 1]) + piece[place + 1 :]
 
 
@@ -63,7 +63,7 @@ def test_corrupted_upload_gets_no_name(
     spoil: Callable[[list[bytes]], list[bytes]],
     settings: dict[str, bool],
 ) -> None:
-    """The push names pack and attempt, and leaves neither pack nor checkpoint."""
+    """Test that the error names pack and attempt, and that neither pack nor checkpoint remains."""
     with (
         Store.open(store, config=config(attempts=2, **settings), create=True) as opened,
         monkeypatch.context() as patch,
@@ -82,7 +82,7 @@ def test_corrupted_upload_gets_no_name(
 def test_a_pack_is_written_while_others_are_being_completed(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Never more at the same time than is allowed; and none is completed here before twice as many were written."""
+    """Test the limit of concurrent completions, and that none begins before twice as many were written."""
     whole, lock = RemoteFiles.write, threading.Lock()
     writing, most, count = 0, 0, 0
     enough = threading.Event()
@@ -124,7 +124,7 @@ def test_a_pack_is_written_while_others_are_being_completed(
 def test_manifests_are_staged_by_a_few_threads(
     store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch, spoilt: int | None
 ) -> None:
-    """However many ranks there are; when one cannot be staged, nothing is left of the others."""
+    """Test the number of threads for any number of ranks; if a manifest cannot be staged, all are removed."""
     whole, threads = RemoteManifests.stage, set[int]()
 
     def stage(
@@ -149,7 +149,7 @@ def test_manifests_are_staged_by_a_few_threads(
 
 
 def test_failed_probe_blocks_nobody(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other packs wait for the measurement of the first one."""
+    """Test that other packs wait for the measurement of the first one."""
     monkeypatch.setattr("asymcheck.replication.push._PROBE_BYTES", 8192)
     spoil_packs(monkeypatch, lambda pieces: pieces[:-1])
     with (
@@ -160,7 +160,7 @@ def test_failed_probe_blocks_nobody(store: Path, folder: str, monkeypatch: pytes
 
 
 def test_a_restore_reads_neighbours_together(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many reads as the bytes ask for, and two for each pack; a part of it reads a part of the bytes."""
+    """Test that the number of reads follows from the bytes, plus two for each pack, also for a partial restore."""
     with Store.open(store, config=config(pack_bytes=1 << 20), create=True) as opened:
         assert opened.push(folder).packs == 1
     reads: list[int] = []
@@ -190,7 +190,7 @@ def test_a_restore_reads_neighbours_together(store: Path, folder: str, monkeypat
 
 
 def test_an_operation_that_does_not_end_is_left_behind() -> None:
-    """By its deadline, with its name; one that ends gives its result, or its error."""
+    """Test that the deadline raises an error with the name of the operation; others return or raise as usual."""
     never = threading.Event()
     with pytest.raises(RemoteUnreachableError, match=r"read x: no answer in 0\.05 s"):
         within(0.05, "read x", never.wait)
@@ -201,7 +201,7 @@ def test_an_operation_that_does_not_end_is_left_behind() -> None:
 
 
 def test_a_limit_is_for_all_threads_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of our own: 30 bytes at 10 a second take 3 seconds, however they are cut."""
+    """Test with a simulated clock: 30 bytes at 10 a second take 3 seconds, for any sizes."""
     now = [100.0]
     slept: list[float] = []
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -236,7 +236,7 @@ def test_a_limit_is_for_all_threads_together(monkeypatch: pytest.MonkeyPatch) ->
     ids=str,
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, object], folder: str) -> None:
-    """By their name."""
+    """Test that the error names the setting."""
     remote = RemoteConfig(**settings)  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(InvalidInputError, match=next(iter(settings))):
         Store.open(folder, config=StoreConfig(remote=remote), create=True)

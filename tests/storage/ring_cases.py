@@ -1,4 +1,4 @@
-"""Small rings for tests, and their content."""
+"""Small rings for tests, with their content."""
 
 import dataclasses
 from pathlib import Path
@@ -25,12 +25,12 @@ SAVE = SaveId(b"s" * 16)
 
 
 def make_ring(folder: Path, **changes: object) -> Ring:
-    """A ring of 16 blocks."""
+    """Return a ring of 16 blocks."""
     return Ring(folder, dataclasses.replace(HEADER, **changes))  # type: ignore[arg-type]  # fields by name
 
 
 def put(ring: Ring, payload: bytes) -> RingSlot:
-    """Put a frame in, all steps of it."""
+    """Put a complete frame into the ring."""
     slot = ring.take(len(payload))
     assert slot is not None
     ring.payload(slot)[:] = payload
@@ -39,11 +39,11 @@ def put(ring: Ring, payload: bytes) -> RingSlot:
 
 
 def payloads(reader: RingReader) -> dict[int, bytes]:
-    """The frames that a reader found, by offset."""
+    """Return the frames that a reader found, by offset."""
     return {offset: bytes(reader.payload_at(offset)) for offset in reader.entries["offset"].tolist()}
 
 
 def found(path: Path) -> dict[int, bytes]:
-    """The frames in the ring at ``path``."""
+    """Return the frames in the ring at ``path``."""
     with RingReader(path) as reader:
         return payloads(reader)

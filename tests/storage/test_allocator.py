@@ -1,4 +1,4 @@
-"""Ring allocator, byte for byte against a model of all blocks."""
+"""Test the ring allocator against a model of all blocks."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ START, BLOCKS = 12, 40
 
 
 class RoomMachine(RuleBasedStateMachine):
-    """The model is the set of blocks that are taken."""
+    """Model of the allocator: the set of used blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,11 +19,11 @@ class RoomMachine(RuleBasedStateMachine):
 
     @property
     def used(self) -> set[int]:
-        """All blocks that are taken."""
+        """Return all used blocks."""
         return {block for start, length in self.taken.items() for block in range(start, start + length)}
 
     def gaps(self) -> list[tuple[int, int]]:
-        """The free pieces as start and length, neighbours joined."""
+        """Return the free ranges as start and length, with neighbours merged."""
         found: list[tuple[int, int]] = []
         for block in sorted(set(range(START, START + BLOCKS)) - self.used):
             if found and sum(found[-1]) == block:
@@ -34,7 +34,7 @@ class RoomMachine(RuleBasedStateMachine):
 
     @rule(length=st.integers(1, BLOCKS + 2))
     def take(self, length: int) -> None:
-        """The first piece that is long enough gives its beginning; none is taken twice."""
+        """Check that the first free range that is long enough is used, and no block twice."""
         expected = next((start for start, there in self.gaps() if there >= length), None)
         start = self.room.take(length)
         assert start == expected
@@ -45,13 +45,13 @@ class RoomMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.taken)
     @rule(choice=st.integers(0, BLOCKS))
     def give_back(self, choice: int) -> None:
-        """What was taken can be given back in any order."""
+        """Check that ranges can be freed in any order."""
         start = sorted(self.taken)[choice % len(self.taken)]
         self.room.give_back(start, self.taken.pop(start))
 
     @invariant()
     def what_is_free_is_known(self) -> None:
-        """The free bytes are exact, and pieces that touch are one."""
+        """Check that the number of free bytes is exact, and that neighbouring free ranges are one."""
         assert self.room.free_bytes == BLOCKS - len(self.used)
         assert list(zip(self.room._starts, self.room._lengths, strict=True)) == self.gaps()
 
@@ -61,7 +61,7 @@ TestRoom = RoomMachine.TestCase
 
 @given(st.permutations(range(8)))
 def test_all_that_was_given_back_is_one_piece_again(order: list[int]) -> None:
-    """Whatever the order: afterwards everything fits in at once."""
+    """Test that freeing in any order leaves one free range."""
     room = Allocator(4096, 80)
     places = [room.take(10) for _ in order]
     assert places == list(range(4096, 4176, 10))

@@ -1,4 +1,4 @@
-"""Available memory is limited by the container and by the machine."""
+"""Test that available memory is limited by the container and by the machine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_least_of_all_groups_counts(
     limit: str,
     usage: str,
 ) -> None:
-    """Each group on the way up may have a limit, or none."""
+    """Test that every parent group may have a limit, or none."""
     files: dict[str, object] = {"proc/self/cgroup": f"1:name=systemd:/x\n{line}"}
     for group, (most, used) in groups.items():
         files |= {f"{mount}/{group}/{limit}": most, f"{mount}/{group}/{usage}": used}
@@ -70,7 +70,7 @@ def test_the_least_of_all_groups_counts(
 def test_files_that_were_read_take_nothing(
     tmp_path: Path, line: str, mount: str, names: tuple[str, str], prefix: str
 ) -> None:
-    """A container that has read a data set is full of it, and drops it when memory is wanted; rings it does not."""
+    """Test that the page cache counts as free, because the kernel drops it on demand, and that rings do not."""
     statistics = f"{prefix}shmem {3 * GIB}\n{prefix}active_file {4 * GIB}\n{prefix}inactive_file {5 * GIB}\nodd"
     files = {"proc/self/cgroup": line, f"{mount}/memory.stat": statistics}
     files |= {f"{mount}/{name}": count * GIB for name, count in zip(names, (32, 31), strict=True)}
@@ -78,14 +78,14 @@ def test_files_that_were_read_take_nothing(
 
 
 def test_nothing_is_known_where_nothing_says_so(tmp_path: Path) -> None:
-    """As on systems that are not Linux."""
+    """Test systems without this information, such as systems other than Linux."""
     assert available_bytes(tmp_path) is None
     _write(tmp_path, {"proc/meminfo": "MemAvailable: many", "proc/self/cgroup": "nonsense\n::\n"})
     assert available_bytes(tmp_path) is None
 
 
 def test_ring_takes_half_of_the_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And never nothing: a ring that is too small is reported."""
+    """Test also a tiny container: the size is never zero, so that a too small ring is reported."""
     for module in (background_saver, measurement):
         monkeypatch.setattr(module, "available_bytes", lambda: 1 << 20)
     assert background_saver.default_bytes(tmp_path, GIB) == measurement.ring_room_bytes(tmp_path) == 1 << 19

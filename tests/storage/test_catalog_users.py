@@ -1,4 +1,4 @@
-"""Catalog users: marks of the processes that use a catalog."""
+"""Test marks of the processes that use a catalog."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asymcheck.storage.nvme.catalog import CatalogUsers
 
 
 def test_one_process_has_one_mark_in_a_catalog(tmp_path: Path) -> None:
-    """LMDB must not be opened twice in a process, as by two paths to one directory."""
+    """Test that LMDB is not opened twice in a process, for example by two paths to one directory."""
     folder = tmp_path / "open"
     first, second = CatalogUsers(Files(), folder), CatalogUsers(Files(), folder)
     first.put()

@@ -1,4 +1,4 @@
-"""Lock holders are closed once, because a second close could hit a reused descriptor."""
+"""Test that lock holders are closed once, because a second close could hit a reused descriptor."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _ring_that_was_left(folder: Path) -> tuple[Closing, Closing]:
 
 @contextlib.contextmanager
 def _opened_instead(end: Closing, path: Path) -> Iterator[int]:
-    """Open a new file by the number that ``end`` gives back."""
+    """Open a new file that gets the descriptor that ``end`` closes."""
     spare, before = os.open(path, os.O_RDWR | os.O_CREAT), set(DESCRIPTORS._open)
     end()
     (number,) = before - DESCRIPTORS._open
@@ -70,7 +70,7 @@ def _opened_instead(end: Closing, path: Path) -> Iterator[int]:
 def test_second_close_does_not_close_another_file(
     tmp_path: Path, make: Callable[[Path], tuple[Closing, Closing]]
 ) -> None:
-    """The system reuses descriptors."""
+    """Test a descriptor that the system has reused."""
     end, end_again = make(tmp_path)
     with _opened_instead(end, tmp_path / "other") as other:
         end_again()
@@ -78,7 +78,7 @@ def test_second_close_does_not_close_another_file(
 
 
 def test_a_late_write_goes_into_no_other_file(tmp_path: Path) -> None:
-    """Of a pack that was given up while a thread still encoded for it."""
+    """Test a write to an abandoned pack by a thread that was still encoding."""
     with Store.open(tmp_path / "store", create=True) as store:
         tier: NvmeTier = store.training.opened.nvme
         writer, data = tier.start_pack(1), b"late" * 1000

@@ -1,4 +1,4 @@
-"""CUDA calls use the device of the link, regardless of the current device."""
+"""Test that CUDA calls use the device of the link, regardless of the current device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEVICE = torch.device("cuda", 1)
 
 
 class Runtime:
-    """As much of CUDA as pins memory, with a device of the thread's own."""
+    """The part of CUDA that pins memory, with a current device for each thread."""
 
     def __init__(self) -> None:
         """Begin with device 0, as each thread does."""
@@ -25,7 +25,7 @@ class Runtime:
 
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
-        """Change the device for a while."""
+        """Change the current device temporarily."""
         before, self.device = self.device, device
         yield
         self.device = before
@@ -37,22 +37,22 @@ class Runtime:
         return self.answer
 
     def cudart(self) -> Runtime:
-        """Begin a context, if there is none yet."""
+        """Create a context, if none exists."""
         self.calls.append(("context", self.device))
         return self
 
     def cudaHostRegister(self, _address: int, _length: int, _flags: int) -> int:  # noqa: N802 - as CUDA has it
-        """Pin."""
+        """Record the pinned memory."""
         return self._call("pin")
 
     def cudaHostUnregister(self, _address: int) -> int:  # noqa: N802 - as CUDA has it
-        """Undo it."""
+        """Record the unpinned memory."""
         return self._call("unpin")
 
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
-    """Stand in for CUDA."""
+    """Replace CUDA by the simulated runtime."""
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "device", runtime.on)
     monkeypatch.setattr(torch.cuda, "cudart", runtime.cudart)
@@ -70,7 +70,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
 
 
 def test_memory_is_pinned_on_the_device_of_the_link(runtime: Runtime) -> None:
-    """A training on another device than the first gets no context there, which takes hundreds of MiB."""
+    """Test that the first device gets no context, which would use hundreds of MiB."""
     link, memory = cuda_link(DEVICE), memoryview(bytearray(64))
     assert link.pin(memory)
     link.unpin(memory)
@@ -81,7 +81,7 @@ def test_memory_is_pinned_on_the_device_of_the_link(runtime: Runtime) -> None:
 
 @pytest.mark.parametrize("answer", [2, RuntimeError("out of memory")])
 def test_unpinnable_memory_is_reported(runtime: Runtime, answer: int | Exception) -> None:
-    """And the error state of the device is cleared."""
+    """Test that the error state of the device is cleared."""
     runtime.answer = answer
     with pytest.warns(CaptureWarning, match="could not be pinned"):
         assert not cuda_link(DEVICE).pin(memoryview(bytearray(64)))

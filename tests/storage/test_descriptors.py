@@ -1,4 +1,4 @@
-"""Descriptors that hold locks are not inherited by forked processes."""
+"""Test that forked processes do not inherit descriptors that hold locks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _opened_slowly(path: str, is_open: threading.Event) -> int:
 
 
 def fork_while_opening(path: str) -> None:
-    """Fork between the system call that opens a file and the note that the file is open. Runs in a child."""
+    """Fork between the open system call and the registration of the descriptor. Runs in a child."""
     is_open, found = threading.Event(), list[int]()
     opener = threading.Thread(target=lambda: found.append(DESCRIPTORS.open(_opened_slowly, path, is_open)))
     opener.start()
@@ -37,7 +37,7 @@ def fork_while_opening(path: str) -> None:
 
 
 def test_a_fork_waits_until_a_descriptor_that_is_being_opened_is_known(zygote: Zygote, tmp_path: Path) -> None:
-    """The child would keep the lock of a descriptor that it does not know."""
+    """Test that the child does not keep the lock of a descriptor that it does not know."""
     (tmp_path / "file").touch()
     zygote.start(fork_while_opening, path=str(tmp_path / "file")).finish()
 
@@ -61,13 +61,13 @@ def fork_natively(path: str) -> None:
 
 
 def test_a_native_fork_keeps_no_lock_of_a_descriptor_that_is_closed(zygote: Zygote, tmp_path: Path) -> None:
-    """A fork by a C library closes nothing in its child."""
+    """Test a fork by a C library, which closes nothing in its child."""
     (tmp_path / "file").touch()
     zygote.start(fork_natively, path=str(tmp_path / "file")).finish()
 
 
 def test_a_child_that_closes_its_copies_keeps_the_locks_of_its_parent(zygote: Zygote, tmp_path: Path) -> None:
-    """To unlock a copy would unlock the file for the parent, too."""
+    """Test that a child only closes its copies, because unlocking them would unlock the file for the parent, too."""
     (tmp_path / "file").touch()
     zygote.start(fork_while_locked, path=str(tmp_path / "file")).finish()
 
@@ -99,7 +99,7 @@ def fork_in_a_handler(path: str) -> None:
 
 
 def test_a_handler_that_forks_while_a_file_is_opened_waits_for_nothing(zygote: Zygote, tmp_path: Path) -> None:
-    """The thread would wait for itself."""
+    """Test that a thread that forks while it opens a file does not wait for itself."""
     (tmp_path / "file").touch()
     child = zygote.start(fork_in_a_handler, path=str(tmp_path / "file"))
     assert child.has_ended(20.0)

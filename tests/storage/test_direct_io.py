@@ -1,4 +1,4 @@
-"""Direct I/O is used if available, and not required."""
+"""Test that direct I/O is used if available, and not required."""
 
 import contextlib
 import errno
@@ -38,27 +38,27 @@ def _round_trip(path: Path, files: Files | None = None) -> None:
 
 
 class Watching(Files):
-    """Notes whether frames are read and written directly."""
+    """Records whether frames are read and written with direct I/O."""
 
     def __init__(self) -> None:
         self.frames_written: set[bool] = set()
         self.frames_read: set[bool] = set()
 
     def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
-        """Note and write."""
+        """Record and write."""
         if path.parent.name == "packs":
             self.frames_written.add(_is_direct(descriptor))
         super().pwrite(descriptor, buffers, offset, path)
 
     def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> int:
-        """Note and read."""
+        """Record and read."""
         if path.parent.name == "packs" and sum(map(len, buffers)) > 100_000:
             self.frames_read.add(_is_direct(descriptor))
         return super().pread(descriptor, buffers, offset, path)
 
 
 class Refusing(Watching):
-    """A file system that accepts the flag and refuses what is then asked of it; all threads meet that at once."""
+    """A file system that accepts the flag and then refuses all direct I/O, to several threads at once."""
 
     def __init__(self, threads: int) -> None:
         super().__init__()
@@ -75,19 +75,19 @@ class Refusing(Watching):
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
-        """Refuse, or write."""
+        """Refuse direct I/O, or write."""
         self._refuse(descriptor, "write", path)
         super().pwrite(descriptor, buffers, offset, path)
 
     def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> int:
-        """Refuse, or read."""
+        """Refuse direct I/O, or read."""
         self._refuse(descriptor, "read", path)
         return super().pread(descriptor, buffers, offset, path)
 
 
 @pytest.fixture
 def in_memory() -> Iterator[Path]:
-    """A path in a file system that is in memory, which has no direct I/O on older kernels."""
+    """Return a path in tmpfs, which has no direct I/O on older kernels."""
     shared = Path("/dev/shm")
     if not os.access(shared, os.W_OK):
         pytest.skip("no file system in memory")
@@ -97,7 +97,7 @@ def in_memory() -> Iterator[Path]:
 
 
 def test_frames_bypass_the_page_cache(store_path: Path) -> None:
-    """Where the file system of the tests allows it, every frame goes directly, both ways."""
+    """Test that every frame is read and written directly if the file system of the tests allows it."""
     files = Watching()
     _round_trip(store_path, files)
     probe = os.open(store_path / "asymcheck.store", os.O_RDONLY)
@@ -107,14 +107,14 @@ def test_frames_bypass_the_page_cache(store_path: Path) -> None:
 
 
 def test_a_store_works_in_memory(in_memory: Path) -> None:
-    """On tmpfs, whether it takes the flag or not."""
+    """Test tmpfs, with or without support of the flag."""
     _round_trip(in_memory)
 
 
 def test_a_file_system_without_direct_access_is_written_through_the_cache(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The flag is refused at once: buffered from the first frame on."""
+    """Test that the first frame is already written through the page cache if the flag is refused."""
     monkeypatch.setattr("asymcheck.storage.local_files.set_direct", lambda _descriptor: False)
     files = Watching()
     _round_trip(store_path, files)
@@ -124,14 +124,14 @@ def test_a_file_system_without_direct_access_is_written_through_the_cache(
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(3))
 def test_a_file_system_that_refuses_late_is_used_through_the_cache(store_path: Path, attempt: int) -> None:
-    """It took the flag and refuses the access, to several threads at the same time: none of them fails."""
+    """Test several threads whose direct I/O is refused after the flag was accepted: none of them fails."""
     files = Refusing(4)
     _round_trip(store_path, files)
     assert files.frames_written == files.frames_read == {False}
 
 
 def test_other_failures_are_not_retried(store_path: Path) -> None:
-    """An error of the device is an error, direct or not."""
+    """Test that an error of the device is raised, with and without direct I/O."""
 
     class Broken(Files):
         attempts = 0

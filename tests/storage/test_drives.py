@@ -1,4 +1,4 @@
-"""Drives that handle each page of a request separately: small pages go through slots in huge pages."""
+"""Test drives that handle each page of a request separately: small pages are copied through huge pages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _huge() -> np.ndarray:
 
 
 class _Watching(Files):
-    """Counts the bytes that are written from an array's own memory."""
+    """Counts the bytes that are written directly from an array's own memory."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._first, self._last = array.ctypes.data, array.ctypes.data + array.nbytes
@@ -59,7 +59,7 @@ class _Watching(Files):
 
 @pytest.fixture
 def devices(tmp_path: Path) -> Path:
-    """Devices as sysfs shows them: 8:1 is the partition of an NVMe drive, 254:1 of a virtio drive, 9:0 is a RAID."""
+    """Return simulated sysfs devices: 8:1 is a partition of an NVMe drive, 254:1 of a virtio drive, 9:0 is a RAID."""
     for number, drive, driver in (("8:1", "nvme0n1", "nvme"), ("254:1", "vda", "virtio_blk")):
         folder = tmp_path / drive
         (folder / f"{drive}p1").mkdir(parents=True)
@@ -74,13 +74,13 @@ def devices(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("major", "minor", "expected"), [(8, 1, False), (254, 1, True), (9, 0, True), (0, 42, False)])
 def test_the_driver_tells_whether_a_drive_is_paravirtual(devices: Path, major: int, minor: int, expected: bool) -> None:
-    """Partitions have the driver of their drive, and a RAID those of its parts; other file systems have none."""
+    """Test partitions, which have the driver of their drive, a RAID with the drivers of its parts, and others."""
     assert _is_paravirtual(os.makedev(major, minor), devices) is expected
 
 
 @needs_huge_pages
 def test_huge_pages_are_detected() -> None:
-    """Also with partial first and last pages."""
+    """Test memory with partial first and last pages."""
     huge, small = _huge(), _small()
     assert are_huge(huge.ctypes.data, SIZE)
     assert are_huge(huge.ctypes.data + 64, SIZE - 100)
@@ -89,14 +89,14 @@ def test_huge_pages_are_detected() -> None:
 
 @needs_huge_pages
 def test_untouched_memory_has_no_pages() -> None:
-    """Advice alone maps none."""
+    """Test that advice alone maps no page."""
     memory = mmap.mmap(-1, 4 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     assert not are_huge(np.frombuffer(memory, dtype=np.uint8).ctypes.data, 4 * HUGE_PAGE)
 
 
 def test_a_kernel_that_does_not_tell_has_small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux before 6.7 does not know the request."""
+    """Test Linux before 6.7, which does not support the request."""
 
     def refuse(*_arguments: object) -> int:
         raise OSError(errno.ENOTTY, "no such request")
@@ -110,14 +110,14 @@ def test_a_kernel_that_does_not_tell_has_small_pages(monkeypatch: pytest.MonkeyP
 def test_a_slot_is_needed_for_small_pages_on_a_paravirtual_drive(
     monkeypatch: pytest.MonkeyPatch, is_paravirtual: bool
 ) -> None:
-    """Other drives take small pages as they are."""
+    """Test that other drives write small pages directly."""
     monkeypatch.setattr(drives, "is_paravirtual", lambda _device: is_paravirtual)
     assert needs_slot(0, memoryview(_small())) is is_paravirtual
 
 
 @needs_huge_pages
 def test_no_slot_is_needed_for_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their requests have few segments."""
+    """Test that requests from huge pages have few segments."""
     monkeypatch.setattr(drives, "is_paravirtual", lambda _device: True)
     assert not needs_slot(0, memoryview(_huge()))
 
@@ -126,7 +126,7 @@ def test_no_slot_is_needed_for_huge_pages(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_save_copies_small_pages_on_a_paravirtual_drive(
     store_path: Path, monkeypatch: pytest.MonkeyPatch, is_paravirtual: bool
 ) -> None:
-    """On other drives all but the first and the last block of each partition is written from the tensor."""
+    """Test that on other drives all blocks but the first and the last are written from the tensor."""
     monkeypatch.setattr(drives, "is_paravirtual", lambda _device: is_paravirtual)
     weights = _small()
     files = _Watching(weights)
@@ -140,7 +140,7 @@ def test_a_save_copies_small_pages_on_a_paravirtual_drive(
 def test_a_store_is_the_same_on_both_kinds_of_drives(
     store_path: Path, monkeypatch: pytest.MonkeyPatch, saved_on: bool, restored_on: bool
 ) -> None:
-    """Stores move between machines."""
+    """Test that stores can be moved between machines."""
     weights = torch.from_numpy(_small())
     monkeypatch.setattr(drives, "is_paravirtual", lambda _device: saved_on)
     with Store.open(store_path, create=True) as store:

@@ -1,4 +1,4 @@
-"""File operations: errors of the package, and complete reads and writes."""
+"""Test file operations: errors of the package, and complete reads and writes."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ PATH = Path("somewhere")
     ],
 )
 def test_errors_of_the_system_get_the_types_of_the_store(number: int, kind: type[Exception], advice: str) -> None:
-    """What was done to which file, why it failed, and what to do; the original is the cause."""
+    """Test that the error names operation, file, reason and remedy, and that the original error is its cause."""
     with pytest.raises(kind) as caught, translated("write", PATH):
         raise OSError(number, os.strerror(number))
     assert type(caught.value) is kind
@@ -41,13 +41,13 @@ def test_errors_of_the_system_get_the_types_of_the_store(number: int, kind: type
 
 
 def test_a_missing_file_is_an_answer_and_no_translation() -> None:
-    """Callers decide what it means."""
+    """Test that a missing file is a return value, because its meaning depends on the caller."""
     with pytest.raises(FileNotFoundError), translated("open", PATH):
         raise FileNotFoundError(errno.ENOENT, "no such file")
 
 
 def test_a_write_goes_on_until_everything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system may take a part only, and may take none when the device is full."""
+    """Test short writes of the system, and a write of no bytes on a full device."""
     real = os.pwrite
     monkeypatch.setattr(module.os, "pwritev", lambda fd, buffers, at: real(fd, b"".join(buffers)[:7], at))
     data = bytes(range(100))
@@ -62,7 +62,7 @@ def test_a_write_goes_on_until_everything_is_written(tmp_path: Path, monkeypatch
 
 
 def test_a_read_goes_on_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer bytes than asked for mean the end of the file, and nothing else does."""
+    """Test that fewer bytes than requested mean the end of the file."""
     real = os.preadv
     monkeypatch.setattr(module.os, "preadv", lambda fd, buffers, offset: real(fd, [buffers[0][:7]], offset))
     (tmp_path / "x").write_bytes(bytes(range(100)))
@@ -75,7 +75,7 @@ def test_a_read_goes_on_until_the_end(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_read_fills_one_buffer_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few bytes the system gives at once, and up to the end of the file."""
+    """Test short reads of the system, and the end of the file."""
     real = os.preadv
 
     def some(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -93,7 +93,7 @@ def test_a_read_fills_one_buffer_after_another(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_new_file_must_be_new(tmp_path: Path) -> None:
-    """An existing one is never overwritten by accident."""
+    """Test that an existing file is never overwritten by accident."""
     (tmp_path / "x").write_text("mine")
     with pytest.raises(StorageError):
         FILES.open_new(tmp_path / "x")
@@ -101,7 +101,7 @@ def test_a_new_file_must_be_new(tmp_path: Path) -> None:
 
 
 def test_existing_and_missing_names_are_answers(tmp_path: Path) -> None:
-    """Creating an existing name, removing or listing a missing one."""
+    """Test the creation of an existing name, and the removal or listing of a missing name."""
     assert FILES.make_directory(tmp_path / "d")
     assert not FILES.make_directory(tmp_path / "d")
     (tmp_path / "d" / "f").write_text("")
@@ -119,14 +119,14 @@ def test_existing_and_missing_names_are_answers(tmp_path: Path) -> None:
 
 
 def test_a_small_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
-    """One byte more says that it is too long, without reading the rest."""
+    """Test that a file of one byte more is reported as too long, without reading the rest."""
     FILES.write_small(tmp_path / "x", b"0123456789")
     assert FILES.read_small(tmp_path / "x", 10) == b"0123456789"
     assert FILES.read_small(tmp_path / "x", 4) == b"01234"
 
 
 def test_locks_are_exclusive_or_shared(tmp_path: Path) -> None:
-    """Readers together, a writer alone; a lock that cannot be had in time is an answer."""
+    """Test several readers or one writer, and that a timeout is a return value."""
     (tmp_path / "x").write_text("")
     one, other = (FILES.open_read(tmp_path / "x") for _ in range(2))
     assert try_lock(one, exclusive=False)
@@ -142,7 +142,7 @@ def test_locks_are_exclusive_or_shared(tmp_path: Path) -> None:
 
 
 def test_a_path_that_names_another_file_by_now_is_seen(tmp_path: Path) -> None:
-    """After a lock was had, the file behind the name may have been replaced or removed."""
+    """Test a file that was replaced or removed before its lock was acquired."""
     (tmp_path / "x").write_text("")
     descriptor = FILES.open_read(tmp_path / "x")
     assert is_same_file(descriptor, tmp_path / "x")
@@ -155,7 +155,7 @@ def test_a_path_that_names_another_file_by_now_is_seen(tmp_path: Path) -> None:
 
 
 def test_descriptors_are_closed_once(tmp_path: Path) -> None:
-    """Twice would close a number that somebody else may have by then."""
+    """Test that a second close does not close a descriptor that was reused meanwhile."""
     (tmp_path / "x").write_text("")
     known = Descriptors()
     descriptor = known.open(FILES.open_read, tmp_path / "x")

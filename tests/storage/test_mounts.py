@@ -1,4 +1,4 @@
-"""Network file systems are detected by their mounts."""
+"""Test that network file systems are detected by their mounts."""
 
 from pathlib import Path
 
@@ -19,20 +19,20 @@ def _table(*mounts: str) -> str:
 
 @pytest.mark.parametrize("kind", sorted(NETWORK))
 def test_every_network_file_system_is_refused_by_name(tmp_path: Path, kind: str) -> None:
-    """The error says which kind it is."""
+    """Test that the error names the type of the file system."""
     with pytest.raises(UnsupportedFileSystemError, match=rf"\({kind}\)"):
         refuse_network(tmp_path, _table(_mount(str(tmp_path), kind)))
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "fuse.fuse-overlayfs"])
 def test_local_file_systems_are_fine(tmp_path: Path, kind: str) -> None:
-    """Also those in memory and those of containers."""
+    """Test local file systems, including file systems in memory and of containers."""
     refuse_network(tmp_path, _table(_mount(str(tmp_path), kind)))
     assert file_system_type(tmp_path, _table(_mount(str(tmp_path), kind))) == kind
 
 
 def test_the_longest_mount_point_counts(tmp_path: Path) -> None:
-    """In whatever order they are listed; a directory with a similar name is another one."""
+    """Test mounts listed in any order, and a directory with a similar name."""
     inner = tmp_path / "inner"
     inner.mkdir()
     (tmp_path / "inner2").mkdir()
@@ -44,7 +44,7 @@ def test_the_longest_mount_point_counts(tmp_path: Path) -> None:
 
 
 def test_a_later_mount_hides_an_earlier_one_at_the_same_point(tmp_path: Path) -> None:
-    """What was mounted last is what one sees."""
+    """Test that the last mount at a mount point counts."""
     table = _table(_mount(str(tmp_path), "nfs4"), _mount(str(tmp_path), "xfs"))
     assert file_system_type(tmp_path, table) == "xfs"
 
@@ -54,7 +54,7 @@ NAMES = ["with space", "tab\tand\nnewline", "back\\slash", "größe", "値", "\\
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_mount_points_of_any_name_are_found(tmp_path: Path, name: str) -> None:
-    """Spaces are escaped in the table, other letters are not, and a name need not even be valid text."""
+    """Test escaped spaces, other letters, and names that are not valid text."""
     point = tmp_path / name
     point.mkdir()
     table = _table(_mount(str(point), "nfs"))
@@ -63,7 +63,7 @@ def test_mount_points_of_any_name_are_found(tmp_path: Path, name: str) -> None:
 
 
 def test_link_is_resolved(tmp_path: Path) -> None:
-    """The store is where the directory is."""
+    """Test that the directory behind a link counts."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     table = _table(_mount(str(tmp_path / "real"), "lustre"))
@@ -71,13 +71,13 @@ def test_link_is_resolved(tmp_path: Path) -> None:
 
 
 def test_optional_fields_do_not_confuse(tmp_path: Path) -> None:
-    """There may be none, one or several of them."""
+    """Test no, one and several optional fields."""
     for options in ("", "shared:1", "shared:1 master:2 propagate_from:3 unbindable"):
         assert file_system_type(tmp_path, _table(_mount(str(tmp_path), "nfs", options))) == "nfs"
 
 
 def test_this_machine_has_a_table_that_can_be_read(tmp_path: Path) -> None:
-    """The real one names some type for a real directory."""
+    """Test the mount table of this machine with a real directory."""
     assert file_system_type(tmp_path) != ""
     assert file_system_type(Path("/proc")) == "proc"
     refuse_network(tmp_path)

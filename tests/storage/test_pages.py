@@ -1,4 +1,4 @@
-"""Pages: advice to the kernel before memory is used, and its effect."""
+"""Test advice to the kernel about memory pages, and its effect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ needs_huge_pages = pytest.mark.skipif(not _HAS_HUGE_PAGES, reason="this kernel h
 
 
 def _flags_at(address: int) -> list[str]:
-    """What the kernel says of the mapping in which an address lies."""
+    """Return the kernel's flags of the mapping that contains an address."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()
@@ -42,7 +42,7 @@ def _row(count: int) -> TensorRow:
 
 @needs_huge_pages
 def test_restored_tensor_is_in_huge_pages() -> None:
-    """Except partial first and last pages."""
+    """Test all pages except partial first and last pages."""
     tensor = allocate(_row(16 << 20), torch.device("cpu"))
     assert "hg" in _flags_at(tensor.data_ptr() + tensor.nbytes // 2)
     assert allocate(_row(0), torch.device("cpu")).nbytes == 0
@@ -50,7 +50,7 @@ def test_restored_tensor_is_in_huge_pages() -> None:
 
 @needs_huge_pages
 def test_slots_are_in_huge_pages() -> None:
-    """From the first byte on."""
+    """Test slots from the first byte on."""
     slot = Slot(4 << 20)
     address = np.frombuffer(slot.memory, dtype=np.uint8).ctypes.data
     assert address % HUGE_PAGE == 0
@@ -59,7 +59,7 @@ def test_slots_are_in_huge_pages() -> None:
 
 @needs_huge_pages
 def test_ring_requests_huge_pages() -> None:
-    """The mount options decide."""
+    """Test that the mount options decide."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         ring = make_ring(Path(folder), data_bytes=16 << 20)
         try:
@@ -70,7 +70,7 @@ def test_ring_requests_huge_pages() -> None:
 
 @needs_huge_pages
 def test_pages_at_the_edges_are_left_alone() -> None:
-    """Who has the other half of a page is not asked."""
+    """Test that pages that are shared with other memory are not advised."""
     with mmap.mmap(-1, 4 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapped:
         first = -(-np.frombuffer(mapped, dtype=np.uint8).ctypes.data // HUGE_PAGE) * HUGE_PAGE
         use_huge_pages(first + 1, 2 * HUGE_PAGE - 2)
@@ -82,7 +82,7 @@ def test_pages_at_the_edges_are_left_alone() -> None:
 
 @pytest.mark.skipif(_KERNEL < (5, 14), reason="needs MADV_POPULATE_WRITE, of Linux 5.14")
 def test_pages_are_mapped_in_advance() -> None:
-    """A fault per page would make copies several times slower."""
+    """Test that no page fault slows down copies."""
     size, half = 16 << 20, 8 << 20
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         os.posix_fallocate(file.fileno(), 0, size)

@@ -1,4 +1,4 @@
-"""Process identity: more than the pid, and dead only if certain."""
+"""Test that a process is identified by more than its pid, and is dead only if that is certain."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asymcheck.storage.process_identity import describe, is_dead, this_process
 
 
 def test_this_process_is_alive() -> None:
-    """And it is the same one each time it is asked."""
+    """Test that repeated queries return the same identity."""
     me = this_process()
     assert me == this_process()
     assert me.pid == os.getpid()
@@ -25,7 +25,7 @@ def test_this_process_is_alive() -> None:
 
 
 def test_a_process_that_has_ended_is_dead() -> None:
-    """Also while its parent has not looked at it yet: a zombie writes nothing more."""
+    """Test also a zombie, which writes nothing more although its parent has not waited for it."""
     code = "from asymcheck.storage.process_identity import this_process; import dataclasses, json\n"
     code += "print(json.dumps(dataclasses.astuple(this_process())), flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
@@ -41,18 +41,18 @@ def test_a_process_that_has_ended_is_dead() -> None:
 
 
 def test_a_number_that_was_given_away_again_is_another_process() -> None:
-    """The start time tells them apart."""
+    """Test that the start time distinguishes processes with a reused pid."""
     assert is_dead(dataclasses.replace(this_process(), start_ticks=this_process().start_ticks + 1))
 
 
 def test_nothing_survives_a_reboot() -> None:
-    """Another boot id means dead, even in another namespace and with a number that exists."""
+    """Test that another boot id means dead, even in another namespace and with an existing pid."""
     assert is_dead(dataclasses.replace(this_process(), boot_id="another"))
     assert is_dead(dataclasses.replace(this_process(), boot_id="another", pid_namespace="pid:[1]"))
 
 
 def test_a_process_that_cannot_be_seen_counts_as_alive() -> None:
-    """In another container of this boot, nobody can tell from here."""
+    """Test a process in another container, about which this process has no information."""
     hidden = dataclasses.replace(this_process(), pid=999_999_999, start_ticks=1, pid_namespace="pid:[1]")
     assert not is_dead(hidden)
 
@@ -61,20 +61,20 @@ class Refused:
     """A process table that cannot be read."""
 
     def __init__(self, number: int) -> None:
-        """Refuse so."""
+        """Refuse with the given error."""
         self.number = number
 
     def __truediv__(self, _name: str) -> Refused:
-        """Whatever is looked for."""
+        """Return this object for any path."""
         return self
 
     def read_bytes(self) -> bytes:
-        """Refuse."""
+        """Raise the error."""
         raise OSError(self.number, os.strerror(self.number))
 
 
 def test_unreadable_process_table_declares_nobody_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For want of a descriptor, or with hidden processes."""
+    """Test a lack of descriptors, and hidden processes."""
     me = this_process()
     boot_id = me.boot_id
     monkeypatch.setattr(process_identity, "_boot_id", lambda: boot_id)
@@ -90,7 +90,7 @@ def test_unreadable_process_table_declares_nobody_dead(monkeypatch: pytest.Monke
 
 
 def test_a_command_with_odd_characters_is_no_obstacle(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    """The name in the process table may hold spaces and parentheses; the fields behind it count."""
+    """Test that spaces and parentheses in a process name do not affect the fields after the name."""
     fields = " ".join(["S", *map(str, range(4, 22)), "4711", "23"])
 
     class Table:
@@ -105,7 +105,7 @@ def test_a_command_with_odd_characters_is_no_obstacle(monkeypatch: pytest.Monkey
 
 
 def test_an_owner_is_named_in_messages() -> None:
-    """With its command, where that can be seen."""
+    """Test that messages name the command, if it is visible."""
     assert str(os.getpid()) in describe(this_process())
     assert "python" in describe(this_process()) or "pytest" in describe(this_process())
     assert describe(dataclasses.replace(this_process(), pid=999_999_999)) == "process 999999999"

@@ -1,4 +1,4 @@
-"""Memory of a ring is reserved during training: waits, refusals, and concurrent readers."""
+"""Test that the memory of a ring is reserved during training: waits, refusals, and concurrent readers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.storage.ring_cases import BLOCK, HEADER, found, make_ring, put
 
 PIECE = 8 * BLOCK
 FIRST = PIECE - DATA_OFFSET
-"""Bytes of data that are there at once."""
+"""Bytes of data that are reserved immediately."""
 
 
 class Memory:
-    """Gives the first piece of a ring at once, and the others when it is told to."""
+    """Reserves the first piece of a ring immediately, and the other pieces on request."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.goes_on = threading.Event()
@@ -43,7 +43,7 @@ class Memory:
         self._reserve(descriptor, start, length)
 
     def populate(self, address: int, nbytes: int) -> None:
-        """Map pages; the first piece, which is there, at once."""
+        """Map pages; the first piece immediately."""
         if self._is_first:
             self._is_first = False
         else:
@@ -53,7 +53,7 @@ class Memory:
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
-    """Memory that is held back."""
+    """Return memory that is reserved on request."""
     held = Memory(monkeypatch)
     yield held
     held.goes_on.set()
@@ -65,7 +65,7 @@ def _grown(ring: Ring) -> None:
 
 
 def test_slot_is_available_before_all_memory(tmp_path: Path, memory: Memory) -> None:
-    """Other requests wait; in the end, the ring is one contiguous range."""
+    """Test that larger requests wait, and that the ring finally is one contiguous range."""
     ring = make_ring(tmp_path)
     assert ring.free_bytes == FIRST
     early = put(ring, b"e" * 5000)
@@ -87,7 +87,7 @@ def test_slot_is_available_before_all_memory(tmp_path: Path, memory: Memory) -> 
 
 
 def test_memory_refused_later_is_an_error_of_the_user(tmp_path: Path, memory: Memory) -> None:
-    """With a remedy; smaller requests succeed."""
+    """Test that the error has a remedy, and that smaller requests succeed."""
     memory.left = 2 * PIECE
     ring = make_ring(tmp_path)
     memory.goes_on.set()
@@ -97,7 +97,7 @@ def test_memory_refused_later_is_an_error_of_the_user(tmp_path: Path, memory: Me
         ring.take(FIRST + PIECE)
     place = ring.take(PIECE)
     assert place is not None
-    # There is room for it when that is given back.
+    # The request succeeds once this range is freed.
     assert ring.take(PIECE) is None
     ring.give_back(place)
     ring.close()
@@ -105,7 +105,7 @@ def test_memory_refused_later_is_an_error_of_the_user(tmp_path: Path, memory: Me
 
 
 def test_impossible_ring_is_refused_at_once(tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not during a capture, and nothing is left."""
+    """Test that the refusal comes before any capture, and leaves no file."""
     free = HEADER.data_bytes // BLOCK
     monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_bavail=free, f_frsize=BLOCK))
     with pytest.raises(OutOfSpaceError, match=r"ring_bytes.*ring_folder"):
@@ -115,7 +115,7 @@ def test_impossible_ring_is_refused_at_once(tmp_path: Path, memory: Memory, monk
 
 
 def test_reader_of_a_ring_maps_no_new_memory(tmp_path: Path, memory: Memory) -> None:
-    """No missing page is touched, and frames are found."""
+    """Test that the reader touches no missing page, and finds all frames."""
     folder = Path("/dev/shm", f"asymcheck-{os.getpid()}-growth")
     folder.mkdir()
     try:
@@ -137,7 +137,7 @@ def test_reader_of_a_ring_maps_no_new_memory(tmp_path: Path, memory: Memory) -> 
 
 
 def test_ring_closes_while_it_grows(tmp_path: Path, memory: Memory) -> None:
-    """Its thread ends."""
+    """Test that the thread of the ring ends."""
     ring = make_ring(tmp_path)
     threading.Timer(0.05, memory.goes_on.set).start()
     ring.close()

@@ -1,4 +1,4 @@
-"""Ring reader: complete frames are found, and invalid content is never used."""
+"""Test that the ring reader finds complete frames, and never uses invalid content."""
 
 import errno
 import json
@@ -37,7 +37,7 @@ PARTITION, MANIFEST = b"p" * 300, b"m" * 5000
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A ring that was left behind: two frames, and a capture."""
+    """Return an orphaned ring with two frames and a capture."""
     ring = make_ring(tmp_path)
     put(ring, PARTITION)
     ring.enter(put(ring, MANIFEST), SAVE)
@@ -56,7 +56,7 @@ def change(path: Path, offset: int, data: bytes) -> None:
 
 
 def test_reader_finds_complete_frames(path: Path) -> None:
-    """With lengths and numbers, under an exclusive lock."""
+    """Test lengths and numbers, under an exclusive lock."""
     with RingReader(path) as one, RingReader(path) as other:
         assert payloads(one) == WHOLE
         assert one.entries["stored_length"].tolist() == one.entries["plain_length"].tolist() == [300, 5000]
@@ -65,7 +65,7 @@ def test_reader_finds_complete_frames(path: Path) -> None:
 
 
 def _answer(path: Path) -> str:
-    """Read all that there is; whatever is found is what was put in."""
+    """Read all content; check that everything found equals what was written."""
     try:
         with RingReader(path) as one:
             assert one.header == HEADER
@@ -90,7 +90,7 @@ def _flip(path: Path, bit: int) -> None:
 
 
 def _bits() -> list[int]:
-    """All bits of the entry and the next one, of both frame headers; of copies and unused entries, some."""
+    """Return all bits of the entry, the next entry and both frame headers, and some bits of copies and free entries."""
     every = [*range(CAPTURES_OFFSET, CAPTURES_OFFSET + 72)]
     every += [start + byte for start in WHOLE for byte in range(128)]
     some = random.Random(5).sample(range(8 * DATA_OFFSET), 600)
@@ -99,7 +99,7 @@ def _bits() -> list[int]:
 
 @pytest.mark.slow
 def test_a_flipped_bit_makes_nothing_up(path: Path) -> None:
-    """In header, entries and frame headers: either it is refused, or all that is found is as it was."""
+    """Test header, entries and frame headers: the ring is refused, or everything found is unchanged."""
     answers = {"header": set[str](), "entries": set[str](), "frames": set[str]()}
     for bit in _bits():
         _flip(path, bit)
@@ -117,7 +117,7 @@ def test_a_flipped_bit_makes_nothing_up(path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_flipped_bit_of_the_header_leaves_the_other_copy() -> None:
-    """Every bit of both copies, without a file around them."""
+    """Test every bit of both copies, without a file around them."""
     data = bytearray(encode_ring_header(HEADER))
     for bit in range(8 * len(data)):
         data[bit // 8] ^= 1 << bit % 8
@@ -126,7 +126,7 @@ def test_every_flipped_bit_of_the_header_leaves_the_other_copy() -> None:
 
 
 def test_a_flipped_bit_of_a_payload_is_seen(path: Path) -> None:
-    """When it is read, not before: the frames are found by their headers."""
+    """Test that the damage is detected at the read, because the frames are found by their headers."""
     _flip(path, 8 * (DATA_OFFSET + 130))
     with RingReader(path) as one:
         assert len(one.entries) == 2
@@ -137,7 +137,7 @@ def test_a_flipped_bit_of_a_payload_is_seen(path: Path) -> None:
 
 @pytest.mark.parametrize("offset", [DATA_OFFSET + 3 * BLOCK, DATA_OFFSET + 64, 0, CAPTURES_OFFSET, 1 << 40])
 def test_no_payload_without_a_frame(path: Path, offset: int) -> None:
-    """Nor behind the end."""
+    """Test a read beyond the end, too."""
     with RingReader(path) as one, pytest.raises(FormatError):
         one.payload_at(offset)
 
@@ -171,7 +171,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], type[FormatError]]] = {
 
 @pytest.mark.parametrize(("damage", "error"), HOSTILE.values(), ids=HOSTILE)
 def test_false_ring_file_is_refused(path: Path, damage: Callable[[Path], object], error: type[FormatError]) -> None:
-    """With an error of this package, and without an open descriptor."""
+    """Test the error of this package, and that no descriptor stays open."""
     damage(path)
     open_before = os.listdir("/proc/self/fd")
     with pytest.raises(error):
@@ -180,7 +180,7 @@ def test_false_ring_file_is_refused(path: Path, damage: Callable[[Path], object]
 
 
 def test_a_file_that_cannot_be_mapped_is_an_error_of_ours(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file may be mostly a hole, and larger than there are addresses."""
+    """Test a sparse file that is larger than the address space."""
 
     def refuse(_descriptor: int, _size: int, *, writable: bool) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -192,7 +192,7 @@ def test_a_file_that_cannot_be_mapped_is_an_error_of_ours(path: Path, monkeypatc
 
 @pytest.mark.parametrize("offset", [0, 8192, DATA_OFFSET + 16 * BLOCK, (1 << 64) - BLOCK, DATA_OFFSET + 1])
 def test_an_entry_that_points_elsewhere_is_ignored(path: Path, offset: int) -> None:
-    """Its sum may be right."""
+    """Test entries with a valid checksum."""
     change(path, CAPTURES_OFFSET, encode_entry(CaptureEntry(offset, SAVE, COMPLETE)))
     with RingReader(path) as one:
         assert one.captures == []
@@ -200,7 +200,7 @@ def test_an_entry_that_points_elsewhere_is_ignored(path: Path, offset: int) -> N
 
 @pytest.mark.parametrize("length", [1 << 30, 16 * BLOCK])
 def test_a_header_that_claims_too_much_is_no_frame(path: Path, length: int) -> None:
-    """A frame lies within the data."""
+    """Test that a frame must be stored within the data."""
     with path.open("r+b") as file:
         file.seek(DATA_OFFSET)
         head = bytearray(file.read(128))
@@ -213,7 +213,7 @@ def test_a_header_that_claims_too_much_is_no_frame(path: Path, length: int) -> N
 
 
 def test_frames_of_another_ring_or_place_are_none(path: Path, tmp_path: Path) -> None:
-    """Though they are whole."""
+    """Test frames that are otherwise complete."""
     other = make_ring(tmp_path, ring_id=b"o" * 16)
     frames = [bytes(other.frame(put(other, b"another"))) for _ in range(8)]
     other.close()
@@ -224,7 +224,7 @@ def test_frames_of_another_ring_or_place_are_none(path: Path, tmp_path: Path) ->
 
 
 def test_a_ring_under_another_name_is_refused(path: Path) -> None:
-    """Its frames would be looked for in the wrong store."""
+    """Test that the frames are not attributed to the wrong store."""
     for name in ("x.ring", path.name.replace("10", "20", 1), path.name.replace("0f.", "00.")):
         with pytest.raises(StructureError, match="the header is that of"):
             RingReader(path.rename(path.with_name(name)))
@@ -232,7 +232,7 @@ def test_a_ring_under_another_name_is_refused(path: Path) -> None:
 
 
 def test_special_file_is_refused(path: Path, tmp_path: Path) -> None:
-    """A link, a folder, a pipe; a missing one has another error."""
+    """Test a link, a folder and a pipe; a missing file has a different error."""
     other = tmp_path / "other"
     path.rename(other)
     with pytest.raises(FileNotFoundError):
@@ -251,7 +251,7 @@ def test_special_file_is_refused(path: Path, tmp_path: Path) -> None:
 
 
 def test_ring_removed_before_its_lock_is_gone(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process has recovered it, and a second recovery would duplicate its captures."""
+    """Test that a ring that another process has recovered is not recovered twice."""
 
     def late(descriptor: int, *, exclusive: bool) -> bool:
         path.unlink()
@@ -263,7 +263,7 @@ def test_ring_removed_before_its_lock_is_gone(path: Path, monkeypatch: pytest.Mo
 
 
 def test_another_save_is_another_capture(path: Path) -> None:
-    """Entries are found wherever they stand."""
+    """Test that entries are found in any order."""
     other = CaptureEntry(DATA_OFFSET, SaveId(b"t" * 16), COMPLETE)
     change(path, DATA_OFFSET - 64, encode_entry(other))
     with RingReader(path) as one:
@@ -271,7 +271,7 @@ def test_another_save_is_another_capture(path: Path) -> None:
 
 
 def test_a_ring_of_a_newer_program_stays(path: Path) -> None:
-    """Where its captures lie is not known; to this program none is where those of its own version are."""
+    """Test that a newer version, whose captures this program cannot find, is never mistaken for an empty ring."""
     data = bytearray(path.read_bytes())
     value = json.loads(bytes(data[:BLOCK]).partition(b"\n")[0])
     data[: 2 * BLOCK] = encode_record({**value, "format": 2})

@@ -1,4 +1,4 @@
-"""Ring writer: slots, entries, lock and file, within and between processes."""
+"""Test slots, entries, lock and file of the ring writer, within and between processes."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ from tests.storage.ring_cases import BLOCK, HEADER, SAVE, found, make_ring, payl
 
 
 def test_complete_frames_are_found(tmp_path: Path) -> None:
-    """And entered captures, in use or after keep."""
+    """Test entered captures, in use and after keep."""
     ring = make_ring(tmp_path)
     assert ring.path.name == ring_name(HEADER.store_id, HEADER.ring_id)
     first, manifest = put(ring, b"a" * 300), put(ring, b"m" * 5000)
@@ -47,7 +47,7 @@ def test_complete_frames_are_found(tmp_path: Path) -> None:
 
 
 def test_a_forgotten_capture_has_no_entry_and_its_number_serves_again(tmp_path: Path) -> None:
-    """As many captures as there are entries, then no more, until one is forgotten."""
+    """Test that a full table takes no further capture until one is forgotten."""
     ring = make_ring(tmp_path)
     slot = put(ring, b"m")
     saves = [SaveId(bytes([number]) * 16) for number in range(CAPTURES_MAX)]
@@ -61,13 +61,13 @@ def test_a_forgotten_capture_has_no_entry_and_its_number_serves_again(tmp_path: 
 
 
 def test_missing_folder_is_an_error_of_the_package(tmp_path: Path) -> None:
-    """With a remedy."""
+    """Test that the error has a remedy."""
     with pytest.raises(StorageError, match=r"gone does not exist: create it, or choose another ring_folder"):
         make_ring(tmp_path / "gone")
 
 
 def test_places_are_given_out_and_taken_back(tmp_path: Path) -> None:
-    """Whole blocks, none twice; None when nothing is free; what does not fit into an empty ring is refused."""
+    """Test whole blocks without overlap, None for a full ring, and the refusal of too long frames."""
     ring = make_ring(tmp_path)
     whole = HEADER.data_bytes - 128
     with pytest.raises(InvalidInputError, match="does not fit into a ring of 65536: raise ring_bytes"):
@@ -87,7 +87,7 @@ def test_places_are_given_out_and_taken_back(tmp_path: Path) -> None:
 
 
 def test_shared_slot_is_free_after_all_releases(tmp_path: Path) -> None:
-    """In any order, each once; a free slot cannot be shared."""
+    """Test releases in any order, each once; a free slot cannot be shared."""
     ring = make_ring(tmp_path)
     first = put(ring, b"a" * 5000)
     taken = HEADER.data_bytes - ring.free_bytes
@@ -107,7 +107,7 @@ def test_shared_slot_is_free_after_all_releases(tmp_path: Path) -> None:
     assert HEADER.data_bytes - ring.free_bytes == taken
     ring.give_back(fourth)
     assert ring.free_bytes == HEADER.data_bytes
-    # One who has it alone again frees it at once.
+    # The last holder frees the slot.
     ring.give_back(put(ring, b"b" * 5000))
     assert ring.free_bytes == HEADER.data_bytes
     ring.close()
@@ -115,12 +115,12 @@ def test_shared_slot_is_free_after_all_releases(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("length", [1, 3968, 3969, 50_000, 65_536, 70_000])
 def test_slot_is_no_frame_before_completion(tmp_path: Path, length: int) -> None:
-    """Regardless of earlier content."""
+    """Test that the earlier content of the slot does not matter."""
     ring = make_ring(tmp_path, data_bytes=20 * BLOCK)
     before = put(ring, b"b" * length)
     assert found(ring.path) == {before.offset: b"b" * length}
     ring.give_back(before)
-    # Given back, but not taken: it may serve until it is.
+    # The slot was freed, but not reused, so its frame stays valid until the next use.
     assert found(ring.path) == {before.offset: b"b" * length}
     slot = ring.take(length)
     assert slot is not None
@@ -136,7 +136,7 @@ def test_slot_is_no_frame_before_completion(tmp_path: Path, length: int) -> None
 
 
 def test_waiter_for_space_is_woken(tmp_path: Path) -> None:
-    """By a released slot or on purpose; otherwise the wait times out."""
+    """Test a freed slot, an explicit wake-up, and a timeout."""
     ring = make_ring(tmp_path)
     slot = put(ring, b"x")
     ring.wait_for_room(0.001)
@@ -159,7 +159,7 @@ def test_waiter_for_space_is_woken(tmp_path: Path) -> None:
 
 
 def test_the_file_is_private_and_has_all_its_memory(tmp_path: Path) -> None:
-    """Nobody else reads the state of a training, and no page is missing when it is written."""
+    """Test that other users cannot read the file, and that no page is missing for a write."""
     ring = make_ring(tmp_path)
     status = ring.path.stat()
     assert stat.S_IMODE(status.st_mode) == 0o600
@@ -169,7 +169,7 @@ def test_the_file_is_private_and_has_all_its_memory(tmp_path: Path) -> None:
 
 
 def test_too_little_memory_has_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And leaves neither file nor descriptor."""
+    """Test that neither a file nor a descriptor stays."""
 
     def full(_descriptor: int, _offset: int, _size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -191,7 +191,7 @@ def test_too_little_memory_has_a_remedy(tmp_path: Path, monkeypatch: pytest.Monk
 def test_whatever_goes_wrong_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """Nor does an interrupt while memory is reserved, which takes seconds."""
+    """Test also an interrupt during the reservation of memory, which takes seconds."""
 
     def fail(*_: object) -> None:
         raise error
@@ -203,7 +203,7 @@ def test_whatever_goes_wrong_leaves_no_file(
 
 
 def test_a_header_that_does_not_fit_leaves_no_file(tmp_path: Path) -> None:
-    """The path of a store may be longer than a record."""
+    """Test a store path that is longer than a record."""
     open_before = os.listdir("/proc/self/fd")
     with pytest.raises(LimitError):
         make_ring(tmp_path, store="/x" * 2000)
@@ -212,7 +212,7 @@ def test_a_header_that_does_not_fit_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_used_is_an_error_of_ours(tmp_path: Path) -> None:
-    """As is a name that is taken."""
+    """Test a file in place of the folder, and an existing ring name."""
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError):
         make_ring(tmp_path / "file")
@@ -232,14 +232,14 @@ with RingReader(Path(sys.argv[1])) as reader:
 
 
 def look(path: Path) -> str:
-    """What another process sees."""
+    """Return the output of another process that reads the ring."""
     done = subprocess.run([sys.executable, "-c", LOOK, str(path)], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
 @pytest.mark.slow
 def test_ring_in_use_is_visible_to_other_processes(tmp_path: Path) -> None:
-    """While it is open, and not after it was kept."""
+    """Test an open ring, and a ring after it was kept."""
     ring = make_ring(tmp_path)
     ring.enter(put(ring, b"m"), SAVE)
     assert look(ring.path) == "True 1 1"
@@ -248,7 +248,7 @@ def test_ring_in_use_is_visible_to_other_processes(tmp_path: Path) -> None:
 
 
 def test_closing_removes_the_file(tmp_path: Path) -> None:
-    """Unless it is to be kept; closing twice is no error."""
+    """Test that the file is removed unless it is kept, and that closing twice is allowed."""
     ring = make_ring(tmp_path)
     ring.close()
     ring.close()
@@ -256,7 +256,7 @@ def test_closing_removes_the_file(tmp_path: Path) -> None:
 
 
 def test_remaining_view_keeps_no_lock(tmp_path: Path) -> None:
-    """The memory stays, but another process may recover the ring."""
+    """Test that the memory stays while another process may recover the ring."""
     ring = make_ring(tmp_path)
     slot = put(ring, b"still here")
     view = ring.payload(slot)
@@ -271,7 +271,7 @@ def test_remaining_view_keeps_no_lock(tmp_path: Path) -> None:
 
 
 def _owned_beside_a_child(path: Path, ring: Ring | RingReader) -> bool:
-    """Fork a child that lives on while the ring is closed here; tell whether the ring is still owned then."""
+    """Fork a child that outlives the closed ring; return whether the ring still has an owner then."""
     (here, there), (ready, begun) = os.pipe(), os.pipe()
     child = os.fork()
     if not child:
@@ -295,14 +295,14 @@ def _owned_beside_a_child(path: Path, ring: Ring | RingReader) -> bool:
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_keeps_no_lock(tmp_path: Path) -> None:
-    """A data loader worker that outlives the training does not make its ring look used, nor one being adopted."""
+    """Test that a data loader worker that outlives the training does not keep a ring or its recovery locked."""
     ring = make_ring(tmp_path)
     assert not _owned_beside_a_child(ring.path, ring)
     assert not _owned_beside_a_child(ring.path, RingReader(ring.path))
 
 
 def test_reader_does_not_break_the_creation_of_a_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search for orphaned rings may hold the lock for a moment and remove the file."""
+    """Test a search for orphaned rings, which briefly holds the lock and removes the file."""
     path = tmp_path / ring_name(HEADER.store_id, HEADER.ring_id)
     wait, looks = ring_module.wait_lock, 0
 
@@ -325,7 +325,7 @@ def test_reader_does_not_break_the_creation_of_a_ring(tmp_path: Path, monkeypatc
 
 
 def test_a_lock_that_another_keeps_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ring without its lock would be adopted while it is written."""
+    """Test that a ring is not created without its lock, because another process would recover it."""
     monkeypatch.setattr(ring_module, "_LOCK_S", 0.0)
     monkeypatch.setattr(local_files, "try_lock", lambda *_, **__: False)
     with pytest.raises(LockTimeoutError, match="another process held the lock"):
@@ -334,7 +334,7 @@ def test_a_lock_that_another_keeps_is_an_error(tmp_path: Path, monkeypatch: pyte
 
 
 def test_rings_of_a_store_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those of other stores, nor links, nor what belongs to another user; no folder has none."""
+    """Test that rings of other stores, links, files of other users and missing folders are ignored."""
     assert list_rings(tmp_path / "nowhere", HEADER.store_id) == []
     rings = [make_ring(tmp_path, ring_id=bytes([number]) * 16) for number in (2, 1)]
     other = make_ring(tmp_path, store_id=b"o" * 16)

@@ -1,4 +1,4 @@
-"""Worker threads: every item once, the first failure stops them, and none outlives the call."""
+"""Test worker threads: every item once, the first failure stops them, and none outlives the call."""
 
 import signal
 import threading
@@ -15,7 +15,7 @@ def _names() -> list[str]:
 
 @pytest.mark.parametrize("threads", [1, 2, 7, 100])
 def test_every_item_is_worked_on_once(threads: int) -> None:
-    """By whichever thread; there are never more of them than items or than asked for."""
+    """Test any distribution over threads, with at most as many threads as items and as requested."""
     done: list[int] = []
     seen: set[str] = set()
 
@@ -31,14 +31,14 @@ def test_every_item_is_worked_on_once(threads: int) -> None:
 
 
 def test_no_item_needs_no_thread() -> None:
-    """Nothing to do is done at once."""
+    """Test that a call without items returns immediately."""
     run_with_slots(
         [], lambda _item, _slot: pytest.fail("called"), slots=SlotPool(1, 1), payload_bytes=0, threads=4, name="x"
     )
 
 
 def test_threads_that_work_together_have_slots_of_their_own() -> None:
-    """No two of them write into the same memory."""
+    """Test that no two threads write into the same memory."""
     start = threading.Barrier(4)
     slots: list[int] = []
 
@@ -52,7 +52,7 @@ def test_threads_that_work_together_have_slots_of_their_own() -> None:
 
 
 def test_the_first_failure_stops_the_others_and_is_raised() -> None:
-    """What is left in the queue is not begun."""
+    """Test that queued items are not begun after a failure."""
     done: list[int] = []
 
     def work(item: int, slot: Slot) -> None:
@@ -67,7 +67,7 @@ def test_the_first_failure_stops_the_others_and_is_raised() -> None:
 
 
 def test_an_interrupt_waits_for_the_threads() -> None:
-    """Ctrl-C while threads write: it is raised once they have ended, for their descriptors are closed next."""
+    """Test that Ctrl-C is raised once the threads have ended, because their descriptors are closed next."""
     begun: list[int] = []
     finished: list[int] = []
     main = threading.main_thread().ident
@@ -91,7 +91,7 @@ def test_an_interrupt_waits_for_the_threads() -> None:
 
 
 def test_a_thread_that_cannot_be_started_stops_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a limit of threads the call fails, and what was begun has ended."""
+    """Test that the call fails at a limit of threads, and that begun work has ended."""
     begun: list[int] = []
     finished: list[int] = []
     real = threading.Thread.start

@@ -1,4 +1,4 @@
-"""Slots: aligned memory whose unused bytes never reach the disk."""
+"""Test slots: aligned memory whose unused bytes never reach the disk."""
 
 import ctypes
 import threading
@@ -20,7 +20,7 @@ def _address(slot: Slot) -> int:
 @pytest.mark.parametrize("shift", [0, 64, 4_095])
 @pytest.mark.parametrize("length", [1, 100, 3968, 3969, 65_535, 65_536, 65_537, 1_000_000])
 def test_a_stamped_frame_is_whole_and_clean(length: int, shift: int) -> None:
-    """Whatever was in the slot before: header, payload and zeros up to the next block."""
+    """Test that header, payload and zeros up to the next block replace any earlier content."""
     slot = Slot(1_000_000)
     slot.memory[:] = b"\xee" * len(slot.memory)
     shift = shift if length >= 65_536 else 0
@@ -38,7 +38,7 @@ def test_a_stamped_frame_is_whole_and_clean(length: int, shift: int) -> None:
 
 
 def test_memory_is_aligned_as_direct_access_asks() -> None:
-    """Whole pages, at the start of one; the payload of a large frame, too."""
+    """Test whole pages, at the start of one; the payload of a large frame, too."""
     slot = Slot(5)
     assert _address(slot) % 4096 == 0
     assert len(slot.memory) >= frame_length(5)
@@ -46,7 +46,7 @@ def test_memory_is_aligned_as_direct_access_asks() -> None:
 
 
 def test_a_slot_is_lent_again() -> None:
-    """The same memory serves again when it is large enough, and new memory when it is not."""
+    """Test that large enough memory is reused, and that smaller memory is replaced."""
     pool = SlotPool(2, 1 << 20)
     with pool.slot(100_000) as first:
         pass
@@ -60,7 +60,7 @@ def test_a_slot_is_lent_again() -> None:
 
 
 def test_pool_is_bounded() -> None:
-    """One huge partition does not pin its memory for ever."""
+    """Test that one huge partition does not keep its memory forever."""
     pool = SlotPool(2, 1000)
     with pool.slot(1001) as huge:
         pass
@@ -72,7 +72,7 @@ def test_pool_is_bounded() -> None:
 
 
 def test_a_slot_comes_back_after_a_failure() -> None:
-    """An error while it was lent does not lose it."""
+    """Test that an error does not lose the slot."""
     pool = SlotPool(1, 1000)
     with pytest.raises(ZeroDivisionError), pool.slot(10) as first:
         raise ZeroDivisionError
@@ -81,7 +81,7 @@ def test_a_slot_comes_back_after_a_failure() -> None:
 
 
 def test_no_two_threads_hold_one_slot() -> None:
-    """Many threads that lend and give back at random never share memory."""
+    """Test many threads that take and return slots at random."""
     pool = SlotPool(3, 1 << 20)
     held: set[int] = set()
     lock = threading.Lock()

@@ -13,14 +13,14 @@ from tests.store.deltas import CONFIG, entries_of, noise
 
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
-    """A new store with the default settings, closed after the test."""
+    """Return a new store with the default settings, closed after the test."""
     with Store.open(store_path, create=True) as opened:
         yield opened
 
 
 @pytest.fixture
 def weights(store_path: Path) -> torch.Tensor:
-    """Those of step 2, the only one left: a delta in a pack that is to be repacked, on a base that none names."""
+    """Return the weights of step 2, the only step: a delta in a pack to be repacked, on an unreferenced base."""
     torch.manual_seed(0)
     state = {"weights": torch.randn(60_000) * 0.02, "noise": noise(0)}
     with (

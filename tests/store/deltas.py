@@ -1,4 +1,4 @@
-"""Stores with deltas, and the content of their packs."""
+"""Create stores with deltas, and list the content of their packs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ PLAIN = StoreConfig(compression="off", partition_bytes=1 << 18, bundle_below_byt
 
 
 def noise(seed: int, count: int = 37_000) -> torch.Tensor:
-    """Integers that nothing makes smaller."""
+    """Return integers that no codec compresses."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32, generator=generator)
 
 
 def entries_of(tier: NvmeTier, pack_id: PackId) -> Entries:
-    """The rows of a pack's index."""
+    """Return the rows of a pack's index."""
     pack = tier.open_pack(pack_id)
     pack.close()
     return pack.entries
 
 
 def pack_of_the_delta(path: Path) -> str:
-    """The name of the only one with a delta."""
+    """Return the name of the only pack with a delta."""
     tier = NvmeTier(path, CONFIG, read_only=True)
     (found,) = (pack for pack in tier.pack_ids() if entries_of(tier, pack)["kind"].any())
     return f"{found.hex()}.pack"

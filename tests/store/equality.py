@@ -1,4 +1,4 @@
-"""Equality of checkpoints: same types, order and bits."""
+"""Compare checkpoints: same types, order and bits."""
 
 import struct
 from collections.abc import Iterator, Mapping
@@ -11,13 +11,13 @@ from asymcheck.format.digest import digest
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
-    """The elements in row-major order."""
+    """Return the elements in row-major order."""
     values = tensor.detach().resolve_conj().resolve_neg().reshape(-1).clone(memory_format=torch.contiguous_format)
     return values.view(torch.uint8).numpy().tobytes()
 
 
 def assert_same(actual: object, expected: object, path: str = "state") -> None:
-    """Fail where two states differ in a type, an order, a key or a bit; a Parameter comes back as a tensor."""
+    """Fail if two states differ in a type, an order, a key or a bit; a restored Parameter is a tensor."""
     if isinstance(expected, torch.Tensor):
         assert type(actual) is torch.Tensor, path
         assert (actual.dtype, actual.shape, actual.device) == (expected.dtype, expected.shape, expected.device), path
@@ -53,7 +53,7 @@ def _bits(value: object) -> bytes:
 
 
 def tensors_in(state: object) -> Iterator[torch.Tensor | np.ndarray]:
-    """Every tensor and array of a state, in order, tied ones as often as they occur."""
+    """Return every tensor and array of a state, in order; tied tensors appear as often as in the state."""
     if isinstance(state, torch.Tensor | np.ndarray):
         yield state
     elif isinstance(state, Mapping):
@@ -65,7 +65,7 @@ def tensors_in(state: object) -> Iterator[torch.Tensor | np.ndarray]:
 
 
 def directory_content(root: Path) -> dict[str, tuple[int, int, bytes]]:
-    """Every file and folder below a directory, with size, time of change and digest of its content."""
+    """Return every file and folder below a directory, with size, modification time and digest of its content."""
     found = {}
     for path in sorted(root.rglob("*")):
         status = path.lstat()

@@ -1,4 +1,4 @@
-"""Counters of reads and writes below the store."""
+"""Count reads and writes below the store."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -10,25 +10,25 @@ from asymcheck.storage.nvme import PackFile, Slot
 
 
 class FramesRead:
-    """The frames that were read: the plain length of each."""
+    """Plain lengths of the frames that were read."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
 
     @property
     def count(self) -> int:
-        """How many."""
+        """Number of frames."""
         return len(self.lengths)
 
     @property
     def total_bytes(self) -> int:
-        """Plain bytes of all of them."""
+        """Plain bytes of all frames."""
         return sum(self.lengths)
 
 
 @contextlib.contextmanager
 def frames_read() -> Iterator[FramesRead]:
-    """Note every frame that is read inside the `with` block."""
+    """Record every frame that is read inside the `with` block."""
     seen = FramesRead()
     read_frame, read_payload = PackFile.read_frame, PackFile.read_payload
 
@@ -52,7 +52,7 @@ def frames_read() -> Iterator[FramesRead]:
 
 
 class CountingFiles(Files):
-    """Counts the bytes that go through the door to the operating system."""
+    """Counts the bytes that pass through the file operations."""
 
     def __init__(self) -> None:
         self.read_bytes = 0

@@ -1,4 +1,4 @@
-"""Numpy arrays and scalars in a state."""
+"""Test numpy arrays and scalars in a state."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ RANDOM = np.random.default_rng(3)
 @pytest.mark.parametrize("count", [0, 1, 5_000, 1_100_000])
 @pytest.mark.parametrize("name", NUMPY_DTYPES)
 def test_every_dtype_keeps_every_bit(store: Store, name: str, count: int) -> None:
-    """Random bits, in a number of elements for each way of storing."""
+    """Test random bits, with sizes for each way of storing."""
     dtype = NUMPY_DTYPES[name]
     raw = RANDOM.integers(0, 2 if name == "bool" else 256, count * dtype.itemsize, dtype=np.uint8)
     state = {"x": raw.view(dtype)}
@@ -25,7 +25,7 @@ def test_every_dtype_keeps_every_bit(store: Store, name: str, count: int) -> Non
 
 @pytest.mark.parametrize("name", NUMPY_DTYPES)
 def test_every_dtype_as_a_scalar_and_0_dimensional(store: Store, name: str) -> None:
-    """A scalar stays a scalar, and an array without dimensions stays an array."""
+    """Test that a scalar stays a scalar, and that an array without dimensions stays an array."""
     dtype = NUMPY_DTYPES[name]
     array = RANDOM.integers(0, 2, 1, dtype=np.uint8).astype(dtype)
     state = {"scalar": array[0], "array": array.reshape(())}
@@ -38,7 +38,7 @@ def test_every_dtype_as_a_scalar_and_0_dimensional(store: Store, name: str) -> N
 
 
 def test_order_and_flags_do_not_matter(store: Store) -> None:
-    """Fortran order, negative strides, windows, broadcasts and read-only arrays keep their values."""
+    """Test that Fortran order, negative strides, windows, broadcasts and read-only arrays keep their values."""
     plain = np.arange(60_000, dtype=np.int32).reshape(100, 600)
     fixed = plain.copy()
     fixed.flags.writeable = False
@@ -62,7 +62,7 @@ def test_order_and_flags_do_not_matter(store: Store) -> None:
 
 
 def test_a_mapped_file_comes_back_as_an_array(store: Store, tmp_path: Path) -> None:
-    """What lies in a mapped file is stored; the mapping is not part of the state."""
+    """Test that the bytes of a mapped file are stored; the mapping is not part of the state."""
     values = np.arange(5_000, dtype=np.float64)
     values.tofile(tmp_path / "values")
     mapped = np.memmap(tmp_path / "values", dtype=np.float64, mode="r")
@@ -71,7 +71,7 @@ def test_a_mapped_file_comes_back_as_an_array(store: Store, tmp_path: Path) -> N
 
 
 def test_one_array_in_two_places_stays_one_array(store: Store) -> None:
-    """Tied arrays are tied after the load: what is written to one is seen in the other."""
+    """Test that arrays that were tied share their memory after the load."""
     array = np.arange(3000.0)
     store.save({"a": array, "b": [array], "c": array.copy()}, step=1)
     loaded = store.load()

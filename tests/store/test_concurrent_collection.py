@@ -1,4 +1,4 @@
-"""Collection concurrent with processes that reuse pins and manifests of others."""
+"""Test a garbage collection concurrent with processes that reuse pins and manifests of others."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from asymcheck.types import Owner, SaveId
 PIN = pin_key(SaveId(b"k" * 16), 0)
 DEAD = Owner(1, 1, "another boot", "pid:[1]")
 FIRST = dataclasses.replace(this_process(), pid=999_999_999, pid_namespace="pid:[1]")
-"""Another process, of another container: nobody here can tell whether it lives, so it does."""
+"""Owner in another container, whose state is unknown, so it counts as alive."""
 
 
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
-    """One whose packs belong to no checkpoint, as after a save that was killed before its commit."""
+    """Return a store whose packs belong to no checkpoint, as after a save that was killed before its commit."""
     with Store.open(store_path, create=True) as opened:
         opened.save({"w": torch.rand(100_000)}, step=0)
         opened.delete(0)
@@ -34,19 +34,19 @@ def store(store_path: Path) -> Iterator[Store]:
 
 
 def pin(store: Store, owner: Owner) -> None:
-    """Protect all that is there."""
+    """Pin all packs."""
     with store.training.opened.catalog().write() as transaction:
         transaction.put_pin(PIN, owner, store.training.opened.nvme.pack_ids())
 
 
 def pins(store: Store) -> dict[bytes, Owner]:
-    """Who protects anything."""
+    """Return the owners of all pins."""
     with store.training.opened.catalog().read() as transaction:
         return {key: owner for key, (owner, _) in transaction.pins().items()}
 
 
 def once(monkeypatch: pytest.MonkeyPatch, where: object, name: str, action: Callable[[], object]) -> None:
-    """Do something right after a function was called for the first time."""
+    """Call a function once, right after another function was called for the first time."""
     original, done = getattr(where, name), list[bool]()
 
     def call(*arguments: object) -> object:
@@ -64,7 +64,7 @@ def once(monkeypatch: pytest.MonkeyPatch, where: object, name: str, action: Call
 def test_a_pin_that_is_taken_up_stays(
     store: Store, monkeypatch: pytest.MonkeyPatch, dead: Owner, living: Owner
 ) -> None:
-    """A ring that is taken up, or a pull that begins anew, pins under the key that a killed process has left."""
+    """Test the recovery of a ring, or a resumed pull, which pins packs under the key of a killed process."""
     pin(store, dead)
 
     def take_up() -> None:
@@ -86,7 +86,7 @@ def test_a_pin_that_is_taken_up_stays(
 def test_a_pin_that_is_taken_up_stays_when_the_catalog_is_compared(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As repair does it."""
+    """Test a repair, which compares the catalog with the packs."""
     pin(store, DEAD)
     hold(PIN)
     once(monkeypatch, rebuild_module, "read_indexes", lambda: pin(store, this_process()))
@@ -97,12 +97,12 @@ def test_a_pin_that_is_taken_up_stays_when_the_catalog_is_compared(
 
 @pytest.fixture
 def location(tmp_path: Path) -> str:
-    """Where checkpoints are brought back from."""
+    """Return the location from which checkpoints are restored."""
     return (tmp_path / "there").as_uri()
 
 
 def lose_manifest(store: Store, step: int) -> None:
-    """Leave what a deletion leaves that is killed before it tells the catalog."""
+    """Delete only the manifest, like a deletion that is killed before it updates the catalog."""
     (listing,) = (one for one in store.training.opened.nvme.manifests.checkpoints("default") if one.ref.step == step)
     store.training.opened.nvme.manifests.remove("default", listing.ref)
 
@@ -110,7 +110,7 @@ def lose_manifest(store: Store, step: int) -> None:
 def test_a_checkpoint_that_comes_back_keeps_its_packs(
     store: Store, location: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its manifest has the name that it had, which the catalog still knew."""
+    """Test a manifest that reappears under a name that the catalog still has."""
     store.save({"w": torch.rand(100_000)}, step=1)
     store.push(location)
     lose_manifest(store, 1)
@@ -123,7 +123,7 @@ def test_a_checkpoint_that_comes_back_keeps_its_packs(
 def test_a_checkpoint_that_comes_back_between_two_batches_keeps_its_packs(
     store: Store, location: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first has made the catalog forget it."""
+    """Test a manifest that reappears after the first batch has removed it from the catalog."""
     monkeypatch.setattr(collect_module, "_BATCH", 1)
     garbage = set(store.training.opened.nvme.pack_ids())
     store.save({"w": torch.rand(100_000)}, step=1)
@@ -145,7 +145,7 @@ def test_a_checkpoint_that_comes_back_between_two_batches_keeps_its_packs(
 def test_a_checkpoint_that_comes_back_is_seen_by_repacking(
     store: Store, location: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What only it needs of a pack that is mostly garbage."""
+    """Test that data that only this checkpoint needs is copied from a pack that is mostly garbage."""
     shared = torch.rand(200_000)
     store.save({"own": torch.rand(2_000_000), "shared": shared, "other": torch.rand(200_000)}, step=1)
     store.save({"shared": shared}, step=2)
@@ -174,7 +174,7 @@ def test_a_checkpoint_that_comes_back_is_seen_by_repacking(
 def test_deletion_keeps_a_returned_manifest_in_the_catalog(
     store: Store, location: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the removal of the manifest and the transaction."""
+    """Test a manifest that reappears between its removal and the transaction."""
     store.save({"w": torch.rand(100)}, step=1)
     store.push(location)
     (listing,) = store.training.opened.nvme.manifests.checkpoints("default")

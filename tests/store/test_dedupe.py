@@ -1,4 +1,4 @@
-"""Equal bytes are stored once, between saves and within one."""
+"""Test that equal bytes are stored once, between saves and within one."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ def _random(mebibytes: int) -> torch.Tensor:
 
 
 def test_a_second_save_of_the_same_state_writes_nothing(store: Store) -> None:
-    """Neither a payload byte nor a pack; the checkpoint is complete all the same."""
+    """Test that no payload and no pack is written, and that the checkpoint is complete."""
     state = {"large": _random(20), "small": [torch.randn(3000) for _ in range(10)], "tiny": torch.ones(3)}
     first = store.save(state, step=1)
     packs = _packs(store)
@@ -34,7 +34,7 @@ def test_a_second_save_of_the_same_state_writes_nothing(store: Store) -> None:
 
 
 def test_equal_bytes_of_other_objects_are_found_as_well(store: Store) -> None:
-    """Content counts, neither identity nor name: another process with the same values writes nothing."""
+    """Test that only content counts, neither identity nor name, as for another process with the same values."""
     large = _random(4)
     store.save({"a": large}, step=1)
     assert store.save({"other": {"name": large.clone()}}, step=2, run="elsewhere").written_bytes == 0
@@ -42,7 +42,7 @@ def test_equal_bytes_of_other_objects_are_found_as_well(store: Store) -> None:
 
 @pytest.mark.slow
 def test_only_changed_partitions_are_written(store: Store) -> None:
-    """One element of 64 MiB: its partition of 4 MiB."""
+    """Test a changed element in 64 MiB: only its partition of 4 MiB is written."""
     large = _random(64)
     store.save({"x": large}, step=1)
     large[30 * MIB] += 1
@@ -51,7 +51,7 @@ def test_only_changed_partitions_are_written(store: Store) -> None:
 
 
 def test_the_frozen_part_of_a_model_costs_nothing(store: Store) -> None:
-    """A frozen trunk beside a trained head: each save writes the head."""
+    """Test a frozen trunk and a trained head: each save writes only the head."""
     trunk = {f"layer{i}": torch.randn(MIB) for i in range(4)}
     head = torch.randn(MIB // 4)
     written = []
@@ -62,7 +62,7 @@ def test_the_frozen_part_of_a_model_costs_nothing(store: Store) -> None:
 
 
 def test_identical_partitions_of_one_save_are_written_once(store: Store) -> None:
-    """Zeroed moments of a fresh optimizer are the usual case."""
+    """Test zeroed moments of a new optimizer, the usual case."""
     state = {"zeros": torch.zeros(8 * MIB), "copies": [torch.ones(MIB) for _ in range(8)]}
     saved = store.save(state, step=1)
     assert saved.state_bytes == 64 * MIB
@@ -71,7 +71,7 @@ def test_identical_partitions_of_one_save_are_written_once(store: Store) -> None
 
 
 def test_growing_one_tensor_does_not_move_the_others(store: Store) -> None:
-    """A vocabulary that grew by a token: the rest of the model keeps its partitions."""
+    """Test a vocabulary that grew by a token: the rest of the model keeps its partitions."""
     model = {"embedding": torch.randn(1000, 300), "a": torch.randn(MIB), "b": torch.randn(2 * MIB)}
     store.save({"model": model}, step=1)
     model["embedding"] = torch.cat([model["embedding"], torch.randn(1, 300)])
@@ -79,7 +79,7 @@ def test_growing_one_tensor_does_not_move_the_others(store: Store) -> None:
 
 
 def test_a_state_that_was_changed_back_is_known(store: Store) -> None:
-    """Any earlier save of the bytes counts, not only the last."""
+    """Test that any earlier save of the bytes counts, not only the last."""
     first, second = _random(4), _random(4)
     for step, tensor in enumerate([first, second]):
         store.save({"x": tensor}, step=step)
@@ -87,7 +87,7 @@ def test_a_state_that_was_changed_back_is_known(store: Store) -> None:
 
 
 def test_bytes_are_shared_between_runs(store: Store) -> None:
-    """Two runs from the same weights hold them once."""
+    """Test two runs that start from the same weights."""
     state = {"x": _random(8)}
     store.save(state, step=1, run="a")
     assert store.save(state, step=1, run="b").written_bytes == 0
@@ -98,7 +98,7 @@ def test_bytes_are_shared_between_runs(store: Store) -> None:
 
 @pytest.fixture
 def reopened(store_path: Path) -> Iterator[Store]:
-    """A store that was written, closed, and is open again."""
+    """Return a store that was written, closed, and opened again."""
     with Store.open(store_path, create=True) as store:
         store.save({"x": torch.arange(2 * MIB)}, step=1)
     with Store.open(store_path, create=True) as store:
@@ -106,12 +106,12 @@ def reopened(store_path: Path) -> Iterator[Store]:
 
 
 def test_partitions_of_earlier_processes_are_known(reopened: Store) -> None:
-    """The catalog persists."""
+    """Test that the catalog persists."""
     assert reopened.save({"x": torch.arange(2 * MIB)}, step=2).written_bytes == 0
 
 
 def test_the_catalog_is_believed_only_when_the_pack_agrees(reopened: Store) -> None:
-    """A catalog that names a pack which is gone costs a write, and never a checkpoint."""
+    """Test that a stale catalog entry for a missing pack costs a write, and never a checkpoint."""
     for path in (reopened.path / "packs").iterdir():
         path.unlink()
     assert reopened.save({"x": torch.arange(2 * MIB)}, step=2).written_bytes == 16 * MIB
@@ -119,7 +119,7 @@ def test_the_catalog_is_believed_only_when_the_pack_agrees(reopened: Store) -> N
 
 
 def test_each_frame_in_a_pack_of_its_own(store_path: Path) -> None:
-    """Packs are closed at the size asked for; many of them are one checkpoint, and deduplicate as one."""
+    """Test that packs are closed at the configured size, and that a checkpoint of many packs is deduplicated."""
     config = StoreConfig(pack_bytes=1, partition_bytes=64 * 1024, bundle_below_bytes=1024)
     with Store.open(store_path, config=config, create=True) as store:
         state = {"x": _random(4)}
@@ -133,7 +133,7 @@ def test_each_frame_in_a_pack_of_its_own(store_path: Path) -> None:
 
 
 def test_packs_keep_about_the_size_asked_for(store_path: Path) -> None:
-    """A pack is closed before the frame that would make it too large."""
+    """Test that a pack is closed before the frame that would exceed its size."""
     config = StoreConfig(pack_bytes=4 * MIB, partition_bytes=MIB, slots=1)
     with Store.open(store_path, config=config, create=True) as store:
         store.save({"x": _random(20)}, step=1)
@@ -143,7 +143,7 @@ def test_packs_keep_about_the_size_asked_for(store_path: Path) -> None:
 
 
 def test_another_cut_stores_the_bytes_again(store_path: Path) -> None:
-    """Partitions of another size have other digests: a changed configuration costs one full save, and nothing else."""
+    """Test that another partition size costs one full save, because the digests differ."""
     state = {"x": _random(4)}
     for step, size in enumerate([MIB, 2 * MIB, MIB]):
         config = StoreConfig(partition_bytes=size, bundle_below_bytes=1024)

@@ -1,4 +1,4 @@
-"""Deletion and collection: unreferenced packs are recycled, and nothing else is touched."""
+"""Test deletion and garbage collection: unreferenced packs are recycled, and no other file is changed."""
 
 from pathlib import Path
 
@@ -23,12 +23,12 @@ def _inodes(folder: Path) -> dict[int, int]:
 
 
 def _durable_content(root: Path) -> dict[str, tuple[int, int, bytes]]:
-    """All but LMDB's table of readers, which every look into the catalog changes."""
+    """Return all files except LMDB's table of readers, which every read of the catalog changes."""
     return {name: found for name, found in directory_content(root).items() if name != "catalog/lock.mdb"}
 
 
 def test_a_deleted_checkpoint_is_gone_and_the_others_stay(store: Store) -> None:
-    """It is returned, listed no more, cannot be loaded, and the next older one is the newest."""
+    """Test that the checkpoint is returned, not listed, and not loadable, and that the previous one is the newest."""
     for step in (1, 2, 3):
         store.save(_state(step), step=step, metrics={"loss": step / 2})
     deleted = store.delete(3)
@@ -40,7 +40,7 @@ def test_a_deleted_checkpoint_is_gone_and_the_others_stay(store: Store) -> None:
 
 
 def test_deleting_a_missing_checkpoint_is_an_error(store: Store) -> None:
-    """And changes nothing: another step, run or generation."""
+    """Test another step, run or generation, and that nothing is changed."""
     store.save(_state(1), step=1)
     before = directory_content(store.path / "manifests")
     for step, options in [(2, {}), (1, {"run": "other"}), (1, {"generation": 2})]:
@@ -50,7 +50,7 @@ def test_deleting_a_missing_checkpoint_is_an_error(store: Store) -> None:
 
 
 def test_one_generation_of_a_step_can_be_deleted(store: Store) -> None:
-    """Without a generation all attempts at the step go."""
+    """Test that without a generation, all saves of the step are deleted."""
     for seed in (1, 2):
         store.save(_state(seed), step=5)
         store.begin_generation(None)
@@ -62,7 +62,7 @@ def test_one_generation_of_a_step_can_be_deleted(store: Store) -> None:
 
 
 def test_dry_run_of_a_deletion_changes_nothing(store: Store) -> None:
-    """It returns the checkpoints, also in a read-only store; an error lists the generations."""
+    """Test the returned checkpoints, also in a read-only store, and the error that lists the generations."""
     store.save(_state(1), step=5)
     store.begin_generation(None)
     store.save(_state(2), step=5)
@@ -74,7 +74,7 @@ def test_dry_run_of_a_deletion_changes_nothing(store: Store) -> None:
 
 
 def test_collecting_frees_unreferenced_packs(store: Store) -> None:
-    """They move into the pool, and the other checkpoints can be loaded."""
+    """Test that freed packs move into the pool, and that the other checkpoints can be loaded."""
     for step in (1, 2, 3):
         store.save(_state(step), step=step)
     files = _inodes(store.path / "packs")
@@ -91,7 +91,7 @@ def test_collecting_frees_unreferenced_packs(store: Store) -> None:
 
 
 def test_dry_run_equals_the_real_run(store_path: Path) -> None:
-    """In every number, also with a pool for some packs only; it changes nothing."""
+    """Test every number, also with a pool for some packs only, and that nothing is changed."""
     with Store.open(store_path, config=StoreConfig(pool_bytes=9 * MIB), create=True) as store:
         for step in range(6):
             store.save(_state(step), step=step)
@@ -142,7 +142,7 @@ def test_pool_is_trimmed_when_checkpoints_become_smaller(store: Store) -> None:
 
 
 def test_a_dry_run_sees_packs_that_are_in_use(store: Store) -> None:
-    """A pack that a reader holds open is counted as busy by both, and is freed once the reader is gone."""
+    """Test that both count a pack as busy while a reader uses it, and free it later."""
     store.save(_state(1), step=1)
     store.delete(1)
     (pack,) = store.training.opened.tier.pack_ids()
@@ -156,7 +156,7 @@ def test_a_dry_run_sees_packs_that_are_in_use(store: Store) -> None:
 
 
 def test_a_freed_file_is_overwritten_by_the_next_save(store: Store) -> None:
-    """Recycled, not written anew: the same inode under a new name."""
+    """Test that the file is recycled: the same inode under a new name."""
     store.save(_state(1), step=1)
     (inode,) = _inodes(store.path / "packs")
     (name,) = [path.name for path in (store.path / "packs").iterdir()]
@@ -173,7 +173,7 @@ def test_a_freed_file_is_overwritten_by_the_next_save(store: Store) -> None:
 @pytest.mark.slow(quick=["16-2"])
 @pytest.mark.parametrize(("old", "new"), [(16, 2), (16, 15), (2, 16), (5, 5)])
 def test_a_recycled_file_may_have_any_size(store: Store, old: int, new: int) -> None:
-    """What is left of its earlier life behind the end is ignored; one that is mostly tail is cut."""
+    """Test that bytes after the end of the pack are ignored, and that a file with mostly old bytes is truncated."""
     store.save(_state(1, old), step=1)
     store.delete(1)
     store.gc()
@@ -186,7 +186,7 @@ def test_a_recycled_file_may_have_any_size(store: Store, old: int, new: int) -> 
 
 @pytest.mark.slow
 def test_many_rounds_of_recycling_need_the_room_of_three_checkpoints(store: Store) -> None:
-    """Keeping two: the files of the third are used again and again, and no new one is made."""
+    """Test with two kept checkpoints that the files of a third are reused, and no new file is made."""
     inodes: set[int] = set()
     for step in range(12):
         store.save(_state(step), step=step)
@@ -200,7 +200,7 @@ def test_many_rounds_of_recycling_need_the_room_of_three_checkpoints(store: Stor
 
 
 def test_full_pool_unlinks_files(store_path: Path) -> None:
-    """The disk gets its space back at once."""
+    """Test that the disk space is freed immediately."""
     with Store.open(store_path, config=StoreConfig(pool_bytes=0), create=True) as store:
         store.save(_state(1), step=1)
         store.delete(1)
@@ -210,8 +210,8 @@ def test_full_pool_unlinks_files(store_path: Path) -> None:
 
 
 def test_pack_stays_while_one_partition_is_needed(store: Store) -> None:
-    """Deduplicated bytes keep their first pack."""
-    # Much less than half of a pack becomes garbage, so that it is not repacked, however the partitions are encoded.
+    """Test that deduplicated bytes stay in their first pack."""
+    # Much less than half of a pack becomes garbage, so the pack is not repacked with any encoding.
     shared, own = _state(1)["x"], [_state(number)["x"][:200_000] for number in (2, 3)]
     store.save({"shared": shared, "own": own[0]}, step=1)
     store.save({"shared": shared, "own": own[1]}, step=2)
@@ -223,7 +223,7 @@ def test_pack_stays_while_one_partition_is_needed(store: Store) -> None:
 
 
 def test_collected_partition_is_written_again(store: Store) -> None:
-    """The catalog forgets freed partitions, so it does not grow."""
+    """Test that the catalog forgets freed partitions, so that it does not grow."""
     for step in range(3):
         assert store.save(_state(1), step=step).written_bytes == 4 * MIB
         store.delete(step)
@@ -235,12 +235,12 @@ def test_collected_partition_is_written_again(store: Store) -> None:
 
 
 def test_collecting_an_empty_store_is_nothing(store: Store) -> None:
-    """No checkpoint, no pack: all zeros."""
+    """Test a store without checkpoints and packs: all numbers are zero."""
     assert store.gc() == store.gc(dry_run=True) == Collected()
 
 
 def test_a_damaged_manifest_stops_the_collection(store: Store) -> None:
-    """What it needs is unknown, so nothing is freed until that checkpoint is deleted."""
+    """Test that nothing is freed until the checkpoint with the unreadable manifest is deleted."""
     for step in (1, 2):
         store.save(_state(step), step=step)
     store.delete(1)

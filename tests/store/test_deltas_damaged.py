@@ -1,4 +1,4 @@
-"""Deltas and damage: recoverable frames keep their bases, and lost ones are reported."""
+"""Test deltas and damage: recoverable frames keep their bases, and lost ones are reported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.store.deltas import CONFIG, entries_of, noise, pack_of_the_delta
 
 
 def test_garbage_whose_base_was_collected_is_no_finding(store_path: Path) -> None:
-    """A delta that nobody needs any more lies in a pack that stays for another partition."""
+    """Test an unneeded delta in a pack that stays because of another partition."""
     torch.manual_seed(0)
     state = {"weights": torch.randn(60_000) * 0.02, "kept": noise(0, 100_000)}
     with Store.open(store_path, config=CONFIG, create=True) as store:
@@ -50,10 +50,10 @@ def _spoil(path: Path, *places: int) -> None:
 def test_recoverable_frames_of_a_damaged_pack_keep_their_bases(
     store_path: Path, weights: torch.Tensor, *, with_frame: bool
 ) -> None:
-    """The delta is behind a damaged frame, so a plain read does not reach it."""
+    """Test a delta after a damaged frame, which a plain read of the pack does not reach."""
     name = pack_of_the_delta(store_path)
     entries = entries_of(NvmeTier(store_path, CONFIG, read_only=True), PackId(bytes.fromhex(Path(name).stem)))
-    # Which of the two comes first follows from which thread was faster.
+    # The order of the frames depends on the speed of the threads.
     others = [int(entry["offset"]) for entry in entries if entry["kind"] == registry.KIND_FULL]
     _spoil(store_path / "packs" / name, 8, *others[: 1 if with_frame else 0])
     with Store.open(store_path, config=CONFIG, create=True) as store:
@@ -64,7 +64,7 @@ def test_recoverable_frames_of_a_damaged_pack_keep_their_bases(
 
 
 def test_a_repair_says_of_a_damaged_pack_that_bases_are_lost(store_path: Path, weights: torch.Tensor) -> None:
-    """The device is not to blame, and the file stays: a save of the same bytes brings the base back."""
+    """Test the report, that the file stays, and that a save of the same bytes restores the base."""
     name = pack_of_the_delta(store_path)
     tier = NvmeTier(store_path, CONFIG, read_only=True)
     (base,) = bases_in(entries_of(tier, bytes.fromhex(Path(name).stem))).values()
@@ -84,7 +84,7 @@ def test_a_repair_says_of_a_damaged_pack_that_bases_are_lost(store_path: Path, w
 def test_a_store_is_verified_in_the_end_though_packs_come_all_the_time(
     store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As beside a training; and garbage lacks its base for good, so that it is looked for again."""
+    """Test packs that appear during a training, and garbage without a base, for which the search is repeated."""
     torch.manual_seed(0)
     state = {"weights": torch.randn(60_000) * 0.02, "kept": noise(0, 100_000)}
     with Store.open(store_path, config=CONFIG, create=True) as store:

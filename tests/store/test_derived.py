@@ -1,4 +1,4 @@
-"""Derived partitions with equal bytes are never bases of others."""
+"""Test that derived partitions with equal bytes are never bases of others."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ A, B, C = (Digest(bytes([number]) * 16) for number in range(3))
 
 
 def masters_and_copies(mib: int) -> dict[str, object]:
-    """Masters and their rounded copies, all zero, as of layers that begin with zeros."""
+    """Return masters and rounded copies, all zero, as in layers that are initialised with zeros."""
     master = torch.zeros(mib << 18)
     return {f"{mib} MiB": {"master": master, "copy": master.bfloat16()}}
 
 
 def test_derived_partition_is_no_base_when_it_is_saved_again(store_path: Path) -> None:
-    """2 MiB of zeros may be float32, or bfloat16 derived from 4 MiB of zeros."""
+    """Test 2 MiB of zeros, as float32 and as bfloat16 derived from 4 MiB of zeros."""
     with Store.open(store_path, config=CONFIG, create=True) as store:
         two, large = masters_and_copies(2), noise(0, 1 << 18)
         store.save({"master": torch.zeros(2 << 18)}, step=1)
@@ -43,7 +43,7 @@ def test_derived_partition_is_no_base_when_it_is_saved_again(store_path: Path) -
         both = masters_and_copies(4) | two
         store.save(both, step=5)
         loaded = store.load(step=5)
-        # Of the frame that nobody needs any more, the base is not what it was.
+        # The base of the unneeded frame has changed.
         assert {finding.severity for finding in store.verify()} <= {Severity.WARNING}
     for name, layer in both.items():
         for part, tensor in layer.items():  # type: ignore[attr-defined]  # a dict
@@ -54,7 +54,7 @@ def test_derived_partition_is_no_base_when_it_is_saved_again(store_path: Path) -
 
 @pytest.mark.parametrize("first", [(B, A), (C, B)], ids=["lower", "upper"])
 def test_second_of_two_copies_in_one_save_is_not_derived(store_path: Path, first: tuple[Digest, Digest]) -> None:
-    """Threads encode in any order."""
+    """Test two copies that threads encode in any order."""
     with Store.open(store_path, config=CONFIG, create=True) as store:
         tier = store.training.opened.tier
         assert isinstance(tier, NvmeTier)
@@ -66,7 +66,7 @@ def test_second_of_two_copies_in_one_save_is_not_derived(store_path: Path, first
 
 
 def test_strided_masters_are_not_made_contiguous(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That would use their memory once more; the copies are stored on their own."""
+    """Test that strided masters are not copied in memory; their copies are stored in full."""
     master = torch.randn(64, 64, 16, 16).to(memory_format=torch.channels_last)
     state = {"master": master, "copy": master.bfloat16()}
     with Store.open(store_path, config=CONFIG, create=True) as store:
@@ -78,7 +78,7 @@ def test_strided_masters_are_not_made_contiguous(store_path: Path, monkeypatch: 
 
 
 def test_where_nothing_is_encoded_no_original_is_looked_for(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a state of many layers the look alone takes seconds."""
+    """Test that no time is spent on the search, which takes seconds for a state of many layers."""
     monkeypatch.setattr(Originals, "candidates", Mock(side_effect=AssertionError))
     with Store.open(store_path, config=dataclasses.replace(CONFIG, compression="off"), create=True) as store:
         store.save(masters_and_copies(2), step=1)

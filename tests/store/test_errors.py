@@ -1,4 +1,4 @@
-"""Errors cross process boundaries: DCP, for instance, pickles them between ranks."""
+"""Test that errors cross process boundaries, because DCP pickles them between ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _made(kind: type[BaseException]) -> BaseException:
 @pytest.mark.parametrize("kind", PUBLIC)
 @pytest.mark.parametrize("copied", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy])
 def test_every_public_error_survives_pickling(kind: type[BaseException], copied: object) -> None:
-    """With its class, message and fields."""
+    """Test the class, the message and the fields."""
     assert callable(copied)
     error = _made(kind)
     twin = copied(error)
@@ -53,6 +53,6 @@ def test_every_public_error_survives_pickling(kind: type[BaseException], copied:
 
 
 def test_every_field_is_tested() -> None:
-    """An error with a new field needs an argument above."""
+    """Test that the arguments above include every field of every error."""
     fields: Sequence[str] = [name for kind in PUBLIC for name in vars(_made(kind))]
     assert set(fields) >= {"path", "reason", "remedy", "digest", "reasons", "overwritten", "next_step", "missing"}

@@ -1,4 +1,4 @@
-"""Large tensors are written in place, with a payload shifted to their address."""
+"""Test that large tensors are written in place, with a payload shifted to their address."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _shifts(store: Store) -> set[int]:
 
 @pytest.mark.parametrize("offset", [0, 1, 63, 2_048, 4_095])
 def test_any_address_and_length(offset: int, store_path: Path) -> None:
-    """The shift is the address modulo a block, and every byte comes back, the first and the last ones too."""
+    """Test that the shift is the address modulo a block, and that every byte is restored."""
     state = {}
     for length in LENGTHS:
         memory = torch.randint(0, 256, (length + 8_192,), dtype=torch.uint8)
@@ -47,7 +47,7 @@ def test_any_address_and_length(offset: int, store_path: Path) -> None:
 
 
 def test_a_store_without_the_feature_has_no_shifts(store_path: Path) -> None:
-    """A program of an earlier time reads it, and must find nothing that it does not know."""
+    """Test that a store without the feature stays readable by older programs."""
     frozen = next(frozen for frozen in whole_stores() if frozen.whole.name == "v1-by-0.1.0")
     frozen.copy_to(store_path)
     memory = torch.arange(1 << 18, dtype=torch.int32)
@@ -62,7 +62,7 @@ def test_a_store_without_the_feature_has_no_shifts(store_path: Path) -> None:
 
 
 class Changing(Files):
-    """A disk that takes so long for a frame that the state changes meanwhile."""
+    """A disk whose writes take so long that the state changes meanwhile."""
 
     change: Callable[[], object] = staticmethod(lambda: None)
 
@@ -75,7 +75,7 @@ class Changing(Files):
 
 @pytest.mark.parametrize("how", ["one element, by torch", "all elements, by numpy"])
 def test_state_that_changes_during_a_save_is_refused(how: str, store_path: Path) -> None:
-    """The error names the tensor, no checkpoint is made, and the next save succeeds."""
+    """Test that the error names the tensor, no checkpoint is made, and the next save succeeds."""
     files = Changing()
     state = {"steady": torch.zeros(1 << 18), "weight": torch.randn(1 << 18)}
     weight: torch.Tensor = state["weight"]

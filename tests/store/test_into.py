@@ -1,4 +1,4 @@
-"""Restore in place: the same objects and memory, with the stored values."""
+"""Test restores in place: the same objects and memory, with the stored values."""
 
 from collections import OrderedDict
 from typing import Any
@@ -39,14 +39,14 @@ TARGETS = {
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_tensors_of_any_layout_are_filled_in_place(store: Store, name: str) -> None:
-    """Memory and strides stay; a strided one is filled as a whole."""
+    """Test that memory and strides stay, also of a strided tensor."""
     values = torch.randn(SHAPE)
     values[0, 0, 0, :2] = torch.tensor([-0.0, float("nan")])
     _filled(store, values, TARGETS[name])
 
 
 def test_only_the_elements_of_a_view_are_written(store: Store) -> None:
-    """What lies between the elements of a strided target is somebody else's."""
+    """Test that memory between the elements of a strided target is not written."""
     base = torch.zeros(1000, 6)
     store.save({"x": torch.ones(1000, 2)}, step=1)
     store.load(into={"x": base[:, 1:4:2]})
@@ -55,7 +55,7 @@ def test_only_the_elements_of_a_view_are_written(store: Store) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16, torch.bool, torch.uint16, torch.float8_e5m2])
 def test_strided_targets_of_other_dtypes(store: Store, dtype: torch.dtype) -> None:
-    """Bits, not numbers, are what a strided target gets."""
+    """Test that bits are copied, not converted numbers."""
     size = torch.empty(0, dtype=dtype).element_size()
     high = 2 if dtype == torch.bool else 256
     stored = torch.randint(high, (3000 * size,), dtype=torch.uint8).view(dtype).reshape(60, 50)
@@ -63,30 +63,30 @@ def test_strided_targets_of_other_dtypes(store: Store, dtype: torch.dtype) -> No
 
 
 def test_a_conjugate_target_means_the_stored_numbers(store: Store) -> None:
-    """Its memory holds their conjugates afterwards."""
+    """Test a conjugate tensor, whose memory then has the conjugates of the stored numbers."""
     numbers = torch.randn(3000, dtype=torch.complex128)
     _filled(store, numbers, torch.empty(3000, dtype=torch.complex128).conj())
 
 
 @pytest.mark.parametrize("target", [torch.zeros(3)[::3], torch.zeros(3, 5)[:1, 2], torch.zeros(2, 3, 4)[1:, 2:, 3]])
 def test_targets_of_one_element_may_have_any_stride(store: Store, target: torch.Tensor) -> None:
-    """Torch calls them contiguous, whatever their strides say."""
+    """Test tensors that torch calls contiguous with any strides."""
     _filled(store, torch.full(target.shape, 7.0), target)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (1, 1)], ids=str)
 def test_the_smallest_targets(store: Store, shape: tuple[int, ...]) -> None:
-    """Numbers and empty tensors."""
+    """Test scalars and empty tensors."""
     _filled(store, torch.ones(shape), torch.zeros(shape))
 
 
 def _objects(state: dict[str, Any]) -> list[object]:
-    """The containers and tensors of the state below."""
+    """Return the containers and tensors of a state."""
     return [state["model"], state["model"]["w"], state["history"], *state["history"], state["pair"][0]]
 
 
 def test_nested_states_keep_their_objects(store: Store) -> None:
-    """Containers and tensors stay the same objects; plain values are replaced; what is not named stays."""
+    """Test that containers and tensors keep their identity, plain values are replaced, and other entries stay."""
     stored = {
         "model": OrderedDict(w=torch.randn(4000), b=torch.randn(3)),
         "history": [torch.randn(3000), {"best": 0.5}],
@@ -110,7 +110,7 @@ def test_nested_states_keep_their_objects(store: Store) -> None:
 
 
 def test_a_missing_value_is_created(store: Store) -> None:
-    """None, or another plain value, in the place of a tensor or a container is replaced by what is stored."""
+    """Test that a plain value in the place of a tensor or a container is replaced by the stored value."""
     store.save({"t": torch.arange(3000), "c": {"x": [torch.ones(2), 1]}, "n": np.arange(3)}, step=1)
     into: dict[str, object] = {"t": None, "c": None, "n": 0}
     store.load(into=into)
@@ -118,7 +118,7 @@ def test_a_missing_value_is_created(store: Store) -> None:
 
 
 def test_a_whole_state_can_be_a_tensor_a_list_or_a_tuple(store: Store) -> None:
-    """A tuple cannot be filled itself, but the tensors in it are, and an equal tuple is returned."""
+    """Test that the tensors of a tuple are filled, and that an equal tuple is returned."""
     stored = torch.randn(3000)
     target = torch.zeros(3000)
     store.save(stored, step=1)
@@ -144,7 +144,7 @@ ARRAYS = {
 
 @pytest.mark.parametrize("name", ARRAYS)
 def test_arrays_are_filled_in_place(store: Store, name: str) -> None:
-    """The same array object, in its own order."""
+    """Test that the array keeps its identity and its order."""
     target = ARRAYS[name]
     stored = np.random.default_rng(1).random(target.shape)
     store.save({"x": stored}, step=1)
@@ -155,7 +155,7 @@ def test_arrays_are_filled_in_place(store: Store, name: str) -> None:
 
 
 def test_an_array_can_be_filled_from_a_tensor_and_a_tensor_from_an_array(store: Store) -> None:
-    """Bytes are bytes; what the caller gives decides what it is."""
+    """Test that the given object decides its type, because only bytes are stored."""
     values = torch.arange(3000, dtype=torch.int32)
     store.save({"tensor": values, "array": values.numpy()}, step=1)
     array, tensor = np.zeros(3000, dtype=np.int32), torch.zeros(3000, dtype=torch.int32)
@@ -178,7 +178,7 @@ def test_strings_in_the_state_of_an_optimizer_are_restored(store: Store) -> None
 
 
 def test_a_fresh_optimizer_takes_over_the_tensors_that_were_read(store: Store) -> None:
-    """It has no state yet, so its moments are made by the load: once, and not copied again."""
+    """Test an optimizer without state: the load creates its moments, and does not copy them again."""
     model = torch.nn.Linear(100, 100)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(1, 100)).sum().backward()
@@ -192,7 +192,7 @@ def test_a_fresh_optimizer_takes_over_the_tensors_that_were_read(store: Store) -
 
 
 def test_a_loaded_state_is_independent_of_the_store(store: Store) -> None:
-    """Changing it and loading again brings the stored values back."""
+    """Test that a second load returns the stored values after a change of the first."""
     model = torch.nn.Linear(50, 50)
     store.save({"model": model}, step=1)
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -204,7 +204,7 @@ def test_a_loaded_state_is_independent_of_the_store(store: Store) -> None:
 
 
 def test_parameters_keep_their_autograd_properties(store: Store) -> None:
-    """Gradients, and being leaves that require them."""
+    """Test gradients, and leaves that require gradients."""
     model = torch.nn.Linear(50, 50)
     store.save({"model": model}, step=1)
     model(torch.randn(2, 50)).sum().backward()
@@ -217,7 +217,7 @@ def test_parameters_keep_their_autograd_properties(store: Store) -> None:
 
 
 def test_new_tensors_are_made_on_the_device_asked_for(store: Store) -> None:
-    """Tensors that are filled in place stay where they are; others are made on `device`."""
+    """Test that filled tensors stay on their device, and new tensors are created on `device`."""
     store.save({"x": torch.ones(3), "large": torch.ones(5000), "array": np.ones(3)}, step=1)
     for device in ("cpu", torch.device("cpu")):
         loaded = store.load(device=device)
@@ -228,7 +228,7 @@ def test_new_tensors_are_made_on_the_device_asked_for(store: Store) -> None:
 
 @pytest.mark.parametrize("device", ["xpu", "hpu", "mps", "cuda:99", "meta"])
 def test_missing_device_is_an_error_of_the_package(store: Store, device: str) -> None:
-    """For any reaction of torch."""
+    """Test that the error is independent of the reaction of torch."""
     store.save({"x": torch.ones(3)}, step=1)
     with pytest.raises((InvalidInputError, StorageError), match=device):
         store.load(device=device)
@@ -236,7 +236,7 @@ def test_missing_device_is_an_error_of_the_package(store: Store, device: str) ->
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gpu_state_round_trip(store: Store) -> None:
-    """Saved from the GPU, loaded to either side, and filled in place on either side, also strided."""
+    """Test saves from the GPU, and loads and restores in place on both devices, also strided."""
     stored = {"x": torch.randn(3_000_000, device="cuda"), "t": torch.randn(40, 50, device="cuda").t(), "n": np.ones(3)}
     store.save(stored, step=1)
     assert_same(store.load(device="cuda"), stored)
@@ -250,12 +250,12 @@ def test_gpu_state_round_trip(store: Store) -> None:
 
 
 def lazy_model() -> torch.nn.Module:
-    """One whose parameters have no shape before it was called."""
+    """Return a module whose parameters have no shape before the first call."""
     return torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.LazyBatchNorm1d())
 
 
 def test_a_lazy_model_that_was_not_called_yet_gets_its_shapes_back(store: Store) -> None:
-    """As from torch's own load_state_dict; without the module nobody could give them."""
+    """Test that shapes are restored as by torch's own load_state_dict."""
     model, fresh = lazy_model(), lazy_model()
     model(torch.randn(4, 5))
     store.save({"model": model}, step=1)

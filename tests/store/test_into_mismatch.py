@@ -1,4 +1,4 @@
-"""A state that does not fit the checkpoint is refused before any byte is overwritten."""
+"""Test that a state that does not match the checkpoint is refused before any byte is overwritten."""
 
 from collections import UserDict
 from collections.abc import Callable
@@ -48,7 +48,7 @@ MISFITS: dict[str, tuple[object, object, str]] = {
 
 @pytest.mark.parametrize("name", MISFITS)
 def test_nothing_is_overwritten_when_something_does_not_fit(store: Store, name: str) -> None:
-    """The error says where and why; the tensors that would fit keep their values."""
+    """Test that the error names path and reason, and that matching tensors keep their values."""
     stored, given, message = MISFITS[name]
     store.save({"a": torch.ones(BIG), "b": stored, "c": torch.ones(3)}, step=1)
     into = {"c": torch.zeros(3), "a": torch.zeros(BIG), "b": given}
@@ -59,7 +59,7 @@ def test_nothing_is_overwritten_when_something_does_not_fit(store: Store, name: 
 
 
 def test_everything_that_does_not_fit_is_listed(store: Store) -> None:
-    """All at once, not one for each attempt; beyond twenty they are counted."""
+    """Test that one error lists up to twenty mismatches, and the number of the others."""
     store.save({f"t{i}": torch.ones(2) for i in range(30)}, step=1)
     with pytest.raises(StateMismatchError, match="and 10 more") as caught:
         store.load(into={f"t{i}": torch.zeros(3) for i in range(30)})
@@ -67,7 +67,7 @@ def test_everything_that_does_not_fit_is_listed(store: Store) -> None:
 
 
 def test_root_may_not_fit(store: Store) -> None:
-    """A state of another kind."""
+    """Test a state of another type."""
     store.save({"a": 1}, step=1)
     for into in ([1], torch.ones(2), (1,)):
         with pytest.raises(StateMismatchError):
@@ -78,7 +78,7 @@ def test_root_may_not_fit(store: Store) -> None:
     "into", [3, "model", object(), {}, [], torch.nn.Linear], ids=lambda value: type(value).__name__
 )
 def test_unfillable_value_is_refused(store: Store, into: object) -> None:
-    """Otherwise it would be ignored, and training would continue with old values."""
+    """Test that a value that cannot be filled is not ignored, because training would continue with old values."""
     store.save({"a": 1, "b": torch.ones(1)}, step=1)
     with pytest.raises(InvalidInputError, match="into"):
         store.load(into=into)
@@ -97,7 +97,7 @@ MODULES: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_that_does_not_fit_keeps_its_values(store: Store, name: str) -> None:
-    """`load_state_dict` would refuse it half-way; the load sees it first."""
+    """Test a module that `load_state_dict` would fill half-way before its error."""
     store.save({"model": _net(5), "a": torch.ones(BIG)}, step=1)
     make, message = MODULES[name]
     model = make()
@@ -110,7 +110,7 @@ def test_a_module_that_does_not_fit_keeps_its_values(store: Store, name: str) ->
 
 
 def test_a_module_of_another_dtype_is_filled_with_rounded_values(store: Store) -> None:
-    """`load_state_dict` converts, so a float32 checkpoint can go into a bfloat16 model."""
+    """Test a float32 checkpoint and a bfloat16 model, because `load_state_dict` converts."""
     model = torch.nn.Linear(100, 100)
     store.save({"model": model}, step=1)
     other = torch.nn.Linear(100, 100).bfloat16()
@@ -120,7 +120,7 @@ def test_a_module_of_another_dtype_is_filled_with_rounded_values(store: Store) -
 
 
 def test_a_module_that_renames_old_parameters_may_do_so(store: Store) -> None:
-    """Where a hook prepares what is stored for the module, names are the hook's business."""
+    """Test that names are not checked if a hook of the module changes them."""
 
     class Renamed(torch.nn.Module):
         def __init__(self) -> None:
@@ -142,7 +142,7 @@ def test_a_module_that_renames_old_parameters_may_do_so(store: Store) -> None:
 
 
 def test_an_optimizer_of_other_groups_is_refused(store: Store) -> None:
-    """Another number of groups or of parameters; the model beside it keeps its values."""
+    """Test other numbers of groups or parameters, and that the model keeps its values."""
     model = torch.nn.Linear(1000, 1000)
     store.save({"model": model, "optimizer": torch.optim.SGD(model.parameters())}, step=1)
     for groups in ([model.weight], [{"params": [model.weight]}, {"params": [model.bias]}]):
@@ -156,7 +156,7 @@ def test_an_optimizer_of_other_groups_is_refused(store: Store) -> None:
 
 
 class Picky:
-    """An object that refuses what it is given."""
+    """An object that refuses its state."""
 
     def __init__(self) -> None:
         self.tensor = torch.zeros(2000)
@@ -172,7 +172,7 @@ class Picky:
 
 
 def test_late_refusal_of_an_object_lists_overwritten_tensors(store: Store) -> None:
-    """It cannot be known in advance."""
+    """Test an error that the store cannot predict."""
     store.save({"a": torch.ones(2000), "picky": Picky()}, step=1)
     into = {"a": torch.zeros(2000), "picky": Picky()}
     with pytest.raises(PartialRestoreError, match=r"picky.*not today") as caught:
@@ -182,7 +182,7 @@ def test_late_refusal_of_an_object_lists_overwritten_tensors(store: Store) -> No
 
 
 def test_a_tensor_in_two_places_cannot_take_two_tensors(store: Store) -> None:
-    """Untied in the checkpoint, tied in the given state: filling it would leave a mixture of both."""
+    """Test a state that ties tensors that the checkpoint has separately: filling it would mix both."""
     store.save({"a": torch.full((BIG,), 1.0), "b": torch.full((BIG,), 2.0)}, step=1)
     tensor = torch.zeros(BIG)
     for into in ({"a": tensor, "b": tensor}, {"a": tensor, "b": tensor.detach()}):
@@ -193,7 +193,7 @@ def test_a_tensor_in_two_places_cannot_take_two_tensors(store: Store) -> None:
 
 @pytest.mark.parametrize("size", [50, BIG])
 def test_overlapping_tensors_with_different_values_are_refused(store: Store, size: int) -> None:
-    """If the checkpoint has equal values there, they are filled."""
+    """Test that overlapping tensors are filled if the checkpoint has equal values for the overlap."""
     base = torch.arange(2.0 * size)
     store.save({"a": base[:size].clone(), "b": base[size // 2 :].clone(), "c": torch.ones(3)}, step=1)
     store.save(
@@ -209,7 +209,7 @@ def test_overlapping_tensors_with_different_values_are_refused(store: Store, siz
 
 
 def test_slices_between_each_other_share_nothing(store: Store) -> None:
-    """Each is filled, whatever the other holds."""
+    """Test interleaved slices without common elements."""
     store.save({"even": torch.full((BIG,), torch.nan), "odd": torch.full((BIG,), 2.0)}, step=1)
     memory = torch.zeros(BIG, 2)
     store.load(into={"even": memory[:, 0], "odd": memory[:, 1]})
@@ -218,7 +218,7 @@ def test_slices_between_each_other_share_nothing(store: Store) -> None:
 
 
 def test_untied_checkpoint_in_a_tied_module_takes_the_last(store: Store) -> None:
-    """As `load_state_dict` does: one of the two tensors as a whole, never a mixture."""
+    """Test that one of the two tensors is used completely, as by `load_state_dict`."""
     untied = torch.nn.Sequential(torch.nn.Linear(1500, 1500, bias=False), torch.nn.Linear(1500, 1500, bias=False))
     tied = torch.nn.Sequential(torch.nn.Linear(1500, 1500, bias=False), torch.nn.Linear(1500, 1500, bias=False))
     tied[1].weight = tied[0].weight

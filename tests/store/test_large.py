@@ -1,4 +1,4 @@
-"""Large states: more than 2 GiB in one tensor, and bounded peak memory."""
+"""Test large states: more than 2 GiB in one tensor, and bounded peak memory."""
 
 import json
 import shutil
@@ -18,14 +18,14 @@ MIB = 1 << 20
 
 @pytest.fixture
 def large_path(store_path: Path) -> Iterator[Path]:
-    """A path for a store that is removed after the test: pytest would keep some gigabytes of each of three runs."""
+    """Return a path for a store that is deleted after the test, because pytest keeps the folders of three runs."""
     yield store_path
     shutil.rmtree(store_path)
 
 
 @pytest.mark.slow
 def test_a_tensor_of_more_than_2_gib(large_path: Path) -> None:
-    """Offsets beyond 31 bits, saved and filled in place; the second half is distinct in every page."""
+    """Test offsets beyond 31 bits, saved and filled in place, with different content in every page."""
     size = 2 * GIB + 5 * MIB + 3
     tensor = torch.zeros(size, dtype=torch.uint8)
     marks = torch.arange(0, size, 1_000_003)
@@ -98,7 +98,7 @@ def _memory(path: Path, part: str) -> list[int]:
 
 @pytest.mark.slow
 def test_the_peak_of_memory_is_the_state_and_little_more(large_path: Path) -> None:
-    """For 1 GiB: filling in place and saving take at most 256 MiB beyond it, a load into new tensors as much."""
+    """Test 1 GiB: saving and filling use at most 256 MiB more, and a load of new tensors 256 MiB beyond these."""
     state_bytes, saving, filling, loading, right = _memory(large_path, "plain")
     assert right
     assert state_bytes > GIB
@@ -109,7 +109,7 @@ def test_the_peak_of_memory_is_the_state_and_little_more(large_path: Path) -> No
 
 @pytest.mark.slow
 def test_strided_tensors_cost_a_copy_of_one_at_a_time(large_path: Path) -> None:
-    """The bytes of a transposed tensor are gathered to be saved or filled, and let go at once: no second GiB."""
+    """Test that the memory of each gathered tensor is freed before the next."""
     state_bytes, saving, filling, _loading, right = _memory(large_path, "strided")
     assert right
     assert state_bytes == GIB

@@ -1,4 +1,4 @@
-"""The newest checkpoint: the line of training, branches, and steps out of order."""
+"""Test the choice of the newest checkpoint: the line of training, branches, and steps out of order."""
 
 import threading
 import warnings
@@ -36,7 +36,7 @@ def _checkpoint(store: Store, generation: int, step: int) -> Checkpoint:
 
 
 def test_the_newest_is_the_highest_step(store: Store) -> None:
-    """Without a restore in between there is one line, and it is listed from the oldest on."""
+    """Test one line without restores, which is listed oldest first."""
     for step in (1, 5, 10):
         assert _save(store, step).on_line
     assert _value(store.load()) == "10"
@@ -44,7 +44,7 @@ def test_the_newest_is_the_highest_step(store: Store) -> None:
 
 
 def test_an_earlier_step_warns_and_is_not_the_newest(store: Store) -> None:
-    """The warning points at the caller, and says how to train on from an earlier step."""
+    """Test the warning, which points at the caller and says how to continue from an earlier step."""
     _save(store, 10)
     with pytest.warns(StepOrderWarning, match="restore that step with a Checkpointer first") as caught:
         store.save({"value": "late"}, step=4)
@@ -54,7 +54,7 @@ def test_an_earlier_step_warns_and_is_not_the_newest(store: Store) -> None:
 
 
 def test_step_saved_twice_has_two_checkpoints(store: Store) -> None:
-    """The later one counts, by step and as the newest."""
+    """Test that the later save counts, by step and as the newest."""
     first, second = _save(store, 3, "first"), _save(store, 3, "second")
     assert first.save_id < second.save_id
     assert _value(store.load()) == _value(store.load(3)) == "second"
@@ -62,7 +62,7 @@ def test_step_saved_twice_has_two_checkpoints(store: Store) -> None:
 
 
 def test_invalid_parent_is_refused(store: Store) -> None:
-    """A step is not enough, because it may have several checkpoints."""
+    """Test that a parent given by step is refused, because a step may have several checkpoints."""
     _save(store, 5)
     with pytest.raises(InvalidInputError, match=r"parent 5: give one of checkpoints\(\)"):
         store.begin_generation(5)  # type: ignore[arg-type]  # wrong on purpose
@@ -70,7 +70,7 @@ def test_invalid_parent_is_refused(store: Store) -> None:
 
 
 def test_resuming_from_an_older_step_abandons_later_ones(store: Store) -> None:
-    """The newest is on the new line, and abandoned steps can be loaded by step."""
+    """Test that the newest checkpoint is on the new line, and that abandoned steps can be loaded by step."""
     for step in range(1, 6):
         _save(store, step)
     assert store.begin_generation(_checkpoint(store, 1, 2)) == 2
@@ -86,7 +86,7 @@ def test_resuming_from_an_older_step_abandons_later_ones(store: Store) -> None:
 
 
 def test_a_new_line_from_nothing_abandons_everything(store: Store) -> None:
-    """Until its first save there is no newest checkpoint; then it is that one, though its step is lower."""
+    """Test that the first save on the new line is the newest checkpoint, although its step is lower."""
     _save(store, 100)
     store.begin_generation(None)
     with pytest.raises(CheckpointNotFoundError, match=r"all 1 checkpoints .* up to step 100, are abandoned.*step=100"):
@@ -98,7 +98,7 @@ def test_a_new_line_from_nothing_abandons_everything(store: Store) -> None:
 
 @pytest.mark.slow
 def test_the_line_is_followed_through_many_generations(store: Store) -> None:
-    """Each restore cuts a little off; what leads to the present is what was kept each time."""
+    """Test many restores, each of which abandons some steps."""
     for generation in range(1, 6):
         base = 10 * generation
         for step in range(base, base + 4):
@@ -109,7 +109,7 @@ def test_the_line_is_followed_through_many_generations(store: Store) -> None:
 
 
 def test_an_abandoned_branch_can_be_taken_up_again(store: Store) -> None:
-    """Its checkpoints are on the line once more, and the other branch is abandoned."""
+    """Test that the branch is on the line again, and that the other branch is abandoned."""
     for step in (1, 2, 3):
         _save(store, step)
     store.begin_generation(_checkpoint(store, 1, 1))
@@ -121,7 +121,7 @@ def test_an_abandoned_branch_can_be_taken_up_again(store: Store) -> None:
 
 
 def test_step_off_the_line_comes_from_its_newest_generation(store: Store) -> None:
-    """Two abandoned branches have the step; the later one is returned."""
+    """Test two abandoned branches with the same step; the later one is returned."""
     for generation in (1, 2):
         _save(store, 7, f"branch {generation}")
         store.begin_generation(None)
@@ -129,7 +129,7 @@ def test_step_off_the_line_comes_from_its_newest_generation(store: Store) -> Non
 
 
 def test_saves_of_the_limiting_step_are_distinct(store: Store) -> None:
-    """The line ends at one save of a step, so a later save is abandoned."""
+    """Test that the line ends at one save of a step, so that a later save of this step is abandoned."""
     first = _save(store, 5, "first")
     _save(store, 5, "second")
     store.begin_generation(first)
@@ -137,7 +137,7 @@ def test_saves_of_the_limiting_step_are_distinct(store: Store) -> None:
 
 
 def test_deleting_the_parent_keeps_the_line(store: Store) -> None:
-    """The head record stays, and the next older checkpoint is the newest."""
+    """Test that the head record stays, and that the previous checkpoint is the newest."""
     for step in (1, 2, 3):
         _save(store, step)
     store.begin_generation(_checkpoint(store, 1, 2))
@@ -148,7 +148,7 @@ def test_deleting_the_parent_keeps_the_line(store: Store) -> None:
 
 
 def test_a_save_can_go_to_an_abandoned_generation_and_says_so(store: Store) -> None:
-    """A trainer that was overtaken goes on saving; what it saves is kept, and is not on the line."""
+    """Test that the saves of an outdated trainer are kept, and not on the line."""
     _save(store, 1)
     store.begin_generation(None)
     assert not _save(store, 2, "stale", generation=1).on_line
@@ -159,7 +159,7 @@ def test_a_save_can_go_to_an_abandoned_generation_and_says_so(store: Store) -> N
 
 @pytest.mark.parametrize("generation", [0, -1, 2, 99_999_999, 100_000_000, 1.0, "1", True], ids=repr)
 def test_a_generation_that_was_never_opened_is_refused(store: Store, generation: int) -> None:
-    """It would hide every later checkpoint: which one is newest could not be known any more."""
+    """Test a generation that would make it impossible to know the newest checkpoint."""
     _save(store, 1)
     with pytest.raises(InvalidInputError, match="generation"):
         _save(store, 2, generation=generation)
@@ -167,7 +167,7 @@ def test_a_generation_that_was_never_opened_is_refused(store: Store, generation:
 
 
 def test_generations_that_are_opened_at_once_get_different_numbers(store: Store) -> None:
-    """The number is taken by creating its file: of two, one is second."""
+    """Test that the creation of the file reserves the number, also for two processes at once."""
     _save(store, 1)
     numbers: list[int] = []
     start = threading.Barrier(8)
@@ -185,7 +185,7 @@ def test_generations_that_are_opened_at_once_get_different_numbers(store: Store)
 
 
 def test_runs_have_lines_of_their_own(store: Store) -> None:
-    """A new generation of one run leaves the other alone."""
+    """Test that a new generation of one run does not change the other run."""
     for run in ("a", "b"):
         store.save({"value": run}, step=1, run=run)
     store.begin_generation(None, run="a")
@@ -210,7 +210,7 @@ def _lose_newest_rank(store: Store) -> None:
 def test_a_checkpoint_that_cannot_be_restored_is_passed_over_with_a_warning(
     store: Store, damage: Callable[[Store], None]
 ) -> None:
-    """The next older one is loaded; the warning points at the caller and names the step; `restore` returns it."""
+    """Test the loaded checkpoint, the warning that names caller and step, and the result of `restore`."""
     for step in (1, 2):
         _save(store, step)
     damage(store)
@@ -225,7 +225,7 @@ def test_a_checkpoint_that_cannot_be_restored_is_passed_over_with_a_warning(
 
 
 def test_asked_for_a_step_no_other_is_given(store: Store) -> None:
-    """A damaged step is an error when it was asked for by name; the reasons are listed."""
+    """Test that a request for a damaged step raises an error that lists the reasons."""
     for step in (1, 2):
         _save(store, step)
     _damage_newest(store)
@@ -236,7 +236,7 @@ def test_asked_for_a_step_no_other_is_given(store: Store) -> None:
 
 
 def test_a_lost_head_record_is_not_guessed_at(store: Store) -> None:
-    """Which checkpoint is newest cannot be known; a step that is there once can still be loaded."""
+    """Test that the newest checkpoint is unknown, and that a unique step can still be loaded."""
     _save(store, 1)
     store.begin_generation(None)
     _save(store, 2)
@@ -253,7 +253,7 @@ def test_a_lost_head_record_is_not_guessed_at(store: Store) -> None:
 
 
 def test_with_a_lost_head_record_no_step_of_another_training_is_given(store: Store) -> None:
-    """Of a step that two generations have, nobody knows which is meant; the newest one is that of the lost record."""
+    """Test a step of two generations, of which the wanted one is unknown."""
     first = _save(store, 1)
     _save(store, 2)
     store.begin_generation(first)
@@ -266,7 +266,7 @@ def test_with_a_lost_head_record_no_step_of_another_training_is_given(store: Sto
 
 
 def test_one_of_several_saves_of_a_step_is_named_by_its_save_id(store: Store) -> None:
-    """Whatever is known of the line, and for all that reads one checkpoint."""
+    """Test with and without a known line, for every method that reads one checkpoint."""
     first = _save(store, 1)
     saves = [_save(store, 2)]
     store.begin_generation(first)
@@ -287,7 +287,7 @@ def test_one_of_several_saves_of_a_step_is_named_by_its_save_id(store: Store) ->
 
 
 def test_parent_is_the_previous_checkpoint_on_the_line(store: Store) -> None:
-    """Within a generation, and across a restore."""
+    """Test parents within a generation, and across a restore."""
     refs = [_save(store, step).ref for step in (1, 2, 3)]
     store.begin_generation(_checkpoint(store, 1, 2))
     refs.append(_save(store, 3).ref)

@@ -1,4 +1,4 @@
-"""An open store whose manifests vanish: missing manifests are not taken for garbage."""
+"""Test an open store whose manifests vanish: missing manifests do not make their packs garbage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _move_away(store: Path) -> None:
 
 
 def _copy_in(store: Path) -> None:
-    """As a tool does that has just begun: the folders come first."""
+    """Copy folders first, like a copy tool that has just begun."""
     _move_away(store)
     (store / "manifests" / "default").mkdir(parents=True)
 
@@ -50,7 +50,7 @@ LOST = [((1, 2), _move_away), ((1, 2), _copy_in), ((1, 2), _begin_to_copy_in), (
 def test_nothing_is_freed_while_the_manifests_are_somewhere_else(
     store_path: Path, steps: tuple[int, ...], lose: Callable[[Path], None], collect: Callable[[Store], Collected]
 ) -> None:
-    """The store was opened when they were there; when they are back, all is as it was."""
+    """Test a store that was opened before its manifests were moved away and back."""
     with Store.open(store_path, create=True) as store:
         for step in steps:
             store.save(_state(step), step=step)
@@ -71,7 +71,7 @@ def test_nothing_is_freed_while_the_manifests_are_somewhere_else(
 def test_moved_manifests_are_not_taken_for_deleted(
     store: Store, steps: tuple[int, ...], lose: Callable[[Path], None]
 ) -> None:
-    """A training prunes after each commit, and reads only new manifests."""
+    """Test a training that prunes after each commit, and reads only new manifests."""
     pruner = Pruner(store.training.opened.nvme, store.training.opened.catalog(), "default", Retention(keep_last=2))
     for step in steps:
         store.save(_state(step), step=step)
@@ -86,7 +86,7 @@ def test_moved_manifests_are_not_taken_for_deleted(
 
 @pytest.mark.slow
 def test_manifests_that_vanish_during_a_repack_stop_it(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies are removed, and the originals stay."""
+    """Test that copies are deleted, and that the original packs stay."""
     with Store.open(store_path, config=StoreConfig(repack_waste=0.1), create=True) as store:
         for step in range(3):
             store.save(_state(step), step=step)
@@ -110,7 +110,7 @@ def test_manifests_that_vanish_during_a_repack_stop_it(store_path: Path, monkeyp
 
 
 def test_checkpoints_that_were_deleted_are_not_missed(store: Store) -> None:
-    """The catalog names them no more; nor is one missed whose deletion was killed before it was forgotten there."""
+    """Test deleted checkpoints, also by a deletion that was killed before it updated the catalog."""
     for step in (1, 2):
         store.save(_state(step), step=step)
     store.delete(1)
@@ -123,7 +123,7 @@ def test_checkpoints_that_were_deleted_are_not_missed(store: Store) -> None:
 
 
 def test_manually_removed_manifests_are_forgotten_on_request(store: Store) -> None:
-    """Single ones at once, all of them only on request."""
+    """Test that single manifests are forgotten automatically, and all manifests only on request."""
     for step in (1, 2, 3):
         store.save({"own": _state(step)["own"]}, step=step)
     first, *others = sorted((store.path / "manifests" / "default").iterdir())

@@ -1,4 +1,4 @@
-"""Opening and creating a store."""
+"""Test opening and creating a store."""
 
 import dataclasses
 import logging
@@ -52,7 +52,7 @@ NAMES = {"asymcheck.store", "heads", "manifests", "packs", "pool"}
 
 
 def test_a_missing_or_empty_directory_becomes_a_store(tmp_path: Path) -> None:
-    """With its parents; a path may be given as text."""
+    """Test that parents are created, and that a path may be text."""
     (tmp_path / "empty").mkdir()
     for location in (tmp_path / "a" / "b" / "c", str(tmp_path / "text"), tmp_path / "empty"):
         with Store.open(location, create=True) as store:
@@ -62,7 +62,7 @@ def test_a_missing_or_empty_directory_becomes_a_store(tmp_path: Path) -> None:
 
 
 def test_creation_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A mistyped path shows in the log of the training."""
+    """Test that a mistyped path shows in the log of the training."""
     with caplog.at_level(logging.INFO, logger="asymcheck"):
         for _ in range(2):
             Store.open(tmp_path / "store", create=True).close()
@@ -70,7 +70,7 @@ def test_creation_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 
 def test_existing_store_is_not_recreated(store_path: Path) -> None:
-    """The descriptor stays the same, byte for byte."""
+    """Test that the descriptor is not changed."""
     with Store.open(store_path, create=True) as store:
         store.save({"x": 1}, step=1)
     before = directory_content(store_path)["asymcheck.store"]
@@ -104,7 +104,7 @@ def _without_its_descriptor(path: Path) -> None:
     "make", [_with_file, _with_hidden_file, _with_a_folder_of_the_same_name, _without_its_descriptor]
 )
 def test_a_directory_that_is_something_else_is_left_alone(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    """Neither reading nor writing: what it is, and what is in it, stays."""
+    """Test that a foreign directory is neither opened nor changed."""
     path = tmp_path / "other"
     make(path)
     before = directory_content(path)
@@ -115,7 +115,7 @@ def test_a_directory_that_is_something_else_is_left_alone(tmp_path: Path, make: 
 
 
 def test_interrupted_creation_is_continued(tmp_path: Path) -> None:
-    """Only empty folders and temporary files precede the descriptor."""
+    """Test that only empty folders and temporary files exist before the descriptor."""
     for name in ("heads", "manifests", "packs"):
         (tmp_path / name).mkdir()
     (tmp_path / "0123.tmp").write_bytes(b"half a descriptor")
@@ -125,7 +125,7 @@ def test_interrupted_creation_is_continued(tmp_path: Path) -> None:
 
 
 def test_a_file_is_no_place_for_a_store(tmp_path: Path) -> None:
-    """Also as a part of the way there."""
+    """Test a file at the path, and a file as a parent."""
     (tmp_path / "file").write_text("mine")
     for location in (tmp_path / "file", tmp_path / "file" / "store"):
         with pytest.raises(AsymcheckError):
@@ -135,7 +135,7 @@ def test_a_file_is_no_place_for_a_store(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["nul\0", "no-utf-8-\udcff", "~nobody-of-this-name/store"])
 def test_a_name_that_no_catalog_can_have_is_refused_at_once(tmp_path: Path, name: str) -> None:
-    """Not by the first save, and not by an error of the system or of LMDB."""
+    """Test that opening raises the error, not the first save or LMDB."""
     location = name if name.startswith("~") else tmp_path / name
     with pytest.raises(InvalidInputError, match="location"):
         Store.open(location, create=True)
@@ -143,7 +143,7 @@ def test_a_name_that_no_catalog_can_have_is_refused_at_once(tmp_path: Path, name
 
 
 def test_reading_needs_an_existing_store(store_path: Path) -> None:
-    """Nothing is created by looking."""
+    """Test that opening for reading creates nothing."""
     with pytest.raises(StoreNotFoundError, match="does not exist"):
         Store.open(store_path, read_only=True)
     assert not store_path.exists()
@@ -151,7 +151,7 @@ def test_reading_needs_an_existing_store(store_path: Path) -> None:
 
 @pytest.mark.parametrize("is_empty", [False, True])
 def test_a_mistyped_path_creates_no_store(store_path: Path, is_empty: bool) -> None:
-    """Only ``create=True`` creates one, and the error says so; a store that exists is opened without it."""
+    """Test that only ``create=True`` creates a store, and that the error says so."""
     if is_empty:
         store_path.mkdir()
     with pytest.raises(StoreNotFoundError, match="create=True"):
@@ -162,13 +162,13 @@ def test_a_mistyped_path_creates_no_store(store_path: Path, is_empty: bool) -> N
 
 
 def test_a_store_cannot_be_created_read_only(store_path: Path) -> None:
-    """The two options contradict each other."""
+    """Test two options that contradict each other."""
     with pytest.raises(InvalidInputError, match="create=True with read_only=True"):
         Store.open(store_path, create=True, read_only=True)
 
 
 def test_a_store_opened_for_reading_changes_nothing(store_path: Path) -> None:
-    """Loads, listings and checks work; everything that would write is refused, and not a byte differs."""
+    """Test that loads, listings and checks work, writes are refused, and no byte changes."""
     state = {"x": torch.arange(5000), "y": 1}
     with Store.open(store_path, create=True) as store:
         saved = store.save(state, step=1)
@@ -191,7 +191,7 @@ def test_a_store_opened_for_reading_changes_nothing(store_path: Path) -> None:
 
 
 def test_a_reader_needs_no_catalog(store_path: Path) -> None:
-    """Not to open, not to load: it may be missing or destroyed."""
+    """Test that a missing or destroyed catalog does not affect opening and loading."""
     with Store.open(store_path, create=True) as store:
         store.save({"x": torch.arange(5000)}, step=1)
     (store_path / "catalog" / "data.mdb").write_bytes(b"not LMDB")
@@ -200,7 +200,7 @@ def test_a_reader_needs_no_catalog(store_path: Path) -> None:
 
 
 def test_a_closed_store_says_so(store: Store) -> None:
-    """Closing twice is no error; using it afterwards is."""
+    """Test that closing twice is allowed, and that using a closed store raises an error."""
     saved = store.save({"x": 1}, step=1)
     store.close()
     store.close()
@@ -220,15 +220,15 @@ def test_a_closed_store_says_so(store: Store) -> None:
 
 @pytest.mark.slow
 def test_a_forked_child_must_open_the_store_itself(tmp_path: Path) -> None:
-    """Locks and maps do not survive a fork; a data loader's worker that saves would harm its parent."""
-    # In a process of its own: the threads that other tests have left may hold a lock when this one is forked.
+    """Test a data loader worker that would use locks and mappings of its parent."""
+    # Use a separate process, because threads of other tests may hold a lock during a fork.
     command = [sys.executable, "-c", _FORKING, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_network_file_system_is_refused_for_writing(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The catalog would be damaged there. Reading does not need it, and is allowed."""
+    """Test that only writing is refused, because it would damage the catalog."""
     with Store.open(store_path, create=True) as store:
         store.save({"x": 1}, step=1)
     mountinfo = f"1 0 0:1 / / rw - ext4 /dev/sda1 rw\n2 1 0:2 / {store_path} rw shared:7 - nfs4 server:/x rw\n"
@@ -282,7 +282,7 @@ WRONG: list[dict[str, object]] = [
 
 @pytest.mark.parametrize("fields", WRONG, ids=str)
 def test_a_configuration_that_cannot_work_is_refused(store_path: Path, fields: dict[str, object]) -> None:
-    """By the name of the field, before a directory is made."""
+    """Test that the error names the field, before a directory is created."""
     config = dataclasses.replace(StoreConfig(), **fields)  # type: ignore[arg-type]  # wrong on purpose
     (name,) = fields
     with pytest.raises(InvalidInputError, match=name):
@@ -292,7 +292,7 @@ def test_a_configuration_that_cannot_work_is_refused(store_path: Path, fields: d
 
 @pytest.mark.parametrize("config", [3, {"slots": 2}, RemoteConfig(), StoreConfig], ids=str)
 def test_invalid_configuration_object_is_refused(store_path: Path, config: object) -> None:
-    """For a local store and for a location."""
+    """Test a local store and a location."""
     for location in (store_path, store_path.as_uri()):
         with pytest.raises(InvalidInputError, match=r"give asymcheck.StoreConfig\(…\)"):
             Store.open(location, config=config, create=True)  # type: ignore[arg-type]  # wrong on purpose
@@ -305,7 +305,7 @@ def test_invalid_configuration_object_is_refused(store_path: Path, config: objec
     ids=str,
 )
 def test_invalid_remote_configuration_object_is_refused(store_path: Path, remote: RemoteConfig, message: str) -> None:
-    """With an error of this package."""
+    """Test that the error is an error of this package."""
     with pytest.raises(InvalidInputError, match=message):
         Store.open(store_path.as_uri(), config=dataclasses.replace(StoreConfig(), remote=remote))
 
@@ -331,7 +331,7 @@ def test_invalid_remote_configuration_object_is_refused(store_path: Path, remote
     ids=str,
 )
 def test_the_limits_of_a_configuration_work(store_path: Path, fields: dict[str, int]) -> None:
-    """The extreme values that are allowed give a store that saves and loads."""
+    """Test that a store with the extreme allowed values saves and loads."""
     state = {"a": torch.arange(3), "b": torch.arange(20_000), "c": torch.empty(0), "d": torch.ones(2_000_000)}
     with Store.open(store_path, config=dataclasses.replace(StoreConfig(), **fields), create=True) as store:
         store.save(state, step=1)
@@ -340,7 +340,7 @@ def test_the_limits_of_a_configuration_work(store_path: Path, fields: dict[str, 
 
 
 def test_two_threads_open_one_catalog(store_path: Path) -> None:
-    """And closing the store closes it, without a descriptor, lock or mark left."""
+    """Test that closing the store closes the catalog, and leaves no descriptor, lock or mark."""
     entered, go_on = threading.Event(), threading.Event()
 
     def observer(event: events.Event) -> None:
@@ -361,7 +361,7 @@ def test_two_threads_open_one_catalog(store_path: Path) -> None:
 
 
 def test_two_stores_of_one_process_share_the_directory(store_path: Path) -> None:
-    """Also by another name of it; the last one closes the catalog."""
+    """Test also two paths of the same directory; closing the last store closes the catalog."""
     (store_path.parent / "link").symlink_to(store_path)
     state = {"x": torch.arange(5000)}
     with Store.open(store_path, create=True) as one, Store.open(store_path.parent / "link", create=True) as other:
@@ -375,7 +375,7 @@ def test_two_stores_of_one_process_share_the_directory(store_path: Path) -> None
 
 @pytest.mark.parametrize("read_only", [False, True])
 def test_packs_without_the_folder_of_manifests_are_no_garbage(store_path: Path, read_only: bool) -> None:
-    """A folder that was moved away is not a store without checkpoints, whose packs a collection would free."""
+    """Test that a store without its folder of manifests is not treated as a store without checkpoints."""
     with Store.open(store_path, create=True) as store:
         store.save({"a": torch.randn(100_000)}, step=1)
     (store_path / "manifests").rename(store_path.parent / "elsewhere")
@@ -388,7 +388,7 @@ def test_packs_without_the_folder_of_manifests_are_no_garbage(store_path: Path, 
 
 @pytest.mark.parametrize("read_only", [False, True])
 def test_store_that_vanishes_is_not_empty(store_path: Path, read_only: bool) -> None:
-    """As with an unmounted drive: a resume must not start from scratch."""
+    """Test an unmounted drive, after which a resume must not start from scratch."""
     state = {"a": torch.randn(100_000)}
     with Store.open(store_path, create=True) as store:
         store.save(state, step=1)

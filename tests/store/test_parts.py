@@ -1,4 +1,4 @@
-"""Several ranks save one checkpoint, each its own part."""
+"""Test checkpoints of several ranks, each of which saves its own part."""
 
 import os
 import time
@@ -15,7 +15,7 @@ _SAVE_ID = (1 << 60).to_bytes(8, "big").hex() + "0123456789abcdef"
 
 
 def test_a_checkpoint_is_complete_when_the_last_part_is_saved(tmp_path: Path) -> None:
-    """Not before, whatever the order."""
+    """Test every order of the parts."""
     with asymcheck.Store.open(tmp_path / "store", create=True) as store:
         store.save({"w": torch.zeros(4)}, step=1)
         made = [store.save({"w": torch.full((4,), rank)}, step=7, part=Part(rank, 3, _SAVE_ID)) for rank in (2, 0, 1)]
@@ -26,7 +26,7 @@ def test_a_checkpoint_is_complete_when_the_last_part_is_saved(tmp_path: Path) ->
 
 
 def test_parent_of_a_part_precedes_its_checkpoint(tmp_path: Path) -> None:
-    """Not another rank's part of the same checkpoint, or of a later one."""
+    """Test that the parent is neither another part of the same checkpoint nor a part of a later one."""
     begun = [time.time_ns().to_bytes(8, "big").hex() + os.urandom(8).hex() for _ in range(3)]
     with asymcheck.Store.open(tmp_path / "store", create=True) as store:
         for step, rank in ((1, 0), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)):
@@ -53,7 +53,7 @@ def test_parent_of_a_part_precedes_its_checkpoint(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_part_is_refused(tmp_path: Path, part: object) -> None:
-    """Ranks out of range and invalid save ids, before anything is written."""
+    """Test ranks out of range and invalid save ids, before anything is written."""
     with asymcheck.Store.open(tmp_path / "store", create=True) as store:
         with pytest.raises(InvalidInputError):
             store.save({"w": torch.zeros(4)}, step=1, part=part)  # type: ignore[arg-type]  # what is tested

@@ -1,4 +1,4 @@
-"""Pruning: unkept checkpoints are deleted and freed, and protected ones stay."""
+"""Test pruning: checkpoints that no rule keeps are deleted and freed, and protected ones stay."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def _steps(store: Store, run: str = "default") -> list[int]:
 
 
 def test_unkept_checkpoints_are_deleted_and_freed(store: Store) -> None:
-    """The result has the reasons for the others; other runs are not touched."""
+    """Test the reasons for the kept checkpoints, and that other runs are not changed."""
     _save(store, *range(6))
-    # Step 1 has the same bytes here as there.
+    # Step 1 has the same bytes in both runs.
     _save(store, 1, 7, run="other")
     pruned = store.prune(Retention(keep_last=1, keep_every=4, keep_best=("loss", 1)))
     assert {one.checkpoint.step: one.reasons for one in pruned.verdicts} == {
@@ -67,7 +67,7 @@ def test_unkept_checkpoints_are_deleted_and_freed(store: Store) -> None:
 
 
 def test_dry_run_of_pruning_equals_the_real_run(store: Store) -> None:
-    """Deletions, reasons and freed bytes; it changes nothing."""
+    """Test deletions, reasons and freed bytes, and that nothing is changed."""
     _save(store, *range(5))
     before = directory_content(store.path)
     retention = Retention(keep_last=2)
@@ -86,7 +86,7 @@ def test_dry_run_of_pruning_equals_the_real_run(store: Store) -> None:
 
 
 def test_fallback_of_a_broken_newest_checkpoint_stays(store: Store) -> None:
-    """With one to keep and a broken newest one, the restorable one stays, too."""
+    """Test that the newest consistent checkpoint stays in addition to a damaged newest one."""
     _save(store, 0)
     packs = {path: path.name for path in (store.path / "packs").iterdir()}
     _save(store, 1, 2)
@@ -101,7 +101,7 @@ def test_fallback_of_a_broken_newest_checkpoint_stays(store: Store) -> None:
 
 
 def test_nothing_goes_while_none_is_consistent(store: Store) -> None:
-    """What is broken today may be repaired tomorrow, and there is nothing else."""
+    """Test a run without a consistent checkpoint, which may be repaired later."""
     _save(store, 0, 1, 2)
     for path in (store.path / "packs").iterdir():
         path.unlink()
@@ -111,7 +111,7 @@ def test_nothing_goes_while_none_is_consistent(store: Store) -> None:
 
 
 def test_abandoned_checkpoints_stay_by_default(store: Store) -> None:
-    """After a restore of an older step, and while the line has no newer one."""
+    """Test after a restore of an older step, also before the new line has a newer checkpoint."""
     _save(store, 1, 2, 3)
     generation = store.begin_generation(store.checkpoints()[0])
     store.save(_state(9), step=2, generation=generation)
@@ -124,7 +124,7 @@ def test_abandoned_checkpoints_stay_by_default(store: Store) -> None:
 
 
 def test_nothing_goes_while_the_line_cannot_be_known(store: Store) -> None:
-    """A head record is lost: then nobody can tell what leads to the present."""
+    """Test a lost head record, after which the line is unknown."""
     _save(store, 1, 2)
     store.begin_generation(store.checkpoints()[0])
     store.begin_generation(store.checkpoints()[0])
@@ -135,7 +135,7 @@ def test_nothing_goes_while_the_line_cannot_be_known(store: Store) -> None:
 
 
 def test_young_checkpoints_stay(store: Store) -> None:
-    """By the start time of the save."""
+    """Test that the start time of the save counts."""
     _save(store, 1)
     time.sleep(0.05)
     between_ns = time.time_ns()
@@ -147,7 +147,7 @@ def test_young_checkpoints_stay(store: Store) -> None:
 
 
 def test_damaged_manifest_is_reported_after_the_deletions(store: Store) -> None:
-    """It keeps all packs, and counts as no checkpoint."""
+    """Test that the damaged manifest keeps all packs, and does not count as a checkpoint."""
     _save(store, 1, 2, 3, 4)
     (manifest,) = (store.path / "manifests/default").glob(f"*{2:012d}*/*.manifest") or [None]
     manifest.write_bytes(b"x")
@@ -172,7 +172,7 @@ with resolve_one(tier, listing).sources:
 
 @pytest.mark.slow
 def test_checkpoint_in_use_by_a_reader_stays(store: Store) -> None:
-    """Its packs are locked; locks on shared packs hold nothing."""
+    """Test locks on packs that only this checkpoint needs, and locks on shared packs."""
     shared = _state(99)["x"]
     for step in range(4):
         store.save({"x": _state(step)["x"], "shared": shared}, step=step)
@@ -193,7 +193,7 @@ def test_checkpoint_in_use_by_a_reader_stays(store: Store) -> None:
 
 
 def test_rollback_during_pruning_loses_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training resumes from a checkpoint between its verdict and its deletion."""
+    """Test a restore of a checkpoint between its verdict and its deletion."""
     _save(store, 1, 2, 3)
     first = store.checkpoints()[0]
     begun: list[int] = []
@@ -212,7 +212,7 @@ def test_rollback_during_pruning_loses_nothing(store: Store, monkeypatch: pytest
 
 
 def test_pruning_reads_only_new_manifests(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its cost does not depend on the number of kept checkpoints."""
+    """Test that the cost does not depend on the number of kept checkpoints."""
     keep = Retention(keep_last=1, keep_every=2)
     pruner = Pruner(store.training.opened.nvme, store.training.opened.catalog(), "default", keep)
     _save(store, *range(10))
@@ -234,7 +234,7 @@ def test_pruning_reads_only_new_manifests(store: Store, monkeypatch: pytest.Monk
 
 
 def test_invalid_arguments_are_refused(store: Store) -> None:
-    """Before anything is deleted."""
+    """Test that the error is raised before any deletion."""
     _save(store, 1, 2)
     with pytest.raises(InvalidInputError, match="Retention"):
         store.prune(2)  # type: ignore[arg-type]  # that is the point
@@ -249,7 +249,7 @@ def test_invalid_arguments_are_refused(store: Store) -> None:
 
 
 def test_pruning_twice_is_nothing(store: Store) -> None:
-    """The second time there is nothing to delete and nothing to free."""
+    """Test that the second run deletes and frees nothing."""
     _save(store, *range(4))
     store.prune(Retention(keep_last=2))
     again = store.prune(Retention(keep_last=2))
@@ -257,7 +257,7 @@ def test_pruning_twice_is_nothing(store: Store) -> None:
 
 
 def test_a_run_without_checkpoints_has_nothing_to_prune(store_path: Path) -> None:
-    """Its folder is left of one that was deleted."""
+    """Test the empty folder of a deleted run."""
     with Store.open(store_path, create=True) as store:
         _save(store, 1)
         store.delete(1)

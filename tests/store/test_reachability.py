@@ -1,4 +1,4 @@
-"""Reachability: collection keeps bases, relied copies, and unreadable data."""
+"""Test reachability: garbage collection keeps bases, relied copies, and unreadable data."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _is_whole(store: Store, weights: torch.Tensor) -> bool:
 
 @pytest.mark.slow
 def test_a_base_stays_while_another_collection_moves_the_delta(store_path: Path, weights: torch.Tensor) -> None:
-    """The old pack of the delta is marked freed, the new one is locked: neither can be opened."""
+    """Test a delta whose old pack is marked as freed, and whose new pack is locked, so neither can be opened."""
     command = [sys.executable, "-c", _CHILD, str(store_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
@@ -59,7 +59,7 @@ def test_a_base_stays_while_another_collection_moves_the_delta(store_path: Path,
 
 
 def _refuse(monkeypatch: pytest.MonkeyPatch, name: str, times: float) -> None:
-    """Have so many reads of a file's first bytes fail."""
+    """Make the given number of reads of a file's first bytes fail."""
     whole: Callable[[Files, Path], int] = Files.open_read
     left = [times]
 
@@ -78,7 +78,7 @@ def _refuse(monkeypatch: pytest.MonkeyPatch, name: str, times: float) -> None:
 def test_a_base_stays_when_the_pack_of_its_delta_cannot_be_read(
     store_path: Path, weights: torch.Tensor, monkeypatch: pytest.MonkeyPatch, times: float
 ) -> None:
-    """For a moment, or for good: then it is said, and nothing is freed."""
+    """Test temporary errors, and permanent errors, which are reported and prevent the collection."""
     with Store.open(store_path, config=CONFIG, create=True) as store:
         with monkeypatch.context() as patched:
             _refuse(patched, pack_of_the_delta(store_path), times)
@@ -91,7 +91,7 @@ def test_a_base_stays_when_the_pack_of_its_delta_cannot_be_read(
 
 
 def test_temporarily_unreadable_checkpoint_is_not_deleted(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not incomplete."""
+    """Test that the checkpoint is not treated as incomplete."""
     with Store.open(store_path, config=PLAIN, create=True) as store:
         for step in range(1, 5):
             store.save({"noise": noise(step)}, step=step)
@@ -113,7 +113,7 @@ def test_temporarily_unreadable_checkpoint_is_not_deleted(store_path: Path, monk
 
 
 def test_a_copy_that_is_damaged_stands_for_no_other(store_path: Path) -> None:
-    """Two runs stored one tensor at the same time; a bit flips in a copy, and the pack with the sound one is to go."""
+    """Test two runs that stored a tensor at the same time; one copy is damaged while the intact pack is garbage."""
     shared, small, large = noise(1, 60_000), noise(2, 1000), noise(3, 200_000)
     with (
         Store.open(store_path, config=PLAIN, create=True) as store,
@@ -145,7 +145,7 @@ def test_a_copy_that_is_damaged_stands_for_no_other(store_path: Path) -> None:
 
 
 def test_a_pack_with_a_damaged_frame_is_not_copied_again_and_again(store_path: Path) -> None:
-    """Its other frames would be, after every commit, and thrown away each time."""
+    """Test that the intact frames are not copied and discarded after every commit."""
     state = {f"t{number}": noise(number, 60_000) for number in range(8)}
     with Store.open(store_path, config=PLAIN, create=True) as store:
         store.save({**state, "zeta": noise(9, 700_000)}, step=1)
@@ -171,7 +171,7 @@ def test_a_pack_with_a_damaged_frame_is_not_copied_again_and_again(store_path: P
 
 
 def test_chain_of_deltas_does_not_grow_through_garbage(store_path: Path) -> None:
-    """A garbage delta stays in its pack while its base is stored again, eight deltas deep."""
+    """Test a base that is stored again, eight deltas deep, while a garbage delta stays in its pack."""
     torch.manual_seed(0)
     base = torch.randn(60_000) * 0.02
     on_base, kept = base + torch.randn_like(base) * 1e-6, noise(1, 100_000)
@@ -201,7 +201,7 @@ def test_chain_of_deltas_does_not_grow_through_garbage(store_path: Path) -> None
 
 @pytest.mark.usefixtures("weights")
 def test_locked_pack_is_indexed_correctly(store_path: Path) -> None:
-    """Collections keep the bases of frames that other processes have just sealed."""
+    """Test that garbage collection keeps the bases of frames that other processes have just sealed."""
     tier = NvmeTier(store_path, CONFIG, read_only=True)
     needed = StoreReachability(tier)
     needed.refresh()
@@ -214,7 +214,7 @@ def test_locked_pack_is_indexed_correctly(store_path: Path) -> None:
 
 
 def _collect_after(monkeypatch: pytest.MonkeyPatch, count: int, store: Store) -> None:
-    """Have a store collected right after packs are listed for the ``count``-th time."""
+    """Collect a store right after packs are listed for the ``count``-th time."""
     whole = NvmeTier.pack_ids
     listed: list[int] = []
 
@@ -231,7 +231,7 @@ def _collect_after(monkeypatch: pytest.MonkeyPatch, count: int, store: Store) ->
 def test_base_moved_by_a_collection_is_found(
     store_path: Path, weights: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the list of packs and its reading."""
+    """Test a collection between the listing of packs and their reading."""
     eager = dataclasses.replace(CONFIG, repack_waste=0.1)
     with Store.open(store_path, config=eager, create=True) as store, Store.open(store_path, read_only=True) as reader:
         _collect_after(monkeypatch, 1, store)
@@ -242,7 +242,7 @@ def test_base_moved_by_a_collection_is_found(
 
 @pytest.mark.usefixtures("weights")
 def test_a_sound_store_is_verified_beside_a_collection(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it moves is not missing."""
+    """Test that data that the collection moves is not reported as missing."""
     eager = dataclasses.replace(CONFIG, repack_waste=0.1)
     with Store.open(store_path, config=eager, create=True) as store, Store.open(store_path, read_only=True) as reader:
         _collect_after(monkeypatch, 2, store)
@@ -250,7 +250,7 @@ def test_a_sound_store_is_verified_beside_a_collection(store_path: Path, monkeyp
 
 
 def test_a_pack_that_is_locked_for_too_long_makes_no_older_checkpoint_the_newest(store_path: Path) -> None:
-    """Nothing is known to be wrong with it."""
+    """Test that a locked pack does not count as damaged."""
     with Store.open(store_path, config=PLAIN, create=True) as store:
         store.save({"noise": noise(1)}, step=1)
         (old,) = (store_path / "packs").iterdir()
@@ -267,7 +267,7 @@ def test_a_pack_that_is_locked_for_too_long_makes_no_older_checkpoint_the_newest
 
 @pytest.mark.parametrize("deep", [True, False])
 def test_verify_calls_nothing_missing_that_a_locked_pack_may_hold(store_path: Path, *, deep: bool) -> None:
-    """The store is intact: the check says what it could not look at, and finds nothing lost."""
+    """Test that the check reports what it could not read, and no lost checkpoint."""
     with Store.open(store_path, config=PLAIN, create=True) as store:
         store.save({"noise": noise(1)}, step=1)
         (old,) = (store_path / "packs").iterdir()
@@ -286,7 +286,7 @@ def test_verify_calls_nothing_missing_that_a_locked_pack_may_hold(store_path: Pa
 
 
 def test_a_home_that_cannot_be_found_any_more_is_none(store_path: Path) -> None:
-    """Its pack was looked at before its index was damaged; a scan finds other frames in it, or none there."""
+    """Test a pack whose index was damaged after it was read: a scan finds other frames, or none."""
     with Store.open(store_path, config=PLAIN, create=True) as store:
         store.save({"noise": noise(1, 60_000)}, step=1)
     tier = NvmeTier(store_path, PLAIN, read_only=True)

@@ -1,4 +1,4 @@
-"""Unsupported values are refused by name, before anything is written."""
+"""Test that unsupported values are refused by name, before anything is written."""
 
 import enum
 import threading
@@ -20,27 +20,27 @@ from tests.store.equality import directory_content
 
 
 class Level(enum.IntEnum):
-    """A number that is more than a number."""
+    """A subclass of an integer."""
 
     LOW = 1
 
 
 class Text(str):
-    """A string that is more than a string."""
+    """A subclass of a string."""
 
     __slots__ = ()
 
 
 class HalfStateful:
-    """An object that could be saved and never filled."""
+    """An object with a state that cannot be loaded."""
 
     def state_dict(self) -> dict[str, object]:
-        """Return something."""
+        """Return a state."""
         return {"x": 1}
 
 
 class TensorChild(torch.Tensor):
-    """A subclass of the tensor."""
+    """A subclass of a tensor."""
 
 
 Pair = namedtuple("Pair", "a b")
@@ -109,7 +109,7 @@ STORAGELESS: dict[str, Callable[[], object]] = {
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
 }
-"""These warn when they are made: torch is about to drop them, or calls them a prototype."""
+"""Tensors whose creation warns, because torch has deprecated them or calls them a prototype."""
 
 KEYS: dict[str, object] = {
     "bool": True,
@@ -125,7 +125,7 @@ KEYS: dict[str, object] = {
 
 
 def _refuse(store: Store, state: object, path: str) -> None:
-    """Check that a save of `state` is refused at `path`, and that it left no trace."""
+    """Check that a save of `state` is refused at `path`, and that it wrote nothing."""
     before = directory_content(store.path)
     with pytest.raises(UnsupportedValueError) as caught:
         store.save(state, step=2)
@@ -136,7 +136,7 @@ def _refuse(store: Store, state: object, path: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_unsupported_value_is_refused_by_path(store: Store, name: str) -> None:
-    """The error names the path, and the store is unchanged."""
+    """Test that the error names the path, and that the store is unchanged."""
     store.save({"big": torch.ones(2_000_000)}, step=1)
     _refuse(store, {"big": torch.zeros(2_000_000), "a": [0, {"b": REFUSED[name]()}]}, "a.1.b")
 
@@ -144,40 +144,40 @@ def test_unsupported_value_is_refused_by_path(store: Store, name: str) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", STORAGELESS)
 def test_tensors_without_plain_memory_are_refused(store: Store, name: str) -> None:
-    """They have no elements at an address, so not even that may be asked for."""
+    """Test tensors without elements at an address, for which even the address raises an error."""
     _refuse(store, {"big": torch.zeros(2_000_000), "a": [0, {"b": STORAGELESS[name]()}]}, "a.1.b")
 
 
 @pytest.mark.parametrize("name", KEYS)
 def test_keys_are_texts_and_integers_and_nothing_else(store: Store, name: str) -> None:
-    """The path is that of the mapping, since the key is what cannot be named."""
+    """Test that the error names the path of the mapping, because the key has no name."""
     _refuse(store, {"a": [{"fine": torch.ones(2000)}, {KEYS[name]: 1}]}, "a.1")
 
 
 def test_a_state_that_contains_itself_is_refused(store: Store) -> None:
-    """It would be infinitely deep; the path shows the way round."""
+    """Test that the path shows the cycle."""
     _refuse(store, _cyclic(), "self.0.self.0.self.0…")
 
 
 def test_a_state_that_is_too_deep_is_refused(store: Store) -> None:
-    """65 levels are one more than the format has."""
+    """Test 65 levels, one more than the format allows."""
     _refuse(store, _deep(), "k.k.k.k.k.k…")
 
 
 def test_a_huge_integer_as_a_key_does_not_hide_the_path(store: Store) -> None:
-    """Python refuses to print integers of more than 4300 digits; the error is about the set."""
+    """Test an integer of more than 4300 digits, which Python refuses to print, next to an unsupported set."""
     _refuse(store, {10**5000: {1}}, "1" + "0" * 5000)
 
 
 def test_root_may_be_unsupported(store: Store) -> None:
-    """It has no path, and the error says so."""
+    """Test that the error names the root, which has no path."""
     with pytest.raises(UnsupportedValueError, match="<root>") as caught:
         store.save({1, 2}, step=1)
     assert caught.value.path == ""
 
 
 def test_an_object_that_fails_to_give_its_state_fails_the_save(store: Store) -> None:
-    """Its own error comes through, and nothing was written."""
+    """Test that the object's own error is raised, and that nothing was written."""
 
     class Broken:
         def state_dict(self) -> dict[str, object]:
@@ -194,7 +194,7 @@ def test_an_object_that_fails_to_give_its_state_fails_the_save(store: Store) -> 
 
 @pytest.mark.parametrize("step", [-1, 10**12, 1.0, "1", None, True], ids=repr)
 def test_steps_are_integers_within_the_limits(store: Store, step: int) -> None:
-    """12 digits, from 0; a bool is not a step."""
+    """Test 12 digits, from 0; a bool is not a step."""
     before = directory_content(store.path)
     with pytest.raises(InvalidInputError, match="step"):
         store.save({"x": torch.ones(2_000_000)}, step=step)
@@ -203,13 +203,13 @@ def test_steps_are_integers_within_the_limits(store: Store, step: int) -> None:
 
 @pytest.mark.parametrize("step", [0, 1, 10**12 - 1])
 def test_the_first_and_the_last_step_can_be_saved(store: Store, step: int) -> None:
-    """The limits themselves are allowed."""
+    """Test the minimum and the maximum step."""
     store.save({"x": step}, step=step)
     assert store.load(step) == {"x": step}
 
 
 def test_unreadable_checkpoint_is_not_committed(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the cause; the previous one stays the newest."""
+    """Test any cause; the previous checkpoint stays the newest."""
     monkeypatch.setattr(leaves, "DIMENSIONS_MAX", 65)
     with Store.open(store_path, create=True) as store:
         store.save({"t": torch.ones(1)}, step=1)

@@ -1,4 +1,4 @@
-"""Repacking: mostly garbage packs are freed, and their needed partitions are found elsewhere."""
+"""Test repacking: mostly garbage packs are freed, and their needed partitions are found elsewhere."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _save(store: Store, *steps: int) -> None:
 
 
 def _whole(store: Store, *steps: int) -> None:
-    """Fail unless these steps are all that is there, and whole."""
+    """Assert that exactly these steps exist, and that they are intact."""
     assert [checkpoint.step for checkpoint in store.checkpoints()] == list(steps)
     for step in steps:
         assert_same(store.load(step), _state(step))
@@ -57,7 +57,7 @@ def _names(folder: Path) -> set[str]:
 
 
 def test_needed_partitions_are_copied_and_the_pack_freed(store: Store) -> None:
-    """One old MiB held five; the numbers match, also in a dry run."""
+    """Test the numbers and the dry run for a pack of five partitions."""
     _save(store, 0, 1)
     (old,) = {path.name for path in (store.path / "packs").iterdir() if path.stat().st_size > 5 * MIB}
     store.delete(0)
@@ -68,7 +68,7 @@ def test_needed_partitions_are_copied_and_the_pack_freed(store: Store) -> None:
     assert (done.freed_packs, done.repacked_packs, done.kept_packs) == (1, 1, 2)
     assert done.copied_bytes in (MIB + 4096, MIB + 8192), "a shifted payload takes one more block"
     assert old not in _names(store.path / "packs")
-    # The file of the old pack waits to be overwritten.
+    # The file of the old pack is in the pool.
     assert old in _names(store.path / "pool")
     assert store.disk_usage().locked_bytes == 0
     assert store.gc() == store.gc(dry_run=True) == Collected(kept_packs=2)
@@ -76,7 +76,7 @@ def test_needed_partitions_are_copied_and_the_pack_freed(store: Store) -> None:
 
 
 def test_the_manifest_is_not_touched_and_its_hint_fails_softly(store: Store) -> None:
-    """It names a pack that is gone; a reader looks the digest up again, and so does the next save."""
+    """Test that readers and the next save find the partition by its digest, although the hint is outdated."""
     _save(store, 0, 1)
     store.delete(0)
     before = {path: path.read_bytes() for path in (store.path / "manifests").rglob("*.manifest")}
@@ -89,7 +89,7 @@ def test_the_manifest_is_not_touched_and_its_hint_fails_softly(store: Store) -> 
 
 
 def test_half_of_a_pack_may_be_garbage(store_path: Path) -> None:
-    """More is too much; and how much that is can be said."""
+    """Test that the limit is configurable, and that only more than the limit triggers a repack."""
     for waste, repacked in ((0.5, 0), (0.49, 1), (1.0, 0), (0.0, 1)):
         with Store.open(store_path / str(waste), config=StoreConfig(repack_waste=waste), create=True) as store:
             store.save({"shared": SHARED, "own": _bytes(0, 1)}, step=0)
@@ -101,7 +101,7 @@ def test_half_of_a_pack_may_be_garbage(store_path: Path) -> None:
 
 
 def test_rest_of_many_packs_goes_into_one(store: Store) -> None:
-    """To avoid many small packs."""
+    """Test that no small packs are created."""
     for step in range(6):
         keep = {f"kept{number}": _bytes(100 + number, 1) for number in range(step + 1)}
         store.save({**keep, "own": _bytes(step, 3)}, step=step)
@@ -109,14 +109,14 @@ def test_rest_of_many_packs_goes_into_one(store: Store) -> None:
         store.delete(step)
     done = store.gc()
     assert (done.freed_packs, done.repacked_packs, store.usage().packs) == (5, 5, 2)
-    # A frame has one block more if its payload is shifted, which depends on the address of the tensor.
+    # A frame has one more block if its payload is shifted, which depends on the address of the tensor.
     assert done.copied_bytes in range(5 * (MIB + 4096), 5 * (MIB + 8192) + 1, 4096)
     assert store.verify() == []
     assert_same(store.load(5), {**keep, "own": _bytes(5, 3)})
 
 
 def test_new_packs_are_no_larger_than_packs_may_be(store_path: Path) -> None:
-    """What does not fit into one goes into a second."""
+    """Test that the rest goes into a second pack."""
     with Store.open(store_path, config=StoreConfig(pack_bytes=5 * MIB, partition_bytes=MIB), create=True) as store:
         states = [{"kept": _bytes(100, 4)[: n * MIB], "own": _bytes(n, 3)} for n in (1, 2, 3, 4)]
         for step, state in enumerate(states):
@@ -130,7 +130,7 @@ def test_new_packs_are_no_larger_than_packs_may_be(store_path: Path) -> None:
 
 
 def test_a_pack_that_is_read_stays_until_the_next_time(store: Store) -> None:
-    """Nothing is copied for it, and it is counted as busy, by a dry run too."""
+    """Test that nothing is copied, and that the pack counts as busy, also in a dry run."""
     _save(store, 0, 1)
     store.delete(0)
     packs = _names(store.path / "packs")
@@ -150,7 +150,7 @@ Meanwhile = Callable[[Store], object]
 
 @pytest.fixture
 def meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch) -> Callable[[Meanwhile], None]:
-    """Let something happen when the copies are complete and nothing is entered yet."""
+    """Call a function when the copies are complete and not yet in the catalog."""
 
     def arrange(action: Meanwhile) -> None:
         original = repack_module._Batch._enter
@@ -168,7 +168,7 @@ def meanwhile(store: Store, monkeypatch: pytest.MonkeyPatch) -> Callable[[Meanwh
 
 
 def test_pinned_pack_stays(store: Store, meanwhile: Callable[[Meanwhile], None]) -> None:
-    """The manifest of the save may refer to any partition in it."""
+    """Test that the manifest of the save may reference any partition of the pack."""
     _save(store, 0, 1)
     store.delete(0)
     packs = _names(store.path / "packs")
@@ -182,18 +182,18 @@ def test_pinned_pack_stays(store: Store, meanwhile: Callable[[Meanwhile], None])
     meanwhile(pin)
     assert store.gc() == Collected(kept_packs=2)
     assert _names(store.path / "packs") == packs
-    # The save has ended without a word: collection finds out.
+    # The save has ended without removing its pin. The collection detects this.
     let_go(PIN)
     assert store.gc().repacked_packs == 1
     _whole(store, 1)
 
 
 def test_checkpoint_committed_during_a_repack_is_respected(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pin is gone, and its reused partitions must stay."""
+    """Test a checkpoint whose pin is gone, and whose reused partitions must stay."""
     _save(store, 0, 1)
     store.delete(0)
     with Store.open(store.path, create=True) as other:
-        # It looks into the packs before they are locked.
+        # The collection reads the packs before they are locked.
         placed: list[None] = []
         original = repack_module._Batch._new_pack
 
@@ -214,7 +214,7 @@ def test_checkpoint_committed_during_a_repack_is_respected(store: Store, monkeyp
 
 
 def test_unrelated_checkpoint_does_not_stop_a_repack(store: Store, meanwhile: Callable[[Meanwhile], None]) -> None:
-    """Its manifest is read, and needs nothing of the pack."""
+    """Test a manifest that needs no partition of the pack."""
     _save(store, 0, 1)
     store.delete(0)
     meanwhile(lambda one: one.save({"new": _bytes(70, 1)}, step=2))
@@ -224,7 +224,7 @@ def test_unrelated_checkpoint_does_not_stop_a_repack(store: Store, meanwhile: Ca
 
 
 def test_a_commit_at_the_last_moment_is_seen(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the last look at the manifests, before the transaction: the save's pin is gone, its manifest is there."""
+    """Test a commit between the last read of the manifests and the transaction, after the pin was removed."""
     _save(store, 0, 1)
     store.delete(0)
     pinned, go_on = threading.Event(), threading.Event()
@@ -250,7 +250,7 @@ def test_a_commit_at_the_last_moment_is_seen(store: Store, monkeypatch: pytest.M
             return entering(self, *arguments)  # type: ignore[arg-type]  # as it was called
 
         def new_pack(self: repack_module._Batch) -> object:
-            # The save has looked into the packs, and pinned them, before they are locked.
+            # The save has read the packs, and pinned them, before they are locked.
             thread.start()
             assert pinned.wait(60)
             return packing(self)
@@ -265,7 +265,7 @@ def test_a_commit_at_the_last_moment_is_seen(store: Store, monkeypatch: pytest.M
 
 
 def test_relied_copy_must_be_live(store: Store, meanwhile: Callable[[Meanwhile], None]) -> None:
-    """If another collection takes the second copy, the first one stays."""
+    """Test that the first copy stays if another collection frees the second copy."""
     _save(store, 0, 1)
     store.delete(0)
     packs = {path: path.read_bytes() for path in (store.path / "packs").iterdir()}
@@ -285,7 +285,7 @@ def test_relied_copy_must_be_live(store: Store, meanwhile: Callable[[Meanwhile],
 
 
 def test_two_collections_at_once_lose_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One has chosen what to copy when the other has done all of it: the first leaves nothing behind."""
+    """Test a collection that has chosen frames which the other has already copied: it leaves no file."""
     _save(store, 0, 1)
     store.delete(0)
     results: list[Collected] = []
@@ -306,7 +306,7 @@ def test_two_collections_at_once_lose_nothing(store: Store, monkeypatch: pytest.
 
 
 def test_a_damaged_frame_is_not_copied_and_its_pack_stays(store: Store) -> None:
-    """It is for repair to see to; a copy would only spread it."""
+    """Test that the damage is left to a repair, because a copy would spread it."""
     _save(store, 0, 1)
     store.delete(0)
     (old,) = (path for path in (store.path / "packs").iterdir() if path.stat().st_size > 5 * MIB)
@@ -320,7 +320,7 @@ def test_a_damaged_frame_is_not_copied_and_its_pack_stays(store: Store) -> None:
 
 
 def test_a_second_copy_needs_no_third(store: Store) -> None:
-    """A crash after the copy leaves needed bytes twice: the pack that is mostly garbage goes, nothing is written."""
+    """Test a crash after the copy: the pack that is mostly garbage is freed, and nothing is written."""
     _save(store, 0, 1)
     store.delete(0)
     packs = {path: path.read_bytes() for path in (store.path / "packs").iterdir()}
@@ -335,7 +335,7 @@ def test_a_second_copy_needs_no_third(store: Store) -> None:
 
 
 class Full(Files):
-    """A disk that has no room for a new pack."""
+    """A disk without space for a new pack."""
 
     full = False
 
@@ -348,14 +348,14 @@ class Full(Files):
 
 @pytest.fixture
 def full_store(store_path: Path) -> Iterator[tuple[Store, Full]]:
-    """A store on such a disk."""
+    """Return a store on this disk."""
     disk = Full()
     with Store(NvmeTier(store_path, StoreConfig(), files=disk)) as store:
         yield store, disk
 
 
 def test_without_room_for_a_copy_the_rest_is_freed_all_the_same(full_store: tuple[Store, Full]) -> None:
-    """A collection on a full disk gives room back; what needs room first waits."""
+    """Test that a collection on a full disk frees space, and that repacks wait."""
     store, disk = full_store
     _save(store, 0, 1)
     store.save({"other": _bytes(50, 2)}, step=2)
@@ -374,7 +374,7 @@ def test_without_room_for_a_copy_the_rest_is_freed_all_the_same(full_store: tupl
 def test_a_copy_that_a_kill_left_is_gone_after_one_collection(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_first: bool
 ) -> None:
-    """Whether it is looked at before the pack that it was made of, or after."""
+    """Test both orders of the copy and the original pack."""
     _save(store, 0, 1)
     store.delete(0)
     killed = tmp_path / "killed"

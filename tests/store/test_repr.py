@@ -1,4 +1,4 @@
-"""Text forms of returned objects."""
+"""Test the text forms of returned objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LINE = 120
 
 
 def test_a_checkpoint_is_one_short_line(store_path: Path) -> None:
-    """Run, step, generation, save, size and some metrics; what is odd about it is said."""
+    """Test run, step, generation, save, size, some metrics, and remarks such as "abandoned"."""
     metrics = {"loss": 0.123456789, "accuracy": 0.9, "norm": 2.0, "other": 4.0}
     with Store.open(store_path, create=True) as store:
         found = store.save({"w": torch.ones(1000)}, step=20, metrics=metrics)
@@ -33,6 +33,6 @@ def test_a_checkpoint_is_one_short_line(store_path: Path) -> None:
 
 
 def test_a_shard_has_shape_and_dtype() -> None:
-    """Those of the whole, as a DTensor has them."""
+    """Test shape and dtype of the whole tensor, as for a DTensor."""
     shard = TensorShard(torch.zeros(2, 3, dtype=torch.bfloat16), (8, 3), (4, 0))
     assert (shard.shape, shard.dtype) == (torch.Size([8, 3]), torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Run names, metrics, and listings."""
+"""Test run names, metrics, and listings."""
 
 import math
 import struct
@@ -17,7 +17,7 @@ BAD = ["", ".", "..", ".hidden", "-x", "_x", "a/b", "../a", "a b", "ü", "a" * 6
 
 @pytest.mark.parametrize("run", GOOD)
 def test_a_run_can_be_named_so(store: Store, run: str) -> None:
-    """Letters, digits, dots, dashes and underscores, up to 64 of them."""
+    """Test letters, digits, dots, dashes and underscores, up to 64 characters."""
     store.save({"x": 1}, step=1, run=run)
     assert store.load(run=run) == {"x": 1}
     assert [checkpoint.run for checkpoint in store.checkpoints()] == [run]
@@ -27,7 +27,7 @@ def test_a_run_can_be_named_so(store: Store, run: str) -> None:
 
 @pytest.mark.parametrize("run", BAD)
 def test_a_run_cannot_be_named_so(store: Store, run: str) -> None:
-    """A name is a folder: what could leave the store, or be taken for a temporary file, is refused everywhere."""
+    """Test names that leave the store as a folder, or that look like temporary files."""
     before = directory_content(store.path)
     calls = [
         lambda: store.save({"x": 1}, step=1, run=run),
@@ -45,7 +45,7 @@ def test_a_run_cannot_be_named_so(store: Store, run: str) -> None:
 
 @pytest.mark.parametrize("run", [None, 5, b"run"])
 def test_invalid_run_name_is_refused_everywhere(store: Store, run: str) -> None:
-    """With the same message."""
+    """Test that all methods raise the same message."""
     for call in (
         lambda: store.save({}, step=1, run=run),
         lambda: store.load(run=run),
@@ -56,7 +56,7 @@ def test_invalid_run_name_is_refused_everywhere(store: Store, run: str) -> None:
 
 
 def test_runs_do_not_see_each_other(store: Store) -> None:
-    """Listed together, loaded and deleted apart."""
+    """Test that runs are listed together, and loaded and deleted separately."""
     for run in ("b", "a"):
         for step in (2, 3):
             store.save({"x": f"{run}{step}"}, step=step, run=run)
@@ -69,7 +69,7 @@ def test_runs_do_not_see_each_other(store: Store) -> None:
 
 
 def test_missing_run_lists_existing_ones(store: Store) -> None:
-    """To show a typing error."""
+    """Test that a mistyped name is visible."""
     store.save({}, step=1, run="resnet")
     with pytest.raises(CheckpointNotFoundError, match="it has runs resnet"):
         store.load(run="resent")
@@ -92,7 +92,7 @@ METRICS = {
 
 
 def test_metrics_come_back_to_the_bit(store: Store) -> None:
-    """With the save, in the listing and with the restore; all of them as floats."""
+    """Test the result of the save, the listing and the restore; all metrics are floats."""
     saved = store.save({"x": 1}, step=1, metrics=METRICS)
     expected = {name: struct.pack(">d", float(value)) for name, value in METRICS.items()}
     for checkpoint in (saved, store.checkpoints()[0], store.restore().checkpoint):
@@ -100,7 +100,7 @@ def test_metrics_come_back_to_the_bit(store: Store) -> None:
 
 
 def test_a_metric_may_be_no_number(store: Store) -> None:
-    """A loss that diverged is what one wants to see in the listing."""
+    """Test a loss that is NaN, which must be visible in the listing."""
     store.save({"x": 1}, step=1, metrics={"loss": math.nan})
     assert math.isnan(store.checkpoints()[0].metrics["loss"])
 
@@ -111,7 +111,7 @@ def test_a_metric_may_be_no_number(store: Store) -> None:
     ids=["None", "str", "list", "dict", "complex", "large", "too large to write", "tensor", "object"],
 )
 def test_invalid_metric_is_refused(store: Store, value: float) -> None:
-    """By name, before anything is written."""
+    """Test that the error names the metric, before anything is written."""
     before = directory_content(store.path)
     with pytest.raises(InvalidInputError, match="metric 'loss'"):
         store.save({"x": torch.ones(2_000_000)}, step=1, metrics={"loss": value})
@@ -119,7 +119,7 @@ def test_invalid_metric_is_refused(store: Store, value: float) -> None:
 
 
 def test_a_name_that_could_not_be_read_again_is_refused(store: Store) -> None:
-    """A manifest with half a surrogate pair in it is refused by every reader: the checkpoint would be lost."""
+    """Test half a surrogate pair, which would make the manifest unreadable."""
     before = directory_content(store.path)
     with pytest.raises(InvalidInputError, match="not valid Unicode"):
         store.save({"x": torch.ones(2_000)}, step=1, metrics={"loss\ud800": 1.0})
@@ -127,7 +127,7 @@ def test_a_name_that_could_not_be_read_again_is_refused(store: Store) -> None:
 
 
 def test_at_most_256_metrics(store: Store) -> None:
-    """The limit of the format."""
+    """Test the limit of the format."""
     store.save({}, step=1, metrics={str(i): i for i in range(256)})
     with pytest.raises(InvalidInputError, match="257 metrics"):
         store.save({}, step=2, metrics={str(i): i for i in range(257)})
@@ -136,7 +136,7 @@ def test_at_most_256_metrics(store: Store) -> None:
 
 @pytest.mark.parametrize("state", [{}, [], (), None, 0, "", b""], ids=repr)
 def test_an_empty_state_is_a_checkpoint(store: Store, state: object) -> None:
-    """Without a tensor there is no pack; there is a checkpoint all the same."""
+    """Test a checkpoint without tensors and packs."""
     saved = store.save(state, step=1)
     assert (saved.state_bytes, saved.written_bytes, saved.complete) == (0, 0, True)
     assert_same(store.load(), state)
@@ -145,7 +145,7 @@ def test_an_empty_state_is_a_checkpoint(store: Store, state: object) -> None:
 
 
 def test_a_checkpoint_describes_itself(store: Store) -> None:
-    """What save returns, what is listed and what a restore says are the same, but for the bytes written."""
+    """Test that save, listing and restore return the same, except for the written bytes."""
     state = {"x": torch.ones(1000), "y": torch.ones(2000, dtype=torch.int16), "z": 1}
     saved = store.save(state, step=12, run="r", metrics={"loss": 1.5})
     (listed,) = store.checkpoints()
@@ -159,7 +159,7 @@ def test_a_checkpoint_describes_itself(store: Store) -> None:
 
 
 def test_a_damaged_checkpoint_is_listed_as_incomplete(store: Store) -> None:
-    """It is there, and it cannot be restored: the listing says both."""
+    """Test that the listing shows both the checkpoint and its status."""
     store.save({"x": torch.ones(1000)}, step=1)
     (manifest,) = (store.path / "manifests").rglob("*.manifest")
     manifest.write_bytes(b"damaged")

@@ -1,4 +1,4 @@
-"""Partial loads read and return only the requested tensors."""
+"""Test that partial loads read and return only the requested tensors."""
 
 from collections import OrderedDict
 from pathlib import Path
@@ -17,17 +17,17 @@ MIB = 1 << 20
 
 
 def _training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """About 4 MiB of weights, of large and of small tensors, and twice as much of optimizer state."""
+    """Return 4 MiB of weights in large and small tensors, with twice as much optimizer state."""
     model = torch.nn.Sequential(torch.nn.Linear(1000, 500), torch.nn.Linear(500, 1000), torch.nn.LayerNorm(1000))
     optimizer = torch.optim.AdamW(model.parameters())
-    # Weighted: the plain sum after a LayerNorm has no gradient, and moments of zeros would all be one partition.
+    # Use a weighted sum. The plain sum after a LayerNorm has no gradient, so all moments would be zero and equal.
     (model(torch.randn(2, 1000)) * torch.randn(2, 1000)).sum().backward()
     optimizer.step()
     return model, optimizer
 
 
 def test_weights_alone_are_read_without_a_byte_of_the_optimizer(store: Store) -> None:
-    """The frames that are read hold exactly the bytes of the model that are not in the manifest itself."""
+    """Test that the frames have exactly the bytes of the model that are not in the manifest."""
     model, optimizer = _training()
     store.save({"model": model, "optimizer": optimizer}, step=1)
     with frames_read() as seen:
@@ -41,7 +41,7 @@ def test_weights_alone_are_read_without_a_byte_of_the_optimizer(store: Store) ->
 
 
 def test_weights_alone_cost_the_device_little_more_than_their_size(store_path: Path) -> None:
-    """Counted at the door to the operating system: manifest, indexes and headers come on top, no optimizer state."""
+    """Test the bytes of all reads: manifest, indexes and headers are added, and no optimizer state."""
     model, optimizer = _training()
     files = CountingFiles()
     with Store(NvmeTier(store_path, StoreConfig(), files=files)) as store:
@@ -53,7 +53,7 @@ def test_weights_alone_cost_the_device_little_more_than_their_size(store_path: P
 
 
 def test_filling_a_part_reads_that_part_only(store: Store) -> None:
-    """What `into` does not name is not read either."""
+    """Test that entries that `into` lacks are not read."""
     model, optimizer = _training()
     store.save({"model": model, "optimizer": optimizer}, step=1)
     with frames_read() as seen:
@@ -65,7 +65,7 @@ def test_filling_a_part_reads_that_part_only(store: Store) -> None:
 
 
 def test_tensors_in_the_manifest_need_no_frame(store: Store) -> None:
-    """Small ones are read with the manifest: no pack is touched."""
+    """Test that small tensors are read with the manifest, without any pack."""
     store.save({"small": torch.arange(10), "large": torch.zeros(MIB)}, step=1)
     with frames_read() as seen:
         assert_same(store.load(tensors="small"), {"small": torch.arange(10)})
@@ -99,14 +99,14 @@ SELECTED: dict[str, object] = {
 
 @pytest.mark.parametrize("pattern", SELECTED)
 def test_a_glob_selects_leaves_by_their_dotted_names(store: Store, pattern: str) -> None:
-    """Types and order of the containers stay; what ends up empty is dropped, and gaps in sequences are None."""
+    """Test that containers keep types and order, empty containers are dropped, and gaps in sequences are None."""
     store.save(STATE, step=1)
     assert_same(store.load(tensors=pattern), SELECTED[pattern])
 
 
 @pytest.mark.parametrize("pattern", ["epoch", "MODEL.*", "", "model"])
 def test_a_glob_that_selects_nothing_is_an_error(store: Store, pattern: str) -> None:
-    """Nobody asks for nothing: it is a slip, and the message says what there is."""
+    """Test that the message lists the existing names."""
     store.save(STATE, step=1)
     with pytest.raises(InvalidInputError, match=r"matches no name.*it has model, optimizer, list"):
         store.load(tensors=pattern)
@@ -115,7 +115,7 @@ def test_a_glob_that_selects_nothing_is_an_error(store: Store, pattern: str) -> 
 
 
 def test_module_is_filled_from_a_selection(store: Store) -> None:
-    """The versions of a module stay with the selected part."""
+    """Test that the version entries of a module stay with the selection."""
     model = torch.nn.BatchNorm1d(3)
     store.save({"model": model}, step=1)
     loaded = store.load(tensors="model.running_*")
@@ -125,7 +125,7 @@ def test_module_is_filled_from_a_selection(store: Store) -> None:
 
 
 def test_excluding_a_requested_tensor_is_a_mismatch(store: Store) -> None:
-    """Otherwise it would silently keep its values."""
+    """Test that the tensor does not silently keep its values."""
     store.save({"a": torch.ones(3), "b": torch.ones(3)}, step=1)
     into = {"a": torch.zeros(3), "b": torch.zeros(3)}
     with pytest.raises(StateMismatchError, match="b: is not in the checkpoint, or not in the selection 'a'"):
@@ -134,7 +134,7 @@ def test_excluding_a_requested_tensor_is_a_mismatch(store: Store) -> None:
 
 
 def test_a_bare_tensor_has_the_empty_name(store: Store) -> None:
-    """Only `*` and the like select it."""
+    """Test that only patterns such as `*` select a bare tensor."""
     store.save(torch.arange(3), step=1)
     assert_same(store.load(tensors="**"), torch.arange(3))
     with pytest.raises(InvalidInputError, match="matches no name"):
@@ -142,13 +142,13 @@ def test_a_bare_tensor_has_the_empty_name(store: Store) -> None:
 
 
 def test_selecting_from_an_empty_store_finds_no_checkpoint(store: Store) -> None:
-    """The error is about the checkpoint, not the pattern."""
+    """Test that the error names the checkpoint, not the pattern."""
     with pytest.raises(CheckpointNotFoundError, match="no checkpoint"):
         store.load(tensors="model.*")
 
 
 def test_a_selection_of_one_layer_reads_one_layer(store_path: Path) -> None:
-    """Of 32 layers of 1 MiB each, one is one frame."""
+    """Test one of 32 layers of 1 MiB each, which is one frame."""
     state = {"model": {f"h.{i}.weight": torch.full((MIB // 4,), float(i)) for i in range(32)}}
     with Store.open(store_path, create=True) as store:
         store.save(state, step=1)

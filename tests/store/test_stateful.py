@@ -1,4 +1,4 @@
-"""Objects with their own state: modules, optimizers, schedulers, scalers and generators."""
+"""Test objects with their own state: modules, optimizers, schedulers, scalers and generators."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def _addresses(optimizer: torch.optim.Optimizer) -> list[int]:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_resumed_training_is_identical(store: Store, name: str) -> None:
-    """A fresh model and optimizer have the same losses, including dropout."""
+    """Test that a new model and optimizer have the same losses, including dropout."""
     model = _model()
     optimizer = OPTIMIZERS[name](list(model.parameters()))
     _train(model, optimizer, 2)
@@ -111,7 +111,7 @@ def test_resumed_training_is_identical(store: Store, name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_of_an_optimizer_comes_back_whole(store: Store, name: str) -> None:
-    """Every value and tensor of it, in the same types, also without an optimizer to fill."""
+    """Test every value and tensor with its type, also without an optimizer to fill."""
     model = _model()
     optimizer = OPTIMIZERS[name](list(model.parameters()))
     _train(model, optimizer, 1)
@@ -121,7 +121,7 @@ def test_the_state_of_an_optimizer_comes_back_whole(store: Store, name: str) -> 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_warm_optimizer_is_filled_in_place(store: Store, name: str) -> None:
-    """No tensor is allocated, and captured graphs stay valid."""
+    """Test that no tensor is allocated, and that captured graphs stay valid."""
     model = _model()
     optimizer = OPTIMIZERS[name](list(model.parameters()))
     _train(model, optimizer, 1)
@@ -131,7 +131,7 @@ def test_warm_optimizer_is_filled_in_place(store: Store, name: str) -> None:
     _train(model, optimizer, 1)
     before = _addresses(optimizer)
     store.load(into=state)
-    if name != "LBFGS":  # its history grows from step to step, so some of its tensors are new in any case
+    if name != "LBFGS":  # The history of LBFGS grows, so some of its tensors are always new.
         assert _addresses(optimizer) == before
     assert_same({"optimizer": optimizer.state_dict()}, expected)
 
@@ -140,7 +140,7 @@ def test_warm_optimizer_is_filled_in_place(store: Store, name: str) -> None:
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedules_continue(store: Store, name: str) -> None:
-    """A fresh scheduler returns the same rates."""
+    """Test that a new scheduler returns the same rates."""
 
     def rates(optimizer: torch.optim.Optimizer, scheduler: LrScheduler, steps: int) -> list[float]:
         found = []
@@ -163,7 +163,7 @@ def test_schedules_continue(store: Store, name: str) -> None:
 
 
 def test_plateau_scheduler_continues(store: Store) -> None:
-    """Its best value may be infinite."""
+    """Test an infinite best value."""
     state = []
     for _ in range(2):
         optimizer = torch.optim.SGD(_model().parameters(), lr=0.1)
@@ -182,7 +182,7 @@ def test_plateau_scheduler_continues(store: Store) -> None:
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
 def test_counter_is_restored_where_expected(store: Store) -> None:
-    """It is stored as a plain mapping; a milestone schedule needs a Counter, also in a list."""
+    """Test a milestone schedule, which needs a Counter and gets it from a stored mapping, also in a list."""
 
     def schedule(milestones: list[int]) -> tuple[LrScheduler, LrScheduler]:
         optimizer = torch.optim.SGD(_model().parameters(), lr=1.0)
@@ -204,7 +204,7 @@ def test_counter_is_restored_where_expected(store: Store) -> None:
 
 
 def test_a_scaler_of_mixed_precision_comes_back(store: Store) -> None:
-    """Scale and growth counter; a disabled one, whose state is empty, as well."""
+    """Test scale and growth counter, and a disabled scaler with an empty state."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(torch.ones(1))
     disabled = torch.amp.GradScaler("cpu", enabled=False)
@@ -216,7 +216,7 @@ def test_a_scaler_of_mixed_precision_comes_back(store: Store) -> None:
 
 
 def test_a_module_comes_back_with_the_versions_of_its_parts(store: Store) -> None:
-    """`Module.load_state_dict` reads them, for instance to know what an old normalisation layer lacks."""
+    """Test the versions that `Module.load_state_dict` reads, for instance for old normalisation layers."""
     model = _model()
     store.save({"model": model}, step=1)
     loaded = store.load()
@@ -230,7 +230,7 @@ def test_a_module_comes_back_with_the_versions_of_its_parts(store: Store) -> Non
 
 
 def test_a_state_dict_is_stored_like_its_module(store: Store) -> None:
-    """What was saved as a mapping can be filled into a module, and the other way round."""
+    """Test a saved mapping that fills a module, and the reverse."""
     model, other = _model(), _model(seed=1)
     store.save({"model": model.state_dict()}, step=1)
     store.load(into={"model": other})
@@ -242,7 +242,7 @@ def test_a_state_dict_is_stored_like_its_module(store: Store) -> None:
 
 
 def test_an_object_can_be_the_whole_state(store: Store) -> None:
-    """`store.save(model)` and `store.load(into=model)`."""
+    """Test `store.save(model)` and `store.load(into=model)`."""
     model, other = _model(), _model(seed=1)
     store.save(model, step=1)
     assert store.load(into=other) is other
@@ -251,7 +251,7 @@ def test_an_object_can_be_the_whole_state(store: Store) -> None:
 
 
 def test_objects_in_sequences_take_part(store: Store) -> None:
-    """Lists and tuples of modules, as in an ensemble."""
+    """Test lists and tuples of modules, as in an ensemble."""
     members, others = [_model(1), _model(2)], [_model(3), _model(4)]
     store.save({"members": tuple(members)}, step=1)
     store.load(into={"members": tuple(others)})
@@ -260,7 +260,7 @@ def test_objects_in_sequences_take_part(store: Store) -> None:
 
 
 def test_module_restores_its_extra_state(store: Store) -> None:
-    """`get_extra_state` adds a plain value or a mapping to the state."""
+    """Test a plain value and a mapping from `get_extra_state`."""
 
     class Counting(torch.nn.Linear):
         seen = 0

@@ -1,4 +1,4 @@
-"""Tensors of every dtype and layout are restored bit for bit, as dense tensors."""
+"""Test that tensors of every dtype and layout are restored bit for bit, as dense tensors."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from asymcheck import Store, StoreConfig
 from asymcheck.format.registry import DTYPE_BYTES
 from tests.store.equality import assert_same, tensor_bytes
 
-# torch says so once, whenever a complex32 is made.
+# torch warns when a complex32 tensor is created.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 DTYPES = [name for name in DTYPE_BYTES if hasattr(torch, name)]
@@ -16,7 +16,7 @@ RANDOM = np.random.default_rng(7)
 
 
 def _bytes_of(name: str, count: int) -> bytes:
-    """Every bit pattern that fits, in random order; a bool has only two."""
+    """Return every possible bit pattern in random order; a bool has only two."""
     raw = RANDOM.integers(0, 2 if name == "bool" else 256, count * DTYPE_BYTES[name], dtype=np.uint8)
     return raw.tobytes()
 
@@ -28,7 +28,7 @@ def _tensor(name: str, raw: bytes) -> torch.Tensor:
 @pytest.mark.parametrize("count", [1, 33, 5_000, 1_000_003], ids=["inline", "odd", "bundled", "partitioned"])
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype_keeps_every_bit(store: Store, name: str, count: int) -> None:
-    """Random bits are NaN payloads, denormals and signed zeros; a number of elements for each way of storing."""
+    """Test NaN payloads, denormals and signed zeros, with sizes for each way of storing."""
     raw = _bytes_of(name, count)
     store.save({"x": _tensor(name, raw)}, step=1)
     loaded = store.load()
@@ -39,13 +39,13 @@ def test_every_dtype_keeps_every_bit(store: Store, name: str, count: int) -> Non
 
 
 def test_every_dtype_of_the_format_that_torch_has_was_tried() -> None:
-    """The list comes from the format's registry, so a dtype that is added there is tried as well."""
+    """Test that a dtype that is added to the registry is tested, too."""
     assert {"bfloat16", "float8_e4m3fn", "float8_e5m2", "complex32", "uint16", "uint32", "uint64"} <= set(DTYPES)
 
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype_can_be_0_dimensional_or_empty(store: Store, name: str) -> None:
-    """Shapes without elements keep their other dimensions."""
+    """Test that shapes without elements keep their other dimensions."""
     one = _tensor(name, _bytes_of(name, 1))
     state = {
         "scalar": one.reshape(()),
@@ -93,7 +93,7 @@ def _layouts() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", _layouts())
 def test_every_layout_keeps_its_values(store: Store, name: str) -> None:
-    """Strides are not part of the state: a dense tensor with the same values in the same places comes back."""
+    """Test that strides are not stored: a dense tensor with equal values is restored."""
     tensor = _layouts()[name]
     before = tensor_bytes(tensor)
     store.save({"x": tensor}, step=1)
@@ -106,7 +106,7 @@ def test_every_layout_keeps_its_values(store: Store, name: str) -> None:
 
 
 def test_tensors_of_inference_mode_can_be_saved_and_loaded(store: Store) -> None:
-    """Evaluation code saves, too."""
+    """Test tensors of evaluation code."""
     with torch.inference_mode():
         state = {"x": torch.randn(2000), "y": torch.randn(3, 4).t()}
         store.save(state, step=1)
@@ -114,7 +114,7 @@ def test_tensors_of_inference_mode_can_be_saved_and_loaded(store: Store) -> None
 
 
 def test_loaded_tensors_are_the_callers_own(store: Store) -> None:
-    """They can be written, and neither a second load nor the source notices."""
+    """Test that writing to a loaded tensor changes neither a second load nor the source."""
     source = torch.zeros(2_000_000)
     store.save({"x": source, "inline": torch.zeros(3)}, step=1)
     first, second = store.load(), store.load()
@@ -128,7 +128,7 @@ def test_loaded_tensors_are_the_callers_own(store: Store) -> None:
 
 @pytest.mark.parametrize("shape", [(1,) * 64, (2,) * 12, (0,) * 64], ids=["64 ones", "12 twos", "64 zeros"])
 def test_many_dimensions(store: Store, shape: tuple[int, ...]) -> None:
-    """As many as torch and the format allow: 64."""
+    """Test 64 dimensions, the maximum of torch and the format."""
     state = {"x": torch.ones(shape)}
     store.save(state, step=1)
     assert_same(store.load(), state)
@@ -138,7 +138,7 @@ def test_many_dimensions(store: Store, shape: tuple[int, ...]) -> None:
     "size", [1, 4095, 4096, 4097, 65_535, 65_536, 65_537, 8 << 20, (8 << 20) + 1, (16 << 20) + 4095]
 )
 def test_sizes_around_every_boundary(store: Store, size: int) -> None:
-    """Inline, header's block, aligned payload, one partition, several: each boundary from both sides."""
+    """Test sizes on both sides of each limit: inline, header block, aligned payload, one and several partitions."""
     state = {"x": torch.from_numpy(RANDOM.integers(0, 256, size, dtype=np.uint8))}
     store.save(state, step=1)
     assert_same(store.load(), state)
@@ -157,7 +157,7 @@ def test_sizes_around_every_boundary(store: Store, size: int) -> None:
     ids=["tiny pieces", "tiny bundles", "one bundle", "a pack for each frame", "many threads"],
 )
 def test_every_configuration_stores_the_same_state(store: Store, store_path: object, config: StoreConfig) -> None:
-    """How a state is cut is the writer's business: a reader with other settings gets the same."""
+    """Test that a reader with other settings gets the same state."""
     layouts = _layouts()
     state = {"a": layouts, "b": [torch.zeros(size, dtype=torch.uint8) for size in (0, 1, 4096, 70_000)], "c": 1}
     with Store.open(store.path, config=config, create=True) as writer:
@@ -167,7 +167,7 @@ def test_every_configuration_stores_the_same_state(store: Store, store_path: obj
 
 @pytest.mark.slow
 def test_reader_with_small_partitions_reads_large_ones(store: Store) -> None:
-    """And vice versa: the reader follows the stored partitions."""
+    """Test also the reverse: the reader follows the stored partitions."""
     state = {"x": torch.from_numpy(RANDOM.integers(0, 256, 70 << 20, dtype=np.uint8))}
     large = StoreConfig(partition_bytes=64 << 20, slots=2)
     small = StoreConfig(partition_bytes=4096, bundle_below_bytes=4096, slots=1)
@@ -181,7 +181,7 @@ def test_reader_with_small_partitions_reads_large_ones(store: Store) -> None:
 
 @pytest.mark.slow
 def test_a_hundred_thousand_tensors(store: Store) -> None:
-    """Small tensors are bundled: rows and names are many, partitions few."""
+    """Test that small tensors share partitions: many rows and names, few partitions."""
     values = torch.arange(100_000, dtype=torch.int64)
     state = {"model": {f"layer.{i}.weight": values[i : i + 1].clone() for i in range(100_000)}}
     store.save(state, step=1)

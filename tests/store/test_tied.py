@@ -1,4 +1,4 @@
-"""Tied tensors stay tied after a load, also of a part."""
+"""Test that tied tensors stay tied after a load, also of a part."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from asymcheck import Store
 
 
 class Tied(torch.nn.Module):
-    """A language model's usual tie: the output layer is the embedding."""
+    """A language model whose output layer is the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ def _load(store: Store, **options: Any) -> Mapping[str, Any]:  # noqa: ANN401 - 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 5_000, 3_000_000], ids=["inline", "bundled", "partitioned"])
 def test_the_same_tensor_in_many_places_is_the_same_object(store: Store, count: int) -> None:
-    """In mappings, sequences and at several depths; a copy with equal values stays a copy."""
+    """Test mappings, sequences and several depths; a copy with equal values stays a copy."""
     tensor = torch.arange(count, dtype=torch.float32)
     store.save({"a": tensor, "b": [tensor, (tensor,)], "view": tensor.view(-1), "copy": tensor.clone()}, step=1)
     loaded = _load(store)
@@ -42,14 +42,14 @@ def test_the_same_tensor_in_many_places_is_the_same_object(store: Store, count: 
 
 
 def test_tied_tensors_are_stored_once(store: Store) -> None:
-    """A tie costs a name in the manifest, not the bytes again."""
+    """Test that a tied tensor costs only a name in the manifest."""
     tensor = torch.randn(1_000_000)
     saved = store.save({"a": tensor, "b": tensor}, step=1)
     assert saved.state_bytes == saved.written_bytes == 4_000_000
 
 
 def test_a_tied_module_is_tied_after_the_load(store: Store) -> None:
-    """Both as a state dict and in a module that is filled."""
+    """Test a state dict, and a module that is filled."""
     model = Tied()
     store.save({"model": model}, step=1)
     loaded = _load(store)["model"]
@@ -62,7 +62,7 @@ def test_a_tied_module_is_tied_after_the_load(store: Store) -> None:
 
 @pytest.mark.parametrize("name", ["first", "second"])
 def test_one_name_of_a_tied_tensor_is_enough(store: Store, name: str) -> None:
-    """Any of its names selects it, not only the one under which it is stored."""
+    """Test that any of its names selects the tensor."""
     tensor = torch.randn(4000)
     store.save({"first": {"w": tensor}, "second": {"w": tensor}}, step=1)
     loaded = _load(store, tensors=f"{name}.*")
@@ -71,7 +71,7 @@ def test_one_name_of_a_tied_tensor_is_enough(store: Store, name: str) -> None:
 
 
 def test_selection_keeps_ties(store: Store) -> None:
-    """Two of three names selected are the same object."""
+    """Test that two of three selected names are the same object."""
     tensor = torch.randn(4000)
     store.save({"a": tensor, "b": tensor, "c": tensor}, step=1)
     loaded = _load(store, tensors="[bc]")
@@ -80,7 +80,7 @@ def test_selection_keeps_ties(store: Store) -> None:
 
 
 def test_overlapping_views_are_stored_separately(store: Store) -> None:
-    """Only equal views of the same memory are tied."""
+    """Test that only equal views of the same memory are tied."""
     base = torch.arange(4000.0)
     store.save({"whole": base, "part": base[:2000], "other dtype": base.view(torch.int32)}, step=1)
     loaded = _load(store)
@@ -90,7 +90,7 @@ def test_overlapping_views_are_stored_separately(store: Store) -> None:
 
 
 def test_a_conjugate_is_not_tied_to_its_original(store: Store) -> None:
-    """They share memory and strides, and mean different numbers."""
+    """Test views that share memory and strides, but have different numbers."""
     numbers = torch.tensor([1 + 2j, 3 - 4j])
     store.save({"a": numbers, "b": numbers.conj()}, step=1)
     loaded = _load(store)
@@ -99,7 +99,7 @@ def test_a_conjugate_is_not_tied_to_its_original(store: Store) -> None:
 
 
 def test_untied_targets_of_a_tied_tensor_are_all_filled(store: Store) -> None:
-    """A state that ties less than the stored one gets the values in each of its tensors."""
+    """Test a state that ties fewer tensors than the checkpoint: each of its tensors gets the values."""
     tensor = torch.randn(4000)
     store.save({"a": tensor, "b": tensor}, step=1)
     into = {"a": torch.zeros(4000), "b": torch.zeros(4000)}

@@ -1,4 +1,4 @@
-"""URIs of stores: incomplete ones, and ones that were converted to paths."""
+"""Test URIs of stores: incomplete ones, and ones that were converted to paths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asymcheck.errors import InvalidInputError
     ],
 )
 def test_uris_that_say_too_little_are_refused(location: str, reason: str) -> None:
-    """And none is taken for a relative path."""
+    """Test that no incomplete URI is used as a relative path."""
     with pytest.raises(InvalidInputError, match=reason):
         Store.open(location, create=True)
 
@@ -31,7 +31,7 @@ def test_uris_that_say_too_little_are_refused(location: str, reason: str) -> Non
 def test_a_uri_that_was_made_a_path_makes_no_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, location: str
 ) -> None:
-    """As a path it loses a slash, and what is saved there would lie in a directory called ``hdfs:``."""
+    """Test a URI that lost a slash as a path, which would create a directory called ``hdfs:``."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidInputError, match="is a URI"):
         Store.open(Path(location))

@@ -1,4 +1,4 @@
-"""Plain values keep type, order and bits."""
+"""Test that plain values keep type, order and bits."""
 
 import math
 import struct
@@ -84,7 +84,7 @@ VALUES: dict[str, object] = {
 
 @pytest.mark.parametrize("name", VALUES)
 def test_plain_values_round_trip(store: Store, name: str) -> None:
-    """As a part of a state and as the whole of it."""
+    """Test values as a part of a state and as the whole state."""
     state = {"x": VALUES[name], "tensor": torch.ones(2)}
     store.save(state, step=1)
     assert_same(store.load(), state)
@@ -93,7 +93,7 @@ def test_plain_values_round_trip(store: Store, name: str) -> None:
 
 
 def test_a_signalling_nan_keeps_its_bits_in_numpy_and_torch(store: Store) -> None:
-    """Numbers are copied as bytes: nothing quietens a NaN on the way."""
+    """Test that no NaN is changed, because numbers are copied as bytes."""
     bits = np.array([0x7F800001, 0xFF800001, 0x7FFFFFFF, 0x80000000], dtype=np.uint32)
     state = {"array": bits.view(np.float32), "tensor": torch.from_numpy(bits.view(np.int32)).view(torch.float32)}
     store.save(state, step=1)
@@ -104,7 +104,7 @@ def test_a_signalling_nan_keeps_its_bits_in_numpy_and_torch(store: Store) -> Non
 
 
 def test_the_whole_depth_of_the_format_can_be_used(store: Store) -> None:
-    """63 containers with a leaf in the innermost: 64 levels."""
+    """Test 63 containers with a leaf in the innermost: 64 levels."""
     state: object = torch.ones(1)
     for level in range(63):
         state = [state] if level % 2 else {"k": state}
@@ -114,7 +114,7 @@ def test_the_whole_depth_of_the_format_can_be_used(store: Store) -> None:
 
 @pytest.mark.slow
 def test_a_large_mapping_of_plain_values_comes_back(store: Store) -> None:
-    """A log of 10,000 entries inside the state is no special case."""
+    """Test a log of 10,000 entries inside the state."""
     state = {"log": [{"step": i, "loss": i / 7, "tag": f"t{i}"} for i in range(10_000)]}
     store.save(state, step=1)
     assert_same(store.load(), state)

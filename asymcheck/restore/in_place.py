@@ -189,6 +189,10 @@ class InPlaceFill:
         state = current.state_dict()
         if isinstance(current, torch.nn.Module):
             mappings = [with_names_of(state, mapping) for mapping in mappings]
+        fitting = [key for key, part in mappings[0].items() if isinstance(part, dict) and state.keys() <= part.keys()]
+        if not path and state and fitting and state.keys().isdisjoint(mappings[0]):
+            self._refuse(path, f"an object is given that fits {fitting[0]!r}: give {{{fitting[0]!r}: …}}")
+            return lambda _assembly: current
         shape = with_counters(state_for(current, mappings, state), state)
         self._problems += [
             ".".join(filter(None, (name, problem))) for problem in misfits(current, shape, self._parts.row)

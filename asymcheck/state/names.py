@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable
 from asymcheck.errors import InvalidInputError, listed
 
 _COMPARED_NAMES = 64
+_LISTED_NAMES = 8
 _NUMBER = re.compile(r" \([0-9]+\)\Z")
 _DIGITS = re.compile(r"([0-9]{1,18})", re.ASCII)
 
@@ -44,11 +45,13 @@ def matches(pattern: str, names: Iterable[str]) -> bool:
 
 
 def did_you_mean(key: object, stored: Iterable[object], given: Container[object]) -> str:
-    """Return the end of an error about a missing key: a stored key with a similar name that is not given itself."""
+    """Return the end of an error about a missing key: a similar stored key that is not given itself, or the others."""
     others = [other for other in stored if isinstance(other, str) and other not in given]
     # Comparing many names with many takes long, and such a state is of another model.
     close = difflib.get_close_matches(key, others, 1) if isinstance(key, str) and len(others) <= _COMPARED_NAMES else []
-    return f"; did you mean {close[0]!r}, which is stored?" if close else ""
+    if close:
+        return f"; did you mean {close[0]!r}, which is stored?"
+    return f"; stored are {listed(others)}" if 0 < len(others) <= _LISTED_NAMES else ""
 
 
 def no_match(

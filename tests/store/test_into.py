@@ -164,6 +164,16 @@ def test_an_array_can_be_filled_from_a_tensor_and_a_tensor_from_an_array(store: 
     assert torch.equal(tensor, values)
 
 
+def test_error_names_the_part_that_a_given_object_fits(store: Store) -> None:
+    """Test a module that is given instead of a dict with the module, and a key with another name."""
+    model = torch.nn.Linear(3, 2)
+    store.save({"model": model, "step": 1}, step=1)
+    with pytest.raises(StateMismatchError, match=r"fits 'model': give \{'model': …\}"):
+        store.load(into=model)
+    with pytest.raises(StateMismatchError, match="network: is not in the checkpoint; stored are model, step"):
+        store.load(into={"network": model})
+
+
 def test_strings_in_the_state_of_an_optimizer_are_restored(store: Store) -> None:
     """Test strings, of which torch makes the text of a generator object."""
     model = torch.nn.Linear(3, 2)

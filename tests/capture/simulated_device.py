@@ -1,7 +1,7 @@
-"""A stand-in for a GPU, which this machine may not have: tensors in host memory, two queues, and threads behind them.
+"""Simulate a GPU with tensors in host memory, two queues, and a thread for each queue.
 
-It keeps what matters for correctness: the program runs ahead, each queue is worked off in order and late, marks order
-the queues among each other, and nothing else does. Speed and pinned memory it does not have.
+The simulation keeps the properties that matter for correctness: the host runs ahead, each queue runs in order and late,
+and only marks order the queues. It simulates neither speed nor pinned memory.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ class SimulatedMark:
     """A point in one of the queues."""
 
     def __init__(self) -> None:
-        """Not passed yet."""
+        """Begin before the point."""
         self.event = threading.Event()
         self.at_s = 0.0
 
     def passed(self) -> bool:
-        """Whether it was met."""
+        """Return whether the queue has passed the point."""
         return self.event.is_set()
 
     def wait(self) -> None:
-        """Wait for it."""
+        """Wait for the point."""
         assert self.event.wait(30), "a mark that the device never passes"
 
     def seconds_after(self, earlier: Mark) -> float:
-        """Seconds between two marks."""
+        """Return the seconds between two marks."""
         assert isinstance(earlier, SimulatedMark)
         return self.at_s - earlier.at_s
 
 
 class SimulatedDevice:
-    """A link whose queues are worked off with random delays before each piece of work, of up to what is given."""
+    """A link whose queues wait for a random delay before each operation, up to the given maximum."""
 
     def __init__(self, training_s: float, copies_s: float, seed: int = 0) -> None:
         """Start both queues."""
@@ -64,11 +64,11 @@ class SimulatedDevice:
             item()
 
     def own(self, *tensors: torch.Tensor) -> None:
-        """Say that tensors lie on this device."""
+        """Declare that tensors are on this device."""
         self._on_device |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
     def link_of(self, source: Source) -> Link | None:
-        """Return itself for what lies here."""
+        """Return this link for tensors on this device."""
         is_here = isinstance(source, torch.Tensor) and source.untyped_storage().data_ptr() in self._on_device
         return self if is_here else None
 
@@ -78,7 +78,7 @@ class SimulatedDevice:
         mark.event.set()
 
     def mark(self) -> Mark:
-        """See Link; so all below."""
+        """Set a mark. For all methods below see Link."""
         mark = SimulatedMark()
         self._training.put(lambda: self._set(mark))
         return mark
@@ -91,7 +91,7 @@ class SimulatedDevice:
         return end
 
     def is_recorded(self) -> bool:
-        """Never: it has no graphs."""
+        """Return False, because this device has no graphs."""
         return False
 
     def run(self, work: Callable[[], None]) -> None:
@@ -99,21 +99,21 @@ class SimulatedDevice:
         self._training.put(work)
 
     def hold(self, until: Mark) -> None:
-        """Let the training wait."""
+        """Make the training's queue wait."""
         self.held += 1
         self._training.put(until.wait)
 
     def pin(self, memory: memoryview) -> bool:
-        """Count it."""
+        """Count a pinned ring."""
         self.pinned += len(memory)
         return True
 
     def unpin(self, memory: memoryview) -> None:
-        """Count it back."""
+        """Uncount a pinned ring."""
         self.pinned -= len(memory)
 
     def catch_up(self) -> None:
-        """Wait until the training's queue is empty, for a program that changes tensors by itself."""
+        """Wait until the training's queue is empty, for a program that changes tensors on the host."""
         self.mark().wait()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Captures that are given up: pending writes are awaited, and nothing is left."""
+"""Test discarded captures: pending writes are awaited, and no file is left."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from asymcheck.types import PackId
 
 
 class _Writes:
-    """Writes nothing more."""
+    """A writer that refuses everything."""
 
     def write_soon(self, inflight: InFlight, number: int) -> None:
         """Refuse."""
@@ -39,7 +39,7 @@ class _Writes:
 
 
 def test_ranks_wait_for_pending_writes_before_an_abort() -> None:
-    """The abort removes packs that threads write into; other ranks are informed anyway."""
+    """Test that an abort, which removes packs, waits for writer threads, and that other ranks are informed."""
     error = TornCaptureError("the state changed")
     told: list[tuple[bytes, bool]] = []
     joint = TwoPhaseCommit.__new__(TwoPhaseCommit)
@@ -67,7 +67,7 @@ def _write(packing: PackBuilder, tier: NvmeTier) -> None:
 
 
 def test_a_save_that_was_given_up_begins_no_further_pack(store_path: os.PathLike[str]) -> None:
-    """Nobody would seal or remove it: it would lie there, locked, until the process ends."""
+    """Test that no new pack is begun that nobody would seal or remove until the process ends."""
     with Store.open(store_path, create=True) as store:
         packing, before = (
             PackBuilder(store.training.opened.nvme, store.training.opened.catalog()),
@@ -86,7 +86,7 @@ def test_a_save_that_was_given_up_begins_no_further_pack(store_path: os.PathLike
 def test_nothing_stays_of_a_capture_that_was_given_up_for_whatever_reason(
     store_path: os.PathLike[str], error: BaseException
 ) -> None:
-    """An interrupt that came while the training thread copied is one: no pack, no descriptor, no pin."""
+    """Test also an interrupt during a copy of the training thread: no pack, descriptor or pin is left."""
     data = os.urandom(100_000)
     descriptor = FrameDescriptor.identity(digest(data), len(data))
     with Store.open(store_path, create=True) as store:
@@ -103,7 +103,7 @@ def test_nothing_stays_of_a_capture_that_was_given_up_for_whatever_reason(
         capture.failing = partial(Capture.failing, cast(Capture, capture))
         inflight = SimpleNamespace(capture=capture, transaction=transaction, writes=[], put_off=[], entry=None)
         inflight.wait = partial(InFlight.wait, cast(InFlight, inflight))
-        # One that came through would end all tests, and not this one alone.
+        # An escaped interrupt would end the whole test session.
         with contextlib.suppress(KeyboardInterrupt):
             flusher._settle(cast(InFlight, inflight))
         assert capture.error is error

@@ -1,4 +1,4 @@
-"""Search for the originals of rounded copies: samples exclude candidates, and only the original is read."""
+"""Test the search for originals of rounded copies: samples exclude candidates, and only the original is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYERS, ELEMENTS = 12, 4096
 
 
 def test_only_the_original_is_read_as_a_whole() -> None:
-    """Of many candidates of equal shape, one is the original; samples exclude the others."""
+    """Test many candidates of equal shape, of which samples exclude all but the original."""
     masters = [torch.randn(ELEMENTS) for _ in range(3 * LAYERS)]
     copy = masters[17].to(torch.bfloat16)
     partitions = [Partition((Piece(row, 0, 4 * ELEMENTS),)) for row in range(len(masters))]
@@ -48,7 +48,7 @@ def test_only_the_original_is_read_as_a_whole() -> None:
 
 
 def test_zeros_at_the_beginning_do_not_hide_the_original() -> None:
-    """As of a row of padding, which is zero in the moments, too, and these come first."""
+    """Test a row of padding, which is also zero in the moments that are compared first."""
     moment, master = torch.randn(ELEMENTS), torch.randn(ELEMENTS)
     moment[:1000] = master[:1000] = 0
     tensors = [moment, master]
@@ -69,7 +69,7 @@ def test_zeros_at_the_beginning_do_not_hide_the_original() -> None:
 @pytest.mark.slow
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.lists(st.integers(1, 40), min_size=1, max_size=6))
 def test_candidates_are_masters_with_all_elements(masters: list[int], copies: list[int]) -> None:
-    """For any partition boundaries, and any number of tensors of the shape."""
+    """Test any partition boundaries, and any number of tensors of the shape."""
     pieces = [Piece(row, 4 * sum(masters[:i]), 4 * n) for row in (0, 1) for i, n in enumerate(masters)]
     pieces += [Piece(2, 2 * sum(copies[:i]), 2 * n) for i, n in enumerate(copies)]
     originals = Originals([Partition((one,)) for one in pieces], ["float32", "float32", "bfloat16"], [(7,)] * 3)

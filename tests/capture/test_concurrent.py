@@ -1,4 +1,4 @@
-"""Concurrent saves, loads and collections: each sees whole checkpoints, and no needed data is lost."""
+"""Test concurrent saves, loads and collections: each sees complete checkpoints, and no needed data is lost."""
 
 import threading
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def _tensor(seed: int, size: int = MIB) -> torch.Tensor:
 
 
 def _together(*calls: Callable[[], object]) -> None:
-    """Run all of them at the same time; fail with the first error of any."""
+    """Run all functions at the same time; raise the first error."""
     failures: list[BaseException] = []
     start = threading.Barrier(len(calls))
 
@@ -45,7 +45,7 @@ def _together(*calls: Callable[[], object]) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::asymcheck.errors.StepOrderWarning")
 def test_threads_may_save_at_the_same_time(store_path: Path) -> None:
-    """To runs of their own and to one run, with bytes in common: every checkpoint is whole."""
+    """Test separate runs and a common run, with common bytes: every checkpoint is complete."""
     common = _tensor(0)
 
     with Store.open(store_path, config=CONFIG, create=True) as store:
@@ -66,7 +66,7 @@ def test_threads_may_save_at_the_same_time(store_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::asymcheck.errors.SkippedCheckpointWarning")
 def test_collecting_beside_saves_and_loads_loses_nothing(store_path: Path) -> None:
-    """A keeper of the last two checkpoints, a collector and a reader, each with a store of its own."""
+    """Test retention of two checkpoints, a collection and a reader, each with a separate store object."""
     done = threading.Event()
     loads = []
 
@@ -124,7 +124,7 @@ def _collect_at(event_name: str, store: Store, times: int) -> Callable[[events.E
 @pytest.mark.slow(quick=["catalog.pinned"])
 @pytest.mark.parametrize("event", ["pack.created", "pack.synced", "pack.sealed", "catalog.pinned", "manifest.synced"])
 def test_collection_during_a_save_takes_nothing_needed(store_path: Path, event: str) -> None:
-    """A reused partition may be collected before it is pinned; the save writes it again."""
+    """Test a reused partition that is collected before it is pinned: the save writes it again."""
     old, new = _tensor(1, 4 * MIB), _tensor(2, 4 * MIB)
     with (
         Store.open(store_path, config=CONFIG, create=True) as store,
@@ -142,7 +142,7 @@ def test_collection_during_a_save_takes_nothing_needed(store_path: Path, event: 
 
 
 def test_partitions_that_were_taken_away_are_written_again(store_path: Path) -> None:
-    """The collection comes when all is written and nothing pinned: the save notices, and pays for the bytes."""
+    """Test a collection after the last write and before the pin: the save detects it, and writes again."""
     old, new = _tensor(1, 4 * MIB), _tensor(2, MIB)
     with (
         Store.open(store_path, config=CONFIG, create=True) as store,
@@ -156,7 +156,7 @@ def test_partitions_that_were_taken_away_are_written_again(store_path: Path) -> 
 
 
 def test_save_gives_up_after_repeated_collections(store_path: Path) -> None:
-    """After a limited number of attempts, an error says so, and nothing is committed."""
+    """Test that the number of attempts is limited, with a clear error and without a commit."""
     config = StoreConfig(partition_bytes=65_536, bundle_below_bytes=4096, commit_attempts=1)
     old, new = _tensor(1), _tensor(2)
     with (
@@ -176,7 +176,7 @@ def test_save_gives_up_after_repeated_collections(store_path: Path) -> None:
 
 
 def test_checkpoint_committed_during_a_collection_survives(store_path: Path) -> None:
-    """The collection has listed all manifests when another one appears that needs a pack to be freed."""
+    """Test a checkpoint that needs a pack, and that is committed after the collection has listed all manifests."""
     old = _tensor(1, 4 * MIB)
     with (
         Store.open(store_path, config=CONFIG, create=True) as store,

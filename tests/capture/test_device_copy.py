@@ -1,4 +1,4 @@
-"""Device copies: their order, their targets, and failures."""
+"""Test device copies: their order, their targets, and failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.checkpointer.loops import copy_late
 
 @pytest.fixture
 def device() -> Iterator[SimulatedDevice]:
-    """A device that is never late."""
+    """Return a device without delays."""
     device = SimulatedDevice(0, 0)
     yield device
     device.close()
@@ -45,7 +45,7 @@ def _whole(leaves: list[Leaf], *rows: int) -> Partition:
 def test_the_device_waits_for_the_copies_that_both_threads_have_queued(
     device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when the thread whose copy was first in the queue is the last one to hear of it."""
+    """Test also a thread that queued the first copy and reads the last mark."""
     first, second = torch.zeros(10), torch.zeros(10)
     leaves = _leaves(device, first, second)
     transfers = Transfers(DeviceQueues(0, device.link_of), leaves, [_whole(leaves, 0), _whole(leaves, 1)])
@@ -57,7 +57,7 @@ def test_the_device_waits_for_the_copies_that_both_threads_have_queued(
 
         def late() -> None:
             may_copy.wait()
-            # Time enough for a training that does not wait for the second one.
+            # Wait long enough for a training that would not wait for the second copy.
             time.sleep(0 if is_first else 0.2)
             work()
 
@@ -84,7 +84,7 @@ def test_the_device_waits_for_the_copies_that_both_threads_have_queued(
 
 
 def test_many_tensors_come_in_one_copy(device: SimulatedDevice) -> None:
-    """If the buffer has space, otherwise one by one; every byte is in its place."""
+    """Test one copy if the buffer has space, and several otherwise; every byte is at its position."""
     tensors = [torch.arange(3 + number) for number in range(50)] + [torch.zeros(0)]
     leaves = _leaves(device, *tensors)
     wanted = b"".join(tensor.numpy().tobytes() for tensor in tensors)
@@ -104,7 +104,7 @@ def test_many_tensors_come_in_one_copy(device: SimulatedDevice) -> None:
 def test_a_clone_for_which_the_device_has_no_memory_is_none(
     device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy is waited for instead, and the buffer is whole."""
+    """Test that the tensor is copied synchronously, and that the buffer is unchanged."""
     leaves = _leaves(device, torch.ones(1000))
     transfers = Transfers(DeviceQueues(8 * MIB, device.link_of), leaves, [_whole(leaves, 0)])
 
@@ -113,7 +113,7 @@ def test_a_clone_for_which_the_device_has_no_memory_is_none(
 
     with monkeypatch.context() as patch:
         patch.setattr(device, "run", refuse)
-        # torch 2.4 does not have it by this name.
+        # torch 2.4 has no class of this name.
         patch.delattr(torch, "OutOfMemoryError", raising=False)
         assert not transfers.stage(0)
     assert transfers.lanes[0].staging.free_bytes == 7 * MIB
@@ -121,7 +121,7 @@ def test_a_clone_for_which_the_device_has_no_memory_is_none(
 
 
 def test_nothing_is_fetched_of_a_tensor_without_elements(device: SimulatedDevice) -> None:
-    """Even when nothing else is wanted of that device."""
+    """Test a device from which nothing else is fetched."""
     leaves = _leaves(device, torch.zeros(0))
     transfers = Transfers(DeviceQueues(MIB, device.link_of), leaves, [])
     asides, given = EagerCopies(transfers, leaves), []
@@ -134,7 +134,7 @@ def test_nothing_is_fetched_of_a_tensor_without_elements(device: SimulatedDevice
 
 
 def test_device_wait_is_measured_later(device: SimulatedDevice) -> None:
-    """The program does not wait; it asks later, and each wait counts once."""
+    """Test that the host asks for the wait later, and that each wait counts once."""
     leaves = _leaves(device, torch.zeros(10))
     lanes = DeviceQueues(0, device.link_of)
     transfers = Transfers(lanes, leaves, [_whole(leaves, 0)])
@@ -144,7 +144,7 @@ def test_device_wait_is_measured_later(device: SimulatedDevice) -> None:
     transfers.copy(0, memoryview(bytearray(40)))
     transfers.hold()
     assert lanes.held_s() == 0
-    # The device is a thread, which may begin to wait some time after it was asked to.
+    # The device is a thread, which may begin to wait some time after the request.
     lanes.holds[0][0].wait()
     time.sleep(0.05)
     may_copy.set()
@@ -180,7 +180,7 @@ def _train(path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch,
 def test_unversioned_change_on_a_device_is_found_in_the_first_capture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice
 ) -> None:
-    """One element of ``.data``; from then on, the tensor is cloned inside ``step()``."""
+    """Test a change of one element through ``.data``; later captures clone the tensor inside ``step()``."""
     copy_late(monkeypatch)
     monkeypatch.setattr(background_saver, "DeviceQueues", lambda size: DeviceQueues(size, device.link_of))
     weight = torch.nn.Parameter(torch.zeros(700_000))
@@ -202,7 +202,8 @@ def test_unversioned_change_on_a_device_is_found_in_the_first_capture(
             device.run(lambda: weight.data[123_456].add_(1))
             checkpointer.wait()
         told = [str(one.message) for one in lost]
-        # On a busy machine a capture may be copied before the change, and is sound then; a later one is torn, or none.
+        # On a busy machine, a capture may be copied before the change, and is correct. A later capture is torn or
+        # discarded.
         assert len(told) <= 1
         assert all("tensor weight changed" in one for one in told)
         kept = [step for step in range(4) if not any(f"step {step} of" in one for one in told)]
@@ -217,11 +218,11 @@ def test_unversioned_change_on_a_device_is_found_in_the_first_capture(
 def test_asides_are_read_in_their_original_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice, proof: str, ring_bytes: int | None
 ) -> None:
-    """Small tensors on the device beside large ones in host memory, which the other thread completes meanwhile."""
+    """Test small tensors on the device and large ones in host memory, which the other thread completes meanwhile."""
     whole = device.queue
 
     def slowly(work: Callable[[], None], after: Mark) -> Mark:
-        # As the calls of CUDA take their time.
+        # Calls of CUDA take time, too.
         time.sleep(0.002 if threading.current_thread() is threading.main_thread() else 0)
         return whole(work, after)
 
@@ -250,7 +251,7 @@ def test_asides_are_read_in_their_original_state(
 
 
 def test_a_staging_buffer_for_which_the_device_has_no_memory_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can be cloned into it; by whichever name torch refuses."""
+    """Test every error class of torch: nothing can be cloned into the buffer."""
     empty = torch.empty
 
     def refuse(size: int, **options: object) -> torch.Tensor:
@@ -265,7 +266,7 @@ def test_a_staging_buffer_for_which_the_device_has_no_memory_is_empty(monkeypatc
 
 
 def test_a_place_is_not_free_while_part_of_a_copy_that_failed_may_still_come(device: SimulatedDevice) -> None:
-    """The device was asked for the first piece before the second one was refused."""
+    """Test a device that accepted the first piece of a copy before it refused the second."""
     leaves = _leaves(device, torch.ones(10), torch.ones(10))
     transfers = Transfers(DeviceQueues(0, device.link_of), leaves, [_whole(leaves, 0, 1)])
     transfers.begin()
@@ -293,7 +294,7 @@ def test_a_place_is_not_free_while_part_of_a_copy_that_failed_may_still_come(dev
 def test_device_failure_loses_captures_without_a_hang(
     tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Any CUDA error raises at the next query of a mark, and so does the recording of a graph."""
+    """Test that a CUDA error, and a graph recording, are raised at the next query of a mark."""
 
     def fail(_mark: SimulatedMark) -> bool:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -301,7 +302,7 @@ def test_device_failure_loses_captures_without_a_hang(
     monkeypatch.setattr(SimulatedMark, "passed", fail)
     monkeypatch.setattr(SimulatedMark, "wait", fail)
     monkeypatch.setattr(DeviceQueues, "held_s", lambda _lanes: 0.0)
-    # The simulated queues wait for marks, too, and they would work on when the state is long forgotten.
+    # The simulated queues also wait for marks, and would continue after the state is gone.
     monkeypatch.setattr(device, "run", lambda work: work())
     monkeypatch.setattr(device, "queue", lambda work, _after: (work(), SimulatedMark())[1])
     monkeypatch.setattr(device, "hold", lambda _until: None)
@@ -314,7 +315,7 @@ def test_device_failure_loses_captures_without_a_hang(
 def test_a_ring_that_cannot_be_pinned_is_not_tried_again(
     tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It serves as it is."""
+    """Test that the ring is used without pinning."""
     asked: list[int] = []
     monkeypatch.setattr(device, "pin", lambda memory: bool(asked.append(len(memory))))
     assert _train(tmp_path, device, monkeypatch, 3).durable == 3
@@ -325,14 +326,14 @@ def test_a_ring_that_cannot_be_pinned_is_not_tried_again(
 def test_nothing_is_asked_of_a_device_while_a_graph_is_recorded(
     tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would become a part of the graph: no window begins, and the fence copies what is left."""
+    """Test that no window begins, because a query would become a part of the graph; the fence copies the rest."""
     monkeypatch.setattr(background_saver, "DeviceQueues", lambda size: DeviceQueues(size, device.link_of))
     model = torch.nn.Sequential(*(torch.nn.Linear(600, 600) for _ in range(3)))
     device.own(*model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, foreach=False)
     wanted, asked, mark = [], [], device.mark
     state = {"model": model, "optimizer": optimizer}
-    # Else all would be released before the first window, after fences that waited.
+    # Otherwise, all partitions would be released before the first window, after fences that waited.
     monkeypatch.setattr(
         CaptureSchedule, "_lead", property(lambda _timing: 0, lambda _timing, _lead: None), raising=False
     )
@@ -343,7 +344,7 @@ def test_nothing_is_asked_of_a_device_while_a_graph_is_recorded(
     ):
         for step in range(12):
             with monkeypatch.context() as recording:
-                # Once while windows are measured, and then when partitions are released in them.
+                # Once while windows are measured, and then when windows release partitions.
                 if step == 1 or step > 8:
                     recording.setattr(device, "is_recorded", lambda: True)
                     recording.setattr(device, "mark", lambda: asked.append("a mark") or mark())

@@ -1,4 +1,4 @@
-"""A failed save leaves no checkpoint, keeps earlier ones, and holds no resources."""
+"""Test that a failed save leaves no checkpoint, keeps earlier ones, and holds no resources."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 class Failing(Files):
-    """Fails the calls that match, with an error of the system."""
+    """Fails matching operations with an operating system error."""
 
     def __init__(self) -> None:
         self.number = errno.ENOSPC
@@ -36,37 +36,37 @@ class Failing(Files):
                 raise OSError(self.number, os.strerror(self.number))
 
     def open_new(self, path: Path) -> int:
-        """Fail or do it."""
+        """Fail or open."""
         self._check("create", path)
         return super().open_new(path)
 
     def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
-        """Fail or do it."""
+        """Fail or write."""
         self._check("write", path)
         super().pwrite(descriptor, buffers, offset, path)
 
     def sync(self, descriptor: int, path: Path) -> None:
-        """Fail or do it."""
+        """Fail or sync."""
         self._check("sync", path)
         super().sync(descriptor, path)
 
     def sync_directory(self, path: Path) -> None:
-        """Fail or do it."""
+        """Fail or sync."""
         self._check("sync directory", path)
         super().sync_directory(path)
 
     def make_directory(self, path: Path) -> bool:
-        """Fail or do it."""
+        """Fail or create."""
         self._check("create directory", path)
         return super().make_directory(path)
 
     def unlink(self, path: Path) -> None:
-        """Fail or do it."""
+        """Fail or unlink."""
         self._check("remove", path)
         super().unlink(path)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Fail or do it."""
+        """Fail or rename."""
         self._check("rename", target)
         super().rename(source, target)
 
@@ -78,13 +78,13 @@ def _state(seed: int) -> dict[str, Any]:
 
 @pytest.fixture
 def files() -> Failing:
-    """The door, to be told what to fail."""
+    """Return the file operations, with a setting of the failing ones."""
     return Failing()
 
 
 @pytest.fixture
 def store(store_path: Path, files: Failing) -> Iterator[Store]:
-    """A store with one checkpoint, behind that door."""
+    """Return a store with one checkpoint, on these file operations."""
     config = StoreConfig(partition_bytes=MIB, bundle_below_bytes=MIB, pack_bytes=3 * MIB)
     with Store(NvmeTier(store_path, config, files=files)) as opened:
         opened.save(_state(1), step=1)
@@ -106,7 +106,7 @@ CALLS: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "broken"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_failed_save_leaves_nothing_behind(store: Store, files: Failing, name: str, number: int) -> None:
-    """No checkpoint, the earlier one as before, and after a collection by this very process not a file more."""
+    """Test that the earlier checkpoint is unchanged, and that a collection by this process leaves no file."""
     action, ending = CALLS[name]
     before = {path.name for path in (store.path / "packs").iterdir()}
     files.number = number
@@ -128,7 +128,7 @@ def test_a_failed_save_leaves_nothing_behind(store: Store, files: Failing, name:
 @pytest.mark.slow(quick=["writing a frame"])
 @pytest.mark.parametrize("name", CALLS)
 def test_the_save_after_a_failed_one_succeeds(store: Store, files: Failing, name: str) -> None:
-    """With the same state, with or without a collection in between."""
+    """Test the same state, with and without a collection in between."""
     action, ending = CALLS[name]
     files.matches = lambda what, path: what == action and path.name.endswith(ending)
     with pytest.raises(OutOfSpaceError):
@@ -142,7 +142,7 @@ def test_the_save_after_a_failed_one_succeeds(store: Store, files: Failing, name
 
 
 def test_a_manifest_that_got_its_name_in_a_failed_save_is_taken_back(store: Store, files: Failing) -> None:
-    """The caller was told that the save failed, so there must not be a checkpoint later on."""
+    """Test that no checkpoint appears after its save was reported as failed."""
     files.matches = lambda what, path: what == "sync directory" and any(path.glob("*.manifest"))
     with pytest.raises(OutOfSpaceError):
         store.save(_state(2), step=2)
@@ -154,7 +154,7 @@ def test_a_manifest_that_got_its_name_in_a_failed_save_is_taken_back(store: Stor
 
 
 def test_a_manifest_that_cannot_be_taken_back_keeps_its_packs(store: Store, files: Failing) -> None:
-    """Where not even removing works the checkpoint is there: then it is whole, also after a collection."""
+    """Test that the checkpoint is complete, also after a collection, if even its removal fails."""
 
     def matches(what: str, path: Path) -> bool:
         return (what == "sync directory" and any(path.glob("*.manifest"))) or what == "remove"
@@ -170,7 +170,7 @@ def test_a_manifest_that_cannot_be_taken_back_keeps_its_packs(store: Store, file
 
 
 def test_a_failed_save_releases_its_locks(store: Store, files: Failing) -> None:
-    """Packs that it had written to can be collected at once, and no descriptor stays open."""
+    """Test that its packs can be collected immediately, and that no descriptor stays open."""
     descriptors = len(os.listdir("/proc/self/fd"))
     files.matches = lambda what, path: what == "rename" and path.name.endswith(".manifest")
     with pytest.raises(OutOfSpaceError):
@@ -179,7 +179,7 @@ def test_a_failed_save_releases_its_locks(store: Store, files: Failing) -> None:
 
 
 def test_an_interrupted_save_leaves_nothing_behind(store: Store) -> None:
-    """Ctrl-C while frames are being written: no thread writes on, and the store can be used as before."""
+    """Test Ctrl-C during the writes: no thread continues, and the store can be used."""
     main = threading.main_thread().ident
     assert main is not None
     interrupted = threading.Event()
@@ -205,7 +205,7 @@ def test_an_interrupted_save_leaves_nothing_behind(store: Store) -> None:
 
 
 def test_an_observer_that_raises_fails_the_save(store: Store) -> None:
-    """Its own error comes through, and the store is as it was."""
+    """Test that the observer's error is raised, and that the store is unchanged."""
 
     def observer(event: events.Event) -> None:
         if event.name == "pack.synced":
@@ -219,7 +219,7 @@ def test_an_observer_that_raises_fails_the_save(store: Store) -> None:
 
 
 def test_a_save_emits_the_steps_of_the_commit_in_order(store: Store) -> None:
-    """Each of them, and the pack's before the catalog's before the manifest's."""
+    """Test the order: packs, then the catalog, then the manifest."""
     seen: list[str] = []
     with events.observe(lambda event: seen.append(event.name)):
         store.save(_state(2), step=2)
@@ -236,7 +236,7 @@ def test_a_save_emits_the_steps_of_the_commit_in_order(store: Store) -> None:
     ],
 )
 def test_checkpoint_deleted_during_its_commit_is_a_named_error(store: Store, event: str, lost: str) -> None:
-    """Earlier and later checkpoints are intact."""
+    """Test that earlier and later checkpoints are intact."""
     store.save({"x": torch.rand(3000)}, step=1)
     manifests, aside = store.path / "manifests", store.path.parent / "aside"
 

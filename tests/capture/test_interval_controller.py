@@ -1,4 +1,4 @@
-"""Interval controller with a simulated training: it measures early, keeps its choice, and adapts."""
+"""Test the interval controller with a simulated training: it measures early, keeps its choice, and adapts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asymcheck.training.interval_controller import IntervalController, RankedInt
 
 
 class Training:
-    """A training whose clock and costs are made up."""
+    """A training with a simulated clock and simulated costs."""
 
     def __init__(self, pacer: IntervalController, *, step_s: float, stall_s: float, durable_s: float = 0.5) -> None:
         self.pacer, self.step_s, self.stall_s, self.durable_s = pacer, step_s, stall_s, durable_s
@@ -23,7 +23,7 @@ class Training:
         self.first_stall_s = 3.0
 
     def run(self, first: int, count: int) -> list[int]:
-        """Take steps, and return those at which a checkpoint was begun."""
+        """Run steps; return the steps at which a checkpoint began."""
         begun = []
         for step in range(first, first + count):
             self.now_s += self.step_s
@@ -37,7 +37,7 @@ class Training:
                 stall_s = self.stall_s + (0 if self.spent.captures else self.first_stall_s)
                 self.spent.captures += 1
                 self.spent.captured_bytes += 1_000
-                # Half of it in step(), half at the fence of the next iteration.
+                # One half of the stall is in step(), one half at the fence of the next iteration.
                 self.spent.step_s += stall_s / 2
                 self.spent.fence_s += stall_s / 2
                 self.now_s += stall_s
@@ -46,7 +46,7 @@ class Training:
 
 
 def test_measures_early_then_keeps_the_interval() -> None:
-    """Three checkpoints, not at the first step; then Young's interval, without the stall of the first one."""
+    """Test three checkpoints, not at the first step, and Young's interval without the first stall."""
     pacer = IntervalController(AutoInterval(mtbf=timedelta(seconds=2000)))
     training = Training(pacer, step_s=1.0, stall_s=0.1)
     assert pacer.chosen.steps == 0
@@ -58,7 +58,7 @@ def test_measures_early_then_keeps_the_interval() -> None:
 
 
 def test_waits_for_durability_before_the_next_measurement() -> None:
-    """A checkpoint that is not durable yet has no duration."""
+    """Test that a checkpoint that is not durable has no duration yet."""
     pacer = IntervalController(AutoInterval(mtbf=timedelta(seconds=1)))
     training = Training(pacer, step_s=1.0, stall_s=0.001, durable_s=9.5)
     begun = training.run(0, 60)
@@ -68,10 +68,10 @@ def test_waits_for_durability_before_the_next_measurement() -> None:
 
 
 class OneDrive(Training):
-    """Checkpoints wait for the drive until those before them are written, and the training when two of them do."""
+    """A drive that writes one checkpoint at a time; training waits when two are pending."""
 
     def run(self, first: int, count: int) -> list[int]:
-        """Take steps, and return those at which a checkpoint was begun."""
+        """Run steps; return the steps at which a checkpoint began."""
         begun = []
         for step in range(first, first + count):
             self.now_s += self.step_s
@@ -86,13 +86,13 @@ class OneDrive(Training):
                 self.spent.step_s += self.stall_s + waited_s
                 self.now_s += self.stall_s + waited_s
                 self.durable_at.append(max(self.now_s, *self.durable_at[-1:], 0.0) + self.durable_s)
-                # Of those that have ended; here all at once, as nobody looks earlier.
+                # Report the ended checkpoints together, because no call reads them earlier.
                 self.spent.durable_s.append(self.durable_at[-1] - self.now_s)
         return begun
 
 
 def test_a_slow_drive_does_not_hold_the_training() -> None:
-    """Room for two in the ring makes it no faster: begun twice as often, they would fill the ring, and then wait."""
+    """Test that the interval is not shorter than the write time, although the ring has space for two captures."""
     pacer = IntervalController(AutoInterval())
     training = OneDrive(pacer, step_s=0.5, stall_s=0.005, durable_s=28.0)
     began_s = training.now_s
@@ -103,7 +103,7 @@ def test_a_slow_drive_does_not_hold_the_training() -> None:
 
 
 def test_follows_changes_but_not_noise() -> None:
-    """A stall that is 10 % longer changes nothing; one that is 100 times as long makes checkpoints rarer."""
+    """Test that a stall that is 10 % longer changes nothing, and that a 100-fold stall makes checkpoints rarer."""
     pacer = IntervalController(AutoInterval(mtbf=timedelta(seconds=2000)))
     training = Training(pacer, step_s=1.0, stall_s=0.1)
     training.run(0, 100)
@@ -117,7 +117,7 @@ def test_follows_changes_but_not_noise() -> None:
 
 
 def test_slower_steps_are_counted_by_their_median() -> None:
-    """Not by one that took an hour."""
+    """Test that one step of an hour has no effect."""
     pacer = IntervalController(AutoInterval(mtbf=timedelta(seconds=2000)))
     training = Training(pacer, step_s=1.0, stall_s=0.1)
     training.run(0, 50)
@@ -130,7 +130,7 @@ def test_slower_steps_are_counted_by_their_median() -> None:
 
 
 def test_a_restore_begins_the_interval_again() -> None:
-    """From the step that was restored, whichever way that is; the time of the restore is none of a step."""
+    """Test that steps count from the restored step, and that the time of the restore does not count as a step."""
     pacer = IntervalController(AutoInterval(mtbf=timedelta(seconds=2000)))
     training = Training(pacer, step_s=1.0, stall_s=0.1)
     training.run(0, 100)
@@ -146,7 +146,7 @@ def test_a_restore_begins_the_interval_again() -> None:
 
 
 def test_a_resumed_training_measures_again() -> None:
-    """In a process of its own, from whatever step."""
+    """Test a new process that begins at any step."""
     pacer = IntervalController(AutoInterval(mtbf=timedelta(seconds=2000)))
     pacer.restart(700)
     begun = Training(pacer, step_s=1.0, stall_s=0.1).run(701, 60)
@@ -154,24 +154,24 @@ def test_a_resumed_training_measures_again() -> None:
 
 
 class Channel:
-    """What rank 0 says, for another rank, and how often."""
+    """Simulated announcements of rank 0, with the number of requests of another rank."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []
 
     def say(self, _step: int, make: Callable[[], object]) -> Any:  # noqa: ANN401 - as Told has it
-        """On rank 0."""
+        """Announce as rank 0."""
         self.said.append(make())
         return self.said[-1]
 
     def listener(self) -> Callable[[int, Callable[[], object]], Any]:
-        """On another."""
+        """Listen as another rank."""
         said = iter(self.said)
         return lambda _step, _make: next(said)
 
 
 def test_ranks_follow_rank_0_with_few_requests() -> None:
-    """Regardless of their own measurements, at steps that rank 0 has announced, also after a restore."""
+    """Test that other ranks only ask at announced steps, also after a restore, and ignore their own measurements."""
     channel, aim = Channel(), AutoInterval(mtbf=timedelta(seconds=2000))
     first, other = RankedIntervalController(aim, channel.say), RankedIntervalController(aim, channel.listener())
     runs: list[list[list[int]]] = []
@@ -184,7 +184,7 @@ def test_ranks_follow_rank_0_with_few_requests() -> None:
         runs.append(begun)
     assert runs[0] == runs[1]
     begun, back, on = runs[0]
-    # It is asked after twice as many steps each time while one is not durable.
+    # While a checkpoint is not durable, the number of steps between two requests doubles.
     assert begun[:3] == [1, 17, 33]
     assert [later - earlier for earlier, later in itertools.pairwise(begun[2:])] == [20] * 5
     assert (back, on) == ([65, 85, 105], [130, 150, 170])
@@ -193,7 +193,7 @@ def test_ranks_follow_rank_0_with_few_requests() -> None:
 
 
 def test_rank_that_missed_an_announcement_gets_the_next_one() -> None:
-    """It asks no more often than other ranks."""
+    """Test that this rank asks as often as other ranks."""
     channel = Channel()
     first = RankedIntervalController(AutoInterval(mtbf=timedelta(seconds=2000)), channel.say)
     begun = Training(first, step_s=1.0, stall_s=0.1).run(0, 60)
@@ -208,7 +208,7 @@ def test_rank_that_missed_an_announcement_gets_the_next_one() -> None:
 
 
 def test_the_slowest_rank_counts() -> None:
-    """What others had measured is taken into account where it is known."""
+    """Test that measurements of other ranks are used, if known."""
     pacer = RankedIntervalController(AutoInterval(mtbf=timedelta(seconds=2000)), Channel().say)
     training = Training(pacer, step_s=1.0, stall_s=0.1)
     training.run(0, 50)

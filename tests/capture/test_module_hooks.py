@@ -1,4 +1,4 @@
-"""Module hooks: marks where forward and backward reach a block, without side effects."""
+"""Test module hooks: marks where forward and backward reach a block, without side effects."""
 
 import copy
 import gc
@@ -23,7 +23,7 @@ B: Phase = "backward"
 
 
 class Block(nn.Module):
-    """A transformer's block: attention by hand and an MLP with an in-place activation."""
+    """A transformer block with manual attention and an MLP with an in-place activation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,14 +32,14 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(inplace=True), nn.Linear(2 * WIDTH, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shape (batch, time, width) to the same."""
+        """Map the shape (batch, time, width) to the same shape."""
         q, k, v = self.mix(self.norm(x)).chunk(3, dim=-1)
         x = x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.mlp(x)
 
 
 class Gpt(nn.Module):
-    """Embedding, blocks in a ModuleList, head; optionally checkpointed."""
+    """A model of an embedding, blocks in a ModuleList and a head, optionally with activation checkpointing."""
 
     def __init__(self, layers: int = 3, reentrant: bool | None = None, dropout: float = 0.0) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Gpt(nn.Module):
         self.reentrant = reentrant
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Shape (batch, time) to (batch, time, vocabulary)."""
+        """Map the shape (batch, time) to (batch, time, vocabulary)."""
         x = self.dropout(self.embedding(tokens))
         for block in self.blocks:
             x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
@@ -65,16 +65,16 @@ class Pair(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two tensors to two."""
+        """Map two tensors to two."""
         y = self.linear(x[1])
         return y * 2, y + 1
 
 
 class Named(nn.Module):
-    """Takes the tensor out of a tuple and gives it in a mapping, which ends the model."""
+    """Returns the tensor of a tuple in a mapping, at the end of the model."""
 
     def forward(self, x: tuple[torch.Tensor, torch.Tensor]) -> dict[str, object]:
-        """A tuple to a mapping."""
+        """Map a tuple to a mapping."""
         return {"cache": None, "y": x[1] * 3}
 
 
@@ -83,7 +83,7 @@ ROWS = torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH)
 
 
 def _inplace() -> nn.Module:
-    # Each activation overwrites the output of the block before it.
+    # Each activation overwrites the output of the previous block.
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.Sigmoid())
 
 
@@ -99,7 +99,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, list[Phase]]] = {
     "dropout": (lambda: Gpt(dropout=0.5), TOKENS, [F] * 3 + [B] * 3),
     "sequential in place": (_inplace, ROWS, [F] * 4 + [B] * 4),
     "checkpointed": (lambda: Gpt(reentrant=False), TOKENS, [F] * 3 + [B] * 3),
-    # The first forward runs without gradients there, so only backward is seen.
+    # The first forward pass of a checkpointed block has no gradients, so only backward marks appear.
     "checkpointed reentrant": (lambda: Gpt(reentrant=True), TOKENS, [B] * 3),
     "frozen first layers": (_frozen, TOKENS, [F] * 4 + [B] * 2),
     "one block used twice": (lambda: nn.Sequential(*[Block()] * 4), ROWS[None], [F] * 4 + [B] * 4),
@@ -115,7 +115,7 @@ def _marks(*modules: nn.Module) -> Iterator[list[Phase]]:
 
 
 def _train(model: nn.Module, inputs: torch.Tensor) -> list[torch.Tensor]:
-    """Three steps; returns losses, gradients and parameters."""
+    """Train three steps; return losses, gradients and parameters."""
     torch.manual_seed(7)
     optimizer = torch.optim.AdamW(model.parameters())
     results: list[torch.Tensor] = []
@@ -130,7 +130,7 @@ def _train(model: nn.Module, inputs: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_marks_come_where_blocks_begin_and_results_stay_bit_for_bit(name: str) -> None:
-    """One forward mark a block, one backward mark a block that has gradients; losses, gradients, weights unchanged."""
+    """Test one forward mark a block, one backward mark a block with gradients, and equal results."""
     build, inputs, expected = MODELS[name]
     torch.manual_seed(1)
     model = build()
@@ -143,7 +143,7 @@ def test_marks_come_where_blocks_begin_and_results_stay_bit_for_bit(name: str) -
 
 
 def test_each_mark_comes_before_the_work_of_its_block() -> None:
-    """Told by hooks of the test's own, at the beginning and the end of each block."""
+    """Test with separate hooks at the beginning and the end of each block."""
     order: list[str] = []
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     boundaries = ModuleHooks([model], order.append)
@@ -157,7 +157,7 @@ def test_each_mark_comes_before_the_work_of_its_block() -> None:
 
 
 def test_an_accumulated_step_has_the_marks_of_each_micro_batch() -> None:
-    """In order of time."""
+    """Test that marks are in order of time."""
     model = Gpt(2)
     with _marks(model) as seen:
         for _ in range(2):
@@ -167,7 +167,7 @@ def test_an_accumulated_step_has_the_marks_of_each_micro_batch() -> None:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_forward_without_gradients_gives_no_marks(mode: Callable[[], torch.no_grad]) -> None:
-    """An evaluation between two steps is no part of the iteration."""
+    """Test that an evaluation between two steps does not count as an iteration."""
     model = Gpt()
     with _marks(model) as seen:
         with mode():
@@ -178,7 +178,7 @@ def test_a_forward_without_gradients_gives_no_marks(mode: Callable[[], torch.no_
 
 
 def test_outputs_in_tuples_and_mappings_are_followed() -> None:
-    """A block is marked once, when the first of its outputs has a gradient, even if another is not used."""
+    """Test that a block is marked at the first gradient of its outputs, even if another output is unused."""
     model = nn.Sequential(Pair(), Pair(), Named())
     with _marks(model) as seen:
         model((ROWS, ROWS))["y"].sum().backward()
@@ -190,13 +190,13 @@ def test_outputs_in_tuples_and_mappings_are_followed() -> None:
 
 
 def test_nothing_is_marked_after_removal() -> None:
-    """Neither by modules nor by a graph that was built before; the modules are as they were."""
+    """Test modules and graphs that were built before the removal, and that the modules are unchanged."""
     model = Gpt()
     before = [(len(one._forward_hooks), len(one._forward_pre_hooks)) for one in model.modules()]
     seen: list[Phase] = []
     boundaries = ModuleHooks([model, model.blocks[0]], seen.append)
     loss = model(TOKENS).sum()
-    # The second module of the list has blocks of its own: those of its MLP.
+    # The second module of the list has its own blocks, in its MLP.
     assert seen == [F] * 6
     seen.clear()
     boundaries.remove()
@@ -208,7 +208,7 @@ def test_nothing_is_marked_after_removal() -> None:
 
 
 def test_no_tensor_is_kept_alive() -> None:
-    """Outputs, graph and gradients go when the loop lets go of them, without the garbage collector."""
+    """Test that outputs, graph and gradients are freed without the garbage collector."""
     model = Gpt()
     outputs: list[weakref.ref[torch.Tensor]] = []
     for block in model.blocks:
@@ -228,17 +228,17 @@ def test_no_tensor_is_kept_alive() -> None:
 
 
 def test_a_copy_of_the_model_is_silent() -> None:
-    """A deep copy (an average of weights) and a pickled model work, and do not call the owner of the original."""
+    """Test a deep copy, such as an average of weights, and a pickled model, which do not call the original's owner."""
     model = Gpt()
     seen: list[Phase] = []
 
     def mark(phase: Phase) -> None:
-        """A local function: it cannot be pickled."""
+        """Mark; a local function, which cannot be pickled."""
         seen.append(phase)
 
     boundaries = ModuleHooks([model], mark)
     pickled = pickle.dumps(model)
-    assert b"asymcheck" not in pickled  # so that it can be loaded where there is none
+    assert b"asymcheck" not in pickled  # A pickle needs a class of the module.
     for twin in (copy.deepcopy(model), pickle.loads(pickled), copy.deepcopy(pickle.loads(pickled))):
         twin(TOKENS).sum().backward()
         assert seen == []
@@ -247,9 +247,9 @@ def test_a_copy_of_the_model_is_silent() -> None:
     boundaries.remove()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch would rather have us compile
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch warns that TorchScript is deprecated.
 def test_a_layer_in_torchscript_gives_no_marks() -> None:
-    """It takes no hooks; the layers beside it give theirs."""
+    """Test a layer that accepts no hooks between layers with hooks."""
     first, second, last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
     model = nn.Sequential(first, torch.jit.script(second), last)
     with _marks(model) as seen:
@@ -258,7 +258,7 @@ def test_a_layer_in_torchscript_gives_no_marks() -> None:
 
 
 class Unwilling(nn.Linear):
-    """A layer that takes no hooks after its forward."""
+    """A layer that refuses hooks after its forward pass."""
 
     def register_forward_hook(self, *_arguments: object, **_options: object) -> NoReturn:
         """Refuse."""
@@ -266,7 +266,7 @@ class Unwilling(nn.Linear):
 
 
 def test_a_module_that_refuses_its_hooks_leaves_none_on_others() -> None:
-    """Nor its own first one: whoever tries again would have them twice."""
+    """Test that no hook stays, because a second attempt would add it twice."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Unwilling(WIDTH, WIDTH))
     seen: list[Phase] = []
     with pytest.raises(RuntimeError, match="not this one"):
@@ -277,7 +277,7 @@ def test_a_module_that_refuses_its_hooks_leaves_none_on_others() -> None:
 
 
 class Mixture(nn.Module):
-    """Two layers, each with a list of experts that is longer than the list of the layers."""
+    """Two layers, each with a list of experts that is longer than the list of layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class Mixture(nn.Module):
 
 
 def test_blocks_are_the_longest_list_that_is_no_part_of_a_layer() -> None:
-    """Else the children, else the module itself."""
+    """Test that the children are blocks without such a list, and the module itself without children."""
     gpt, mixture = Gpt(4), Mixture()
     assert blocks_of(gpt) == [*gpt.blocks]
     assert blocks_of(nn.Sequential(nn.Sequential(gpt))) == [*gpt.blocks]
@@ -300,9 +300,9 @@ def test_blocks_are_the_longest_list_that_is_no_part_of_a_layer() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what Python has deprecated
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses features that Python has deprecated.
 def test_a_compiled_module_is_one_block_and_its_graph_stays_whole() -> None:
-    """Hooks set before and after compiling: no break in the graph, no marks from inside, equal results."""
+    """Test hooks set before and after compiling: no graph break, no inner marks, equal results."""
     torch.manual_seed(1)
     model = Gpt(2)
     plain = copy.deepcopy(model)
@@ -324,7 +324,7 @@ def test_a_compiled_module_is_one_block_and_its_graph_stays_whole() -> None:
 
 
 def test_a_hook_costs_microseconds() -> None:
-    """The best of several runs of forward and backward through 200 blocks of no work; the bound is twenty-fold."""
+    """Test the best of several passes through 200 empty blocks, with a bound of twenty times the usual time."""
     blocks = [nn.Identity() for _ in range(200)]
     model = nn.Sequential(*blocks)
     leaf = torch.ones(1, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Tensors owned by optimizers, found incrementally as in a first search."""
+"""Test that tensors owned by optimizers are found incrementally, with the results of a full search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ State = dict[Any, Any]
 
 
 class Trained:
-    """A training with a parameter that is no part of the model, and a buffer of which the state has one half."""
+    """A training with a parameter outside of the model, and a buffer of which the state has one half."""
 
     def __init__(self) -> None:
         self.model = torch.nn.ParameterList(torch.rand(3) for _ in range(3))
@@ -40,15 +40,15 @@ class Trained:
         }
 
     def owned(self, ownership: OptimizerOwnership, flattener: Flattener) -> tuple[bool, ...]:
-        """Return which of its tensors may be captured later."""
+        """Return the tensors that may be captured later."""
         return ownership.deferred_rows(flattener.flatten(self.value).leaves, [self.optimizer])
 
     def move_mean(self, tensor: torch.Tensor) -> None:
-        """Have a part of the optimizer's state lie elsewhere."""
+        """Move a part of the optimizer's state in memory."""
         self.optimizer.state[self.model[0]]["exp_avg"] = tensor
 
     def lose_parameter(self) -> None:
-        """Have the optimizer know one parameter less."""
+        """Remove a parameter from the optimizer."""
         self.optimizer.state.pop(self.optimizer.param_groups[0]["params"].pop())
 
 
@@ -78,7 +78,7 @@ OWNERS: dict[str, Callable[[Trained], object]] = {
 @given(st.lists(st.sampled_from(sorted(OWNERS)), max_size=5))
 @settings(deadline=None)
 def test_owned_tensors_are_found_in_every_state(changes: Sequence[str]) -> None:
-    """A tensor that is wrongly assigned to an optimizer would be torn."""
+    """Test that no tensor is wrongly assigned to an optimizer, because its capture would be torn."""
     training, ownership, flattener = Trained(), OptimizerOwnership(), Flattener()
     for change in ["nothing", "nothing", *changes]:
         try:
@@ -90,7 +90,7 @@ def test_owned_tensors_are_found_in_every_state(changes: Sequence[str]) -> None:
 
 @pytest.mark.parametrize("change", OWNERS)
 def test_change_of_ownership_is_detected(change: str) -> None:
-    """For each kind of change alone."""
+    """Test each kind of change separately."""
     training, ownership, flattener = Trained(), OptimizerOwnership(), Flattener()
     training.owned(ownership, flattener)
     OWNERS[change](training)
@@ -98,7 +98,7 @@ def test_change_of_ownership_is_detected(change: str) -> None:
 
 
 def test_replaced_array_is_checked_again() -> None:
-    """The id of an array may be reused by another one."""
+    """Test that a reused id of a freed array is not trusted."""
     training, ownership = Trained(), OptimizerOwnership()
     training.value["rng"] = np.zeros(3)
     leaves = flatten(training.value).leaves
@@ -109,7 +109,7 @@ def test_replaced_array_is_checked_again() -> None:
 
 
 def test_replaced_embedding_with_scaled_rows_is_found() -> None:
-    """Each call changes its weight, which an optimizer owns."""
+    """Test an embedding with ``max_norm``, which changes a weight of the optimizer in each call."""
     model = torch.nn.ModuleDict({"words": torch.nn.Embedding(4, 2), "out": torch.nn.Linear(2, 2, bias=False)})
     ownership, found = OptimizerOwnership(), []
     for bound in (None, None, 1.0, 1.0, None):
@@ -121,7 +121,7 @@ def test_replaced_embedding_with_scaled_rows_is_found() -> None:
 
 
 def test_one_object_that_stands_for_two_parts_is_an_optimizers_in_both() -> None:
-    """As two ranks' worth of rows that happen to lie in one tensor."""
+    """Test rows of two ranks in one tensor."""
     weight = torch.nn.Parameter(torch.rand(2, 2))
     optimizer = torch.optim.SGD([weight])
     parts = [TensorShard(weight, (4, 2), (offset, 0)) for offset in (0, 2)]
@@ -130,7 +130,7 @@ def test_one_object_that_stands_for_two_parts_is_an_optimizers_in_both() -> None
 
 
 def test_a_frozen_parameter_is_no_optimizers() -> None:
-    """It leaves that as it is; an average of others that moves in ``forward`` is often among its parameters."""
+    """Test that a frozen parameter is captured in ``step()``, because ``forward`` may change it, as an average."""
     model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2, bias=False) for name in ("trained", "average")})
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     for parameter in model.parameters():
@@ -145,7 +145,7 @@ def test_a_frozen_parameter_is_no_optimizers() -> None:
 
 
 def test_a_wrapper_of_an_optimizer_need_not_have_its_state() -> None:
-    """What it does not show is copied at once."""
+    """Test that state that the wrapper does not show is copied in ``step()``."""
 
     class Wrapper(torch.optim.Optimizer):
         def __init__(self, inner: torch.optim.Optimizer) -> None:
@@ -157,7 +157,7 @@ def test_a_wrapper_of_an_optimizer_need_not_have_its_state() -> None:
 
 
 def test_an_empty_tensor_is_no_optimizers() -> None:
-    """It has no memory by which it could be told from another one; nor is there anything to capture."""
+    """Test that an empty tensor, which has no memory, is ignored."""
     weight = torch.nn.Parameter(torch.rand(4)[:0])
     leaves = flatten({"weight": [weight], "buffer": torch.rand(4)[:0]}).leaves
     optimizer = torch.optim.SGD([weight.detach().requires_grad_()])

@@ -1,4 +1,4 @@
-"""Flush from the ring: concurrent requests of two threads are each done once."""
+"""Test the flush from the ring: concurrent requests of two threads are each done once."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from asymcheck.capture.ring_flush import RingFlusher
 
 
 class _Overtaken(list[Future[bool]]):
-    """A list that another thread appends to, too, before the first to do so goes on."""
+    """A list to which another thread appends during the first append."""
 
     def __init__(self, other: Callable[[], object]) -> None:
         self._others = [other]
 
     def append(self, future: Future[bool]) -> None:
-        """Append, and be overtaken the first time."""
+        """Append, and let the other thread append the first time."""
         super().append(future)
         if self._others:
             self._others.pop()()
 
 
 def test_writes_that_two_threads_queue_at_once_have_a_future_each() -> None:
-    """The commit thread queues what is complete while a thread that makes room queues what was put off."""
+    """Test the commit thread and a thread that frees space, which queue writes at the same time."""
     queued: dict[int, Future[bool]] = {}
 
     def submit(_write: object, _inflight: InFlight, number: int) -> Future[bool]:

@@ -1,4 +1,4 @@
-"""Plans of the schedule: measured first, then kept, with adapting release times."""
+"""Test plans of the schedule: measured first, then kept, with adapting release times."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock that timing looks at."""
+    """Return the clock of the timing."""
     return Clock(monkeypatch)
 
 
@@ -49,7 +49,7 @@ def _timing(schedule: str = "asymmetric", previous: object = None) -> tuple[Capt
 
 
 def _iterate(timing: CaptureSchedule, clock: Clock, waited_s: float = 0.0, layout: PlanInput = LAYOUT) -> Plan:
-    """One iteration: forward windows of 1 s, backward windows of 3 s."""
+    """Run an iteration with forward windows of 1 s and backward windows of 3 s."""
     plan = timing.plan(layout)
     timing.began()
     for phase in PHASES:
@@ -69,7 +69,7 @@ def _profiled(schedule: str, clock: Clock) -> tuple[CaptureSchedule, list[int], 
 
 @pytest.mark.parametrize("schedule", ["asymmetric", "symmetric"])
 def test_a_plan_follows_five_measured_iterations_and_stays(clock: Clock, schedule: str) -> None:
-    """It is the same object from then on, so that unchanged bytes keep their digests."""
+    """Test that the plan object stays the same, so that unchanged bytes keep their digests."""
     timing, _, plan = _profiled(schedule, clock)
     assert (plan.kind, plan.number) == (schedule, 1)
     assert [phase for phase, _ in plan.windows] == list(PHASES)
@@ -77,7 +77,7 @@ def test_a_plan_follows_five_measured_iterations_and_stays(clock: Clock, schedul
 
 
 def test_short_windows_copy_less_than_long_ones(clock: Clock) -> None:
-    """Windows of forward are a third of those of backward, and so are their bytes."""
+    """Test that forward windows take a third of the time and of the bytes of backward windows."""
     _, _, plan = _profiled("asymmetric", clock)
     taken = [0] * len(PHASES)
     for partition, window in zip(plan.cut.partitions, plan.release, strict=True):
@@ -87,7 +87,7 @@ def test_short_windows_copy_less_than_long_ones(clock: Clock) -> None:
 
 
 def test_an_eager_schedule_needs_no_profile(clock: Clock) -> None:
-    """Everything is captured at once, from the first step on."""
+    """Test that all tensors are captured immediately, from the first step on."""
     timing, _ = _timing("eager")
     plans = [_iterate(timing, clock) for _ in range(8)]
     assert {plan.kind for plan in plans} == {"eager"}
@@ -95,7 +95,7 @@ def test_an_eager_schedule_needs_no_profile(clock: Clock) -> None:
 
 
 def test_windows_begin_at_the_boundaries_behind_the_first(clock: Clock) -> None:
-    """The first boundary belongs to window 0, which began when the capture did."""
+    """Test that the first boundary belongs to window 0, which begins with the capture."""
     timing, windows = _timing()
     _iterate(timing, clock)
     assert windows == [1, 2, 3]
@@ -104,7 +104,7 @@ def test_windows_begin_at_the_boundaries_behind_the_first(clock: Clock) -> None:
 
 
 def test_waiting_fence_releases_earlier(clock: Clock) -> None:
-    """One window per wait, up to the number of windows; later again after many fences without a wait."""
+    """Test a shift by one window per wait, up to the number of windows, and back after many fences without a wait."""
     timing, windows = _timing()
     for lead in (0, 1, 2, 3, 4, 4):
         windows.clear()
@@ -118,7 +118,7 @@ def test_waiting_fence_releases_earlier(clock: Clock) -> None:
 
 
 def test_a_resumed_run_goes_on_with_its_plan(clock: Clock) -> None:
-    """With its number and its cut, without a profile."""
+    """Test that number and partitions of the plan are kept without a profile."""
     _, _, plan = _profiled("asymmetric", clock)
     timing, _ = _timing("asymmetric", plan.record())
     assert _iterate(timing, clock) == plan
@@ -126,7 +126,7 @@ def test_a_resumed_run_goes_on_with_its_plan(clock: Clock) -> None:
 
 @pytest.mark.parametrize(("schedule", "first"), [("symmetric", "canonical"), ("eager", "eager")])
 def test_a_plan_of_another_schedule_is_not_taken_up(clock: Clock, schedule: str, first: str) -> None:
-    """What the user asks for now counts."""
+    """Test that the current setting of the user counts."""
     _, _, plan = _profiled("asymmetric", clock)
     timing, _ = _timing(schedule, plan.record())
     assert _iterate(timing, clock).kind == first
@@ -134,13 +134,13 @@ def test_a_plan_of_another_schedule_is_not_taken_up(clock: Clock, schedule: str,
 
 @pytest.mark.parametrize("previous", [None, {}, {"number": 0, "kind": "of a later version"}, [1], {"kind": 3}])
 def test_a_record_that_says_nothing_is_no_plan(clock: Clock, previous: object) -> None:
-    """The first plan is the canonical one."""
+    """Test that the canonical plan is used."""
     timing, _ = _timing("asymmetric", previous)
     assert _iterate(timing, clock).kind == "canonical"
 
 
 def test_a_state_of_another_layout_is_cut_by_the_same_shares(clock: Clock) -> None:
-    """A plan is not thrown away because a tensor was added."""
+    """Test that a plan is still used when a tensor is added."""
     timing, _, plan = _profiled("asymmetric", clock)
     larger = PlanInput((*LAYOUT.sizes, 64 << 10), (*LAYOUT.groups, "model"), (*LAYOUT.deferred, True))
     again = _iterate(timing, clock, layout=larger)
@@ -149,25 +149,25 @@ def test_a_state_of_another_layout_is_cut_by_the_same_shares(clock: Clock) -> No
 
 
 class Alarm(WindowTimer):
-    """A timer that only notes what is asked of it."""
+    """A timer that only records requests."""
 
     def __init__(self) -> None:
         super().__init__(lambda _number: None)
         self.asked: list[tuple[int, float]] = []
 
     def begin(self, times: Sequence[tuple[int, float]]) -> None:
-        """Note the times."""
+        """Record the times."""
         self.asked = list(times)
 
     def cancel(self) -> None:
-        """Forget them."""
+        """Discard the times."""
         self.asked = []
 
 
 def _blind(
     clock: Clock, previous: object = None
 ) -> tuple[CaptureSchedule, Alarm, Callable[..., list[tuple[int, float]]]]:
-    """Return a timing that sees one boundary at most, its alarm, and what iterates and returns what was asked of it."""
+    """Return a timing with at most one boundary, its timer, and a function that iterates and returns requests."""
     alarm = Alarm()
     timing = CaptureSchedule(CaptureConfig(), SMALL, previous, lambda _number: None, alarm)
 
@@ -188,7 +188,7 @@ def _blind(
 
 @pytest.mark.parametrize("marks", [(), ("forward", "backward")], ids=["no modules", "a compiled one"])
 def test_without_boundaries_windows_are_parts_of_the_time(clock: Clock, marks: Sequence[Phase]) -> None:
-    """Equal ones of some 5 ms; a slower iteration moves their beginnings, and not the plan."""
+    """Test equal windows of some 5 ms; a slower iteration changes their times, and not the plan."""
     timing, _, iterate = _blind(clock)
     assert [iterate(marks=marks) for _ in range(5)] == [[]] * 5
     asked = iterate(marks=marks)
@@ -205,7 +205,7 @@ def test_without_boundaries_windows_are_parts_of_the_time(clock: Clock, marks: S
 
 
 def test_a_timed_window_is_released_earlier_after_a_fence_that_waits(clock: Clock) -> None:
-    """As a window is that a boundary begins."""
+    """Test that timed windows are released earlier, like windows with boundaries."""
     _, _, iterate = _blind(clock)
     for _ in range(6):
         iterate()
@@ -214,7 +214,7 @@ def test_a_timed_window_is_released_earlier_after_a_fence_that_waits(clock: Cloc
 
 
 def test_a_resumed_run_is_timed_after_its_first_iteration(clock: Clock) -> None:
-    """By the plan of its newest checkpoint; how long an iteration takes is measured anew."""
+    """Test the plan of the newest checkpoint with a new measurement of the iteration."""
     timing, _, iterate = _blind(clock)
     for _ in range(6):
         iterate()
@@ -226,7 +226,7 @@ def test_a_resumed_run_is_timed_after_its_first_iteration(clock: Clock) -> None:
 
 
 def test_a_training_with_boundaries_is_not_timed(clock: Clock) -> None:
-    """Also not when single iterations have none, as evaluations."""
+    """Test also iterations without boundaries, such as evaluations."""
     _, _, iterate = _blind(clock)
     for _ in range(6):
         iterate(marks=PHASES[:3])
@@ -235,7 +235,7 @@ def test_a_training_with_boundaries_is_not_timed(clock: Clock) -> None:
 
 
 def test_timer_returns_due_number_and_remaining_time() -> None:
-    """The greatest due number; None after a cancel."""
+    """Test the greatest due number, and None after a cancel."""
     timer = WindowTimer(lambda _number: None)
     timer._pending.extend([(1, 10.0), (2, 11.0), (5, 13.0)])
     assert timer.due(9.5) == (None, 0.5)
@@ -245,7 +245,7 @@ def test_timer_returns_due_number_and_remaining_time() -> None:
 
 
 def test_a_timer_calls_on_a_thread_of_its_own() -> None:
-    """What has come at once, what is far off never; it ends when it is stopped."""
+    """Test due and distant times, and that the thread ends when the timer is stopped."""
     called: queue.Queue[tuple[int, str]] = queue.Queue()
     timer = WindowTimer(lambda number: called.put((number, threading.current_thread().name)))
     for number in (3, 4):
@@ -258,7 +258,7 @@ def test_a_timer_calls_on_a_thread_of_its_own() -> None:
 
 @pytest.mark.slow
 def test_a_compiled_model_is_captured_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The manifest names more windows than its two boundaries make, and each step is right."""
+    """Test that the manifest names more windows than two boundaries make, and that each step is correct."""
     monkeypatch.setattr(iteration_profile, "TIMED_S", 1e-4)
     config = CaptureConfig(ring_folder=str(folder_for_rings(tmp_path)), proof="full")
     torch.compiler.reset()
@@ -275,7 +275,7 @@ def test_a_compiled_model_is_captured_by_the_clock(tmp_path: Path, monkeypatch: 
 
 
 def test_training_keeps_its_plan_over_a_restart(tmp_path: Path) -> None:
-    """By boundaries of real modules; manifests name the plan, and a frozen part keeps its partitions."""
+    """Test boundaries of real modules, the plan in manifests, and that a frozen part keeps its partitions."""
     config = CaptureConfig(ring_folder=str(folder_for_rings(tmp_path)), proof="full")
 
     def train(steps: range) -> None:
@@ -288,7 +288,7 @@ def test_training_keeps_its_plan_over_a_restart(tmp_path: Path) -> None:
                 store, {"model": model, "optimizer": optimizer}, capture=config, every=1, keep=None
             ) as checkpointer,
         ):
-            # Its moments are there only after a step.
+            # The moments exist only after a step.
             model(torch.randn(2, 64)).square().mean().backward()
             optimizer.step()
             checkpointer.restore()

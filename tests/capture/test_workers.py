@@ -1,4 +1,4 @@
-"""Workers: priorities, order of tasks, and failures."""
+"""Test workers: priorities, order of tasks, and failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _nice() -> int:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_threads_stand_back_unless_work_piles_up(count: int) -> None:
-    """And do so again afterwards: these are others, for a priority that was given up does not come back."""
+    """Test that low-priority threads take over again afterwards; a thread cannot regain its priority."""
     seen: list[int] = []
     done = threading.Semaphore(0)
 
@@ -36,7 +36,7 @@ def test_threads_stand_back_unless_work_piles_up(count: int) -> None:
 
 
 def test_one_worker_keeps_the_order_whoever_takes_over() -> None:
-    """Also when it changes in the middle of an item: the next one waits for its end."""
+    """Test a change of threads in the middle of a task: the next task waits for its end."""
     order: list[int] = []
     running = threading.Semaphore(1)
 
@@ -54,7 +54,7 @@ def test_one_worker_keeps_the_order_whoever_takes_over() -> None:
 
 
 def test_close_waits_for_everything() -> None:
-    """Whoever is to do it, and whatever is said meanwhile."""
+    """Test any thread and any change of priority meanwhile."""
     done: list[int] = []
     workers = Workers("test", 2)
     for item in range(1000):
@@ -68,7 +68,7 @@ def test_close_waits_for_everything() -> None:
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
 def test_failed_task_informs_its_waiter_and_ends_no_thread(count: int, error: BaseException) -> None:
-    """All later tasks are done, and close() returns."""
+    """Test that all later tasks run, and that close() returns."""
 
     def fail() -> None:
         raise error
@@ -85,7 +85,7 @@ def test_failed_task_informs_its_waiter_and_ends_no_thread(count: int, error: Ba
 
 
 def test_first_failure_stops_parallel_work() -> None:
-    """It is raised after all threads have ended."""
+    """Test that the error is raised after all threads have ended."""
     stopped, ended = threading.Event(), list[None]()
     numbers = iter(range(3))
 

@@ -1,4 +1,4 @@
-"""The encoder decides by measurements of whole partitions, not only of samples."""
+"""Test that the encoder decides by measurements of whole partitions, not only of samples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME = digest(PLAIN)
 
 @pytest.fixture
 def contents() -> Contents:
-    """Weights."""
+    """Return weights."""
     return contents_of([Piece(0, 0, len(PLAIN))], "weights", ["float32"])
 
 
@@ -54,13 +54,13 @@ def test_an_encoder_that_has_to_wait_for_a_core_is_not_asked_again(
 
 
 def test_off_looks_at_nothing(contents: Contents, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even at a sample."""
+    """Test that not even a sample is read."""
     monkeypatch.setattr(module, "_try", lambda *_arguments: pytest.fail("it was looked at"))
     assert Encoder("off", "nvme").choose(PLAIN, contents, []).codec == CODEC_IDENTITY
 
 
 def test_looks_for_bases_that_do_not_pay_become_seldom(contents: Contents, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes time; but what did not pay, or was not there, may some day."""
+    """Test that searches are repeated, but rarely, if a base was missing or not worth its time."""
     monkeypatch.setattr(WriteMeter, "bytes_per_s", 5e8)
     encoder = Encoder("auto", "nvme")
     looks = [number for number in range(10_000) if encoder.searches_base(CODEC_DERIVED, contents)]
@@ -73,7 +73,7 @@ def test_looks_for_bases_that_do_not_pay_become_seldom(contents: Contents, monke
 def test_bases_are_searched_where_they_pay(
     contents: Contents, monkeypatch: pytest.MonkeyPatch, mode: Compression, bytes_per_s: float, looks: int
 ) -> None:
-    """On a slow drive, but not on a fast one."""
+    """Test a slow drive, and a fast one."""
     monkeypatch.setattr(WriteMeter, "bytes_per_s", bytes_per_s)
     encoder = Encoder(mode, "nvme")
     encoder._sampled[(*contents.kind, CODEC_DERIVED)] = EncodingSample(1000, 1e9)
@@ -81,7 +81,7 @@ def test_bases_are_searched_where_they_pay(
 
 
 def test_the_smallest_is_always_looked_for(contents: Contents) -> None:
-    """Whatever it takes, and whatever was found before."""
+    """Test any time of a search, and any earlier result."""
     encoder = Encoder("smallest", "nvme")
     encoder._sampled[(*contents.kind, CODEC_DERIVED)] = EncodingSample(1, 1e9)
     assert all(encoder.searches_base(CODEC_DERIVED, contents) for _ in range(100))
@@ -89,7 +89,7 @@ def test_the_smallest_is_always_looked_for(contents: Contents) -> None:
 
 @pytest.mark.parametrize("wrong_from", [0, len(PLAIN) - 4096], ids=["all", "the end"])
 def test_wrong_original_does_not_affect_its_kind(wrong_from: int) -> None:
-    """Whether a sample or the whole partition shows it."""
+    """Test a mismatch in a sample, and in the whole partition."""
     copy = torch.frombuffer(bytearray(PLAIN), dtype=torch.float32).bfloat16()
     plain = memoryview(copy.view(torch.uint8).numpy().tobytes())
     contents = contents_of([Piece(0, 0, len(plain))], "weights", ["bfloat16"])

@@ -1,4 +1,4 @@
-"""Known partitions: the index of a pack is read once, and again after the pack has changed."""
+"""Test that the index of a pack is read once, and again after the pack has changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STATE_BYTES = 400_000
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[PackId]:
-    """The packs that were opened, in order."""
+    """Record the opened packs, in order."""
     opened: list[PackId] = []
     open_pack = NvmeTier.open_pack
 
@@ -32,13 +32,13 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[PackId]:
 
 @pytest.fixture
 def state() -> dict[str, torch.Tensor]:
-    """A state that is saved several times."""
+    """Return a state that is saved several times."""
     return {"w": torch.rand(STATE_BYTES // 4)}
 
 
 @pytest.fixture
 def store(store_path: Path, state: dict[str, torch.Tensor]) -> Iterator[Store]:
-    """A store that has the state, and knows the index of its pack."""
+    """Return a store that has the state, and has cached the index of its pack."""
     with Store.open(store_path, create=True) as store:
         for step in range(2):
             store.save(state, step=step)
@@ -48,7 +48,7 @@ def store(store_path: Path, state: dict[str, torch.Tensor]) -> Iterator[Store]:
 def test_an_index_is_read_once_for_many_saves(
     store: Store, state: dict[str, torch.Tensor], opened: list[PackId]
 ) -> None:
-    """Whatever is saved besides: a later pack is read when a save reuses a partition of it."""
+    """Test that the index of a later pack is read when a save reuses one of its partitions."""
     for step in range(2, 5):
         assert store.save(state, step=step).written_bytes == 0
     assert opened == []
@@ -68,7 +68,7 @@ def _damage_index(pack: Path) -> None:
 def test_a_pack_that_is_gone_or_changed_is_not_believed(
     store: Store, state: dict[str, torch.Tensor], lose: Callable[[Path], object]
 ) -> None:
-    """The save writes its partitions again, and so makes the checkpoint whole."""
+    """Test that the save writes its partitions again, and so repairs the checkpoint."""
     (pack,) = store.training.opened.nvme.packs.iterdir()
     lose(pack)
     assert store.save(state, step=2).written_bytes == STATE_BYTES
@@ -76,7 +76,7 @@ def test_a_pack_that_is_gone_or_changed_is_not_believed(
 
 
 def test_a_pack_that_another_process_collects_is_not_believed(store: Store, state: dict[str, torch.Tensor]) -> None:
-    """The file has moved to the pool; its partitions are written again."""
+    """Test a pack file that was moved to the pool; its partitions are written again."""
     with Store.open(store.path, create=True) as other:
         for step in range(2):
             other.delete(step)

@@ -1,4 +1,4 @@
-"""Rows of manifests locate the bytes of each tensor, also if most rows are reused."""
+"""Test that rows of manifests locate the bytes of each tensor, also if most rows are reused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _bytes(leaf: Leaf) -> bytes:
 
 
 def _plains(leaves: list[Leaf], plan: Cut) -> list[bytes]:
-    """The bytes of the partitions of a cut."""
+    """Return the bytes of the partitions of a plan."""
     return [
         b"".join(_bytes(leaves[piece.row])[piece.start : piece.start + piece.length] for piece in partition.pieces)
         for partition in plan.partitions
@@ -61,7 +61,7 @@ def _plains(leaves: list[Leaf], plan: Cut) -> list[bytes]:
 
 
 def _check(rows: ManifestBuilder, leaves: list[Leaf], plan: Cut) -> None:
-    """A reader of the manifest finds what it was made of, and each tensor's bytes where its row says."""
+    """Check that a reader of the manifest finds each tensor's bytes where its row says."""
     plains = {digest(plain): plain for plain in _plains(leaves, plan)}
     names = [digest(plain) for plain in _plains(leaves, plan)]
     data = encode(manifest_of(_HEADER, rows.columns(Columns.of(leaves), plan, names, inline_bytes(leaves, plan))))
@@ -78,7 +78,7 @@ def _check(rows: ManifestBuilder, leaves: list[Leaf], plan: Cut) -> None:
 @pytest.mark.slow
 @given(first=SHAPES, second=SHAPES)
 def test_each_tensor_is_found_where_its_row_says(first: list[tuple[int, ...]], second: list[tuple[int, ...]]) -> None:
-    """For one state after another: with other bytes, with another cut, with other names, with other tensors."""
+    """Test states with other bytes, other partitions, other names, and other tensors, one after another."""
     rows = ManifestBuilder()
     leaves = _leaves(first)
     plan = _cut(leaves)
@@ -91,7 +91,7 @@ def test_each_tensor_is_found_where_its_row_says(first: list[tuple[int, ...]], s
 
 
 def test_unreadable_manifest_is_not_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor is missing in the manifest: the checkpoint is reported as lost."""
+    """Test a manifest without a tensor: the checkpoint is reported as lost."""
     columns = ManifestBuilder.columns
 
     def forgetful(

@@ -1,4 +1,4 @@
-"""Ring transactions: partitions reused from the store, and errors if they are missing."""
+"""Test ring transactions: partitions reused from the store, and errors if they are missing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from asymcheck.types import Digest, PackId
 def test_a_partition_in_a_pack_that_cannot_be_read_now_is_not_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[AsymcheckError], told: type[AsymcheckError]
 ) -> None:
-    """Who takes up a ring gives up what lies nowhere; the rest may be had another day."""
+    """Test that the recovery of a ring discards only captures whose partitions no pack has."""
 
     def refuse(_tier: NvmeTier, pack_id: PackId, *, wait: bool = True) -> object:
         raise error(f"pack {pack_id.hex()} cannot be opened ({wait})")
@@ -56,7 +56,7 @@ def test_a_partition_in_a_pack_that_cannot_be_read_now_is_not_nowhere(
         ]
         transactions[0].reuse(name, tensor.partitions[0].length)
         monkeypatch.setattr(NvmeTier, "open_pack", refuse)
-        # The index of a pack that has changed is read again.
+        # The index of a changed pack is read again.
         for pack in store.training.opened.nvme.packs.iterdir():
             pack.touch()
         with pytest.raises(told):

@@ -1,4 +1,4 @@
-"""Assembly of tensors from byte ranges in any order and from any thread."""
+"""Test assembly of tensors from byte ranges in any order and from any thread."""
 
 import itertools
 import threading
@@ -41,7 +41,7 @@ TARGETS = {
 @pytest.mark.parametrize("name", TARGETS)
 @given(cuts=st.lists(st.integers(0, 1 << 20), max_size=12), seed=st.randoms(use_true_random=False))
 def test_ranges_may_come_in_any_order(name: str, cuts: list[int], seed: st.DataObject) -> None:
-    """They need not respect elements; every tensor that is to be filled gets all of them."""
+    """Test ranges that split elements, and several target tensors."""
     source = torch.randint(-1000, 1000, (12, 25), dtype=torch.int32)
     plain = tensor_bytes(source)
     existing = TARGETS[name]()
@@ -58,7 +58,7 @@ def test_ranges_may_come_in_any_order(name: str, cuts: list[int], seed: st.DataO
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_ranges_may_come_from_many_threads(name: str) -> None:
-    """A strided tensor is filled by whoever brings the last one."""
+    """Test that the thread with the last range fills a strided tensor."""
     source = torch.randint(-1000, 1000, (12, 25), dtype=torch.int32)
     plain = tensor_bytes(source)
     for _ in range(20):
@@ -80,7 +80,7 @@ def test_ranges_may_come_from_many_threads(name: str) -> None:
 
 
 def test_a_target_that_was_not_written_says_so() -> None:
-    """What was overwritten, and what not, is told apart after a failure."""
+    """Test that overwritten targets can be listed after a failure."""
     target = Target(_row(torch.zeros(3)), [torch.ones(3)], CPU)
     assert target.in_place
     assert not target.touched
@@ -89,7 +89,7 @@ def test_a_target_that_was_not_written_says_so() -> None:
 
 
 def test_strided_target_is_written_once() -> None:
-    """After all its bytes have arrived."""
+    """Test that the tensor is written after all its bytes have arrived."""
     existing = torch.ones(4, 6).t()
     source = torch.zeros(6, 4)
     target = Target(_row(source), [existing], CPU)
@@ -101,7 +101,7 @@ def test_strided_target_is_written_once() -> None:
 
 @pytest.mark.parametrize("exists", [False, True])
 def test_device_catches_up_before_it_is_filled(monkeypatch: pytest.MonkeyPatch, *, exists: bool) -> None:
-    """Also for new tensors, whose memory may still be read. A simulated device."""
+    """Test also new tensors, whose memory may still be read. The device is simulated."""
     asked: list[torch.device] = []
     monkeypatch.setattr(assemble, "catch_up", asked.extend)
     source, meta = torch.ones(4), torch.device("meta")

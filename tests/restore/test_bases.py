@@ -1,4 +1,4 @@
-"""Encoded partitions are read, verified, kept and repaired with their bases."""
+"""Test that encoded partitions are read, verified, kept and repaired with their bases."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ pytestmark = pytest.mark.filterwarnings("ignore::asymcheck.errors.SkippedCheckpo
 
 
 def weights(step: int) -> torch.Tensor:
-    """One partition, a little further at each step."""
+    """Return the weights of a step: one partition, which changes a little at each step."""
     start = torch.randn(COUNT, generator=torch.Generator().manual_seed(0))
     return start * (1 + 1e-5 * step)
 
 
 def plain_of(step: int) -> bytes:
-    """Its bytes."""
+    """Return the bytes of the weights."""
     return weights(step).numpy().tobytes()
 
 
 def delta_of(step: int, base: int) -> Encoded:
-    """The partition of a step against that of another."""
+    """Return the partition of a step as a delta on another step."""
     plain, older = plain_of(step), plain_of(base)
     return encode_delta(digest(plain), memoryview(plain), SEGMENTS, digest(older), memoryview(older))
 
 
 def write_pack(path: Path, *encoded: Encoded) -> Path:
-    """Write a pack of these partitions, as a writer does that encodes; return its path."""
+    """Write a pack of these partitions, as an encoding writer does; return its path."""
     tier = NvmeTier(path, CONFIG)
     writer = tier.start_pack(1 << 16)
     for one in encoded:
@@ -71,7 +71,7 @@ def write_pack(path: Path, *encoded: Encoded) -> Path:
 
 
 def pack_with(path: Path, plain: bytes) -> Path:
-    """The one pack that holds a partition."""
+    """Return the only pack with a partition."""
     (found,) = (pack for pack in (path / "packs").glob("*.pack") if digest(plain) in _names(pack))
     return found
 
@@ -82,14 +82,14 @@ def _names(pack: Path) -> list[bytes]:
 
 
 def save_steps(path: Path, *steps: int) -> None:
-    """Save the weights of steps, each in a pack of its own, and in full."""
+    """Save the weights of steps, each plain and in a separate pack."""
     with Store.open(path, config=CONFIG, create=True) as store:
         for step in steps:
             store.save({"w": weights(step)}, step=step)
 
 
 def swap(path: Path, *encoded: Encoded) -> list[Path]:
-    """Put encoded frames, a pack each, in the place of packs with the same partitions; the catalog is made again."""
+    """Replace packs by encoded frames of the same partitions, one frame a pack; rebuild the catalog."""
     made = []
     for one in encoded:
         (old,) = (pack for pack in (path / "packs").glob("*.pack") if one.descriptor.digest in _names(pack))
@@ -101,7 +101,7 @@ def swap(path: Path, *encoded: Encoded) -> list[Path]:
 
 
 def check_loads(path: Path, *steps: int) -> None:
-    """These steps are read bit for bit, also in place, and a verification finds nothing wrong."""
+    """Check that these steps are read bit for bit, also in place, and that a verification finds nothing."""
     with Store.open(path, config=CONFIG, read_only=True) as store:
         assert [checkpoint.step for checkpoint in store.checkpoints()] == list(steps)
         for step in steps:
@@ -112,14 +112,14 @@ def check_loads(path: Path, *steps: int) -> None:
 
 @pytest.fixture
 def chain(store_path: Path) -> Path:
-    """Steps 0 to 2, of which 1 is a delta of 0, and 2 one of 1."""
+    """Return a store with steps 0 to 2, of which 1 is a delta on 0, and 2 on 1."""
     save_steps(store_path, 0, 1, 2)
     swap(store_path, delta_of(1, 0), delta_of(2, 1))
     return store_path
 
 
 def test_full_frames_of_every_codec_are_loaded(store_path: Path) -> None:
-    """A frame that is longer or shorter than its plain bytes is read, checked and copied like any other."""
+    """Test frames that are longer or shorter than their plain bytes."""
     save_steps(store_path, 0, 1, 2)
     plain = [memoryview(plain_of(step)) for step in range(3)]
     swap(
@@ -132,12 +132,12 @@ def test_full_frames_of_every_codec_are_loaded(store_path: Path) -> None:
 
 
 def test_a_chain_of_deltas_is_loaded(chain: Path) -> None:
-    """Each base is looked up in the store, wherever it lies, and what it is encoded against too."""
+    """Test that each base of a chain is found in any pack."""
     check_loads(chain, 0, 1, 2)
 
 
 def test_local_bases_are_not_searched_remotely(chain: Path, tmp_path: Path) -> None:
-    """No location is asked, unless a local base is damaged."""
+    """Test that no location is read, unless a local base is damaged."""
     location, nowhere = f"file://{tmp_path}/remote", "hdfs://127.0.0.1:1/x"
     with Store.open(chain, config=CONFIG, create=True) as store:
         store.push(location, everything=True)
@@ -161,7 +161,7 @@ def test_local_bases_are_not_searched_remotely(chain: Path, tmp_path: Path) -> N
 def test_bases_are_looked_for_where_the_manifest_says(
     chain: Path, monkeypatch: pytest.MonkeyPatch, hinted: tuple[int, ...]
 ) -> None:
-    """Of many packs only those are opened that it hints at; all of them only when a base does not lie there."""
+    """Test that only packs in the hint are opened, and all packs only if a base is in none of them."""
     write_pack(chain, encode_zstd(digest(b"other" * 99), memoryview(b"other" * 99)))
     save_steps(chain, *range(20, 30))
     packs = {step: PackId(bytes.fromhex(pack_with(chain, plain_of(step)).stem)) for step in range(3)}
@@ -173,15 +173,15 @@ def test_bases_are_looked_for_where_the_manifest_says(
     with PartitionLocator(tier, wanted, [packs[step] for step in hinted]) as sources:
         assert [len(sources.base_copies(digest(plain_of(step)))) for step in range(2)] == [1, 1]
         assert set(opened) == (set(packs.values()) if len(hinted) == 3 else set(tier.pack_ids()))
-        # Once for partitions and once for bases, however many links there are; then those two again that have one.
+        # Packs are opened once for partitions and once for bases, for any chain; then the two packs with a base again.
         assert len(opened) <= 2 * len(set(opened)) + 2
-        # A base that is damaged there may lie elsewhere, too.
+        # Another pack may have an intact copy of a damaged base.
         assert list(sources.other_copies(digest(plain_of(0)), sources.base_copies(digest(plain_of(0))))) == []
         assert set(opened) == set(tier.pack_ids())
 
 
 def test_the_catalog_names_the_base(chain: Path) -> None:
-    """A catalog that is made again says of every frame how it is encoded, and against what."""
+    """Test that a rebuilt catalog has the encoding and the base of every frame."""
     tier = NvmeTier(chain, CONFIG)
     with tier.open_catalog(lambda _: None).read() as transaction:
         found = transaction.location(digest(plain_of(2)))
@@ -192,7 +192,7 @@ def test_the_catalog_names_the_base(chain: Path) -> None:
 
 @pytest.mark.slow
 def test_eight_deltas_are_read_and_nine_are_not(store_path: Path) -> None:
-    """The longest chain that is allowed is read; what lies one deeper is damaged, and the older checkpoint is taken."""
+    """Test that a partition beyond the longest chain counts as damaged, so the older checkpoint is restored."""
     save_steps(store_path, *range(10))
     swap(store_path, *(delta_of(step, step - 1) for step in range(1, 9)))
     check_loads(store_path, *range(10))
@@ -208,7 +208,7 @@ def test_eight_deltas_are_read_and_nine_are_not(store_path: Path) -> None:
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_chain_is_followed_up_to_its_limit(store_path: Path, monkeypatch: pytest.MonkeyPatch, *, ends: bool) -> None:
-    """Each link is a pass over all packs, and deeper bases are useless."""
+    """Test that each link costs one pass over all packs, and that deeper bases are not searched."""
     save_steps(store_path, 0, 60)
     swap(store_path, delta_of(60, 59))
     write_pack(store_path, *(delta_of(step, step - 1) for step in range(1 if ends else 30, 60)))
@@ -228,7 +228,7 @@ def test_chain_is_followed_up_to_its_limit(store_path: Path, monkeypatch: pytest
 
 @pytest.mark.slow
 def test_lost_base_is_reported_up_to_the_limit_of_a_chain(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partitions further away are undecodable anyway."""
+    """Test that further partitions, which cannot be decoded anyway, are not reported."""
     save_steps(store_path, *range(1, 60))
     swap(store_path, *(delta_of(step, step - 1) for step in range(1, 60)))
     tier = NvmeTier(store_path, CONFIG, read_only=True)
@@ -242,7 +242,7 @@ def test_lost_base_is_reported_up_to_the_limit_of_a_chain(store_path: Path, monk
 
 
 def test_collection_keeps_needed_bases(chain: Path) -> None:
-    """With only the last checkpoint, the packs of both bases stay; without it, all are freed."""
+    """Test that the packs of both bases stay with the last checkpoint, and are freed without it."""
     with Store.open(chain, config=CONFIG, create=True) as store:
         store.delete(0)
         store.delete(1)
@@ -254,7 +254,7 @@ def test_collection_keeps_needed_bases(chain: Path) -> None:
 
 
 def test_usage_counts_bases(chain: Path) -> None:
-    """As freeable bytes, and for all checkpoints that need them."""
+    """Test freeable bytes, and all checkpoints that need the base."""
     with Store.open(chain, config=CONFIG, create=True) as store:
         own = {one.step: one.own_bytes for one in store.disk_usage().checkpoints}
         assert own[0] == own[1] == 0
@@ -267,7 +267,7 @@ def test_usage_counts_bases(chain: Path) -> None:
 
 
 def test_a_base_that_nothing_needs_any_more_is_freed(chain: Path) -> None:
-    """The base of a frame that is not live is not live for its sake."""
+    """Test that a frame that is not live does not keep its base."""
     with Store.open(chain, config=CONFIG, create=True) as store:
         store.delete(1)
         store.delete(2)
@@ -276,7 +276,7 @@ def test_a_base_that_nothing_needs_any_more_is_freed(chain: Path) -> None:
 
 
 def test_damaged_base_damages_its_dependents(chain: Path) -> None:
-    """The error names both partitions, verify names all checkpoints, and none is restored."""
+    """Test that the error names both partitions, verify names all checkpoints, and none is restored."""
     base = pack_with(chain, plain_of(0))
     flip(base, (4096 + 300) * 8)
     with Store.open(chain, config=CONFIG, read_only=True) as store:
@@ -300,7 +300,7 @@ def _names_of(store: Store) -> list[str]:
 
 
 def test_a_missing_base_makes_a_checkpoint_inconsistent(chain: Path) -> None:
-    """Before anything is read: the indexes say that the base lies nowhere."""
+    """Test that the indexes show the missing base before any frame is read."""
     pack_with(chain, plain_of(0)).unlink()
     with Store.open(chain, config=CONFIG, read_only=True) as store:
         with pytest.raises(InconsistentCheckpointError) as caught:
@@ -310,7 +310,7 @@ def test_a_missing_base_makes_a_checkpoint_inconsistent(chain: Path) -> None:
 
 
 def test_another_copy_of_a_base_is_taken(chain: Path) -> None:
-    """Of a base that lies twice the intact copy is read, and so is a whole copy of what has lost its base."""
+    """Test the intact copy of a base, and a full copy of a partition that has lost its base."""
     spare = plain_of(0)
     flip(pack_with(chain, spare), (4096 + 300) * 8)
     write_pack(chain, encode_zstd(digest(spare), memoryview(spare)))
@@ -326,7 +326,7 @@ def test_another_copy_of_a_base_is_taken(chain: Path) -> None:
 
 
 def test_a_derived_partition_is_read_from_its_master(store_path: Path) -> None:
-    """A bfloat16 copy takes 16 bytes beside its master, and is read from it."""
+    """Test a bfloat16 copy, which takes 16 bytes in addition to its master."""
     master = plain_of(0)
     copy = rounded_base(memoryview(master), 0, 2 * COUNT, derived.BFLOAT16).tobytes()
     tensor = torch.from_numpy(np.frombuffer(copy, dtype="<i2").copy()).view(torch.bfloat16)
@@ -345,7 +345,7 @@ def test_a_derived_partition_is_read_from_its_master(store_path: Path) -> None:
 
 
 def test_partition_is_reused_with_its_base(chain: Path) -> None:
-    """A save of the same bytes writes nothing, and keeps the bases."""
+    """Test that a save of the same bytes writes nothing, and keeps the bases."""
     with Store.open(chain, config=CONFIG, create=True) as store:
         assert store.save({"w": weights(2)}, step=3).written_bytes == 0
         for step in (0, 1, 2):
@@ -364,7 +364,7 @@ def test_partition_is_reused_with_its_base(chain: Path) -> None:
 
 @pytest.mark.parametrize("place", ["header", "index", "frame"])
 def test_a_damaged_pack_of_deltas_is_repaired(chain: Path, place: str) -> None:
-    """Its frames are copied as they are, encoded, with their bases named."""
+    """Test that frames are copied in encoded form, with their bases."""
     pack = pack_with(chain, plain_of(2))
     offset = {"header": 40, "index": pack.stat().st_size - 4096 + 80, "frame": 4096 + 20}[place]
     flip(pack, offset * 8)
@@ -377,7 +377,7 @@ def test_a_damaged_pack_of_deltas_is_repaired(chain: Path, place: str) -> None:
 
 
 def test_a_repair_keeps_deltas_whose_base_may_come_back(chain: Path) -> None:
-    """When a base is lost, what needs it stays: the next save of the base makes all of it whole."""
+    """Test that the next save of the base makes all dependent partitions readable."""
     flip(pack_with(chain, plain_of(0)), (4096 + 300) * 8)
     with Store.open(chain, config=CONFIG, create=True) as store:
         assert {one.kind for one in store.repair().left} >= {"lost-partitions"}

@@ -1,4 +1,4 @@
-"""Large tensors are read directly into their memory if address and file offset are congruent."""
+"""Test that large tensors are read directly into their memory if address and file offset are congruent."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from asymcheck.types import PackId
 BLOCK = 4096
 CONFIG = StoreConfig(partition_bytes=1 << 20, bundle_below_bytes=1 << 16, compression="off")
 NBYTES = (5 << 19) + 300
-"""Two whole partitions and a part of one, which ends inside a block."""
+"""Size of two whole partitions and a part of one, which ends inside a block."""
 
 
 class Watching(Files):
-    """Notes the address and length of every buffer that a frame is read into."""
+    """Records the address and length of every buffer into which a frame is read."""
 
     def __init__(self) -> None:
         self.buffers: list[tuple[int, int]] = []
 
     def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> int:
-        """Note and read."""
+        """Record and read."""
         if path.parent.name == "packs" and sum(map(len, buffers)) > 1 << 16:
             self.buffers += [(_address(buffer), len(buffer)) for buffer in buffers]
         return super().pread(descriptor, buffers, offset, path)
@@ -71,7 +71,7 @@ def _opened(path: Path, files: Files) -> Store:
 
 @pytest.fixture(autouse=True)
 def _direct_io(tmp_path: Path) -> None:
-    """Skip where the file system has no direct I/O."""
+    """Skip the test if the file system has no direct I/O."""
     descriptor = os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT)
     found = set_direct(descriptor)
     os.close(descriptor)
@@ -81,7 +81,7 @@ def _direct_io(tmp_path: Path) -> None:
 
 @pytest.fixture
 def files() -> Watching:
-    """A disk that is watched."""
+    """Return a disk that records reads."""
     return Watching()
 
 
@@ -95,7 +95,7 @@ def _save(path: Path, *states: dict[str, Any]) -> None:
 def test_an_existing_tensor_at_such_an_address_is_filled_directly(
     store_path: Path, files: Watching, offset: int
 ) -> None:
-    """All but the first and the last block of each partition, and every byte is right."""
+    """Test all blocks but the first and the last of each partition, and every byte."""
     state = {"w": _random(offset)}
     _save(store_path, state)
     into = {"w": _at(offset)}
@@ -108,7 +108,7 @@ def test_an_existing_tensor_at_such_an_address_is_filled_directly(
 def test_memory_in_small_pages_is_copied_on_a_paravirtual_drive(
     store_path: Path, files: Watching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No buffer of a read is in the tensor."""
+    """Test that no buffer of a read is in the tensor."""
     state, into = {"w": _random(64)}, {"w": _at(64)}
     _save(store_path, state)
     monkeypatch.setattr(pack_reader, "needs_slot", lambda _device, _memory: True)
@@ -122,7 +122,7 @@ def test_memory_in_small_pages_is_copied_on_a_paravirtual_drive(
 def test_an_existing_tensor_at_another_address_is_copied(
     store_path: Path, files: Watching, saved: int, given: int
 ) -> None:
-    """Its bytes are checked before they come there."""
+    """Test that bytes are checked before they are copied into the tensor."""
     state = {"w": _random(saved)}
     _save(store_path, state)
     into = {"w": _at(given)}
@@ -134,7 +134,7 @@ def test_an_existing_tensor_at_another_address_is_copied(
 
 @pytest.mark.parametrize("offset", [0, 64, 2_048, 4_092])
 def test_a_new_tensor_is_made_at_such_an_address(store_path: Path, files: Watching, offset: int) -> None:
-    """Its memory is at most a block larger; otherwise it is like any other tensor."""
+    """Test that the memory is at most a block larger, and that the tensor is otherwise ordinary."""
     state = {"w": _random(offset).view(torch.float32)}
     _save(store_path, state)
     with _opened(store_path, files) as store:
@@ -154,7 +154,7 @@ def test_a_new_tensor_is_made_at_such_an_address(store_path: Path, files: Watchi
 
 @pytest.mark.parametrize(("dtype", "shift"), [(torch.float32, 1), (torch.complex128, 8), (torch.int16, 4_095)])
 def test_new_tensor_is_aligned_to_its_elements(dtype: torch.dtype, shift: int) -> None:
-    """For any stored address."""
+    """Test any stored address."""
     count = 1 << 18
     row = TensorRow(
         "w", (), str(dtype).removeprefix("torch."), "other", (count,), (count,), (0,), count * dtype.itemsize, None, ()
@@ -165,7 +165,7 @@ def test_new_tensor_is_aligned_to_its_elements(dtype: torch.dtype, shift: int) -
 
 
 def test_partitions_of_one_tensor_may_ask_for_different_addresses(store_path: Path, files: Watching) -> None:
-    """What was stored for another tensor keeps its shift; the address is that of most."""
+    """Test partitions that were stored for another tensor; the address is that of most partitions."""
     first = _random(64, 1 << 20)
     second = torch.cat([first, _random(0, 3 << 20)])
     moved = _at(0, len(second))
@@ -180,7 +180,7 @@ def test_partitions_of_one_tensor_may_ask_for_different_addresses(store_path: Pa
 
 
 def test_common_partition_is_copied_to_two_tensors(store_path: Path, files: Watching) -> None:
-    """It is stored and read once."""
+    """Test that the partition is stored and read once."""
     state = {"a": _random(64)}
     state["b"] = state["a"].clone()
     _save(store_path, state)
@@ -193,7 +193,7 @@ def test_common_partition_is_copied_to_two_tensors(store_path: Path, files: Watc
 
 
 def test_tensors_that_share_memory_are_copied(store_path: Path, files: Watching) -> None:
-    """Else a thread would check bytes that another one overwrites; tensors of their own are read directly."""
+    """Test that no thread checks bytes that another overwrites; separate tensors are read directly."""
     whole = _random(64)
     state = {"whole": whole, "part": whole[: 1 << 20], "apart": _random(64)}
     _save(store_path, state)
@@ -210,7 +210,7 @@ def test_tensors_that_share_memory_are_copied(store_path: Path, files: Watching)
 
 
 def test_encoded_frames_are_decoded_into_place(store_path: Path, files: Watching) -> None:
-    """Their payload is not what the tensor wants."""
+    """Test payloads that are not the plain bytes."""
     state = {"w": torch.zeros(1 << 20)}
     with Store.open(store_path, config=StoreConfig(compression="smallest"), create=True) as store:
         store.save(state, step=1)
@@ -222,7 +222,7 @@ def test_encoded_frames_are_decoded_into_place(store_path: Path, files: Watching
 
 
 def test_strided_tensors_are_copied(store_path: Path, files: Watching) -> None:
-    """And so are both tensors that are given for one."""
+    """Test also two given tensors for one stored tensor."""
     state = {"w": torch.randn(1_000, 1_000)}
     _save(store_path, state)
     into = {"w": torch.zeros(1_000, 1_000).t()}
@@ -240,7 +240,7 @@ PLACES = {
     "last block": (1, BLOCK + 64 - 1),
     "padding at the end": (1, BLOCK + 64 + 5),
 }
-"""How often the length of the payload, and how many bytes, lie before it in a frame of shift 64."""
+"""Offsets in a frame of shift 64: in lengths of the payload, and in bytes."""
 
 
 def _newest(path: Path) -> Path:
@@ -259,7 +259,7 @@ def _flip(pack: Path, place: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_damage_of_an_existing_tensor_is_found(store_path: Path, place: str) -> None:
-    """Wherever it is; the error says which tensor holds bytes of the damaged checkpoint."""
+    """Test damage at any position; the error names the tensor with bytes of the damaged checkpoint."""
     _save(store_path, {"w": _random(64), "x": torch.zeros(5)}, {"w": _random(64), "x": torch.ones(5)})
     _flip(_newest(store_path), place)
     into = {"w": _at(64), "x": torch.full((5,), 7.0)}
@@ -272,7 +272,7 @@ def test_damage_of_an_existing_tensor_is_found(store_path: Path, place: str) -> 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_new_tensor_is_made_of_the_next_older_checkpoint(store_path: Path, place: str) -> None:
-    """Nobody sees the damaged bytes."""
+    """Test that no caller gets the damaged bytes."""
     states = [{"w": _random(64)}, {"w": _random(64)}]
     _save(store_path, *states)
     _flip(_newest(store_path), place)
@@ -283,7 +283,7 @@ def test_a_new_tensor_is_made_of_the_next_older_checkpoint(store_path: Path, pla
 
 
 def test_a_training_goes_on_from_the_next_older_checkpoint(store_path: Path) -> None:
-    """It overwrites what came of the damaged one."""
+    """Test that the older checkpoint overwrites the damaged bytes."""
     states = [{"w": _random(64)}, {"w": _random(64)}]
     _save(store_path, *states)
     _flip(_newest(store_path), "interior")
@@ -296,7 +296,7 @@ def test_a_training_goes_on_from_the_next_older_checkpoint(store_path: Path) -> 
 
 
 def test_another_copy_is_copied_over_damage(store_path: Path) -> None:
-    """When the first copy of a partition is damaged, whichever that is, the other one fills the tensor."""
+    """Test damage of the first copy: the other copy fills the tensor."""
     state = {"w": _random(64)}
     _save(store_path, state)
     packs, away = store_path / "packs", store_path / "away.tmp"
@@ -323,7 +323,7 @@ def test_another_copy_is_copied_over_damage(store_path: Path) -> None:
 
 
 class Acting(Watching):
-    """Does something each time before a frame is read."""
+    """Runs an action before each read of a frame."""
 
     def __init__(self, act: Callable[[int, Sequence[memoryview], Path], object]) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ class Acting(Watching):
 
 
 def test_a_file_that_ends_early_is_damage(store_path: Path) -> None:
-    """It was whole when its index was read."""
+    """Test a file that was truncated after its index was read."""
     _save(store_path, {"w": _random(64)})
     files = Acting(lambda _descriptor, _buffers, path: os.truncate(path, 3 * BLOCK))
     into = {"w": _at(64)}
@@ -350,7 +350,7 @@ def test_a_file_that_ends_early_is_damage(store_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EFAULT])
 def test_memory_that_the_device_refuses_is_filled_by_a_copy(store_path: Path, number: int) -> None:
-    """As memory that a driver maps, or a file system that refuses late."""
+    """Test memory that a driver maps, and a file system that refuses direct I/O late."""
 
     def refuse(_descriptor: int, buffers: Sequence[memoryview], path: Path) -> None:
         if len(buffers) > 1:
@@ -365,7 +365,7 @@ def test_memory_that_the_device_refuses_is_filled_by_a_copy(store_path: Path, nu
 
 
 def test_an_error_of_the_device_is_no_refusal(store_path: Path) -> None:
-    """It counts as damage of the frame."""
+    """Test that the error counts as damage of the frame."""
 
     def fail(_descriptor: int, _buffers: Sequence[memoryview], path: Path) -> None:
         with translated("read", path):
@@ -379,7 +379,7 @@ def test_an_error_of_the_device_is_no_refusal(store_path: Path) -> None:
 def test_without_direct_access_everything_is_copied(
     store_path: Path, files: Watching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bytes come through the page cache then."""
+    """Test that the bytes are read through the page cache."""
     state, into = {"w": _random(64)}, {"w": _at(64)}
     _save(store_path, state)
     monkeypatch.setattr("asymcheck.storage.local_files.set_direct", lambda _descriptor: False)

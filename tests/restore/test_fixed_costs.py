@@ -1,4 +1,4 @@
-"""Fixed costs of a restore of a small state."""
+"""Test fixed costs of a restore of a small state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _state() -> dict[str, object]:
 
 
 def test_a_small_restore_starts_no_thread(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The calling thread reads a few megabytes faster than others can be started."""
+    """Test that the calling thread reads a few megabytes, which is faster than starting threads."""
     state = _state()
 
     def start(thread: threading.Thread) -> None:
@@ -41,7 +41,7 @@ def test_a_small_restore_starts_no_thread(saved: Path, monkeypatch: pytest.Monke
 
 
 def test_a_restore_without_rings_does_not_open_the_catalog(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Manifests and the indexes of packs say where everything is."""
+    """Test that manifests and pack indexes are sufficient."""
     monkeypatch.setattr(NvmeTier, "open_catalog", lambda *_, **__: pytest.fail("the catalog was opened"))
     with (
         asymcheck.Store.open(saved, create=True) as store,

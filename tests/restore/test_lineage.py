@@ -1,4 +1,4 @@
-"""The line of training against a model that follows checkpoints one by one."""
+"""Test the line of training against a model that follows checkpoints one by one."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def _ref(generation: int, step: int, attempt: int = 0) -> CheckpointRef:
 
 @pytest.fixture
 def tier(store_path: Path) -> Iterator[NvmeTier]:
-    """The tier of a new store."""
+    """Return the tier of a new store."""
     tier = NvmeTier(store_path, StoreConfig())
     yield tier
     tier.close()
@@ -38,7 +38,7 @@ def _open(tier: NvmeTier, generation: int, parent: CheckpointRef | None) -> None
 
 
 def test_a_run_without_head_records_is_in_its_first_generation(tier: NvmeTier) -> None:
-    """Everything of it is on the line."""
+    """Test that all checkpoints are on the line."""
     line = read_line(tier, "run")
     assert line.generation == 1
     assert _ref(1, 10**12 - 1) in line
@@ -46,7 +46,7 @@ def test_a_run_without_head_records_is_in_its_first_generation(tier: NvmeTier) -
 
 
 def test_the_parent_is_the_last_of_its_generation(tier: NvmeTier) -> None:
-    """What was saved after it is abandoned, another attempt at the same step included."""
+    """Test that later checkpoints are abandoned, including another save of the same step."""
     _open(tier, 2, _ref(1, 5, attempt=3))
     line = read_line(tier, "run")
     assert [step for step in range(10) if _ref(1, step) in line] == [0, 1, 2, 3, 4, 5]
@@ -56,7 +56,7 @@ def test_the_parent_is_the_last_of_its_generation(tier: NvmeTier) -> None:
 
 
 def test_new_generation_from_scratch_has_no_parent(tier: NvmeTier) -> None:
-    """Regardless of earlier generations."""
+    """Test a new generation after any earlier generations."""
     _open(tier, 2, _ref(1, 5))
     _open(tier, 3, None)
     line = read_line(tier, "run")
@@ -66,7 +66,7 @@ def test_new_generation_from_scratch_has_no_parent(tier: NvmeTier) -> None:
 
 
 def test_a_generation_may_skip_others(tier: NvmeTier) -> None:
-    """Going on from generation 1 leaves generation 2 out altogether."""
+    """Test that generation 2 is not on the line if training continues from generation 1."""
     _open(tier, 2, _ref(1, 5))
     _open(tier, 3, _ref(1, 7))
     line = read_line(tier, "run")
@@ -75,7 +75,7 @@ def test_a_generation_may_skip_others(tier: NvmeTier) -> None:
 
 
 def test_a_missing_head_record_on_the_line_is_an_error(tier: NvmeTier) -> None:
-    """One that the line does not need is not missed."""
+    """Test that a missing head record of another generation is no error."""
     _open(tier, 3, _ref(2, 5))
     with pytest.raises(HeadRecordError, match="generation 2 has no head record"):
         read_line(tier, "run")
@@ -84,7 +84,7 @@ def test_a_missing_head_record_on_the_line_is_an_error(tier: NvmeTier) -> None:
 
 
 def test_damaged_head_record_is_an_error_when_needed(tier: NvmeTier, store_path: Path) -> None:
-    """One intact copy suffices."""
+    """Test that one intact copy is sufficient."""
     _open(tier, 2, _ref(1, 5))
     path = store_path / "heads" / "run" / "00000002.head"
     data = bytearray(path.read_bytes())
@@ -98,20 +98,20 @@ def test_damaged_head_record_is_an_error_when_needed(tier: NvmeTier, store_path:
 
 
 def test_numbers_of_generations_are_never_used_again(tier: NvmeTier) -> None:
-    """The next is above every head record of the run, and above the parent."""
+    """Test that the next number is above every head record of the run, and above the parent."""
     assert [begin_generation(tier, "run", parent) for parent in (None, None, _ref(7, 1), None)] == [1, 2, 8, 9]
     assert begin_generation(tier, "other", None) == 1
 
 
 def test_last_generation_has_no_successor(tier: NvmeTier) -> None:
-    """Its number would have nine digits."""
+    """Test the limit of eight digits."""
     _open(tier, registry.GENERATION_MAX, None)
     with pytest.raises(HeadRecordError, match="the maximum"):
         begin_generation(tier, "run", None)
 
 
 def test_the_name_of_one_file_makes_no_hundred_million_generations(tier: NvmeTier) -> None:
-    """A verification and a repair name those that are missing on the line, and some of the others."""
+    """Test that a verification and a repair list missing generations of the line, and only some of the others."""
     _open(tier, registry.GENERATION_MAX, _ref(50_000_000, 1))
     found = verify(tier)
     assert {finding.kind for finding in found} == {"missing-head", "no-checkpoint"}
@@ -124,7 +124,7 @@ def test_the_name_of_one_file_makes_no_hundred_million_generations(tier: NvmeTie
 
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """A checkpoint in the model: it knows the one before it."""
+    """A checkpoint in the model, with its predecessor."""
 
     ref: CheckpointRef
     before: "_Saved | None"
@@ -134,7 +134,7 @@ class _Saved:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 @given(st.data())
 def test_line_matches_the_training_history(tmp_path: Path, data: st.DataObject) -> None:
-    """Random saves and restores; following the line back gives the same checkpoints."""
+    """Test random saves and restores against the model."""
     number = len(list(tmp_path.iterdir()))
     tier = NvmeTier(tmp_path / str(number), StoreConfig())
     saved: list[_Saved] = []

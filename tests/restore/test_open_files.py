@@ -1,4 +1,4 @@
-"""A process with few open files gets an error, and never an older checkpoint."""
+"""Test that a process at its limit of open files gets an error, and never an older checkpoint."""
 
 import shutil
 import subprocess
@@ -32,7 +32,7 @@ with Store.open(sys.argv[1], create=True) as store:
 
 @pytest.mark.slow
 def test_a_checkpoint_in_more_packs_than_can_be_opened_is_an_error(store_path: Path) -> None:
-    """Loading it fails by name, with the remedy; all that needs fewer files at a time works."""
+    """Test that the error names the remedy, and that operations with fewer files work."""
     with Store.open(store_path, create=True) as store:
         for step in range(100):
             store.save({"x": torch.full((3000,), float(step))}, step=step)
@@ -60,7 +60,7 @@ def _seek(path: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_copy_is_looked_for_in_more_packs_than_can_be_opened(store_path: Path) -> None:
-    """Of a damaged frame another copy is taken; of one that has none the older checkpoint is, with a warning."""
+    """Test a damaged frame with another copy, and one without, which gives the older checkpoint with a warning."""
     with Store.open(store_path, create=True) as store:
         for step in range(90):
             store.save({"x": torch.full((3000,), float(step))}, step=step)
@@ -69,7 +69,7 @@ def test_a_copy_is_looked_for_in_more_packs_than_can_be_opened(store_path: Path)
     done = _seek(store_path)
     assert done.stdout == "88.0\n", done.stderr
     assert "SkippedCheckpointWarning" in done.stderr
-    # The same bytes in a store of their own are a second copy.
+    # The same bytes in a separate store are a second copy.
     with Store.open(store_path.with_name("other"), create=True) as other:
         other.save({"x": torch.full((3000,), 89.0)}, step=0)
     (copy,) = (store_path.with_name("other") / "packs").glob("*.pack")

@@ -1,4 +1,4 @@
-"""A reader that is overtaken by deletions finds a checkpoint as long as one exists at every moment."""
+"""Test that a reader overtaken by deletions finds a checkpoint if one exists at every moment."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from asymcheck.types import Part
 
 
 class Overtaken(Files):
-    """Before it opens a manifest, the trainer beside it saves a step and deletes those before."""
+    """Saves a step and deletes the previous ones before a manifest is opened."""
 
     def __init__(self, trainer: Store, times: int, *, save: bool = True) -> None:
         self.trainer = trainer
@@ -24,7 +24,7 @@ class Overtaken(Files):
         self.step = 1
 
     def open_read(self, path: Path) -> int:
-        """Let the trainer work, then open."""
+        """Run the trainer, then open."""
         if path.suffix == ".manifest" and self.left:
             self.left -= 1
             if self.save:
@@ -42,7 +42,7 @@ def _save(store: Store, step: int) -> None:
 
 @pytest.fixture
 def trainer(store_path: Path) -> Iterator[Store]:
-    """The store of a training that keeps one checkpoint."""
+    """Return the store of a training that keeps one checkpoint."""
     with Store.open(store_path, create=True) as store:
         _save(store, 1)
         yield store
@@ -54,38 +54,38 @@ def _reader(trainer: Store, files: Files) -> Store:
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_reader_takes_a_checkpoint_saved_meanwhile(trainer: Store, times: int) -> None:
-    """Everything listed first is gone; it lists again, without a warning."""
+    """Test that the reader lists again after all listed checkpoints are gone, without a warning."""
     restored = _reader(trainer, Overtaken(trainer, times)).restore()
     assert restored.checkpoint.step == 1 + times
     assert restored.skipped == ()
 
 
 def test_a_reader_that_is_overtaken_for_ever_gives_up(trainer: Store) -> None:
-    """With the reasons of its last attempt."""
+    """Test that the error has the reasons of the last attempt."""
     with pytest.raises(InconsistentCheckpointError, match=r"is gone|was deleted"):
         _reader(trainer, Overtaken(trainer, 1000)).restore()
 
 
 def test_a_reader_of_one_step_is_not_given_another(trainer: Store) -> None:
-    """It asked for what is gone."""
+    """Test that a request for a deleted step is an error."""
     with pytest.raises(InconsistentCheckpointError, match="step 1"):
         _reader(trainer, Overtaken(trainer, 1)).restore(1)
 
 
 def test_a_reader_of_a_store_that_was_emptied_finds_nothing(trainer: Store) -> None:
-    """Deleted while it was reading, and nothing new: there is no checkpoint."""
+    """Test that a store that was emptied during the read has no checkpoint."""
     with pytest.raises(CheckpointNotFoundError):
         _reader(trainer, Overtaken(trainer, 1, save=False)).restore()
 
 
 class Completed(Files):
-    """Before an old manifest is opened, the last rank commits the newest checkpoint, and the old one is deleted."""
+    """Commits the last part of the newest checkpoint, and deletes the old one, before an old manifest is opened."""
 
     def __init__(self, trainer: Store, save_id: str) -> None:
         self.trainer, self.save_id, self.is_done = trainer, save_id, False
 
     def open_read(self, path: Path) -> int:
-        """Let the other rank work, then open."""
+        """Run the other rank, then open."""
         if path.suffix == ".manifest" and "-000000000001-" in str(path) and not self.is_done:
             self.is_done = True
             _save_part(self.trainer, 2, 1, self.save_id)
@@ -98,7 +98,7 @@ def _save_part(store: Store, step: int, rank: int, save_id: str) -> None:
 
 
 def test_reader_takes_a_checkpoint_completed_meanwhile(store_path: Path) -> None:
-    """One of two ranks had not committed at the time of the listing."""
+    """Test a checkpoint of which one of two ranks had not committed at the time of the listing."""
     with Store.open(store_path, create=True) as store:
         for step, ranks in ((1, 2), (2, 1)):
             save_id = new_save_id().hex()

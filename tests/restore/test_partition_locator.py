@@ -1,4 +1,4 @@
-"""The partitions of manifests are the same, however much they have in common."""
+"""Test that the partitions of manifests are found, whatever the manifests have in common."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _extents(first: int, count: int) -> tuple[Extent, ...]:
 
 @pytest.mark.slow
 def test_columns_that_ranks_share_are_counted_once_and_others_all() -> None:
-    """Replicas, beside ranks with partitions of their own, with fewer, and with none."""
+    """Test replicas, and ranks with their own partitions, with fewer, and with none."""
     held = [_extents(0, 3), _extents(0, 3), _extents(3, 3), _extents(0, 2), (), _extents(2, 2)]
     for ranks in itertools.permutations(held, 4):
         files = [

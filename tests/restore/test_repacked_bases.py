@@ -1,4 +1,4 @@
-"""Encoded partitions and their bases are repacked without a change of any bit."""
+"""Test that encoded partitions and their bases are repacked without a change of any bit."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::asymcheck.errors.SkippedCheckpo
 
 
 def planes_of(step: int) -> Encoded:
-    """The partition of a step, encoded by itself."""
+    """Return the partition of a step in codec byte-planes."""
     return encode_planes(digest(plain_of(step)), memoryview(plain_of(step)), SEGMENTS)
 
 
 def zstd_of(step: int) -> Encoded:
-    """The same by another codec."""
+    """Return the partition of a step in codec zstd."""
     return encode_zstd(digest(plain_of(step)), memoryview(plain_of(step)))
 
 
 def store_of(path: Path, steps: tuple[int, ...], *packs: list[Encoded]) -> Path:
-    """A store with the weights of some steps, whose packs are these."""
+    """Return a store with the weights of some steps in these packs."""
     save_steps(path, *steps)
     for old in (path / "packs").glob("*.pack"):
         old.unlink()
@@ -42,7 +42,7 @@ def store_of(path: Path, steps: tuple[int, ...], *packs: list[Encoded]) -> Path:
 
 
 def entries_of(store: Store, step: int) -> list[Entries]:
-    """The index entries of every copy of the weights of a step."""
+    """Return the index entries of every copy of the weights of a step."""
     found = []
     for pack_id in store.training.opened.tier.pack_ids():
         pack = store.training.opened.tier.open_pack(pack_id)
@@ -52,7 +52,7 @@ def entries_of(store: Store, step: int) -> list[Entries]:
 
 
 def test_copied_frame_keeps_codec_and_base(store_path: Path) -> None:
-    """A chain of two deltas in mostly garbage packs is moved, not encoded again."""
+    """Test a chain of two deltas in mostly garbage packs, which is moved and not encoded again."""
     garbage = [[planes_of(step) for step in range(start, start + 3)] for start in (10, 20, 30)]
     chain = [planes_of(0), delta_of(1, 0), delta_of(2, 1)]
     path = store_of(store_path, (2,), *([*dead, one] for dead, one in zip(garbage, chain, strict=True)))
@@ -68,7 +68,7 @@ def test_copied_frame_keeps_codec_and_base(store_path: Path) -> None:
 
 
 def test_retention_keeps_needed_bases(store_path: Path) -> None:
-    """Partitions stay while a kept checkpoint needs them."""
+    """Test that partitions stay while a kept checkpoint needs them."""
     path = store_of(store_path, (0, 1, 2), [planes_of(0)], [delta_of(1, 0)], [delta_of(2, 1)])
     with Store.open(path, config=CONFIG, create=True) as store:
         pruned = store.prune(Retention(keep_last=1))
@@ -78,9 +78,9 @@ def test_retention_keeps_needed_bases(store_path: Path) -> None:
 
 
 def test_a_delta_does_not_stand_for_a_full_frame(store_path: Path) -> None:
-    """Of two copies the full one lies among garbage: it is copied, or chains that end in it would grow."""
+    """Test that a full frame among garbage is copied, so that chains that end in it do not grow."""
     chain = [[planes_of(0)], *([delta_of(step, step - 1)] for step in range(1, 9))]
-    # Step 8 ends the longest chain that can be read, and is the base of step 9, whose chain ends in the full copy.
+    # Step 8 ends the longest allowed chain, and is the base of step 9, whose chain ends in the full copy.
     full = [*(planes_of(step) for step in range(20, 24)), zstd_of(8)]
     path = store_of(store_path, (8, 9), *chain, full, [delta_of(9, 8)])
     check_loads(path, 8, 9)
@@ -91,7 +91,7 @@ def test_a_delta_does_not_stand_for_a_full_frame(store_path: Path) -> None:
 
 
 def test_a_full_frame_stands_for_a_delta(store_path: Path) -> None:
-    """A delta among garbage is not copied when its bytes lie in full elsewhere; its base is not needed for it."""
+    """Test that a delta among garbage is not copied if its bytes are stored in full elsewhere."""
     garbage = [planes_of(step) for step in range(20, 24)]
     path = store_of(store_path, (1,), [planes_of(0)], [*garbage, delta_of(1, 0)], [planes_of(1)])
     with Store.open(path, config=CONFIG, create=True) as store:
@@ -103,14 +103,14 @@ def test_a_full_frame_stands_for_a_delta(store_path: Path) -> None:
 
 
 def damaged_pack(path: Path, *encoded: Encoded) -> Path:
-    """Write a pack whose index is damaged, but none of its frames."""
+    """Write a pack with a damaged index and intact frames."""
     pack = write_pack(path, *encoded)
     flip(pack, (pack.stat().st_size - 4096 + 80) * 8)
     return pack
 
 
 def test_repair_takes_no_delta_for_a_full_frame(store_path: Path) -> None:
-    """The full copy that a shorter chain ends in is in a damaged pack: it is carried over beside a sound delta."""
+    """Test that a full frame of a damaged pack is copied although an intact delta exists."""
     chain = [[planes_of(0)], *([delta_of(step, step - 1)] for step in range(1, 9))]
     path = store_of(store_path, (8, 9), *chain, [delta_of(9, 8)])
     damaged = damaged_pack(path, planes_of(8))
@@ -123,7 +123,7 @@ def test_repair_takes_no_delta_for_a_full_frame(store_path: Path) -> None:
 
 
 def test_repair_leaves_no_circle_of_deltas(store_path: Path) -> None:
-    """Of two partitions each is a delta of the other in sound packs; in full they lie in a damaged one."""
+    """Test two partitions that are deltas on each other in intact packs, and full in a damaged pack."""
     path = store_of(store_path, (0, 1), [delta_of(0, 1)], [delta_of(1, 0)])
     damaged_pack(path, planes_of(0), planes_of(1))
     with Store.open(path, config=CONFIG, create=True) as store:
@@ -144,7 +144,7 @@ def test_repair_leaves_no_circle_of_deltas(store_path: Path) -> None:
 def test_repair_takes_a_delta_for_its_like_alone(
     store_path: Path, held: list[Encoded], elsewhere: list[Encoded], left: list[bytes]
 ) -> None:
-    """A delta of a damaged pack is carried over unless what lies elsewhere has the same base, or none."""
+    """Test that a delta of a damaged pack is copied unless a copy elsewhere has the same base, or none."""
     packs = [[planes_of(0)], [planes_of(1)], *([one] for one in elsewhere)]
     path = store_of(store_path, (0, 1, 2), *packs)
     damaged_pack(path, *held)

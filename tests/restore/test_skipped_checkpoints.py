@@ -1,4 +1,4 @@
-"""Skipped checkpoints are reported with reasons, at a bounded cost."""
+"""Test that skipped checkpoints are reported with reasons, at a bounded cost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from asymcheck.types import CheckpointRef, SaveId
 
 
 def test_neighbours_that_are_passed_over_for_one_reason_are_one_entry() -> None:
-    """And what others append between them stays where it is."""
+    """Test that entries of other reasons in between stay in order."""
     skipped: list[str] = []
     skips = SkippedCheckpoints(skipped)
     refs = [CheckpointRef(1, step, SaveId(bytes(16))) for step in range(9)]

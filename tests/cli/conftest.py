@@ -1,4 +1,4 @@
-"""Stores for the command line, and a fixture that calls it in this process."""
+"""Fixtures: stores for the command line, and a function that calls it in this process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asymcheck.cli.main import commands
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a command did."""
+    """Result of a command."""
 
     status: int
     out: str
@@ -25,14 +25,14 @@ class Outcome:
 
     @property
     def json(self) -> dict[str, object]:
-        """Its standard output as one JSON document."""
+        """Return the standard output, parsed as one JSON document."""
         document = json.loads(self.out)
         assert isinstance(document, dict)
         return document
 
 
 def run_command(*words: object) -> Outcome:
-    """Call the command line with some words, as in a pipe."""
+    """Run the command line with some arguments, as in a pipe."""
     result = CliRunner().invoke(commands, [str(word) for word in words])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -41,13 +41,13 @@ def run_command(*words: object) -> Outcome:
 
 @pytest.fixture
 def call() -> Callable[..., Outcome]:
-    """Call the command line with some words, as in a pipe."""
+    """Return a function that runs the command line, as in a pipe."""
     return run_command
 
 
 @pytest.fixture
 def store(store_path: Path) -> Path:
-    """A store with a line of training, an abandoned branch and a second run."""
+    """Return a store with a line of training, an abandoned branch and a second run."""
     config = asymcheck.StoreConfig(partition_bytes=8192, bundle_below_bytes=4096, inline_bytes=64)
     weight = torch.arange(10_000, dtype=torch.float32)
     with asymcheck.Store.open(store_path, config=config, create=True) as opened:

@@ -1,4 +1,4 @@
-"""Rings as left by a killed process, created without one."""
+"""Create rings that look like rings of a killed process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.storage.ring_cases import make_ring, put
 
 
 def leave_ring(store: Path, folder: Path) -> Path:
-    """Leave a ring with two captures, one durable and one of which nothing can be read, and return its path."""
+    """Create a ring with a durable and an unreadable capture, and return its path."""
     with Store.open(store, read_only=True) as opened:
         store_id = bytes.fromhex(opened.usage().store_id)
     ring = make_ring(folder, ring_id=os.urandom(16), store_id=store_id, store=str(store), run="default")

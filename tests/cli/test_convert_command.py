@@ -1,4 +1,4 @@
-"""`asymcheck restore` and `asymcheck convert`: output, and no files after a refusal."""
+"""Test `asymcheck restore` and `asymcheck convert`: output, and no files after a refusal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Call = Callable[..., Outcome]
 
 
 def test_a_model_goes_in_and_out(call: Call, tmp_path: Path) -> None:
-    """A file into a new store, and out again under another name, with the same bytes."""
+    """Test a file into a new store, and out again under another name, with the same bytes."""
     tensors = {"a": torch.randn(1000), "b": torch.arange(5)}
     safetensors.torch.save_file(tensors, tmp_path / "m.safetensors")
     outcome = call("convert", tmp_path / "m.safetensors", tmp_path / "store", "--step", 4)
@@ -35,7 +35,7 @@ def test_a_model_goes_in_and_out(call: Call, tmp_path: Path) -> None:
 
 
 def test_bytes_in_the_manifest_are_not_counted_as_known(call: Call, tmp_path: Path) -> None:
-    """A first save of a few bytes has written all of them, though into no pack."""
+    """Test that a first save of a few bytes counts all of them as written, although no pack has them."""
     safetensors.torch.save_file({"a": torch.ones(3), "b": torch.ones(2)}, tmp_path / "small.safetensors")
     safetensors.torch.save_file({"a": torch.ones(3), "b": torch.ones(1000)}, tmp_path / "large.safetensors")
     for name, told in (("small", "20 B, all in the manifest"), ("large", "3.9 KiB, 3.9 KiB newly stored")):
@@ -46,7 +46,7 @@ def test_bytes_in_the_manifest_are_not_counted_as_known(call: Call, tmp_path: Pa
 
 
 def test_left_out_values_are_listed(call: Call, tmp_path: Path) -> None:
-    """With a format that keeps them."""
+    """Test that the message recommends a format that keeps the values."""
     with Store.open(tmp_path / "store", create=True) as store:
         store.save({"model": {"w": torch.ones(3)}, "epoch": 3, "lr": 0.1}, step=1)
     outcome = call("restore", tmp_path / "store", "--to", tmp_path / "m.safetensors")
@@ -55,7 +55,7 @@ def test_left_out_values_are_listed(call: Call, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, b"", b"not safetensors at all"])
 def test_a_source_that_cannot_be_read_makes_no_store(call: Call, tmp_path: Path, content: bytes | None) -> None:
-    """Status 2, or 3 when there is none, and nothing new in the folder."""
+    """Test status 2, or 3 for a missing source, and that no file is created."""
     source = tmp_path / "m.safetensors"
     if content is not None:
         source.write_bytes(content)
@@ -77,7 +77,7 @@ def test_a_source_that_cannot_be_read_makes_no_store(call: Call, tmp_path: Path,
     ids=["set", "surrogate", "key", "depth"],
 )
 def test_unsupported_value_creates_no_store(call: Call, tmp_path: Path, state: object, problem: str) -> None:
-    """Status 2, with the path in the file, and nothing new in the folder."""
+    """Test status 2 with the path in the file, and that no file is created."""
     torch.save(state, tmp_path / "m.pt")
     outcome = call("convert", tmp_path / "m.pt", tmp_path / "store")
     assert outcome.status == exit_status.USAGE
@@ -87,7 +87,7 @@ def test_unsupported_value_creates_no_store(call: Call, tmp_path: Path, state: o
 
 
 def test_a_tensor_of_too_many_dimensions_makes_no_store(call: Call, tmp_path: Path) -> None:
-    """Of any format: what no manifest can say is known before there is a store."""
+    """Test every format: what a manifest cannot store is known before a store is created."""
     entry = {"dtype": "U8", "shape": [1] * 65, "data_offsets": [0, 1]}
     (tmp_path / "m.safetensors").write_bytes(raw({"a.w": entry}, b"x"))
     torch.save({"w": torch.empty_strided([1] * 65, [1] * 65)}, tmp_path / "m.pt")
@@ -102,14 +102,14 @@ def test_a_tensor_of_too_many_dimensions_makes_no_store(call: Call, tmp_path: Pa
 
 @pytest.mark.parametrize("words", [("--step", -3), ("--step", 1 << 70), ("--run", "a/b")])
 def test_options_that_cannot_be_make_no_store(call: Call, tmp_path: Path, words: tuple[object, ...]) -> None:
-    """Status 2, before anything is created."""
+    """Test status 2, before anything is created."""
     safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "m.safetensors")
     assert call("convert", tmp_path / "m.safetensors", tmp_path / "store", *words).status == exit_status.USAGE
     assert [path.name for path in tmp_path.iterdir()] == ["m.safetensors"]
 
 
 def test_a_suffix_that_is_not_known(call: Call, tmp_path: Path) -> None:
-    """No folder of that name, in either direction."""
+    """Test both directions; no folder of that name is created."""
     safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "m.safetensors")
     assert call("convert", tmp_path / "m.safetensors", tmp_path / "store").status == exit_status.OK
     outcome = call("convert", tmp_path / "store", tmp_path / "a.txt")
@@ -120,7 +120,7 @@ def test_a_suffix_that_is_not_known(call: Call, tmp_path: Path) -> None:
 
 
 def test_one_side_must_be_a_store(call: Call, tmp_path: Path) -> None:
-    """Neither two files nor two stores."""
+    """Test two files, and two stores."""
     safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "m.safetensors")
     outcome = call("convert", tmp_path / "m.safetensors", tmp_path / "m.pt")
     assert (outcome.status, "must be a store" in outcome.err) == (exit_status.USAGE, True)
@@ -131,7 +131,7 @@ def test_one_side_must_be_a_store(call: Call, tmp_path: Path) -> None:
 
 
 def test_a_damaged_newest_checkpoint_shows_in_the_status(call: Call, tmp_path: Path) -> None:
-    """The older one is written; the message on standard error says why."""
+    """Test that the older checkpoint is written, with a message on standard error."""
     with Store.open(tmp_path / "store", create=True) as store:
         for step in (1, 2):
             store.save({"a": torch.full((10_000,), step)}, step=step)
@@ -144,7 +144,7 @@ def test_a_damaged_newest_checkpoint_shows_in_the_status(call: Call, tmp_path: P
 
 
 def test_completion_is_a_script_for_the_shell(call: Call) -> None:
-    """Each shell's own, with the program's name."""
+    """Test the script of each shell, with the name of the program."""
     for shell in ("bash", "zsh", "fish"):
         outcome = call("completion", shell)
         assert outcome.status == exit_status.OK
@@ -174,7 +174,7 @@ def trained(folder: Path) -> Path:
     ids=["folder", "file", "glob", "convert"],
 )
 def test_prefixed_names_are_reported(call: Call, tmp_path: Path, words: tuple[str, ...]) -> None:
-    """In a model file of a whole state, each name begins with its part, so other programs find no weights."""
+    """Test a model file of a whole state, in which other programs find no weights."""
     places = {"store": trained(tmp_path), "out": tmp_path / "out"}
     outcome = call(*(word.format(**places) for word in words))
     assert outcome.status == exit_status.OK
@@ -185,19 +185,19 @@ def test_prefixed_names_are_reported(call: Call, tmp_path: Path, words: tuple[st
 
 @pytest.mark.parametrize("words", [("--part", "model", "--to", "{out}.safetensors"), ("--to", "{out}.pt")])
 def test_expected_export_has_no_hints(call: Call, tmp_path: Path, words: tuple[str, ...]) -> None:
-    """A part by its own names, or a format that keeps the structure."""
+    """Test a part with its own names, and a format that keeps the structure."""
     outcome = call("restore", trained(tmp_path), *(word.format(out=tmp_path / "out") for word in words))
     assert (outcome.status, outcome.err) == (exit_status.OK, "")
 
 
 def test_hints_are_in_the_document(call: Call, tmp_path: Path) -> None:
-    """For programs."""
+    """Test the hints in JSON output."""
     document = call("restore", trained(tmp_path), "--to", tmp_path / "out", "--json").json
     assert len(document["hints"]) == 2  # type: ignore[arg-type]  # JSON
 
 
 def test_model_folder_without_configuration_is_reported(call: Call, tmp_path: Path) -> None:
-    """With one, it is not."""
+    """Test a folder without a configuration, and one with it."""
     store, folder = trained(tmp_path), tmp_path / "configured"
     folder.mkdir()
     words = ("restore", store, "--part", "model", "--to")
@@ -210,7 +210,7 @@ def test_model_folder_without_configuration_is_reported(call: Call, tmp_path: Pa
 
 
 def test_convert_takes_a_part_as_well(call: Call, tmp_path: Path) -> None:
-    """Of a store; of anything else there is none to take."""
+    """Test a part of a store; other sources have no parts."""
     outcome = call("convert", trained(tmp_path), tmp_path / "m.safetensors", "--part", "model.transformer")
     assert (outcome.status, outcome.err) == (exit_status.OK, "")
     assert "m.safetensors: 2 tensors" in outcome.out
@@ -233,20 +233,20 @@ def test_convert_takes_a_part_as_well(call: Call, tmp_path: Path) -> None:
     ],
 )
 def test_sizes_have_units(text: str, expected: int) -> None:
-    """Those of transformers, and those of 1024."""
+    """Test decimal units, as in transformers, and binary units."""
     assert parse_size(click.Context(commands), click.Option(["--x"]), text) == expected
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "", "KB", "200XB", "0.0001KB", "1e9", "200kib", "1.5.5", "²GB"])
 def test_invalid_size_is_refused(call: Call, tmp_path: Path, text: str) -> None:
-    """With valid alternatives."""
+    """Test that the error lists valid alternatives."""
     outcome = call("restore", trained(tmp_path), "--to", tmp_path / "o", "--max-shard-size", text)
     assert outcome.status == exit_status.USAGE
     assert "give bytes, or a number with KB" in outcome.err or "less than one byte" in outcome.err
 
 
 def test_a_size_cuts_a_folder_and_nothing_else(call: Call, tmp_path: Path) -> None:
-    """Where it has no effect, that is said."""
+    """Test the message for a format on which the size has no effect."""
     words = ("restore", trained(tmp_path), "--part", "model", "--max-shard-size", "0.2KB", "--to")
     assert call(*words, tmp_path / "o").status == exit_status.OK
     assert len(list((tmp_path / "o").glob("*.safetensors"))) == 2
@@ -254,7 +254,7 @@ def test_a_size_cuts_a_folder_and_nothing_else(call: Call, tmp_path: Path) -> No
 
 
 def test_existing_step_is_reported(call: Call, tmp_path: Path) -> None:
-    """The new checkpoint differs only by its save id."""
+    """Test that the message names the save id of the new checkpoint."""
     safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "m.safetensors")
     words = ("convert", tmp_path / "m.safetensors", tmp_path / "store")
     assert call(*words).err == ""
@@ -265,7 +265,7 @@ def test_existing_step_is_reported(call: Call, tmp_path: Path) -> None:
 
 
 def test_a_warning_is_a_message(call: Call, tmp_path: Path) -> None:
-    """Not Python's own form of it, with a line of click's."""
+    """Test that the message has neither Python's format nor a line of click."""
     safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "m.safetensors")
     words = ("convert", tmp_path / "m.safetensors", tmp_path / "store", "--step")
     assert call(*words, 5).err == ""
@@ -276,7 +276,7 @@ def test_a_warning_is_a_message(call: Call, tmp_path: Path) -> None:
 
 
 def test_one_is_singular(call: Call, tmp_path: Path) -> None:
-    """1 tensor, 1 value."""
+    """Test 1 tensor and 1 value."""
     with Store.open(tmp_path / "store", create=True) as store:
         store.save({"w": torch.ones(3), "epoch": 3}, step=1)
     outcome = call("restore", tmp_path / "store", "--to", tmp_path / "m.safetensors")
@@ -287,7 +287,7 @@ def test_one_is_singular(call: Call, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("which", ["source", "target"])
 def test_inaccessible_path_is_named(call: Call, store: Path, tmp_path: Path, which: str) -> None:
-    """With the message of the operating system, and without output."""
+    """Test the message of the operating system, without output."""
     name = tmp_path / f"{'a' * 300}.pt"
     words = (name, tmp_path / "new") if which == "source" else (store, name)
     outcome = call("convert", *words)
@@ -296,7 +296,7 @@ def test_inaccessible_path_is_named(call: Call, store: Path, tmp_path: Path, whi
 
 
 def test_left_out_files_of_a_model_folder_are_listed(call: Call, tmp_path: Path) -> None:
-    """The optimizer of a Trainer, sub-folders, links to elsewhere."""
+    """Test the optimizer of a Trainer, subfolders, and links out of the folder."""
     folder = tmp_path / "model"
     (folder / "onnx").mkdir(parents=True)
     safetensors.torch.save_file({"a": torch.ones(3)}, folder / "model.safetensors")

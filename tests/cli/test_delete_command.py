@@ -1,4 +1,4 @@
-"""``asymcheck delete`` deletes the checkpoints of a step, and nothing else."""
+"""Test that ``asymcheck delete`` deletes the checkpoints of a step, and nothing else."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Call = Callable[..., Outcome]
 
 
 def steps(store: Path, run: str = "default") -> list[int]:
-    """Return the steps that are there."""
+    """Return the existing steps."""
     with asymcheck.Store.open(store, read_only=True) as opened:
         return [item.step for item in opened.checkpoints(run)]
 
 
 def test_a_step_is_deleted(call: Call, store: Path) -> None:
-    """What is deleted is named, with what gives the room back."""
+    """Test that the output names deleted checkpoints, and the command that frees the space."""
     with asymcheck.Store.open(store, read_only=True) as opened:
         save_id = opened.checkpoints()[0].save_id
     outcome = call("delete", store, 10, "--yes")
@@ -37,13 +37,13 @@ def test_a_step_is_deleted(call: Call, store: Path) -> None:
 
 
 def test_suggested_commands_are_quoted(call: Call, store: Path) -> None:
-    """A path may contain a space."""
+    """Test a path with a space."""
     there = store.rename(store.with_name("my store"))
     assert call("delete", there, 10, "--yes").out.endswith(f": asymcheck gc '{there}'\n")
 
 
 def test_nothing_is_deleted_unasked(call: Call, store: Path) -> None:
-    """In a pipe it takes --yes; the message says what would go."""
+    """Test that --yes is required in a pipe; the message lists the checkpoints."""
     outcome = call("delete", store, 10)
     assert (outcome.status, outcome.out) == (exit_status.USAGE, "")
     assert "pass --yes to delete run default, step 10 (generation 1, save " in outcome.err
@@ -53,7 +53,7 @@ def test_nothing_is_deleted_unasked(call: Call, store: Path) -> None:
 @pytest.mark.slow(quick=["y\\n-0-left0"])
 @pytest.mark.parametrize(("answer", "status", "left"), [("y\n", 0, [20, 30, 25]), ("n\n", 2, [10, 20, 30, 25])])
 def test_terminal_asks_for_confirmation(store: Path, answer: str, status: int, left: list[int]) -> None:
-    """And follows the answer."""
+    """Test both answers."""
     reader, terminal = pty.openpty()
     try:
         os.write(reader, answer.encode())
@@ -75,7 +75,7 @@ def test_terminal_asks_for_confirmation(store: Path, answer: str, status: int, l
 
 
 def test_one_generation_of_a_step(call: Call, store: Path) -> None:
-    """The abandoned one, for instance; without a choice all of them go."""
+    """Test a generation, for instance the abandoned one; without it, all are deleted."""
     with asymcheck.Store.open(store, create=True) as opened:
         opened.save({"x": 1}, step=30)
     outcome = call("delete", store, 30, "--generation", 3, "--yes")
@@ -90,7 +90,7 @@ def test_one_generation_of_a_step(call: Call, store: Path) -> None:
 
 
 def test_another_run(call: Call, store: Path) -> None:
-    """Only there."""
+    """Test that other runs are not changed."""
     assert call("delete", store, 1, "--yes").status == exit_status.NOT_FOUND
     assert call("delete", store, 1, "--run", "other", "--yes").status == exit_status.OK
     assert (steps(store, "other"), steps(store)) == ([], [10, 20, 30, 25])
@@ -98,6 +98,6 @@ def test_another_run(call: Call, store: Path) -> None:
 
 
 def test_json(call: Call, store: Path) -> None:
-    """One document."""
+    """Test that the output is one document."""
     document = call("delete", store, 20, "--yes", "--json").json
     assert [item["step"] for item in document["deleted"]] == [20]  # type: ignore[attr-defined]  # JSON

@@ -1,4 +1,4 @@
-"""``asymcheck diff`` shows what changed between two checkpoints."""
+"""Test that ``asymcheck diff`` shows changes between two checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rows(outcome: Outcome, name: str) -> list[list[str]]:
 
 
 def test_changes_and_norms(call: Call, store: Path) -> None:
-    """One row for the change and one for the norms, sums below; status 0 although the states differ."""
+    """Test a row for the change and a row for the norms, sums above, and status 0 for different states."""
     outcome = call("diff", store, 10, 20)
     assert (outcome.status, outcome.err) == (0, "")
     change, norms = rows(outcome, "optimizer.0.exp_avg")
@@ -33,13 +33,13 @@ def test_changes_and_norms(call: Call, store: Path) -> None:
 
 
 def test_the_sums_come_before_the_tables(call: Call, store: Path) -> None:
-    """A table may have hundreds of rows."""
+    """Test the order for tables of hundreds of rows."""
     lines = [line.split() for line in call("diff", store, 10, 20).out.splitlines() if line.strip()]
     assert [line[0] for line in lines[:6]] == ["A", "B", "tensors:", "values:", "bytes:", "tensor"]
 
 
 def test_equal_checkpoints(call: Call, store: Path) -> None:
-    """No table, and the sums."""
+    """Test the sums without a table."""
     outcome = call("diff", store, 20, 20)
     assert outcome.status == 0
     assert "tensors: 2 unchanged (50.8 KiB)\n" in outcome.out
@@ -47,14 +47,14 @@ def test_equal_checkpoints(call: Call, store: Path) -> None:
 
 
 def test_values_and_runs(call: Call, store: Path) -> None:
-    """A plain value that is gone; a checkpoint of another run by its name."""
+    """Test a plain value that only A has, and a checkpoint of another run by its name."""
     assert rows(call("diff", store, 20, 25), "lr") == [["lr", "0.1", "(none)"]]
     assert "A  default  step 20" in call("diff", store, 20, "other@1").out
     assert "B  other  step 1 " in call("diff", store, 20, "other@1").out
 
 
 def test_only_some_tensors_without_reading(call: Call, store: Path) -> None:
-    """A glob chooses, and --no-norms needs no pack."""
+    """Test a glob, and --no-norms, which needs no pack."""
     for pack in (store / "packs").iterdir():
         pack.unlink()
     outcome = call("diff", store, 10, 20, "--no-norms", "--tensors", "opt*")
@@ -64,7 +64,7 @@ def test_only_some_tensors_without_reading(call: Call, store: Path) -> None:
 
 
 def test_a_step_that_was_saved_twice_says_so(call: Call, store: Path) -> None:
-    """The other one is named by its save id, which can be given."""
+    """Test that the output shows the other save id, which diff accepts."""
     import asymcheck
 
     with asymcheck.Store.open(store, create=True) as opened:
@@ -78,7 +78,7 @@ def test_a_step_that_was_saved_twice_says_so(call: Call, store: Path) -> None:
 
 
 def test_damage_while_reading(call: Call, store: Path) -> None:
-    """Status 4, with frame, pack and tensor."""
+    """Test status 4 with frame, pack and tensor."""
     import asymcheck
 
     with asymcheck.Store.open(store, read_only=True) as opened:
@@ -100,7 +100,7 @@ def test_damage_while_reading(call: Call, store: Path) -> None:
 
 
 def test_several_ranks(call: Call, store_path: Path) -> None:
-    """Their tensors have the same names: both tables say of which rank each row is."""
+    """Test that both tables have a column for the rank, because tensor names are equal."""
     with Store.open(store_path, create=True) as opened:
         for step in (1, 2):
             save_id = f"{time.time_ns():016x}{step:016x}"

@@ -1,4 +1,4 @@
-"""``asymcheck doctor`` shows measurements and recommendations."""
+"""Test that ``asymcheck doctor`` shows measurements and recommendations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Call = Callable[..., Outcome]
 
 
 def test_measures_and_advises(call: Call, store: Path) -> None:
-    """Tables of facts and codecs, then an entry for each thing to configure; how much is written is said before."""
+    """Test the tables, the entries, and the message about written bytes, which comes first."""
     with asymcheck.Store.open(store, create=True) as opened:
         opened.save({"model": {"weight": torch.randn(1_500_000)}}, step=40)
     before = sorted(path.name for path in (store / "packs").iterdir())
@@ -44,7 +44,7 @@ def test_measures_and_advises(call: Call, store: Path) -> None:
 
 @pytest.mark.slow
 def test_an_empty_store_needs_a_size(call: Call, store_path: Path) -> None:
-    """Without checkpoints it cannot know what to advise for; with a size it can."""
+    """Test that --state-size is required without checkpoints."""
     asymcheck.Store.open(store_path, create=True).close()
     outcome = call("doctor", store_path, "--quick")
     assert outcome.status == 0
@@ -59,7 +59,7 @@ def test_an_empty_store_needs_a_size(call: Call, store_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_tiny_state_leaves_nothing_to_tune(call: Call, store_path: Path) -> None:
-    """No packs of 4 KiB, no ring of 34 bytes, and no checkpoint every few milliseconds."""
+    """Test that no tiny pack, ring or interval is recommended."""
     with asymcheck.Store.open(store_path, create=True) as opened:
         opened.save({"w": torch.ones(4), "n": 1}, step=1)
     outcome = call("doctor", store_path, "--quick")
@@ -71,13 +71,13 @@ def test_a_tiny_state_leaves_nothing_to_tune(call: Call, store_path: Path) -> No
 
 @pytest.mark.parametrize("span", ["0", "-1h", "1w", "1h30", "h", "1e3", "٣h", ""])
 def test_a_span_that_is_none(call: Call, store: Path, span: str) -> None:
-    """Status 2, and what to give."""
+    """Test status 2 with valid alternatives."""
     outcome = call("doctor", store, f"--mtbf={span}")
     assert outcome.status == 2
     assert "give seconds, or a number with s, min, h or d" in outcome.err
 
 
 def test_no_store_is_made(call: Call, tmp_path: Path) -> None:
-    """Status 3 where there is none."""
+    """Test status 3 for a missing store."""
     assert call("doctor", tmp_path / "none", "--quick").status == 3
     assert not (tmp_path / "none").exists()

@@ -1,4 +1,4 @@
-"""``asymcheck du`` shows the disk usage of a store."""
+"""Test that ``asymcheck du`` shows the disk usage of a store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Call = Callable[..., Outcome]
 
 
 def test_checkpoints_roles_and_totals(call: Call, store: Path) -> None:
-    """A row for each checkpoint and role, and for each part of the store."""
+    """Test a row for each checkpoint, role, and part of the store."""
     outcome = call("du", store)
     assert (outcome.status, outcome.err) == (0, "")
     rows = [line.split() for line in outcome.out.splitlines() if line.strip()]
@@ -25,14 +25,14 @@ def test_checkpoints_roles_and_totals(call: Call, store: Path) -> None:
 
 
 def test_one_run(call: Call, store: Path) -> None:
-    """Its checkpoints only; a run that is not there is status 3."""
+    """Test its checkpoints, and status 3 for a missing run."""
     document = call("du", store, "--run", "other", "--json").json
     assert [item["step"] for item in document["accounting"]["checkpoints"]] == [1]  # type: ignore[index]  # JSON
     assert call("du", store, "--run", "nobody").status == 3
 
 
 def test_garbage_after_a_deletion(call: Call, store: Path) -> None:
-    """What gc would free is named as such."""
+    """Test that freeable garbage is shown."""
     with asymcheck.Store.open(store, create=True) as opened:
         opened.delete(25)
     outcome = call("du", store)
@@ -40,7 +40,7 @@ def test_garbage_after_a_deletion(call: Call, store: Path) -> None:
 
 
 def test_a_lost_pack_costs_checkpoints(call: Call, store: Path) -> None:
-    """Status 1, and it says how many."""
+    """Test status 1 with the number of lost checkpoints."""
     max((store / "packs").iterdir(), key=lambda path: path.stat().st_size).unlink()
     outcome = call("du", store)
     assert outcome.status == 1
@@ -53,7 +53,7 @@ def test_a_lost_pack_costs_checkpoints(call: Call, store: Path) -> None:
 
 
 def test_a_damaged_index_costs_none(call: Call, store: Path) -> None:
-    """Status 6: the frames are found by scanning."""
+    """Test status 6, because a scan finds the frames."""
     path = max((store / "packs").iterdir(), key=lambda path: path.stat().st_size)
     data = bytearray(path.read_bytes())
     data[20] ^= 1
@@ -64,7 +64,7 @@ def test_a_damaged_index_costs_none(call: Call, store: Path) -> None:
 
 
 def test_a_damaged_manifest(call: Call, store: Path) -> None:
-    """Status 1: what it needs is unknown."""
+    """Test status 1, because the packs of the manifest are unknown."""
     (manifest,) = next((store / "manifests" / "default").iterdir()).iterdir()
     manifest.write_bytes(b"x")
     outcome = call("du", store)
@@ -74,7 +74,7 @@ def test_a_damaged_manifest(call: Call, store: Path) -> None:
 
 
 def test_an_empty_store(call: Call, store_path: Path) -> None:
-    """No checkpoints, and the totals."""
+    """Test the totals without checkpoints."""
     asymcheck.Store.open(store_path, create=True).close()
     outcome = call("du", store_path)
     assert outcome.status == 0

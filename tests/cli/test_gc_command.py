@@ -1,4 +1,4 @@
-"""``asymcheck gc`` with retention lists deletions and reasons, and deletes nothing in a dry run."""
+"""Test ``asymcheck gc`` with retention: deletions and reasons are listed, and a dry run deletes nothing."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Call = Callable[..., Outcome]
 
 
 def steps(store: Path, run: str = "default") -> list[tuple[int, int]]:
-    """Return the steps that are there, with their generations."""
+    """Return the existing steps with their generations."""
     with asymcheck.Store.open(store, read_only=True) as opened:
         return [(item.step, item.generation) for item in opened.checkpoints(run)]
 
 
 def lines(outcome: Outcome) -> list[str]:
-    """Return what was printed, without the save ids and the sentence about packs."""
+    """Return the output without save ids and without the sentence about packs."""
     assert (outcome.status, outcome.err) == (exit_status.OK, "")
     return [line.partition(", save ")[0] + line.partition(")")[2] for line in outcome.out.splitlines()[:-1]]
 
 
 def test_dry_run_lists_deletions_and_reasons(call: Call, store: Path) -> None:
-    """And bytes to be freed; the real run says the same in the past tense."""
+    """Test also the bytes to be freed; the real run reports the same in the past tense."""
     before = steps(store)
     outcome = call("gc", store, "--keep-last", 1, "--dry-run")
     assert lines(outcome) == [
@@ -65,13 +65,13 @@ def test_dry_run_lists_deletions_and_reasons(call: Call, store: Path) -> None:
     ids=lambda value: " ".join(map(str, value)),
 )
 def test_each_rule_is_an_option(call: Call, store: Path, words: list[object], left: list[int]) -> None:
-    """With the meaning that it has in Python."""
+    """Test that each option has the meaning of the Python argument."""
     assert call("gc", store, *words).status == exit_status.OK
     assert [step for step, _ in steps(store)] == left
 
 
 def test_another_run_is_named(call: Call, store: Path) -> None:
-    """Or none is: the default run is, not all of them."""
+    """Test a named run, and the default run, but never all runs."""
     with asymcheck.Store.open(store, create=True) as opened:
         opened.save({"x": 1}, step=2, run="other")
     assert call("gc", store, "--keep-last", 1, "--run", "other").status == exit_status.OK
@@ -82,7 +82,7 @@ def test_another_run_is_named(call: Call, store: Path) -> None:
 
 
 def test_copied_partitions_are_reported(call: Call, store_path: Path) -> None:
-    """Of packs that were mostly garbage."""
+    """Test packs that were mostly garbage."""
     shared = torch.arange(1 << 18)
     with asymcheck.Store.open(store_path, create=True) as opened:
         for step in range(2):
@@ -94,7 +94,7 @@ def test_copied_partitions_are_reported(call: Call, store_path: Path) -> None:
 
 
 def test_packs_in_use_are_counted() -> None:
-    """One is singular."""
+    """Test the singular."""
     words = [_summary(Collected(busy_packs=count), dry_run=False).partition("needed; ")[2] for count in (0, 1, 2)]
     assert words == ["", "skipped 1 pack in use", "skipped 2 packs in use"]
 
@@ -114,7 +114,7 @@ def test_packs_in_use_are_counted() -> None:
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else None,
 )
 def test_wrong_words_delete_nothing(call: Call, store: Path, words: list[object], message: str) -> None:
-    """The message says what to give."""
+    """Test that the message says what to pass."""
     before = steps(store)
     outcome = call("gc", store, *words)
     assert outcome.status == exit_status.USAGE

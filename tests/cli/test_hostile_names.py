@@ -1,4 +1,4 @@
-"""Hostile names: control characters are escaped for terminals, but not in JSON."""
+"""Test hostile names: control characters are escaped for terminals, but not in JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHOWN = r"a\x1b]0;owned\x07\x1b[2J\nasymcheck: all is well\r\u202eb\x9bü×"
 
 @pytest.fixture
 def hostile(call: Call, tmp_path: Path) -> Path:
-    """A store of a file that somebody else has written, with a second step in which its tensor is another one."""
+    """Return a store of an untrusted file, with a second step in which its tensor differs."""
     (tmp_path / "m.safetensors").write_bytes(raw({HOSTILE: U8}, b"x"))
     assert call("convert", tmp_path / "m.safetensors", tmp_path / "store").status == exit_status.OK
     with Store.open(tmp_path / "store", create=True) as store:
@@ -45,7 +45,7 @@ def hostile(call: Call, tmp_path: Path) -> Path:
     ids=" ".join,
 )
 def test_no_name_is_obeyed(call: Call, hostile: Path, words: tuple[str, ...]) -> None:
-    """In tables, in lines, and in messages; each name is in one line."""
+    """Test tables, lines and messages; each name stays in one line."""
     outcome = call(*(word.format(hostile) for word in words))
     text = outcome.out + outcome.err
     assert SHOWN in text
@@ -54,7 +54,7 @@ def test_no_name_is_obeyed(call: Call, hostile: Path, words: tuple[str, ...]) ->
 
 
 def test_hostile_tensor_name_in_a_report(call: Call, hostile: Path) -> None:
-    """Also in reports of damage."""
+    """Test reports of damage."""
     with Store.open(hostile, create=True) as store:
         store.save({HOSTILE: torch.ones(9000)}, step=2)
     max((hostile / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns).unlink()
@@ -65,12 +65,12 @@ def test_hostile_tensor_name_in_a_report(call: Call, hostile: Path) -> None:
 
 
 def test_json_keeps_names_unescaped(call: Call, hostile: Path) -> None:
-    """JSON is not interpreted by a terminal."""
+    """Test that JSON, which no terminal interprets, has the original name."""
     tensors = call("inspect", hostile, "--step", 0, "--json").json["tensors"]
     assert [item["name"] for item in tensors] == [f"model.{HOSTILE}"]  # type: ignore[attr-defined]  # JSON
 
 
 def test_printable_names_are_not_escaped() -> None:
-    """Only other characters are."""
+    """Test that only control characters are escaped."""
     assert output.printable("ü × − 日本 'a\\b'") == "ü × − 日本 'a\\b'"
     assert output.printable("\ud800\U000e0001\u00a0") == r"\ud800\U000e0001\xa0"

@@ -1,4 +1,4 @@
-"""``asymcheck inspect`` shows the content of a store."""
+"""Test that ``asymcheck inspect`` shows the content of a store."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ PARTITION_KEYS = {"digest", "length", "partition_length", "pack", "frame", "code
 
 
 def test_the_table_names_the_newest_and_the_abandoned(call: Call, store: Path) -> None:
-    """One line a checkpoint; the abandoned step is named as such, and one checkpoint of each run is the newest."""
+    """Test one line a checkpoint, the abandoned step, and one newest checkpoint for each run."""
     outcome = call("inspect", store)
     assert outcome.status == 0
     lines = [line.split() for line in outcome.out.splitlines() if line.strip().startswith(("default", "other"))]
@@ -66,7 +66,7 @@ def test_the_table_names_the_newest_and_the_abandoned(call: Call, store: Path) -
 
 @pytest.mark.parametrize("command", ["inspect", "du"])
 def test_a_step_that_was_saved_twice_has_its_save_id(call: Call, store: Path, command: str) -> None:
-    """Else nothing would tell the two rows apart; a step in two generations is told apart by them."""
+    """Test rows that only differ by the save id; a step of two generations needs none."""
     assert " save " not in call(command, store).out
     with asymcheck.Store.open(store, create=True) as opened:
         saves = [opened.save({"x": 1}, step=40).save_id for _ in range(2)]
@@ -76,7 +76,7 @@ def test_a_step_that_was_saved_twice_has_its_save_id(call: Call, store: Path, co
 
 
 def test_json_of_checkpoints_has_its_documented_keys(call: Call, store: Path) -> None:
-    """The document has exactly the promised keys, and numbers that JSON lacks are null."""
+    """Test that the keys are exactly the documented ones, and that numbers that JSON lacks are null."""
     document = call("inspect", store, "--json").json
     assert set(document) == {"store", "usage", "checkpoints", "remote", "there"}
     assert set(document["usage"]) == {"store_id", "packs", "pack_bytes", "pooled_packs", "pooled_bytes"}  # type: ignore[call-overload]  # JSON
@@ -88,7 +88,7 @@ def test_json_of_checkpoints_has_its_documented_keys(call: Call, store: Path) ->
 
 
 def test_tensors_of_a_step(call: Call, store: Path) -> None:
-    """With --step the tensors are listed with dtype, shape, bytes, partitions and where they lie."""
+    """Test dtype, shape, bytes, partitions and packs of each tensor."""
     document = call("inspect", store, "--step", 20, "--json").json
     assert set(document) == {"checkpoint", "tensors"}
     tensors = {item["name"]: item for item in document["tensors"]}  # type: ignore[attr-defined]  # JSON
@@ -107,21 +107,21 @@ def test_tensors_of_a_step(call: Call, store: Path) -> None:
 
 
 def test_where_is_about_tensors(call: Call, store: Path) -> None:
-    """Of a list of checkpoints it would say nothing."""
+    """Test that a list of checkpoints refuses the option."""
     outcome = call("inspect", store, "--where")
     assert outcome.status == exit_status.USAGE
     assert "--where" in outcome.err
 
 
 def test_tensors_by_glob_of_the_newest(call: Call, store: Path) -> None:
-    """--tensors alone looks into the newest checkpoint of the run."""
+    """Test --tensors without a step."""
     document = call("inspect", store, "--tensors", "model.*", "--json").json
     assert document["checkpoint"]["step"] == 25  # type: ignore[index]  # JSON
     assert [item["name"] for item in document["tensors"]] == ["model.weight"]  # type: ignore[attr-defined]  # JSON
 
 
 def test_a_missing_partition_is_shown(call: Call, store: Path) -> None:
-    """When a pack is lost, inspect still lists the tensors and says which bytes are missing."""
+    """Test that tensors of a lost pack are listed with the missing bytes."""
     for pack in (store / "packs").iterdir():
         pack.unlink()
     outcome = call("inspect", store, "--step", 20)
@@ -131,7 +131,7 @@ def test_a_missing_partition_is_shown(call: Call, store: Path) -> None:
 
 
 def test_missing_run(call: Call, store: Path) -> None:
-    """A typing error is not reported as an empty store."""
+    """Test that a mistyped run does not look like an empty store."""
     for name in ("inspect", "verify", "log", "du"):
         outcome = call(name, store, "--run", "nope")
         assert outcome.status == exit_status.NOT_FOUND
@@ -139,7 +139,7 @@ def test_missing_run(call: Call, store: Path) -> None:
 
 
 def test_damage_shows_in_the_status(call: Call, store: Path) -> None:
-    """A damaged manifest, then a lost head record: status 6, a hint at verify, and nothing is called newest."""
+    """Test a damaged manifest and a lost head record: status 6, a hint at verify, and no newest checkpoint."""
     manifest = max((store / "manifests" / "default").rglob("*.manifest"))
     manifest.write_bytes(b"x")
     outcome = call("inspect", store)
@@ -154,7 +154,7 @@ def test_damage_shows_in_the_status(call: Call, store: Path) -> None:
 
 
 def test_an_empty_store_says_so(call: Call, store_path: Path) -> None:
-    """A store without checkpoints is no error."""
+    """Test that a store without checkpoints is no error."""
     asymcheck.Store.open(store_path, create=True).close()
     outcome = call("inspect", store_path)
     assert (outcome.status, "no checkpoints yet" in outcome.out) == (0, True)
@@ -164,14 +164,14 @@ def test_an_empty_store_says_so(call: Call, store_path: Path) -> None:
     "frames", [([1, 2, 3, 7], "1-3, 7"), ([4], "4"), ([9, 1], "1, 9")], ids=["mixed", "one", "two"]
 )
 def test_frame_numbers_are_shown_as_ranges(frames: tuple[list[int], str]) -> None:
-    """Runs of frame numbers are joined."""
+    """Test that consecutive frame numbers are joined."""
     from asymcheck.cli.inspect_command import _frames
 
     assert _frames(frames[0]) == frames[1]
 
 
 def test_plain_values(call: Call, store_path: Path) -> None:
-    """Of the newest checkpoint or a step, all or those of a glob, long ones without their middle; no tensors."""
+    """Test the newest checkpoint or a step, all values or a glob, and shortened long values, without tensors."""
     long = "x" * 1000
     state = {"w": torch.ones(3), "epoch": 3, "optimizer": {"lr": 0.1, "betas": (0.9, 0.95)}, "note": long, "empty": []}
     with asymcheck.Store.open(store_path, create=True) as opened:
@@ -207,7 +207,7 @@ def test_long_lists_of_plain_values_are_abbreviated(call: Call, store_path: Path
 
 
 def test_plain_values_of_several_ranks(call: Call, store_path: Path) -> None:
-    """Each rank has its own: a column says whose."""
+    """Test that a column shows the rank of each value."""
     save_id = f"{time.time_ns():032x}"
     with asymcheck.Store.open(store_path, create=True) as opened:
         for rank in range(2):
@@ -218,7 +218,7 @@ def test_plain_values_of_several_ranks(call: Call, store_path: Path) -> None:
 
 
 def test_replicated_tensors_count_once(call: Call, store_path: Path, tmp_path: Path) -> None:
-    """In the header, in the rows, and as in a restore."""
+    """Test the header, the rows, and a restore."""
     save_id = f"{time.time_ns():032x}"
     with asymcheck.Store.open(store_path, create=True) as opened:
         for rank in range(2):
@@ -231,7 +231,7 @@ def test_replicated_tensors_count_once(call: Call, store_path: Path, tmp_path: P
 
 
 def test_a_narrow_terminal_gets_whole_words(call: Call, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It wraps the lines; else a column would be a character wide."""
+    """Test that lines wrap instead of columns of one character."""
     monkeypatch.setattr("asymcheck.cli.output.console", lambda: Console(width=40))
     rows = [line for line in call("inspect", store).out.splitlines() if line.startswith(" default")]
     assert len(rows) == 4
@@ -239,7 +239,7 @@ def test_a_narrow_terminal_gets_whole_words(call: Call, store: Path, monkeypatch
 
 
 def test_one_save_of_a_step(call: Call, store: Path, tmp_path: Path) -> None:
-    """By the digits that are shown where a step was saved twice; for restore, too."""
+    """Test the digits that are shown for a step that was saved twice, also for restore."""
     with asymcheck.Store.open(store, create=True) as opened:
         opened.save({"again": 1}, step=30, generation=2)
         first, second = [one for one in opened.checkpoints("default") if one.step == 30]
@@ -255,14 +255,14 @@ def test_one_save_of_a_step(call: Call, store: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", ["9" * 5000, "-1", "1.0", ""])
 def test_invalid_checkpoint_name(call: Call, store: Path, step: str) -> None:
-    """A usage error, whatever Python thinks of such a number."""
+    """Test that the error is a usage error."""
     outcome = call("inspect", store, "--step", step)
     assert outcome.status == 2
     assert "give a step, or save:DIGITS" in outcome.err
 
 
 def test_one_save_of_a_step_is_pushed_and_pulled(call: Call, store: Path, tmp_path: Path) -> None:
-    """Push and pull take what the other commands take."""
+    """Test that push and pull accept the same names."""
     with asymcheck.Store.open(store, create=True) as opened:
         opened.save({"again": 1}, step=30, generation=2)
         first = next(one for one in opened.checkpoints("default") if one.step == 30)

@@ -1,4 +1,4 @@
-"""Locations of checkpoints: a store and a remote location side by side."""
+"""Test the locations of checkpoints: a store with a remote location."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.cli.conftest import Outcome
 
 @pytest.fixture
 def location(store: Path, tmp_path: Path) -> str:
-    """Step 10 lies there and here; step 20 only there; the others only here."""
+    """Return a location and a store: step 10 is in both, step 20 only remote, the others only local."""
     place = f"file://{tmp_path}/remote"
     with Store.open(store, create=True) as opened:
         opened.push(place, 10)
@@ -27,7 +27,7 @@ def location(store: Path, tmp_path: Path) -> str:
 
 
 def rows(outcome: Outcome) -> dict[tuple[str, str], str]:
-    """What a table says of each run and step."""
+    """Return the locations of each run and step in a table."""
     found = {}
     for line in outcome.out.splitlines():
         words = line.split()
@@ -38,12 +38,12 @@ def rows(outcome: Outcome) -> dict[tuple[str, str], str]:
 
 
 def check_schema(document: dict[str, object], name: str) -> None:
-    """A document is what its schema says."""
+    """Check a document against its schema."""
     jsonschema.validate(document, json.loads((REPOSITORY / "docs" / "schemas" / f"{name}.json").read_text()))
 
 
 def test_inspect_shows_the_locations(store: Path, location: str, call: Callable[..., Outcome]) -> None:
-    """Also of checkpoints that only the remote location has."""
+    """Test also checkpoints that only the remote location has."""
     assert rows(call("inspect", store, "--remote", location)) == {
         ("default", "10"): "local, remote",
         ("default", "20"): "remote",
@@ -58,7 +58,7 @@ def test_inspect_shows_the_locations(store: Path, location: str, call: Callable[
 
 
 def test_log_shows_the_locations(store: Path, location: str, call: Callable[..., Outcome]) -> None:
-    """In the order of the line, with remote-only checkpoints at the end."""
+    """Test the order of the line, with remote-only checkpoints at the end."""
     out = call("log", store, "--remote", location).out
     lines = [line for line in out.splitlines() if line.startswith("step")]
     assert [line.rpartition("(")[2] for line in lines] == ["newest, local)", "local, remote)"]
@@ -69,7 +69,7 @@ def test_log_shows_the_locations(store: Path, location: str, call: Callable[...,
 
 
 def test_inspect_finds_a_remote_run(location: str, call: Callable[..., Outcome], tmp_path: Path) -> None:
-    """An unknown run is an error that lists the known ones."""
+    """Test that the error for an unknown run lists the known ones."""
     with Store.open(tmp_path / "new", create=True) as opened:
         opened.save({"x": 1}, step=1, run="mine")
     found = call("inspect", tmp_path / "new", "--remote", location, "--run", "default")
@@ -84,14 +84,14 @@ def test_inspect_finds_a_remote_run(location: str, call: Callable[..., Outcome],
 def test_a_pull_of_nothing_makes_no_store(
     location: str, call: Callable[..., Outcome], tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    """The next one goes on."""
+    """Test that the next pull succeeds."""
     assert call("pull", location, tmp_path / "new", *words).status == exit_status.NOT_FOUND
     assert not (tmp_path / "new").exists()
     assert call("pull", location, tmp_path / "new").status == 0
 
 
 def test_local_commands_refuse_a_location(location: str, call: Callable[..., Outcome]) -> None:
-    """With the alternative."""
+    """Test that the error names the alternative."""
     pruned = call("gc", location, "--keep-last", "1")
     assert (pruned.status, "Push(keep=...)" in pruned.err) == (exit_status.USAGE, True)
     repaired = call("verify", location, "--repair")
@@ -99,7 +99,7 @@ def test_local_commands_refuse_a_location(location: str, call: Callable[..., Out
 
 
 def test_contradictory_options(store: Path, location: str, call: Callable[..., Outcome], tmp_path: Path) -> None:
-    """Are an error."""
+    """Test that contradictory options raise an error."""
     assert call("inspect", store, "--remote", location, "--step", "10").status == 2
     assert call("inspect", store, "--remote", location, "--tier", "memory").status == 2
     assert call("inspect", store, "--remote", f"file://{tmp_path}/nothing").status != 0
@@ -109,7 +109,7 @@ def test_contradictory_options(store: Path, location: str, call: Callable[..., O
 
 
 def test_a_location_is_checked_without_its_frames(location: str, call: Callable[..., Outcome], tmp_path: Path) -> None:
-    """Lengths, indexes and manifests are; a flipped bit inside of a frame is found by --deep alone."""
+    """Test lengths, indexes and manifests; only --deep detects a flipped bit inside of a frame."""
     assert call("verify", location).out.splitlines()[-1] == "frames were not read; pass --deep to read and check them"
     packs = sorted((tmp_path / "remote" / "packs").iterdir(), key=lambda path: path.stat().st_size)
     whole = packs[-1].read_bytes()

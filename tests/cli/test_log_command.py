@@ -1,4 +1,4 @@
-"""``asymcheck log`` shows the history of a run."""
+"""Test that ``asymcheck log`` shows the history of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def headings(outcome: Outcome) -> list[str]:
 
 
 def test_line_newest_first_with_branches(call: Call, store: Path) -> None:
-    """One entry per checkpoint, a dashed line at each branch, and the number of hidden ones."""
+    """Test one entry per checkpoint, a dashed line at each branch, and the number of hidden entries."""
     outcome = call("log", store)
     assert (outcome.status, outcome.err) == (0, "")
     lines = headings(outcome)
@@ -38,14 +38,14 @@ def test_line_newest_first_with_branches(call: Call, store: Path) -> None:
 
 
 def test_all_marks_abandoned_checkpoints(call: Call, store: Path) -> None:
-    """The abandoned step has a mark, and no other one."""
+    """Test that only the abandoned step has a mark."""
     lines = headings(call("log", store, "--all"))
     assert [line.split("  ")[0] for line in lines if line.endswith("(abandoned)")] == ["step 30"]
     assert not any("not shown" in line for line in lines)
 
 
 def test_a_damaged_manifest_is_marked(call: Call, store: Path) -> None:
-    """It is hidden but counted; --all gives the reason. Status 0, as from inspect."""
+    """Test that it is hidden and counted, that --all shows the reason, and status 0, as for inspect."""
     (manifest,) = next(
         path for path in (store / "manifests" / "default").iterdir() if "-000000000010-" in path.name
     ).iterdir()
@@ -60,7 +60,7 @@ def test_a_damaged_manifest_is_marked(call: Call, store: Path) -> None:
 
 
 def test_a_lost_head_record(call: Call, store: Path) -> None:
-    """Status 4, for nobody knows the line; with --all everything is shown, and the status is 6."""
+    """Test status 4, because the line is unknown; with --all, all entries are shown with status 6."""
     (store / "heads" / "default" / "00000002.head").write_bytes(bytes(8192))
     assert call("log", store).status == 4
     outcome = call("log", store, "--all")
@@ -71,7 +71,7 @@ def test_a_lost_head_record(call: Call, store: Path) -> None:
 
 
 def test_a_step_that_was_saved_twice(call: Call, store_path: Path) -> None:
-    """On step 5, "after step 5" would mean nothing."""
+    """Test that no entry of step 5 says "after step 5"."""
     with asymcheck.Store.open(store_path, create=True) as opened:
         for _ in range(2):
             opened.save({"x": 1}, step=5)
@@ -79,7 +79,7 @@ def test_a_step_that_was_saved_twice(call: Call, store_path: Path) -> None:
 
 
 def test_an_older_step_that_was_saved_later(call: Call, store_path: Path) -> None:
-    """Spans of time are not negative."""
+    """Test that durations are not negative."""
     with asymcheck.Store.open(store_path, create=True) as opened:
         opened.save({"x": 1}, step=5)
         with pytest.warns(asymcheck.errors.StepOrderWarning):
@@ -90,7 +90,7 @@ def test_an_older_step_that_was_saved_later(call: Call, store_path: Path) -> Non
 
 
 def test_runs(call: Call, store: Path, tmp_path: Path) -> None:
-    """Another run by name; one that is not there is status 3; an empty store says so."""
+    """Test a named run, status 3 for a missing run, and the message for an empty store."""
     assert "step 1  " in call("log", store, "--run", "other").out
     outcome = call("log", store, "--run", "nobody")
     assert (outcome.status, "it has runs default, other" in outcome.err) == (3, True)

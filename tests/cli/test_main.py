@@ -1,4 +1,4 @@
-"""Common behaviour of all commands: help, exit statuses, and messages on standard error."""
+"""Test common behaviour of all commands: help, exit statuses, and messages on standard error."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ WORDS = {
     "push": ("file:///nowhere/remote",),
     "restore": ("--to", "out.safetensors"),
 }
-"""What a command needs after the store."""
+"""Arguments that a command needs after the store."""
 
 
 @pytest.mark.parametrize("name", sorted(commands.commands))
 def test_help_lists_the_exit_statuses(call: Call, name: str) -> None:
-    """Every command's help names each status."""
+    """Test that the help of every command names each status."""
     text = call(name, "--help").out
     statuses = [
         exit_status.OK,
@@ -48,7 +48,7 @@ def test_help_lists_the_exit_statuses(call: Call, name: str) -> None:
 
 
 def test_the_page_says_the_same_of_each_status() -> None:
-    """Whoever reads one of the two knows all that a status may mean."""
+    """Test that docs/cli.md and the help list the same statuses."""
     page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text("utf-8")
     shown = re.findall(r"^\| (\d+) \| (.+) \|$", page, re.MULTILINE)
     listed = re.findall(r"^ *(\d+)  ((?:.|\n {5})+)$", exit_status.HELP, re.MULTILINE)
@@ -57,7 +57,7 @@ def test_the_page_says_the_same_of_each_status() -> None:
 
 @pytest.mark.parametrize("name", sorted(commands.commands))
 def test_help_shows_no_escape(call: Call, name: str) -> None:
-    """Click's mark for "do not wrap this" is the character, not a backslash and a letter; examples keep their lines."""
+    """Test that click's marker for "do not wrap" is not printed, and that examples keep their lines."""
     text = call(name, "--help").out
     assert "\\b" not in text
     assert "\b" not in text
@@ -67,7 +67,7 @@ def test_help_shows_no_escape(call: Call, name: str) -> None:
 
 
 def test_an_empty_store_is_called_empty(call: Call, tmp_path: Path) -> None:
-    """By every command that looks for a checkpoint or a run in it."""
+    """Test every command that looks for a checkpoint or a run."""
     asymcheck.Store.open(tmp_path / "store", create=True).close()
     for words in (
         ("inspect", "--step", 1),
@@ -84,7 +84,7 @@ def test_an_empty_store_is_called_empty(call: Call, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["inspect", "verify", "log", "du"])
 def test_missing_run_in_all_commands(call: Call, store: Path, name: str) -> None:
-    """All list the existing runs in the same words."""
+    """Test that all commands list the existing runs in the same words."""
     outcome = call(name, store, "--run", "nobody")
     assert outcome.status == exit_status.NOT_FOUND
     assert outcome.err.endswith("has no run 'nobody'; it has runs default, other\n")
@@ -96,7 +96,7 @@ def test_missing_run_in_all_commands(call: Call, store: Path, name: str) -> None
     ids=["inspect", "diff", "safetensors", "pt"],
 )
 def test_a_glob_that_matches_nothing(call: Call, store: Path, words: tuple[object, ...]) -> None:
-    """Status 2, with what could be matched, from every command that takes one."""
+    """Test status 2 with the existing names, for every command with a glob."""
     outcome = call(words[0], store, *words[1:], "--tensors", "modle.*")
     assert (outcome.status, outcome.out) == (exit_status.USAGE, "")
     assert "tensors='modle.*' matches no name in" in outcome.err
@@ -105,16 +105,16 @@ def test_a_glob_that_matches_nothing(call: Call, store: Path, words: tuple[objec
 
 
 NAMES = sorted(set(commands.commands) - {"completion", "pull"})
-"""The commands that take a store; pull takes a remote location, and makes the store."""
+"""Commands with a store argument; pull reads a remote location and creates its store."""
 
 
 STORES = sorted(set(NAMES) - {"convert"})
-"""Those to which nothing else can be given: convert takes files of other formats as well."""
+"""Commands that accept only stores; convert also accepts other formats."""
 
 
 @pytest.mark.parametrize("name", STORES)
 def test_a_missing_store(call: Call, name: str, tmp_path: Path) -> None:
-    """A store that is not there: status 3, the path in the message, and nothing is created."""
+    """Test status 3 with the path, and that nothing is created."""
     outcome = call(name, tmp_path / "nowhere", *WORDS.get(name, ()))
     assert outcome.status == exit_status.NOT_FOUND
     assert f"cannot open store {tmp_path / 'nowhere'}: it does not exist" in outcome.err
@@ -123,7 +123,7 @@ def test_a_missing_store(call: Call, name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", STORES)
 def test_a_foreign_directory(call: Call, name: str, tmp_path: Path) -> None:
-    """A directory that is not a store: status 3, and it says so."""
+    """Test status 3 for a directory that is not a store."""
     (tmp_path / "photo.jpg").write_bytes(b"x")
     outcome = call(name, tmp_path, *WORDS.get(name, ()))
     assert outcome.status == exit_status.NOT_FOUND
@@ -132,7 +132,7 @@ def test_a_foreign_directory(call: Call, name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_destroyed_descriptor(call: Call, name: str, store: Path) -> None:
-    """Both copies of the descriptor destroyed: status 4."""
+    """Test status 4 if both copies of the descriptor are destroyed."""
     (store / "asymcheck.store").write_bytes(bytes(8192))
     outcome = call(name, store, *WORDS.get(name, ()))
     assert outcome.status == exit_status.UNREADABLE
@@ -145,19 +145,19 @@ def test_a_destroyed_descriptor(call: Call, name: str, store: Path) -> None:
     ids=["inspect", "verify", "diff", "delete"],
 )
 def test_missing_step(call: Call, words: tuple[str, ...], store: Path) -> None:
-    """Status 3, and the message lists the existing steps."""
+    """Test status 3 with the existing steps."""
     outcome = call(words[0], store, *words[1:])
     assert outcome.status == exit_status.NOT_FOUND
     assert "it has steps 10, 20, 25, 30" in outcome.err
 
 
 def test_a_wrong_option(call: Call, store: Path) -> None:
-    """Status 2, by click."""
+    """Test status 2."""
     assert call("inspect", store, "--nonsense").status == exit_status.USAGE
 
 
 def test_the_installed_program_runs() -> None:
-    """``python -m asymcheck --version`` prints name and version."""
+    """Test that ``python -m asymcheck --version`` prints name and version."""
     done = subprocess.run([sys.executable, "-m", "asymcheck", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"asymcheck, version {__version__}\n"
 
@@ -167,14 +167,14 @@ def _run(words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_reader_that_has_seen_enough_is_no_damage(store: Path) -> None:
-    """As in `asymcheck inspect STORE | head -0`: the signal ends the program quietly, with no status of ours."""
+    """Test `asymcheck inspect STORE | head -0`: the signal ends the program without a message."""
     done = _run(f"{sys.executable} -m asymcheck inspect {store} | head -c0; echo ${{PIPESTATUS[0]}}")
     assert done.stdout.strip() in ("141", "0")
     assert done.stderr == ""
 
 
 def test_failed_output_is_reported(store: Path) -> None:
-    """A full disk under redirected output: status 5, not a traceback or the status of damage."""
+    """Test a full disk under redirected output: status 5, not a traceback or the status of damage."""
     done = _run(f"{sys.executable} -m asymcheck inspect {store} > /dev/full")
     assert done.returncode == exit_status.STORAGE
     assert done.stderr.startswith("asymcheck: cannot write the output: ")
@@ -192,14 +192,14 @@ def test_failed_output_is_reported(store: Path) -> None:
     ],
 )
 def test_messages_that_cannot_be_written_change_no_status(store: Path, words: str, status: int) -> None:
-    """It would be 1, which says that a checkpoint is lost."""
+    """Test that the status is not 1, which reports a lost checkpoint."""
     done = _run(f"{sys.executable} -m asymcheck {words.format(store=store)} 2> /dev/full")
     assert done.returncode == status
 
 
 @pytest.mark.slow
 def test_a_defect_has_a_status_of_its_own(store: Path) -> None:
-    """Python's own would be 1, which says that a checkpoint is lost."""
+    """Test that the status is not Python's 1, which reports a lost checkpoint."""
     script = "import asymcheck.store as s, asymcheck.cli; s.Store.checkpoints = None; asymcheck.cli.main()"
     done = _run(f"{sys.executable} -c '{script}' inspect {store}")
     assert done.returncode == exit_status.DEFECT
@@ -210,14 +210,14 @@ def test_a_defect_has_a_status_of_its_own(store: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_closed_stream_is_no_defect(store: Path, closed: str) -> None:
-    """As services start programs: what would be read is at its end, what would be printed goes nowhere."""
+    """Test a start by a service: closed input is at its end, and closed output is discarded."""
     command = f"{sys.executable} -m asymcheck"
     assert _run(f"{command} inspect {store} {closed}").returncode == exit_status.OK
     assert _run(f"{command} delete {store} 10 {closed}").returncode == exit_status.USAGE
 
 
 def test_the_number_of_a_closed_stream_stays_taken(store: Path) -> None:
-    """Or a file of the store would get it, and with it what is printed."""
+    """Test that no file of the store gets the descriptor, and with it the output."""
     script = "import asymcheck.cli, atexit, os; atexit.register(lambda: print(os.readlink('/proc/self/fd/2')))"
     done = _run(f'{sys.executable} -c "{script}; asymcheck.cli.main()" inspect {store} 2>&-')
     assert (done.returncode, done.stdout.splitlines()[-1]) == (exit_status.OK, "/dev/null")
@@ -225,7 +225,7 @@ def test_the_number_of_a_closed_stream_stays_taken(store: Path) -> None:
 
 @pytest.mark.slow
 def test_no_character_is_too_much_for_a_terminal(tmp_path: Path) -> None:
-    """Names and shapes are shown in escapes where its encoding lacks a character."""
+    """Test names and shapes with characters that the terminal's encoding lacks: they are escaped."""
     with asymcheck.Store.open(tmp_path / "store", create=True) as opened:
         opened.save({"ü→": torch.ones(5, 5)}, step=1)
     ascii_only = "PYTHONIOENCODING=ascii PYTHONUTF8=0"
@@ -241,7 +241,7 @@ def test_no_character_is_too_much_for_a_terminal(tmp_path: Path) -> None:
 def test_an_interrupt_is_no_damage_and_leaves_nothing_half_written(
     store: Path, tmp_path: Path, number: int, status: int
 ) -> None:
-    """Click's status would be 1, which says that a checkpoint is lost."""
+    """Test that the status is not click's 1, which reports a lost checkpoint."""
     script = (
         "import asymcheck.convert.export_target as f, asymcheck.cli, os, time\n"
         "def stop(self):\n"

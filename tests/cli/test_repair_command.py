@@ -1,4 +1,4 @@
-"""``asymcheck verify --repair`` and ``asymcheck rebuild-catalog``: output and exit status."""
+"""Test ``asymcheck verify --repair`` and ``asymcheck rebuild-catalog``: output and exit status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Call = Callable[..., Outcome]
 
 
 def test_all_is_repaired(call: Call, store: Path) -> None:
-    """Found, done, and nothing left: status 0; a second repair has nothing to do."""
+    """Test findings, repairs and status 0; a second repair finds nothing."""
     flip(store / "asymcheck.store", 20)
     flip(largest_pack(store), 40)
     assert call("verify", store).status == exit_status.WARNINGS
@@ -31,7 +31,7 @@ def test_all_is_repaired(call: Call, store: Path) -> None:
 
 
 def test_unrepaired_damage(call: Call, store: Path) -> None:
-    """A lost partition is named with its checkpoints and remedies; status 1; also in JSON."""
+    """Test a lost partition with its checkpoints and remedies, status 1, and the JSON output."""
     flip(largest_pack(store), 4096 + 300)
     outcome = call("verify", store, "--repair")
     assert outcome.status == exit_status.DAMAGED
@@ -48,7 +48,7 @@ def test_unrepaired_damage(call: Call, store: Path) -> None:
 
 
 def test_a_repair_is_of_the_whole_store(call: Call, store: Path) -> None:
-    """With --step or --run it is refused."""
+    """Test that --step and --run are refused."""
     for words in (("--step", 20), ("--run", "default")):
         outcome = call("verify", store, "--repair", *words)
         assert outcome.status == exit_status.USAGE
@@ -56,14 +56,14 @@ def test_a_repair_is_of_the_whole_store(call: Call, store: Path) -> None:
 
 
 def test_a_repair_makes_no_store(call: Call, tmp_path: Path) -> None:
-    """Where there is none, status 3, and nothing is created."""
+    """Test status 3 for a missing store, and that nothing is created."""
     for words in (("verify", "--repair"), ("rebuild-catalog",)):
         assert call(*words, tmp_path / "nowhere").status == exit_status.NOT_FOUND
     assert list(tmp_path.iterdir()) == []
 
 
 def test_rebuild(call: Call, store: Path) -> None:
-    """The content of the new catalog is printed; status 0."""
+    """Test that the content of the new catalog is printed, with status 0."""
     shutil.rmtree(store / "catalog")
     outcome = call("rebuild-catalog", store)
     assert outcome.status == exit_status.OK
@@ -73,7 +73,7 @@ def test_rebuild(call: Call, store: Path) -> None:
 
 
 def test_rebuild_leaves_out(call: Call, store: Path) -> None:
-    """A damaged pack is named, with the reason; status 6. In JSON too."""
+    """Test that a damaged pack is named with the reason, status 6, and the JSON output."""
     pack = largest_pack(store)
     flip(pack, 40)
     outcome = call("rebuild-catalog", store)

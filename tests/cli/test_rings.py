@@ -1,4 +1,4 @@
-"""Rings on the command line, simulated by a file; tests/crash has real ones."""
+"""Test rings on the command line, simulated by a file; tests/crash has real ones."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Call = Callable[..., Outcome]
 
 @pytest.mark.parametrize("words", [(), ("--json",)])
 def test_missing_ring_folder_is_an_error(call: Call, store: Path, tmp_path: Path, words: list[str]) -> None:
-    """A mistyped folder must not look like an empty one."""
+    """Test that a mistyped folder does not look like an empty folder."""
     outcome = call("inspect", store, "--tier", "memory", "--ring-folder", tmp_path / "nowhere", *words)
     assert (outcome.status, outcome.out) == (exit_status.NOT_FOUND, "")
     assert f"{tmp_path / 'nowhere'} does not exist" in outcome.err
 
 
 def test_a_command_that_takes_a_ring_up_is_quoted(call: Call, store: Path, tmp_path: Path) -> None:
-    """Paths may have spaces in them."""
+    """Test a path with a space."""
     there = store.rename(store.with_name("my store"))
     folder = tmp_path / "my rings"
     folder.mkdir()
@@ -36,7 +36,7 @@ def test_a_command_that_takes_a_ring_up_is_quoted(call: Call, store: Path, tmp_p
 def test_environment_names_the_ring_folder_at_use(
     call: Callable[..., Outcome], tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program may set the variable after the import."""
+    """Test a program that sets the variable after the import."""
     folder = tmp_path / "rings"
     folder.mkdir()
     leave_ring(store, folder)

@@ -1,4 +1,4 @@
-"""``--json`` output follows docs/schemas: every document is valid, and every property occurs."""
+"""Test that ``--json`` output follows docs/schemas: every document is valid, and every property occurs."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ WORDS: dict[str, list[tuple[str, ...]]] = {
     "doctor": [("--quick",), ("--quick", "--state-size", "1GB", "--mtbf", "3h")],
     "du": [(), ("--run", "other")],
 }
-"""The ways in which each command is called."""
+"""Calls of each command."""
 
 
 def schema_of(name: str) -> dict[str, Any]:
-    """Return the schema of a command, itself checked."""
+    """Return the schema of a command, after a check of the schema itself."""
     schema: dict[str, Any] = json.loads((SCHEMAS / f"{name}.json").read_text("utf-8"))
     jsonschema.Draft202012Validator.check_schema(schema)
     return schema
 
 
 def objects(schema: Any, where: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:  # noqa: ANN401 - JSON
-    """Yield each object schema with its place."""
+    """Yield each object schema with its path."""
     if isinstance(schema, dict):
         if "properties" in schema:
             yield where, schema
@@ -57,7 +57,7 @@ def objects(schema: Any, where: str = "#") -> Iterator[tuple[str, dict[str, Any]
 
 
 def seen_in(schema: dict[str, Any], where: str, root: dict[str, Any], value: Any) -> Iterator[str]:  # noqa: ANN401 - JSON
-    """Yield the places of the properties of a schema that a valid value has."""
+    """Yield the paths of the properties of a schema that a valid value has."""
     if "$ref" in schema:
         target = schema["$ref"]
         yield from seen_in(root["$defs"][target.rsplit("/", 1)[-1]], target, root, value)
@@ -76,7 +76,7 @@ def seen_in(schema: dict[str, Any], where: str, root: dict[str, Any], value: Any
 
 
 def damage(store: Path) -> None:
-    """Spoil a manifest, the largest pack and one copy of the descriptor."""
+    """Damage a manifest, the largest pack and one copy of the descriptor."""
     (manifest,) = next((store / "manifests" / "default").iterdir()).iterdir()
     manifest.write_bytes(b"x")
     pack = max((store / "packs").iterdir(), key=lambda path: path.stat().st_size)
@@ -87,7 +87,7 @@ def damage(store: Path) -> None:
 
 
 def test_every_command_has_a_schema() -> None:
-    """And every schema a command; those without --json have none."""
+    """Test that every schema belongs to a command; commands without --json have none."""
     with_json = {name for name, command in commands.commands.items() if "as_json" in {p.name for p in command.params}}
     assert {path.stem for path in SCHEMAS.glob("*.json")} == with_json
     assert with_json == set(WORDS)
@@ -95,7 +95,7 @@ def test_every_command_has_a_schema() -> None:
 
 @pytest.mark.parametrize("name", sorted(WORDS))
 def test_schemas_are_closed_and_described(name: str) -> None:
-    """No object allows a property without a name, all are required, and each is described."""
+    """Test that objects allow only named properties, all of which are required and described."""
     schema = schema_of(name)
     assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     found = list(objects(schema))
@@ -109,7 +109,7 @@ def test_schemas_are_closed_and_described(name: str) -> None:
 @pytest.mark.slow(quick=["restore"])
 @pytest.mark.parametrize("name", sorted(WORDS))
 def test_output_is_valid_and_every_property_occurs(call: Call, name: str, store: Path, tmp_path: Path) -> None:
-    """For a good store, an empty one and a damaged one."""
+    """Test an intact store, an empty one and a damaged one."""
     schema = schema_of(name)
     validator = jsonschema.Draft202012Validator(schema)
     asymcheck.Store.open(tmp_path / "empty", create=True).close()
@@ -144,7 +144,7 @@ def test_output_is_valid_and_every_property_occurs(call: Call, name: str, store:
     documents += documents_of(store)
     if name == "verify":
         documents.append(call(name, store, "--repair", "--json"))
-    # A command that fails prints its message on standard error and no document.
+    # A failing command prints a message on standard error and no document.
     printed = [outcome.json for outcome in documents if outcome.out]
     assert all(outcome.err for outcome in documents if not outcome.out)
     for document in printed:

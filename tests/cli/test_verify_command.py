@@ -1,4 +1,4 @@
-"""``asymcheck verify`` reads every byte, and reports damage in text, in JSON and by its exit status."""
+"""Test that ``asymcheck verify`` reads every byte, and reports damage in text, JSON and exit status."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def largest_pack(store: Path) -> Path:
 
 
 def test_a_sound_store(call: Call, store: Path) -> None:
-    """Nothing is found, the status is 0, and nothing is written to a pipe but the verdict."""
+    """Test status 0, and that only the verdict is printed to a pipe."""
     outcome = call("verify", store)
     assert outcome.status == 0
     assert outcome.out == "5 checkpoints checked: all can be restored\n"
@@ -37,7 +37,7 @@ def test_a_sound_store(call: Call, store: Path) -> None:
 
 
 def test_damage_that_costs_checkpoints(call: Call, store: Path) -> None:
-    """A flipped bit in a frame gives status 1 and names frame, tensor and the checkpoints that are lost."""
+    """Test a flipped bit in a frame: status 1, with frame, tensor and lost checkpoints."""
     flip(largest_pack(store), 4096 + 300)
     outcome = call("verify", store)
     assert outcome.status == 1
@@ -54,7 +54,7 @@ def test_damage_that_costs_checkpoints(call: Call, store: Path) -> None:
 
 
 def test_a_checkpoint_that_is_incomplete(call: Call, store: Path) -> None:
-    """It is no damage among others, but nobody is told that it can be restored."""
+    """Test that an incomplete checkpoint is no damage, and is not reported as restorable."""
     with asymcheck.Store.open(store, create=True) as opened:
         opened.save({"x": 1}, step=40, part=Part(0, 2, "18" + "0" * 30))
     outcome = call("verify", store)
@@ -71,7 +71,7 @@ def test_a_checkpoint_that_is_incomplete(call: Call, store: Path) -> None:
 
 
 def test_no_checkpoint_is_not_all_well(call: Call, store: Path) -> None:
-    """Those of a run that is gone are spoken of; whether they were deleted, only who trains knows."""
+    """Test a run without checkpoints, which is mentioned because they may have been deleted or lost."""
     assert "no-checkpoint" not in call("verify", store).out
     (store / "manifests" / "default").rename(store / "gone")
     outcome = call("verify", store)
@@ -84,7 +84,7 @@ def test_no_checkpoint_is_not_all_well(call: Call, store: Path) -> None:
 
 
 def test_damage_that_costs_nothing(call: Call, store: Path) -> None:
-    """One of two copies of a record is damaged: status 6, for nothing is lost yet."""
+    """Test one damaged copy of a record: status 6, because nothing is lost."""
     flip(store / "asymcheck.store", 20)
     outcome = call("verify", store)
     assert outcome.status == 6
@@ -92,14 +92,14 @@ def test_damage_that_costs_nothing(call: Call, store: Path) -> None:
 
 
 def test_one_step_only(call: Call, store: Path) -> None:
-    """With --step, damage that the step does not need is not looked at."""
+    """Test that with --step, other damage is not searched."""
     flip(largest_pack(store), 4096 + 300)
     assert call("verify", store, "--step", 25).status == 0
     assert call("verify", store, "--step", 20).status == 1
 
 
 def test_a_step_without_a_run_is_that_of_the_default_run(call: Call, store: Path) -> None:
-    """What another run has of that step is neither looked at nor counted, and --run chooses it."""
+    """Test that the step of another run is only checked with --run."""
     with asymcheck.Store.open(store, create=True) as opened:
         opened.save({"model": {"weight": torch.full((10_000,), 7.0)}}, step=25, run="other")
     flip(max((store / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns), 4096 + 300)
@@ -110,7 +110,7 @@ def test_a_step_without_a_run_is_that_of_the_default_run(call: Call, store: Path
 
 
 def test_a_document_says_whether_frames_were_read(call: Call, store: Path, tmp_path: Path) -> None:
-    """Of a store they are; of a location only with --deep."""
+    """Test a store, and a location with and without --deep."""
     location = (tmp_path / "there").as_uri()
     assert call("push", store, location).status == 0
     assert call("verify", store, "--json").json["deep"] is True

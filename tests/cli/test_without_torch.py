@@ -1,4 +1,4 @@
-"""Commands that do not create tensors do not import torch, which takes seconds."""
+"""Test that commands that create no tensors do not import torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ for words in json.loads(sys.argv[1]):
 
 @pytest.mark.slow
 def test_commands_without_tensors_need_no_torch(store: Path, tmp_path: Path) -> None:
-    """They do not even load it. Exporting a checkpoint, or measuring a GPU, does."""
+    """Test the imported modules. Only exports and GPU measurements import torch."""
     there = f"file://{tmp_path}/there"
     words = [
         ["--help"],

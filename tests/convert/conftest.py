@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture(scope="session")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all examples of a hypothesis test; each example writes its file anew."""
+    """Return one folder for all examples of a hypothesis test; each example overwrites its file."""
     return tmp_path_factory.mktemp("scratch")

@@ -1,4 +1,4 @@
-"""Safetensors files as raw bytes, valid or not."""
+"""Build safetensors files as raw bytes, valid or not."""
 
 import json
 import struct
@@ -9,22 +9,22 @@ import safetensors
 from asymcheck.convert.safetensors_format import DTYPE_TAGS, NewTensor, SafetensorsHeader, encode_header
 
 U8 = {"dtype": "U8", "shape": [], "data_offsets": [0, 1]}
-"""The entry of a tensor of one byte."""
+"""Entry of a tensor of one byte."""
 
 
 def raw(header: object, data: bytes = b"") -> bytes:
-    """Length, header (a JSON value, or its bytes as they stand) and data."""
+    """Return the bytes of a file from its length, header (a JSON value or raw bytes) and data."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
 
 
 def one(**changed: object) -> bytes:
-    """A file with one tensor of one byte, some of whose fields are changed."""
+    """Return a file with one tensor of one byte, with some changed fields."""
     return raw({"a": {**U8, **changed}}, b"x")
 
 
 def write(path: Path, tensors: list[tuple[NewTensor, bytes]], metadata: dict[str, str] | None = None) -> None:
-    """Write a file by the starts that `encode_header` gives."""
+    """Write a file with the header of `encode_header`."""
     head, starts = encode_header([tensor for tensor, _ in tensors], metadata)
     with path.open("wb") as file:
         file.write(head)
@@ -34,12 +34,12 @@ def write(path: Path, tensors: list[tuple[NewTensor, bytes]], metadata: dict[str
 
 
 def byte_tensor(name: str, length: int) -> NewTensor:
-    """A tensor of that many bytes."""
+    """Return a tensor of that many bytes."""
     return NewTensor(name, "uint8", (length,), length)
 
 
 def package_accepts(data: bytes) -> bool:
-    """Whether the `safetensors` package takes the bytes for a file."""
+    """Return whether the `safetensors` package accepts the bytes."""
     try:
         safetensors.deserialize(data)
     except safetensors.SafetensorError:
@@ -48,7 +48,7 @@ def package_accepts(data: bytes) -> bool:
 
 
 def same_tensors(header: SafetensorsHeader, data: bytes) -> bool:
-    """Whether names, types, shapes and bytes are those that the package finds."""
+    """Return whether names, types, shapes and bytes equal those of the package."""
     ours = {
         tensor.name: (DTYPE_TAGS[tensor.dtype], tensor.shape, data[tensor.start : tensor.start + tensor.nbytes])
         for tensor in header.tensors

@@ -1,4 +1,4 @@
-"""A file that changes while it is imported is refused."""
+"""Test that a file that changes while it is imported is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUMBERS = torch.arange(100_000, dtype=torch.float32)
 
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
-    """A new store."""
+    """Return a new store."""
     with Store.open(store_path, create=True) as opened:
         yield opened
 
@@ -60,17 +60,17 @@ Make = Callable[[Path], tuple[Path, Path]]
 
 
 def _write(path: Path) -> None:
-    """Change a byte in its place, as a program does that writes into the file."""
+    """Change a byte in place, like a program that writes into the file."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(-8, os.SEEK_END)
         file.write(b"x")
-    # A clock that ticks every few milliseconds may say the same as when the file was made.
+    # A coarse clock may return the time at which the file was created.
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
 
 
 def _grow(path: Path) -> None:
-    """Append to it, at the same time by a coarse clock."""
+    """Append to the file, at the same time by a coarse clock."""
     before = path.stat()
     with path.open("ab") as file:
         file.write(b"x")
@@ -83,7 +83,7 @@ def _grow(path: Path) -> None:
 def test_file_that_changes_during_the_import_is_refused(
     store: Store, tmp_path: Path, make: Make, change: Callable[[Path], None]
 ) -> None:
-    """In any format, with tensors anywhere; nothing is committed."""
+    """Test any format, and tensors at any position; nothing is committed."""
     source, changing = make(tmp_path)
     with foreign_state(source) as state:
         change(changing)
@@ -94,7 +94,7 @@ def test_file_that_changes_during_the_import_is_refused(
 
 
 def _after_header(monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object]) -> None:
-    """Have something done to a file when its header was read, and before its tensors are."""
+    """Change a file after its header was read, and before its tensors are."""
 
     def read_header(path: Path, *arguments: Any) -> Any:  # noqa: ANN401 - whatever the function takes
         header = safetensors_format.read_header(path, *arguments)
@@ -109,7 +109,7 @@ def _after_header(monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], obje
 def test_a_file_that_is_written_after_its_header_was_read_is_refused(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Though it has not changed since its tensors are read."""
+    """Test a file that does not change while its tensors are read."""
     (tmp_path / "model").mkdir()
     _safetensors(tmp_path / "model")
     _after_header(monkeypatch, _write)
@@ -122,7 +122,7 @@ def test_a_file_that_is_written_after_its_header_was_read_is_refused(
 def test_a_header_and_tensors_of_two_files_are_not_put_together(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """When another file takes the place of one whose header was read, the tensors are still of the first."""
+    """Test that tensors are read from the file of the header, although another file has replaced it."""
     (tmp_path / "model").mkdir()
     (tmp_path / "new").mkdir()
     _safetensors(tmp_path / "model")
@@ -134,7 +134,7 @@ def test_a_header_and_tensors_of_two_files_are_not_put_together(
 
 
 def test_replaced_file_is_read_to_its_end(store: Store, tmp_path: Path) -> None:
-    """A rename does not change an open file; also for tensors that are not contiguous ranges."""
+    """Test that a rename does not change an open file, also for tensors in several ranges."""
     conjugate = torch.randn(300, dtype=torch.complex64).conj()
     state = {"a": NUMBERS, "turned": NUMBERS.reshape(100, 1000).t(), "conj": conjugate}
     torch.save(state, tmp_path / "m.pt")

@@ -1,4 +1,4 @@
-"""Export to and import from other formats: round trips, refusals, and memory."""
+"""Test export to and import from other formats: round trips, refusals, and memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BIG = 600_000
 
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
-    """A new store."""
+    """Return a new store."""
     with Store.open(store_path, create=True) as opened:
         yield opened
 
@@ -63,7 +63,7 @@ def _state() -> dict[str, Any]:
 
 
 def test_a_part_becomes_a_safetensors_file(store: Store, tmp_path: Path) -> None:
-    """Names without the part's own, every dtype to the bit, tied tensors once with a note of their further names."""
+    """Test names without the part, every dtype, and tied tensors, which are stored once with their names."""
     state = _state()
     store.save(state, step=5)
     done = export_checkpoint(store, Output(tmp_path / "m.safetensors"), part="model")
@@ -80,7 +80,7 @@ def test_a_part_becomes_a_safetensors_file(store: Store, tmp_path: Path) -> None
 
 
 def test_unsupported_safetensors_content_is_named(store: Store, tmp_path: Path) -> None:
-    """Plain values are listed; an unsupported dtype is an error before any file exists."""
+    """Test that plain values are listed, and that an unsupported dtype is an error before any file exists."""
     store.save(_state(), step=1)
     done = export_checkpoint(store, Output(tmp_path / "all.safetensors"))
     assert done.left_out == ("optimizer.lr", "number", "epoch")
@@ -91,7 +91,7 @@ def test_unsupported_safetensors_content_is_named(store: Store, tmp_path: Path) 
 
 
 def test_a_whole_state_becomes_a_torch_file(store: Store, tmp_path: Path) -> None:
-    """Structure, plain values and ties stay; arrays become tensors, numpy numbers Python's; zip tools find no fault."""
+    """Test structure, plain values and ties; arrays become tensors, and zip tools accept the file."""
     state = _state()
     store.save(state, step=1)
     export_checkpoint(store, Output(tmp_path / "all.pt"))
@@ -106,7 +106,7 @@ def test_a_whole_state_becomes_a_torch_file(store: Store, tmp_path: Path) -> Non
 
 
 def test_real_training_state_goes_through_a_torch_file(store: Store, tmp_path: Path) -> None:
-    """Model, optimizer, schedule and random numbers, as a training loop has them."""
+    """Test model, optimizer, schedule and random numbers, as in a training loop."""
     model = torch.nn.Sequential(torch.nn.Linear(100, 300), torch.nn.BatchNorm1d(300))
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
@@ -123,7 +123,7 @@ def test_real_training_state_goes_through_a_torch_file(store: Store, tmp_path: P
 
 
 def test_torch_file_round_trip(store: Store, tmp_path: Path) -> None:
-    """Views, transposes, conjugates and ties; the bytes are read from the file, not loaded."""
+    """Test views, transposes, conjugates and ties; the bytes are read from the file, not loaded."""
     base = torch.randn(40, 50)
     state = {
         "base": base,
@@ -149,7 +149,7 @@ def test_torch_file_round_trip(store: Store, tmp_path: Path) -> None:
 
 
 def test_an_old_torch_file_is_read_as_well(store: Store, tmp_path: Path) -> None:
-    """Those of before torch 1.6 are no zip files."""
+    """Test a file of the format before torch 1.6, which is not a zip file."""
     torch.save({"a": torch.arange(5)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
     import_checkpoint(store, tmp_path / "a.pt")
     assert_same(store.load(), {"a": torch.arange(5)})
@@ -167,7 +167,7 @@ class _Touch:
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_nothing_in_a_torch_file_is_executed(store: Store, tmp_path: Path, zipped: bool) -> None:
-    """An object in it is an error that says what to do instead."""
+    """Test that an object in the file is an error with a remedy."""
     torch.save({"a": _Touch(tmp_path / "touched")}, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
     with pytest.raises(ForeignFileError, match=r"a\.pt.*Store\.save"):
         import_checkpoint(store, tmp_path / "a.pt")
@@ -177,7 +177,7 @@ def test_nothing_in_a_torch_file_is_executed(store: Store, tmp_path: Path, zippe
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_pickled_class_is_named(store: Store, tmp_path: Path, zipped: bool) -> None:
-    """In one sentence of our own: torch's is advice to trust the file."""
+    """Test that the error does not repeat torch's advice to trust the file."""
     torch.save({"args": argparse.Namespace(a=1)}, tmp_path / "f.pt", _use_new_zipfile_serialization=zipped)
     with pytest.raises(ForeignFileError) as caught:
         import_checkpoint(store, tmp_path / "f.pt")
@@ -190,7 +190,7 @@ def test_a_pickled_class_is_named(store: Store, tmp_path: Path, zipped: bool) ->
 def test_torch_write_failure_is_an_error_of_the_package(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
 ) -> None:
-    """Torch names neither file nor cause; a second write shows the error of the operating system."""
+    """Test a failure for which torch names neither file nor cause; a second write shows the system's error."""
     store.save({"a": torch.ones(3)}, step=1)
     pwritev = os.pwritev
 
@@ -214,7 +214,7 @@ def test_torch_write_failure_is_an_error_of_the_package(
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"PK\x03\x04" + bytes(1000), b"not at all", bytes(5000)])
 def test_invalid_torch_file_is_refused(store: Store, tmp_path: Path, content: bytes) -> None:
-    """By name, without a traceback of torch."""
+    """Test that the error names the file, without a traceback of torch."""
     (tmp_path / "a.pt").write_bytes(content)
     with pytest.raises(ForeignFileError, match=r"a\.pt"):
         import_checkpoint(store, tmp_path / "a.pt")
@@ -222,7 +222,7 @@ def test_invalid_torch_file_is_refused(store: Store, tmp_path: Path, content: by
 
 @pytest.mark.parametrize("kept", [0, 3, 4, 700, -1])
 def test_a_torch_file_that_was_cut_short_is_to_be_fetched_again(store: Store, tmp_path: Path, kept: int) -> None:
-    """No other program reads it either; torch's own words would be to trust it."""
+    """Test that the error does not repeat torch's advice to trust the file."""
     torch.save({"a": torch.randn(1000)}, tmp_path / "a.pt")
     (tmp_path / "a.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:kept])
     with pytest.raises(ForeignFileError, match="truncated"):
@@ -231,7 +231,7 @@ def test_a_torch_file_that_was_cut_short_is_to_be_fetched_again(store: Store, tm
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_error_does_not_repeat_the_advice_of_torch(store: Store, tmp_path: Path) -> None:
-    """It names the cause instead of advising to trust the file."""
+    """Test that the error names the cause instead of advising to trust the file."""
     torch.save({"a": torch.randn(10)}, tmp_path / "a.pt", pickle_protocol=4)
     with pytest.raises(ForeignFileError, match=r"Unsupported operand \d+\)") as caught:
         import_checkpoint(store, tmp_path / "a.pt")
@@ -243,21 +243,21 @@ def test_error_does_not_repeat_the_advice_of_torch(store: Store, tmp_path: Path)
 
 @pytest.mark.parametrize("content", [{}, [], {"optimizer_state_dict": {"zero_stage": "x"}}])
 def test_fake_deepspeed_folder_is_refused(store: Store, tmp_path: Path, content: object) -> None:
-    """By its path, without a traceback."""
+    """Test that the error names the path, without a traceback."""
     torch.save(content, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     with pytest.raises(ForeignFileError, match=r"not written by engine\.save_checkpoint"):
         import_checkpoint(store, tmp_path)
 
 
 def test_a_pipe_is_refused(store: Store, tmp_path: Path) -> None:
-    """To open it would wait for a writer."""
+    """Test that the command does not wait for a writer of the pipe."""
     os.mkfifo(tmp_path / "a.pt")
     with pytest.raises(ForeignFileError, match="not a regular file"):
         import_checkpoint(store, tmp_path / "a.pt")
 
 
 def test_a_value_that_cannot_be_stored_is_named(store: Store, tmp_path: Path) -> None:
-    """As at a save: torch allows any keys in its files, the store does not."""
+    """Test keys that torch allows in its files, and the store does not."""
     torch.save({"a": {"deep": torch.Size([1, 2]), "bad": {(1, 2): 3}}}, tmp_path / "a.pt")
     with pytest.raises(ForeignFileError, match=r"a\.pt: .* at a\.bad: mapping key"):
         import_checkpoint(store, tmp_path / "a.pt")
@@ -271,7 +271,7 @@ def _model() -> Any:  # noqa: ANN401 - transformers has no types
 
 @pytest.mark.slow
 def test_a_restored_folder_is_a_model_for_transformers(store: Store, tmp_path: Path) -> None:
-    """`from_pretrained`, offline: the same logits from a folder of several files."""
+    """Test `from_pretrained` offline: equal logits from a folder of several files."""
     transformers = pytest.importorskip("transformers")
     model = _model()
     model.save_pretrained(tmp_path / "first")
@@ -285,7 +285,7 @@ def test_a_restored_folder_is_a_model_for_transformers(store: Store, tmp_path: P
 
 
 def test_model_folder_round_trip(store: Store, tmp_path: Path) -> None:
-    """Tensors, metadata and small files; a second model that differs in one tensor costs only that tensor."""
+    """Test tensors, metadata and small files; a model with one changed tensor stores only that tensor."""
     model = _model()
     model.save_pretrained(tmp_path / "first")
     (tmp_path / "first" / "merges.txt").write_text("a b\n")
@@ -306,7 +306,7 @@ def test_model_folder_round_trip(store: Store, tmp_path: Path) -> None:
 
 
 def test_ties_survive_a_safetensors_file(store: Store, tmp_path: Path) -> None:
-    """The names that a file cannot hold twice come back from its metadata."""
+    """Test that names of tied tensors are restored from the metadata of the file."""
     store.save(_state(), step=1)
     export_checkpoint(store, Output(tmp_path / "m.safetensors"), part="model")
     import_checkpoint(store, tmp_path / "m.safetensors", step=2)
@@ -319,14 +319,14 @@ def test_ties_survive_a_safetensors_file(store: Store, tmp_path: Path) -> None:
     "entry", ["{", "[]", '{"x": "gone"}', '{"a": "a"}', '{"b": 3}', '{"b": ["a"]}', '{"b": {}}', "[" * 100_000]
 )
 def test_a_note_of_ties_that_is_wrong_is_refused(store: Store, tmp_path: Path, entry: str) -> None:
-    """It names what is not there, or is no note at all."""
+    """Test metadata that names a missing tensor, or that has a wrong format."""
     safetensors.torch.save_file({"a": torch.ones(3)}, tmp_path / "m.safetensors", metadata={TIED: entry})
     with pytest.raises(ForeignFileError, match=TIED):
         import_checkpoint(store, tmp_path / "m.safetensors")
 
 
 def test_parts_are_found_by_their_dotted_name(store: Store, tmp_path: Path) -> None:
-    """Keys may have dots in them, and numbers count as keys; what is not there is named with what is."""
+    """Test keys with dots, and numbers; the error lists the existing parts."""
     store.save({"a.b": {"c": torch.ones(1)}, "a": {"x": {3: {"y": torch.zeros(2)}}}}, step=1)
     for part, names in {"a.b": ["c"], "a.x.3": ["y"], "a": ["x.3.y"], "a.x": ["3.y"]}.items():
         export_checkpoint(store, Output(tmp_path / "o.safetensors", overwrite=True), part=part)
@@ -336,7 +336,7 @@ def test_parts_are_found_by_their_dotted_name(store: Store, tmp_path: Path) -> N
 
 
 def test_part_of_dotted_keys_is_a_prefix(store: Store, tmp_path: Path) -> None:
-    """As in the state of a module; a part of a word does not match."""
+    """Test a prefix of dotted keys, as in the state of a module; a part of a word does not match."""
     names = ["transformer.h.0.w", "transformer.h.1.w", "transformers", "head"]
     store.save({"model": {name: torch.ones(place + 1) for place, name in enumerate(names)}}, step=1)
     for part, expected in {"model.transformer": ["h.0.w", "h.1.w"], "model.transformer.h.1": ["w"]}.items():
@@ -347,7 +347,7 @@ def test_part_of_dotted_keys_is_a_prefix(store: Store, tmp_path: Path) -> None:
 
 
 def test_two_tensors_of_one_dotted_name_are_refused(store: Store, tmp_path: Path) -> None:
-    """One of them would be lost."""
+    """Test that no tensor is lost silently."""
     store.save({"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}}, step=1)
     with pytest.raises(InvalidInputError, match=r"'a\.b'.*\.pt"):
         export_checkpoint(store, Output(tmp_path / "o.safetensors"))
@@ -380,7 +380,7 @@ with Store.open(folder / "store", create=True) as store, Store.open(folder / "ot
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["big.safetensors", "big.pt", "big"])
 def test_memory_stays_bounded(store: Store, tmp_path: Path, name: str) -> None:
-    """A state of 400 MB goes out and in again with less than 64 MiB more than a process that has done a small one."""
+    """Test that a state of 400 MB needs less than 64 MiB more than a small state, in both directions."""
     store.save({f"t{i}": torch.randn(25_000_000) for i in range(4)}, step=1)
     done = subprocess.run(
         [sys.executable, "-c", PEAK, str(tmp_path), name], capture_output=True, text=True, check=False

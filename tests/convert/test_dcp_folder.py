@@ -1,4 +1,4 @@
-"""Folders of torch's DCP: imported exactly, and refused if damaged or hostile."""
+"""Test folders of torch's DCP: imported exactly, and refused if damaged or hostile."""
 
 import io
 import itertools
@@ -30,13 +30,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def state() -> dict[str, Any]:
-    """What DCP takes apart; arrays are left out, of which a folder has pickles."""
+    """Return a state that DCP flattens, without arrays, which DCP would pickle."""
     return {key: value for key, value in example().items() if key != "array"}
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that DCP wrote."""
+    """Return a folder that DCP wrote."""
     folder = tmp_path_factory.mktemp("dcp") / "folder"
     dcp.save(state(), checkpoint_id=folder)
     return folder
@@ -44,12 +44,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(written: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be spoilt."""
+    """Return a copy of the folder, to be damaged."""
     return Path(shutil.copytree(written, tmp_path / "folder"))
 
 
 def test_a_folder_is_converted(written: Path, tmp_path: Path) -> None:
-    """By the command; every tensor and value comes back, lists as lists."""
+    """Test the command: every tensor and value is restored, lists as lists."""
     done = CliRunner().invoke(commands, ["convert", str(written), str(tmp_path / "store"), "--step", "7"])
     assert done.exit_code == 0, done.output
     with Store.open(tmp_path / "store", read_only=True) as store:
@@ -58,7 +58,7 @@ def test_a_folder_is_converted(written: Path, tmp_path: Path) -> None:
 
 
 def test_tensors_in_another_order_are_converted(store_path: Path, tmp_path: Path) -> None:
-    """Such as the weights of a model in channels_last: DCP writes them as they lie."""
+    """Test weights in channels_last, which DCP writes in memory order."""
     weights = {
         "last": torch.randn(8, 3, 3, 3).to(memory_format=torch.channels_last),
         "turned": torch.arange(12.0).view(3, 4).t(),
@@ -70,7 +70,7 @@ def test_tensors_in_another_order_are_converted(store_path: Path, tmp_path: Path
 
 
 def test_unsplit_values_are_unchanged(store_path: Path, tmp_path: Path) -> None:
-    """A mapping with integer keys becomes a list only if DCP has flattened it."""
+    """Test that a mapping with integer keys becomes a list only if DCP has flattened it."""
     whole = {"state": {0: {"step": 3}, 1: {"step": 4}}, "groups": [{"lr": 0.1}]}
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp.save({"optimizer": whole}, checkpoint_id=tmp_path / "folder", planner=planner)
@@ -94,7 +94,7 @@ class _InMemory(TensorBytes):
 @pytest.mark.parametrize("keep", [_InMemory, lambda part: part])
 @pytest.mark.parametrize("cuts", [((0, 5),), ((0, 2, 5), (0, 3, 4)), ((0, 1, 5), (0, 4), (0, 2, 6))])
 def test_parts_are_put_together(cuts: tuple[tuple[int, ...], ...], keep: Callable[[torch.Tensor], Any]) -> None:
-    """Cut along one dimension or several, in row-major order or not; every range of bytes is that of the whole."""
+    """Test shards along one dimension or several, in row-major order or not; every range has the right bytes."""
     shape = tuple(places[-1] for places in cuts)
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
     pieces = []
@@ -109,7 +109,7 @@ def test_parts_are_put_together(cuts: tuple[tuple[int, ...], ...], keep: Callabl
         assert target == data[start : start + length]
         read = [part for _, part in pieces if isinstance(part, _InMemory)]
         if read:
-            # Rows may be longer than memory.
+            # Rows may be longer than the memory.
             assert sum(part.count for part in read) == len(target)
             for part in read:
                 part.count = 0
@@ -125,7 +125,7 @@ class _Runs:
 
 @pytest.mark.parametrize("function", [os.mkdir, eval, getattr, torch.load, torch.Tensor])
 def test_nothing_that_a_pickle_names_is_run(function: Callable[..., object], folder: Path, tmp_path: Path) -> None:
-    """It is refused by its name."""
+    """Test that the name of the pickled object is refused."""
     argument = f"__import__('os').mkdir({str(tmp_path / 'made')!r})" if function is eval else str(tmp_path / "made")
     (folder / _METADATA).write_bytes(pickle.dumps(_Runs(function, argument)))
     with pytest.raises(ForeignFileError, match=f"names .*{function.__name__}.*never executed"):
@@ -134,11 +134,11 @@ def test_nothing_that_a_pickle_names_is_run(function: Callable[..., object], fol
 
 
 class _Reader(pickle.Unpickler):
-    """Torch's own classes, to change what they say."""
+    """Torch's own classes, with changeable content."""
 
 
 def changed(folder: Path, change: Callable[[Metadata], None]) -> None:
-    """Let the metadata say something else."""
+    """Write changed metadata."""
     metadata = _Reader(io.BytesIO((folder / _METADATA).read_bytes())).load()
     change(metadata)
     (folder / _METADATA).write_bytes(pickle.dumps(metadata))
@@ -186,7 +186,7 @@ def _compressed(metadata: Metadata) -> None:
 def test_a_folder_that_contradicts_itself_is_refused(
     change: Callable[[Metadata], None], problem: str, folder: Path, store_path: Path
 ) -> None:
-    """Before anything is stored."""
+    """Test that the error is raised before anything is stored."""
     changed(folder, change)
     with Store.open(store_path, create=True) as store:
         with pytest.raises(ForeignFileError, match=problem):
@@ -209,14 +209,14 @@ def test_a_folder_that_contradicts_itself_is_refused(
 def test_a_place_that_cannot_be_is_refused(
     place: tuple[Any, ...], problem: str, folder: Path, store_path: Path
 ) -> None:
-    """Of two values in one place one would be lost."""
+    """Test two values at one position, of which one would be lost."""
     changed(folder, lambda metadata: metadata.planner_data.update(number=place))
     with Store.open(store_path, create=True) as store, pytest.raises(ForeignFileError, match=problem):
         import_checkpoint(store, folder)
 
 
 def test_damaged_metadata_is_refused(folder: Path) -> None:
-    """A byte that is another one, or an early end, is an error of the package or makes no difference."""
+    """Test that a changed byte or an early end is an error of the package, or changes nothing."""
     whole = (folder / _METADATA).read_bytes()
     dice = random.Random(4)
     refused = 0
@@ -232,7 +232,7 @@ def test_damaged_metadata_is_refused(folder: Path) -> None:
 
 
 def test_unfinished_dcp_save_is_recognised(folder: Path, store_path: Path) -> None:
-    """Without metadata, it is no folder of another format."""
+    """Test a folder without metadata, which is not mistaken for another format."""
     (folder / _METADATA).unlink()
     with (
         Store.open(store_path, create=True) as store,

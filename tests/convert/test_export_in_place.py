@@ -1,4 +1,4 @@
-"""Targets of exports: existing files stay intact, and a failed export leaves nothing."""
+"""Test targets of exports: existing files stay intact, and a failed export leaves nothing."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ BIG = 600_000
 
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
-    """A new store."""
+    """Return a new store."""
     with Store.open(store_path, create=True) as opened:
         yield opened
 
 
 @pytest.mark.parametrize("name", ["../evil", "/evil", "a/b", "..", "nul\0"])
 def test_a_file_name_that_leads_out_of_the_folder_is_refused(store: Store, tmp_path: Path, name: str) -> None:
-    """A store may come from somebody else."""
+    """Test a store from an untrusted source."""
     beside = {"metadata": {}, "files": {name: torch.zeros(3, dtype=torch.uint8)}}
     store.save({"model": {"a": torch.ones(3)}, "safetensors": beside}, step=1)
     (tmp_path / "below").mkdir()
@@ -44,7 +44,7 @@ def test_a_file_name_that_leads_out_of_the_folder_is_refused(store: Store, tmp_p
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out"])
 def test_existing_target_is_replaced_only_on_request(store: Store, tmp_path: Path, name: str) -> None:
-    """In one step: the old content stays until the new one is complete."""
+    """Test that the replacement is atomic: the old content stays until the new one is complete."""
     store.save({"a": torch.ones(3)}, step=1)
     target = tmp_path / "folder" / name
     with pytest.raises(InvalidInputError, match="create it first"):
@@ -62,7 +62,7 @@ def test_existing_target_is_replaced_only_on_request(store: Store, tmp_path: Pat
 
 
 def test_a_folder_that_is_no_model_is_never_replaced(store: Store, tmp_path: Path) -> None:
-    """Least of all somebody's home."""
+    """Test folders such as a home directory."""
     store.save({"a": torch.ones(3)}, step=1)
     home = tmp_path / "home"
     (home / "below").mkdir(parents=True)
@@ -78,7 +78,7 @@ def test_a_folder_that_is_no_model_is_never_replaced(store: Store, tmp_path: Pat
 
 
 def test_files_beside_weights_are_never_lost(store: Store, tmp_path: Path) -> None:
-    """A new folder replaces another one only with its configuration, tokenizer and texts."""
+    """Test that a folder is only replaced by a folder with its configuration, tokenizer and texts."""
     store.save({"model": {"a": torch.ones(3)}, "optimizer": {"m": torch.ones(3)}}, step=1)
     folder = tmp_path / "out"
     export_checkpoint(store, Output(folder), part="model")
@@ -99,7 +99,7 @@ def test_files_beside_weights_are_never_lost(store: Store, tmp_path: Path) -> No
 
 
 def save_two_and_damage_one(store: Store) -> None:
-    """The newer one."""
+    """Save two steps, and damage the newer one."""
     for step in (1, 2):
         store.save({"a": torch.full((BIG,), step)}, step=step)
     newest = max((store.path / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
@@ -110,7 +110,7 @@ def save_two_and_damage_one(store: Store) -> None:
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out"])
 def test_a_damaged_checkpoint_leaves_no_file(store: Store, tmp_path: Path, name: str) -> None:
-    """The next older one is written instead, or, when the step was named, nothing at all."""
+    """Test that the next older checkpoint is written, or nothing if the step was requested."""
     save_two_and_damage_one(store)
     (tmp_path / "below").mkdir()
     with pytest.raises(InconsistentCheckpointError, match="digest mismatch"):
@@ -126,7 +126,7 @@ def test_a_damaged_checkpoint_leaves_no_file(store: Store, tmp_path: Path, name:
 def test_space_of_a_damaged_checkpoint_is_reused(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The disk has space for one checkpoint, and one is written."""
+    """Test a disk with space for only one file."""
     save_two_and_damage_one(store)
     monkeypatch.setattr(Files, "free_bytes", lambda _self, _path: BIG * 8 + 10_000)
     assert export_checkpoint(store, Output(tmp_path / name)).checkpoint.step == 1
@@ -136,7 +136,7 @@ def test_space_of_a_damaged_checkpoint_is_reused(
 def test_missing_space_is_reported_before_writing(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """All files of a folder count together, although they are still sparse."""
+    """Test the sum of all files of a folder, which are sparse at first."""
     store.save({f"t{i}": torch.randn(1000) for i in range(4)}, step=1)
     monkeypatch.setattr(Files, "free_bytes", lambda _self, _path: 9000)
     (tmp_path / "below").mkdir()
@@ -148,7 +148,7 @@ def test_missing_space_is_reported_before_writing(
 def test_a_folder_stays_when_the_new_one_cannot_take_its_name(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The old one gets its name back."""
+    """Test that the old folder gets its name back."""
     store.save({"a": torch.ones(3)}, step=1)
     export_checkpoint(store, Output(tmp_path / "out"))
     rename = Path.rename
@@ -166,7 +166,7 @@ def test_a_folder_stays_when_the_new_one_cannot_take_its_name(
 
 
 def test_a_place_that_cannot_be_written_is_named(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The advice is about the target, not about the store."""
+    """Test that the error recommends another target, and does not mention the store."""
     store.save({"a": torch.ones(3)}, step=1)
 
     def refuse(*_arguments: object, **_options: object) -> int:
@@ -181,7 +181,7 @@ def test_a_place_that_cannot_be_written_is_named(store: Store, tmp_path: Path, m
 def test_a_torch_that_cannot_write_part_by_part_is_named(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Older ones that the package works with otherwise; the error says what to use instead."""
+    """Test older releases of torch, for which the error recommends another format."""
     store.save({"a": torch.ones(3)}, step=1)
     monkeypatch.delattr(torch.serialization, "skip_data")
     with pytest.raises(InvalidInputError, match=r"newer torch, or use \.safetensors"):

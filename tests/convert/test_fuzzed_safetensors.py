@@ -1,4 +1,4 @@
-"""Any bytes are a valid header or a ForeignFileError, in agreement with the `safetensors` package."""
+"""Test that any bytes are a valid header or a ForeignFileError, as for the `safetensors` package."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from tests.convert.files import U8, byte_tensor, package_accepts, raw, same_tens
 from tests.convert.test_safetensors_format import SUB_BYTE, new
 
 ROUNDS = 1_500
-"""Changed files of each seed."""
+"""Number of changed files for each seed."""
 
 SEEDS = [
     raw(b"{}"),
@@ -40,7 +40,7 @@ def _read(path: Path, data: bytes) -> SafetensorsHeader | None:
 
 
 def _why_stricter(data: bytes) -> str | None:
-    """Which of the exceptions of the module's docstring a file falls under that the package accepts."""
+    """Return the documented exception for a file that only the package accepts."""
     text = data[8 : 8 + int.from_bytes(data[:8], "little")]
     twice = []
 
@@ -62,12 +62,12 @@ def _why_stricter(data: bytes) -> str | None:
 
 
 def _is_harmless_spelling(data: bytes) -> bool:
-    """Whether a file that only the package refuses has -0, or a number beyond a float."""
+    """Return whether a file that only the package refuses has -0, or a number beyond a float."""
     return b"-0" in data or b"e" in data.replace(b"true", b"").replace(b"dtype", b"").replace(b"shape", b"")
 
 
 def _judge(path: Path, data: bytes) -> str:
-    """Compare with the package; return who accepted."""
+    """Compare with the package; return which of the two accepted the file."""
     ours, theirs = _read(path, data), package_accepts(data)
     if ours is not None and theirs:
         assert same_tensors(ours, data)
@@ -82,7 +82,7 @@ def _judge(path: Path, data: bytes) -> str:
 
 
 def _change(data: bytes, dice: random.Random) -> bytes:
-    """Change one to three places of header or length; mostly the length is made right again."""
+    """Change one to three positions of header or length; usually correct the length."""
     text, rest = data[8 : 8 + data[0]], data[8 + data[0] :]
     for _ in range(dice.randint(1, 3)):
         at = dice.randrange(len(text) + 1)
@@ -108,7 +108,7 @@ def _change(data: bytes, dice: random.Random) -> bytes:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(len(SEEDS)))
 def test_changed_headers(seed: int, scratch: Path) -> None:
-    """Thousands of changed files: a value that the package agrees with, or a ForeignFileError, and both happen."""
+    """Test thousands of changed files: equal results, or a ForeignFileError, and both occur."""
     dice, seen = random.Random(seed), dict.fromkeys(("both", "the package", "we", "none"), 0)
     for _ in range(ROUNDS):
         seen[_judge(scratch / "changed", _change(SEEDS[seed], dice))] += 1
@@ -132,7 +132,7 @@ headers = st.dictionaries(
 
 @given(header=headers, length=st.integers(0, 16))
 def test_headers_of_sound_json(scratch: Path, header: object, length: int) -> None:
-    """Of any entries, in any combination with the length of the data, the package and we think the same."""
+    """Test any entries and any length of the data."""
     _judge(scratch / "built", raw(header, bytes(length)))
 
 
@@ -141,7 +141,7 @@ def test_headers_of_sound_json(scratch: Path, header: object, length: int) -> No
     dice=st.randoms(use_true_random=False),
 )
 def test_sound_files_in_any_order(scratch: Path, tensors: list[tuple[str, int]], dice: random.Random) -> None:
-    """Files whose tensors follow each other are accepted, in whatever order and alignment."""
+    """Test files with contiguous tensors in any order and alignment."""
     header, end = {}, 0
     for i, (dtype, size) in enumerate(tensors):
         nbytes = new("", dtype, (size,)).nbytes
@@ -154,5 +154,5 @@ def test_sound_files_in_any_order(scratch: Path, tensors: list[tuple[str, int]],
 
 @given(data=st.binary(max_size=64))
 def test_any_bytes(scratch: Path, data: bytes) -> None:
-    """Without a header of the right length, hardly anything is a file; nothing is another error."""
+    """Test random bytes, which are rarely a file, and never another error."""
     _judge(scratch / "bytes", data)

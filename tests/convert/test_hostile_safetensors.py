@@ -1,4 +1,4 @@
-"""Damaged and hostile safetensors files are refused by name, within bounded memory."""
+"""Test that damaged and hostile safetensors files are refused by name, within bounded memory."""
 
 import contextlib
 import json
@@ -109,7 +109,7 @@ HOSTILE = {
 STRICTER = {"leading space", "a name twice", "metadata key twice", "tensor is a list", "size of 2^63"} | {
     label for label in HOSTILE if label.startswith(("four bits", "six bits"))
 }
-"""What the package accepts all the same; the module's docstring says why it is refused here."""
+"""Files that the package accepts; `safetensors_format` explains why they are refused."""
 
 
 def _read(folder: Path, data: bytes) -> SafetensorsHeader:
@@ -120,7 +120,7 @@ def _read(folder: Path, data: bytes) -> SafetensorsHeader:
 
 @pytest.mark.parametrize(("data", "what"), HOSTILE.values(), ids=HOSTILE)
 def test_each_is_refused_by_name(data: bytes, what: str, tmp_path: Path) -> None:
-    """The error names the file and what is wrong, says what to do, and stays short whatever the file holds."""
+    """Test that the error names file, problem and remedy, and stays short."""
     with pytest.raises(ForeignFileError, match=what) as caught:
         _read(tmp_path, data)
     assert isinstance(caught.value, InvalidInputError)
@@ -134,7 +134,7 @@ def test_each_is_refused_by_name(data: bytes, what: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("label", "data"), [(label, data) for label, (data, _) in HOSTILE.items()], ids=HOSTILE)
 def test_safetensors_package_refuses_them_as_well(label: str, data: bytes) -> None:
-    """Only listed cases are refused although the package accepts them."""
+    """Test that the package accepts only the listed exceptions."""
     if label == "four bits" and not package_accepts(data):
         pytest.skip("a release that does not know F4")
     assert package_accepts(data) == (label in STRICTER)
@@ -166,13 +166,13 @@ ACCEPTED = {
 
 @pytest.mark.parametrize("data", ACCEPTED.values(), ids=ACCEPTED)
 def test_odd_but_sound_files_are_read(data: bytes, tmp_path: Path) -> None:
-    """What is unusual and within the rules is read as the package reads it."""
+    """Test unusual valid files, which are read as by the package."""
     assert same_tensors(_read(tmp_path, data), data)
 
 
 @contextlib.contextmanager
 def traced() -> Iterator[list[int]]:
-    """Measure the peak of Python's memory in a block, in bytes; the list has it afterwards."""
+    """Measure the peak of Python's memory in a block, in bytes; the list contains it afterwards."""
     peak: list[int] = []
     tracemalloc.start()
     try:
@@ -186,7 +186,7 @@ def traced() -> Iterator[list[int]]:
     "length", [4, 1 << 20, 100_000_000, 100_000_001, 1 << 40, (1 << 64) - 1], ids=lambda length: f"{length}"
 )
 def test_a_claimed_length_allocates_nothing(length: int, tmp_path: Path) -> None:
-    """A header that claims to be long costs no memory, in a short file as in a long one that holds no JSON."""
+    """Test a claimed length in a short file, and in a long file without JSON."""
     short, long = tmp_path / "short", tmp_path / "long"
     short.write_bytes(struct.pack("<Q", length) + b"{}")
     long.write_bytes(struct.pack("<Q", length) + b" {}")
@@ -212,7 +212,7 @@ COSTLY = {
 @pytest.mark.slow(quick=["numbers"])
 @pytest.mark.parametrize("filling", COSTLY.values(), ids=COSTLY)
 def test_parsing_stays_within_the_stated_multiple(filling: bytes, tmp_path: Path) -> None:
-    """The JSON that costs most for its length takes at most 48 times that."""
+    """Test the most expensive JSON, which needs at most 48 times its length."""
     text = b'{"a":[' + filling * (500_000 // len(filling)) + b"0]}"
     path = tmp_path / "x"
     path.write_bytes(raw(text))
@@ -222,14 +222,14 @@ def test_parsing_stays_within_the_stated_multiple(filling: bytes, tmp_path: Path
 
 
 def test_a_link_is_followed(tmp_path: Path) -> None:
-    """A file that the caller names may be a link; its tensors have the path that was given."""
+    """Test that tensors have the path that was given."""
     (tmp_path / "x").write_bytes(one())
     (tmp_path / "link").symlink_to("x")
     assert [tensor.path for tensor in read_header(tmp_path / "link").tensors] == [tmp_path / "link"]
 
 
 def test_non_files_are_refused(tmp_path: Path) -> None:
-    """A folder or a pipe, without waiting; a missing or unreadable file has another error."""
+    """Test a folder and a pipe, without a wait; a missing or unreadable file has another error."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/null")):
         with pytest.raises(ForeignFileError, match=r"not a file|not a regular file"):
@@ -242,7 +242,7 @@ def test_non_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_file_that_shrinks_during_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checked size is not trusted afterwards."""
+    """Test a file that shrinks after its size was checked."""
     path = tmp_path / "x"
     path.write_bytes(one())
     real = os.fstat

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face models: read, refused if contradictory or hostile, and written."""
+"""Test folders of Hugging Face models: read, refused if contradictory or hostile, and written."""
 
 import json
 import os
@@ -21,7 +21,7 @@ FIRST, SECOND = SHARDS
 
 
 def put(path: Path, names: list[str], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file with tensors of as many bytes as their names have characters."""
+    """Write a safetensors file in which the size of each tensor is the length of its name."""
     write(path, [(byte_tensor(name, len(name)), name.encode()) for name in names], metadata)
 
 
@@ -35,7 +35,7 @@ WEIGHT_MAP = {name: shard for shard, names in SHARDS.items() for name in names}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model in two shards with its index and two small files."""
+    """Return a model in two shards with its index and two small files."""
     folder = tmp_path / "model"
     folder.mkdir()
     for shard, names in SHARDS.items():
@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_shards_with_an_index(folder: Path) -> None:
-    """Tensors of all shards, by file and place; metadata; the small files, but not the index."""
+    """Test tensors of all shards by file and position, metadata, and small files without the index."""
     model = read_folder(folder)
     assert [(t.path, t.name) for t in model.tensors] == [(folder / WEIGHT_MAP[name], name) for name in "abc"]
     assert model.metadata == {"format": "pt"}
@@ -57,7 +57,7 @@ def test_shards_with_an_index(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "adapter_model.safetensors"])
 def test_a_single_file(name: str, tmp_path: Path) -> None:
-    """One file of any name is the model."""
+    """Test a file of any name."""
     put(tmp_path / name, ["w", "v"], {"k": "1"})
     (tmp_path / "config.json").write_text("{}")
     model = read_folder(tmp_path)
@@ -66,7 +66,7 @@ def test_a_single_file(name: str, tmp_path: Path) -> None:
 
 
 def test_the_usual_name_goes_first(tmp_path: Path) -> None:
-    """model.safetensors is read though there are others, which are named as ignored."""
+    """Test that model.safetensors is read, and that the other files are listed as ignored."""
     put(tmp_path / "model.safetensors", ["w"])
     put(tmp_path / "consolidated.safetensors", ["x"])
     model = read_folder(tmp_path)
@@ -75,14 +75,14 @@ def test_the_usual_name_goes_first(tmp_path: Path) -> None:
 
 
 def test_an_index_of_a_single_file(tmp_path: Path) -> None:
-    """An index about model.safetensors alone does not contradict it."""
+    """Test an index that only names model.safetensors."""
     put(tmp_path / "model.safetensors", ["w"])
     put_index(tmp_path, {"w": "model.safetensors"})
     assert [t.name for t in read_folder(tmp_path).tensors] == ["w"]
 
 
 def test_nothing_in_the_folder_goes_unmentioned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other weights, hidden and large files, folders, links to nowhere and to the outside are listed as ignored."""
+    """Test other weights, hidden and large files, folders, and broken or outside links, which are listed."""
     monkeypatch.setattr(hugging_face, "OTHER_BYTES_MAX", 1000)
     (folder.parent / "secret.json").write_text("{}")
     (folder / "secret.json").symlink_to("../secret.json")
@@ -102,7 +102,7 @@ def test_nothing_in_the_folder_goes_unmentioned(folder: Path, monkeypatch: pytes
 
 
 def test_metadata_on_which_shards_disagree(folder: Path) -> None:
-    """A key with two values is left out; one that only some shards have is kept."""
+    """Test that a key with two values is left out, and that a key of only some shards is kept."""
     put(folder / FIRST, SHARDS[FIRST], {"format": "pt", "part": "1", "x": "y"})
     put(folder / SECOND, SHARDS[SECOND], {"format": "pt", "part": "2"})
     assert read_folder(folder).metadata == {"format": "pt", "x": "y"}
@@ -117,7 +117,7 @@ def test_metadata_on_which_shards_disagree(folder: Path) -> None:
     ],
 )
 def test_names_that_may_lead_elsewhere(name: str, folder: Path) -> None:
-    """A shard is a plain file name: the file is not looked for, even where there is one."""
+    """Test shards with paths instead of names, even if the file exists."""
     (folder / "sub").mkdir()
     for place in (folder.parent / "x.safetensors", folder / "sub" / "x.safetensors"):
         put(place, ["c"])
@@ -128,7 +128,7 @@ def test_names_that_may_lead_elsewhere(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("shard", [None, 1, ["x"], {"x": "y"}], ids=str)
 def test_shards_that_are_no_names(shard: object, folder: Path) -> None:
-    """Whatever JSON has for a name of a file is refused unless it is text."""
+    """Test every type of JSON other than text."""
     put_index(folder, WEIGHT_MAP | {"c": shard})
     with pytest.raises(ForeignFileError, match="which is not a"):
         read_folder(folder)
@@ -137,7 +137,7 @@ def test_shards_that_are_no_names(shard: object, folder: Path) -> None:
 @pytest.mark.parametrize("name", [FIRST, INDEX_NAME])
 @pytest.mark.parametrize("absolute", [False, True])
 def test_links_that_lead_outside(name: str, absolute: bool, folder: Path) -> None:
-    """A shard or an index behind a link out of the folder is refused, sound as it may be; a link inside is followed."""
+    """Test a shard and an index behind a link out of the folder, and a link inside of it."""
     inside, outside = folder / f"moved-{name}", folder.parent / f"moved-{name}"
     (folder / name).rename(inside)
     (folder / name).symlink_to(inside.name)
@@ -151,7 +151,7 @@ def test_links_that_lead_outside(name: str, absolute: bool, folder: Path) -> Non
 
 
 def test_a_link_by_way_of_a_folder(folder: Path) -> None:
-    """A link to a name inside of a linked folder is followed to its end."""
+    """Test that a link into a linked folder is resolved completely."""
     (folder.parent / "elsewhere").mkdir()
     (folder / FIRST).rename(folder.parent / "elsewhere" / "x")
     (folder / "sub").symlink_to("../elsewhere")
@@ -161,7 +161,7 @@ def test_a_link_by_way_of_a_folder(folder: Path) -> None:
 
 
 def test_a_single_file_behind_a_link(tmp_path: Path) -> None:
-    """Without an index the same holds."""
+    """Test a folder without an index."""
     (tmp_path / "model").mkdir()
     put(tmp_path / "x", ["w"])
     (tmp_path / "model" / "model.safetensors").symlink_to("../x")
@@ -170,7 +170,7 @@ def test_a_single_file_behind_a_link(tmp_path: Path) -> None:
 
 
 def test_the_cache_of_the_hub(folder: Path) -> None:
-    """In snapshots/<revision> every file is a link to blobs beside it; other links are refused there as elsewhere."""
+    """Test snapshots/<revision>, with links to blobs, and other links, which are refused."""
     cache = folder.parent / "models--x--y"
     (cache / "blobs").mkdir(parents=True)
     (cache / "snapshots" / "main").mkdir(parents=True)
@@ -193,14 +193,14 @@ def test_the_cache_of_the_hub(folder: Path) -> None:
 
 
 def test_a_missing_shard(folder: Path) -> None:
-    """The folder is incomplete: a fault of the folder, so it is no NotFoundError."""
+    """Test that an incomplete folder is not a NotFoundError."""
     (folder / SECOND).unlink()
     with pytest.raises(ForeignFileError, match=rf"{SECOND}: the weights file is missing"):
         read_folder(folder)
 
 
 def test_a_tensor_that_is_not_where_the_index_says(folder: Path) -> None:
-    """In another shard, or in none: both are named."""
+    """Test a tensor in another shard, and in none: the error names both."""
     put_index(folder, WEIGHT_MAP | {"b": SECOND})
     with pytest.raises(ForeignFileError, match=f"'b' is not in {SECOND}, but in {FIRST}"):
         read_folder(folder)
@@ -210,28 +210,28 @@ def test_a_tensor_that_is_not_where_the_index_says(folder: Path) -> None:
 
 
 def test_a_tensor_in_two_shards(folder: Path) -> None:
-    """Which of them counts, nobody can know."""
+    """Test a tensor of which two versions exist."""
     put(folder / SECOND, ["c", "a"])
     with pytest.raises(ForeignFileError, match=f"'a' is in {FIRST} and in {SECOND}"):
         read_folder(folder)
 
 
 def test_a_tensor_that_the_index_lacks(folder: Path) -> None:
-    """Some readers load it and others do not."""
+    """Test a tensor that only some readers would load."""
     put(folder / SECOND, ["c", "d"])
     with pytest.raises(ForeignFileError, match=f"'d' of {SECOND} is not in the index"):
         read_folder(folder)
 
 
 def test_index_and_single_file(folder: Path) -> None:
-    """Readers differ in which of them they load."""
+    """Test two possible sources, between which readers differ."""
     put(folder / "model.safetensors", ["a", "b", "c"])
     with pytest.raises(ForeignFileError, match=r"also has model.safetensors"):
         read_folder(folder)
 
 
 def test_no_weights_and_too_many(tmp_path: Path) -> None:
-    """A folder of something else, and one whose file is not clear, say what to give instead."""
+    """Test a foreign folder and an ambiguous one; the error says what to pass."""
     (tmp_path / "pytorch_model.bin").write_text("")
     with pytest.raises(ForeignFileError, match=r"no file ends in .safetensors; .*convert"):
         read_folder(tmp_path)
@@ -242,7 +242,7 @@ def test_no_weights_and_too_many(tmp_path: Path) -> None:
 
 
 def test_non_folders_are_refused(tmp_path: Path) -> None:
-    """A missing folder, a file, and a link to itself."""
+    """Test a missing folder, a file, and a link to itself."""
     with pytest.raises(NotFoundError, match="does not exist"):
         read_folder(tmp_path / "missing")
     put(tmp_path / "x.safetensors", ["w"])
@@ -267,7 +267,7 @@ def test_non_folders_are_refused(tmp_path: Path) -> None:
     ids=["empty", "list", "object", "map", "list-map", "twice", "deep"],
 )
 def test_an_index_that_is_none(text: str, what: str, folder: Path) -> None:
-    """The index is read as strictly as a header."""
+    """Test that the index is parsed as strictly as a header."""
     (folder / INDEX_NAME).write_text(text)
     with pytest.raises(ForeignFileError, match=what) as caught:
         read_folder(folder)
@@ -275,7 +275,7 @@ def test_an_index_that_is_none(text: str, what: str, folder: Path) -> None:
 
 
 def test_an_index_beyond_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not read; at the limit it is."""
+    """Test the limit, and one byte more."""
     monkeypatch.setattr(hugging_face, "OTHER_BYTES_MAX", (folder / INDEX_NAME).stat().st_size)
     read_folder(folder)
     with (folder / INDEX_NAME).open("a") as file:
@@ -285,7 +285,7 @@ def test_an_index_beyond_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_broken_shard_is_named(folder: Path) -> None:
-    """The error is that of the file."""
+    """Test that the error is that of the file."""
     os.truncate(folder / SECOND, 9)
     with pytest.raises(ForeignFileError, match="truncated") as caught:
         read_folder(folder)
@@ -297,7 +297,7 @@ sizes = st.lists(st.integers(0, 12), min_size=1, max_size=12)
 
 @given(sizes, st.integers(1, 20))
 def test_shards_are_those_of_huggingface_hub(sizes: list[int], limit: int) -> None:
-    """Names, order and cuts are those of huggingface_hub, for tensors that share no storage."""
+    """Test names, order and sizes, for tensors without shared storage."""
     hub = pytest.importorskip("huggingface_hub", reason="comes with transformers")
     state = {f"t{i}": size for i, size in enumerate(sizes)}
     split = hub.split_state_dict_into_shards_factory(
@@ -310,24 +310,24 @@ def test_shards_are_those_of_huggingface_hub(sizes: list[int], limit: int) -> No
 
 
 def test_no_tensors_make_one_file() -> None:
-    """A model without tensors is still a file."""
+    """Test a model without tensors."""
     assert plan_shards([], 1) == [Shard("model.safetensors", ())]
 
 
 def test_a_limit_of_nothing_is_refused() -> None:
-    """A limit that holds nothing is refused."""
+    """Test a limit of zero bytes."""
     with pytest.raises(InvalidInputError, match="max_shard_bytes is 0"):
         plan_shards([byte_tensor("a", 1)], 0)
 
 
 def test_a_limit_that_holds_nothing_is_refused() -> None:
-    """The smallest limit is one byte."""
+    """Test that the smallest limit is one byte."""
     with pytest.raises(InvalidInputError, match="max_shard_bytes is 0"):
         plan_shards([byte_tensor("a", 1)], 0)
 
 
 def test_the_text_of_an_index() -> None:
-    """Sorted, indented and ended as transformers writes it."""
+    """Test order, indentation and end, as in transformers."""
     shards = plan_shards([byte_tensor("b", 2), byte_tensor("a", 2)], 2)
     assert encode_index(shards).decode() == (
         '{\n  "metadata": {\n    "total_size": 4\n  },\n'
@@ -343,7 +343,7 @@ def _model() -> torch.nn.Module:
 
 @pytest.mark.parametrize("limit", [64, 10_000], ids=["shards", "one-file"])
 def test_reads_folders_of_huggingface_hub(limit: int, tmp_path: Path) -> None:
-    """With the bytes of each tensor, in one file or several."""
+    """Test the bytes of each tensor, in one file and in several."""
     hub = pytest.importorskip("huggingface_hub", reason="comes with transformers")
     state = _model().state_dict()
     hub.save_torch_state_dict(state, tmp_path, max_shard_size=limit)
@@ -358,7 +358,7 @@ def test_reads_folders_of_huggingface_hub(limit: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [64, 10_000], ids=["shards", "one-file"])
 def test_huggingface_hub_reads_our_folders(limit: int, tmp_path: Path) -> None:
-    """Loaded strictly into a model, and read back by us."""
+    """Test a strict load into a model, and our own reader."""
     hub = pytest.importorskip("huggingface_hub", reason="comes with transformers")
     state = _model().state_dict()
     news = [NewTensor(name, "float32", tuple(t.shape), t.nbytes) for name, t in state.items()]

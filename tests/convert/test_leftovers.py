@@ -1,4 +1,4 @@
-"""Drafts of killed exports: the next export removes them, and restores replaced folders."""
+"""Test drafts of killed exports: the next export removes them, and restores replaced folders."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ asymcheck.cli.main()
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A folder to write to, beside a store of one checkpoint."""
+    """Return a folder for exports, next to a store with one checkpoint."""
     with Store.open(tmp_path / "store", create=True) as store:
         store.save({"w": torch.full((300,), 2.0)}, step=1)
     (tmp_path / "place").mkdir()
@@ -52,7 +52,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def _kill(place: Path, name: str, where: str) -> list[str]:
-    """Have an export to ``name`` killed; return what it has left."""
+    """Kill an export to ``name``; return the leftovers."""
     words = ("restore", str(place.parent / "store"), "--to", str(place / name), "--overwrite")
     done = subprocess.run([sys.executable, "-c", KILLED, where, *words], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -60,7 +60,7 @@ def _kill(place: Path, name: str, where: str) -> list[str]:
 
 
 def _export(place: Path, name: str, *, overwrite: bool = False) -> list[str]:
-    """Export again; return what is there then."""
+    """Export again; return the files."""
     with Store.open(place.parent / "store", read_only=True) as store:
         export_checkpoint(store, Output(place / name, overwrite=overwrite))
     return sorted(path.name for path in place.iterdir())
@@ -78,7 +78,7 @@ def _weights(place: Path) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["m", "[*].pt"])
 def test_a_draft_of_a_killed_process_is_removed(place: Path, name: str) -> None:
-    """It is as large as the checkpoint, and hidden. That of another target stays until something is written there."""
+    """Test that only drafts of the same target are removed, which are hidden and as large as a checkpoint."""
     others = _kill(place, "m.other.pt", "while it is written")
     left = set(_kill(place, name, "while it is written")) - set(others)
     assert (len(others), len(left)) == (1, 1)
@@ -87,7 +87,7 @@ def test_a_draft_of_a_killed_process_is_removed(place: Path, name: str) -> None:
 
 
 def test_drafts_of_running_processes_stay(place: Path) -> None:
-    """Of this process, another one, or another machine, and files that are no drafts."""
+    """Test drafts of this process, another one, and another machine, and files that are no drafts."""
     waiting = f"""
 import sys
 from pathlib import Path
@@ -113,7 +113,7 @@ sys.stdin.read()
 
 @pytest.mark.slow
 def test_a_folder_whose_replacement_was_killed_is_given_back(place: Path) -> None:
-    """Between two renames there is none of its name: the next export finds the old one, and treats it as ever."""
+    """Test a kill between two renames: the next export finds the old folder and restores its name."""
     _old_model(place)
     left = _kill(place, "m", "between the renames")
     assert [name.rpartition(".")[2] for name in left] == ["partial", "old"]
@@ -127,7 +127,7 @@ def test_a_folder_whose_replacement_was_killed_is_given_back(place: Path) -> Non
 
 @pytest.mark.slow
 def test_a_folder_that_was_replaced_is_not_given_back(place: Path) -> None:
-    """A kill after the renames leaves what is to be removed, also when the new one has gone since."""
+    """Test a kill after the renames: the old folder is removed, also if the new one was deleted since."""
     _old_model(place)
     left = _kill(place, "m", "before the old one is removed")
     assert [name for name in left if not name.endswith(".partial")] == ["m"]
@@ -140,7 +140,7 @@ def test_a_folder_that_was_replaced_is_not_given_back(place: Path) -> None:
 
 @pytest.mark.slow
 def test_undeletable_draft_is_no_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may belong to another user."""
+    """Test a draft of another user."""
     left = _kill(place, "m.pt", "while it is written")
 
     def refuse(*_arguments: object, **_options: object) -> None:

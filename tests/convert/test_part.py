@@ -1,4 +1,4 @@
-"""Parts of checkpoints in an export: requested data is never left out silently."""
+"""Test parts of checkpoints in an export: requested data is never left out silently."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.store.equality import assert_same
 
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
-    """A new store."""
+    """Return a new store."""
     with Store.open(store_path, create=True) as opened:
         yield opened
 
 
 def _folder(tmp_path: Path) -> Path:
-    """A model folder with a configuration."""
+    """Create a model folder with a configuration."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     safetensors.torch.save_file({"w": torch.ones(3)}, tmp_path / "model" / "model.safetensors", {"format": "pt"})
@@ -32,7 +32,7 @@ def _folder(tmp_path: Path) -> Path:
 
 
 def test_additions_to_a_converted_model_are_exported(store: Store, tmp_path: Path) -> None:
-    """Imported weights, then an optimizer: everything is written, or listed as left out."""
+    """Test imported weights with an optimizer: each entry is written, or listed as left out."""
     import_checkpoint(store, _folder(tmp_path), step=0)
     state: Any = store.load()
     state |= {"optimizer": {"m": torch.zeros(3)}, "epoch": 3}
@@ -48,7 +48,7 @@ def test_additions_to_a_converted_model_are_exported(store: Store, tmp_path: Pat
 
 @pytest.mark.parametrize("part", ["model", None])
 def test_converted_model_keeps_its_small_files(store: Store, tmp_path: Path, part: str | None) -> None:
-    """Its configuration is exported with the weights, also after training has extended the state."""
+    """Test that the configuration is exported with the weights, also after training has extended the state."""
     import_checkpoint(store, _folder(tmp_path), step=0)
     if part is not None:
         state: Any = store.load()
@@ -75,7 +75,7 @@ def test_converted_model_keeps_its_small_files(store: Store, tmp_path: Path, par
 def test_same_key_in_another_state_has_no_meaning(
     store: Store, tmp_path: Path, source: object, has_model: bool
 ) -> None:
-    """It is exported unchanged."""
+    """Test that the key is exported unchanged."""
     state = {**({"model": {"w": torch.ones(3)}} if has_model else {"w": torch.ones(3)}), "safetensors": source}
     store.save(state, step=0)
     export_checkpoint(store, Output(tmp_path / "o.pt"))
@@ -83,7 +83,7 @@ def test_same_key_in_another_state_has_no_meaning(
 
 
 def test_the_files_of_a_converted_model_can_be_named_as_a_part(store: Store, tmp_path: Path) -> None:
-    """Then they are tensors with their bytes, and nothing lies beside them."""
+    """Test that the requested files become tensors with their bytes, and no other file is written."""
     import_checkpoint(store, _folder(tmp_path), step=0)
     export_checkpoint(store, Output(tmp_path / "out"), part="safetensors.files")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
@@ -107,7 +107,7 @@ NESTED: Any = {"l": [torch.ones(1), {"q": torch.ones(2)}, (torch.zeros(3), None)
     ],
 )
 def test_part_of_nested_containers(store: Store, tmp_path: Path, part: str, expected: object) -> None:
-    """Inside of lists and tuples by index, as in tensor names; also None."""
+    """Test indices of lists and tuples, as in tensor names, and None."""
     store.save(NESTED, step=0)
     export_checkpoint(store, Output(tmp_path / "o.pt"), part=part)
     assert_same(torch.load(tmp_path / "o.pt", weights_only=True), expected)
@@ -115,7 +115,7 @@ def test_part_of_nested_containers(store: Store, tmp_path: Path, part: str, expe
 
 @pytest.mark.parametrize("part", ["l.3", "l.-1", "l.00", "l.q", "l.0.0", "none.x", "epoch.0", "e.x"])
 def test_missing_part_is_refused(store: Store, tmp_path: Path, part: str) -> None:
-    """With the existing parts."""
+    """Test that the error lists the existing parts."""
     store.save(NESTED, step=0)
     with pytest.raises(InvalidInputError, match=rf"no part '{part}'; it has l, none, epoch, e"):
         export_checkpoint(store, Output(tmp_path / "o.pt"), part=part)
@@ -124,7 +124,7 @@ def test_missing_part_is_refused(store: Store, tmp_path: Path, part: str) -> Non
 @pytest.mark.parametrize("name", ["o.safetensors", "o"])
 @pytest.mark.parametrize("part", ["none", "epoch", "e", "l.2.1"])
 def test_a_part_without_tensors_makes_no_file_of_tensors(store: Store, tmp_path: Path, part: str, name: str) -> None:
-    """It would be empty, and who named the part wants what is in it."""
+    """Test that no empty file is written for a requested part."""
     store.save(NESTED, step=0)
     with pytest.raises(InvalidInputError, match=rf"part '{part}' of the checkpoint has no tensors; write a \.pt file"):
         export_checkpoint(store, Output(tmp_path / name), part=part)
@@ -132,7 +132,7 @@ def test_a_part_without_tensors_makes_no_file_of_tensors(store: Store, tmp_path:
 
 
 def test_a_file_without_tensors_comes_back(store: Store, tmp_path: Path) -> None:
-    """As it was, for nobody has named a part."""
+    """Test an export without a requested part."""
     safetensors.torch.save_file({}, tmp_path / "m.safetensors", {"format": "pt"})
     import_checkpoint(store, tmp_path / "m.safetensors")
     export_checkpoint(store, Output(tmp_path / "o.safetensors"))

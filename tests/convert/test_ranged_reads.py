@@ -1,4 +1,4 @@
-"""A ranged file behaves like a file with the same bytes."""
+"""Test that a ranged file behaves like a file with the same bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ START = 50
 
 
 class Source:
-    """A file that fails when more is asked for than the range has, or nothing."""
+    """A file that fails on reads beyond the range, and on empty reads."""
 
     size = START + len(DATA) + 100
 
@@ -28,13 +28,13 @@ class Source:
 
 
 def ranged(length: int = len(DATA)) -> _RangedFile:
-    """The first bytes of the data, as a range in the middle of a file."""
+    """Return the first bytes of the data, as a range in the middle of a file."""
     return _RangedFile(Source(length), START, length)  # type: ignore[arg-type]  # does what the test needs
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_ranged_file_reads_like_a_file(seed: int) -> None:
-    """For any sequence of operations, also beyond the end."""
+    """Test any sequence of operations, also beyond the end."""
     chosen = random.Random(seed)
     ours, theirs = ranged(), io.BytesIO(DATA)
     for _ in range(50):
@@ -58,6 +58,6 @@ def test_ranged_file_reads_like_a_file(seed: int) -> None:
 
 
 def test_ranged_file_capabilities() -> None:
-    """Libraries ask before they read."""
+    """Test the properties that libraries check before a read."""
     assert (ranged().readable(), ranged().seekable(), ranged().writable()) == (True, True, False)
     assert ranged(0).read() == b""

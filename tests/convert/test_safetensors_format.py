@@ -1,4 +1,4 @@
-"""Headers of safetensors files against the `safetensors` package, in both directions."""
+"""Test headers of safetensors files against the `safetensors` package, in both directions."""
 
 import json
 import math
@@ -24,7 +24,7 @@ SHAPES = [(), (1,), (5,), (2, 3, 4), (0,), (2, 0, 3), (1, 1, 1, 1)]
 SUB_BYTE = {"F4", "F6_E2M3", "F6_E3M2"}
 
 READ_BY_TORCH = sorted(set(DTYPE_TAGS) & set(TORCH_DTYPES) - {"float8_e8m0fnu"})
-"""The package writes float8_e8m0fnu, but its torch adapter does not read it."""
+"""Dtypes that the package writes and its torch adapter does not read."""
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda name: name != "__metadata__")
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
@@ -32,7 +32,7 @@ metadata = st.none() | st.dictionaries(names, names, max_size=3)
 
 
 def new(name: str, dtype: str, shape: tuple[int, ...]) -> NewTensor:
-    """A tensor with the bytes that its dtype and shape take."""
+    """Return a tensor description of a dtype and shape."""
     return NewTensor(name, dtype, shape, math.prod(shape) * DTYPE_BYTES[dtype])
 
 
@@ -42,7 +42,7 @@ new_tensors = st.lists(
 
 
 def known_to_the_package(tag: str) -> bool:
-    """Whether the installed package, of any release, knows a type."""
+    """Return whether the installed package supports a type."""
     try:
         safetensors.deserialize(raw({"a": {"dtype": tag, "shape": [0], "data_offsets": [0, 0]}}))
     except safetensors.SafetensorError:
@@ -51,20 +51,20 @@ def known_to_the_package(tag: str) -> bool:
 
 
 def filled(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of distinct bytes; bool holds zeros and ones only."""
+    """Return a tensor of distinct bytes; bool tensors contain zeros and ones."""
     count = math.prod(shape) * DTYPE_BYTES[dtype]
     plain = torch.arange(count, dtype=torch.int64).remainder(2 if dtype == "bool" else 251).to(torch.uint8)
     return plain.view(TORCH_DTYPES[dtype]).reshape(shape) if count else torch.empty(shape, dtype=TORCH_DTYPES[dtype])
 
 
 def plain_bytes(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor."""
+    """Return the bytes of a tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPE_TAGS))
 def test_reads_files_of_the_package(dtype: str, tmp_path: Path) -> None:
-    """Each dtype in each shape, including 0-d and empty ones, has the saved name, shape and bytes."""
+    """Test each dtype and shape, including 0-dimensional and empty ones: name, shape and bytes."""
     if not known_to_the_package(DTYPE_TAGS[dtype]) or dtype not in TORCH_DTYPES:
         pytest.skip(f"the installed safetensors or torch has no {dtype}")
     tensors = {f"t{i}": filled(dtype, shape) for i, shape in enumerate(SHAPES)}
@@ -82,7 +82,7 @@ def test_reads_files_of_the_package(dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", sorted(DTYPE_TAGS))
 def test_package_reads_our_files(dtype: str, tmp_path: Path) -> None:
-    """With names, dtypes, shapes and bytes, and as torch tensors where its adapter knows the dtype."""
+    """Test names, dtypes, shapes and bytes, and torch tensors if the adapter supports the dtype."""
     if not known_to_the_package(DTYPE_TAGS[dtype]) or dtype not in TORCH_DTYPES:
         pytest.skip(f"the installed safetensors or torch has no {dtype}")
     tensors = {f"t{i}": filled(dtype, shape) for i, shape in enumerate(SHAPES)}
@@ -100,7 +100,7 @@ def test_package_reads_our_files(dtype: str, tmp_path: Path) -> None:
 
 
 def test_every_type_of_the_package_is_known() -> None:
-    """Of the types that the package lists, only those of less than a byte are missing; none is named wrongly."""
+    """Test that only types of less than a byte are missing, and that no type has a wrong name."""
     with pytest.raises(safetensors.SafetensorError) as caught:
         safetensors.deserialize(raw({"a": {"dtype": "?", "shape": [0], "data_offsets": [0, 0]}}))
     listed = {part for part in str(caught.value).split("`") if known_to_the_package(part)}
@@ -111,10 +111,10 @@ def test_every_type_of_the_package_is_known() -> None:
 
 @given(new_tensors, st.sampled_from([None, {}, {"format": "pt"}, {"\x00é\\": "\u2028\x7f\U0001f9c0"}]))
 def test_the_bytes_are_those_of_the_package(tensors: list[NewTensor], metadata: dict[str, str] | None) -> None:
-    """Order, alignment, escapes and padding are those of the reference, so that the whole file is the same."""
+    """Test order, alignment, escapes and padding: the whole file is the same."""
     tensors = [tensor for tensor in tensors if known_to_the_package(DTYPE_TAGS[tensor.dtype])]
     if not tensors and metadata == {}:
-        metadata = None  # here safetensors 0.8 writes what no reader takes: {},"__metadata__":{}}
+        metadata = None  # For this input, safetensors 0.8 writes a header that no reader accepts: {},"__metadata__":{}}
     theirs = safetensors.torch.save(
         {t.name: torch.zeros(t.shape, dtype=TORCH_DTYPES[t.dtype]) for t in tensors}, metadata
     )
@@ -128,7 +128,7 @@ def test_the_bytes_are_those_of_the_package(tensors: list[NewTensor], metadata: 
 def test_written_headers_are_read_back(
     scratch: Path, tensors: list[NewTensor], metadata: dict[str, str] | None, dice: random.Random
 ) -> None:
-    """Names, dtypes, shapes, offsets and metadata, for any order of the tensors."""
+    """Test names, dtypes, shapes, offsets and metadata, for any order of the tensors."""
     path = scratch / "round_trip.safetensors"
     head, starts = encode_header(tensors, metadata)
     path.write_bytes(head + bytes(sum(tensor.nbytes for tensor in tensors)))
@@ -145,13 +145,13 @@ def test_written_headers_are_read_back(
 
 @pytest.mark.parametrize("dtype", sorted(set(DTYPE_BYTES) - set(DTYPE_TAGS)))
 def test_a_dtype_that_safetensors_lacks_is_refused(dtype: str) -> None:
-    """The error names tensor and dtype, and the format that can hold it."""
+    """Test that the error names tensor, dtype, and a format that supports the dtype."""
     with pytest.raises(InvalidInputError, match=rf"cannot hold {dtype}, the dtype of tensor 'w.*\.pt file"):
         encode_header([new("w", dtype, (2,))])
 
 
 def test_the_dtypes_that_safetensors_lacks_are_these() -> None:
-    """The test above has something to refuse, and a new dtype of the registry is noticed."""
+    """Test the list of the test above, so that a new dtype of the registry is noticed."""
     assert set(DTYPE_BYTES) - set(DTYPE_TAGS) == {"complex32", "complex128", "float4_e2m1fn_x2"}
 
 
@@ -171,13 +171,13 @@ NOT_WRITTEN = {
 
 @pytest.mark.parametrize(("tensors", "metadata", "what"), NOT_WRITTEN.values(), ids=NOT_WRITTEN)
 def test_invalid_tensors_are_not_written(tensors: list[NewTensor], metadata: dict[str, str] | None, what: str) -> None:
-    """A file that a reader would refuse or misread is refused."""
+    """Test files that a reader would refuse or misread."""
     with pytest.raises(InvalidInputError, match=what):
         encode_header(tensors, metadata)
 
 
 def test_a_header_beyond_the_limit_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No reader takes a longer header than the format allows; at the limit it is written."""
+    """Test the longest header, and one byte more."""
     head, _ = encode_header([byte_tensor("a", 1)])
     monkeypatch.setattr(safetensors_format, "HEADER_BYTES_MAX", len(head) - 8)
     assert encode_header([byte_tensor("a", 1)])[0] == head
@@ -186,7 +186,7 @@ def test_a_header_beyond_the_limit_is_not_written(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_header_is_padded_with_spaces() -> None:
-    """The data begins at a multiple of 8, and what fills up is what the format allows."""
+    """Test that the data begins at a multiple of 8, with the padding of the format."""
     for length in range(1, 20):
         head, (start,) = encode_header([byte_tensor("n" * length, 1)])
         assert len(head) == start

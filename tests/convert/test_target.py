@@ -1,4 +1,4 @@
-"""Paths to which an export must not write, and formats by name."""
+"""Test paths to which an export must not write, and formats by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from asymcheck.errors import InvalidInputError
     ],
 )
 def test_a_name_stands_for_a_format(name: str, expected: str) -> None:
-    """By its suffix, in capitals or not; a dot alone makes no file."""
+    """Test suffixes in any case; a dot alone is not a suffix."""
     assert format_of(Path(name)) == expected
 
 
@@ -41,7 +41,7 @@ def test_a_name_stands_for_a_format(name: str, expected: str) -> None:
 def test_a_place_that_cannot_be_taken_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, overwrite: bool
 ) -> None:
-    """The folder that the command runs in and those above it, and what has no name of its own."""
+    """Test the working directory, its parents, and paths without a name."""
     (tmp_path / "here" / "below").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
     with Store.open(tmp_path / "store", create=True) as store:
@@ -53,7 +53,7 @@ def test_a_place_that_cannot_be_taken_is_refused(
 
 @pytest.mark.parametrize("name", ["store", "store/w.safetensors", "store/packs/w.pt", "link/model"])
 def test_nothing_is_written_into_a_store(tmp_path: Path, name: str) -> None:
-    """Neither in its place nor below it, by whatever way."""
+    """Test the folder of a store, and paths below it in any spelling."""
     with Store.open(tmp_path / "store", create=True) as store:
         store.save({"a": torch.ones(3)}, step=1)
         (tmp_path / "link").symlink_to(store.path / "packs")
@@ -65,14 +65,14 @@ def test_nothing_is_written_into_a_store(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["w.onnx", "m.gguf", "m.ckpt", "m.h5", "a.txt", "b.Pickle5"])
 def test_formats_that_are_not_written_are_refused(tmp_path: Path, name: str) -> None:
-    """A folder of that name is not what is meant."""
+    """Test that no folder of that name is created."""
     with pytest.raises(InvalidInputError, match=r"a name that ends in \.safetensors, \.pt, \.pth, \.bin, or"):
         check_target(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["file:///mnt/x.pt", "hdfs://namenode:8020/x", "s3://bucket/x.safetensors"])
 def test_a_uri_is_no_place_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Not even when there is a folder of the name that pathlib makes of it."""
+    """Test also an existing folder with the name that pathlib makes of the URI."""
     monkeypatch.chdir(tmp_path)
     Path(name).parent.mkdir(parents=True)
     for check in (check_target, is_store):
@@ -81,13 +81,13 @@ def test_a_uri_is_no_place_on_this_machine(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_existing_folder_may_have_any_suffix(tmp_path: Path) -> None:
-    """The user created it as a folder."""
+    """Test a folder that the user created."""
     (tmp_path / "model.v2").mkdir()
     assert check_target(tmp_path / "model.v2") == "folder"
 
 
 def test_files_and_folders_do_not_replace_each_other(tmp_path: Path) -> None:
-    """Not even when told to overwrite."""
+    """Test also with the option to overwrite."""
     (tmp_path / "m.pt").mkdir()
     (tmp_path / "model").write_text("x")
     with pytest.raises(InvalidInputError, match=r"m\.pt: a folder has this name"):
@@ -97,7 +97,7 @@ def test_files_and_folders_do_not_replace_each_other(tmp_path: Path) -> None:
 
 
 def test_special_files_are_not_replaced(tmp_path: Path) -> None:
-    """A pipe, a device, or a link instead of a folder is refused before anything is read."""
+    """Test a pipe, a device, and a link in place of a folder, before anything is read."""
     os.mkfifo(tmp_path / "pipe.pt")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "real").mkdir()

@@ -1,4 +1,4 @@
-"""Files of torch.save that other programs have repacked: the same tensors as in torch, or an error."""
+"""Test torch.save files that other programs have repacked: the same tensors as in torch, or an error."""
 
 import random
 import struct
@@ -25,13 +25,13 @@ Change = Callable[[str, bytes], bytes]
 
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
-    """A new store."""
+    """Return a new store."""
     with Store.open(store_path, create=True) as opened:
         yield opened
 
 
 def example() -> dict[str, Any]:
-    """Tensors of all sizes, a view among them, and one that is not in row-major order."""
+    """Return tensors of all sizes, including a view and a tensor that is not in row-major order."""
     dice = torch.Generator().manual_seed(4)
     state: dict[str, Any] = {f"w{size}": torch.randn(size, generator=dice) for size in (0, 1, 3, 100, 5000)}
     return {
@@ -44,7 +44,7 @@ def example() -> dict[str, Any]:
 
 
 def packed(path: Path, compression: int = zipfile.ZIP_STORED, change: Change | None = None) -> Path:
-    """Write the archive anew, as zip tools do it; ``change`` may give a record, by its name, other bytes."""
+    """Rewrite the archive like a zip tool; ``change`` maps names of records to other bytes."""
     target = path.with_name(f"packed-{path.name}")
     with zipfile.ZipFile(path) as source, zipfile.ZipFile(target, "w", compression) as archive:
         for name in source.namelist():
@@ -54,7 +54,7 @@ def packed(path: Path, compression: int = zipfile.ZIP_STORED, change: Change | N
 
 
 def unpacked(path: Path) -> Path:
-    """Write the archive anew from its files in another order, with folders as members and a note at the end."""
+    """Rewrite the archive with its files in another order, folders as members, and a comment."""
     target = path.with_name(f"unpacked-{path.name}")
     with zipfile.ZipFile(path) as source, zipfile.ZipFile(target, "w") as archive:
         names = sorted(source.namelist(), reverse=True)
@@ -66,7 +66,7 @@ def unpacked(path: Path) -> Path:
 
 
 def compressed_pickle(path: Path) -> Path:
-    """Compress the pickle, and nothing else."""
+    """Compress only the pickle."""
     target = path.with_name(f"smaller-{path.name}")
     with zipfile.ZipFile(path) as source, zipfile.ZipFile(target, "w") as archive:
         for name in source.namelist():
@@ -77,7 +77,7 @@ def compressed_pickle(path: Path) -> Path:
 
 @pytest.mark.parametrize("pack", [lambda path: path, packed, unpacked, compressed_pickle])
 def test_torch_reads_the_stored_bytes(store: Store, tmp_path: Path, pack: Callable[[Path], Path]) -> None:
-    """For any position of the records."""
+    """Test any position of the records."""
     torch.save(example(), tmp_path / "a.pt")
     path = pack(tmp_path / "a.pt")
     assert_same(torch.load(path, weights_only=True), example())
@@ -86,7 +86,7 @@ def test_torch_reads_the_stored_bytes(store: Store, tmp_path: Path, pack: Callab
 
 
 def test_checksums_are_not_needed(store: Store, tmp_path: Path) -> None:
-    """Torch writes files without, if it is asked to."""
+    """Test files without checksums, an option of torch."""
     had = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -98,7 +98,7 @@ def test_checksums_are_not_needed(store: Store, tmp_path: Path) -> None:
 
 
 def test_a_record_may_be_longer_than_its_tensors(store: Store, tmp_path: Path) -> None:
-    """A storage of ten bytes has two numbers of four."""
+    """Test a storage of ten bytes with two numbers of four bytes."""
     state = {"two": torch.arange(10, dtype=torch.uint8)[:8].view(torch.float32)}
     torch.save(state, tmp_path / "a.pt")
     import_checkpoint(store, tmp_path / "a.pt")
@@ -106,7 +106,7 @@ def test_a_record_may_be_longer_than_its_tensors(store: Store, tmp_path: Path) -
 
 
 def test_compressed_tensors_are_refused(store: Store, tmp_path: Path) -> None:
-    """With what to do; their bytes as they lie in the file are not those of the tensors."""
+    """Test that the error has a remedy, and that compressed bytes are not used as tensors."""
     torch.save(example(), tmp_path / "a.pt")
     with pytest.raises(ForeignFileError, match=r"record data/\d is compressed; .*zip -0"):
         import_checkpoint(store, packed(tmp_path / "a.pt", zipfile.ZIP_DEFLATED))
@@ -119,7 +119,7 @@ def test_compressed_tensors_are_refused(store: Store, tmp_path: Path) -> None:
 def test_a_record_that_expands_without_end_is_refused(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: str, said: int | None
 ) -> None:
-    """By its length in the directory before anything is expanded, and no further than that when it is a lie."""
+    """Test the length in the directory, and a false length, beyond which nothing is expanded."""
     monkeypatch.setattr(torch_file, "_INFLATED_BYTES_MAX", 1 << 20)
     torch.save(example(), tmp_path / "a.pt")
     path = tmp_path / "bomb.pt"
@@ -139,7 +139,7 @@ def test_a_record_that_expands_without_end_is_refused(
 
 
 def test_a_compressed_record_that_ends_too_soon_is_refused(store: Store, tmp_path: Path) -> None:
-    """Its stream has all the bytes that it should, but no end."""
+    """Test a stream with all bytes, but without an end."""
     torch.save(example(), tmp_path / "a.pt")
     path = compressed_pickle(tmp_path / "a.pt")
     with zipfile.ZipFile(path) as archive:
@@ -154,7 +154,7 @@ def test_a_compressed_record_that_ends_too_soon_is_refused(store: Store, tmp_pat
 
 @pytest.mark.slow
 def test_another_byte_order_is_refused(tmp_path: Path) -> None:
-    """By the command, which torch would end with a segmentation fault."""
+    """Test the command; torch would crash with a segmentation fault."""
     torch.save(example(), tmp_path / "a.pt")
     path = packed(tmp_path / "a.pt", change=lambda name, data: b"big" if name == "byteorder" else data)
     command = [sys.executable, "-m", "asymcheck", "convert", str(path), str(tmp_path / "store")]
@@ -179,7 +179,7 @@ def _shorter(name: str, data: bytes) -> bytes:
 
 @pytest.mark.parametrize("change", [_larger, _beyond, _shorter])
 def test_a_tensor_that_is_larger_than_its_storage_is_refused(store: Store, tmp_path: Path, change: Change) -> None:
-    """It would get bytes of others."""
+    """Test that the tensor gets no foreign bytes."""
     torch.save({"first": torch.arange(4.0), "second": torch.arange(1000.0)}, tmp_path / "a.pt")
     with pytest.raises(ForeignFileError, match="larger than its storage data/0"):
         import_checkpoint(store, packed(tmp_path / "a.pt", change=change))
@@ -189,7 +189,7 @@ def test_a_tensor_that_is_larger_than_its_storage_is_refused(store: Store, tmp_p
 @pytest.mark.parametrize("twin", ["a/data/0", "a/DATA/0"])
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_two_records_of_one_name_are_refused(store: Store, tmp_path: Path, twin: str) -> None:
-    """Which of them counts depends on the reader."""
+    """Test a file of which readers use different records."""
     torch.save(example(), tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt", "a") as archive:
         archive.writestr(twin, b"other")
@@ -198,7 +198,7 @@ def test_two_records_of_one_name_are_refused(store: Store, tmp_path: Path, twin:
 
 
 def test_a_file_behind_another_is_refused(store: Store, tmp_path: Path) -> None:
-    """As a wrong length in the metadata of a folder of DCP has it: the second would be taken for the first."""
+    """Test a wrong length in the metadata of a DCP folder, so that two files look like one."""
     for name in ("a.pt", "b.pt"):
         torch.save(example(), tmp_path / name)
     with (tmp_path / "a.pt").open("ab") as file:
@@ -208,7 +208,7 @@ def test_a_file_behind_another_is_refused(store: Store, tmp_path: Path) -> None:
 
 
 def test_an_archive_that_is_none_of_torch_is_refused(store: Store, tmp_path: Path) -> None:
-    """It has no pickle."""
+    """Test an archive without a pickle."""
     with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
         archive.writestr("a/b", b"c")
     with pytest.raises(ForeignFileError, match=r"no record data\.pkl"):
@@ -268,7 +268,7 @@ def test_small_expanded_views_are_stored(store: Store, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_damaged_file_is_an_error_of_the_package(tmp_path: Path) -> None:
-    """Or makes no difference, or gives other values: torch's files say nothing of their bytes."""
+    """Test that damage is an error of the package, has no effect, or changes values, which have no checksums."""
     torch.save({"a": torch.arange(9.0), "b": [torch.ones(3, 2).t(), 2.5]}, tmp_path / "a.pt")
     whole = (tmp_path / "a.pt").read_bytes()
     dice = random.Random(5)

@@ -1,4 +1,4 @@
-"""Differences between a given state and a checkpoint that torch accepts in silence: one warning names all of them."""
+"""Test differences between a state and a checkpoint that torch accepts silently: one warning names all of them."""
 
 from __future__ import annotations
 

@@ -57,19 +57,19 @@ def save_steps(path: Path, *steps: int) -> None:
 def check_state(state: object, step: int) -> None:
     """Compare the state of a step bit for bit."""
     assert isinstance(state, dict)
-    wanted = state_of(step)
+    expected = state_of(step)
     assert state["step"] == step
     for name in ("w", "fixed"):
-        assert torch.equal(state["model"][name], wanted["model"][name])  # type: ignore[index]  # a mapping
+        assert torch.equal(state["model"][name], expected["model"][name])  # type: ignore[index]  # a mapping
 
 
 def check_location(location: str, *steps: int) -> None:
     """Check that exactly these steps are at the location, and complete."""
-    with Store.open(location, config=CONFIG, create=True) as there:
-        assert [one.step for one in there.checkpoints() if one.complete] == list(steps)
+    with Store.open(location, config=CONFIG, create=True) as remote:
+        assert [one.step for one in remote.checkpoints() if one.complete] == list(steps)
         for step in steps:
-            check_state(there.load(step), step)
-        assert [one for one in there.verify() if one.checkpoints] == []
+            check_state(remote.load(step), step)
+        assert [one for one in remote.verify() if one.checkpoints] == []
 
 
 def by_process(store: Store, location: str, **rules: object) -> PushProcess:
@@ -103,8 +103,8 @@ def hdfs_url(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(params=["file", "hdfs"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return an empty location."""
+def any_location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return an empty location, in a folder and on HDFS."""
     if request.param == "file":
         return f"file://{tmp_path}/remote"
     return f"{request.getfixturevalue('hdfs_url')}/tests/{uuid.uuid4().hex}"

@@ -54,9 +54,9 @@ def test_the_newest_goes_first(store: Path, folder: str, monkeypatch: pytest.Mon
     order: list[int] = []
     real = module.push
 
-    def push(here: ReadTier, there: RemoteTier, listings: list[CheckpointFiles], *words: object) -> Moved:
+    def push(local: ReadTier, remote: RemoteTier, listings: list[CheckpointFiles], *arguments: object) -> Moved:
         order.extend(listing.ref.step for listing in listings)
-        return real(here, there, listings, *words)  # type: ignore[arg-type]  # as they came
+        return real(local, remote, listings, *arguments)  # type: ignore[arg-type]  # as they came
 
     monkeypatch.setattr(module, "push", push)
     with Store.open(store, config=CONFIG, create=True) as opened:
@@ -85,14 +85,14 @@ def test_a_location_that_does_not_answer_stops_nothing(store: Path, monkeypatch:
 def test_push_resumes_after_an_outage(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test that no call is needed."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
-    whole = RemoteFiles.write
+    original = RemoteFiles.write
     left = [3]
 
-    def write(self: RemoteFiles, *words: object) -> int:
+    def write(self: RemoteFiles, *arguments: object) -> int:
         if left[0]:
             left[0] -= 1
             raise RemoteUnreachableError("not now")
-        return whole(self, *words)  # type: ignore[arg-type]  # as they came
+        return original(self, *arguments)  # type: ignore[arg-type]  # as they came
 
     monkeypatch.setattr(RemoteFiles, "write", write)
     with Store.open(store, config=config(attempts=1), create=True) as opened, by_thread(opened, folder) as pushing:
@@ -121,14 +121,14 @@ def test_damaged_checkpoint_does_not_block_others(store: Path, folder: str) -> N
 def test_wait_sends_repaired_checkpoints(store: Path, folder: str) -> None:
     """Test the advice of the error: before the repair, a wait sends all others and raises again."""
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
-    whole = newest.read_bytes()
+    original = newest.read_bytes()
     newest.unlink()
     with Store.open(store, config=CONFIG, create=True) as opened, by_thread(opened, folder) as pushing:
         for _ in range(2):
             with pytest.raises(InconsistentCheckpointError, match=r"damaged(.|\n)*step 2 .*no readable pack"):
                 pushing.wait()
             check_location(folder, 1)
-        newest.write_bytes(whole)
+        newest.write_bytes(original)
         pushing.wait()
     now = pushing.statistics()
     assert (now.pushed, now.backlog, now.damaged, now.problem) == (2, 0, 0, "")
@@ -139,11 +139,11 @@ def test_repaired_checkpoint_is_sent_without_a_wait(store: Path, folder: str, mo
     """Test the regular retry, because repairs are not announced."""
     monkeypatch.setattr(background_push, "_DAMAGED_RETRY_S", 0.05)
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
-    whole = newest.read_bytes()
+    original = newest.read_bytes()
     newest.unlink()
     with Store.open(store, config=CONFIG, create=True) as opened, by_thread(opened, folder, poll_s=0.01) as pushing:
         wait_until(lambda: pushing.statistics().failures > 1, "it to be tried again")
-        newest.write_bytes(whole)
+        newest.write_bytes(original)
         wait_until(lambda: pushing.statistics().pushed == 2, "it to be pushed")
     check_location(folder, 1, 2)
 
@@ -153,12 +153,12 @@ def test_one_that_the_drive_does_not_give_does_not_hold_up_the_others(
 ) -> None:
     """Test that a read error of the drive is not reported as an error of the location."""
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
-    whole = PackFile.read_frame
+    original = PackFile.read_frame
 
     def read_frame(pack: PackFile, sequence: int, slot: Slot) -> memoryview:
         if pack.path == newest:
             raise StorageError(f"read pack {pack.path}: Input/output error")
-        return whole(pack, sequence, slot)
+        return original(pack, sequence, slot)
 
     monkeypatch.setattr(PackFile, "read_frame", read_frame)
     with Store.open(store, config=CONFIG, create=True) as opened:
@@ -174,12 +174,12 @@ def test_one_that_the_location_does_not_take_does_not_hold_up_the_others(
 ) -> None:
     """Test that the checkpoint waits, and is tried again."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
-    whole = RemoteManifests.stage
+    original = RemoteManifests.stage
 
     def stage(manifests: RemoteManifests, run: str, ref: CheckpointRef, name: ManifestName, data: bytes) -> object:
         if ref.step == 2:
             raise StorageError("it does not fit")
-        return whole(manifests, run, ref, name, data)
+        return original(manifests, run, ref, name, data)
 
     monkeypatch.setattr(RemoteManifests, "stage", stage)
     with Store.open(store, config=CONFIG, create=True) as opened, by_thread(opened, folder) as pushing:
@@ -225,11 +225,11 @@ def test_failed_remote_deletion_blocks_nothing(
     manifest.write_bytes(b"x")
     save_steps(store, 3, 4)
     begun: list[RemoteTier] = []
-    whole = collect_remote.collect_remote
+    original = collect_remote.collect_remote
 
-    def collect(there: RemoteTier) -> Collected:
-        begun.append(there)
-        return whole(there)
+    def collect(remote: RemoteTier) -> Collected:
+        begun.append(remote)
+        return original(remote)
 
     monkeypatch.setattr(collect_remote, "collect_remote", collect)
     with Store.open(store, config=CONFIG, create=True) as opened:
@@ -239,8 +239,8 @@ def test_failed_remote_deletion_blocks_nothing(
         assert (now.pushed, now.backlog, now.failures) == (3, 0, 0)
         assert "nothing was removed" in now.problem
     assert len(begun) == 1
-    with Store.open(folder, config=CONFIG, create=True) as there:
-        assert [one.step for one in there.checkpoints() if one.run == "default"] == [2, 3, 4]
+    with Store.open(folder, config=CONFIG, create=True) as remote:
+        assert [one.step for one in remote.checkpoints() if one.run == "default"] == [2, 3, 4]
 
 
 def test_remote_checkpoint_without_packs_is_sent_again(store: Path, folder: str) -> None:
@@ -262,8 +262,8 @@ def test_head_record_is_pushed_before_the_next_checkpoint(store: Path, folder: s
         opened.begin_generation(opened.checkpoints()[0])
         heads = Path(folder.removeprefix("file://")) / "heads/default"
         wait_until(lambda: heads.exists() and len(list(heads.glob("*.head"))) == 1, "the head record to arrive")
-    with Store.open(folder, config=CONFIG, create=True) as there:
-        check_state(there.load(), 1)
+    with Store.open(folder, config=CONFIG, create=True) as remote:
+        check_state(remote.load(), 1)
 
 
 def test_abandoned_checkpoint_is_not_the_newest_remote_one(store: Path, folder: str, tmp_path: Path) -> None:
@@ -312,11 +312,11 @@ def test_the_location_is_let_go_when_the_store_was_closed(
 ) -> None:
     """Test a store that was closed before the push."""
     closed: list[RemoteTier] = []
-    whole = RemoteTier.close
+    original = RemoteTier.close
 
-    def close(there: RemoteTier) -> None:
-        closed.append(there)
-        whole(there)
+    def close(remote: RemoteTier) -> None:
+        closed.append(remote)
+        original(remote)
 
     def push(*_: object) -> Moved:
         raise ClosedStoreError("closed")

@@ -56,19 +56,19 @@ def delta(steps: Path, folder: str) -> Path:
         store.push(folder, 1)
         before = packs_of(folder)
         store.push(folder, 2)
-    with Store.open(folder, config=DELTAS, create=True) as there:
-        assert {one.codec for tensor in there.tensors(2)[1] for one in tensor.partitions} == {"ordered-integer-delta"}
-        there.delete(1)
+    with Store.open(folder, config=DELTAS, create=True) as remote:
+        assert {one.codec for tensor in remote.tensors(2)[1] for one in tensor.partitions} == {"ordered-integer-delta"}
+        remote.delete(1)
     age(folder)
     (pack,) = packs_of(folder) - before
     return pack
 
 
-def spoil(pack: Path, *places: int) -> None:
+def spoil(pack: Path, *offsets: int) -> None:
     """Flip a bit at each offset."""
     data = bytearray(pack.read_bytes())
-    for place in places:
-        data[place] ^= 1
+    for offset in offsets:
+        data[offset] ^= 1
     pack.write_bytes(data)
     os.utime(pack, (1e9, 1e9))
 
@@ -76,23 +76,23 @@ def spoil(pack: Path, *places: int) -> None:
 def test_the_bases_of_a_pack_with_a_damaged_index_stay(delta: Path, folder: str) -> None:
     """Test that the pack is scanned, and that the bases of its frames count as needed."""
     spoil(delta, -60)
-    with Store.open(folder, config=DELTAS, create=True) as there:
-        assert there.gc() == Collected(kept_packs=2)
-    with Store.open(folder, config=DELTAS, create=True) as there:
-        assert torch.equal(there.load(2)["w"], weights(2))  # type: ignore[index]  # a mapping
+    with Store.open(folder, config=DELTAS, create=True) as remote:
+        assert remote.gc() == Collected(kept_packs=2)
+    with Store.open(folder, config=DELTAS, create=True) as remote:
+        assert torch.equal(remote.load(2)["w"], weights(2))  # type: ignore[index]  # a mapping
 
 
 def test_damaged_pack_blocks_collection(delta: Path, folder: str) -> None:
     """Test that the unknown base of an unreadable frame blocks the collection, until its checkpoint is deleted."""
     spoil(delta, -60, _FRAMES)
-    whole = packs_of(folder)
-    with Store.open(folder, config=DELTAS, create=True) as there:
+    original = packs_of(folder)
+    with Store.open(folder, config=DELTAS, create=True) as remote:
         for dry_run in (True, False):
             with pytest.raises(InconsistentCheckpointError, match=rf"{delta.name}.* is damaged"):
-                there.gc(dry_run=dry_run)
-            assert packs_of(folder) == whole
-        there.delete(2)
-        assert there.gc().freed_packs == 1
+                remote.gc(dry_run=dry_run)
+            assert packs_of(folder) == original
+        remote.delete(2)
+        assert remote.gc().freed_packs == 1
     assert packs_of(folder) == {delta}
 
 
@@ -120,14 +120,14 @@ def test_a_delta_that_comes_while_its_base_is_about_to_go(
             return doom(self, entry, pack_id, collection)
 
         monkeypatch.setattr(RemoteTier, "doom", after_the_push)
-        with events.observe(wait), Store.open(folder, config=DELTAS, create=True) as there:
+        with events.observe(wait), Store.open(folder, config=DELTAS, create=True) as remote:
             pushing.start()
             assert begun.wait(60)
-            there.delete(1)
-            assert there.gc() == Collected(kept_packs=1)
+            remote.delete(1)
+            assert remote.gc() == Collected(kept_packs=1)
     assert base in packs_of(folder)
-    with Store.open(folder, config=DELTAS, create=True) as there:
-        assert torch.equal(there.load(2)["w"], weights(2))  # type: ignore[index]  # a mapping
+    with Store.open(folder, config=DELTAS, create=True) as remote:
+        assert torch.equal(remote.load(2)["w"], weights(2))  # type: ignore[index]  # a mapping
 
 
 def test_leftover_of_a_killed_collection_counts_once(store: Path, folder: str) -> None:
@@ -138,28 +138,28 @@ def test_leftover_of_a_killed_collection_counts_once(store: Path, folder: str) -
     for dry_run in (True, False):
         for pack in packs_of(folder):
             announce(pack)
-        with Store.open(folder, config=CONFIG, create=True) as there:
-            assert there.gc(dry_run=dry_run) == Collected(kept_packs=number)
+        with Store.open(folder, config=CONFIG, create=True) as remote:
+            assert remote.gc(dry_run=dry_run) == Collected(kept_packs=number)
     check_location(folder, 1)
-    with Store.open(folder, config=CONFIG, create=True) as there:
-        there.delete(1)
+    with Store.open(folder, config=CONFIG, create=True) as remote:
+        remote.delete(1)
         for pack in packs_of(folder):
             announce(pack)
         for dry_run in (True, False):
-            assert there.gc(dry_run=dry_run) == Collected(freed_packs=number, freed_bytes=nbytes)
+            assert remote.gc(dry_run=dry_run) == Collected(freed_packs=number, freed_bytes=nbytes)
     assert packs_of(folder) == set()
 
 
 def test_indexes_of_removed_packs_are_forgotten(pushed: Path, folder: str) -> None:
     """Test a training that pushes for weeks."""
-    there = RemoteTier(parse_location(folder), CONFIG)
-    there.read_indexes(there.pack_ids())
-    held = set(there._indexes)
+    remote = RemoteTier(parse_location(folder), CONFIG)
+    remote.read_indexes(remote.pack_ids())
+    held = set(remote._indexes)
     (gone, *left) = sorted(packs_of(folder))
     gone.unlink()
-    assert len(there.pack_ids()) == len(left)
-    assert held - set(there._indexes) == {layout.parse_pack_name(gone.name)}
-    there.close()
+    assert len(remote.pack_ids()) == len(left)
+    assert held - set(remote._indexes) == {layout.parse_pack_name(gone.name)}
+    remote.close()
 
 
 def test_files_without_an_age_stay(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,8 +175,8 @@ def test_files_without_an_age_stay(store: Path, folder: str, monkeypatch: pytest
         return [dataclasses.replace(entry, mtime_ns=0) for entry in walk(self, *args, **options)]
 
     monkeypatch.setattr(RemoteFiles, "walk", ageless)
-    with Store.open(folder, config=CONFIG, create=True) as there:
-        there.delete(1)
-        assert there.gc() == Collected(kept_packs=len(packs_of(folder)) - 1)
-        assert [one.kind for one in there.verify()] == ["no-checkpoint"]
+    with Store.open(folder, config=CONFIG, create=True) as remote:
+        remote.delete(1)
+        assert remote.gc() == Collected(kept_packs=len(packs_of(folder)) - 1)
+        assert [one.kind for one in remote.verify()] == ["no-checkpoint"]
     assert temporary.exists()

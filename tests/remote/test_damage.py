@@ -37,27 +37,27 @@ def cut(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
 
-def gone(_: bytes) -> bytes:
+def empty(_: bytes) -> bytes:
     """Return no bytes."""
     return b""
 
 
 @pytest.fixture
-def damaged(place: str, store: Path) -> Callable[[Callable[[bytes], bytes]], str]:
+def damaged(any_location: str, store: Path) -> Callable[[Callable[[bytes], bytes]], str]:
     """Push steps 1 and 2, and damage a pack that only step 2 needs."""
 
     def make(change: Callable[[bytes], bytes]) -> str:
-        files = RemoteFiles(parse_location(place), REMOTE)
+        files = RemoteFiles(parse_location(any_location), REMOTE)
         packs = PurePosixPath(files.location.path) / "packs"
         with Store.open(store, config=CONFIG, create=True) as opened:
-            opened.push(place, 1)
+            opened.push(any_location, 1)
             before = set(files.list(packs))
-            opened.push(place, 2)
+            opened.push(any_location, 2)
         pack = packs / min(set(files.list(packs)) - before)
         data = files.read_small(pack, 1 << 30)
         assert data
         replace(files, pack, change(data))
-        return place
+        return any_location
 
     return make
 
@@ -71,7 +71,7 @@ Damaged = Callable[[Callable[[bytes], bytes]], str]
     [
         pytest.param(flipped, "damaged-frame", id="flipped"),
         pytest.param(cut, "damaged-pack", id="cut"),
-        pytest.param(gone, "missing-partition", id="gone"),
+        pytest.param(empty, "missing-partition", id="gone"),
     ],
 )
 def test_a_damaged_pack_costs_its_checkpoint_and_no_other(
@@ -79,12 +79,12 @@ def test_a_damaged_pack_costs_its_checkpoint_and_no_other(
 ) -> None:
     """Test the restore of the older step with a warning, the refusal by step, and the finding of a verification."""
     location = damaged(change)
-    with Store.open(location, config=CONFIG, create=True) as there:
+    with Store.open(location, config=CONFIG, create=True) as remote:
         with pytest.warns(SkippedCheckpointWarning, match="step 2"):
-            check_state(there.load(), 1)
+            check_state(remote.load(), 1)
         with pytest.raises(InconsistentCheckpointError, match="step 2"):
-            there.load(2)
-        findings = there.verify()
+            remote.load(2)
+        findings = remote.verify()
     assert kind in {one.kind for one in findings}
     lost = [one for one in findings if one.severity is Severity.ERROR]
     assert lost
@@ -95,9 +95,9 @@ def test_a_damaged_pack_costs_its_checkpoint_and_no_other(
 def test_a_pack_without_its_index_is_scanned(damaged: Damaged) -> None:
     """Test that no checkpoint is lost, and that the damage is reported."""
     location = damaged(without_index)
-    with Store.open(location, config=CONFIG, create=True) as there:
-        check_state(there.load(), 2)
-        assert [one.kind for one in there.verify()] == ["damaged-pack"]
+    with Store.open(location, config=CONFIG, create=True) as remote:
+        check_state(remote.load(), 2)
+        assert [one.kind for one in remote.verify()] == ["damaged-pack"]
 
 
 def test_files_between_the_runs_are_no_runs(store: Path, folder: str) -> None:
@@ -107,14 +107,14 @@ def test_files_between_the_runs_are_no_runs(store: Path, folder: str) -> None:
     for name in ("manifests/note", "heads/remark"):
         Path(folder.removeprefix("file://"), name).write_text("mine")
     check_location(folder, 1)
-    with Store.open(folder, config=CONFIG, create=True) as there:
-        assert there.runs() == ["default"]
-        assert there.verify() == []
-        assert there.gc().freed_packs == 0
+    with Store.open(folder, config=CONFIG, create=True) as remote:
+        assert remote.runs() == ["default"]
+        assert remote.verify() == []
+        assert remote.gc().freed_packs == 0
 
 
 @pytest.mark.slow(quick=["file-without_index"])
-@pytest.mark.parametrize("change", [without_index, cut, gone])
+@pytest.mark.parametrize("change", [without_index, cut, empty])
 def test_another_push_restores_lost_packs(damaged: Damaged, change: Callable[[bytes], bytes], store: Path) -> None:
     """Test a checkpoint with manifests but without packs."""
     location = damaged(change)
@@ -122,24 +122,24 @@ def test_another_push_restores_lost_packs(damaged: Damaged, change: Callable[[by
         done = opened.push(location, everything=True)
         assert (len(done.committed), done.present) == (1, 1)
         assert done.moved_partitions > 0
-        again = opened.push(location, everything=True)
-        assert (again.present, again.packs) == (2, 0)
+        pushed_again = opened.push(location, everything=True)
+        assert (pushed_again.present, pushed_again.packs) == (2, 0)
     check_location(location, 1, 2)
 
 
 @pytest.mark.slow(quick=["file-cut"])
-@pytest.mark.parametrize("change", [cut, gone])
-def test_another_push_brings_back_a_manifest(place: str, store: Path, change: Callable[[bytes], bytes]) -> None:
+@pytest.mark.parametrize("change", [cut, empty])
+def test_another_push_brings_back_a_manifest(any_location: str, store: Path, change: Callable[[bytes], bytes]) -> None:
     """Test a manifest whose bytes differ from its digest, which keeps its name in use and the checkpoint unreadable."""
-    files = RemoteFiles(parse_location(place), REMOTE)
+    files = RemoteFiles(parse_location(any_location), REMOTE)
     with Store.open(store, config=CONFIG, create=True) as opened:
-        opened.push(place, everything=True)
+        opened.push(any_location, everything=True)
     folder = max(entry.path for entry in files.walk(PurePosixPath(files.location.path) / "manifests/default"))
     (name,) = files.list(folder)
     data = files.read_small(folder / name, 1 << 30)
     assert data
     replace(files, folder / name, change(data))
     with Store.open(store, config=CONFIG, create=True) as opened:
-        done = opened.push(place, everything=True)
+        done = opened.push(any_location, everything=True)
     assert (len(done.committed), done.present, done.packs) == (1, 1, 0)
-    check_location(place, 1, 2)
+    check_location(any_location, 1, 2)

@@ -151,7 +151,7 @@ def test_command_fetches_remote_data(pushed: Path, folder: str) -> None:
 
 
 @pytest.fixture
-def broken_there(store: Path, folder: str) -> Path:
+def broken_location(store: Path, folder: str) -> Path:
     """Return a store whose two checkpoints were pushed; the second is not readable at the location."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 1)
@@ -162,10 +162,10 @@ def broken_there(store: Path, folder: str) -> Path:
     return store
 
 
-def test_unavailable_data_does_not_stop_a_repair(broken_there: Path, folder: str) -> None:
+def test_unavailable_data_does_not_stop_a_repair(broken_location: Path, folder: str) -> None:
     """Test that the other checkpoint is fetched, and the reason for the first is reported."""
-    lose_packs(broken_there)
-    with Store.open(broken_there, config=CONFIG, remote=folder, create=True) as opened:
+    lose_packs(broken_location)
+    with Store.open(broken_location, config=CONFIG, remote=folder, create=True) as opened:
         done = opened.repair()
         assert [one.where for one in done.done if one.kind == "remote"] == [folder]
         (left,) = done.left
@@ -174,14 +174,14 @@ def test_unavailable_data_does_not_stop_a_repair(broken_there: Path, folder: str
         assert f"; cannot fetch it from {folder}: " in left.message
         assert [one.step for one in opened.checkpoints()] == [1, 2]
         assert opened.repair().done == ()
-    with Store.open(broken_there, config=CONFIG, create=True) as opened:
+    with Store.open(broken_location, config=CONFIG, create=True) as opened:
         check_state(opened.load(1), 1)
 
 
-def test_unavailable_data_does_not_stop_a_pull(broken_there: Path, folder: str, tmp_path: Path) -> None:
+def test_unavailable_data_does_not_stop_a_pull(broken_location: Path, folder: str, tmp_path: Path) -> None:
     """Test that the error lists the remaining checkpoints; a single one raises its own error."""
     first = state_of(3)
-    with Store.open(broken_there, config=CONFIG, create=True) as opened:
+    with Store.open(broken_location, config=CONFIG, create=True) as opened:
         opened.save(first, step=3)
         opened.push(folder, 3)
     with Store.open(tmp_path / "new", config=CONFIG, create=True) as opened:
@@ -204,11 +204,11 @@ def test_a_location_that_goes_away_ends_a_pull(pushed: Path, folder: str, tmp_pa
         catalog = opened.training.opened.catalog()
         patched.setattr("asymcheck.replication.pull.read_manifests", away)
         patched.setattr("asymcheck.storage.manifests.ManifestReader.runs", away)
-        there = RemoteTier(parse_location(folder), CONFIG)
-        listings = there.manifests.checkpoints("default")
+        remote = RemoteTier(parse_location(folder), CONFIG)
+        listings = remote.manifests.checkpoints("default")
         with pytest.raises(RemoteUnreachableError):
-            pull(there, opened.training.opened.nvme, catalog, listings)
-        there.close()
+            pull(remote, opened.training.opened.nvme, catalog, listings)
+        remote.close()
     assert len(asked) == 2
 
 

@@ -56,37 +56,37 @@ def store_with_heads(store: Path) -> Path:
 @pytest.mark.slow(quick=["file-remote.manifest_renamed-1", "file-remote.pack_closed-1"])
 def test_killed_at_a_step(zygote: Zygote, store_with_heads: Path, death: tuple[str, str, int]) -> None:
     """Test that step 1 is at the location, step 2 is missing or complete, and a second push completes it."""
-    place, event, count = death
-    zygote.start(push, store=str(store_with_heads), location=place, step=1).finish()
-    arguments = {"store": str(store_with_heads), "location": place, "step": 2, "event": event, "count": count}
+    location, event, count = death
+    zygote.start(push, store=str(store_with_heads), location=location, step=1).finish()
+    arguments = {"store": str(store_with_heads), "location": location, "step": 2, "event": event, "count": count}
     if event in ("remote.head_renamed", "remote.small_closed"):
         # The push of step 1 has sent the descriptor and the head records.
-        place += "-new"
-        arguments["location"] = place
+        location += "-new"
+        arguments["location"] = location
     zygote.start(push_and_die, **arguments).wait_killed()
     try:
-        with Store.open(place, config=CONFIG, create=True) as there:
-            steps = [one.step for one in there.checkpoints() if one.complete]
+        with Store.open(location, config=CONFIG, create=True) as remote:
+            steps = [one.step for one in remote.checkpoints() if one.complete]
             assert (2 in steps) == (event == "remote.manifest_renamed")
             for step in steps:
-                check_state(there.load(step), step)
-            assert [one for one in there.verify() if one.checkpoints] == []
+                check_state(remote.load(step), step)
+            assert [one for one in remote.verify() if one.checkpoints] == []
     except StoreNotFoundError:
         steps = []
     with Store.open(store_with_heads, config=CONFIG, read_only=True) as opened:
-        done = opened.push(place)
-        whole = opened.push(f"file://{store_with_heads}-whole", 2).moved_partitions
+        done = opened.push(location)
+        full_push = opened.push(f"file://{store_with_heads}-whole", 2).moved_partitions
     if event in ("remote.pack_renamed", "remote.head_renamed", "remote.manifest_renamed"):
-        assert done.moved_partitions < whole
-    check_location(place, *sorted({*steps, 2}))
+        assert done.moved_partitions < full_push
+    check_location(location, *sorted({*steps, 2}))
 
 
 @pytest.mark.slow
 def test_killed_before_noticing_missing_packs(zygote: Zygote, store: Path, folder: str) -> None:
     """Test that the next push does not trust a committed manifest alone."""
     zygote.start(push_and_lose, store=str(store), location=folder, step=2).wait_killed()
-    with Store.open(folder, config=CONFIG, create=True) as there, pytest.raises(InconsistentCheckpointError):
-        there.load(2)
+    with Store.open(folder, config=CONFIG, create=True) as remote, pytest.raises(InconsistentCheckpointError):
+        remote.load(2)
     with Store.open(store, config=CONFIG, read_only=True) as opened:
         assert len(opened.push(folder).committed) == 1
         assert opened.push(folder).present == 1
@@ -94,25 +94,25 @@ def test_killed_before_noticing_missing_packs(zygote: Zygote, store: Path, folde
 
 
 @pytest.mark.slow
-def test_collection_removes_a_killed_push(zygote: Zygote, store: Path, place: str) -> None:
+def test_collection_removes_a_killed_push(zygote: Zygote, store: Path, any_location: str) -> None:
     """Test that a push in progress is not collected, and later only temporary files and unreferenced packs."""
-    zygote.start(push, store=str(store), location=place, step=1).finish()
+    zygote.start(push, store=str(store), location=any_location, step=1).finish()
     zygote.start(
-        push_and_die, store=str(store), location=place, step=2, event="remote.pack_renamed", count=1
+        push_and_die, store=str(store), location=any_location, step=2, event="remote.pack_renamed", count=1
     ).wait_killed()
-    files = RemoteFiles(parse_location(place), REMOTE)
+    files = RemoteFiles(parse_location(any_location), REMOTE)
     packs = PurePosixPath(files.location.path) / "packs"
     before = files.list(packs)
-    with Store.open(place, config=CONFIG, create=True) as there:
-        young = there.gc()
+    with Store.open(any_location, config=CONFIG, create=True) as remote:
+        young = remote.gc()
     assert (young.freed_packs, young.removed_temporaries) == (0, 0)
     assert files.list(packs) == before
-    with Store.open(place, config=config(grace_s=0.0), create=True) as there:
-        useless = there.gc(dry_run=True).freed_packs
+    with Store.open(any_location, config=config(grace_s=0.0), create=True) as remote:
+        useless = remote.gc(dry_run=True).freed_packs
         assert useless >= 1
         assert files.list(packs) == before
-        done = there.gc()
-        assert there.gc().freed_packs == 0
+        done = remote.gc()
+        assert remote.gc().freed_packs == 0
     assert (done.freed_packs, done.kept_packs) == (useless, young.kept_packs - useless)
     assert len(files.list(packs)) == done.kept_packs
-    check_location(place, 1)
+    check_location(any_location, 1)

@@ -15,11 +15,11 @@ from tests.remote.conftest import CONFIG, check_location, check_state, config
 
 def test_a_store_is_no_location(store: Path) -> None:
     """Test that a store is not opened as a location, whose users would ignore its catalog."""
-    said = rf"a local store .* give its path {store};"
+    message = rf"a local store .* give its path {store};"
     for location in (f"file://{store}", f"file://localhost{store}/"):
-        with pytest.raises(InvalidInputError, match=said):
+        with pytest.raises(InvalidInputError, match=message):
             Store.open(location, config=CONFIG, create=True)
-        with Store.open(store, config=CONFIG, create=True) as opened, pytest.raises(InvalidInputError, match=said):
+        with Store.open(store, config=CONFIG, create=True) as opened, pytest.raises(InvalidInputError, match=message):
             opened.push(location)
     with Store.open(store, config=CONFIG, create=True) as opened:
         check_state(opened.load(), 2)
@@ -43,8 +43,8 @@ def test_location_is_printed_as_a_valid_uri(store: Path, tmp_path: Path, name: s
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(location, 1)
     assert (tmp_path / name / "remote" / "asymcheck.store").exists()
-    with Store.open(location, config=CONFIG, create=True) as there:
-        assert parse_location(str(there.location)) == parse_location(location)
+    with Store.open(location, config=CONFIG, create=True) as remote:
+        assert parse_location(str(remote.location)) == parse_location(location)
     check_location(str(parse_location(location)), 1)
     with pytest.raises(StoreNotFoundError) as caught:
         Store.open(f"{location}/nothing", config=CONFIG, create=True)
@@ -52,7 +52,7 @@ def test_location_is_printed_as_a_valid_uri(store: Path, tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize(
-    ("location", "said"),
+    ("location", "message"),
     [
         ("file:///exp#1", "write %23 for the #"),
         ("hdfs://host:8020/exp#1", "write %23 for the #"),
@@ -68,11 +68,11 @@ def test_location_is_printed_as_a_valid_uri(store: Path, tmp_path: Path, name: s
         ("hdfs://host:8020/q?dfs.blocksize=-1", "dfs.blocksize '-1': give an integer from 1"),
     ],
 )
-def test_nothing_of_a_location_is_dropped(location: str, said: str) -> None:
+def test_nothing_of_a_location_is_dropped(location: str, message: str) -> None:
     """Test that no part of a URI is ignored, so that different URIs are different locations."""
     with pytest.raises(InvalidInputError) as caught:
         Store.open(location, config=CONFIG, create=True)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_one_step_of_everything_is_refused(store: Path, folder: str) -> None:
@@ -110,9 +110,9 @@ def test_a_bucket_is_the_first_part_of_a_path(store: Path, tmp_path: Path, monke
         opened.push(location, everything=True)
     check_location(location, 1, 2)
     assert (tmp_path / "bucket" / "runs" / "a b" / "asymcheck.store").exists()
-    with Store.open(location, config=config(grace_s=0.0), create=True) as there:
-        there.delete(2)
-        assert there.gc().freed_packs > 0
+    with Store.open(location, config=config(grace_s=0.0), create=True) as remote:
+        remote.delete(2)
+        assert remote.gc().freed_packs > 0
     check_location(location, 1)
     (tmp_path / "bucket").rename(tmp_path / "away")
     with pytest.raises(RemoteUnreachableError, match="even the root was not found"):

@@ -26,17 +26,17 @@ COUNT = 10_000
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def locations(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Return a location with one checkpoint, and one with ten thousand older checkpoints in addition."""
     base = tmp_path_factory.mktemp("many")
     save_steps(base / "store", COUNT)
     with Store.open(base / "store", config=CONFIG, create=True) as store:
         for name in ("one", "many"):
             store.push(f"file://{base}/{name}")
-    there = RemoteTier(parse_location(f"file://{base}/many"), CONFIG)
-    (listing,) = there.manifests.checkpoints("default")
-    manifest = there.manifests.read("default", listing.ref, listing.manifests[0])
-    there.close()
+    remote = RemoteTier(parse_location(f"file://{base}/many"), CONFIG)
+    (listing,) = remote.manifests.checkpoints("default")
+    manifest = remote.manifests.read("default", listing.ref, listing.manifests[0])
+    remote.close()
     for step in range(COUNT):
         ref = CheckpointRef(1, step, SaveId(step.to_bytes(8, "big") + bytes(8)))
         data = encode(manifest, dataclasses.replace(manifest.header, ref=ref))
@@ -53,35 +53,37 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record the operations at locations."""
     done: list[str] = []
-    whole: Callable[..., Any] = RemoteFiles._do
+    original: Callable[..., Any] = RemoteFiles._do
 
-    def do(files: RemoteFiles, action: str, *words: object) -> object:
+    def do(files: RemoteFiles, action: str, *arguments: object) -> object:
         done.append(action)
-        return whole(files, action, *words)
+        return original(files, action, *arguments)
 
     monkeypatch.setattr(RemoteFiles, "_do", do)
     return done
 
 
 @pytest.mark.slow
-def test_restore_does_not_depend_on_the_number_of_checkpoints(places: tuple[str, str], operations: list[str]) -> None:
+def test_restore_does_not_depend_on_the_number_of_checkpoints(
+    locations: tuple[str, str], operations: list[str]
+) -> None:
     """Test that every listing is one operation, and that only needed packs are opened."""
     counts = []
-    for place in places:
+    for location in locations:
         operations.clear()
-        with Store.open(place, config=CONFIG, create=True) as there:
-            check_state(there.load(), COUNT)
+        with Store.open(location, config=CONFIG, create=True) as remote:
+            check_state(remote.load(), COUNT)
         counts.append(len(operations))
     assert counts[0] == counts[1] < 40
 
 
 @pytest.mark.slow
-def test_a_push_of_nothing_does_as_little(places: tuple[str, str], operations: list[str]) -> None:
+def test_a_push_of_nothing_does_as_little(locations: tuple[str, str], operations: list[str]) -> None:
     """Test that only the newest packs are read to see that the newest checkpoint is complete."""
-    with Store.open(Path(places[0].removeprefix("file://")).parent / "store", config=CONFIG, create=True) as store:
-        for place in places:
+    with Store.open(Path(locations[0].removeprefix("file://")).parent / "store", config=CONFIG, create=True) as store:
+        for location in locations:
             operations.clear()
-            assert store.push(place).present == 1
+            assert store.push(location).present == 1
             assert len(operations) < 60
 
 
@@ -103,23 +105,23 @@ def test_a_push_of_all_reads_every_index_once(tmp_path: Path, folder: str, monke
 
 
 @pytest.mark.slow
-def test_push_lists_only_changes(places: tuple[str, str], operations: list[str]) -> None:
+def test_push_lists_only_changes(locations: tuple[str, str], operations: list[str]) -> None:
     """Test that the first refresh lists all folders, and the next one only names."""
-    there = RemoteTier(parse_location(places[1]), CONFIG)
-    known = CheckpointCache(there, "default", metrics=False)
+    remote = RemoteTier(parse_location(locations[1]), CONFIG)
+    known = CheckpointCache(remote, "default", metrics=False)
     for bound in (4, 2):
         operations.clear()
         assert len(known.refresh()) == COUNT + 1
         assert len(operations) <= bound
-    there.close()
+    remote.close()
 
 
 @pytest.mark.slow
-def test_a_directory_is_one_listing(places: tuple[str, str], operations: list[str]) -> None:
+def test_a_directory_is_one_listing(locations: tuple[str, str], operations: list[str]) -> None:
     """Test that the number of checkpoints in a folder causes no further request."""
-    there = RemoteTier(parse_location(places[1]), CONFIG)
+    remote = RemoteTier(parse_location(locations[1]), CONFIG)
     operations.clear()
-    assert len(there.manifests.checkpoints("default")) == COUNT + 1
-    assert len(there.pack_ids()) > COUNT
+    assert len(remote.manifests.checkpoints("default")) == COUNT + 1
+    assert len(remote.pack_ids()) > COUNT
     assert len(operations) <= 3
-    there.close()
+    remote.close()

@@ -70,9 +70,9 @@ def stopped(pushing: PushProcess) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("own_process", [True, False])
-def test_every_so_many_steps_arrive(store_path: Path, place: str, *, own_process: bool) -> None:
+def test_every_so_many_steps_arrive(store_path: Path, any_location: str, *, own_process: bool) -> None:
     """Test that every n-th step is pushed during background saves, and that other steps are not."""
-    state, push = dict(state_of(0)), Push(place, every=2, close_s=None, own_process=own_process)
+    state, push = dict(state_of(0)), Push(any_location, every=2, close_s=None, own_process=own_process)
     with Store.open(store_path, config=CONFIG, create=True) as store, store.push_in_background(push) as pushing:
         assert type(pushing) is (PushProcess if own_process else PushThread)
         with Checkpointer(store, state, every=1, keep=None) as checkpointer:
@@ -84,28 +84,28 @@ def test_every_so_many_steps_arrive(store_path: Path, place: str, *, own_process
     assert pushing.statistics() == pushing.close()
     now = pushing.statistics()
     assert (now.pushed, now.backlog, now.problem, now.newest_step) == (3, 0, "", 4)
-    check_location(place, 0, 2, 4)
+    check_location(any_location, 0, 2, 4)
 
 
 @pytest.mark.slow(quick=["False"])
 @pytest.mark.parametrize("own_process", [True, False])
 def test_each_push_is_traced(store: Path, folder: str, *, own_process: bool) -> None:
     """Test that a trace of the training shows uploads and failures."""
-    told: list[Interval] = []
+    intervals: list[Interval] = []
     push = Push(folder, close_s=None, own_process=own_process)
     began = time.perf_counter()
-    with watch(told.append), Store.open(store, config=CONFIG, create=True) as opened:
+    with watch(intervals.append), Store.open(store, config=CONFIG, create=True) as opened:
         statistics = opened.push_in_background(push).close()
-        sent = {one.detail["step"]: one for one in told if one.name == "push"}
+        sent = {one.detail["step"]: one for one in intervals if one.name == "push"}
         assert sorted(sent) == [1, 2]
         assert sum(int(one.detail["sent"]) for one in sent.values()) == statistics.sent_bytes > 0
-        told.clear()
+        intervals.clear()
         opened.save(state_of(3), step=3)
         lose_packs(store)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UnreachableRemoteWarning)
             opened.push_in_background(push).close()
-        (failed,) = (one for one in told if one.name == "push")
+        (failed,) = (one for one in intervals if one.name == "push")
         assert (failed.detail["step"], failed.detail["failed"]) == (3, "MissingPartitionError")
     for one in (*sent.values(), failed):
         assert began < one.start_s < one.start_s + one.seconds < time.perf_counter()
@@ -198,8 +198,8 @@ def test_new_process_trusts_only_the_location(store: Path, folder: str, monkeypa
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
-        with Store.open(folder, config=CONFIG, create=True) as there:
-            there.delete(1)
+        with Store.open(folder, config=CONFIG, create=True) as remote:
+            remote.delete(1)
         os.kill(process_of(pushing), signal.SIGKILL)
         wait_until(lambda: pushing.statistics().pushed == 3, "it to be sent again")
     check_location(folder, 1, 2)
@@ -289,8 +289,8 @@ def test_signals_are_ignored_by_the_process(store: Path, folder: str) -> None:
 @pytest.mark.parametrize("worker_lives", [True, False])
 def test_process_ends_with_a_killed_training(store: Path, folder: str, *, worker_lives: bool) -> None:
     """Test also another process that has inherited the open files of the training."""
-    words = [sys.executable, "-c", TRAINER, str(store), folder]
-    with subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as trainer:
+    arguments = [sys.executable, "-c", TRAINER, str(store), folder]
+    with subprocess.Popen(arguments, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         pid, worker = map(int, trainer.stdout.readline().split())
         if not worker_lives:
@@ -312,14 +312,14 @@ def test_process_ends_with_a_killed_training(store: Path, folder: str, *, worker
 def test_damaged_checkpoint_is_reported_and_not_held(store: Path, folder: str) -> None:
     """Test all fields of the error."""
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
-    whole = newest.read_bytes()
+    original = newest.read_bytes()
     newest.unlink()
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
-        with pytest.raises(InconsistentCheckpointError, match=r"damaged(.|\n)*step 2 .*no readable pack") as told:
+        with pytest.raises(InconsistentCheckpointError, match=r"damaged(.|\n)*step 2 .*no readable pack") as caught:
             pushing.wait()
-        assert len(told.value.reasons) == 1
+        assert len(caught.value.reasons) == 1
         assert (pushing.statistics().damaged, pushing.statistics().backlog, pushing.held()) == (1, 0, {})
-        newest.write_bytes(whole)
+        newest.write_bytes(original)
         pushing.wait()
         assert pushing.statistics().problem == ""
     check_location(folder, 1, 2)

@@ -30,15 +30,15 @@ class Packs:
 
     def __init__(self, *frames: tuple[int, int, int | None]) -> None:
         rows = [
-            (name(own), ZERO_DIGEST if base is None else name(base), 0, 8, 8, kind, CODECS[kind], 1, 0, bytes(3))
-            for own, kind, base in frames
+            (name(this), ZERO_DIGEST if base is None else name(base), 0, 8, 8, kind, CODECS[kind], 1, 0, bytes(3))
+            for this, kind, base in frames
         ]
         pack: Any = SimpleNamespace(
             entries=np.array(rows, dtype=ENTRY_DTYPE), header=SimpleNamespace(pack_id=bytes(16)), damage=None
         )
         self.copies: dict[Digest, list[PartitionCopy]] = {}
-        for number, (own, _, _) in enumerate(frames):
-            self.copies.setdefault(name(own), []).append(PartitionCopy(pack, number))
+        for number, (this, _, _) in enumerate(frames):
+            self.copies.setdefault(name(this), []).append(PartitionCopy(pack, number))
 
     def find(self, digest: Digest) -> PartitionCopy | None:
         """Return the first frame."""
@@ -53,10 +53,10 @@ class Packs:
         return sorted(self.copies.get(digest, []), key=PartitionCopy.kind)
 
 
-def sent(here: Packs, *numbers: int, there: Packs | None = None) -> list[tuple[Digest, int]]:
+def sent(local: Packs, *numbers: int, remote: Packs | None = None) -> list[tuple[Digest, int]]:
     """Return the chosen partitions, with their encoding."""
-    sources: Any = here
-    elsewhere: Any = there or Packs()
+    sources: Any = local
+    elsewhere: Any = remote or Packs()
     chooser = TransferPlanner(sources, elsewhere, set())
     chooser.choose([name(number) for number in numbers])
     return [(frame.name, int(frame.entry["kind"])) for frame in (*chooser.full, *chooser.based)]
@@ -80,10 +80,10 @@ def test_frames_that_are_their_own_bases_are_not_sent(kind: int) -> None:
 def test_undecodable_chain_is_not_followed() -> None:
     """Test both sides, and a chain of maximum length, which is followed."""
     longest = [(number, DELTA, number + 1) for number in range(1, 9)]
-    whole = [(0, DERIVED, 1), *longest, (9, FULL, None)]
-    assert len(sent(Packs(*whole), 0)) == 10
-    assert sent(Packs(), 0, there=Packs(*whole)) == []
+    original = [(0, DERIVED, 1), *longest, (9, FULL, None)]
+    assert len(sent(Packs(*original), 0)) == 10
+    assert sent(Packs(), 0, remote=Packs(*original)) == []
     endless = [(number, DELTA, number + 1) for number in range(5_000)]
     with pytest.raises(BaseDamagedError, match="too long"):
         sent(Packs(*endless), 0)
-    assert sent(Packs((0, FULL, None)), 0, there=Packs(*endless)) == [(name(0), FULL)]
+    assert sent(Packs((0, FULL, None)), 0, remote=Packs(*endless)) == [(name(0), FULL)]

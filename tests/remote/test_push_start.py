@@ -37,14 +37,14 @@ def test_a_store_that_cannot_be_opened(store: Path, folder: str, monkeypatch: py
 @pytest.mark.slow
 def test_a_process_that_cannot_be_begun(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test that the training continues, and that the start is tried again."""
-    whole: Callable[..., object] = subprocess.Popen
+    original: Callable[..., object] = subprocess.Popen
     left = [2]
 
-    def begin(*words: object, **more: object) -> object:
+    def begin(*arguments: object, **more: object) -> object:
         if left[0]:
             left[0] -= 1
             raise OSError("Cannot allocate memory")
-        return whole(*words, **more)
+        return original(*arguments, **more)
 
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     monkeypatch.setattr(subprocess, "Popen", begin)

@@ -24,11 +24,11 @@ CONTENT = bytes(range(256)) * 1024
 
 
 @pytest.fixture
-def files(place: str) -> RemoteFiles:
+def files(any_location: str) -> RemoteFiles:
     """Return the location, with one file."""
-    found = RemoteFiles(parse_location(place), REMOTE)
-    assert found.put_small(path_in(found), CONTENT)
-    return found
+    files = RemoteFiles(parse_location(any_location), REMOTE)
+    assert files.put_small(path_in(files), CONTENT)
+    return files
 
 
 def path_in(files: RemoteFiles) -> PurePosixPath:
@@ -44,9 +44,9 @@ def address(view: memoryview) -> int:
 def test_memory_is_reused_after_the_last_view() -> None:
     """Test a view of any part."""
     memory = RangeMemory(4096, 2)
-    whole = memory.take(4096)
-    first, part = address(whole), whole[100:200][10:]
-    del whole
+    original = memory.take(4096)
+    first, part = address(original), original[100:200][10:]
+    del original
     other = memory.take(4096)
     assert address(other) != first
     del part
@@ -64,8 +64,8 @@ def test_no_more_memory_is_kept_than_was_asked_for() -> None:
 
 def test_a_location_that_is_closed_keeps_no_memory(pushed: Path, folder: str) -> None:
     """Test that memory of a restore is kept for the next restore, until the location is closed."""
-    with Store.open(folder, config=CONFIG, create=True) as there:
-        check_state(there.load(), 2)
+    with Store.open(folder, config=CONFIG, create=True) as remote:
+        check_state(remote.load(), 2)
         (memory,) = (one for one in gc.get_objects() if type(one) is RangeMemory and one._free)
     assert memory._free == []
     view = memory.take(10)
@@ -96,9 +96,9 @@ def test_a_read_that_fails_keeps_no_memory() -> None:
 def test_ranges_read_with_and_without_such_memory(files: RemoteFiles, memory: RangeMemory | None) -> None:
     """Test ranges inside, at the end, beyond it, and larger than a piece, with all results kept."""
     ranges = [(start, 5000) for start in range(0, 40_000, 5000)] + [(260_000, 5000), (300_000, 10), (0, len(CONTENT))]
-    kept = OpenedFile()
-    found = [files.read_range(path_in(files), start, length, kept, memory) for start, length in ranges]
-    for (start, length), (data, size) in zip(ranges, found, strict=True):
+    opened_file = OpenedFile()
+    results = [files.read_range(path_in(files), start, length, opened_file, memory) for start, length in ranges]
+    for (start, length), (data, size) in zip(ranges, results, strict=True):
         assert data == CONTENT[start : start + length]
         assert size == len(CONTENT)
 
@@ -107,17 +107,17 @@ def test_block_locations_of_a_file_are_requested_once(hdfs_url: str, monkeypatch
     """Test any number of reads; without the cache, each read requests the block locations."""
     files = RemoteFiles(parse_location(f"{hdfs_url}/tests/{uuid.uuid4().hex}"), REMOTE)
     assert files.put_small(path_in(files), CONTENT)
-    whole: Callable[[hdfs_native_client.Client, str], object] = hdfs_native_client.Client.read
+    original: Callable[[hdfs_native_client.Client, str], object] = hdfs_native_client.Client.read
     opened = list[str]()
 
     def read(self: hdfs_native_client.Client, path: str) -> object:
         opened.append(path)
-        return whole(self, path)
+        return original(self, path)
 
     monkeypatch.setattr(hdfs_native_client.Client, "read", read)
-    kept = OpenedFile()
+    opened_file = OpenedFile()
     for start in range(0, 1000, 100):
-        files.read_range(path_in(files), start, 100, kept)
+        files.read_range(path_in(files), start, 100, opened_file)
     assert opened == [str(path_in(files))]
     for start in range(0, 1000, 100):
         files.read_range(path_in(files), start, 100)
@@ -133,10 +133,10 @@ def test_a_file_that_was_kept_and_fails_is_opened_again(files: RemoteFiles) -> N
         def read_into(self, memory: memoryview, offset: int) -> int:
             raise OSError(f"{len(memory)} bytes from {offset}: all DataNodes failed")
 
-    kept = OpenedFile()
-    kept.file = Failing()
-    assert files.read_range(path_in(files), 10, 20, kept)[0] == CONTENT[10:30]
-    assert not isinstance(kept.file, Failing)
+    opened_file = OpenedFile()
+    opened_file.file = Failing()
+    assert files.read_range(path_in(files), 10, 20, opened_file)[0] == CONTENT[10:30]
+    assert not isinstance(opened_file.file, Failing)
 
 
 def test_a_client_that_gives_less_than_was_asked_for_is_asked_for_the_rest(files: RemoteFiles) -> None:
@@ -150,18 +150,18 @@ def test_a_client_that_gives_less_than_was_asked_for_is_asked_for_the_rest(files
             memory[: len(data)] = data
             return len(data)
 
-    kept = OpenedFile()
-    kept.file = Scanty()
-    assert files.read_range(path_in(files), 10, 50, kept) == (CONTENT[10:60], 100)
-    assert files.read_range(path_in(files), 60, 50, kept) == (CONTENT[60:90], 100)
+    opened_file = OpenedFile()
+    opened_file.file = Scanty()
+    assert files.read_range(path_in(files), 10, 50, opened_file) == (CONTENT[10:60], 100)
+    assert files.read_range(path_in(files), 60, 50, opened_file) == (CONTENT[60:90], 100)
 
 
 @pytest.mark.slow
-def test_a_read_that_never_answers_is_tried_again(place: str) -> None:
+def test_a_read_that_never_answers_is_tried_again(any_location: str) -> None:
     """Test that the file is opened again; the first attempt gets half of the time."""
-    found = RemoteFiles(parse_location(place), dataclasses.replace(REMOTE, deadline_s=8.0, attempts=2))
-    assert found.put_small(path_in(found), CONTENT)
-    asked, kept, over = list[int](), OpenedFile(), threading.Event()
+    files = RemoteFiles(parse_location(any_location), dataclasses.replace(REMOTE, deadline_s=8.0, attempts=2))
+    assert files.put_small(path_in(files), CONTENT)
+    asked, opened_file, over = list[int](), OpenedFile(), threading.Event()
 
     class Silent:
         size = len(CONTENT)
@@ -171,9 +171,9 @@ def test_a_read_that_never_answers_is_tried_again(place: str) -> None:
             over.wait()
             return 0
 
-    kept.file = Silent()
-    data, size = found.read_range(path_in(found), 100, 1000, kept)
+    opened_file.file = Silent()
+    data, size = files.read_range(path_in(files), 100, 1000, opened_file)
     # The abandoned thread must not disturb other tests.
     over.set()
     assert (bytes(data), size, asked) == (CONTENT[100:1100], len(CONTENT), [100])
-    assert not isinstance(kept.file, Silent)
+    assert not isinstance(opened_file.file, Silent)

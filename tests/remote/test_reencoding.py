@@ -44,11 +44,11 @@ def state_of(step: int) -> dict[str, object]:
 
 def check(state: object, step: int) -> None:
     """Compare bit for bit."""
-    wanted = state_of(step)
+    expected = state_of(step)
     assert isinstance(state, dict)
     for name in ("w", "counts", "half"):
-        assert torch.equal(state[name], wanted[name])  # type: ignore[arg-type]  # tensors
-    assert all(torch.equal(state["small"][name], tensor) for name, tensor in wanted["small"].items())  # type: ignore[attr-defined]  # a dict
+        assert torch.equal(state[name], expected[name])  # type: ignore[arg-type]  # tensors
+    assert all(torch.equal(state["small"][name], tensor) for name, tensor in expected["small"].items())  # type: ignore[attr-defined]  # a dict
 
 
 def names_in(store: Store) -> list[str]:
@@ -58,10 +58,10 @@ def names_in(store: Store) -> list[str]:
 
 def rows(location: str) -> Iterator[np.void]:
     """Return the index of every pack at the location."""
-    there = RemoteTier(parse_location(location), CONFIG)
-    for index in there.read_indexes(there.pack_ids()).values():
+    remote = RemoteTier(parse_location(location), CONFIG)
+    for index in remote.read_indexes(remote.pack_ids()).values():
         yield from index.entries
-    there.close()
+    remote.close()
 
 
 @pytest.fixture
@@ -74,25 +74,31 @@ def store(store_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_plain_frames_arrive_encoded_and_come_back_plain(store: Path, place: str, tmp_path: Path) -> None:
+def test_plain_frames_arrive_encoded_and_come_back_plain(store: Path, any_location: str, tmp_path: Path) -> None:
     """Test fewer bytes at the location, deltas on older remote states, equal names, and exact bytes."""
     with Store.open(store, config=CONFIG, create=True) as opened:
-        first, second, third = opened.push(place, 0), opened.push(place, 1), opened.push(place, everything=True)
+        first, second, third = (
+            opened.push(any_location, 0),
+            opened.push(any_location, 1),
+            opened.push(any_location, everything=True),
+        )
         assert first.moved_bytes < 0.95 * first.plain_bytes
         assert second.moved_bytes < 0.8 * second.plain_bytes
         assert third.present == 2
-        here = names_in(opened)
-    with Store.open(place, config=CONFIG, create=True) as there:
+        local_names = names_in(opened)
+    with Store.open(any_location, config=CONFIG, create=True) as remote:
         for step in range(3):
-            check(there.load(step), step)
-        assert there.verify() == []
-        assert names_in(there) == here
-    kinds = {int(row["kind"]) for row in rows(place)}
+            check(remote.load(step), step)
+        assert remote.verify() == []
+        assert names_in(remote) == local_names
+    kinds = {int(row["kind"]) for row in rows(any_location)}
     assert kinds == {registry.KIND_FULL, registry.KIND_DELTA}
-    there_now = {row["digest"].tobytes() for row in rows(place)}
-    assert all(row["base_digest"].tobytes() in there_now for row in rows(place) if row["kind"] == registry.KIND_DELTA)
+    remote_bytes = {row["digest"].tobytes() for row in rows(any_location)}
+    assert all(
+        row["base_digest"].tobytes() in remote_bytes for row in rows(any_location) if row["kind"] == registry.KIND_DELTA
+    )
     with Store.open(tmp_path / "new", config=CONFIG, create=True) as new:
-        assert new.pull(place).moved_partitions > 0
+        assert new.pull(any_location).moved_partitions > 0
         check(new.load(), 2)
         assert new.verify() == []
 
@@ -102,11 +108,11 @@ def test_remote_base_stays_while_needed(store: Path, folder: str) -> None:
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 0)
         opened.push(folder, 1)
-    with Store.open(folder, config=CONFIG, create=True) as there:
-        there.delete(0)
-        there.gc()
-        check(there.load(1), 1)
-        assert there.verify() == []
+    with Store.open(folder, config=CONFIG, create=True) as remote:
+        remote.delete(0)
+        remote.gc()
+        check(remote.load(1), 1)
+        assert remote.verify() == []
 
 
 def test_no_delta_without_a_remote_base(store: Path, folder: str) -> None:
@@ -125,8 +131,8 @@ def test_lost_remote_base_is_not_used(store: Path, folder: str) -> None:
             pack.unlink()
         opened.push(folder, 1)
     assert {int(row["kind"]) for row in rows(folder)} == {registry.KIND_FULL}
-    with Store.open(folder, config=CONFIG, create=True) as there:
-        check(there.load(1), 1)
+    with Store.open(folder, config=CONFIG, create=True) as remote:
+        check(remote.load(1), 1)
 
 
 def longest_chain(location: str) -> int:
@@ -147,9 +153,9 @@ def test_chains_of_deltas_end(store_path: Path, folder: str) -> None:
             opened.save(state_of(step), step=step)
             opened.push(folder)
     assert longest_chain(folder) == registry.DELTA_DEPTH_MAX
-    with Store.open(folder, config=CONFIG, create=True) as there:
-        check(there.load(), registry.DELTA_DEPTH_MAX + 2)
-        assert there.verify() == []
+    with Store.open(folder, config=CONFIG, create=True) as remote:
+        check(remote.load(), registry.DELTA_DEPTH_MAX + 2)
+        assert remote.verify() == []
 
 
 @pytest.mark.slow
@@ -158,7 +164,7 @@ def test_base_of_deltas_is_not_reencoded(store_path: Path, folder: str) -> None:
     random = torch.Generator().manual_seed(0)
     newest = torch.randint(-(2**31), 2**31 - 1, (100_000,), dtype=torch.int32, generator=random)
     state = {"newest": newest, "before": newest.clone()}
-    kept = {}
+    snapshots = {}
     config = dataclasses.replace(CONFIG, compression="smallest")
     with (
         Store.open(store_path, config=config, create=True) as opened,
@@ -171,13 +177,13 @@ def test_base_of_deltas_is_not_reencoded(store_path: Path, folder: str) -> None:
             checkpointer.wait()
             if step % 2 == 0:
                 opened.push(folder)
-                kept[step] = newest.clone()
+                snapshots[step] = newest.clone()
     assert longest_chain(folder) == registry.DELTA_DEPTH_MAX
-    with Store.open(folder, config=CONFIG, create=True) as there:
-        for step, wanted in kept.items():
-            loaded = there.load(step)
+    with Store.open(folder, config=CONFIG, create=True) as remote:
+        for step, expected in snapshots.items():
+            loaded = remote.load(step)
             assert isinstance(loaded, dict)
-            assert torch.equal(loaded["newest"], wanted)
+            assert torch.equal(loaded["newest"], expected)
 
 
 @pytest.mark.slow(quick=["auto-1000000000000.0-False"])
@@ -193,8 +199,8 @@ def test_link_speed_decides_about_encoding(
     with Store.open(store, config=changed(compression=mode), create=True) as opened:
         done = opened.push(folder)
     assert (done.moved_bytes < done.plain_bytes) == is_encoded
-    with Store.open(folder, config=CONFIG, create=True) as there:
-        check(there.load(), 2)
+    with Store.open(folder, config=CONFIG, create=True) as remote:
+        check(remote.load(), 2)
 
 
 def test_the_speed_is_measured_before_most_is_sent(
@@ -224,10 +230,10 @@ def test_background_push_keeps_its_measurements(store: Path, folder: str, monkey
     ):
         pass
     assert pushing.statistics().pushed == 3
-    with Store.open(folder, config=CONFIG, create=True) as there:
+    with Store.open(folder, config=CONFIG, create=True) as remote:
         for step in range(3):
-            check(there.load(step), step)
-        assert there.verify() == []
+            check(remote.load(step), step)
+        assert remote.verify() == []
 
 
 def test_memory_of_encoded_frames_is_bounded(store: Path, folder: str) -> None:
@@ -265,5 +271,5 @@ def test_frames_sent_before_damage_are_not_sent_again(store_path: Path, folder: 
     with Store.open(store_path, config=changed(compression="off", uploads=1, pack_bytes=MIB), create=True) as opened:
         done = opened.push(folder)
     assert done.moved_bytes <= len(data)
-    with Store.open(folder, config=CONFIG, create=True) as there:
-        check(there.load(), 0)
+    with Store.open(folder, config=CONFIG, create=True) as remote:
+        check(remote.load(), 0)

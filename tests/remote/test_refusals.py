@@ -57,7 +57,7 @@ def test_packs_that_may_not_be_read_are_not_taken_for_damaged(
 
     monkeypatch.setattr(RemoteFiles, "_do", refused)
     with (
-        Store.open(folder, config=CONFIG, create=True) as there,
+        Store.open(folder, config=CONFIG, create=True) as remote,
         pytest.raises(RemoteUnreachableError, match="no permission"),
     ):
-        there.load()
+        remote.load()

@@ -56,27 +56,27 @@ def test_a_location_where_nothing_was_pushed_yet(store: Path, folder: str) -> No
         check_state(opened.load(), 2)
 
 
-def lose_descriptor(there: Path) -> None:
+def lose_descriptor(remote: Path) -> None:
     """Delete the descriptor."""
-    (there / "asymcheck.store").unlink()
+    (remote / "asymcheck.store").unlink()
 
 
-def damage_descriptor(there: Path) -> None:
+def damage_descriptor(remote: Path) -> None:
     """Damage both copies of the descriptor."""
-    (there / "asymcheck.store").write_bytes(b"x" * 8192)
+    (remote / "asymcheck.store").write_bytes(b"x" * 8192)
 
 
-def put_something_else(there: Path) -> None:
+def put_something_else(remote: Path) -> None:
     """Put another file into the folder, as in a folder above the location."""
-    shutil.rmtree(there)
-    there.mkdir()
-    (there / "notes.txt").write_text("x")
+    shutil.rmtree(remote)
+    remote.mkdir()
+    (remote / "notes.txt").write_text("x")
 
 
-def put_a_file(there: Path) -> None:
+def put_a_file(remote: Path) -> None:
     """Replace the folder by a file."""
-    shutil.rmtree(there)
-    there.write_text("x")
+    shutil.rmtree(remote)
+    remote.write_text("x")
 
 
 @pytest.mark.slow(quick=["lose_descriptor"])

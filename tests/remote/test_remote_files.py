@@ -27,9 +27,9 @@ from tests.remote.conftest import REMOTE, config
 
 
 @pytest.fixture
-def files(place: str) -> RemoteFiles:
+def files(any_location: str) -> RemoteFiles:
     """Return the location, with a folder in it."""
-    found = RemoteFiles(parse_location(place), REMOTE)
+    found = RemoteFiles(parse_location(any_location), REMOTE)
     found.make_directory(top(found))
     return found
 
@@ -82,10 +82,10 @@ def test_folder_removed_during_a_listing_affects_no_other(hdfs_url: str, monkeyp
     files = RemoteFiles(parse_location(f"{hdfs_url}/tests/{uuid.uuid4().hex}"), REMOTE)
     for name in ("a", "b", "c"):
         assert files.put_small(top(files) / name / "one", b"1")
-    whole = hdfs_native_client.Client.list_status
+    original = hdfs_native_client.Client.list_status
 
     def delete_one(self: hdfs_native_client.Client, path: str, recursive: bool = False) -> Iterator[object]:
-        for number, found in enumerate(whole(self, path, recursive)):
+        for number, found in enumerate(original(self, path, recursive)):
             yield found
             if number == 0 and path == str(top(files)):
                 files.delete(top(files) / "b" / "one")
@@ -260,14 +260,14 @@ def test_a_drive_that_does_not_write_a_piece(folder: str, monkeypatch: pytest.Mo
 def test_another_attempt_takes_another_name(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test that the file of the failed attempt is never renamed, and is removed."""
     names: list[str] = []
-    whole: Write = RemoteFiles.write
+    original: Write = RemoteFiles.write
 
     def first_fails(self: RemoteFiles, path: PurePath, pieces: list[bytes]) -> int:
         names.append(path.name)
         if len(names) == 1:
-            whole(self, path, [b"half"])
+            original(self, path, [b"half"])
             raise RemoteUnreachableError("the wire was cut")
-        return whole(self, path, pieces)
+        return original(self, path, pieces)
 
     monkeypatch.setattr(RemoteFiles, "write", first_fails)
     assert files.put_small(top(files) / "name", b"whole") is True
@@ -279,8 +279,8 @@ def test_another_attempt_takes_another_name(files: RemoteFiles, monkeypatch: pyt
 @pytest.mark.slow
 def test_mismatch_after_read_back_is_never_renamed(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test that the error names file and attempt."""
-    whole: Write = RemoteFiles.write
-    monkeypatch.setattr(RemoteFiles, "write", lambda self, path, _: whole(self, path, [b"other"]))
+    original: Write = RemoteFiles.write
+    monkeypatch.setattr(RemoteFiles, "write", lambda self, path, _: original(self, path, [b"other"]))
     with pytest.raises(StorageError, match=rf"upload of .*/name, attempt {REMOTE.attempts} of {REMOTE.attempts}: "):
         files.put_small(top(files) / "name", b"whole")
     assert files.list(top(files)) == []

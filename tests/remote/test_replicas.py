@@ -27,7 +27,7 @@ def three(tmp_path: Path) -> Iterator[LocalHdfs]:
 def test_a_datanode_dies_while_a_pack_is_written(three: LocalHdfs, store_path: Path, replicas: int) -> None:
     """Test that committed checkpoints are complete and readable, and that the next push succeeds."""
     settings = config(options={"dfs.replication": str(replicas)}, attempts=8, retry_s=0.5, pack_bytes=1 << 20)
-    place = f"{three.url}/replicated"
+    any_location = f"{three.url}/replicated"
     save_steps(store_path, 1, 2, 3)
     killed: list[str] = []
 
@@ -37,11 +37,11 @@ def test_a_datanode_dies_while_a_pack_is_written(three: LocalHdfs, store_path: P
             three.send("dn2", signal.SIGKILL)
 
     with Store.open(store_path, config=settings, create=True) as opened:
-        opened.push(place, 1)
+        opened.push(any_location, 1)
         with events.observe(kill):
-            done = opened.push(place, 2)
+            done = opened.push(any_location, 2)
         assert killed
         assert len(done.committed) == 1
-        check_location(place, 1, 2)
-        opened.push(place, 3)
-    check_location(place, 1, 2, 3)
+        check_location(any_location, 1, 2)
+        opened.push(any_location, 3)
+    check_location(any_location, 1, 2, 3)

@@ -29,22 +29,22 @@ from tests.restore.test_bases import delta_of, plain_of, swap, weights
 from tests.restore.test_bases import save_steps as save_weights
 
 
-def test_push_and_pull_of_the_newest(store: Path, place: str, tmp_path: Path) -> None:
+def test_push_and_pull_of_the_newest(store: Path, any_location: str, tmp_path: Path) -> None:
     """Test a partial and a full remote restore, and a pull into a new store."""
     with Store.open(store, config=CONFIG, create=True) as opened:
-        done = opened.push(place)
+        done = opened.push(any_location)
     assert [len(done.committed), done.present, done.reused_partitions] == [1, 0, 0]
     assert done.packs > 1
     shutil.rmtree(store)
-    check_location(place, 2)
-    with Store.open(place, config=CONFIG, create=True) as there:
-        part = there.load(tensors="model.fixed")
+    check_location(any_location, 2)
+    with Store.open(any_location, config=CONFIG, create=True) as remote:
+        part = remote.load(tensors="model.fixed")
         assert torch.equal(part["model"]["fixed"], torch.arange(20_000.0))  # type: ignore[index]  # a mapping
         into = {"model": {"w": torch.zeros(40_000)}}
-        there.load(into=into, tensors="model.w")
+        remote.load(into=into, tensors="model.w")
         assert torch.equal(into["model"]["w"], state_of(2)["model"]["w"])  # type: ignore[index]  # a mapping
     with Store.open(tmp_path / "new", config=CONFIG, create=True) as new:
-        pulled = new.pull(place)
+        pulled = new.pull(any_location)
         assert pulled.moved_partitions == done.moved_partitions
         check_state(new.load(), 2)
         assert new.verify() == []
@@ -52,36 +52,40 @@ def test_push_and_pull_of_the_newest(store: Path, place: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow(quick=["file"])
-def test_present_data_is_not_sent_again(store: Path, place: str) -> None:
+def test_present_data_is_not_sent_again(store: Path, any_location: str) -> None:
     """Test that step 2 shares a third of its bytes with step 1, and that its second push sends nothing."""
     with Store.open(store, config=CONFIG, create=True) as opened:
-        first, second, third = opened.push(place, 1), opened.push(place, 2), opened.push(place, everything=True)
+        first, second, third = (
+            opened.push(any_location, 1),
+            opened.push(any_location, 2),
+            opened.push(any_location, everything=True),
+        )
     assert second.reused_partitions > 0
     assert second.moved_partitions + second.reused_partitions == first.moved_partitions
     assert (third.present, third.packs, third.moved_bytes) == (2, 0, 0)
-    check_location(place, 1, 2)
+    check_location(any_location, 1, 2)
 
 
 @pytest.mark.slow
-def test_packs_are_cut_at_their_size(store: Path, place: str) -> None:
+def test_packs_are_cut_at_their_size(store: Path, any_location: str) -> None:
     """Test that the number of files follows from the bytes, plus the last file of each push."""
     with Store.open(store, config=config(pack_bytes=1 << 30), create=True) as opened:
-        assert opened.push(place).packs == 1
-    check_location(place, 2)
+        assert opened.push(any_location).packs == 1
+    check_location(any_location, 2)
 
 
 @pytest.mark.slow
-def test_the_line_goes_with_the_checkpoints(store: Path, place: str) -> None:
+def test_the_line_goes_with_the_checkpoints(store: Path, any_location: str) -> None:
     """Test a restore of step 1: the remote step 2 is abandoned, too, and the new step 2 is the newest."""
     with Store.open(store, config=CONFIG, create=True) as opened:
-        opened.push(place, everything=True)
+        opened.push(any_location, everything=True)
         generation = opened.begin_generation(opened.checkpoints()[0])
         opened.save(state_of(7), step=2, generation=generation)
-        opened.push(place)
-        here = [(one.step, one.generation, one.on_line) for one in opened.checkpoints()]
-    with Store.open(place, config=CONFIG, create=True) as there:
-        assert [(one.step, one.generation, one.on_line) for one in there.checkpoints()] == here
-        state = there.load()
+        opened.push(any_location)
+        local = [(one.step, one.generation, one.on_line) for one in opened.checkpoints()]
+    with Store.open(any_location, config=CONFIG, create=True) as remote:
+        assert [(one.step, one.generation, one.on_line) for one in remote.checkpoints()] == local
+        state = remote.load()
         assert torch.equal(state["model"]["w"], state_of(7)["model"]["w"])  # type: ignore[index]  # a mapping
 
 
@@ -91,13 +95,13 @@ def test_the_line_goes_also_when_no_checkpoint_does(store: Path, folder: str) ->
         opened.push(folder, everything=True)
         opened.begin_generation(opened.checkpoints()[0])
         assert opened.push(folder).present == 1
-    with Store.open(folder, config=CONFIG, create=True) as there:
-        assert [(one.step, one.on_line) for one in there.checkpoints()] == [(1, True), (2, False)]
-        check_state(there.load(), 1)
+    with Store.open(folder, config=CONFIG, create=True) as remote:
+        assert [(one.step, one.on_line) for one in remote.checkpoints()] == [(1, True), (2, False)]
+        check_state(remote.load(), 1)
 
 
 @pytest.mark.slow(quick=["file"])
-def test_two_trainings_of_one_name_are_kept_apart(place: str, tmp_path: Path) -> None:
+def test_two_trainings_of_one_name_are_kept_apart(any_location: str, tmp_path: Path) -> None:
     """Test different head records: the second push is refused, and the first run is not changed."""
     for name, parent in (("a", 0), ("b", 1)):
         save_steps(tmp_path / name, 1, 2)
@@ -105,37 +109,37 @@ def test_two_trainings_of_one_name_are_kept_apart(place: str, tmp_path: Path) ->
             generation = opened.begin_generation(opened.checkpoints()[parent])
             opened.save(state_of(3), step=3, generation=generation)
             if name == "a":
-                opened.push(place)
+                opened.push(any_location)
             else:
                 with pytest.raises(InvalidInputError, match="another training"):
-                    opened.push(place)
-    check_location(place, 3)
+                    opened.push(any_location)
+    check_location(any_location, 3)
 
 
 @pytest.mark.slow(quick=["file"])
-def test_two_trainings_from_nothing_are_kept_apart(place: str, tmp_path: Path) -> None:
+def test_two_trainings_from_nothing_are_kept_apart(any_location: str, tmp_path: Path) -> None:
     """Test trainings without a parent that began at different times, for example after the loss of a store."""
     for name in ("a", "b"):
         with Store.open(tmp_path / name, config=CONFIG, create=True) as opened:
             opened.save(state_of(1), step=1, generation=opened.begin_generation(None))
             if name == "a":
-                opened.push(place)
+                opened.push(any_location)
             else:
                 with pytest.raises(InvalidInputError, match="another training"):
-                    opened.push(place)
-    check_location(place, 1)
+                    opened.push(any_location)
+    check_location(any_location, 1)
 
 
 @pytest.mark.slow(quick=["file"])
-def test_two_stores_share_equal_partitions(place: str, tmp_path: Path) -> None:
+def test_two_stores_share_equal_partitions(any_location: str, tmp_path: Path) -> None:
     """Test runs of different names at one location: the second push sends only new bytes."""
     for name in ("a", "b"):
         with Store.open(tmp_path / name, config=CONFIG, create=True) as opened:
             opened.save(state_of(1), step=1, run=name)
-            done = opened.push(place, run=name)
+            done = opened.push(any_location, run=name)
     assert (done.moved_partitions, len(done.committed)) == (0, 1)
-    with Store.open(place, config=CONFIG, create=True) as there:
-        check_state(there.load(run="b"), 1)
+    with Store.open(any_location, config=CONFIG, create=True) as remote:
+        check_state(remote.load(run="b"), 1)
 
 
 @pytest.fixture
@@ -147,19 +151,19 @@ def chain(store_path: Path) -> Path:
 
 
 @pytest.mark.slow(quick=["file"])
-def test_a_delta_arrives_with_its_bases(chain: Path, place: str, tmp_path: Path) -> None:
+def test_a_delta_arrives_with_its_bases(chain: Path, any_location: str, tmp_path: Path) -> None:
     """Test that a push of step 2 alone sends its bases, although no remote manifest references them."""
     with Store.open(chain, config=CONFIG, create=True) as opened:
-        done = opened.push(place, 2)
+        done = opened.push(any_location, 2)
         assert done.moved_partitions == 3
         assert done.moved_bytes < 3 * len(plain_of(0))
-        assert opened.push(place, 1).moved_partitions == 0
-    with Store.open(place, config=CONFIG, create=True) as there:
-        assert torch.equal(there.load()["w"], weights(2))  # type: ignore[index]  # a mapping
-        assert there.verify() == []
-        assert there.gc().freed_packs == 0
+        assert opened.push(any_location, 1).moved_partitions == 0
+    with Store.open(any_location, config=CONFIG, create=True) as remote:
+        assert torch.equal(remote.load()["w"], weights(2))  # type: ignore[index]  # a mapping
+        assert remote.verify() == []
+        assert remote.gc().freed_packs == 0
     with Store.open(tmp_path / "new", config=CONFIG, create=True) as new:
-        new.pull(place)
+        new.pull(any_location)
         assert torch.equal(new.load()["w"], weights(2))  # type: ignore[index]  # a mapping
 
 
@@ -170,11 +174,11 @@ def test_delta_with_a_lost_base_is_missing(chain: Path, folder: str) -> None:
         assert opened.push(folder, 2).present == 1
         packs = (Path(folder.removeprefix("file://")) / "packs").iterdir()
         min(packs, key=lambda pack: pack.stat().st_mtime_ns).unlink()
-        again = opened.push(folder, 2)
-        assert (len(again.committed), again.moved_partitions) == (1, 3)
+        second = opened.push(folder, 2)
+        assert (len(second.committed), second.moved_partitions) == (1, 3)
         assert opened.push(folder, 2).present == 1
-    with Store.open(folder, config=CONFIG, create=True) as there:
-        assert torch.equal(there.load()["w"], weights(2))  # type: ignore[index]  # a mapping
+    with Store.open(folder, config=CONFIG, create=True) as remote:
+        assert torch.equal(remote.load()["w"], weights(2))  # type: ignore[index]  # a mapping
 
 
 def test_a_delta_on_too_long_a_chain_is_sent_whole(store_path: Path, folder: str, tmp_path: Path) -> None:
@@ -188,29 +192,29 @@ def test_a_delta_on_too_long_a_chain_is_sent_whole(store_path: Path, folder: str
     with Store.open(store_path, config=CONFIG, create=True) as opened:
         done = opened.push(folder, 9)
     assert (done.moved_partitions, done.moved_bytes) == (1, len(plain_of(9)))
-    with Store.open(folder, config=CONFIG, create=True) as there:
-        assert torch.equal(there.load(9)["w"], weights(9))  # type: ignore[index]  # a mapping
-        assert there.verify() == []
+    with Store.open(folder, config=CONFIG, create=True) as remote:
+        assert torch.equal(remote.load(9)["w"], weights(9))  # type: ignore[index]  # a mapping
+        assert remote.verify() == []
 
 
-def test_nothing_is_written_by_reading(place: str) -> None:
+def test_nothing_is_written_by_reading(any_location: str) -> None:
     """Test that an empty path is reported, and not changed."""
     for _ in range(2):
         with pytest.raises(StoreNotFoundError, match="does not exist"):
-            Store.open(place, config=CONFIG, create=True)
+            Store.open(any_location, config=CONFIG, create=True)
 
 
 def test_a_remote_location_is_not_saved_to(store: Path, folder: str) -> None:
     """Test that the errors name an alternative."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder)
-    with Store.open(folder, config=CONFIG, create=True) as there:
+    with Store.open(folder, config=CONFIG, create=True) as remote:
         with pytest.raises(ReadOnlyStoreError, match="push from there"):
-            there.save({"x": torch.ones(1)}, step=3)
+            remote.save({"x": torch.ones(1)}, step=3)
         with pytest.raises(InvalidInputError, match="pull it first"):
-            there.disk_usage()
+            remote.disk_usage()
         with pytest.raises(InvalidInputError, match="location"):
-            _ = there.path
+            _ = remote.path
 
 
 def test_unpushable_request_is_an_error(store: Path, folder: str) -> None:
@@ -253,9 +257,9 @@ def test_damaged_checkpoints_do_not_stop_a_push(store: Path, folder: str) -> Non
             opened.push(folder, everything=True)
     assert [reason.split(" (")[0] for reason in caught.value.reasons] == ["run default, step 3", "run default, step 5"]
     assert all("no readable pack" in reason for reason in caught.value.reasons)
-    with Store.open(folder, config=CONFIG, create=True) as there:
-        assert [one.step for one in there.checkpoints()] == [4, 6]
-        check_state(there.load(4), 4)
+    with Store.open(folder, config=CONFIG, create=True) as remote:
+        assert [one.step for one in remote.checkpoints()] == [4, 6]
+        check_state(remote.load(4), 4)
 
 
 def test_foreign_run_does_not_stop_other_runs(tmp_path: Path, folder: str) -> None:
@@ -269,20 +273,20 @@ def test_foreign_run_does_not_stop_other_runs(tmp_path: Path, folder: str) -> No
                 opened.save(state_of(2), step=2, run="other")
                 with pytest.raises(InvalidInputError, match="another training"):
                     opened.push(folder, everything=True)
-    with Store.open(folder, config=CONFIG, create=True) as there:
-        assert [(one.run, one.step) for one in there.checkpoints()] == [("default", 1), ("other", 2)]
+    with Store.open(folder, config=CONFIG, create=True) as remote:
+        assert [(one.run, one.step) for one in remote.checkpoints()] == [("default", 1), ("other", 2)]
 
 
 def test_a_manifest_that_the_drive_does_not_give_keeps_no_other_from_going(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Test that an unreadable manifest is not reported as a refusal of the location."""
-    whole = ManifestReader.read_all
+    original = ManifestReader.read_all
 
     def read_all(manifests: ManifestReader, listing: CheckpointFiles) -> list[Manifest]:
         if listing.ref.step == 1 and isinstance(manifests, ManifestFiles):
             raise StorageError("read manifest: Input/output error")
-        return whole(manifests, listing)
+        return original(manifests, listing)
 
     monkeypatch.setattr(ManifestReader, "read_all", read_all)
     with (
@@ -312,11 +316,11 @@ def test_local_read_error_is_not_blamed_on_the_location(
 
 @pytest.mark.slow(quick=["file"])
 def test_pull_fetches_partitions_that_a_collection_takes(
-    store: Path, place: str, monkeypatch: pytest.MonkeyPatch
+    store: Path, any_location: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Test partitions of a deleted checkpoint that are collected between lookup and claim."""
     with Store.open(store, config=CONFIG, create=True) as opened:
-        opened.push(place, 1)
+        opened.push(any_location, 1)
         for step in (1, 2):
             opened.delete(step)
         claim, collected = PackBuilder.claim, list[object]()
@@ -327,7 +331,7 @@ def test_pull_fetches_partitions_that_a_collection_takes(
             return claim(packing, name)
 
         monkeypatch.setattr(PackBuilder, "claim", claim_after_collection)
-        done = opened.pull(place, 1)
+        done = opened.pull(any_location, 1)
         assert collected
         assert done.reused_partitions == 0
         check_state(opened.load(1), 1)

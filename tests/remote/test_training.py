@@ -19,7 +19,7 @@ from tests.zygote import wait_until
 
 NOWHERE = "hdfs://127.0.0.1:1/x"
 ONE_ATTEMPT = config(attempts=1, options={"dfs.client.failover.max.attempts": "1"})
-ONE_ATTEMPT_HERE = config(attempts=1)
+ONE_LOCAL_ATTEMPT = config(attempts=1)
 
 
 class Outage:
@@ -28,12 +28,12 @@ class Outage:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Begin with the outage."""
         self.is_on = True
-        whole = RemoteFiles.write
+        original = RemoteFiles.write
 
-        def write(files: RemoteFiles, *words: object) -> int:
+        def write(files: RemoteFiles, *arguments: object) -> int:
             if self.is_on:
                 raise RemoteUnreachableError("not now")
-            return whole(files, *words)  # type: ignore[arg-type]  # as they came
+            return original(files, *arguments)  # type: ignore[arg-type]  # as they came
 
         monkeypatch.setattr(RemoteFiles, "write", write)
         monkeypatch.setattr(module, "RETRY_S", 0.05)
@@ -53,21 +53,21 @@ def steps_in(store: Store) -> list[int]:
 
 
 @pytest.mark.slow(quick=["hdfs"])
-def test_selected_checkpoints_arrive(store_path: Path, place: str) -> None:
+def test_selected_checkpoints_arrive(store_path: Path, any_location: str) -> None:
     """Test the push during training, and the statistics."""
     state = dict(state_of(0))
     with Store.open(store_path, config=CONFIG, create=True) as store:
-        with Checkpointer(store, state, every=1, push=Push(place, every=2), keep=None) as checkpointer:
+        with Checkpointer(store, state, every=1, push=Push(any_location, every=2), keep=None) as checkpointer:
             train(checkpointer, state, 0, 1, 2, 3)
             checkpointer.wait("remote")
             now = checkpointer.push_statistics()
             assert (now.pushed, now.backlog, now.failures, now.problem, now.newest_step) == (2, 0, 0, "", 2)
             assert now.sent_bytes > 0
-            check_location(place, 0, 2)
+            check_location(any_location, 0, 2)
             train(checkpointer, state, 4)
         assert checkpointer.push_statistics().pushed == 3
         assert steps_in(store) == [0, 1, 2, 3, 4]
-    check_location(place, 0, 2, 4)
+    check_location(any_location, 0, 2, 4)
 
 
 def test_wait_without_a_push_is_refused(store_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_retention_keeps_waiting_checkpoints_up_to_a_limit(
     outage = Outage(monkeypatch)
     state = dict(state_of(0))
     push, keep = Push(folder, every=2, hold=2, own_process=False), Retention(keep_last=1)
-    with Store.open(store_path, config=ONE_ATTEMPT_HERE, create=True) as store:
+    with Store.open(store_path, config=ONE_LOCAL_ATTEMPT, create=True) as store:
         checkpointer = Checkpointer(store, state, push=push, keep=keep, every=1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UnreachableRemoteWarning)
@@ -117,24 +117,29 @@ def test_retention_keeps_waiting_checkpoints_up_to_a_limit(
 def test_outage_is_reported_once_and_the_backlog_grows(store_path: Path) -> None:
     """Test that every step is saved locally, and that wait() reports the reason, and close() the backlog."""
     state = dict(state_of(0))
-    with Store.open(store_path, config=ONE_ATTEMPT, create=True) as store, warnings.catch_warnings(record=True) as told:
+    with (
+        Store.open(store_path, config=ONE_ATTEMPT, create=True) as store,
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always", UnreachableRemoteWarning)
         checkpointer = Checkpointer(store, state, push=Push(NOWHERE), every=1, keep=None)
         for step in range(3):
             train(checkpointer, state, step)
             assert checkpointer.push_statistics().backlog == step + 1
             wait_until(lambda: checkpointer.push_statistics().failures > 0, "a push to fail")
-        assert len(told) == 1
-        assert str(told[0].message).startswith(f"{NOWHERE}: 1 checkpoint waits to be pushed, training goes on: Remote")
+        assert len(caught) == 1
+        assert str(caught[0].message).startswith(
+            f"{NOWHERE}: 1 checkpoint waits to be pushed, training goes on: Remote"
+        )
         with pytest.raises(RemoteUnreachableError):
             checkpointer.wait("remote")
         checkpointer.close()
-        assert [str(one.message)[:42] for one in told[1:]] == ["run 'default': 3 checkpoints were not pushed"[:42]]
+        assert [str(one.message)[:42] for one in caught[1:]] == ["run 'default': 3 checkpoints were not pushed"[:42]]
         assert steps_in(store) == [0, 1, 2]
         check_state(store.load(), 2)
         with Checkpointer(store, state, push=Push(NOWHERE), on_error="warn", every=1, keep=None) as checkpointer:
             checkpointer.wait("remote")
-            assert len(told) == 3
+            assert len(caught) == 3
 
 
 @pytest.mark.slow
@@ -143,8 +148,8 @@ def test_second_outage_is_reported_again(store_path: Path, folder: str, monkeypa
     outage = Outage(monkeypatch)
     state = dict(state_of(0))
     with (
-        Store.open(store_path, config=ONE_ATTEMPT_HERE, create=True) as store,
-        warnings.catch_warnings(record=True) as told,
+        Store.open(store_path, config=ONE_LOCAL_ATTEMPT, create=True) as store,
+        warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always", UnreachableRemoteWarning)
         with Checkpointer(store, state, push=Push(folder, own_process=False), every=1, keep=None) as checkpointer:
@@ -157,20 +162,20 @@ def test_second_outage_is_reported_again(store_path: Path, folder: str, monkeypa
                     checkpointer.wait("remote")
                 # This call passes the observed problem to the loop.
                 checkpointer.wait("local" if is_on else "remote")
-    assert len(told) == 2
+    assert len(caught) == 2
 
 
 def test_end_is_bounded_in_time(store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test a location that never responds; unfinished uploads are not committed, and the next start sends them."""
     state = dict(state_of(0))
     blocked, freed = threading.Event(), threading.Event()
-    whole: Callable[..., int] = RemoteFiles.write
+    original: Callable[..., int] = RemoteFiles.write
 
-    def write(files: RemoteFiles, *words: object) -> int:
+    def write(files: RemoteFiles, *arguments: object) -> int:
         if not freed.is_set():
             blocked.set()
             freed.wait()
-        return whole(files, *words)
+        return original(files, *arguments)
 
     monkeypatch.setattr(RemoteFiles, "write", write)
     monkeypatch.setattr(module, "GIVE_UP_S", 0.1)
@@ -189,10 +194,10 @@ def test_end_is_bounded_in_time(store_path: Path, folder: str, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_the_location_has_a_retention_of_its_own(store_path: Path, place: str) -> None:
+def test_the_location_has_a_retention_of_its_own(store_path: Path, any_location: str) -> None:
     """Test that remote checkpoints are deleted with their packs, when old enough, and local ones are not."""
     state = dict(state_of(0))
-    push = Push(place, every=2, keep=Retention(keep_last=1, keep_best=("loss", 1, "max")))
+    push = Push(any_location, every=2, keep=Retention(keep_last=1, keep_best=("loss", 1, "max")))
     with Store.open(store_path, config=config(grace_s=0.0), create=True) as store:
         for first in (0, 4):
             with Checkpointer(store, state, push=push, every=1, keep=None) as checkpointer:
@@ -201,20 +206,22 @@ def test_the_location_has_a_retention_of_its_own(store_path: Path, place: str) -
                     train(checkpointer, state, step)
                     checkpointer.wait("remote")
         assert steps_in(store) == list(range(8))
-    check_location(place, 0, 6)
+    check_location(any_location, 0, 6)
     with (
-        Store.open(place, config=CONFIG, create=True) as there,
+        Store.open(any_location, config=CONFIG, create=True) as remote,
         Store.open(store_path, config=CONFIG, create=True) as store,
     ):
-        assert there.gc(dry_run=True).freed_packs == 0
-        assert there.usage().pack_bytes < 3 * 4 * 60_000
+        assert remote.gc(dry_run=True).freed_packs == 0
+        assert remote.usage().pack_bytes < 3 * 4 * 60_000
 
 
 @pytest.mark.slow
-def test_foreign_location_is_reported_until_fixed(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_location_is_reported_until_fixed(
+    tmp_path: Path, any_location: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Test that the backlog waits, and never counts as sent."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
-    push = Push(place, close_s=1.0, own_process=False)
+    push = Push(any_location, close_s=1.0, own_process=False)
     state = dict(state_of(0))
     with (
         Store.open(tmp_path / "lost", config=CONFIG, create=True) as store,
@@ -232,7 +239,7 @@ def test_foreign_location_is_reported_until_fixed(tmp_path: Path, place: str, mo
             assert second.push_statistics().backlog == 2
             with pytest.raises(InvalidInputError, match="another training"):
                 second.wait("remote")
-    check_location(place, 0, 1)
+    check_location(any_location, 0, 1)
 
 
 @pytest.mark.slow
@@ -265,9 +272,9 @@ def test_a_training_that_was_lost_before_its_first_checkpoint_begins_again(tmp_p
     with Store.open(tmp_path / "lost", config=CONFIG, create=True) as store:
         store.save(state, step=0, generation=store.begin_generation(None))
         store.push(folder)
-    with Store.open(folder, config=CONFIG, create=True) as there:
+    with Store.open(folder, config=CONFIG, create=True) as remote:
         # A push that is killed before its first manifest leaves this state.
-        there.delete(0)
+        remote.delete(0)
     with (
         Store.open(tmp_path / "new", config=CONFIG, remote=folder, create=True) as store,
         Checkpointer(store, state, push=Push(folder), every=1, keep=None) as checkpointer,

@@ -19,12 +19,12 @@ from tests.zygote import Zygote
 
 
 @pytest.mark.slow
-def test_processes_that_push_at_once(zygote: Zygote, store: Path, tmp_path: Path, place: str) -> None:
+def test_processes_that_push_at_once(zygote: Zygote, store: Path, tmp_path: Path, any_location: str) -> None:
     """Test four processes: two stores with one run each, into a location that does not exist yet."""
-    children = [zygote.start(push, store=str(store), location=place, step=step) for step in (1, 2, 1, 2)]
+    children = [zygote.start(push, store=str(store), location=any_location, step=step) for step in (1, 2, 1, 2)]
     for child in children:
         child.finish()
-    check_location(place, 1, 2)
+    check_location(any_location, 1, 2)
 
 
 def orphaned(store: Path, folder: str) -> None:
@@ -32,8 +32,8 @@ def orphaned(store: Path, folder: str) -> None:
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 1)
         opened.push(folder, 2)
-    with Store.open(folder, config=CONFIG, create=True) as there:
-        there.delete(2)
+    with Store.open(folder, config=CONFIG, create=True) as remote:
+        remote.delete(2)
 
 
 @pytest.mark.slow(quick=["removed"])
@@ -49,8 +49,8 @@ def test_push_relies_on_a_pack_under_collection(store: Path, folder: str, event:
             with Store.open(store, config=CONFIG, create=True) as opened:
                 opened.push(folder, 2)
 
-    with Store.open(folder, config=config(grace_s=0.0), create=True) as there, events.observe(observe):
-        there.gc()
+    with Store.open(folder, config=config(grace_s=0.0), create=True) as remote, events.observe(observe):
+        remote.gc()
     assert pushed
     check_location(folder, 1, 2)
 
@@ -67,23 +67,23 @@ def test_a_collection_in_the_middle_of_a_push(store: Path, folder: str, event: s
     def observe(found: events.Event) -> None:
         if found.name == event and not freed:
             freed.append(0)
-            with Store.open(folder, config=config(grace_s=0.0), create=True) as there:
-                freed[0] = there.gc().freed_packs
+            with Store.open(folder, config=config(grace_s=0.0), create=True) as remote:
+                freed[0] = remote.gc().freed_packs
         if found.name == "remote.manifest_renamed" and event in ("remote.pack_begun", "remote.pack_renamed"):
             # Removed data is restored before the commit, so a crash right after the commit loses nothing.
-            with Store.open(folder, config=CONFIG, create=True) as there:
-                there.load(3, run="other")
+            with Store.open(folder, config=CONFIG, create=True) as remote:
+                remote.load(3, run="other")
 
-    wanted = {"old": state_of(2)["model"], "new": torch.randn(5000)}
+    expected = {"old": state_of(2)["model"], "new": torch.randn(5000)}
     with Store.open(store, config=CONFIG, create=True) as opened:
-        opened.save(wanted, step=3, run="other")
+        opened.save(expected, step=3, run="other")
         with events.observe(observe):
             opened.push(folder, 3, run="other")
     assert (freed[0] > 0) == (event != "remote.manifest_renamed")
-    with Store.open(folder, config=CONFIG, create=True) as there:
-        found = there.load(3, run="other")
-        assert torch.equal(found["old"]["w"], wanted["old"]["w"])  # type: ignore[index]  # mappings
-        assert there.verify() == []
+    with Store.open(folder, config=CONFIG, create=True) as remote:
+        found = remote.load(3, run="other")
+        assert torch.equal(found["old"]["w"], expected["old"]["w"])  # type: ignore[index]  # mappings
+        assert remote.verify() == []
 
 
 def test_two_collections_and_a_push_at_once(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +93,8 @@ def test_two_collections_and_a_push_at_once(store: Path, folder: str, monkeypatc
     pushed, announced = threading.Event(), threading.Event()
 
     def collect() -> None:
-        with Store.open(folder, config=config(grace_s=0.0), create=True) as there:
-            there.gc()
+        with Store.open(folder, config=config(grace_s=0.0), create=True) as remote:
+            remote.gc()
 
     other = threading.Thread(target=collect)
 
@@ -135,8 +135,8 @@ def test_a_collection_that_was_killed_loses_nothing(store: Path, folder: str) ->
     check_location(folder, 2)
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, 1)
-    with Store.open(folder, config=config(grace_s=0.0), create=True) as there:
-        there.gc()
+    with Store.open(folder, config=config(grace_s=0.0), create=True) as remote:
+        remote.gc()
     assert {pack.suffix for pack in packs.iterdir()} == {".pack"}
     check_location(folder, 1, 2)
 

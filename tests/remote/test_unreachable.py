@@ -31,8 +31,8 @@ def closed_port() -> int:
 def test_a_refused_connection(closed_port: int) -> None:
     """Test that the error names host, port and remedy, without the retries of the client, which take a minute."""
     began = time.monotonic()
-    said = rf"host 127\.0\.0\.1, port {closed_port} .*refused.*fs\.defaultFS"
-    with pytest.raises(RemoteUnreachableError, match=said):
+    message = rf"host 127\.0\.0\.1, port {closed_port} .*refused.*fs\.defaultFS"
+    with pytest.raises(RemoteUnreachableError, match=message):
         Store.open(f"hdfs://127.0.0.1:{closed_port}/runs")
     assert time.monotonic() - began < AT_ONCE_S
 

@@ -27,22 +27,22 @@ Write = Callable[[RemoteFiles, PurePath, Iterable[bytes], "Callable[[], None] | 
 
 def spoil_packs(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[list[bytes]], list[bytes]]) -> None:
     """Corrupt pieces written into packs, but count them as if they were right."""
-    whole: Write = RemoteFiles.write
+    original: Write = RemoteFiles.write
 
     def write(
         self: RemoteFiles, path: PurePath, pieces: Iterable[bytes], written: Callable[[], None] | None = None
     ) -> int:
         data = [bytes(piece) for piece in pieces]
         changed = spoil(data) if path.parent.name == "packs" else data
-        whole(self, path, changed, written)
+        original(self, path, changed, written)
         return sum(map(len, data))
 
     monkeypatch.setattr(RemoteFiles, "write", write)
 
 
-def flipped(piece: bytes, place: int) -> bytes:
+def flipped(piece: bytes, offset: int) -> bytes:
     """Return the piece with a flipped bit."""
-    return piece[:place] + bytes([piece[place] ^ 1]) + piece[place + 1 :]
+    return piece[:offset] + bytes([piece[offset] ^ 1]) + piece[offset + 1 :]
 
 
 @pytest.mark.slow(quick=["file-cut"])
@@ -58,7 +58,7 @@ def flipped(piece: bytes, place: int) -> bytes:
 )
 def test_corrupted_upload_gets_no_name(
     store: Path,
-    place: str,
+    any_location: str,
     monkeypatch: pytest.MonkeyPatch,
     spoil: Callable[[list[bytes]], list[bytes]],
     settings: dict[str, bool],
@@ -70,20 +70,20 @@ def test_corrupted_upload_gets_no_name(
     ):
         spoil_packs(patch, spoil)
         with pytest.raises(StorageError, match=r"upload of .*\.pack, attempt 2 of 2: "):
-            opened.push(place)
-    with Store.open(place, config=CONFIG, create=True) as there:
-        assert there.usage().packs == 0
-        assert there.checkpoints() == []
+            opened.push(any_location)
+    with Store.open(any_location, config=CONFIG, create=True) as remote:
+        assert remote.usage().packs == 0
+        assert remote.checkpoints() == []
     with Store.open(store, config=CONFIG, create=True) as opened:
-        opened.push(place)
-    check_location(place, 2)
+        opened.push(any_location)
+    check_location(any_location, 2)
 
 
 def test_a_pack_is_written_while_others_are_being_completed(
     store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Test the limit of concurrent completions, and that none begins before twice as many were written."""
-    whole, lock = RemoteFiles.write, threading.Lock()
+    original, lock = RemoteFiles.write, threading.Lock()
     writing, most, count = 0, 0, 0
     enough = threading.Event()
 
@@ -91,7 +91,7 @@ def test_a_pack_is_written_while_others_are_being_completed(
         self: RemoteFiles, path: PurePath, pieces: Iterable[bytes], written: Callable[[], None] | None = None
     ) -> int:
         if written is None:
-            return whole(self, path, pieces)
+            return original(self, path, pieces)
 
         def watched() -> Iterator[bytes]:
             nonlocal writing, most
@@ -110,7 +110,7 @@ def test_a_pack_is_written_while_others_are_being_completed(
                 enough.set()
             assert enough.wait(60)
 
-        return whole(self, path, watched(), then)
+        return original(self, path, watched(), then)
 
     monkeypatch.setattr(RemoteFiles, "write", write)
     with Store.open(store, config=config(uploads=2, pack_bytes=8192, compression="off"), create=True) as opened:
@@ -125,7 +125,7 @@ def test_manifests_are_staged_by_a_few_threads(
     store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch, spoilt: int | None
 ) -> None:
     """Test the number of threads for any number of ranks; if a manifest cannot be staged, all are removed."""
-    whole, threads = RemoteManifests.stage, set[int]()
+    original, threads = RemoteManifests.stage, set[int]()
 
     def stage(
         manifests: RemoteManifests, run: str, ref: CheckpointRef, name: ManifestName, data: bytes
@@ -133,7 +133,7 @@ def test_manifests_are_staged_by_a_few_threads(
         threads.add(threading.get_ident())
         if name.rank == spoilt:
             raise StorageError("it does not fit")
-        return whole(manifests, run, ref, name, data)
+        return original(manifests, run, ref, name, data)
 
     monkeypatch.setattr(RemoteManifests, "stage", stage)
     save_id = new_save_id().hex()
@@ -144,8 +144,8 @@ def test_manifests_are_staged_by_a_few_threads(
             opened.push(folder)
     assert 0 < len(threads) <= 2
     assert list(Path(folder.removeprefix("file://")).rglob("*.tmp")) == []
-    with Store.open(folder, config=CONFIG, create=True) as there:
-        assert [one.complete for one in there.checkpoints()] == ([True] if spoilt is None else [])
+    with Store.open(folder, config=CONFIG, create=True) as remote:
+        assert [one.complete for one in remote.checkpoints()] == ([True] if spoilt is None else [])
 
 
 def test_failed_probe_blocks_nobody(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,27 +164,27 @@ def test_a_restore_reads_neighbours_together(store: Path, folder: str, monkeypat
     with Store.open(store, config=config(pack_bytes=1 << 20), create=True) as opened:
         assert opened.push(folder).packs == 1
     reads: list[int] = []
-    whole = RemoteFiles.read_range
+    original = RemoteFiles.read_range
 
     def read(
         self: RemoteFiles, path: PurePosixPath, offset: int, length: int, *kept: OpenedFile | RangeMemory | None
     ) -> tuple[memoryview, int]:
         if path.parent.name == "packs":
             reads.append(length)
-        return whole(self, path, offset, length, *kept)  # type: ignore[arg-type]  # as they came
+        return original(self, path, offset, length, *kept)  # type: ignore[arg-type]  # as they came
 
     monkeypatch.setattr(RemoteFiles, "read_range", read)
-    with Store.open(folder, config=config(piece_bytes=1 << 20), create=True) as there:
-        check_state(there.load(), 2)
+    with Store.open(folder, config=config(piece_bytes=1 << 20), create=True) as remote:
+        check_state(remote.load(), 2)
         assert len(reads) == 3
         everything = sum(reads)
         reads.clear()
-        there.load(tensors="model.fixed")
+        remote.load(tensors="model.fixed")
         assert sum(reads) < everything / 2
         assert len(reads) == 1
     reads.clear()
-    with Store.open(folder, config=config(piece_bytes=32 << 10), create=True) as there:
-        check_state(there.load(), 2)
+    with Store.open(folder, config=config(piece_bytes=32 << 10), create=True) as remote:
+        check_state(remote.load(), 2)
     assert 3 < len(reads) <= 2 + -(-everything // (16 << 10))
     assert max(reads) <= 32 << 10
 

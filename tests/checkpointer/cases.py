@@ -283,13 +283,13 @@ def reassigned() -> Loop:
 def fenced_loading() -> Loop:
     """Return a loop that loads another state after ``fence()``."""
     model, optimizer, loop = linear_loop(WIDTH)
-    kept = copy_of(loop.state)
+    earlier_state = copy_of(loop.state)
 
     def load(checkpointer: Checkpointer) -> None:
         checkpointer.fence()
-        assert isinstance(kept, dict)
-        model.load_state_dict(kept["model"])
-        optimizer.load_state_dict(kept["optimizer"])
+        assert isinstance(earlier_state, dict)
+        model.load_state_dict(earlier_state["model"])
+        optimizer.load_state_dict(earlier_state["optimizer"])
         model.weight.data.add_(3)
 
     loop.between = load
@@ -309,18 +309,18 @@ def no_tensors() -> Loop:
 
 def bounded_embedding() -> Loop:
     """Return a loop with embeddings that each forward pass rescales in place; one gets its bound only later."""
-    words = torch.nn.Embedding(300, WIDTH, max_norm=1.0)
+    embedding = torch.nn.Embedding(300, WIDTH, max_norm=1.0)
     bags = torch.nn.EmbeddingBag(300, WIDTH)
-    model = torch.nn.ModuleDict({"words": words, "bags": bags})
+    model = torch.nn.ModuleDict({"words": embedding, "bags": bags})
     optimizer = torch.optim.SGD(model.parameters(), 3.0, momentum=0.9)
     rows = torch.arange(300).view(30, 10)
 
     def iterate(step: int) -> None:
-        update(optimizer, (words(rows).mean() - 1).square() + (bags(rows + 0).mean() - 1).square())
+        update(optimizer, (embedding(rows).mean() - 1).square() + (bags(rows + 0).mean() - 1).square())
         bags.max_norm = 0.5 if step > 1 else None
 
     loop = Loop({"model": model, "optimizer": optimizer}, iterate)
-    loop.between = lambda _checkpointer: (words(rows), bags(rows))
+    loop.between = lambda _checkpointer: (embedding(rows), bags(rows))
     return loop
 
 

@@ -178,15 +178,15 @@ class RandomLoop:
 def mutate(tensor: torch.Tensor, chance: random.Random) -> None:
     """Change at least one bit of a tensor, in a way that no version counter shows."""
     before = tensor_bytes(tensor)
-    way = chance.randrange(4)
+    kind = chance.randrange(4)
     if not tensor.dim():
         # Keep step counts positive, because optimizers take roots of them.
         tensor.data.add_(1)
-    elif way == 0:
+    elif kind == 0:
         tensor.data.neg_()
-    elif way == 1:
+    elif kind == 1:
         tensor.data[chance.randrange(tensor.shape[0])].neg_()
-    elif way == 2 and tensor.dtype != torch.bfloat16:
+    elif kind == 2 and tensor.dtype != torch.bfloat16:
         array = tensor.detach().numpy()
         np.negative(array, out=array)
     if tensor_bytes(tensor) == before:

@@ -90,7 +90,7 @@ def test_a_full_disk_is_reported_and_later_steps_are_saved(
     disk.full = None
     assert checkpointer.statistics().lost == 1
     if report == "close":
-        _check_taken_up(store, config, expected)
+        _check_recovered(store, config, expected)
     else:
         del expected[2]
         assert_stored(store, expected)
@@ -169,7 +169,7 @@ def _wait_in_silence(checkpointer: Checkpointer) -> None:
     background.wait("local")
 
 
-def _check_taken_up(store: Store, config: CaptureConfig, expected: dict[int, object]) -> None:
+def _check_recovered(store: Store, config: CaptureConfig, expected: dict[int, object]) -> None:
     """Assert that a capture that could not be stored stays in memory for the next start."""
     _, _, loop = linear_loop()
     loop.iterate(0)
@@ -200,11 +200,11 @@ def test_a_state_that_is_refused_between_others_costs_nothing(store: Store, conf
 
 def fail_copy(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Make the copy with this number fail, counted from 1."""
-    copy, left = copy_partition, [number]
+    copy, remaining = copy_partition, [number]
 
     def fail(*arguments: object) -> None:
-        left[0] -= 1
-        if left[0] == 0:
+        remaining[0] -= 1
+        if remaining[0] == 0:
             raise MemoryError
         copy(*arguments)  # type: ignore[arg-type]  # passed on as they came
 

@@ -174,7 +174,7 @@ def test_on_cuda_each_checkpoint_has_the_bytes_of_its_step(
     ).to("cuda", memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     state: dict[str, object] = {"model": model, "optimizer": optimizer}
-    wanted = []
+    expected = []
     config = CaptureConfig(proof=proof, schedule=schedule)  # type: ignore[arg-type]  # of the literals
     stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
     with (
@@ -188,9 +188,9 @@ def test_on_cuda_each_checkpoint_has_the_bytes_of_its_step(
             optimizer.step()
             optimizer.zero_grad()
             ckpt.step(step)
-            wanted.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+            expected.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
         ckpt.wait()
         for step in range(STEPS):
             loaded = store.load("model.*", step=step)["model"]
-            for name, tensor in wanted[step].items():
+            for name, tensor in expected[step].items():
                 assert torch.equal(loaded[name], tensor.cpu()), f"{name} of step {step}"

@@ -76,8 +76,8 @@ def frames(path: Path) -> dict[Digest, tuple[int, Digest]]:
 
 def same(one: object, other: object) -> bool:
     """Return whether two states have the same tensors."""
-    tensors, others = (torch.utils._pytree.tree_leaves(state) for state in (one, other))
-    pairs = zip(tensors, others, strict=True)
+    tensors, other_tensors = (torch.utils._pytree.tree_leaves(state) for state in (one, other))
+    pairs = zip(tensors, other_tensors, strict=True)
     return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
@@ -88,7 +88,7 @@ def train(
 ) -> dict[int, object]:
     """Save every step, each durable before the next; return the saved states."""
     state, optimizer, copied = training
-    wanted = {}
+    expected = {}
     with (
         Store.open(path, config=CONFIG, create=True) as store,
         Checkpointer(store, state, capture=capture, every=1, keep=None) as checkpointer,
@@ -96,9 +96,9 @@ def train(
         for step in range(STEPS):
             optimizer.step()
             checkpointer.step(step)
-            wanted[step] = copied()
+            expected[step] = copied()
             checkpointer.wait()
-    return wanted
+    return expected
 
 
 @pytest.mark.slow
@@ -106,9 +106,9 @@ def test_every_step_comes_back_from_deltas_and_copies(
     tmp_path: Path, training: tuple[dict[str, object], MixedPrecision, Callable[[], object]]
 ) -> None:
     """Test masters as deltas on the previous step, parameters as derived copies, and the maximum chain length."""
-    wanted = train(tmp_path, training)
+    expected = train(tmp_path, training)
     with Store.open(tmp_path, create=True) as store:
-        assert all(same(store.load(step=step), wanted[step]) for step in wanted)
+        assert all(same(store.load(step=step), expected[step]) for step in expected)
         assert store.verify() == []
     found = frames(tmp_path)
     kinds = Counter(kind for kind, _ in found.values())
@@ -127,14 +127,14 @@ def test_bases_outlive_their_checkpoints(
     tmp_path: Path, training: tuple[dict[str, object], MixedPrecision, Callable[[], object]]
 ) -> None:
     """Test that bases are removed once no partition needs them."""
-    wanted = train(tmp_path, training)
-    newest = max(wanted)
+    expected = train(tmp_path, training)
+    newest = max(expected)
     with Store.open(tmp_path, create=True) as store:
-        for step in wanted:
+        for step in expected:
             if step != newest:
                 store.delete(step)
         store.gc()
-        assert same(store.load(), wanted[newest])
+        assert same(store.load(), expected[newest])
         assert store.verify() == []
         store.delete(newest)
         store.gc()
@@ -188,10 +188,10 @@ def test_a_base_that_is_collected_during_a_save_costs_no_checkpoint(
         armed.set()
         optimizer.step()
         checkpointer.step(1)
-        wanted = copied()
+        expected = copied()
         checkpointer.wait()
         assert collected.is_set()
-        assert same(store.load(), wanted)
+        assert same(store.load(), expected)
         # Verification reports that the discarded deltas cannot be read and that no checkpoint needs them.
         assert [finding for finding in store.verify() if finding.severity is not Severity.WARNING] == []
 
@@ -214,15 +214,15 @@ def test_rings_of_any_size_give_the_same_checkpoints(
 
     encode = encoder._encode
     monkeypatch.setattr(encoder, "_encode", late)
-    wanted = {}
+    expected = {}
     capture = CaptureConfig(ring_bytes=ring_bytes)
     with Store.open(tmp_path, config=CONFIG, create=True) as store:
         with Checkpointer(store, state, capture=capture, every=1, keep=None) as checkpointer:
             for step in range(12):
                 optimizer.step()
                 checkpointer.step(step)
-                wanted[step] = copied()
+                expected[step] = copied()
                 if step % 3 == 0:
                     checkpointer.wait()
-        assert all(same(store.load(step=step), wanted[step]) for step in wanted)
+        assert all(same(store.load(step=step), expected[step]) for step in expected)
         assert store.verify() == []

@@ -81,7 +81,7 @@ def test_a_watcher_that_raises_is_reported_and_left_out(
     reported: list[object] = []
     monkeypatch.setattr(threading, "excepthook", lambda found: reported.append(found.exc_value))
     failed = {name: ZeroDivisionError(name) for name in ("step", "copy", "write", "commit")}
-    others: list[str] = []
+    other_names: list[str] = []
 
     def watcher_of(name: str) -> events.Watcher:
         def watcher(interval: Interval) -> None:
@@ -93,10 +93,10 @@ def test_a_watcher_that_raises_is_reported_and_left_out(
     with contextlib.ExitStack() as watched:
         for name in failed:
             watched.enter_context(events.watch(watcher_of(name)))
-        watched.enter_context(events.watch(lambda interval: others.append(interval.name)))
+        watched.enter_context(events.watch(lambda interval: other_names.append(interval.name)))
         assert_every_step_is_right(store, linear_loop()[2], 4, config)
     assert sorted(map(str, reported)) == sorted(failed)
-    assert others.count("commit") == 4
+    assert other_names.count("commit") == 4
     assert not events.is_watched()
 
 
@@ -161,7 +161,7 @@ def test_writers_stand_back_until_checkpoints_come_too_fast(store: Store, disk: 
         if interval.name in ("write", "commit"):
             seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
-    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    normal_priority = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     _, _, loop = linear_loop()
     with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer, events.watch(watcher):
         for step in range(4):
@@ -175,4 +175,4 @@ def test_writers_stand_back_until_checkpoints_come_too_fast(store: Store, disk: 
             loop.iterate(step)
             checkpointer.step(step)
         checkpointer.wait()
-    assert seen.count(own) > len(seen) / 2
+    assert seen.count(normal_priority) > len(seen) / 2

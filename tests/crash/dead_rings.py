@@ -30,11 +30,11 @@ def copied(folder: Path, target: Path) -> Path:
     """Copy a folder with a store and its rings, and make the rings name the copied store."""
     shutil.copytree(folder, target)
     for ring in rings(target):
-        say_store(ring, str(target / "store"))
+        set_store_path(ring, str(target / "store"))
     return target
 
 
-def say_store(ring: Path, store: str) -> None:
+def set_store_path(ring: Path, store: str) -> None:
     """Change the store path in a ring."""
     data = ring.read_bytes()
     header = dataclasses.replace(decode_ring_header(data[:RECORD_BYTES], "ring"), store=store)

@@ -76,9 +76,9 @@ class RecordingFiles(Files):
 
     def unlink(self, path: Path) -> None:
         """Unlink and log."""
-        there = path.exists()
+        exists = path.exists()
         super().unlink(path)
-        if there:
+        if exists:
             self.log.append(("unlink", path))
 
     def make_directory(self, path: Path) -> bool:
@@ -309,15 +309,17 @@ def after_power_loss(
     disk = Disk(base, log, whole_renames=whole_renames)
     disk.lose_power(*LOSSES[loss](random.Random(seed)))
     disk.write_to(target)
-    left = _left_of_catalog([tuple(arguments) for kind, *arguments in log if kind == "catalog"], catalog, seed)
+    catalog_bytes = _catalog_after_loss(
+        [tuple(arguments) for kind, *arguments in log if kind == "catalog"], catalog, seed
+    )
     for descriptor in (entry[2] for entry in log if entry[0] == "link" and entry[2].name == layout.DESCRIPTOR_NAME):
         store = target / descriptor.parent.relative_to(base)
-        if left is not None and (store / layout.CATALOG).exists():
-            (store / layout.CATALOG / "data.mdb").write_bytes(left)
+        if catalog_bytes is not None and (store / layout.CATALOG).exists():
+            (store / layout.CATALOG / "data.mdb").write_bytes(catalog_bytes)
     return promises([arguments[0] for kind, *arguments in log if kind == "note"])
 
 
-def _left_of_catalog(states: list[tuple[bytes, bool]], choice: str, seed: int) -> bytes | None:
+def _catalog_after_loss(states: list[tuple[bytes, bool]], choice: str, seed: int) -> bytes | None:
     """Return ``data.mdb`` as a power loss leaves it after these states, oldest first; None for no such file."""
     if not states or choice == "missing":
         return None

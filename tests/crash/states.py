@@ -118,23 +118,23 @@ class Journal:
 
 def promises(lines: list[dict[str, object]]) -> Promises:
     """Return the promises of a store after some lines of a journal."""
-    owed = Promises()
+    promised = Promises()
     for line in lines:
         word, run = line["word"], str(line.get("run", "default"))
         key = (run, int(str(line.get("step", -1))))
         if word in ("saving", "restoring"):
-            owed.newest.setdefault(run, set()).add(key[1])
+            promised.newest.setdefault(run, set()).add(key[1])
         elif word in ("saved", "restored"):
-            owed.newest[run] = {key[1]}
+            promised.newest[run] = {key[1]}
         elif word == "deleted":
-            owed.newest.setdefault(run, set()).discard(key[1])
+            promised.newest.setdefault(run, set()).discard(key[1])
         if word == "saving":
-            owed.begun[key] = str(line["fingerprint"])
-            owed.deleted.discard(key)
+            promised.begun[key] = str(line["fingerprint"])
+            promised.deleted.discard(key)
         elif word == "saved":
-            owed.durable[key] = owed.begun[key]
+            promised.durable[key] = promised.begun[key]
         elif word == "deleting":
-            owed.durable.pop(key, None)
+            promised.durable.pop(key, None)
         elif word == "deleted":
-            owed.deleted.add(key)
-    return owed
+            promised.deleted.add(key)
+    return promised

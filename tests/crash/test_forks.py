@@ -20,7 +20,7 @@ from asymcheck.storage.local_files import DESCRIPTORS
 from asymcheck.store import Store
 from tests.crash.actions import open_store, save
 from tests.crash.states import Journal, fingerprint, make_state
-from tests.crash.survival import check_as_it_lies, check_goes_on, leftovers
+from tests.crash.survival import check_goes_on, check_unrepaired, leftovers
 from tests.zygote import Zygote, wait_until
 
 SOON_S = 10.0
@@ -90,18 +90,18 @@ def _check_workers_outlive(zygote: Zygote, tmp_path: Path, fork_at: str, *, keep
     child.wait_killed()
     try:
         began = time.monotonic()
-        owed = Journal(tmp_path / "journal").promises()
-        assert len(owed.durable) == (2 if fork_at == "catalog.committed" else 1)
+        promised = Journal(tmp_path / "journal").promises()
+        assert len(promised.durable) == (2 if fork_at == "catalog.committed" else 1)
         with open_store(tmp_path / "store") as store:
             store.save(make_state(2), step=2)
             store.gc()
             assert leftovers(store) == []
         assert time.monotonic() - began < SOON_S, "the dead process's locks were waited for"
         assert all(Path(f"/proc/{pid}").exists() for pid in _workers(tmp_path)), "no worker is left: nothing is shown"
-        owed.begun["default", 2] = owed.durable["default", 2] = fingerprint(make_state(2))
-        owed.newest.clear()
-        check_as_it_lies(tmp_path / "store", owed)
-        check_goes_on(tmp_path / "store", owed)
+        promised.begun["default", 2] = promised.durable["default", 2] = fingerprint(make_state(2))
+        promised.newest.clear()
+        check_unrepaired(tmp_path / "store", promised)
+        check_goes_on(tmp_path / "store", promised)
     finally:
         for pid in _workers(tmp_path):
             os.kill(pid, signal.SIGKILL)
@@ -162,10 +162,10 @@ def _check_forked(store: Store, inherited: Checkpointer, path: Path) -> None:
             use()
     store.close()
     # The child can read with its own store, but LMDB does not allow it to write.
-    with open_store(path) as own:
-        assert fingerprint(own.load(0)) == fingerprint(make_state(0))
-        assert own.verify() == []
-        for use in (lambda: own.save(make_state(7), step=7), own.gc, lambda: own.delete(0)):
+    with open_store(path) as child_store:
+        assert fingerprint(child_store.load(0)) == fingerprint(make_state(0))
+        assert child_store.verify() == []
+        for use in (lambda: child_store.save(make_state(7), step=7), child_store.gc, lambda: child_store.delete(0)):
             with pytest.raises(ForkedStoreError, match="spawn"):
                 use()
 
@@ -179,9 +179,9 @@ def fork_before_saving(path: str) -> None:
     store.load()
     pid = os.fork()
     if pid == 0:
-        with open_store(Path(path) / "store") as own:
-            save(own, journal, 1)
-            own.gc()
+        with open_store(Path(path) / "store") as child_store:
+            save(child_store, journal, 1)
+            child_store.gc()
         return
     assert os.waitpid(pid, 0)[1] == 0, "the forked process could not save"
     save(store, journal, 2)
@@ -193,15 +193,15 @@ def fork_before_saving(path: str) -> None:
 def test_a_fork_before_the_first_save(zygote: Zygote, tmp_path: Path) -> None:
     """Test a fork of a process that has only read, or has closed its store: the child opens its own and saves."""
     zygote.start(fork_before_saving, path=str(tmp_path)).finish()
-    owed = Journal(tmp_path / "journal").promises()
-    assert len(owed.durable) == 3
-    check_as_it_lies(tmp_path / "store", owed)
-    check_goes_on(tmp_path / "store", owed)
+    promised = Journal(tmp_path / "journal").promises()
+    assert len(promised.durable) == 3
+    check_unrepaired(tmp_path / "store", promised)
+    check_goes_on(tmp_path / "store", promised)
 
 
 def test_a_forked_process_is_refused(zygote: Zygote, tmp_path: Path) -> None:
     """Test that the inherited store raises a clear error, and that the child's end does not harm the parent."""
     zygote.start(use_after_fork, path=str(tmp_path)).finish()
-    owed = Journal(tmp_path / "journal").promises()
-    check_as_it_lies(tmp_path / "store", owed)
-    check_goes_on(tmp_path / "store", owed)
+    promised = Journal(tmp_path / "journal").promises()
+    check_unrepaired(tmp_path / "store", promised)
+    check_goes_on(tmp_path / "store", promised)

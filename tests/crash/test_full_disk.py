@@ -23,7 +23,7 @@ from tests.checkpointer.loops import linear_loop, rings
 from tests.crash.actions import open_store
 from tests.crash.dead_rings import kill_when_ready
 from tests.crash.states import CONFIG, Promises, fingerprint, make_state
-from tests.crash.survival import check_as_it_lies, check_goes_on, leftovers
+from tests.crash.survival import check_goes_on, check_unrepaired, leftovers
 from tests.crash.trainer import assert_restored, config_for, train
 from tests.zygote import Zygote
 
@@ -69,104 +69,104 @@ def _fill(disk: Path, leave: int = 0) -> Path:
     return ballast
 
 
-def _save(store: Store, owed: Promises, step: int) -> None:
+def _save(store: Store, promised: Promises, step: int) -> None:
     state = make_state(step)
-    owed.begun["default", step] = fingerprint(state)
+    promised.begun["default", step] = fingerprint(state)
     store.save(state, step=step)
-    owed.durable["default", step] = owed.begun["default", step]
+    promised.durable["default", step] = promised.begun["default", step]
 
 
-def _save_until_it_fails(store: Store, owed: Promises, first: int) -> None:
+def _save_until_it_fails(store: Store, promised: Promises, first: int) -> None:
     for step in range(first, 10_000):
-        _save(store, owed, step)
+        _save(store, promised, step)
 
 
 @pytest.mark.slow
 def test_saving_until_the_disk_is_full(small_disk: Path) -> None:
     """Test that the failing save leaves nothing, earlier checkpoints stay, and deleting frees space again."""
-    owed = Promises()
+    promised = Promises()
     path = small_disk / "store"
     with open_store(path) as store:
         with pytest.raises(OutOfSpaceError, match="free space, or delete checkpoints and run gc"):
-            _save_until_it_fails(store, owed, 0)
-        last = max(step for _, step in owed.durable)
+            _save_until_it_fails(store, promised, 0)
+        last = max(step for _, step in promised.durable)
         assert last >= 5
-        del owed.begun["default", last + 1]
-        check_as_it_lies(path, owed)
+        del promised.begun["default", last + 1]
+        check_unrepaired(path, promised)
         store.gc()
         assert leftovers(store) == []
         for step in range(last):
             store.delete(step)
-            del owed.durable["default", step]
-            owed.deleted.add(("default", step))
+            del promised.durable["default", step]
+            promised.deleted.add(("default", step))
         store.gc()
         assert leftovers(store) == []
-        _save(store, owed, last + 1)
-    check_as_it_lies(path, owed)
-    check_goes_on(path, owed)
+        _save(store, promised, last + 1)
+    check_unrepaired(path, promised)
+    check_goes_on(path, promised)
 
 
 @pytest.mark.slow(quick=["tmpfs-0"])
 @pytest.mark.parametrize("leave_kib", [0, 8, 64, 160])
 def test_a_disk_that_others_fill(small_disk: Path, leave_kib: int) -> None:
     """Test that saves fail while a foreign file fills the disk, and work after its removal."""
-    owed = Promises()
+    promised = Promises()
     path = small_disk / "store"
     with open_store(path) as store:
         for step in (0, 1):
-            _save(store, owed, step)
+            _save(store, promised, step)
         ballast = _fill(small_disk, leave_kib * 1024)
         with pytest.raises(OutOfSpaceError):
-            _save_until_it_fails(store, owed, 2)
-        failed = max(step for _, step in owed.begun)
-        del owed.begun["default", failed]
-        check_as_it_lies(path, owed)
+            _save_until_it_fails(store, promised, 2)
+        failed = max(step for _, step in promised.begun)
+        del promised.begun["default", failed]
+        check_unrepaired(path, promised)
         ballast.unlink()
         store.gc()
         assert leftovers(store) == []
-        _save(store, owed, failed)
-    check_as_it_lies(path, owed)
-    check_goes_on(path, owed)
+        _save(store, promised, failed)
+    check_unrepaired(path, promised)
+    check_goes_on(path, promised)
 
 
 @pytest.mark.slow(quick=["tmpfs"])
 def test_deleting_and_collecting_on_a_full_disk(small_disk: Path) -> None:
     """Test that a collection returns freed packs to the file system while free space is short."""
-    owed = Promises()
+    promised = Promises()
     path = small_disk / "store"
     config = dataclasses.replace(CONFIG, pool_bytes=1 << 30)
     with Store.open(path, config=config, create=True) as store:
         for step in range(13):
-            _save(store, owed, step)
+            _save(store, promised, step)
         _fill(small_disk)
         for step in range(12):
             store.delete(step)
-            del owed.durable["default", step]
-            owed.deleted.add(("default", step))
+            del promised.durable["default", step]
+            promised.deleted.add(("default", step))
         store.gc()
         assert leftovers(store) == []
         assert store.usage().pooled_bytes <= shutil.disk_usage(small_disk).free, "the pool keeps what others need"
-        _save(store, owed, 13)
-        _save(store, owed, 14)
-    check_as_it_lies(path, owed)
-    check_goes_on(path, owed)
+        _save(store, promised, 13)
+        _save(store, promised, 14)
+    check_unrepaired(path, promised)
+    check_goes_on(path, promised)
 
 
 def test_opening_on_a_full_disk(small_disk: Path) -> None:
     """Test that a new process can open and read the store, and that writes are refused without a crash."""
-    owed = Promises()
+    promised = Promises()
     path = small_disk / "store"
     with open_store(path) as store:
-        _save(store, owed, 0)
-        _save(store, owed, 1)
+        _save(store, promised, 0)
+        _save(store, promised, 1)
     shutil.rmtree(path / "catalog")
     ballast = _fill(small_disk)
-    check_as_it_lies(path, owed)
+    check_unrepaired(path, promised)
     with open_store(path) as store, pytest.raises(OutOfSpaceError):
         store.save(make_state(2), step=2)
-    check_as_it_lies(path, owed)
+    check_unrepaired(path, promised)
     ballast.unlink()
-    check_goes_on(path, owed)
+    check_goes_on(path, promised)
 
 
 def try_to_save(path: str, step: int) -> None:
@@ -185,11 +185,11 @@ def test_nearly_full(small_disk: Path, catalog: str, zygote: Zygote) -> None:
 
     Writing to a mapped page without space on the disk raises SIGBUS.
     """
-    owed = Promises()
+    promised = Promises()
     path = small_disk / "store"
     with open_store(path) as store:
-        _save(store, owed, 0)
-    owed.begun["default", 1] = fingerprint(make_state(1))
+        _save(store, promised, 0)
+    promised.begun["default", 1] = fingerprint(make_state(1))
     for leave in (0, 4, 8, 12, 24, 48, 64, 80, 112, 160, 240, 320):
         if catalog == "lost":
             shutil.rmtree(path / "catalog", ignore_errors=True)
@@ -197,7 +197,7 @@ def test_nearly_full(small_disk: Path, catalog: str, zygote: Zygote) -> None:
         child = zygote.start(try_to_save, path=str(path), step=1)
         status = child.wait()
         assert status == 0, f"with {leave} KiB left: ended with {status}: {child.output.read_text()}"
-        steps = check_as_it_lies(path, dataclasses.replace(owed, newest={})).steps["default"]
+        steps = check_unrepaired(path, dataclasses.replace(promised, newest={})).steps["default"]
         ballast.unlink()
         if 1 in steps:
             return

@@ -33,9 +33,9 @@ def test_recoverable_capture_stays_in_memory(zygote: Zygote, tmp_path: Path, how
     packs = sorted((tmp_path / "store/packs").iterdir())
     for _ in range(2):
         with Store.open(tmp_path / "store", create=True) as store, store.training.adopting(ring.parent) as adopted:
-            (left,) = adopted
-            assert (left.step, left.ref) == (1, None)
-            assert "the ring is kept" in left.problem
+            (kept,) = adopted
+            assert (kept.step, kept.ref) == (1, None)
+            assert "the ring is kept" in kept.problem
     assert rings(tmp_path) == [ring]
     assert sorted((tmp_path / "store/packs").iterdir()) == packs, "it was written though it has no place"
     head.write_bytes(record)
@@ -55,9 +55,9 @@ def test_a_capture_of_another_line_of_the_same_number_is_not_committed(zygote: Z
     with Store.open(tmp_path / "store", create=True) as store:
         assert store.begin_generation(store.checkpoints()[-1]) == 2
         with store.training.adopting(ring.parent) as adopted:
-            (left,) = adopted
-            assert (left.step, left.ref) == (1, None)
-            assert "another line" in left.problem
+            (kept,) = adopted
+            assert (kept.step, kept.ref) == (1, None)
+            assert "another line" in kept.problem
     assert rings(tmp_path) == [ring]
     ring.unlink()
 

@@ -90,7 +90,7 @@ def _prepare(scene: str, template: Copy, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _told(where: str) -> Iterator[None]:
+def _with_point(where: str) -> Iterator[None]:
     """Add the point of the kill to a failed assertion."""
     try:
         yield
@@ -99,14 +99,14 @@ def _told(where: str) -> Iterator[None]:
 
 
 def _kill_and_check(zygote: Zygote, template: Copy, folder: Path, scene: str, kill: str, number: int) -> None:
-    with _told(f"{scene}, killed at {kill} number {number}"):
+    with _with_point(f"{scene}, killed at {kill} number {number}"):
         _prepare(scene, template, folder)
         zygote.start(perform, path=str(folder), actions=CUT_OFF[scene], kill=kill, number=number).wait_killed()
-        owed = Journal(folder / "journal").promises()
+        promised = Journal(folder / "journal").promises()
         if scene == "a save that reuses all":
             # The process saves the same state under the same step again. The earlier save stays durable.
-            assert ("default", 1) in owed.durable
-        check_survived(folder / "store", owed)
+            assert ("default", 1) in promised.durable
+        check_survived(folder / "store", promised)
 
 
 @pytest.mark.slow(

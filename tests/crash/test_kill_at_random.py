@@ -11,7 +11,7 @@ import pytest
 from asymcheck.store import Store
 from tests.crash.actions import delete, open_store, restore, save
 from tests.crash.states import Journal, Promises
-from tests.crash.survival import check_as_it_lies, check_goes_on
+from tests.crash.survival import check_goes_on, check_unrepaired
 from tests.zygote import Child, Zygote, wait_until
 
 KEPT = 3
@@ -45,14 +45,14 @@ def _tidy(store: Store, journal: Journal, run: str, dice: random.Random) -> None
 
 
 def _owed(folder: Path, runs: list[str]) -> Promises:
-    owed = Promises()
+    promised = Promises()
     for run in runs:
         more = Journal(folder / f"journal-{run}").promises()
-        owed.durable |= more.durable
-        owed.begun |= more.begun
-        owed.deleted |= more.deleted
-        owed.newest |= more.newest
-    return owed
+        promised.durable |= more.durable
+        promised.begun |= more.begun
+        promised.deleted |= more.deleted
+        promised.newest |= more.newest
+    return promised
 
 
 def _kill_repeatedly(zygote: Zygote, folder: Path, runs: list[str], kills: int, seed: int) -> None:
@@ -69,7 +69,7 @@ def _kill_repeatedly(zygote: Zygote, folder: Path, runs: list[str], kills: int, 
         time.sleep(dice.uniform(0, LONGEST_S))
         _kill(children)
         try:
-            check_as_it_lies(folder / "store", _owed(folder, runs))
+            check_unrepaired(folder / "store", _owed(folder, runs))
             if number % 3 == 2 or number == kills - 1:
                 _check_goes_on(folder, runs)
         except Exception as error:

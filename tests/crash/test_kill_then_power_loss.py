@@ -96,9 +96,9 @@ def _live(base: Path, log: list[Entry], script: Sequence[Action], patch: pytest.
 
 def _check(second: Sequence[Action], at: int, *, catalog_lost: bool, folder: Path, patch: pytest.MonkeyPatch) -> None:
     """Kill the first process before its ``at``-th operation, run the second script, and lose power."""
-    base, left = folder / "base", folder / "left"
+    base, after_loss = folder / "base", folder / "left"
     shutil.rmtree(base, ignore_errors=True)
-    shutil.rmtree(left, ignore_errors=True)
+    shutil.rmtree(after_loss, ignore_errors=True)
     base.mkdir()
     log: list[Entry] = []
     _live(base, log, FIRST, patch, at)
@@ -107,9 +107,11 @@ def _check(second: Sequence[Action], at: int, *, catalog_lost: bool, folder: Pat
     killed_after = log[-1][:3] if log else "the start"
     _live(base, log, second, patch)
     patch.setattr(process_identity, "_boot_id", lambda: "the third")
-    owed = after_power_loss(base, log, left, loss="names and data", catalog="missing" if at % 2 else "as it was")
+    promised = after_power_loss(
+        base, log, after_loss, loss="names and data", catalog="missing" if at % 2 else "as it was"
+    )
     try:
-        check_survived(left / "above" / "store", owed)
+        check_survived(after_loss / "above" / "store", promised)
     except Exception as error:
         raise AssertionError(f"killed before operation {at}, after {killed_after}: {error}") from error
 

@@ -100,14 +100,14 @@ def test_killed_at_random_again_and_again(zygote: Zygote, tmp_path: Path) -> Non
     """Test one training resumed five times: each start continues from the newest complete step."""
     dice, journal = random.Random(8), Journal(tmp_path / "journal")
     for _ in range(5):
-        owed, started = newest_complete(tmp_path), len(journal.lines("restored"))
+        promised, started = newest_complete(tmp_path), len(journal.lines("restored"))
         child = zygote.start(train_keeping, path=str(tmp_path))
         wait_until(lambda before=started: len(journal.lines("restored")) > before, "the restore")  # type: ignore[misc]  # bound now
-        wait_until(lambda before=owed: newest_complete(tmp_path) >= before + 3, "three checkpoints")  # type: ignore[misc]  # bound now
+        wait_until(lambda before=promised: newest_complete(tmp_path) >= before + 3, "three checkpoints")  # type: ignore[misc]  # bound now
         time.sleep(dice.uniform(0.05, 0.4))
         child.kill()
         child.wait_killed()
-        assert int(str(journal.lines("restored")[started]["step"])) >= owed
+        assert int(str(journal.lines("restored")[started]["step"])) >= promised
     assert newest_complete(tmp_path) > 10, "the trainings saved nothing"
     assert_kept(tmp_path)
 

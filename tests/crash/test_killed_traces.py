@@ -37,5 +37,5 @@ def test_a_killed_trace_lacks_only_the_bracket(zygote: Zygote, tmp_path: Path, s
     }
     assert 0 in durable
     for step in durable:
-        mine = [record for record in records if record.get("args", {}).get("step") == step]
-        assert {"copy", "digest", "write", "commit"} <= {record["cat"] for record in mine}
+        of_step = [record for record in records if record.get("args", {}).get("step") == step]
+        assert {"copy", "digest", "write", "commit"} <= {record["cat"] for record in of_step}

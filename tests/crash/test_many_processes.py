@@ -16,7 +16,7 @@ from asymcheck.errors import CheckpointNotFoundError, LockTimeoutError, Recovery
 from asymcheck.store import Store
 from tests.crash.actions import delete, open_store, save
 from tests.crash.states import CONFIG, Journal, Promises, fingerprint, make_state
-from tests.crash.survival import check_as_it_lies, check_goes_on, check_steps, leftovers
+from tests.crash.survival import check_goes_on, check_steps, check_unrepaired, leftovers
 from tests.zygote import Child, Zygote, wait_until
 
 SAVES = 20
@@ -35,11 +35,11 @@ def write(path: str, name: str, run: str, first: int, saves: int) -> None:
             save(store, journal, step, run, content=step % 10)
             if step - 4 >= first:
                 delete(store, journal, step - 4, run)
-            if _is_over(path):
+            if _should_stop(path):
                 return
 
 
-def _is_over(path: str) -> bool:
+def _should_stop(path: str) -> bool:
     return (Path(path) / "over").exists()
 
 
@@ -47,7 +47,7 @@ def collect(path: str) -> None:
     """Collect until asked to stop. Runs in a child."""
     rounds = freed = 0
     with open_store(Path(path) / "store") as store:
-        while not _is_over(path):
+        while not _should_stop(path):
             store.gc(dry_run=rounds % 5 == 4)
             freed += store.gc().freed_packs
             rounds += 1
@@ -60,7 +60,7 @@ def read(path: str, run: str, seed: int) -> None:
     expected = [fingerprint(make_state(content)) for content in range(10)]
     right = refused = 0
     with open_store(Path(path) / "store", read_only=True) as store:
-        while not _is_over(path):
+        while not _should_stop(path):
             steps = [checkpoint.step for checkpoint in store.checkpoints(run)]
             step = dice.choice([None, *steps])
             try:
@@ -100,15 +100,15 @@ def _run(zygote: Zygote, folder: Path, runs: list[str], saves: int) -> None:
     (folder / "over").touch()
     for child in others:
         child.finish()
-    owed = Promises()
+    promised = Promises()
     for journal in journals:
         more = journal.promises()
-        owed.durable |= more.durable
-        owed.begun |= more.begun
-        owed.deleted |= more.deleted
+        promised.durable |= more.durable
+        promised.begun |= more.begun
+        promised.deleted |= more.deleted
         assert len(journal.lines("saved")) == saves + 1
-    check_as_it_lies(folder / "store", owed)
-    check_goes_on(folder / "store", owed)
+    check_unrepaired(folder / "store", promised)
+    check_goes_on(folder / "store", promised)
     (collected,) = Journal(folder / "journal-gc").lines("collected")
     assert int(str(collected["freed"])) >= 1
     for line in Journal(folder / "journal-reader").lines("read"):
@@ -146,14 +146,14 @@ def test_several_processes_create_one_store(zygote: Zygote, tmp_path: Path) -> N
         (folder / "go").touch()
         for child in children:
             child.finish()
-        owed = Promises()
+        promised = Promises()
         for number in range(4):
             more = Journal(folder / f"journal-{number}").promises()
-            owed.durable |= more.durable
-            owed.begun |= more.begun
-        assert len(owed.durable) == 4
-        check_as_it_lies(folder / "above" / "store", owed)
-        check_goes_on(folder / "above" / "store", owed)
+            promised.durable |= more.durable
+            promised.begun |= more.begun
+        assert len(promised.durable) == 4
+        check_unrepaired(folder / "above" / "store", promised)
+        check_goes_on(folder / "above" / "store", promised)
 
 
 def hold_the_catalog(path: str) -> None:
@@ -201,14 +201,14 @@ def test_one_of_two_writers_is_killed_again_and_again(zygote: Zygote, tmp_path: 
         child.wait_killed()
     (tmp_path / "over").touch()
     survivor.finish()
-    owed = journal.promises()
+    promised = journal.promises()
     more = Journal(tmp_path / "journal-b").promises()
-    owed.durable |= more.durable
-    owed.begun |= more.begun
-    owed.deleted |= more.deleted
-    owed.newest.clear()
-    check_as_it_lies(tmp_path / "store", owed)
-    check_goes_on(tmp_path / "store", owed)
+    promised.durable |= more.durable
+    promised.begun |= more.begun
+    promised.deleted |= more.deleted
+    promised.newest.clear()
+    check_unrepaired(tmp_path / "store", promised)
+    check_goes_on(tmp_path / "store", promised)
 
 
 @pytest.mark.slow

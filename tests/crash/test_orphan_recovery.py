@@ -19,7 +19,7 @@ from tests.crash.trainer import assert_restored, train_two_runs
 from tests.zygote import Zygote
 
 
-def _held(ring: Path) -> RingReader:
+def _hold_lock(ring: Path) -> RingReader:
     """Hold the lock of a ring, like a process that recovers it."""
     holder = open_orphaned_ring(ring)
     assert holder is not None
@@ -54,7 +54,7 @@ def test_own_ring_is_awaited(folder: Path, monkeypatch: pytest.MonkeyPatch, how:
     """Test that the restore waits for the ring, because it would otherwise restore an older step."""
     monkeypatch.setattr(orphaned_rings, "_ADOPTION_PATIENCE_S", 0.1)
     (ring,) = rings(folder)
-    holder = _held(ring)
+    holder = _hold_lock(ring)
 
     def go_on() -> None:
         holder.close()
@@ -79,7 +79,7 @@ def test_own_ring_is_awaited(folder: Path, monkeypatch: pytest.MonkeyPatch, how:
 def test_a_ring_that_is_gone_at_last_is_waited_for_no_longer(folder: Path) -> None:
     """Test that the wait ends when the other process deletes the ring."""
     (ring,) = rings(folder)
-    holder = _held(ring)
+    holder = _hold_lock(ring)
     thread = _later(lambda: (holder.unlink(), holder.close()))
     assert_restored(folder, DURABLE - 1, DURABLE - 1)
     thread.join()
@@ -91,7 +91,7 @@ def test_blocking_process_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(orphaned_rings, "_ADOPTION_S", 0.1)
     (ring,) = rings(folder)
     with (
-        _held(ring),
+        _hold_lock(ring),
         pytest.warns(CaptureWarning, match="at most 0.1 seconds"),
         pytest.raises(LockTimeoutError, match=rf"{ring}.* by process {os.getpid()} .*Stop that process"),
     ):
@@ -110,7 +110,7 @@ def test_invisible_process_has_no_name(folder: Path, monkeypatch: pytest.MonkeyP
         if text is not None:
             (folder / "locks").write_text(text)
         with (
-            _held(ring),
+            _hold_lock(ring),
             pytest.warns(CaptureWarning, match="locked by a process that is not visible to this process"),
             pytest.raises(LockTimeoutError, match="by a process that is not visible to this process"),
         ):
@@ -121,7 +121,7 @@ def test_invisible_process_has_no_name(folder: Path, monkeypatch: pytest.MonkeyP
 def test_the_ring_of_another_run_is_not_waited_for(tmp_path: Path, two: dict[str, Path]) -> None:
     """Test that only a training of that run waits for its ring."""
     began = time.monotonic()
-    with _held(two["two"]):
+    with _hold_lock(two["two"]):
         assert_restored(tmp_path, 2, run="one")
     assert time.monotonic() - began < orphaned_rings._ADOPTION_PATIENCE_S
     assert rings(tmp_path) == [two["two"]]

@@ -55,8 +55,8 @@ def cuts(log: list[Entry]) -> list[int]:
 def lose_and_check(base: Path, log: list[Entry], target: Path, **choices: object) -> None:
     """Check the store after a power loss and a reboot."""
     shutil.rmtree(target, ignore_errors=True)
-    owed = after_power_loss(base, log, target, **choices)  # type: ignore[arg-type]  # the keywords of that function
-    check_survived(target / "folder" / "store", owed)
+    promised = after_power_loss(base, log, target, **choices)  # type: ignore[arg-type]  # the keywords of that function
+    check_survived(target / "folder" / "store", promised)
 
 
 @pytest.fixture(scope="module")

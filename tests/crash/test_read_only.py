@@ -15,7 +15,7 @@ from asymcheck.errors import ReadOnlyStoreError, StoreNotFoundError
 from asymcheck.store import Store
 from tests.crash.actions import Action, lose_catalog, open_store, perform
 from tests.crash.states import Journal, fingerprint, make_state
-from tests.crash.survival import check_as_it_lies, check_goes_on
+from tests.crash.survival import check_goes_on, check_unrepaired
 from tests.zygote import Zygote
 
 BEFORE: list[Action] = [["save", 0], ["save", 1], ["save", 2], ["delete", 0]]
@@ -75,7 +75,7 @@ def test_read_only_creates_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def look_as_nobody(path: str, *, read_only: bool) -> None:
+def read_as_nobody(path: str, *, read_only: bool) -> None:
     """Read a store without write permission, and try to write. Runs in a child."""
     # Import all modules before the change of the user, who may not read the interpreter's own files.
     with open_store(Path(path), read_only=True) as store:
@@ -101,7 +101,7 @@ def test_another_users_store(folder: Path, read_only: bool, zygote: Zygote) -> N
         if not all(parent.stat().st_mode & 0o001 for parent in store.parents):
             pytest.skip(f"{tempfile.gettempdir()} is private")
         before = _snapshot(store)
-        zygote.start(look_as_nobody, path=str(store), read_only=read_only).finish()
+        zygote.start(read_as_nobody, path=str(store), read_only=read_only).finish()
         assert _snapshot(store) == before
 
 
@@ -140,11 +140,11 @@ def test_the_catalog_is_deleted_between_saves(folder: Path) -> None:
         again = store.save(make_state(2), step=3)
         assert again.written_bytes == 0
         assert fingerprint(store.load(3)) == fingerprint(make_state(2))
-    owed = Journal(folder / "journal").promises()
-    owed.begun["default", 3] = owed.durable["default", 3] = fingerprint(make_state(2))
-    owed.newest.clear()
-    check_as_it_lies(folder / "store", owed)
-    check_goes_on(folder / "store", owed)
+    promised = Journal(folder / "journal").promises()
+    promised.begun["default", 3] = promised.durable["default", 3] = fingerprint(make_state(2))
+    promised.newest.clear()
+    check_unrepaired(folder / "store", promised)
+    check_goes_on(folder / "store", promised)
 
 
 @pytest.mark.slow

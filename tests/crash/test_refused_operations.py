@@ -18,7 +18,7 @@ from tests.crash import faults
 from tests.crash.actions import Action, open_store, take
 from tests.crash.faults import CATALOG_CHANGES, CHANGES, Counter, WatchedFiles
 from tests.crash.states import Journal, Promises, fingerprint, make_state
-from tests.crash.survival import check_as_it_lies, check_goes_on, leftovers
+from tests.crash.survival import check_goes_on, check_unrepaired, leftovers
 from tests.visiting import Visited, visiting
 
 Copy = Callable[[Sequence[Action]], Path]
@@ -52,13 +52,13 @@ def _save_operations(folder: Path) -> int:
     return len(counter.seen)
 
 
-def _check_after_failure(store: Store, owed: Promises, *, may_be_there: bool = False) -> None:
+def _check_after_failure(store: Store, promised: Promises, *, may_exist: bool = False) -> None:
     """Check that earlier checkpoints exist, the failed step does not, and a collection removes all leftovers."""
-    if may_be_there:
+    if may_exist:
         # If the failed step exists, it is complete.
-        owed.begun["default", NEXT] = fingerprint(make_state(NEXT))
-        owed.newest.clear()
-    check_as_it_lies(store.path, owed)
+        promised.begun["default", NEXT] = fingerprint(make_state(NEXT))
+        promised.newest.clear()
+    check_unrepaired(store.path, promised)
     store.gc()
     assert leftovers(store) == []
 
@@ -102,12 +102,12 @@ def test_a_refused_operation(
 ) -> None:
     """Test that the save fails with the right error or succeeds, leaves no file, and that the next save succeeds."""
     for at in visited(range(1, _save_operations(fresh(scene)) + 1)):
-        with _told(f"operation {at}"):
+        with _with_point(f"operation {at}"):
             _refuse_and_check(fresh(scene), _Failing(at, number, for_good=for_good), for_good=for_good)
 
 
 def _refuse_and_check(folder: Path, failing: _Failing, *, for_good: bool) -> None:
-    owed = Journal(folder / "journal").promises()
+    promised = Journal(folder / "journal").promises()
     try:
         store = open_store(folder / "store", files=WatchedFiles(failing))
     except AsymcheckError as error:
@@ -120,7 +120,7 @@ def _refuse_and_check(folder: Path, failing: _Failing, *, for_good: bool) -> Non
             failing.check(error)
             failing.works = True
             # The checkpoint may only stay if the device also refuses to remove a name.
-            _check_after_failure(store, owed, may_be_there=for_good)
+            _check_after_failure(store, promised, may_exist=for_good)
         else:
             failing.works = True
             assert fingerprint(store.load(NEXT)) == fingerprint(make_state(NEXT)), (
@@ -132,7 +132,7 @@ def _refuse_and_check(folder: Path, failing: _Failing, *, for_good: bool) -> Non
 
 
 @contextlib.contextmanager
-def _told(where: str) -> Iterator[None]:
+def _with_point(where: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -149,13 +149,13 @@ def test_a_catalog_that_refuses(scene: str, fresh: Callable[[str], Path]) -> Non
     assert counter.seen[-2:] == ["put_manifest", "delete_pin"]
     for at in range(1, len(counter.seen) + 1):
         folder = fresh(scene)
-        owed = Journal(folder / "journal").promises()
+        promised = Journal(folder / "journal").promises()
         refusing = Counter(CATALOG_CHANGES, at, faults.refuse(errno.EIO))
-        with _told(f"change {at}"), open_store(folder / "store") as store:
+        with _with_point(f"change {at}"), open_store(folder / "store") as store:
             with faults.watched_catalog(refusing), pytest.raises(StorageError):
                 store.save(make_state(NEXT), step=NEXT)
-            _check_after_failure(store, owed)
-        check_goes_on(folder / "store", owed)
+            _check_after_failure(store, promised)
+        check_goes_on(folder / "store", promised)
 
 
 class _Interrupted(BaseException):
@@ -172,15 +172,15 @@ def test_interrupted_at_an_event(event: str, fresh: Callable[[str], Path]) -> No
             raise _Interrupted
 
     folder = fresh("a save into recycled packs")
-    owed = Journal(folder / "journal").promises()
+    promised = Journal(folder / "journal").promises()
     with open_store(folder / "store") as store:
         with events.observe(interrupt), pytest.raises(_Interrupted):
             store.save(make_state(NEXT), step=NEXT)
-        _check_after_failure(store, owed)
-    check_goes_on(folder / "store", owed)
+        _check_after_failure(store, promised)
+    check_goes_on(folder / "store", promised)
 
 
-OTHERS: dict[str, tuple[list[Action], list[Action]]] = {
+OTHER_ACTIONS: dict[str, tuple[list[Action], list[Action]]] = {
     "a deletion": ([["save", 0], ["save", 1]], [["delete", 0]]),
     "a collection": ([["save", 0], ["save", 2], ["delete", 0]], [["gc"]]),
     "a restore": ([["save", 0], ["save", 1]], [["restore", 0]]),
@@ -189,10 +189,10 @@ OTHERS: dict[str, tuple[list[Action], list[Action]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "failing"])
-@pytest.mark.parametrize("scene", OTHERS)
+@pytest.mark.parametrize("scene", OTHER_ACTIONS)
 def test_another_action_is_refused(scene: str, number: int, template: Copy, tmp_path: Path) -> None:
     """Test that a failed deletion, collection or restore can be repeated, and loses no other checkpoint."""
-    before, actions = OTHERS[scene]
+    before, actions = OTHER_ACTIONS[scene]
     for at in _until_enough():
         folder = tmp_path / "copy"
         shutil.rmtree(folder, ignore_errors=True)
@@ -208,7 +208,7 @@ def test_another_action_is_refused(scene: str, number: int, template: Copy, tmp_
             failing.check(error)
         if failing.count < at:
             return
-        with _told(f"operation {at}"), open_store(folder / "store") as store:
+        with _with_point(f"operation {at}"), open_store(folder / "store") as store:
             _check_after_failure(store, journal.promises())
         check_goes_on(folder / "store", journal.promises())
 

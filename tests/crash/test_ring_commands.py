@@ -20,7 +20,7 @@ from asymcheck.format.ring_records import DATA_OFFSET, decode_ring_header, encod
 from asymcheck.types import PackId
 from tests.checkpointer.loops import folder_for_rings, rings
 from tests.cli.conftest import Outcome, run_command
-from tests.crash.dead_rings import CAPTURED, DURABLE, flip, kill_when_ready, partition_of_newest, say_store
+from tests.crash.dead_rings import CAPTURED, DURABLE, flip, kill_when_ready, partition_of_newest, set_store_path
 from tests.crash.states import Journal
 from tests.crash.trainer import assert_restored, train, train_two_runs
 from tests.store.equality import assert_same
@@ -332,7 +332,7 @@ def test_the_ring_of_another_store_is_its_own_affair(zygote: Zygote, tmp_path: P
     if "where" in how:
         # A relative or invalid path in a ring says nothing about the store.
         (ring,) = rings(tmp_path)
-        say_store(ring, how)
+        set_store_path(ring, how)
     words = ("gc", tmp_path / "any", "--ring-folder", folder_for_rings(tmp_path), "--discard-rings")
     assert "ring" not in run_command(*words).out
     assert len(rings(tmp_path)) == 1

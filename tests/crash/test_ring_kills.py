@@ -83,7 +83,7 @@ def test_killed_at_random_again_and_again(zygote: Zygote, tmp_path: Path) -> Non
     dice = random.Random(5)
     journal = Journal(tmp_path / "journal")
     for _ in range(6):
-        owed, started = newest_complete(tmp_path), len(journal.lines("restored"))
+        promised, started = newest_complete(tmp_path), len(journal.lines("restored"))
         prints = {line["step"]: line["fingerprint"] for line in journal.lines("step")}
         child = zygote.start(train, path=str(tmp_path), delay_s=0.004)
         wait_until(lambda before=started: len(journal.lines("restored")) > before, "the restore")  # type: ignore[misc]  # bound now
@@ -91,7 +91,7 @@ def test_killed_at_random_again_and_again(zygote: Zygote, tmp_path: Path) -> Non
         child.kill()
         child.wait_killed()
         restored = journal.lines("restored")[started]
-        assert int(str(restored["step"])) >= owed
+        assert int(str(restored["step"])) >= promised
         assert restored.get("fingerprint") == prints.get(restored["step"])
     assert_restored(tmp_path, newest_complete(tmp_path))
     assert newest_complete(tmp_path) > 8, "the trainings did next to nothing"

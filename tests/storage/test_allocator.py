@@ -44,13 +44,13 @@ class RoomMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.taken)
     @rule(choice=st.integers(0, BLOCKS))
-    def give_back(self, choice: int) -> None:
+    def free_range(self, choice: int) -> None:
         """Check that ranges can be freed in any order."""
         start = sorted(self.taken)[choice % len(self.taken)]
         self.room.give_back(start, self.taken.pop(start))
 
     @invariant()
-    def what_is_free_is_known(self) -> None:
+    def check_free_bytes(self) -> None:
         """Check that the number of free bytes is exact, and that neighbouring free ranges are one."""
         assert self.room.free_bytes == BLOCKS - len(self.used)
         assert list(zip(self.room._starts, self.room._lengths, strict=True)) == self.gaps()

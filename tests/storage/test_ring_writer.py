@@ -222,7 +222,7 @@ def test_a_folder_that_cannot_be_used_is_an_error_of_ours(tmp_path: Path) -> Non
     assert len(os.listdir(tmp_path)) == 2
 
 
-LOOK = """
+READ_IN_CHILD = """
 import sys
 from pathlib import Path
 from asymcheck.storage.shm import RingReader
@@ -231,9 +231,9 @@ with RingReader(Path(sys.argv[1])) as reader:
 """
 
 
-def look(path: Path) -> str:
+def read_in_child(path: Path) -> str:
     """Return the output of another process that reads the ring."""
-    done = subprocess.run([sys.executable, "-c", LOOK, str(path)], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", READ_IN_CHILD, str(path)], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
@@ -242,9 +242,9 @@ def test_ring_in_use_is_visible_to_other_processes(tmp_path: Path) -> None:
     """Test an open ring, and a ring after it was kept."""
     ring = make_ring(tmp_path)
     ring.enter(put(ring, b"m"), SAVE)
-    assert look(ring.path) == "True 1 1"
+    assert read_in_child(ring.path) == "True 1 1"
     ring.close(keep=True)
-    assert look(ring.path) == "False 1 1"
+    assert read_in_child(ring.path) == "False 1 1"
 
 
 def test_closing_removes_the_file(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ class Store:
 
         Args:
             state: nested dict, list or tuple of tensors, arrays, plain values, and objects with ``state_dict`` and
-                ``load_state_dict``.
+                ``load_state_dict``. The reference of the state lists all supported values.
             step: the training step, 0 or more.
             metrics: named numbers, for instance ``{"loss": 3.2}``.
             run: name of the run.

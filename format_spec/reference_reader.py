@@ -2,6 +2,7 @@
 
 import argparse
 import base64
+import datetime as dt
 import fcntl
 import functools
 import itertools
@@ -61,6 +62,17 @@ BASE64 = "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUY
 LEAVES = {"f": (1, "[0-9a-f]{16}"), "c": (2, "[0-9a-f]{16}\n[0-9a-f]{16}"), "b": (1, BASE64), "v": (1, "(?s:.*)")}
 LEAVES["n"] = (2, "|".join(f"{name}\n[0-9a-f]{{{2 * size}}}" for name, size in DTYPES.items()))
 LEAVES["y"] = (1, "|".join(DTYPES))
+# Typed values (§7.4): the tag of the content of each type, and words that are parameters.
+TYPES = {"defaultdict": "d", "deque": "l", "namedtuple": "d", "dataclass": "d", "enum": "node", "numpy-generator": "d"}
+TYPES |= dict.fromkeys(("set", "frozenset", "timedelta", "range", "slice", "python-random"), "t")
+TYPES |= dict.fromkeys(("path", "pure-path", "date", "time", "datetime"), "string") | {"torch-generator": "T"}
+WORDS = {"defaultdict": "bool bytes complex dict float frozenset int list set str tuple", "torch-generator": "cpu"}
+WORDS |= {
+    "path": "posix windows",
+    "pure-path": "posix windows",
+    "numpy-generator": "MT19937 PCG64 PCG64DXSM Philox SFC64",
+}
+ITEM_TAGS, ITEM_TYPES = "ifcbznyv", {"frozenset", "path", "pure-path", "date", "time", "datetime", "timedelta", "range"}
 # The Arrow schema of a manifest (§7.3), as pyarrow writes types.
 _INTS, _TEXT = "list<item: int64 not null> not null", "string not null"
 _PLACE = "digest: fixed_size_binary[16] not null, offset: int64 not null, length: int64 not null"
@@ -347,7 +359,7 @@ def decode_object(text: bytes, keys: dict[str, Any], expected: dict[str, Any], w
     need(all(isinstance(name, str) for _, names in listed for name in names), f"{what}: features are not strings")
     ids = [value["store_id"]] if "store_id" in keys else value.get("packs", [])
     need(all(isinstance(i, str) and re.fullmatch(HEX, i) for i in ids), f"{what}: malformed ids")
-    unknown = set(value["reader_features"]) - {"shifted-payload"} if "reader_features" in keys else set()
+    unknown = set(value["reader_features"]) - {"shifted-payload", "typed-value"} if "reader_features" in keys else set()
     need(not unknown, f"{what}: reader features {unknown}", "unsupported-feature")
     if (parent := value["parent"] if "parent" in keys else None) is not None:
         g, s = parent.get("generation"), parent.get("step")
@@ -383,6 +395,75 @@ def check_integer(node: object) -> str:
     raise SpecError(f"malformed integer {str(node)[:60]}")
 
 
+def is_item(node: Any) -> bool:  # noqa: ANN401 - a checked node
+    """Whether a set may contain the value of a checked node (§7.4)."""
+    match node:
+        case ["t", items]:
+            return all(is_item(item) for item in items)
+        case ["x", kind, *_]:
+            return kind in ITEM_TYPES
+        case [tag, *_]:
+            return tag in ITEM_TAGS
+    return True
+
+
+def is_integer(node: object) -> bool:
+    """Whether a checked node is an integer."""
+    return type(node) is int or (isinstance(node, list) and node[0] == "i")
+
+
+def is_typed(kind: str, parameter: object, content: Any) -> bool:  # noqa: ANN401 - a checked node
+    """Whether parameter and content of a typed value follow the tables of §7.4 and §15."""
+    tag = content[0] if isinstance(content, list) else "string" if isinstance(content, str) else ""
+    items = content[1] if isinstance(content, list) and len(content) > 1 else []
+    return TYPES[kind] in (tag, "node") and is_parameter(kind, parameter, items) and is_content(kind, content, items)
+
+
+def is_parameter(kind: str, parameter: Any, items: list[Any]) -> bool:  # noqa: ANN401 - any JSON
+    """Whether a parameter follows the table of §7.4."""
+    if kind in ("namedtuple", "dataclass", "enum"):
+        return isinstance(parameter, str)
+    if parameter is None:
+        return kind not in WORDS or kind == "defaultdict"
+    if kind == "deque":
+        return type(parameter) is int and len(items) <= parameter < 2**53
+    if kind in ("time", "datetime"):
+        return type(parameter) is int and parameter == 1
+    return isinstance(parameter, str) and parameter in WORDS.get(kind, "").split()
+
+
+def is_content(kind: str, content: Any, items: list[Any]) -> bool:  # noqa: ANN401 - a checked node
+    """Whether the content of a typed value, whose tag is right, follows the table of §7.4."""
+    good = True
+    match kind:
+        case "namedtuple" | "dataclass":
+            good = all(isinstance(key, str) for key, _ in items)
+        case "set" | "frozenset":
+            texts = [json.dumps(item, sort_keys=True, separators=(",", ":")) for item in items]
+            good = all(map(is_item, items)) and texts == sorted(set(texts))
+        case "date" | "time" | "datetime":
+            good = is_iso(kind, content)
+        case "timedelta":
+            good = [type(item) for item in items] == [int] * 3 and abs(items[0]) < 10**9
+            good = good and 0 <= items[1] < 86400 and 0 <= items[2] < 10**6
+        case "range":
+            good = len(items) == 3 and all(map(is_integer, items)) and items[2] != 0
+        case "slice":
+            good = len(items) == 3 and all(item is None or is_integer(item) for item in items)
+        case "python-random":
+            good = [type(item) for item in items[:2]] == [int, list] and items[1][0] == "N" and len(items) == 3
+            good = good and (items[2] is None or (isinstance(items[2], list) and items[2][0] == "f"))
+    return good
+
+
+def is_iso(kind: str, text: str) -> bool:
+    """Whether a text is the one form of a date or a time."""
+    try:
+        return bool(getattr(dt, kind).fromisoformat(text).isoformat() == text)
+    except ValueError:
+        return False
+
+
 def check_tree(node: object, rows: int, depth: int = 1) -> set[int]:
     """Check a node of the tree (§7.4) and all below it; return the rows that it names."""
     need(depth <= DEPTH_MAX, f"the tree is deeper than {DEPTH_MAX}", "limit-exceeded")
@@ -409,6 +490,11 @@ def check_tree(node: object, rows: int, depth: int = 1) -> set[int]:
             keys = {(True, key) if isinstance(key, str) else (False, check_integer(key)) for key, _ in pairs}
             need(len(keys) == len(pairs), "a key twice in a mapping of the tree")
             below = [*(value for _, value in pairs), *list(node)[2:]]
+        case ["x", str(kind), parameter, content]:
+            need(kind in TYPES, f"a value of type {kind[:60]}", "unsupported-feature")
+            named = check_tree(content, rows, depth + 1)
+            need(is_typed(kind, parameter, content), f"malformed typed value {str(node)[:60]}")
+            return named
         case _:
             raise SpecError(f"unknown or malformed tree node {str(node)[:60]}")
     return set().union(*(check_tree(item, rows, depth + 1) for item in below))
@@ -431,6 +517,8 @@ def describe_tree(node: Any) -> dict[str, Any]:  # noqa: ANN401 - any JSON that 
             items = [[describe_tree(key), describe_tree(value)] for key, value in pairs]
             module = {"items": items, "metadata": describe_tree(metadata[0])} if metadata else {}
             return {"module": module} if metadata else {"dict" if tag == "d" else "ordered": items}
+        case ["x", kind, parameter, content]:
+            return {"typed": {"type": kind, "parameter": parameter, "content": describe_tree(content)}}
     names = {"f": "float", "c": "complex", "T": "tensor", "N": "array", "n": "scalar", "y": "dtype", "v": "device"}
     return {names[node[0]]: node[1:] if node[0] in "cn" else node[1]}
 

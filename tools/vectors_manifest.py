@@ -10,7 +10,7 @@ from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName, checkpoint_name
 from asymcheck.format.manifest import Extent, ManifestHeader, TensorRow
 from asymcheck.format.record import parent_to_json
-from asymcheck.format.tree import Node, encode_metric
+from asymcheck.format.tree import Node, encode_metric, has_typed_values
 from asymcheck.types import CheckpointRef
 from tools.manifest_files import encode_manifest
 from tools.vectors_base import (
@@ -118,7 +118,7 @@ def header_json(header: ManifestHeader) -> dict[str, object]:
     """Return a header in the layout of vectors, with the keys of SPEC.md's table of the header."""
     return {
         "format": 1,
-        "reader_features": [],
+        "reader_features": [registry.TYPED_VALUE] if has_typed_values(header.tree) else [],
         "run": header.run,
         "generation": header.ref.generation,
         "step": header.ref.step,
@@ -184,6 +184,9 @@ def manifest_vectors() -> Iterator[Vector]:
     )
     before = CheckpointRef(REF.generation, REF.step - 1, save_id("before"))
     yield manifest("parent", header_for(None, parent=before, packs=()), [], "a parent of the same generation")
+    tree = ["d", [["x", "deque"], ["window", ["x", "deque", 3, ["l", [["T", 0]]]]]]]
+    typed = "a typed value in a list of a mapping, so that a feature is listed; the key x is none"
+    yield manifest("typed-value", header_for(tree), [inline_row("window.0", "uint8", (1,))], typed)
     last = CheckpointRef(99999999, 999999999999, save_id("last"))
     limits = header_for(None, ref=last, rank=99998, world_size=99999, run="r" * 64)
     yield manifest("header-limits", limits, [], "the largest generation, step, rank and world size")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from asymcheck.format.record import canonical_json
 from asymcheck.format.tree import Node, encode_integer, encode_plain
 from tools.vectors_base import Vector, fixed_bytes, invalid, valid
+from tools.vectors_typed import typed_vectors
 
 Value = dict[str, object]
 """A value in the layout of vectors: ``{"int": "5"}``, ``{"list": [...]}``, …"""
@@ -48,6 +49,7 @@ def tree_vectors() -> Iterator[Vector]:
     yield from _plain_values()
     yield from _containers()
     yield from _leaves()
+    yield from typed_vectors()
     yield from _broken_plain()
     yield from _broken_containers()
     yield from _broken_leaves()

@@ -11,6 +11,7 @@ from typing import Final
 from asymcheck.errors import InvalidInputError, listed
 from asymcheck.format.tree import Key, join_name
 from asymcheck.restore.state_template import RowRef
+from asymcheck.state.typed_values import TypedValue
 
 MODEL = "model"  # key of the tensors in a checkpoint that was imported from a safetensors file or folder
 SOURCE = "safetensors"  # key of a mapping with the ``metadata`` and ``files`` of the imported file or folder
@@ -136,6 +137,8 @@ def _descend(shape: object, name: str) -> object:
 
 
 def _items(shape: object) -> Iterable[tuple[Key, object]]:
+    if isinstance(shape, TypedValue):
+        return _items(shape.content)
     if isinstance(shape, dict):
         return shape.items()
     return enumerate(shape) if type(shape) in (list, tuple) else ()  # type: ignore[arg-type]  # the type was just compared
@@ -143,7 +146,9 @@ def _items(shape: object) -> Iterable[tuple[Key, object]]:
 
 def leaves_of(shape: object, path: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], object]]:
     """Yield every leaf of a nested state with its path."""
-    if isinstance(shape, dict) or type(shape) in (list, tuple):
+    if isinstance(shape, TypedValue):
+        yield from leaves_of(shape.content, path)
+    elif isinstance(shape, dict) or type(shape) in (list, tuple):
         for key, value in _items(shape):
             yield from leaves_of(value, (*path, key))
     else:

@@ -38,6 +38,7 @@ from asymcheck.restore.state_template import RowRef
 from asymcheck.restore.tensor_stream import CheckpointOutline
 from asymcheck.state.dtypes import TORCH_DTYPES, TORCH_NAMES
 from asymcheck.state.leaves import TensorBytes, flat_bytes
+from asymcheck.state.typed_values import TypedValue
 from asymcheck.storage.local_files import translated
 
 _REMEDY = "load the file in your own program, and save the result with Store.save()"
@@ -388,6 +389,8 @@ def _map_leaves(value: Any, make: Callable[[object], object]) -> Any:  # noqa: A
         if hasattr(value, _METADATA):
             setattr(copy, _METADATA, getattr(value, _METADATA))
         return copy
+    if isinstance(value, TypedValue):
+        return _map_leaves(value.content, make)
     if type(value) in (list, tuple):
         return type(value)(_map_leaves(item, make) for item in value)
     return make(value)

@@ -15,7 +15,7 @@ from asymcheck.format import registry
 from asymcheck.format.digest import digest
 from asymcheck.format.record import canonical_json, parent_to_json
 from asymcheck.format.spans import Spans
-from asymcheck.format.tree import Node, encode_metric
+from asymcheck.format.tree import Node, encode_metric, has_typed_values
 from asymcheck.types import CheckpointRef, Digest, PackId
 
 # Many methods of Arrow's arrays import pyarrow.compute, and pyarrow.array() of a numpy array imports numpy.ma. Both
@@ -143,6 +143,7 @@ def extents_column(
 
 
 METADATA_KEY = b"asymcheck"
+_TYPED_VALUE = b'["x","'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,4 +330,8 @@ def _encode_header(header: ManifestHeader) -> bytes:
         fields["store_ranks"] = header.store_ranks
     if header.elsewhere:
         fields["elsewhere"] = header.elsewhere.hex()
-    return canonical_json(fields)
+    text = canonical_json(fields)
+    # Most states have no typed value. The search in the text costs less than a walk over the tree.
+    if _TYPED_VALUE not in text or not has_typed_values(header.tree):
+        return text
+    return canonical_json({**fields, "reader_features": [registry.TYPED_VALUE]})

@@ -47,7 +47,8 @@ SUPPORTED_CODECS: Final = frozenset().union(*CODECS_OF_KIND.values())
 SUPPORTED_DIGESTS: Final = frozenset({DIGEST_XXH3_128})
 
 SHIFTED_PAYLOAD: Final = "shifted-payload"
-READER_FEATURES: Final = frozenset({SHIFTED_PAYLOAD})
+TYPED_VALUE: Final = "typed-value"
+READER_FEATURES: Final = frozenset({SHIFTED_PAYLOAD, TYPED_VALUE})
 WRITER_FEATURES: Final[frozenset[str]] = frozenset()
 
 PACK_LIVE: Final = 1
@@ -78,6 +79,28 @@ DTYPE_BYTES: Final = {
     "complex64": 8,
     "complex128": 16,
 }
+
+VALUE_TYPES: Final = {
+    "defaultdict": "d",
+    "deque": "l",
+    "set": "t",
+    "frozenset": "t",
+    "namedtuple": "d",
+    "dataclass": "d",
+    "enum": "node",
+    "path": "string",
+    "pure-path": "string",
+    "date": "string",
+    "time": "string",
+    "datetime": "string",
+    "timedelta": "t",
+    "range": "t",
+    "slice": "t",
+    "torch-generator": "T",
+    "numpy-generator": "d",
+    "python-random": "t",
+}
+"""Types of typed values, with the node of their content: its tag, a string, or any node."""
 
 ROLES: Final = ("weights", "first_moment", "second_moment", "gradient", "rng", "other")
 

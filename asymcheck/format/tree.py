@@ -9,10 +9,11 @@ import re
 import reprlib
 import struct
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
-from asymcheck.errors import LimitError, StructureError
+from asymcheck.errors import LimitError, StructureError, UnsupportedFeatureError
 from asymcheck.format import registry
+from asymcheck.format.typed_value import is_typed_value
 
 Node = object
 """A JSON value of the table of nodes in SPEC.md §7.4."""
@@ -50,6 +51,10 @@ class TreeBuilder(Protocol[_T_co]):
         The values are a tensor shape (``z``) from a tuple of int, a numpy scalar (``n``) from its dtype and bytes, and
         a dtype (``y``) or a device (``v``) from its name.
         """
+        ...
+
+    def typed(self, kind: str, parameter: str | int | None, content: object) -> _T_co:
+        """Build a typed value (``x``) from its type, its parameter and its content."""
         ...
 
 
@@ -131,6 +136,8 @@ class _NullBuilder:
 
     def tagged(self, kind: str, value: object) -> None: ...
 
+    def typed(self, kind: str, parameter: str | int | None, content: object) -> None: ...
+
 
 class _Decoder:
     def __init__(self, rows: int, seen: bytearray, build: TreeBuilder[object], where: str) -> None:
@@ -151,6 +158,7 @@ class _Decoder:
             "n": (2, self._scalar),
             "y": (1, self._name),
             "v": (1, self._name),
+            "x": (3, self._typed),
         }
 
     def value(self, node: Node, depth: int) -> object:
@@ -274,6 +282,32 @@ class _Decoder:
         if not isinstance(name, str) or (node[0] == "y" and name not in registry.DTYPE_BYTES):
             raise self.bad(node)
         return self.build.tagged(str(node[0]), name)
+
+    def _typed(self, node: list[object], depth: int) -> object:
+        _, kind, parameter, content = node
+        if not isinstance(kind, str):
+            raise self.bad(node)
+        if kind not in registry.VALUE_TYPES:
+            raise UnsupportedFeatureError(
+                f"{self.where}: the tree has a value of unknown type {kind[:80]!r}: install a newer asymcheck"
+            )
+        value = self.value(content, depth + 1)
+        if not is_typed_value(kind, parameter, content):
+            raise self.bad(node)
+        return self.build.typed(kind, cast("str | int | None", parameter), value)
+
+
+def has_typed_values(node: Node) -> bool:
+    """Tell whether a tree contains a typed value."""
+    if not isinstance(node, list) or not node:
+        return False
+    tag, *parts = node
+    children: list[Any] = []
+    if tag in ("l", "t"):
+        children = parts[0]
+    elif tag in ("d", "o", "m"):
+        children = [*(value for _, value in parts[0]), *parts[1:]]
+    return tag == "x" or any(map(has_typed_values, children))
 
 
 def join_name(path: Sequence[Key]) -> str:

@@ -16,6 +16,8 @@ _METADATA = "_metadata"
 # Python refuses to format integers of more than 4,300 decimal digits.
 _DECIMAL_BITS = 14_000
 _SHOWN = 64
+_ONE_TEXT = {"set", "frozenset", "path", "pure-path", "date", "time", "datetime", "timedelta", "range", "slice"}
+"""Types of typed values that are shown as one value."""
 
 _Texts = list[tuple[tuple[Key, ...], str]]
 """Texts of the values in a subtree, each with its path in the subtree."""
@@ -49,6 +51,15 @@ class _TextBuilder:
         numpy_dtype = NUMPY_DTYPES.get(dtype)  # type: ignore[has-type]  # as above
         number = data.hex() if numpy_dtype is None else np.frombuffer(data, dtype=numpy_dtype)[0].item()  # type: ignore[has-type]  # as above
         return _leaf(f"{dtype} {number!r}")  # type: ignore[has-type]  # as above
+
+    def typed(self, kind: str, parameter: str | int | None, content: object) -> _Texts:
+        texts = cast("_Texts", content)
+        if kind == "enum" and len(texts) == 1 and not texts[0][0]:
+            return _leaf(f"{parameter} ({texts[0][1]})")
+        if kind not in _ONE_TEXT:
+            return texts
+        # The content of an empty set is an empty tuple.
+        return _leaf(f"{kind}({', '.join(text for _, text in texts if text != '()')})")
 
 
 def _leaf(text: str) -> _Texts:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,13 +24,14 @@ from asymcheck.restore.state_dict_check import (
     misfits,
     parameters_of,
     state_for,
-    with_counters,
+    with_classes,
 )
 from asymcheck.restore.state_template import RowRef, merge, rows_in, select_each, with_names_of, with_tensors
 from asymcheck.state.boxes import Box
 from asymcheck.state.leaves import identity_key, make_leaf
 from asymcheck.state.names import did_you_mean
 from asymcheck.state.shards import Distributed, TensorShard, is_dtensor, like, shard_of
+from asymcheck.state.typed_values import IMMUTABLE, TypedValue, build, misfit, typed_value
 from asymcheck.state.zero_redundancy import local_part, share_options
 from asymcheck.types import Stateful
 
@@ -39,6 +42,7 @@ _SHOWN = 20
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes),
     *(np.generic, torch.Size, torch.dtype, torch.device),
+    *IMMUTABLE,
 )
 """Types of values that stored values replace."""
 
@@ -71,6 +75,7 @@ class InPlaceFill:
         self._stages = PipelineStages(parts.rank_of)
         stored = select_each(parts.shapes(), tensors)
         fillable = isinstance(state, (torch.Tensor, np.ndarray, TensorShard, Mapping, list, tuple, Stateful))
+        fillable |= typed_value(state) is not None and not isinstance(state, _PLAIN)
         empty = isinstance(state, (Mapping, list, tuple)) and not state and any(map(rows_in, stored))
         if not fillable or empty or isinstance(state, type):
             raise InvalidInputError(f"into={state!r:.100}: give a state with tensors to fill")
@@ -105,10 +110,13 @@ class InPlaceFill:
             return lambda _assembly: current
         if isinstance(current, Stateful) and not isinstance(current, (Mapping, type)):
             return self._match_stateful(current, stored, path)
+        parts = None if isinstance(current, _PLAIN) and not isinstance(current, Enum) else typed_value(current)
+        if parts is not None and parts.kind != "defaultdict":
+            return self._match_typed(current, parts, stored, path)
         if isinstance(current, dict):
-            return self._match_mapping(current, stored, path)
+            return self._match_mapping(current, _contents(stored), path)
         if type(current) in (list, tuple):
-            return self._match_sequence(current, stored, path)  # type: ignore[arg-type]  # the type was just compared
+            return self._match_sequence(current, _contents(stored), path)  # type: ignore[arg-type]  # the type was just compared
         if not isinstance(current, _PLAIN):
             self._refuse(path, f"{type(current).__qualname__} cannot be filled; give None to create it")
         return self._made(merge(stored), path)
@@ -144,7 +152,7 @@ class InPlaceFill:
     def _match_tensor(self, current: _Given, stored: Sequence[object], path: tuple[Key, ...]) -> None:
         ref = next((value for value in stored if isinstance(value, RowRef)), None)
         if ref is None:
-            self._refuse(path, f"a tensor is given, but {type(stored[0]).__name__} is stored")
+            self._refuse(path, f"a tensor is given, but {_noun(stored[0])} is stored")
             return
         try:
             self._take(current, ref.row)
@@ -179,11 +187,36 @@ class InPlaceFill:
         if key is not None:
             self._taken[key] = number, box
 
+    def _match_typed(
+        self, current: object, parts: TypedValue, stored: Sequence[object], path: tuple[Key, ...]
+    ) -> Finish:
+        found = next((value for value in stored if isinstance(value, TypedValue)), None)
+        problem = misfit(current, parts, found) if found else f"but {_noun(stored[0])} is stored"
+        if found is None or problem:
+            self._refuse(path, problem if found else f"a {parts.kind} is given, {problem}")
+            return lambda _assembly: current
+        contents = [value.content for value in stored if isinstance(value, TypedValue) and value.kind == found.kind]
+        items = parts.content
+        # A set or an Enum member is replaced as a whole, and a deque of another length, too.
+        is_whole = parts.kind in ("set", "enum") or (
+            isinstance(items, list) and not any(_is_like(items, value) for value in contents)  # type: ignore[arg-type]  # lists
+        )
+        make = self._made(merge(contents), path) if is_whole else self._match(items, contents, path)
+
+        def finish(assembly: Assembly) -> object:
+            value = dataclasses.replace(found, content=make(assembly), like=current)
+            try:
+                return build(value)
+            except RefusedStateError as error:
+                raise RefusedStateError(f"{join_name(path) or '<root>'}: {error}", (), None) from error
+
+        return finish
+
     def _match_stateful(self, current: Stateful, stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
         name = join_name(path)
         mappings = [value for value in stored if isinstance(value, dict)]
         if not mappings:
-            self._refuse(path, f"an object with load_state_dict() is given, but {type(stored[0]).__name__} is stored")
+            self._refuse(path, f"an object with load_state_dict() is given, but {_noun(stored[0])} is stored")
             return lambda _assembly: current
         given, current = current, local_part(current)
         state = current.state_dict()
@@ -193,7 +226,7 @@ class InPlaceFill:
         if not path and state and fitting and state.keys().isdisjoint(mappings[0]):
             self._refuse(path, f"an object is given that fits {fitting[0]!r}: give {{{fitting[0]!r}: …}}")
             return lambda _assembly: current
-        shape = with_counters(state_for(current, mappings, state), state)
+        shape = with_classes(state_for(current, mappings, state), state)
         self._problems += [
             ".".join(filter(None, (name, problem))) for problem in misfits(current, shape, self._parts.row)
         ]
@@ -253,7 +286,7 @@ class InPlaceFill:
     def _match_mapping(self, current: dict[Key, object], stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
         mappings = [value for value in stored if isinstance(value, dict)]
         if not mappings:
-            self._refuse(path, f"a mapping is given, but {type(stored[0]).__name__} is stored")
+            self._refuse(path, f"a mapping is given, but {_noun(stored[0])} is stored")
             return lambda _assembly: current
         finishes = {}
         for key, value in current.items():
@@ -317,12 +350,21 @@ class InPlaceFill:
         return finish
 
 
+def _contents(stored: Sequence[object]) -> list[object]:
+    """Return stored values, with the contents of typed values: a dict can be filled from a defaultdict."""
+    return [value.content if isinstance(value, TypedValue) else value for value in stored]
+
+
+def _noun(stored: object) -> str:
+    return f"a {stored.kind}" if isinstance(stored, TypedValue) else type(stored).__name__
+
+
 def _is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
-    return isinstance(value, _PLAIN)
+    return isinstance(value, _PLAIN) and not isinstance(value, Enum)
 
 
 def _is_like(a: Sequence[object], b: Sequence[object]) -> bool:

@@ -20,6 +20,7 @@ from asymcheck.errors import (
     RefusedStateError,
     StateDifferenceWarning,
     StateMismatchError,
+    UnsupportedFormatError,
     listed,
     warn_user,
 )
@@ -88,6 +89,7 @@ def load(tier: ReadTier, run: str, step: int | str | None, wanted: LoadRequest) 
         StateMismatchError: ``into`` does not fit; nothing was overwritten.
         PartialRestoreError: filling in place failed after some tensors were overwritten.
         RefusedStateError: an object refused its state.
+        UnsupportedFormatError: the checkpoint requires a newer version of asymcheck.
     """
     return read_first(tier, run, step, partial(_load_one, tier, wanted), fall_back=wanted.fall_back)
 
@@ -137,11 +139,12 @@ def _first(
         with resolved.sources:
             try:
                 state = read(resolved)
+            except (RefusedStateError, UnsupportedFormatError):
+                # The object would also refuse the state of an older checkpoint. A checkpoint of a newer program is
+                # intact, so using an older one would silently lose training.
+                raise
             except (DamagedPartitionError, FormatError) as error:
                 skipped.append(f"{resolved.ref}: {error}")
-            except RefusedStateError:
-                # The object would also refuse the state of an older checkpoint.
-                raise
             except PartialRestoreError as error:
                 if not fall_back:
                     raise _with_next_step(error, attempts) from error

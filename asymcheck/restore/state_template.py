@@ -17,8 +17,10 @@ from asymcheck.format.tree import Key, decode, join_name
 from asymcheck.state.dtypes import TORCH_DTYPES
 from asymcheck.state.names import no_match
 from asymcheck.state.numpy_dtypes import NUMPY_DTYPES
+from asymcheck.state.typed_values import TypedValue, build
 
 _T = TypeVar("_T")
+_DIVISIBLE = ("defaultdict", "deque", "dataclass", "namedtuple")
 _METADATA = "_metadata"
 _WRAPPERS = ("_orig_mod", "module")
 """Attribute in which Module.state_dict() stores the versions of modules for Module.load_state_dict()."""
@@ -75,6 +77,9 @@ class _ShapeBuilder:
         dtype, data = value  # type: ignore[misc]  # the decoder passes a pair
         return np.frombuffer(data, dtype=_known(NUMPY_DTYPES, dtype, "numpy"))[0]  # type: ignore[has-type]  # as above
 
+    def typed(self, kind: str, parameter: str | int | None, content: object) -> object:
+        return TypedValue(kind, parameter, content)
+
 
 def _known(dtypes: Mapping[str, _T], name: str, library: str) -> _T:
     if name not in dtypes:
@@ -119,20 +124,28 @@ def rows_in(shape: object) -> list[int]:
     return list(rows)
 
 
-def replace_rows(shape: object, make: Callable[[RowRef], object]) -> object:
-    """Return a copy of a shape with every placeholder replaced."""
+def _unchanged(value: TypedValue) -> object:
+    return value
+
+
+def replace_rows(
+    shape: object, make: Callable[[RowRef], object], typed: Callable[[TypedValue], object] = _unchanged
+) -> object:
+    """Return a copy of a shape with every placeholder replaced; ``typed`` is called on typed values after that."""
     if isinstance(shape, RowRef):
         return make(shape)
+    if isinstance(shape, TypedValue):
+        return typed(dataclasses.replace(shape, content=replace_rows(shape.content, make, typed)))
     if isinstance(shape, OrderedDict):
-        ordered = OrderedDict((key, replace_rows(value, make)) for key, value in shape.items())
+        ordered = OrderedDict((key, replace_rows(value, make, typed)) for key, value in shape.items())
         if _metadata(shape) is not None:
-            _set_metadata(ordered, replace_rows(_metadata(shape), make))
+            _set_metadata(ordered, replace_rows(_metadata(shape), make, typed))
         return ordered
     if isinstance(shape, dict):
-        items = {key: replace_rows(value, make) for key, value in shape.items()}
+        items = {key: replace_rows(value, make, typed) for key, value in shape.items()}
         return Counter(items) if type(shape) is Counter else items
     if type(shape) in (list, tuple):
-        return type(shape)(replace_rows(value, make) for value in shape)  # type: ignore[call-arg, attr-defined]  # the type was just compared
+        return type(shape)(replace_rows(value, make, typed) for value in shape)  # type: ignore[call-arg, attr-defined]  # the type was just compared
     return shape
 
 
@@ -145,7 +158,11 @@ def _array(tensor: torch.Tensor) -> object:
 
 
 def with_tensors(shape: object, tensors: Mapping[int, object]) -> object:
-    """Return a shape with its tensors in place. Tied tensors are one object."""
+    """Return a shape with its tensors in place and its typed values built. Tied tensors are one object.
+
+    Raises:
+        RefusedStateError: a class or a random number generator refused its content.
+    """
     arrays: dict[int, object] = {}
 
     def make(ref: RowRef) -> object:
@@ -154,7 +171,7 @@ def with_tensors(shape: object, tensors: Mapping[int, object]) -> object:
             return value
         return arrays.setdefault(ref.row, _array(value))
 
-    return replace_rows(shape, make)
+    return replace_rows(shape, make, build)
 
 
 def merge(shapes: Sequence[object]) -> object:
@@ -167,6 +184,9 @@ def merge(shapes: Sequence[object]) -> object:
         keys = dict.fromkeys(key for mapping in mappings for key in mapping)
         merged = {key: merge([mapping[key] for mapping in mappings if key in mapping]) for key in keys}
         return like_mapping(first, merged, merge_metadata=mappings)
+    if isinstance(first, TypedValue):
+        kin = [shape for shape in shapes if isinstance(shape, TypedValue) and shape.kind == first.kind]
+        return dataclasses.replace(first, content=merge([shape.content for shape in kin]))
     if type(first) in (list, tuple):
         alike = [shape for shape in shapes if type(shape) is type(first) and len(shape) == len(first)]  # type: ignore[arg-type]  # the type was just compared
         return type(first)(merge(items) for items in zip(*alike, strict=True))  # type: ignore[call-arg]  # as above
@@ -261,6 +281,12 @@ def _select(shape: object, pattern: str, path: tuple[Key, ...]) -> object:
         if not kept:
             return _ABSENT
         return like_mapping(shape, kept)
+    if isinstance(shape, TypedValue):
+        content = _select(shape.content, pattern, path)
+        if content is _ABSENT:
+            return _ABSENT
+        # Values of the other types are only valid as a whole.
+        return dataclasses.replace(shape, content=content) if shape.kind in _DIVISIBLE else shape
     if type(shape) in (list, tuple):
         items = [_select(item, pattern, (*path, index)) for index, item in enumerate(shape)]  # type: ignore[arg-type, var-annotated]  # as above
         if all(item is _ABSENT for item in items):

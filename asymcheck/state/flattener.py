@@ -21,6 +21,7 @@ import torch
 from asymcheck.format.tree import Node, join_name
 from asymcheck.state.leaves import PLAIN_TENSORS, Leaf, Source, identity_key
 from asymcheck.state.shards import TensorShard, is_dtensor, is_laid_out, layout_of
+from asymcheck.state.typed_values import typed_value
 from asymcheck.state.walk import Called, Columns, FlatState, Walker, below, is_to_be_called, state_of
 
 _TENSOR_TAGS = ("T", "N")
@@ -231,6 +232,23 @@ class _Sequence:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Typed:
+    """Typed value with tensors."""
+
+    node: list[Any]
+    content: _Template
+
+    def take(self, walk: _Walk, value: object) -> Node:
+        _, kind, parameter, _ = self.node
+        parts = None if is_to_be_called(value) else typed_value(value)
+        if parts is None or (parts.kind, parts.parameter) != (kind, parameter):
+            walk.is_as_before = False
+            return None
+        node = self.content.take(walk, parts.content)
+        return self.node if node is self.content.node else ["x", kind, parameter, node]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Mapping:
     node: Node
     tag: str
@@ -340,6 +358,9 @@ def _template_of(node: Node, name: str | None, depth: int) -> _Template:
     if tag in _SEQUENCE_TAGS:
         items = [_template_of(item, below(name, str(index)), depth + 1) for index, item in enumerate(content)]
         return _Plain(node, name, depth) if _are_plain(items) else _Sequence(node, tag, items)
+    if tag == "x":
+        inner = _template_of(rest[1], name, depth + 1)
+        return _Plain(node, name, depth) if _are_plain([inner]) else _Typed(parts, inner)
     if tag not in _MAPPING_TAGS:
         return _Plain(node, name, depth)
     keys = [_key(key) for key, _ in content]

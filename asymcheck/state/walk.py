@@ -7,7 +7,7 @@ import functools
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -15,11 +15,13 @@ import torch
 from asymcheck.errors import LimitError, StructureError, UnsupportedValueError
 from asymcheck.format.registry import TREE_DEPTH_MAX
 from asymcheck.format.tree import Node, encode_integer, encode_plain, join_name
+from asymcheck.format.typed_value import in_order, is_typed_value
 from asymcheck.state.boxes import Box
 from asymcheck.state.dtypes import TORCH_NAMES
 from asymcheck.state.leaves import PLAIN_TENSORS, Leaf, Source, TensorBytes, identity_key, make_leaf
 from asymcheck.state.numpy_dtypes import numpy_name
 from asymcheck.state.shards import TensorShard, is_dtensor, shard_of
+from asymcheck.state.typed_values import TypedValue, remedy_for, typed_value
 from asymcheck.state.zero_redundancy import local_part
 from asymcheck.types import Stateful, is_stateful
 
@@ -68,7 +70,8 @@ def flatten(state: object) -> FlatState:
     """Flatten a nested state without copying a tensor; see also :class:`asymcheck.state.flattener.Flattener`.
 
     Containers are dict, OrderedDict, Counter, list and tuple; keys are str and int; leaves are tensors, numpy arrays
-    and scalars, and plain values. Objects with ``state_dict`` and ``load_state_dict`` are replaced by their state.
+    and scalars, plain values, and the types of :mod:`asymcheck.state.typed_values`. Objects with ``state_dict`` and
+    ``load_state_dict`` are replaced by their state.
 
     Raises:
         UnsupportedValueError: a value cannot be stored; the error names its path.
@@ -115,7 +118,21 @@ class Walker:
             return self._tensor(value, name or "", value)
         if is_to_be_called(value):
             return self._stateful(value, name, depth)
-        return self._plain(value, name)
+        parts = typed_value(value)
+        return self._plain(value, name) if parts is None else self._typed(parts, name, depth)
+
+    def _typed(self, parts: TypedValue, name: str | None, depth: int) -> Node:
+        if parts.kind in ("set", "frozenset"):
+            # The order of a set differs from process to process, so items are named like the set.
+            items: Any = parts.content
+            nodes = [self.node(item, name, depth + 2) for item in items]
+            content = ["t", in_order(nodes)] if nodes else self.node((), name, depth + 1)
+        else:
+            content = self.node(parts.content, name, depth + 1)
+        if not is_typed_value(parts.kind, parts.parameter, content):
+            remedy = "use only integers, numbers, strings and tuples in it, or store list(value)"
+            raise UnsupportedValueError(name or "", f"the items of a {parts.kind} cannot be stored; {remedy}")
+        return ["x", parts.kind, self._scalar(parts.parameter, name), content]
 
     def _stateful(self, value: Stateful, name: str | None, depth: int) -> Node:
         state = state_of(value, self._called)
@@ -152,7 +169,7 @@ class Walker:
             return self._scalar(key, name), key
         if type(key) is int:
             return self._scalar(key, name), join_name((key,))
-        raise UnsupportedValueError(name or "", f"mapping key {key!r} is neither str nor int")
+        raise UnsupportedValueError(name or "", f"mapping key {key!r} is neither str nor int; use str(key) or int(key)")
 
     def _shard(self, value: object, name: str) -> Node:
         if is_dtensor(value):
@@ -199,8 +216,7 @@ class Walker:
         except LimitError as error:
             raise UnsupportedValueError(name or "", str(error)) from error
         except StructureError as error:
-            remedy = "give it state_dict() and load_state_dict(), or use tensors, numbers, strings, lists and dicts"
-            raise UnsupportedValueError(name or "", f"{error}; {remedy}") from error
+            raise UnsupportedValueError(name or "", f"{error}; {remedy_for(value)}") from error
 
 
 def is_to_be_called(value: object) -> TypeGuard[Stateful]:

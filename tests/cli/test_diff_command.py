@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,13 @@ from asymcheck.types import PackId, Part
 from tests.cli.conftest import Outcome
 
 Call = Callable[..., Outcome]
+
+
+class Level(enum.Enum):
+    """Two numbers with names."""
+
+    LOW = 1
+    HIGH = 2
 
 
 def rows(outcome: Outcome, name: str) -> list[list[str]]:
@@ -112,3 +121,16 @@ def test_several_ranks(call: Call, store_path: Path) -> None:
     assert [lines[number][2] for number in tables] == ["change", "|A|"]
     for number in tables:
         assert [words[:2] for words in lines[number + 2 : number + 4]] == [["0", "w"], ["1", "w"]]
+
+
+def test_changed_typed_values_are_named(call: Call, store_path: Path) -> None:
+    """Test that the diff shows counts, windows and members by name, with readable texts."""
+    with Store.open(store_path, create=True) as opened:
+        for step in (1, 2):
+            value = {"counts": defaultdict(int, a=step), "seen": {step}, "level": Level(step)}
+            opened.save(value, step=step)
+    outcome = call("diff", store_path, 1, 2)
+    assert rows(outcome, "counts.a") == [["counts.a", "1", "2"]]
+    assert rows(outcome, "seen") == [["seen", "set(1)", "set(2)"]]
+    assert rows(outcome, "level") == [["level", "Level.LOW", "(1)", "Level.HIGH", "(2)"]]
+    assert "Level.HIGH (2)" in call("inspect", store_path, "--values").out

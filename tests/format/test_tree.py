@@ -38,6 +38,10 @@ class Built:
         """A shape, scalar, dtype or device."""
         return (kind, value)
 
+    def typed(self, kind: str, parameter: str | int | None, content: object) -> object:
+        """A typed value."""
+        return ("typed", kind, parameter, content)
+
 
 def decode(node: Node, rows: int = 0) -> object:
     """The value of a node that went through JSON, as on disk."""

@@ -22,6 +22,22 @@ SEED: Node = [
         ["array", ["N", 1]],
         ["scalar", ["n", "float32", "0000803f"]],
         ["types", ["l", [["y", "bfloat16"], ["v", "cuda:1"], ["n", "complex128", "00" * 16]]]],
+        [
+            "typed",
+            [
+                "l",
+                [
+                    ["x", "defaultdict", "int", ["d", [["a", 1]]]],
+                    ["x", "deque", 3, ["l", [1, ["T", 1]]]],
+                    ["x", "frozenset", None, ["t", ['"', 1, ["t", [2]]]]],
+                    ["x", "dataclass", "Config", ["d", [["lr", ["f", "3ff8000000000000"]]]]],
+                    ["x", "enum", "Level.LOW", 1],
+                    ["x", "datetime", None, "2026-11-26T01:02:03+01:00"],
+                    ["x", "timedelta", None, ["t", [-1, 86399, 5]]],
+                    ["x", "range", None, ["t", [0, ["i", str(1 << 60)], -1]]],
+                ],
+            ],
+        ],
         ["last", ["T", 2]],
     ],
 ]
@@ -55,6 +71,10 @@ class Rewriter:
             dtype, data = value  # type: ignore[misc]  # a pair
             return ["n", dtype, data.hex()]
         return [kind, value]
+
+    def typed(self, kind: str, parameter: str | int | None, content: object) -> object:
+        """A typed value."""
+        return ["x", kind, parameter, content]
 
 
 def seeds() -> list[bytes]:

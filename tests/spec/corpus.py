@@ -28,6 +28,7 @@ from asymcheck.restore.frame_reader import read_checked
 from asymcheck.restore.frame_reader import read_frame as read_frame_of
 from asymcheck.restore.partition_locator import PartitionCopy
 from asymcheck.restore.state_template import RowRef, read_shape
+from asymcheck.state.typed_values import TypedValue
 from asymcheck.storage.nvme import NvmeTier, PackFile, Slot
 from asymcheck.storage.shm import RingReader
 from asymcheck.types import CheckpointRef, Digest, PackId
@@ -278,6 +279,9 @@ def describe(value: object) -> dict[str, Any]:
     """Write a value as the vectors of trees do: an object with one key, the kind of value."""
     if isinstance(value, RowRef) and value.as_array:
         return {"array": value.row}
+    if isinstance(value, TypedValue):
+        parts = {"type": value.kind, "parameter": value.parameter, "content": describe(value.content)}
+        return {"typed": parts}
     for kind, name, make in _SCALARS:
         if isinstance(value, kind):
             return {name: make(value)}

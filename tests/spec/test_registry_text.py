@@ -25,6 +25,7 @@ def test_registry_tables_are_the_registry() -> None:
     assert digests == REGISTRY["digests"]
     assert {row["number"]: row["name"] for row in table("registry_pack_states")} == REGISTRY["pack_states"]
     assert [(row["dtype"], int(row["bytes"])) for row in table("registry_dtypes")] == list(REGISTRY["dtypes"].items())
+    assert {row["type"]: row["content"] for row in table("registry_value_types")} == REGISTRY["value_types"]
     assert [row["role"] for row in table("registry_roles")] == REGISTRY["roles"]
     assert {row["limit"]: int(row["value"]) for row in table("registry_limits")} == REGISTRY["limits"]
 
@@ -49,6 +50,7 @@ def _listed(names: dict[str, str]) -> str:
 def test_every_table_of_the_registry_is_compared() -> None:
     """A table that is new in registry.json needs a comparison here."""
     compared = {"format", "magics", "digests", "frame_kinds", "codecs", "dtypes", "roles", "pack_states", "limits"}
+    compared |= {"value_types"}
     compared |= {"reader_features", "writer_features", "capture_states", "plane_encodings", "derived_dtypes"}
     assert set(REGISTRY) == compared
 
@@ -78,6 +80,7 @@ def test_the_registry_is_the_code() -> None:
     assert {str(number): name for number, name in registry.PACK_STATES.items()} == REGISTRY["pack_states"]
     assert {name: getattr(registry, name.upper()) for name in REGISTRY["limits"]} == REGISTRY["limits"]
     assert REGISTRY["dtypes"] == registry.DTYPE_BYTES
+    assert REGISTRY["value_types"] == registry.VALUE_TYPES
     assert list(registry.ROLES) == REGISTRY["roles"]
     assert set(REGISTRY["reader_features"]) == registry.READER_FEATURES
     assert set(REGISTRY["writer_features"]) == registry.WRITER_FEATURES

@@ -13,7 +13,7 @@ import pytest
 
 from asymcheck import errors
 from asymcheck.codecs import container, derived
-from asymcheck.format import catalog_records, frame, layout, pack, ring_records, tree
+from asymcheck.format import catalog_records, frame, layout, pack, registry, ring_records, tree, typed_value
 from asymcheck.format.digest import digest, sum8
 from asymcheck.format.manifest import SCHEMA
 from asymcheck.format.record import RECORD_BYTES, encode_record
@@ -31,7 +31,16 @@ TABLES = {
     "manifest_header_of_a_part",
     *("catalog_databases", "catalog_partition", "catalog_pack", "invariants", "error_kinds"),
     *("registry_magics", "registry_digests", "registry_frame_kinds", "registry_codecs", "registry_pack_states"),
-    *("registry_dtypes", "registry_roles", "registry_limits", "ring_layout", "ring_record", "ring_capture"),
+    *(
+        "registry_dtypes",
+        "registry_value_types",
+        "registry_roles",
+        "registry_limits",
+        "value_parameters",
+        "ring_layout",
+        "ring_record",
+        "ring_capture",
+    ),
     *("planes_header", "planes_segment", "planes_encodings", "derived_payload"),
 }
 
@@ -304,6 +313,18 @@ def test_the_nodes_are_those_of_the_decoder() -> None:
     ]
     in_vectors = {vector.data[2:3].decode() for vector in vectors("tree") if vector.data.startswith(b'["')}
     assert tags <= in_vectors
+
+
+def test_parameters_of_typed_values_are_those_of_the_code() -> None:
+    """Test that the table of parameters has every type, and the words that the code accepts."""
+    words = {
+        name: row["parameter"] for row in table("value_parameters") for name in re.findall(r"`([^`]+)`", row["type"])
+    }
+    assert set(words) == set(registry.VALUE_TYPES)
+    for kind, named in (("defaultdict", typed_value.FACTORIES), ("numpy-generator", typed_value.BIT_GENERATORS)):
+        assert set(re.findall(r"`(\w+)`", words[kind])) == set(named)
+    in_vectors = {json.loads(vector.data)[1] for vector in vectors("tree") if vector.data.startswith(b'["x"')}
+    assert in_vectors == set(registry.VALUE_TYPES)
 
 
 def test_catalog_databases_are_those_of_the_code() -> None:

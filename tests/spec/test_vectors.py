@@ -4,8 +4,9 @@ import dataclasses
 import json
 import math
 import struct
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from asymcheck.format.record import (
     encode_record,
 )
 from asymcheck.format.record import decode_descriptor as read_descriptor
+from asymcheck.format.tree import has_typed_values
+from asymcheck.state.typed_values import TypedValue, build
 from asymcheck.state.walk import flatten
 from asymcheck.storage.nvme import Slot
 from asymcheck.types import CheckpointRef, Digest, Location, Owner, PackId, SaveId
@@ -180,7 +183,8 @@ def test_an_encoded_partition_is_read(vector: Vector, tmp_path: Path) -> None:
 
 def _manifest_value(manifest: Manifest) -> dict[str, Any]:
     header = manifest.header
-    fields: dict[str, Any] = {"format": 1, "reader_features": [], **dataclasses.asdict(header)}
+    features = ["typed-value"] if has_typed_values(header.tree) else []
+    fields: dict[str, Any] = {"format": 1, "reader_features": features, **dataclasses.asdict(header)}
     ref = fields.pop("ref")
     fields.update(generation=ref["generation"], step=ref["step"], save_id=ref["save_id"].hex())
     fields["packs"] = [pack.hex() for pack in header.packs]
@@ -252,9 +256,23 @@ def _build(description: dict[str, Any], tensors: list[torch.Tensor]) -> object:
     if kind in ("list", "tuple"):
         items = [_build(item, tensors) for item in value]
         return items if kind == "list" else tuple(items)
+    if kind == "typed":
+        return _build_typed(value["type"], value["parameter"], _build(value["content"], tensors))
     if kind in ("tensor", "array"):
         return tensors[value] if kind == "tensor" else tensors[value].numpy()
     return _LEAVES[kind](value)
+
+
+def _build_typed(kind: str, parameter: Any, content: Any) -> object:  # noqa: ANN401 - JSON, and a value
+    """The typed value of these parts, with a class made for it."""
+    if kind == "namedtuple":
+        return namedtuple(parameter, content)(**content)
+    if kind == "dataclass":
+        return dataclasses.make_dataclass(parameter, content)(**content)
+    if kind == "enum":
+        name, _, member = parameter.partition(".")
+        return Enum(name, {member: content})[member]
+    return build(TypedValue(kind, parameter, content))
 
 
 def _integer(digits: str) -> int:

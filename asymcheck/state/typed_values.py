@@ -1,0 +1,291 @@
+"""Typed values of a state: convert values of the standard library, torch and numpy to their parts and back."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import dataclasses
+import datetime as dt
+import enum
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from asymcheck.errors import RefusedStateError
+from asymcheck.format.typed_value import BIT_GENERATORS, FACTORIES, MAXLEN_MAX
+
+_MT19937_WORDS = 624
+_PHILOX_WORDS = 4
+_PATHS: dict[type, tuple[str, str]] = {
+    PosixPath: ("path", "posix"),
+    WindowsPath: ("path", "windows"),
+    PurePosixPath: ("pure-path", "posix"),
+    PureWindowsPath: ("pure-path", "windows"),
+}
+IMMUTABLE = (PurePath, dt.date, dt.time, dt.timedelta, range, slice, frozenset)
+"""Types of immutable typed values: a stored value replaces the given one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TypedValue:
+    """Parts of a typed value (SPEC.md §7.4)."""
+
+    kind: str
+    parameter: str | int | None
+    content: object
+    like: object = None
+    """Given value that supplies the class, or the object to restore in place; None for neither."""
+
+
+def typed_value(value: object) -> TypedValue | None:
+    """Return the parts of a value; None if it is no typed value, or not one that can be stored."""
+    kind = type(value)
+    if isinstance(value, enum.Enum):
+        return TypedValue("enum", f"{kind.__name__}.{value.name}", value.value)
+    if isinstance(value, tuple):
+        fields = getattr(kind, "_fields", None)
+        return TypedValue("namedtuple", kind.__name__, dict(zip(fields, value, strict=True))) if fields else None
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping, Sequence)):
+        content = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return TypedValue("dataclass", kind.__name__, content)
+    parts = _PARTS.get(kind)
+    return None if parts is None else parts(value)
+
+
+def _defaultdict(value: defaultdict[object, object]) -> TypedValue | None:
+    factory = value.default_factory
+    name = getattr(factory, "__name__", "")
+    if factory is not None and (name not in FACTORIES or factory is not getattr(builtins, name)):
+        return None
+    return TypedValue("defaultdict", name if factory is not None else None, dict(value))
+
+
+def _deque(value: deque[object]) -> TypedValue | None:
+    return TypedValue("deque", value.maxlen, list(value)) if (value.maxlen or 0) <= MAXLEN_MAX else None
+
+
+def _datetime(value: dt.time | dt.datetime) -> TypedValue | None:
+    zone = value.tzinfo
+    # A zone with a name of its own, such as CET, differs from the zone that the offset alone gives.
+    if zone is not None and (type(zone) is not dt.timezone or repr(zone) != repr(dt.timezone(zone.utcoffset(None)))):
+        return None
+    return TypedValue(type(value).__name__, value.fold or None, value.isoformat())
+
+
+def _torch_generator(value: torch.Generator) -> TypedValue | None:
+    return TypedValue("torch-generator", "cpu", value.get_state()) if value.device.type == "cpu" else None
+
+
+def _numpy_generator(value: np.random.Generator) -> TypedValue | None:
+    name = type(value.bit_generator).__name__
+    is_known = name in BIT_GENERATORS and type(value.bit_generator) is getattr(np.random, name)
+    return TypedValue("numpy-generator", name, value.bit_generator.state) if is_known else None
+
+
+def _python_random(value: random.Random) -> TypedValue:
+    version, words, gauss = value.getstate()
+    return TypedValue("python-random", None, (version, np.array(words, dtype=np.uint32), gauss))
+
+
+_PARTS: dict[type, Callable[[Any], TypedValue | None]] = {
+    defaultdict: _defaultdict,
+    deque: _deque,
+    set: lambda value: TypedValue("set", None, tuple(value)),
+    frozenset: lambda value: TypedValue("frozenset", None, tuple(value)),
+    dt.date: lambda value: TypedValue("date", None, value.isoformat()),
+    dt.time: _datetime,
+    dt.datetime: _datetime,
+    dt.timedelta: lambda value: TypedValue("timedelta", None, (value.days, value.seconds, value.microseconds)),
+    range: lambda value: TypedValue("range", None, (int(value.start), int(value.stop), int(value.step))),
+    slice: lambda value: TypedValue("slice", None, (value.start, value.stop, value.step)),
+    torch.Generator: _torch_generator,
+    np.random.Generator: _numpy_generator,
+    random.Random: _python_random,
+    **{kind: lambda value: TypedValue(*_PATHS[type(value)], str(value)) for kind in _PATHS},
+}
+
+
+def misfit(given: object, parts: TypedValue, stored: TypedValue) -> str:
+    """Return the reason why a given value with these parts cannot be restored from a stored one; empty if it can."""
+    if stored.kind != parts.kind:
+        return f"a {parts.kind} is given, but a {stored.kind} is stored"
+    content = stored.content
+    if isinstance(given, enum.Enum):
+        if _member(type(given), stored) is None:
+            return f"{type(given).__name__} has no member for the stored {stored.parameter}"
+    elif parts.kind in ("dataclass", "namedtuple"):
+        extra = [
+            str(key)
+            for key in cast("dict[str, object]", content)
+            if key not in cast("dict[str, object]", parts.content)
+        ]
+        if extra:
+            return f"{type(given).__name__} lacks the stored field{'s' if len(extra) > 1 else ''} {', '.join(extra)}"
+    elif parts.kind == "deque":
+        count = len(cast("list[object]", content))
+        if isinstance(parts.parameter, int) and count > parts.parameter:
+            return f"a deque of at most {parts.parameter} items is given, but {count} are stored"
+    elif parts.parameter != stored.parameter and parts.kind == "numpy-generator":
+        return f"a generator of {parts.parameter} is given, but one of {stored.parameter} is stored"
+    return ""
+
+
+def build(parts: TypedValue) -> object:
+    """Return the value of its parts: the object ``like`` with the stored content, if it is given.
+
+    Without ``like``, a namedtuple or dataclass becomes a dict, and an Enum member its value, because no class is
+    imported by its name.
+
+    Raises:
+        RefusedStateError: the class, or a random number generator, refused the content.
+    """
+    try:
+        return _BUILDERS[parts.kind](parts, parts.content)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise RefusedStateError(f"a {parts.kind} refused the stored content: {error!r}", (), None) from error
+
+
+def _member(kind: type[enum.Enum], stored: TypedValue) -> enum.Enum | None:
+    member = kind.__members__.get(str(stored.parameter).rpartition(".")[2])
+    if member is None:
+        # Combined flags are no members by name.
+        try:
+            member = kind(stored.content)
+        except (TypeError, ValueError):
+            return None
+    return member
+
+
+def _build_enum(parts: TypedValue, content: object) -> object:
+    return _member(type(parts.like), parts) if isinstance(parts.like, enum.Enum) else content
+
+
+def _build_namedtuple(parts: TypedValue, content: Any) -> object:  # noqa: ANN401 - a dict
+    kind: Any = type(parts.like)
+    return content if parts.like is None else kind._make([content[name] for name in kind._fields])  # noqa: SLF001 - public
+
+
+def _build_dataclass(parts: TypedValue, content: Any) -> object:  # noqa: ANN401 - a dict
+    target = parts.like
+    if target is None:
+        return content
+    try:
+        for name, value in content.items():
+            setattr(target, name, value)
+    except dataclasses.FrozenInstanceError:
+        # Other code may rely on a frozen object, so a copy takes its place.
+        target = copy.copy(target)
+        for name, value in content.items():
+            object.__setattr__(target, name, value)
+    return target
+
+
+def _build_set(parts: TypedValue, content: Any) -> object:  # noqa: ANN401 - a tuple
+    if not isinstance(parts.like, set):
+        return set(content)
+    parts.like.clear()
+    parts.like.update(content)
+    return parts.like
+
+
+def _build_deque(parts: TypedValue, content: Any) -> object:  # noqa: ANN401 - a list
+    if not isinstance(parts.like, deque):
+        return deque(content, cast("int | None", parts.parameter))
+    parts.like.clear()
+    parts.like.extend(content)
+    return parts.like
+
+
+def _build_path(parts: TypedValue, content: Any) -> object:  # noqa: ANN401 - a string
+    is_own = (parts.parameter == "windows") == isinstance(Path(), WindowsPath)
+    if parts.kind == "path" and is_own:
+        return Path(content)
+    # The path of another operating system cannot be opened here.
+    return PureWindowsPath(content) if parts.parameter == "windows" else PurePosixPath(content)
+
+
+def _build_torch_generator(parts: TypedValue, content: Any) -> object:  # noqa: ANN401 - a tensor
+    generator = parts.like if isinstance(parts.like, torch.Generator) else torch.Generator()
+    generator.set_state(content.cpu())
+    return generator
+
+
+def _build_numpy_generator(parts: TypedValue, content: Any) -> object:  # noqa: ANN401 - a dict
+    # numpy does not check these positions, with which it reads from memory.
+    positions = [
+        (content.get("state", {}).get("pos", 0), _MT19937_WORDS),
+        (content.get("buffer_pos", 0), _PHILOX_WORDS),
+    ]
+    if any(type(position) is not int or not 0 <= position <= end for position, end in positions):
+        raise RefusedStateError("a position of a numpy-generator is outside its buffer", (), None)
+    generator = parts.like
+    if not isinstance(generator, np.random.Generator):
+        generator = np.random.Generator(getattr(np.random, str(parts.parameter))())
+    generator.bit_generator.state = content
+    return generator
+
+
+def _build_python_random(parts: TypedValue, content: Any) -> object:  # noqa: ANN401 - a tuple
+    version, words, gauss = content
+    if len(words) != _MT19937_WORDS + 1:
+        raise RefusedStateError(f"a python-random has {_MT19937_WORDS + 1} words, not {len(words)}", (), None)
+    generator = parts.like if isinstance(parts.like, random.Random) else random.Random()  # noqa: S311 - no secret
+    generator.setstate((version, tuple(map(int, words)), gauss))
+    return generator
+
+
+_BUILDERS: dict[str, Callable[[TypedValue, Any], object]] = {
+    "defaultdict": lambda parts, content: defaultdict(
+        getattr(builtins, str(parts.parameter)) if parts.parameter else None, content
+    ),
+    "deque": _build_deque,
+    "set": _build_set,
+    "frozenset": lambda _parts, content: frozenset(content),
+    "namedtuple": _build_namedtuple,
+    "dataclass": _build_dataclass,
+    "enum": _build_enum,
+    "path": _build_path,
+    "pure-path": _build_path,
+    "date": lambda _parts, content: dt.date.fromisoformat(content),
+    "time": lambda parts, content: dt.time.fromisoformat(content).replace(fold=int(parts.parameter or 0)),
+    "datetime": lambda parts, content: dt.datetime.fromisoformat(content).replace(fold=int(parts.parameter or 0)),
+    "timedelta": lambda _parts, content: dt.timedelta(*content),
+    "range": lambda _parts, content: range(*content),
+    "slice": lambda _parts, content: slice(*content),
+    "torch-generator": _build_torch_generator,
+    "numpy-generator": _build_numpy_generator,
+    "python-random": _build_python_random,
+}
+
+_OBJECT = "give it state_dict() and load_state_dict(), or use tensors, numbers, strings, lists and dicts"
+_REMEDIES: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (defaultdict, "its default_factory is no builtin type such as int or list; store dict(value)"),
+    (deque, "its maxlen is too large; use maxlen=None"),
+    ((dt.datetime, dt.time), "use a plain datetime, with a fixed offset from UTC or no tzinfo"),
+    (torch.Generator, "only CPU generators can be stored; store its get_state()"),
+    (np.random.Generator, "its bit generator is not one of numpy; store the bit generator's state"),
+    (np.random.RandomState, "store its get_state(), or use numpy.random.default_rng()"),
+    (np.random.BitGenerator, "store its state, or a numpy.random.Generator of it"),
+    (random.Random, "only random.Random itself has a state that can be stored"),
+    ((bytearray, memoryview), "store bytes(value)"),
+    (Mapping, "store dict(value)"),
+    (tuple, "store tuple(value), or use typing.NamedTuple"),
+    (type, "store its name as a string"),
+    ((int, float, str, bytes), "convert it to the plain int, float, str or bytes"),
+)
+
+
+def remedy_for(value: object) -> str:
+    """Return advice for a value that cannot be stored."""
+    if type(value).__name__ in ("Decimal", "Fraction", "UUID"):
+        return "store str(value)"
+    if callable(value) and not isinstance(value, type):
+        return "leave the function out of the state; pass it again when you build the objects"
+    if type(value).__module__ in ("_thread", "threading"):
+        return "leave it out of the state"
+    return next((remedy for kind, remedy in _REMEDIES if isinstance(value, kind)), _OBJECT)

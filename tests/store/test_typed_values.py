@@ -1,0 +1,524 @@
+"""Values of the standard library, torch and numpy come back with their types, and with the classes of a given state."""
+
+import copy
+import dataclasses
+import datetime as dt
+import enum
+import random
+import subprocess
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, NamedTuple
+from zoneinfo import ZoneInfo
+
+import numpy as np
+import pytest
+import torch
+
+from asymcheck import Store
+from asymcheck.errors import RefusedStateError, StateMismatchError, UnsupportedFeatureError, UnsupportedValueError
+from asymcheck.format import layout
+from asymcheck.format.digest import digest
+from asymcheck.format.manifest import encode
+from asymcheck.format.manifest_reader import decode_manifest
+from asymcheck.format.record import canonical_json
+from asymcheck.format.tree import Node
+from asymcheck.state.flattener import Flattener
+from asymcheck.state.walk import flatten
+from asymcheck.types import CheckpointRef
+from tests.store.equality import assert_same
+from tools.manifest_files import encode_manifest
+from tools.vectors_base import save_id
+from tools.vectors_manifest import HEADER, header_for, inline_row, manifest_path
+
+
+class Level(enum.IntEnum):
+    """A number with a name."""
+
+    LOW = 1
+    HIGH = 2
+
+
+class Access(enum.Flag):
+    """Flags that can be combined."""
+
+    READ = 1
+    WRITE = 2
+
+
+class Pair(NamedTuple):
+    """Two values with names."""
+
+    left: object
+    right: object
+
+
+@dataclasses.dataclass
+class Averages:
+    """A mutable dataclass with a tensor."""
+
+    weight: object
+    count: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """A dataclass that cannot change."""
+
+    lr: float
+
+
+class LabelError(ValueError):
+    """An error that is never raised."""
+
+
+UTC, EAST = dt.timezone.utc, dt.timezone(dt.timedelta(hours=5, minutes=30))
+VALUES: dict[str, Callable[[], object]] = {
+    "defaultdict": lambda: defaultdict(int, {"a": 1, 5: 2}),
+    "defaultdict without a factory": lambda: defaultdict(None, a=1),
+    "defaultdict of defaultdicts": lambda: defaultdict(dict, a=defaultdict(list, b=[1, torch.ones(3)])),
+    "ordered dict": lambda: OrderedDict(b=1, a=2),
+    "deque": lambda: deque([1, "a", None], maxlen=5),
+    "deque of tensors": lambda: deque([torch.arange(3), torch.ones(2)]),
+    "empty deque": lambda: deque(maxlen=0),
+    "set": lambda: {1, "a", None, 2.5, (1, b"x"), frozenset({"b"})},
+    "empty set": set,
+    "frozenset": lambda: frozenset({("a", 1), -1}),
+    "path": lambda: Path("runs/ä"),
+    "pure path": lambda: PurePosixPath("/a/b"),
+    "path of Windows": lambda: PureWindowsPath("C:\\a"),
+    "date": lambda: dt.date(2024, 2, 29),
+    "time": lambda: dt.time(23, 59, 59, 999_999),
+    "time with fold": lambda: dt.time(2, 30, tzinfo=EAST, fold=1),
+    "datetime": lambda: dt.datetime(2026, 11, 26, 1, 2, 3),  # noqa: DTZ001 - without a time zone on purpose
+    "datetime in UTC": lambda: dt.datetime(2026, 11, 26, tzinfo=UTC),
+    "datetime with an offset": lambda: dt.datetime(1, 1, 1, 0, 0, 0, 7, tzinfo=EAST, fold=1),
+    "timedelta": lambda: dt.timedelta(days=-3, microseconds=1),
+    "range": lambda: range(10, 1 << 70, -3),
+    "slice": lambda: slice(None, 5, -1),
+    "complex": lambda: complex(-0.0, float("inf")),
+}
+GIVEN: dict[str, Callable[[], object]] = {
+    "namedtuple": lambda: Pair(torch.ones(3), [1, "a"]),
+    "dataclass": lambda: Averages(torch.ones(3), 7),
+    "frozen dataclass": lambda: Fixed(0.5),
+    "dataclass in a dataclass": lambda: Averages(Pair(Fixed(0.25), Level.LOW), 1),
+    "enum": lambda: Level.HIGH,
+    "flags": lambda: Access.READ | Access.WRITE,
+    "list of members": lambda: [Level.LOW, Level.HIGH],
+    "counter": lambda: Counter("aab"),
+}
+
+
+def _same(actual: object, expected: object) -> None:
+    """Compare types, order and bits, also inside typed values."""
+    assert type(actual) is type(expected)
+    if dataclasses.is_dataclass(expected) and not isinstance(expected, type):
+        _same(vars(actual), vars(expected))
+    elif isinstance(expected, dict):
+        assert [*actual] == [*expected]  # type: ignore[misc]  # a dict, as compared
+        for key, value in expected.items():
+            _same(actual[key], value)  # type: ignore[index]  # as above
+    elif isinstance(expected, (list, tuple, deque)):
+        for one, other in zip(actual, expected, strict=True):  # type: ignore[call-overload]  # as above
+            _same(one, other)
+    else:
+        assert_same(actual, expected)
+    for name in ("default_factory", "maxlen", "fold", "tzinfo"):
+        assert getattr(actual, name, None) == getattr(expected, name, None)
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_value_of_the_standard_library_comes_back(store: Store, name: str) -> None:
+    """Test that a load gives the same type, order and bits without a given state."""
+    store.save({"value": VALUES[name](), "weight": torch.ones(2)}, step=1)
+    _same(store.load()["value"], VALUES[name]())
+    assert store.verify() == []
+
+
+@pytest.mark.parametrize("name", [*VALUES, *GIVEN])
+def test_value_is_restored_into_a_given_state(store: Store, name: str) -> None:
+    """Test that a load fills a given value, with the class of this value."""
+    make = {**VALUES, **GIVEN}[name]
+    store.save({"value": make(), "weight": torch.ones(2)}, step=1)
+    state = {"value": make(), "weight": torch.zeros(2)}
+    _clear(state["value"])
+    assert store.load(into=state) is state
+    _same(state["value"], make())
+
+
+def _clear(value: object) -> None:
+    """Change what can be changed in place."""
+    if isinstance(value, torch.Tensor):
+        value.zero_()
+    elif isinstance(value, (deque, set)):
+        value.clear()
+    elif isinstance(value, Averages):
+        _clear(value.weight)
+        value.count = -1
+    elif isinstance(value, tuple):
+        for item in value:
+            _clear(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            value[key] = -1 if type(item) is int else item
+            _clear(item)
+
+
+def test_containers_are_filled_in_place(store: Store) -> None:
+    """Test that tensors, deques, sets and dataclasses stay the same objects."""
+    tensor, averages = torch.zeros(3), Averages(torch.zeros(3))
+    inner = averages.weight
+    state: dict[str, Any] = {"d": deque([tensor], 4), "s": {5}, "a": averages, "m": defaultdict(int, n=0)}
+    store.save({"d": deque([torch.ones(3)], 9), "s": {1, 2}, "a": Averages(torch.ones(3), 3), "m": {"n": 7}}, step=1)
+    kept = dict(state)
+    store.load(into=state)
+    assert all(state[key] is value for key, value in kept.items())
+    assert state["d"][0] is tensor
+    assert averages.weight is inner
+    assert tensor.tolist() == averages.weight.tolist() == [1, 1, 1]  # type: ignore[attr-defined]  # a tensor
+    assert (state["s"], averages.count, state["d"].maxlen, state["m"]["n"]) == ({1, 2}, 3, 4, 7)
+
+
+@pytest.mark.parametrize(
+    "value", [Pair(1, torch.ones(2)), Averages(torch.ones(2), 3), Level.HIGH], ids=["namedtuple", "dataclass", "enum"]
+)
+def test_class_is_not_imported_without_a_given_state(store: Store, value: object) -> None:
+    """Test that a load without a class gives a dict of the fields, or the value of the member."""
+    store.save({"value": value}, step=1)
+    loaded = store.load()["value"]
+    if isinstance(value, Level):
+        assert_same(loaded, 2)
+    else:
+        fields = value._asdict() if isinstance(value, Pair) else vars(value)
+        assert_same(loaded, fields)
+
+
+GENERATORS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.Generator().manual_seed(5),
+    "random": lambda: random.Random(5),
+    **{
+        name: lambda name=name: np.random.Generator(getattr(np.random, name)(5))  # type: ignore[misc]  # a bit generator
+        for name in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
+    },
+}
+
+
+def _draw(generator: Any) -> list[float]:  # noqa: ANN401 - of any library
+    """Return numbers, of which the first leave something in the caches of the generator."""
+    if isinstance(generator, torch.Generator):
+        return torch.randn(3, generator=generator).tolist()
+    if isinstance(generator, random.Random):
+        return [generator.gauss() for _ in range(3)]
+    return [*generator.integers(0, 100, 3, dtype=np.uint8).tolist(), *generator.standard_normal(3).tolist()]
+
+
+@pytest.mark.parametrize("is_given", [False, True], ids=["new", "in place"])
+@pytest.mark.parametrize("name", GENERATORS)
+def test_generator_continues_its_numbers(store: Store, name: str, *, is_given: bool) -> None:
+    """Test that a generator draws the same numbers after a load, as a new object or in place."""
+    generator = GENERATORS[name]()
+    _draw(generator)
+    store.save({"generator": generator}, step=1)
+    expected = _draw(generator)
+    given = {"generator": generator}
+    loaded = store.load(into=given) if is_given else store.load()
+    assert (loaded["generator"] is generator) == is_given
+    assert _draw(loaded["generator"]) == expected
+
+
+def test_generator_in_two_places_is_one_state(store: Store) -> None:
+    """Test that references to one generator are restored to the same state."""
+    generator = torch.Generator().manual_seed(1)
+    state = {"sampler": generator, "dataset": {"generator": generator}}
+    store.save(state, step=1)
+    expected = _draw(generator)
+    store.load(into=state)
+    assert _draw(generator) == expected
+
+
+def test_tied_tensor_in_a_deque_is_stored_once(store: Store) -> None:
+    """Test that a tensor in several typed values stays one tensor."""
+    weight = torch.rand(70_000)
+    store.save({"weight": weight, "window": deque([weight]), "average": Averages(weight)}, step=1)
+    (stored,) = store.tensors(1)[1]
+    assert stored.aliases == ("window.0", "average.weight")
+    loaded = store.load()
+    assert loaded["window"][0] is loaded["weight"] is loaded["average"]["weight"]
+
+
+class Object:
+    """An object whose state has classes."""
+
+    def __init__(self, level: Level) -> None:
+        """Take a level."""
+        self.state: dict[str, object] = {"level": level, "pairs": [Pair(level, 1)], "average": Averages(level)}
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the state."""
+        return self.state
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Take a state."""
+        self.state = state
+
+
+def test_object_gets_the_classes_of_its_own_state(store: Store) -> None:
+    """Test that load_state_dict() receives members, namedtuples and dataclasses, and that old ones are unchanged."""
+    store.save({"object": Object(Level.HIGH)}, step=1)
+    given = Object(Level.LOW)
+    before = given.state["average"]
+    store.load(into={"object": given})
+    _same(given.state, Object(Level.HIGH).state)
+    assert before == Averages(Level.LOW)
+
+
+@dataclasses.dataclass
+class Renamed:
+    """The fields of Averages after a change of the code."""
+
+    weights: object
+    count: int = 0
+
+
+class Other(enum.IntEnum):
+    """Levels after a change of the code."""
+
+    MIDDLE = 7
+
+
+@pytest.mark.parametrize(
+    ("stored", "given", "named"),
+    [
+        (Averages(1), Renamed(1), r"x: Renamed lacks the stored field weight"),
+        (Pair(1, 2), Averages(1), r"x: a dataclass is given, but a namedtuple is stored"),
+        (Level.HIGH, Other.MIDDLE, r"x: Other has no member for the stored Level\.HIGH"),
+        (deque([1, 2, 3]), deque([1], 2), r"x: a deque of at most 2 items is given, but 3 are stored"),
+        ({1}, deque([1]), r"x: a deque is given, but a set is stored"),
+        ([1], {1}, r"x: a set is given, but list is stored"),
+        (deque([1]), torch.ones(1), r"x: a tensor is given, but a deque is stored"),
+        (GENERATORS["PCG64"](), GENERATORS["Philox"](), r"x: a generator of Philox is given, but one of PCG64 is"),
+        (GENERATORS["torch"](), GENERATORS["random"](), r"x: a python-random is given, but a torch-generator is"),
+        (deque([torch.ones(2)]), deque([torch.ones(3)]), r"x\.0: float32 \[3\] is given, but float32 \[2\] is stored"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_state_of_another_form_is_named(store: Store, stored: object, given: object, named: str) -> None:
+    """Test that a given value that does not fit is an error before anything is overwritten."""
+    store.save({"x": stored, "weight": torch.ones(2)}, step=1)
+    state = {"x": given, "weight": torch.zeros(2)}
+    before = copy.copy(given)
+    with pytest.raises(StateMismatchError, match=named):
+        store.load(into=state)
+    assert state["weight"].tolist() == [0, 0]  # type: ignore[attr-defined]  # a tensor
+    assert isinstance(given, (torch.Tensor, random.Random, np.random.Generator)) or given == before
+
+
+def test_field_that_was_not_saved_is_named(store: Store) -> None:
+    """Test that the error names a field that a dataclass has gained."""
+    store.save({"x": Averages(1)}, step=1)
+    grown = dataclasses.make_dataclass("Averages", ["weight", "count", "scale"])(1, 0, 2)
+    with pytest.raises(StateMismatchError, match=r"x\.scale: is not in the checkpoint"):
+        store.load(into={"x": grown})
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [
+        (defaultdict(lambda: 0), r"default_factory is no builtin type .*; store dict\(value\)"),
+        (dt.datetime(2026, 1, 1, tzinfo=dt.timezone(dt.timedelta(0), "X")), "with a fixed offset from UTC"),
+        (np.random.RandomState(1), r"store its get_state\(\)"),
+        (random.SystemRandom(), "only random.Random itself"),
+        (dt.time(1, tzinfo=ZoneInfo("UTC")), "with a fixed offset from UTC"),
+        (bytearray(b"a"), r"store bytes\(value\)"),
+        (max, "leave the function out of the state"),
+        (LabelError, "store its name as a string"),
+        ({object()}, r"state at x: .*object"),
+        ({Level.LOW}, "the items of a set cannot be stored"),
+        ({True: 1}, r"mapping key True is neither str nor int; use str\(key\) or int\(key\)"),
+        (defaultdict(int, {False: 1}), "mapping key False"),
+        (Averages(object()), r"state at x\.weight: values of type object"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_refusal_says_how_to_store_the_value(store: Store, value: object, remedy: str) -> None:
+    """Test that the error about a value has a remedy for its type."""
+    with pytest.raises(UnsupportedValueError, match=remedy):
+        store.save({"x": value}, step=1)
+
+
+_ORDER = """
+from asymcheck.state.walk import flatten
+print(flatten({"s": {*map(str, range(50)), *range(50)}}).tree)
+"""
+
+
+def test_set_has_one_encoding_in_all_processes() -> None:
+    """Test that the order of a set in memory, which depends on the hash seed, does not show."""
+    trees = {
+        subprocess.run(
+            [sys.executable, "-c", _ORDER],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONHASHSEED": str(seed), "PYTHONPATH": str(Path(__file__).parents[2])},
+        ).stdout
+        for seed in (1, 2)
+    }
+    assert len(trees) == 1
+    assert "['x', 'set', None, ['t', [" in trees.pop()
+
+
+@pytest.mark.parametrize(
+    ("value", "has_feature"),
+    [
+        ({"x": "deque"}, False),
+        (["x", "deque", "set", ["x", "deque", None]], False),
+        (Counter(a=1), False),
+        ({"a": [{"b": deque()}]}, True),
+    ],
+    ids=["key", "items", "counter", "deque"],
+)
+def test_feature_is_listed_only_for_typed_values(value: object, *, has_feature: bool) -> None:
+    """Test that manifests of other states list no feature, so that older programs read them."""
+    rows = [inline_row("w", "uint8", (1,))]
+    data = encode_manifest(header_for(["l", [["T", 0], flatten(value).tree]]), rows)
+    assert (b'"reader_features":["typed-value"]' in data) == has_feature
+    assert (b'"reader_features":[]' in data) != has_feature
+
+
+def _store_with(store_path: Path, tree: Node) -> Store:
+    """Return a store with a manifest that some other program wrote, newer than an intact checkpoint."""
+    with Store.open(store_path, create=True) as store:
+        store.save({"old": 1}, step=1, run=HEADER.run)
+    header = header_for(tree, ref=CheckpointRef(1, 2, save_id("newer")), parent=None)
+    data = encode_manifest(header, [inline_row("w", "uint8", (4,))])
+    path = store_path / manifest_path(data, header)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(data)
+    return Store.open(store_path, read_only=True)
+
+
+def test_unknown_type_stops_a_restore(store_path: Path) -> None:
+    """Test that a checkpoint with a type of a later version is never skipped for an older checkpoint."""
+    tree: Node = ["l", [["T", 0], ["x", "os.system", None, "true"]]]
+    with (
+        _store_with(store_path, tree) as store,
+        pytest.raises(UnsupportedFeatureError, match=r"unknown type 'os\.system': install a newer asymcheck"),
+    ):
+        store.load(run=HEADER.run)
+
+
+_KEY: Node = ["l", [0] * 624]
+HOSTILE: dict[str, Node] = {
+    "size": ["x", "torch-generator", "cpu", ["T", 0]],
+    "position": [
+        *("x", "numpy-generator", "MT19937"),
+        ["d", [["bit_generator", "MT19937"], ["state", ["d", [["key", _KEY], ["pos", 1 << 30]]]]]],
+    ],
+    "buffer": ["x", "numpy-generator", "Philox", ["d", [["state", ["d", []]], ["buffer_pos", -5]]]],
+    "no state": ["x", "numpy-generator", "PCG64", ["d", []]],
+    "state that is a number": ["x", "numpy-generator", "SFC64", ["d", [["state", 1]]]],
+    "words": ["x", "python-random", None, ["t", [3, ["N", 0], None]]],
+}
+
+
+def test_large_state_of_a_generator_is_refused_at_once(store_path: Path) -> None:
+    """Test that words are counted before each of them becomes a Python integer."""
+    tree: Node = ["x", "python-random", None, ["t", [3, ["N", 0], None]]]
+    with Store.open(store_path, create=True) as store:
+        store.save({"words": np.zeros(20_000_000, dtype=np.uint8)}, step=1)
+        (path,) = store_path.glob("manifests/*/*/*.manifest")
+        manifest = decode_manifest(path.read_bytes(), "manifest")
+        data = encode(manifest, dataclasses.replace(manifest.header, tree=tree))
+        path.unlink()
+        path.with_name(str(layout.ManifestName(0, 1, digest(data)))).write_bytes(data)
+        with pytest.raises(RefusedStateError, match="625 words, not 20000000"):
+            store.load()
+
+
+def test_set_at_the_largest_depth_is_stored_or_refused(store: Store) -> None:
+    """Test that a state with an empty set is refused exactly if no program could read it."""
+    for depth in (61, 62, 63):
+        state: object = set()
+        for _ in range(depth):
+            state = [state]
+        if depth > 62:
+            with pytest.raises(UnsupportedValueError, match="nested deeper"):
+                store.save(state, step=depth)
+        else:
+            store.save(state, step=depth)
+            assert store.load(depth) == state
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_generator_state_is_refused(store_path: Path, name: str) -> None:
+    """Test that a state which no generator accepts is an error of its own, and reads no foreign memory."""
+    with (
+        _store_with(store_path, ["l", [["T", 0], HOSTILE[name]]]) as store,
+        pytest.raises(RefusedStateError, match=r"-generator|python-random"),
+    ):
+        store.load(run=HEADER.run)
+
+
+def test_refused_generator_names_its_path(store_path: Path) -> None:
+    """Test that a restore in place names the generator, and the tensors that were overwritten."""
+    tree: Node = ["d", [["w", ["T", 0]], ["rng", ["x", "numpy-generator", "PCG64", ["d", [["state", 1]]]]]]]
+    given = {"w": torch.zeros(4, dtype=torch.uint8), "rng": np.random.default_rng()}
+    with _store_with(store_path, tree) as store, pytest.raises((RefusedStateError, StateMismatchError), match="rng"):
+        store.load(run=HEADER.run, into=given)
+
+
+def test_values_are_shown_readably(store: Store) -> None:
+    """Test the texts of typed values in the list of plain values."""
+    store.save(
+        {
+            "hist": defaultdict(int, a=1),
+            "set": {2, 1},
+            "none": set(),
+            "path": Path("a/b"),
+            "level": Level.LOW,
+            "when": dt.datetime(2026, 1, 2, tzinfo=UTC),
+            "range": range(3),
+            "window": deque([1.5]),
+            "options": Averages("x"),
+            "pairs": [Pair(1, 2)],
+        },
+        step=1,
+    )
+    assert {value.name: value.text for value in store.values(1)[1]} == {
+        "hist.a": "1",
+        "set": "set(1, 2)",
+        "none": "set()",
+        "path": "path('a/b')",
+        "level": "Level.LOW (1)",
+        "when": "datetime('2026-01-02T00:00:00+00:00')",
+        "range": "range(0, 3, 1)",
+        "window.0": "1.5",
+        "options.weight": "'x'",
+        "options.count": "0",
+        "pairs.0.left": "1",
+        "pairs.0.right": "2",
+    }
+
+
+def test_states_with_typed_values_are_flattened_as_if_each_were_the_first() -> None:
+    """Test that the template of the last state gives the tree of a new walk, also after changes."""
+    flattener = Flattener()
+    generator, window = torch.Generator(), deque([torch.ones(2), torch.ones(3)], 3)
+    state: dict[str, Any] = {"g": generator, "w": window, "a": Averages(torch.ones(2)), "s": {1}, "n": Level.LOW}
+    for change in range(8):
+        if change > 3:
+            torch.rand(1, generator=generator)
+            state["a"].count = change
+        if change == 5:
+            window.append(torch.zeros(1))
+        if change == 6:
+            state["w"] = deque(window, 4)
+        if change == 7:
+            state["a"] = Pair(state["a"].weight, 1)
+        one, other = flattener.flatten(state), flatten(state)
+        assert canonical_json(one.tree) == canonical_json(other.tree)
+        assert one.columns == other.columns

@@ -56,7 +56,8 @@ def _containers() -> Iterator[Vector]:
     described = [{"str": '"'}, _ONE, _NONE, {"bool": False}, {"float": "3ff8000000000000"}, {"scalar": ["int8", "02"]}]
     described.append({"tuple": [_ONE]})
     order = sorted(zip(map(canonical_json, items), items, described, strict=True), key=lambda row: row[0])
-    node, value = ["t", [row[1] for row in order]], {"tuple": [row[2] for row in order]}
+    node = ["t", [row[1] for row in order]]
+    value: Value = {"tuple": [row[2] for row in order]}
     yield _typed("set", "set", None, node, value, "items in the order of their JSON")
     empty: Value = {"typed": {"type": "frozenset", "parameter": None, "content": {"tuple": []}}}
     node = ["t", [["x", "frozenset", None, ["t", []]]]]

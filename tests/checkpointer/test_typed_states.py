@@ -1,4 +1,4 @@
-"""A training with typed values in its state goes on in another process as if it had not stopped."""
+"""Test that a training with typed values in its state resumes in another process, bit for bit."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Exports of a state with typed values: tensors by name, and plain containers."""
+"""Test exports of a state with typed values: tensors by name, and plain containers."""
 
 import dataclasses
 from collections import defaultdict, deque

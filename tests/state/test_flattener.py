@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,14 @@ pytestmark = [
 ]
 State = dict[Any, Any]
 COMPLEX = torch.rand(3, dtype=torch.complex64)
+
+
+@dataclasses.dataclass
+class Options:
+    """A typed value with a tensor and a number."""
+
+    mean: torch.Tensor
+    count: int = 0
 
 
 class Part:
@@ -73,6 +82,10 @@ def state() -> State:
         "history": {"loss": [0.5, 0.25], "at": (1, None)},
         "table": {0: {0: torch.rand(2), "mean": torch.rand(2)}, 1: {"mean": torch.rand(2), "square": torch.rand(2)}},
         5: torch.rand(2),
+        "window": deque([torch.rand(2), torch.rand(3)], 4),
+        "options": Options(torch.rand(2)),
+        "counts": defaultdict(int, a=1, mean=torch.rand(2)),
+        "seen": {1, 2},
     }
 
 
@@ -218,6 +231,16 @@ CHANGES: dict[str, Callable[[State], object]] = {
     "a version": lambda value: _versions(value, 3),
     "a version that is True": lambda value: _versions(value, True),
     "a tensor among versions": lambda value: _versions(value, torch.rand(1)),
+    "the length of a window": lambda value: _set(value, "window", deque(value["window"], 5)),
+    "a list for a window": lambda value: _set(value, "window", list(value["window"])),
+    "an item of a window": lambda value: value["window"].append(torch.rand(3)),
+    "a tensor in a window": lambda value: value["window"].__setitem__(0, torch.rand(2)),
+    "a field": lambda value: setattr(value["options"], "count", value["options"].count + 1),
+    "a tensor in a field": lambda value: setattr(value["options"], "count", torch.rand(1)),
+    "a dict for an object": lambda value: _set(value, "options", vars(value["options"])),
+    "a factory": lambda value: _set(value, "counts", defaultdict(float, value["counts"])),
+    "a count": lambda value: value["counts"].update(a=2),
+    "a set": lambda value: value["seen"].add(len(value["seen"])),
     "no versions": lambda value: _set(value, "model", Part(OrderedDict(value["model"].state))),
 }
 
@@ -270,7 +293,10 @@ def _is_same(one: Leaf, other: Leaf) -> bool:
     return one.source is other.source
 
 
-@pytest.mark.parametrize("change", ["nothing", "a step", "a rate", "a history", "a generator", "a count of steps"])
+@pytest.mark.parametrize(
+    "change",
+    ["nothing", "a step", "a rate", "a history", "a generator", "a count of steps", "a field", "a set", "a count"],
+)
 def test_changing_values_do_not_trigger_a_walk(change: str) -> None:
     """The columns of tensors are the same object."""
     value, flattener = state(), Flattener()
@@ -278,6 +304,20 @@ def test_changing_values_do_not_trigger_a_walk(change: str) -> None:
     before = flattener.flatten(value)
     CHANGES[change](value)
     assert flattener.flatten(value).columns is before.columns
+
+
+def test_numbers_of_a_generator_do_not_trigger_a_walk() -> None:
+    """Test that a generator, whose state is a new tensor each time, keeps the template of the other values."""
+    value = {"draws": torch.Generator(), "numpy": np.random.default_rng(1), **state()}
+    flattener = Flattener()
+    flattener.flatten(value)
+    before = flattener.flatten(value)
+    torch.rand(1, generator=value["draws"])
+    value["numpy"].random()
+    after = flattener.flatten(value)
+    assert after.columns is before.columns
+    assert after.tree == flatten(value).tree != before.tree
+    assert after.leaves[0].some_bytes(0, 5056) == value["draws"].get_state().numpy().tobytes()
 
 
 def test_objects_are_asked_once_even_after_a_change() -> None:

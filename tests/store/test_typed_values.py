@@ -1,4 +1,4 @@
-"""Values of the standard library, torch and numpy come back with their types, and with the classes of a given state."""
+"""Test that values of the standard library, torch and numpy keep their types, and get the classes of a given state."""
 
 import copy
 import dataclasses
@@ -23,11 +23,9 @@ from asymcheck.format import layout
 from asymcheck.format.digest import digest
 from asymcheck.format.manifest import encode
 from asymcheck.format.manifest_reader import decode_manifest
-from asymcheck.format.record import canonical_json
 from asymcheck.format.tree import Node
-from asymcheck.state.flattener import Flattener
 from asymcheck.state.walk import flatten
-from asymcheck.types import CheckpointRef
+from asymcheck.types import CheckpointRef, Part
 from tests.store.equality import assert_same
 from tools.manifest_files import encode_manifest
 from tools.vectors_base import save_id
@@ -227,6 +225,28 @@ def test_generator_continues_its_numbers(store: Store, name: str, *, is_given: b
     loaded = store.load(into=given) if is_given else store.load()
     assert (loaded["generator"] is generator) == is_given
     assert _draw(loaded["generator"]) == expected
+
+
+def test_selection_keeps_the_chosen_parts_of_containers(store: Store) -> None:
+    """Test that a glob selects tensors inside containers, and other typed values as a whole."""
+    state = {"a": Averages(torch.ones(2), 3), "w": deque([1, torch.ones(1)]), "rng": random.Random(4), "p": Path("x")}
+    store.save(state, step=1)
+    assert store.load(tensors="a.weight")["a"]["weight"].tolist() == [1, 1]
+    assert store.load(tensors="a.weight").keys() == {"a"}
+    assert [*store.load(tensors="w.0")["w"]] == [1, None]
+    assert store.load(tensors="rng.1")["rng"].getstate() == state["rng"].getstate()  # type: ignore[attr-defined]  # a Random
+    assert store.load(tensors="p") == {"p": Path("x")}
+
+
+def test_states_of_two_ranks_are_merged_inside_typed_values(store: Store) -> None:
+    """Test that mappings of all ranks are merged by key, also in a defaultdict, and that rank 0 wins otherwise."""
+    for rank in (0, 1):
+        state = {"d": defaultdict(int, {f"rank{rank}": rank}), "s": {rank}, "r": random.Random(rank)}
+        store.save(state, step=1, part=Part(rank, 2, "0" * 32))
+    merged = store.load()
+    _same(merged["d"], defaultdict(int, rank0=0, rank1=1))
+    assert (merged["s"], merged["r"].getstate()) == ({0}, random.Random(0).getstate())
+    assert store.load(rank=1)["s"] == {1}
 
 
 def test_generator_in_two_places_is_one_state(store: Store) -> None:
@@ -502,23 +522,3 @@ def test_values_are_shown_readably(store: Store) -> None:
         "pairs.0.left": "1",
         "pairs.0.right": "2",
     }
-
-
-def test_states_with_typed_values_are_flattened_as_if_each_were_the_first() -> None:
-    """Test that the template of the last state gives the tree of a new walk, also after changes."""
-    flattener = Flattener()
-    generator, window = torch.Generator(), deque([torch.ones(2), torch.ones(3)], 3)
-    state: dict[str, Any] = {"g": generator, "w": window, "a": Averages(torch.ones(2)), "s": {1}, "n": Level.LOW}
-    for change in range(8):
-        if change > 3:
-            torch.rand(1, generator=generator)
-            state["a"].count = change
-        if change == 5:
-            window.append(torch.zeros(1))
-        if change == 6:
-            state["w"] = deque(window, 4)
-        if change == 7:
-            state["a"] = Pair(state["a"].weight, 1)
-        one, other = flattener.flatten(state), flatten(state)
-        assert canonical_json(one.tree) == canonical_json(other.tree)
-        assert one.columns == other.columns

@@ -1,1 +1,1 @@
-"""Tests. Folders mirror the package, and `architecture/` holds the rules of the source tree."""
+"""Tests. Folders mirror the package, and `architecture/` tests the rules of the source tree."""

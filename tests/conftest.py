@@ -13,20 +13,20 @@ from hypothesis import HealthCheck, settings
 
 from tests.zygote import Zygote
 
-# Rings of tests, also of those that are killed, lie in a folder of their own and not among those of trainings. Before
-# the package is imported; processes that tests start inherit it.
+# Keep rings of tests, also of killed ones, in a separate folder. Set it before the package is imported, so that
+# processes of tests inherit it.
 RINGS = tempfile.mkdtemp(prefix="asymcheck-tests-", dir="/dev/shm")
 os.environ["ASYMCHECK_RING_FOLDER"] = RINGS
 
-# Two test workers share two cores. With torch's default of a thread per core each kernel waits for the other worker's.
+# Two test workers share two cores. With a thread for each core, kernels of torch would wait for the other worker.
 torch.set_num_threads(1)
 
-# A shell starts background jobs with interrupts ignored, and Python leaves them so; some tests interrupt themselves.
+# A shell starts background jobs with interrupts ignored, and Python keeps this; some tests interrupt themselves.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# `ci` is the default: the same examples in every run, so that a red test is a change of the code and not of the dice.
-# `--hypothesis-profile=explore` searches for new ones. No deadline: a slow disk is not a wrong answer.
+# `ci` is the default: the same examples in every run, so that a failure is a change of the code.
+# `--hypothesis-profile=explore` searches for new examples. There is no deadline, because a slow disk is not a bug.
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile(
     "explore", max_examples=2_000, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
@@ -45,13 +45,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Give the memory back."""
+    """Free the memory of the rings."""
     shutil.rmtree(RINGS, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
 def _drive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take every drive for one that is attached to the machine, so that tests do the same on each machine."""
+    """Treat every drive as attached to the machine, so that tests behave equally on each machine."""
     monkeypatch.setattr("asymcheck.storage.nvme.drives.is_paravirtual", lambda _device: False)
 
 
@@ -63,13 +63,13 @@ def _no_damage_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def store_path(tmp_path: Path) -> Path:
-    """A path for a store that does not exist yet, in a directory of the test's own."""
+    """Return a path for a store that does not exist yet, in a temporary directory."""
     return tmp_path / "store"
 
 
 @pytest.fixture(scope="session")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    """A process to fork children from."""
+    """Return a process from which children are forked."""
     zygote = Zygote(
         tmp_path_factory.mktemp("zygote"), "asymcheck", "torch.distributed.fsdp", "torch.distributed.tensor"
     )

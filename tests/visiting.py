@@ -13,14 +13,14 @@ Visited = Callable[[Sequence[Point]], Sequence[Point]]
 
 
 def spread(points: Sequence[Point], most: int) -> Sequence[Point]:
-    """Return at most ``most`` of ``points``, evenly, the first and the last among them."""
+    """Return at most ``most`` of ``points``, evenly distributed, including the first and the last."""
     if len(points) <= most:
         return points
     return [points[number * (len(points) - 1) // (most - 1)] for number in range(most)]
 
 
 def visiting(most: int) -> pytest.MarkDecorator:
-    """Give a test a parameter ``visited``, which returns those of a sequence of points that it has to try."""
+    """Give a test a parameter ``visited``, which returns the points of a sequence to test."""
     return pytest.mark.parametrize(
         "visited",
         [pytest.param(partial(spread, most=most), id="some"), pytest.param(list, id="all", marks=pytest.mark.long)],

@@ -1,6 +1,6 @@
-"""Many processes, each forked from one that has imported torch.
+"""Fork many processes from one that has imported torch.
 
-A child opens its stores itself, so it is like a process of its own; only the seconds that the imports take are saved.
+A child opens its stores itself, like a separate process, and only the time of the imports is saved.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Child:
     zygote: Zygote
     pid: int
     output: Path
-    """What it writes to stdout and stderr."""
+    """File with its stdout and stderr."""
     status: int | None = None
-    """How it ended, negative for a signal; None until somebody has waited for it."""
+    """Exit status, negative for a signal; None until the child was waited for."""
 
     def kill(self) -> None:
-        """Send SIGKILL; the process id stays its own until :meth:`wait`."""
+        """Send SIGKILL; the process id is not reused until :meth:`wait`."""
         if self.status is None:
             os.kill(self.pid, signal.SIGKILL)
 
     def has_ended(self, limit_s: float = 0.0) -> bool:
-        """Tell whether it ends within that time."""
+        """Return whether the child ends within that time."""
         if self.status is not None:
             return True
         descriptor = os.pidfd_open(self.pid)
@@ -57,12 +57,12 @@ class Child:
         return self.status
 
     def finish(self) -> None:
-        """Wait, and fail with the child's traceback unless it ended well."""
+        """Wait, and fail with the child's traceback unless it ended with status 0."""
         status = self.wait()
         assert status == 0, f"child ended with {status}:\n{self.output.read_text()}"
 
     def wait_killed(self) -> None:
-        """Wait, and fail unless SIGKILL ended it."""
+        """Wait, and fail unless SIGKILL ended the child."""
         status = self.wait()
         assert status == -signal.SIGKILL, f"child ended with {status}:\n{self.output.read_text()}"
 
@@ -71,7 +71,7 @@ class Zygote:
     """The parent of all children. Not thread-safe."""
 
     def __init__(self, folder: Path, *imports: str) -> None:
-        """Start it, with these modules imported; children's output goes to ``folder``."""
+        """Start the parent, with these modules imported; children's output goes to ``folder``."""
         self._folder = folder
         self._number = 0
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
@@ -95,12 +95,12 @@ class Zygote:
         return reply
 
     def start(self, function: Callable[..., None], **arguments: object) -> Child:
-        """Run ``function``, of the top level of a module, with ``arguments``, which must be JSON, in a new process."""
+        """Run ``function``, of the top level of a module, in a new process, with ``arguments`` as JSON."""
         self._number += 1
         return self._start(self._folder / f"child-{self._number}.txt", function, arguments)
 
     def start_program(self, module: str, words: Sequence[object], environment: dict[str, str], output: Path) -> Child:
-        """Do what ``python -m module words...`` does, in a new process; ``output`` gets what it writes."""
+        """Run ``python -m module words...`` in a new process, with its output in ``output``."""
         return self._start(output, run_program, {"words": [module, *map(str, words)], "environment": environment})
 
     def _start(self, output: Path, function: Callable[..., None], arguments: dict[str, object]) -> Child:
@@ -114,7 +114,7 @@ class Zygote:
         return Child(self, int(str(reply["pid"])), output)
 
     def close(self) -> None:
-        """End it, and every child that is left."""
+        """End the parent, and every remaining child."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -123,10 +123,10 @@ class Zygote:
 
 
 def wait_until(true: Callable[[], bool], what: str) -> None:
-    """Wait until something is so.
+    """Wait until a condition holds.
 
     Raises:
-        AssertionError: it did not come to pass.
+        AssertionError: the condition did not hold in time.
     """
     deadline = time.monotonic() + PATIENCE_S
     while not true():
@@ -135,7 +135,7 @@ def wait_until(true: Callable[[], bool], what: str) -> None:
 
 
 def run_program(words: list[str], environment: dict[str, str]) -> None:
-    """Be the program with this name and these arguments, with this environment alone."""
+    """Run as the program with this name and these arguments, in exactly this environment."""
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[1:] = words[1:]
@@ -144,12 +144,12 @@ def run_program(words: list[str], environment: dict[str, str]) -> None:
 
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    # What modules print when they are imported must not get between the answers.
+    # Output of imported modules must not mix with the answers.
     os.dup2(2, 1)
     for name in sys.argv[1:]:
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
-    # The first optimizer of a process imports it, which takes a second.
+    # The first optimizer of a process imports this module, which takes a second.
     importlib.import_module("torch._dynamo")
     alive: set[int] = set()
     for line in sys.stdin:

@@ -122,11 +122,15 @@ def check_messages(path: Path) -> Iterator[Problem]:
                     yield from check_words(where, part.lineno, part.value)
 
 
-def check_test_names(path: Path) -> Iterator[Problem]:
-    """Check that names of tests begin with a noun or a verb."""
+def check_tests(path: Path) -> Iterator[Problem]:
+    """Check that names of tests begin with a noun or a verb, and their docstrings with "Test"."""
+    where = str(path.relative_to(ROOT))
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef) and _TEST_NAME.match(node.name):
-            yield Problem(str(path.relative_to(ROOT)), node.lineno, f"name begins with a relative clause: {node.name}")
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            if _TEST_NAME.match(node.name):
+                yield Problem(where, node.lineno, f"name begins with a relative clause: {node.name}")
+            if not (ast.get_docstring(node) or "Test").startswith("Test"):
+                yield Problem(where, node.lineno, f'docstring does not begin with "Test": {node.name}')
 
 
 def check_subjects(base: str) -> Iterator[Problem]:
@@ -153,7 +157,7 @@ def problems() -> Iterator[Problem]:
             yield from check_comments(path)
             yield from check_messages(path)
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        yield from check_test_names(path)
+        yield from check_tests(path)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The repository follows its own rules. Each rule and its reason are printed on failure."""
+"""Test that the repository follows its own rules. Each failure prints the rule and its reason."""
 
 import pytest
 
@@ -9,12 +9,12 @@ from tests.architecture.source_tree import SourceTree
 RULES = (*IMPORT_RULES, *CONTENT_RULES)
 
 FEWEST_MODULES = 15
-"""Rules over an empty folder hold. Fewer modules than this means that the package was not found."""
+"""Minimum number of modules, because rules hold over an empty folder, too."""
 
 
 @pytest.fixture(scope="module")
 def tree() -> SourceTree:
-    """The repository's source, and enough of it for the rules to mean something."""
+    """Return the repository's source, after a check that it is complete."""
     tree = SourceTree.from_disk()
     if len(tree.package) < FEWEST_MODULES:
         pytest.fail(f"{len(tree.package)} modules in asymcheck/, expected at least {FEWEST_MODULES}: nothing is proved")
@@ -23,13 +23,13 @@ def tree() -> SourceTree:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_the_tree_keeps_the_rule(tree: SourceTree, rule: Rule) -> None:
-    """No place in the tree breaks the rule."""
+    """Test that no module breaks the rule."""
     violations = sorted(rule.check(tree), key=lambda violation: (violation.path, violation.line))
     assert not violations, "\n".join([rule.reason, *map(str, violations)])
 
 
 def test_the_layers_name_real_packages(tree: SourceTree) -> None:
-    """At least the layers that a save and a load need are there, so that the arrows between them are really checked."""
+    """Test that the layers of a save and a load exist, so that their imports are really checked."""
     packages = {package_of(module.name) for module in tree.package}
     names = ("cli", "store", "capture", "commit", "restore", "storage", "format", "errors")
     needed = {f"asymcheck.{name}" for name in names}
@@ -37,5 +37,5 @@ def test_the_layers_name_real_packages(tree: SourceTree) -> None:
 
 
 def test_reference_reader_exists(tree: SourceTree) -> None:
-    """The isolation test below needs a reference reader."""
+    """Test that the reference reader, whose isolation is tested below, exists."""
     assert "format_spec/reference_reader.py" in {module.path for module in tree.below("format_spec")}

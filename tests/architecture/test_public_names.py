@@ -1,4 +1,4 @@
-"""The public names are a reviewed list."""
+"""Test that the public names equal a reviewed list."""
 
 import importlib
 import re
@@ -26,7 +26,7 @@ EXPECTED = [
     "events",
     "trace",
 ]
-"""What `import asymcheck` offers. A name added here is a promise; one taken away breaks somebody's training loop."""
+"""Public names of `import asymcheck`. An added name is a promise, and a removed name breaks a user's training loop."""
 
 
 def _sub_packages() -> list[str]:
@@ -34,7 +34,7 @@ def _sub_packages() -> list[str]:
 
 
 def _public_attributes(module: ModuleType) -> set[str]:
-    """What a user sees without underscores, less the modules that an import statement leaves behind."""
+    """Return the attributes without underscore, except for modules that an import statement leaves behind."""
     return {
         name
         for name, value in vars(module).items()
@@ -43,26 +43,26 @@ def _public_attributes(module: ModuleType) -> set[str]:
 
 
 def _is_ours(package: ModuleType, name: str) -> bool:
-    """A constant, or something defined in the package; a `Path` or `Any` that the code needs is not for export."""
+    """Return whether a value is a constant, or defined in the package; `Path` or `Any` are not exports."""
     home = getattr(getattr(package, name), "__module__", "asymcheck")
     return str(home).split(".", 1)[0] == "asymcheck"
 
 
 def test_public_names_match_the_list() -> None:
-    """`__all__` is exactly the list above, sorted."""
+    """Test that `__all__` is exactly the list above, sorted."""
     package = importlib.import_module("asymcheck")
     assert sorted(EXPECTED) == EXPECTED
     assert list(package.__all__) == EXPECTED
 
 
 def test_every_public_name_exists() -> None:
-    """Nothing is promised that an import does not give."""
+    """Test that every promised name can be imported."""
     package = importlib.import_module("asymcheck")
     assert [name for name in EXPECTED if not hasattr(package, name)] == []
 
 
 def test_nothing_else_is_public() -> None:
-    """A public attribute outside `__all__` is used by somebody sooner or later: give it an underscore or a promise."""
+    """Test that every other attribute has an underscore, because users would use it sooner or later."""
     package = importlib.import_module("asymcheck")
     modules_and_dunders = {
         name for name in EXPECTED if name.startswith("__") or isinstance(getattr(package, name), ModuleType)
@@ -71,13 +71,13 @@ def test_nothing_else_is_public() -> None:
 
 
 def test_sub_packages_exist() -> None:
-    """The next test would pass for a package without sub-packages."""
+    """Test that sub-packages exist, because the next test passes without them."""
     assert len(_sub_packages()) >= 5
 
 
 @pytest.mark.parametrize("name", _sub_packages())
 def test_sub_package_exports_its_public_names(name: str) -> None:
-    """An `__init__` with `__all__` names each public name once, and no others."""
+    """Test that an `__init__` with `__all__` names each public name once, and no others."""
     package = importlib.import_module(name)
     declared = getattr(package, "__all__", None)
     if declared is None:
@@ -88,7 +88,7 @@ def test_sub_package_exports_its_public_names(name: str) -> None:
 
 
 def test_the_version_is_that_of_the_distribution() -> None:
-    """`asymcheck.__version__` and pyproject.toml cannot drift apart."""
+    """Test that `asymcheck.__version__` equals the version in pyproject.toml."""
     declared = re.search(r'^version = "([^"]+)"$', (REPOSITORY / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
     assert declared is not None
     assert importlib.import_module("asymcheck").__version__ == declared.group(1)

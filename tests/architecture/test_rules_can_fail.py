@@ -1,4 +1,4 @@
-"""Every rule finds violations and accepts valid code."""
+"""Test that every rule finds violations and accepts valid code."""
 
 import pytest
 
@@ -269,18 +269,18 @@ def _cases(table: dict[str, list[Sources]]) -> list[object]:
 
 
 def test_every_rule_has_examples_of_both_kinds() -> None:
-    """A rule added without a violation to catch, and something to let pass, is not tested."""
+    """Test that every rule has a violation to find, and valid code to accept."""
     assert set(BROKEN) == set(SOUND) == set(RULE)
 
 
 def test_rule_names_are_unique() -> None:
-    """Two rules of one name would share their examples, and one would go untested."""
+    """Test that no two rules share their examples, of which one would be untested."""
     assert len(RULE) == len(RULES)
 
 
 @pytest.mark.parametrize(("name", "sources"), _cases(BROKEN))
 def test_the_rule_catches_a_violation(name: str, sources: Sources) -> None:
-    """The rule finds the violation, and points into one of the files given."""
+    """Test that the rule finds the violation, and names one of the given files."""
     violations = list(RULE[name].check(SourceTree.from_sources(sources)))
     assert violations
     assert {violation.path for violation in violations} <= set(sources)
@@ -289,12 +289,12 @@ def test_the_rule_catches_a_violation(name: str, sources: Sources) -> None:
 
 @pytest.mark.parametrize(("name", "sources"), _cases(SOUND))
 def test_the_rule_lets_sound_code_pass(name: str, sources: Sources) -> None:
-    """The rule has no objection to code that keeps it."""
+    """Test that the rule accepts valid code."""
     assert not [str(violation) for violation in RULE[name].check(SourceTree.from_sources(sources))]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_the_reason_is_a_sentence(rule: Rule) -> None:
-    """A failure explains itself: the reason says more than the rule's name."""
+    """Test that the reason of a rule says more than its name."""
     assert len(rule.reason.split()) >= 10
     assert rule.reason.endswith(".")

@@ -1,4 +1,4 @@
-"""The write path is short: docs/architecture.md lists the modules between ``step()`` and the drive."""
+"""Test that the write path is short: docs/architecture.md lists the modules between ``step()`` and the drive."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PACKAGE = str(Path(asymcheck.__file__).parent) + "/"
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 
 MOST = 20
-"""As many modules may lie between ``step()`` and the drive."""
+"""Maximum number of modules between ``step()`` and the drive."""
 
 SYSTEM_CALLS = frozenset({"pwritev", "pwrite", "fsync", "fdatasync", "rename", "put"})
-"""Functions of ``os`` that write, sync and rename, and the one that enters a value in the catalog."""
+"""Functions of ``os`` that write, sync and rename, and the function that enters a value in the catalog."""
 CALLS = frozenset(
     {
         ("state/leaves.py", "copy_partition"),
@@ -41,7 +41,7 @@ class WritePath:
         self.moves: set[str] = set()
 
     def trace(self, train: Callable[[], object]) -> None:
-        """Watch all threads that begin while ``train`` runs, and this one."""
+        """Trace this thread and all threads that start while ``train`` runs."""
         sys.setprofile(self._saw)
         threading.setprofile(self._saw)
         try:
@@ -64,7 +64,7 @@ class WritePath:
         while above is not None:
             modules.add(_module(above))
             above = above.f_back
-        # What moves without the package, such as the output of the tests, is nothing of its own.
+        # Ignore writes of other code, such as the output of the tests.
         if modules != {None}:
             self.moves.add(name)
             self.modules |= {module for module in modules if module is not None}
@@ -84,7 +84,7 @@ def _listed() -> set[str]:
 
 @pytest.fixture
 def write_path(tmp_path: Path) -> WritePath:
-    """The way of a checkpoint in the background, of several."""
+    """Return the traced modules of several background checkpoints."""
     way = WritePath()
     model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -99,7 +99,7 @@ def write_path(tmp_path: Path) -> WritePath:
             for step in range(4):
                 model(torch.rand(4, 256)).sum().backward()
                 optimizer.step()
-                # Only the last checkpoint counts: the first makes the run, the ring and the threads.
+                # Only the last checkpoint counts, because the first creates the run, the ring and the threads.
                 way.modules.clear()
                 checkpointer.step(step)
                 model(torch.rand(4, 256)).sum().backward()
@@ -111,15 +111,15 @@ def write_path(tmp_path: Path) -> WritePath:
 
 
 def test_the_write_path_has_the_modules_that_the_page_lists(write_path: WritePath) -> None:
-    """A module that comes between is a decision: list it, with its reason, or do without."""
+    """Test that each module on the path is listed, because an additional module is a decision."""
     assert write_path.moves == SYSTEM_CALLS | {name for _, name in CALLS}
     assert write_path.modules - _listed() == set()
-    # Which thread copies a partition is a matter of time, so that not all are met in each run.
+    # Threads copy partitions in any order, so a run may not use all modules.
     assert {"capture/engine.py", "commit/transaction.py", "storage/nvme/pack_writer.py"} <= write_path.modules
 
 
 def test_the_page_lists_few_modules_and_none_that_is_gone() -> None:
-    """And says how many there are."""
+    """Test the number on the page, and that every listed module exists."""
     listed = _listed()
     assert len(listed) <= MOST
     assert f"These {len(listed)} modules are on the call stack" in PAGE.read_text("utf-8")

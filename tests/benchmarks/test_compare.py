@@ -1,4 +1,4 @@
-"""Comparison of two reports of a workload: results that became worse beyond the spread are named."""
+"""Test the comparison of two reports of a workload: results that became worse beyond the spread are listed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _compared(tmp_path: Path, old: Report, new: Report) -> object:
 
 
 def test_slower_results_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Status 1; results within the spread, and better ones, are no reason."""
+    """Test status 1, and that results within the spread, and better ones, do not count."""
     old = _report(
         row("a", "time", "s", [1.0, 1.1, 1.2]), row("b", "time", "s", [1.0, 1.1, 1.2]), row("c", "speed", "GB/s", [4.0])
     )
@@ -39,13 +39,13 @@ def test_slower_results_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_less_throughput_is_worse(tmp_path: Path) -> None:
-    """More is better of some units."""
+    """Test a unit for which more is better."""
     assert _compared(tmp_path, _report(row("c", "x", "GB/s", [4.0])), _report(row("c", "x", "GB/s", [3.0]))) == 1
     assert _compared(tmp_path, _report(row("c", "x", "GB/s", [4.0])), _report(row("c", "x", "GB/s", [3.9]))) == 0
 
 
 def test_equal_reports_and_reports_of_different_workloads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first are fine, the second cannot be compared; nor can what is no report."""
+    """Test that equal reports pass, and that reports of different workloads and other files are refused."""
     one = _report(row("a", "time", "s", [1.0]))
     assert _compared(tmp_path, one, one) == 0
     assert _compared(tmp_path, one, _report(row("a", "time", "s", [1.0]), workload="restore")) == 2
@@ -59,7 +59,7 @@ def test_equal_reports_and_reports_of_different_workloads(tmp_path: Path, capsys
 
 
 def test_the_page_of_results_says_where_asymcheck_is_not_first(tmp_path: Path) -> None:
-    """With the cause; and has a section for each workload that has been run."""
+    """Test the causes, and a section for each workload that was run."""
     rows = [row("asymcheck +S+O", "steps lost, M", "steps", [0.0])]
     for system, stall, durable in (("asymcheck +S+O", 1.0, 90.0), ("torch.save", 5.0, 30.0)):
         rows.append(row(system, "visible stall p95, M, every 10", "ms", [stall]))
@@ -77,7 +77,7 @@ def test_the_page_of_results_says_where_asymcheck_is_not_first(tmp_path: Path) -
 
 
 def test_wrong_results_are_named_and_excluded(tmp_path: Path) -> None:
-    """A failed recovery would look fast."""
+    """Test a failed recovery, which would look fast."""
     rows = []
     for system, exact, recovery in (("asymcheck +S+O", 1.0, 50.0), ("safetensors", 1.0, 7.0), ("torch DCP", 0.0, 3.0)):
         rows.append(row(system, "steps lost, M", "steps", [1.0]))
@@ -92,7 +92,7 @@ def test_wrong_results_are_named_and_excluded(tmp_path: Path) -> None:
 
 
 def test_results_page_lists_missed_targets_first(tmp_path: Path) -> None:
-    """Targets that were not measured are left out."""
+    """Test that targets without a measurement are left out."""
     rows = [row("a", "time", "s", [1.0])]
     report = dataclasses.replace(_report(*rows, workload="restore"), ratios={"restore/limit": 0.9, "other": 1.0})
     write_json(report, tmp_path / "restore.json")
@@ -109,7 +109,7 @@ def test_results_page_lists_missed_targets_first(tmp_path: Path) -> None:
 
 
 def test_help_describes_each_workload(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line each, the first of its module."""
+    """Test one line for each workload, the first of its module."""
     with pytest.raises(SystemExit, match="0"):
         __main__.main(["--help"])
     lines = capsys.readouterr().out.partition("workloads:\n")[2].splitlines()

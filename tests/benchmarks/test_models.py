@@ -1,4 +1,4 @@
-"""The workload ``models`` compares the resumed state of a killed training with its reports."""
+"""Test that the workload ``models`` compares the resumed state of a killed training with its reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.schemes import Kind, Scheme, State
 
 
 class _Told:
-    """In place of the pipe to the process that kills: the steps that were told."""
+    """Stands for the pipe to the killing process: the reported steps."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -29,7 +29,7 @@ class _Told:
 
 
 def test_step_is_reported_before_it_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise, a kill in between would find a checkpoint of an unreported step."""
+    """Test that no kill can leave a checkpoint of an unreported step."""
     told = _Told()
     saved: list[int] = []
 
@@ -53,7 +53,7 @@ def test_step_is_reported_before_it_can_be_resumed(tmp_path: Path, monkeypatch: 
 def test_torn_file_is_a_result_for_peers_only(
     kind: Kind, step: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For asymcheck, an unreadable file is a defect, and ends the workload."""
+    """Test that for asymcheck, an unreadable file is a defect, and ends the workload."""
 
     def recover(_state: State, _where: Path) -> int:
         raise EOFError("half a file")

@@ -1,4 +1,4 @@
-"""Common properties of the schemes of the workload ``models``, and DeepSpeed's engines in a separate process."""
+"""Test common properties of the schemes of the workload ``models``, and DeepSpeed's engines in a separate process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _state() -> tuple[nn.Linear, State]:
 
 
 def _engine_saves(name: str, where: Path, pipe: Connection) -> None:
-    """Save two steps, change the state at once; tell the weights of both steps, and what comes back."""
+    """Save two steps, and change the state at once; return the weights of both steps and of the recovery."""
     model, state = _state()
     with process_group():
         saver = _scheme(name).make(state, where)
@@ -53,7 +53,7 @@ def _engine_saves(name: str, where: Path, pipe: Connection) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_of_deepspeed_brings_the_last_step_back(name: str, tmp_path: Path) -> None:
-    """Also the one that writes from the state itself: it is waited for before the state changes."""
+    """Test also the engine that writes from the state itself, which must end before the state changes."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(target=_engine_saves, args=(name, tmp_path, theirs))
     process.start()
@@ -66,7 +66,7 @@ def test_an_engine_of_deepspeed_brings_the_last_step_back(name: str, tmp_path: P
 def test_unavailable_scheme_is_named_and_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The others are measured, and none is compared with an unmeasured one."""
+    """Test that the others are measured, and that none is compared with an unmeasured scheme."""
     lacking = [
         dataclasses.replace(scheme, missing=lambda: "no such thing") if scheme.name == "safetensors" else scheme
         for scheme in SCHEMES
@@ -78,7 +78,7 @@ def test_unavailable_scheme_is_named_and_left_out(
 
 
 def test_time_is_taken_when_the_first_checkpoint_is_done(tmp_path: Path) -> None:
-    """What starts a process for it would else be charged with that, in its second checkpoint."""
+    """Test a scheme that starts a process for its first checkpoint, which must not count for the second."""
     told: list[str] = []
 
     class Watched(Saver):
@@ -93,7 +93,7 @@ def test_time_is_taken_when_the_first_checkpoint_is_done(tmp_path: Path) -> None
 
 
 def test_children_of_a_killed_training_are_ended() -> None:
-    """A child process might wait for it for ever."""
+    """Test a child process that would wait forever."""
     script = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None

@@ -1,4 +1,4 @@
-"""Every workload runs on a small state, and its report follows the schema."""
+"""Test every workload on a small state, and that its report follows the schema."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ from benchmarks.report import Report, rotated, row, write_json
 from tests.architecture.source_tree import REPOSITORY
 from tools.local_hdfs import LocalHdfs
 
-# The peers' own: torch warns of a missing process group, matplotlib of fonts, and torchsnapshot leaves loops open.
+# Hide warnings of peers: torch about a process group, matplotlib about fonts, torchsnapshot about open loops.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 SCHEMA = json.loads((REPOSITORY / "benchmarks" / "report.schema.json").read_text())
@@ -54,7 +54,7 @@ GRID = models.Grid(["GPT-2"], "tiny", {1: 4, 10: 11}, ["asymcheck +S+O", "safete
 
 
 def _goodput(folder: Path) -> Report:
-    """Of figures that were never measured, of a workload that is tested beside it."""
+    """Run goodput with invented figures, because the workload ``models`` has its own test."""
     source = folder.parent / "models.json"
     model = "made-up"
     measures = {"time to durable": 900.0, "visible stall": 30.0, "iteration": 1000.0}
@@ -82,21 +82,21 @@ RUNS: dict[str, Callable[[Path], Report]] = {
     "goodput": _goodput,
 }
 QUICK = ("goodput", "catalog", "bytes")
-"""Workloads that take a second or two; `make check` runs them all."""
+"""Workloads that take a second or two; `make check` runs all of them."""
 MARKS = {name: pytest.mark.slow for name in RUNS if name not in QUICK} | {
     "gpu": pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 }
 
 
 def test_every_workload_has_a_test() -> None:
-    """The tests below cover all workloads; hdfs needs a cluster, and has its own test."""
+    """Test that the tests below cover all workloads; hdfs needs a cluster, and has a separate test."""
     assert {*RUNS, "hdfs"} == set(__main__.WORKLOADS)
     assert tuple(SCHEMA["properties"]["workload"]["enum"]) == __main__.WORKLOADS
 
 
 @pytest.mark.parametrize("workload", [pytest.param(name, marks=MARKS.get(name, ())) for name in RUNS])
 def test_workload_report_follows_the_schema(workload: str, tmp_path: Path) -> None:
-    """Valid JSON, median between minimum and maximum, and an empty folder afterwards."""
+    """Test valid JSON, medians between minimum and maximum, and an empty folder afterwards."""
     folder = tmp_path / "folder"
     folder.mkdir()
     report = RUNS[workload](folder)
@@ -114,7 +114,7 @@ def test_workload_report_follows_the_schema(workload: str, tmp_path: Path) -> No
 def test_without_cuda_the_gpu_workload_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It ends with status 1, measures nothing and leaves nothing; a size is for this workload alone."""
+    """Test status 1 without measurements and files; --size is only for this workload."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="needs a CUDA device"):
         __main__.main(["gpu", "--quick", "--folder", str(tmp_path), "--size", "2"])
@@ -128,7 +128,7 @@ def test_without_cuda_the_gpu_workload_says_so(
 
 @pytest.mark.slow
 def test_gpu_workload_runs_on_any_device(tmp_path: Path) -> None:
-    """Everything except the link: the CPU stands in for a device, with the smallest model."""
+    """Test everything except the link: the CPU replaces a device, with the smallest model."""
     shape = gpu.Shape(0.0, 16, 1, 8, {1: 2, 10: 11})
     report = gpu.measure(tmp_path, shape, torch.device("cpu"))
     metrics = {item.metric: item.n for item in report.results}
@@ -145,7 +145,7 @@ def test_gpu_workload_runs_on_any_device(tmp_path: Path) -> None:
 
 
 def test_the_state_of_the_gpu_workload_has_the_size_that_was_asked_for() -> None:
-    """Layers make it up, to within half a layer."""
+    """Test that the number of layers gives the size to within half a layer."""
     for gigabytes in (3.0, 14.0, 70.0):
         shape = dataclasses.replace(gpu.FULL, gigabytes=gigabytes)
         parameters = shape.layers * 12 * shape.width**2 + (50_257 + shape.context) * shape.width
@@ -154,15 +154,15 @@ def test_the_state_of_the_gpu_workload_has_the_size_that_was_asked_for() -> None
 
 @pytest.mark.slow
 def test_workload_hdfs_on_a_real_cluster(tmp_path: Path) -> None:
-    """Pushes, restores and counts, and removes its files."""
+    """Test pushes, restores and counts, and that the files are removed."""
     shape = hdfs.Shape(1, 1, (1,), TINY, 2)
     report = hdfs.run(tmp_path, quick=True, shape=shape, state=states.small(4))
     jsonschema.validate(dataclasses.asdict(report), SCHEMA)
     metrics = {(item.system, item.metric): item.median for item in report.results}
-    # Descriptor, and for each checkpoint a pack and a manifest.
+    # A descriptor, and for each checkpoint a pack and a manifest.
     assert metrics["asymcheck push", "files of 2 checkpoints"] == 5
     assert metrics["torch.save + put", "files of 2 checkpoints"] == 2
-    # For each its tensors and its metadata; and all the bytes of the state, with more around small ones.
+    # A file for each tensor and the metadata; the bytes are those of the state with a margin for small tensors.
     assert metrics["torch DCP through fsspec", "files of 2 checkpoints"] == 4
     whole_state_ratios = metrics["torch.save + put", "2 checkpoints there"]
     assert metrics["torch DCP through fsspec", "2 checkpoints there"] == pytest.approx(whole_state_ratios, rel=0.25)
@@ -171,8 +171,8 @@ def test_workload_hdfs_on_a_real_cluster(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_dcp_through_fsspec_writes_a_checkpoint(tmp_path: Path) -> None:
-    """What the workload ``hdfs`` counts of the other can be loaded: torch reads it when it is fetched."""
-    # Where the client is not installed the other tests here go on.
+    """Test that the checkpoint that the workload ``hdfs`` counts can be fetched and loaded by torch."""
+    # Skip only this test if the client is not installed.
     from hdfs_native import Client
 
     from benchmarks import hdfs_fsspec
@@ -193,14 +193,14 @@ def test_dcp_through_fsspec_writes_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_without_java_the_workload_hdfs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one line, before anything is made."""
+    """Test one line of error, before anything is created."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match="found no java"):
         hdfs.run(tmp_path, quick=True)
 
 
 def test_the_schema_refuses_a_report_without_its_ratios() -> None:
-    """The schema is no empty promise: each workload must give the ratios that it is named for."""
+    """Test that each workload must return its named ratios."""
     environment = dict.fromkeys(SCHEMA["properties"]["environment"]["required"], "x")
     report = Report("durable", environment, [row("asymcheck new", "throughput", "GB/s", [1.0])], {"other": 1.0})
     with pytest.raises(jsonschema.ValidationError, match="durable_new/limit"):
@@ -211,7 +211,7 @@ def test_the_schema_refuses_a_report_without_its_ratios() -> None:
 def test_the_command_writes_json_and_a_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """``python -m benchmarks`` prints the environment first, then measures, and writes both files."""
+    """Test that ``python -m benchmarks`` prints the environment, measures, and writes both files."""
     monkeypatch.setattr(catalog, "QUICK", synthetic.Shape(200, 4))
     files = tmp_path / "report.json", tmp_path / "report.png"
     __main__.main(["catalog", "--quick", "--folder", str(tmp_path), "--json", str(files[0]), "--plot", str(files[1])])
@@ -224,7 +224,7 @@ def test_the_command_writes_json_and_a_picture(
 
 @pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.name)
 def test_peers_restore_the_saved_state(peer: peers.Peer, tmp_path: Path) -> None:
-    """Every way to restore from every peer returns the state bit for bit, also after a second save."""
+    """Test every way to restore from every peer, bit for bit, also after a second save."""
     state = states.small(1)
     where = tmp_path / "peer"
     for _ in range(2 if peer.overwrites else 1):
@@ -247,7 +247,7 @@ def test_peers_restore_the_saved_state(peer: peers.Peer, tmp_path: Path) -> None
 
 
 def test_peers_sync_every_file_and_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Durable means for peers what it means for asymcheck: each file, each folder, and the name in the folder above."""
+    """Test each file, each folder, and the name in the parent folder, as for asymcheck."""
     (tmp_path / "peer" / "inner").mkdir(parents=True)
     for name in ("a", "inner/b"):
         (tmp_path / "peer" / name).write_bytes(b"x")
@@ -259,7 +259,7 @@ def test_peers_sync_every_file_and_directory(tmp_path: Path, monkeypatch: pytest
 
 
 def test_restore_refuses_a_peer_that_restores_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read that is fast because it is wrong is an error, not a figure."""
+    """Test that a fast but wrong read is an error."""
 
     def wrong(_peer: peers.Peer) -> dict[str, Callable[[Path], peers.Tensors]]:
         return {"wrong": lambda where: {name: tensor + 1 for name, tensor in torch.load(where).items()}}
@@ -270,7 +270,7 @@ def test_restore_refuses_a_peer_that_restores_something_else(tmp_path: Path, mon
 
 
 def test_cold_files_are_out_of_the_page_cache(tmp_path: Path) -> None:
-    """What was just written lies in the page cache; made cold, none of it does."""
+    """Test that written files are in the page cache, and that no byte is after make_cold."""
     path = tmp_path / "file"
     path.write_bytes(os.urandom(1 << 20))
     assert coldness.cached_bytes([path]) == 1 << 20
@@ -282,7 +282,7 @@ def test_cold_files_are_out_of_the_page_cache(tmp_path: Path) -> None:
 
 
 def test_the_synthetic_store_is_a_store(tmp_path: Path) -> None:
-    """``verify`` reads every byte of it and finds nothing; the newest checkpoint names every partition."""
+    """Test that ``verify`` finds nothing, and that the newest checkpoint references every partition."""
     synthetic.build(tmp_path / "store", synthetic.Shape(120, 6))
     with Store.open(tmp_path / "store", create=True) as store:
         assert store.verify() == []
@@ -295,7 +295,7 @@ def test_the_synthetic_store_is_a_store(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_peak_memory_is_that_of_the_operation(tmp_path: Path) -> None:
-    """A load makes the state's bytes anew; a load into tensors that are there does not."""
+    """Test that a load into new tensors needs the size of the state, and a load into existing ones does not."""
     state = states.small(100)
     torch.save(state, tmp_path / "state.pt")
     with Store.open(tmp_path / "store", create=True) as store:
@@ -308,20 +308,20 @@ def test_peak_memory_is_that_of_the_operation(tmp_path: Path) -> None:
 
 
 def test_everybody_is_first_once() -> None:
-    """The order rotates, so that none always follows the same one."""
+    """Test the rotation, so that no system always follows the same one."""
     assert [rotated("abc", number)[0] for number in range(4)] == ["a", "b", "c", "a"]
     assert sorted(rotated("abc", 1)) == ["a", "b", "c"]
 
 
 def test_sizes_of_batches_are_enough_for_a_curve() -> None:
-    """Eight at least, from one partition on."""
+    """Test at least eight sizes, from one partition on."""
     assert len(batch.SIZES) >= 8
     assert sorted(set(batch.SIZES)) == list(batch.SIZES)
     assert batch.SIZES[0] == asymcheck.StoreConfig().partition_bytes
 
 
 def test_the_size_of_a_pack_is_that_of_a_batch(tmp_path: Path) -> None:
-    """Each is one sync: a state of eight MB in packs of two MiB is made durable by five or so."""
+    """Test a state of eight MB in packs of two MiB, which needs about five syncs."""
     config = asymcheck.StoreConfig(partition_bytes=1 << 20, pack_bytes=2 << 20)
     synced: list[str] = []
     with Store.open(tmp_path / "store", config=config, create=True) as store:
@@ -332,7 +332,7 @@ def test_the_size_of_a_pack_is_that_of_a_batch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packer", packers.packers(), ids=lambda packer: packer.name)
 def test_a_packer_that_changes_bytes_is_refused(packer: packers.Packer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ratio that is good because it is wrong is an error, not a figure; what is right has one."""
+    """Test that a good ratio with wrong bytes is an error."""
     values = torch.randn(50_000)
     piece = packers.Kind("weights", "float32", values.numpy().tobytes())
     assert codec.measure(packer, [piece], 2, 2).ratio > 1
@@ -344,7 +344,7 @@ def test_a_packer_that_changes_bytes_is_refused(packer: packers.Packer, monkeypa
 
 
 def test_weights_of_mixed_precision_are_the_rounded_master() -> None:
-    """So they cost nothing; weights that are something else are an error."""
+    """Test that the weights cost nothing, and that other weights are an error."""
     run = training.VARIANTS["mixed"](training.pretrained(TINY))
     run.train(2)
     states_of = {0: training.snapshot(run)}
@@ -358,7 +358,7 @@ def test_weights_of_mixed_precision_are_the_rounded_master() -> None:
 
 
 def test_only_adapters_change_in_a_low_rank_run() -> None:
-    """What is frozen is the same bytes in every checkpoint; in the others everything moves."""
+    """Test that frozen weights have the same bytes in every checkpoint, and that all other weights change."""
     start = training.pretrained(TINY)
     for name, variant in training.VARIANTS.items():
         run = variant(start)
@@ -373,7 +373,7 @@ def test_only_adapters_change_in_a_low_rank_run() -> None:
 
 
 def test_bytes_on_the_drive_are_those_of_files(tmp_path: Path) -> None:
-    """A folder's are the sum of its files', holes apart."""
+    """Test that the size of a folder is the sum of its files, without holes."""
     (tmp_path / "inner").mkdir()
     for name in ("a", "inner/b"):
         (tmp_path / name).write_bytes(os.urandom(8192))

@@ -1,4 +1,4 @@
-"""Rollback to the newest checkpoint in memory, without reading the drive."""
+"""Test rollback to the newest checkpoint in memory, without reading the drive."""
 
 from __future__ import annotations
 

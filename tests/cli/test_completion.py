@@ -1,4 +1,4 @@
-"""Shell completion of the values that a store knows."""
+"""Test shell completion of the values that a store knows."""
 
 from pathlib import Path
 

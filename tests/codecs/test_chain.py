@@ -1,4 +1,4 @@
-"""Missing bases are searched once, for any number of copies of their dependents."""
+"""Test that missing bases are searched once, for any number of copies of their dependents."""
 
 import itertools
 
@@ -16,7 +16,7 @@ COPIES = 5
 
 
 def test_copies_of_frames_do_not_multiply_where_the_last_base_is_damaged() -> None:
-    """Five copies in each of eight places are forty frames, and not five to the power of eight."""
+    """Test five copies in each of eight packs, which are forty frames and not five to the power of eight."""
     plain = [bytes([step]) * 64 for step in range(registry.DELTA_DEPTH_MAX + 1)]
     names = [digest(one) for one in plain]
     deltas = {

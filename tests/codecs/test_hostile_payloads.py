@@ -1,4 +1,4 @@
-"""Hostile payloads are decoded or refused as malformed, within bounded time and memory."""
+"""Test that hostile payloads are decoded or refused as malformed, within bounded time and memory."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ ROUNDED = ((WEIGHTS.view("<u4") >> 16).astype("<u2") + 0).tobytes()
 
 SECONDS = 2.0
 BYTES = 4 << 20
-"""Beyond the plain bytes; the tables of the largest payload that is allowed take about as much."""
+"""Limit beyond the plain bytes, about the size of the tables of the largest allowed payload."""
 
 
 def encodings() -> dict[str, Encoded]:
-    """A partition in each codec."""
+    """Return a partition in each codec."""
     name, plain, base = digest(PLAIN), memoryview(PLAIN), memoryview(BASE)
     exact = (WEIGHTS.view("<u4") & 0xFFFF0000).astype("<u4").tobytes()
     derived = encode_derived(digest(ROUNDED), memoryview(ROUNDED), 1, digest(exact), memoryview(exact), 0)
@@ -48,7 +48,7 @@ def encodings() -> dict[str, Encoded]:
 def _changed(payload: bytes, dice: random.Random) -> bytes:
     data = bytearray(payload)
     for _ in range(dice.choice([1, 1, 1, 2, 5])):
-        # Most of a payload is data, in which a change is only another value: the tables are hit as often.
+        # Change the tables as often as the data, in which every change is only another value.
         end = min(len(data), dice.choice([16, 40, 200, len(data)]))
         match dice.randrange(5) if end else 4:
             case 0:
@@ -69,7 +69,7 @@ def _changed(payload: bytes, dice: random.Random) -> bytes:
 
 @pytest.mark.parametrize("codec", encodings())
 def test_changed_payloads_are_decoded_or_refused(codec: str) -> None:
-    """Whatever is changed, the answer is bytes of the right length or a FormatError."""
+    """Test that the result has the right length, or that a FormatError is raised."""
     encoded, dice = encodings()[codec], random.Random(codec)
     refused = 0
     for _ in range(1500):
@@ -85,7 +85,7 @@ def test_changed_payloads_are_decoded_or_refused(codec: str) -> None:
 
 @pytest.mark.parametrize("codec", encodings())
 def test_every_prefix_is_refused(codec: str) -> None:
-    """No payload is complete before its end, and none goes on behind it."""
+    """Test that no payload is complete before its end, and that further bytes are refused."""
     encoded = encodings()[codec]
     payload = encoded.payload()
     ends = [*range(min(300, len(payload))), *range(300, len(payload), 61), len(payload) - 1]
@@ -110,7 +110,7 @@ def _header(*numbers: int) -> bytes:
     ids=["planes", "chunk", "segments", "more planes than the table", "lengths of nothing"],
 )
 def test_false_lengths_allocate_nothing(payload: bytes, length: int) -> None:
-    """A header that claims a gibibyte does not allocate one."""
+    """Test a header that claims a gibibyte."""
     described = FrameDescriptor(Digest(bytes(16)), length, len(payload), bytes(8), 0, registry.CODEC_BYTE_PLANES)
     tracemalloc.start()
     began = time.process_time()
@@ -126,7 +126,7 @@ def test_false_lengths_allocate_nothing(payload: bytes, length: int) -> None:
 
 @pytest.mark.slow
 def test_the_largest_tables_are_decoded_soon() -> None:
-    """As many planes as are allowed, in segments of one element: slow, but not beyond measure."""
+    """Test the maximum number of planes, in segments of one element, which must not be too slow."""
     count = registry.CODEC_PLANES_MAX // 3
     pairs = struct.pack("<IBBHIBBH", 2, 2, 0, 0, 1, 1, 0, 0)
     words = struct.pack("<III", 2 << 24 | 1, 2 << 24 | 2, 2 << 24 | 3)
@@ -148,14 +148,14 @@ def test_the_largest_tables_are_decoded_soon() -> None:
     ids=["skippable", "an older magic", "dictionary", "content size"],
 )
 def test_frames_of_another_kind_are_refused_before_decompression(packed: bytes, words: str) -> None:
-    """The message describes the frame."""
+    """Test the message, which describes the frame."""
     with pytest.raises(StructureError, match=words):
         zstd.decompress(packed, 3, "test")
     assert zstd.decompress(b"\x28\xb5\x2f\xfd\x20\3\x19\0\0abc", 3, "test") == b"abc"
 
 
 def test_unknown_codecs_and_missing_bases_are_named() -> None:
-    """The error says which codec, or which base."""
+    """Test that the error names the codec or the base."""
     described = FrameDescriptor(Digest(bytes(16)), 1, 1, bytes(8), 0, 9)
     with pytest.raises(UnsupportedCodecError, match=r"codec 9 \(unknown\)"):
         decode(described, memoryview(b"x"))
@@ -169,7 +169,7 @@ def test_unknown_codecs_and_missing_bases_are_named() -> None:
 
 
 def test_a_chain_has_eight_deltas_and_a_derived_frame_only_on_top() -> None:
-    """The ninth is refused, and so is what leads back, and a base that is derived."""
+    """Test nine deltas, a cycle, and a derived base."""
     chain = Chain()
     for depth in range(registry.DELTA_DEPTH_MAX):
         chain = chain.below(_delta(depth, depth + 1), "frame")

@@ -1,4 +1,4 @@
-"""Codecs decode to the same bytes, for any bytes and any partition boundaries."""
+"""Test that codecs decode to the same bytes, for any bytes and any partition boundaries."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ KINDS = [
 
 @st.composite
 def partitions(draw: st.DrawFn) -> tuple[list[Segment], int]:
-    """Segments of any kinds, some longer than a chunk, and the seed of bytes for them."""
+    """Return segments of any kind, some longer than a chunk, and the seed of their bytes."""
     found = draw(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(1, 700)), min_size=1, max_size=5))
     segments = [Segment(kind.width * count, kind.width, kind.is_float) for kind, count in found]
     return segments, draw(st.integers(0, 2**32))
 
 
 def make(length: int, seed: int) -> bytes:
-    """Bytes of several textures: noise, runs, zeros, and values that change little."""
+    """Return bytes of several textures: noise, runs, zeros, and values that change little."""
     numbers = np.random.default_rng(seed)
     pieces: list[bytes] = []
     while sum(map(len, pieces)) < length:
@@ -54,7 +54,7 @@ def make(length: int, seed: int) -> bytes:
 
 
 def check(encoded: Encoded, plain: bytes, base: bytes | None = None) -> None:
-    """The descriptor is one that a frame may have, and describes the payload; decoding gives the plain bytes."""
+    """Check that the descriptor is valid and matches the payload, and that decoding gives the plain bytes."""
     described, payload = encoded.descriptor, encoded.payload()
     assert (described.plain_length, described.stored_length) == (len(plain), len(payload))
     assert described.stored_sum == sum8(payload)
@@ -69,14 +69,14 @@ def check(encoded: Encoded, plain: bytes, base: bytes | None = None) -> None:
 
 @given(st.binary(min_size=1, max_size=5000))
 def test_zstd_goes_round(plain: bytes) -> None:
-    """Any bytes."""
+    """Test any bytes."""
     check(encode_zstd(digest(plain), memoryview(plain)), plain)
 
 
 @settings(max_examples=60)
 @given(partitions())
 def test_planes_go_round(partition: tuple[list[Segment], int]) -> None:
-    """Any segments, of any bytes."""
+    """Test any segments of any bytes."""
     segments, seed = partition
     plain = make(sum(segment.length for segment in segments), seed)
     check(encode_planes(digest(plain), memoryview(plain), segments, chunk_bytes=CHUNK), plain)
@@ -85,7 +85,7 @@ def test_planes_go_round(partition: tuple[list[Segment], int]) -> None:
 @settings(max_examples=60)
 @given(partitions(), st.booleans())
 def test_deltas_go_round(partition: tuple[list[Segment], int], near: bool) -> None:
-    """Against a base that is close, and against one that has nothing to do with it."""
+    """Test a similar base, and an unrelated base."""
     segments, seed = partition
     plain = make(sum(segment.length for segment in segments), seed)
     base = bytes(byte ^ (index % 97 == 0) for index, byte in enumerate(plain)) if near else make(len(plain), seed + 1)
@@ -100,7 +100,7 @@ ODD = (0, 1, 2**15 - 1, 2**15, 2**15 + 1, 2**16 - 1, 0x7C00, 0x7C01, 0xFC00, 0xF
 
 
 def test_every_pair_of_odd_values_has_a_difference_that_is_undone() -> None:
-    """Zeros, infinities and NaN of both signs, and integers that wrap, in every width."""
+    """Test zeros, infinities and NaN of both signs, and integers that overflow, in every width."""
     for width in (1, 2, 4, 8):
         shift = np.uint64(8 * max(width - 2, 0))
         values = (np.array(ODD, dtype=np.uint64) << shift).astype(f"<u{width}")
@@ -111,7 +111,7 @@ def test_every_pair_of_odd_values_has_a_difference_that_is_undone() -> None:
 
 
 def test_the_order_of_floats_is_that_of_their_values() -> None:
-    """Sorted by value they are sorted as two's complement integers, the negative zero right below the positive."""
+    """Test the order as two's complement integers, with negative zero just below positive zero."""
     values = np.array([-np.inf, -2.5, -1e-40, -0.0, 0.0, 1e-45, 1.0, np.inf], dtype="<f4")
     made = planes.in_order(values.view("<u4")).view("<i4")
     assert (np.diff(made.astype(np.int64)) > 0).all()
@@ -121,7 +121,7 @@ def test_the_order_of_floats_is_that_of_their_values() -> None:
 
 
 def test_planes_are_the_bytes_of_elements() -> None:
-    """The least significant first; rotated, the sign is the last bit and the exponent one whole byte."""
+    """Test that the least significant byte is first, and that the rotation makes the exponent one whole byte."""
     words = np.array([0x80402010, 0x01020304], dtype="<u4")
     assert planes.split(words).tolist() == [[0x10, 4], [0x20, 3], [0x40, 2], [0x80, 1]]
     rotated = planes.rotated(np.array([-1.5], dtype="<f4").view("<u4"))
@@ -130,7 +130,7 @@ def test_planes_are_the_bytes_of_elements() -> None:
 
 
 def test_noise_is_stored_plain_and_exponents_shrink() -> None:
-    """In weights, the plane of exponents shrinks, fractions stay plain, and no plane grows."""
+    """Test weights: the plane of exponents shrinks, fractions stay plain, and no plane grows."""
     weights = np.random.default_rng(1).standard_normal(100_000).astype("<f4").tobytes()
     encoded = encode_planes(digest(weights), memoryview(weights), [Segment(len(weights), 4, True)])
     payload = encoded.payload()
@@ -143,7 +143,7 @@ def test_noise_is_stored_plain_and_exponents_shrink() -> None:
 
 
 def test_no_time_is_spent_on_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of planes of noise only samples are compressed."""
+    """Test that only samples of noise are compressed."""
     seen: list[int] = []
     compress = zstd.compress
 
@@ -158,7 +158,7 @@ def test_no_time_is_spent_on_noise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_repeated_strings_are_found_in_long_planes() -> None:
-    """Bytes that are equally frequent but repeat are no noise."""
+    """Test bytes with a uniform frequency and repetitions, which are not noise."""
     plain = bytes(range(256)) * 4096
     encoded = encode_planes(digest(plain), memoryview(plain), [Segment(len(plain), 1)])
     assert encoded.descriptor.stored_length < len(plain) // 100
@@ -166,7 +166,7 @@ def test_repeated_strings_are_found_in_long_planes() -> None:
 
 
 def test_threads_give_the_same_payload() -> None:
-    """Chunks worked off by several threads are put together in order."""
+    """Test that chunks of several threads are stored in order."""
     plain = make(300_000, 5)
     segments = [Segment(100_000, 4, True), Segment(200_000, 2, True)]
     alone = encode_planes(digest(plain), memoryview(plain), segments, chunk_bytes=CHUNK)
@@ -179,7 +179,7 @@ def test_threads_give_the_same_payload() -> None:
 
 
 def test_neighbours_of_one_kind_are_joined_and_too_many_become_bytes() -> None:
-    """What the tables may not say is not written: equal neighbours, empty segments, more planes than the limit."""
+    """Test equal neighbours, empty segments, and more planes than the limit, which tables must not have."""
     joined = container.merge_segments([Segment(4, 4), Segment(8, 4), Segment(0, 2), Segment(2, 2)], CHUNK)
     assert joined == [Segment(12, 4), Segment(2, 2)]
     count = registry.CODEC_PLANES_MAX // 12 + 1
@@ -193,13 +193,13 @@ def test_neighbours_of_one_kind_are_joined_and_too_many_become_bytes() -> None:
     "segments", [[], [Segment(99, 1)], [Segment(101, 1)], [Segment(99, 2), Segment(1, 1)]], ids=str
 )
 def test_segments_that_do_not_fit_are_refused(segments: list[Segment]) -> None:
-    """They must cover the partition with whole elements."""
+    """Test segments that do not cover the partition with whole elements."""
     with pytest.raises(InvalidInputError, match="100 bytes"):
         encode_planes(digest(bytes(100)), memoryview(bytes(100)), segments)
 
 
 def test_every_dtype_has_a_segment() -> None:
-    """Floats of 2 bytes and more are marked, complex numbers count by component, all else is integers or bytes."""
+    """Test that floats of 2 or more bytes are marked, and complex numbers count by component."""
     found = {name: container.segment_of(name, 16) for name in registry.DTYPE_BYTES}
     marked = {name: segment.width for name, segment in found.items() if segment.is_float}
     assert marked == {
@@ -216,7 +216,7 @@ def test_every_dtype_has_a_segment() -> None:
 
 
 def test_a_base_of_another_length_is_refused() -> None:
-    """A delta is element by element."""
+    """Test that a delta needs a base of the same length."""
     with pytest.raises(InvalidInputError, match="a base of 96 bytes"):
         encode_delta(digest(b""), memoryview(bytes(100)), [Segment(100, 4)], digest(b"b"), memoryview(bytes(96)))
 
@@ -224,7 +224,7 @@ def test_a_base_of_another_length_is_refused() -> None:
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200), st.integers(0, 7), st.sampled_from([1, 2]))
 def test_rounded_copies_are_derived(bits: list[int], offset: int, dtype: int) -> None:
-    """What equals the rounded base takes 16 bytes, wherever in it that begins; one bit off, and it is not derived."""
+    """Test a copy at any position of the base, which takes 16 bytes, and a copy that differs in one bit."""
     base = bytes(offset) + np.array(bits, dtype="<u4").tobytes()
     plain = rounded_base(memoryview(base), offset, 2 * len(bits), dtype).tobytes()
     encoded = encode_derived(digest(plain), memoryview(plain), dtype, digest(base), memoryview(base), offset)
@@ -237,7 +237,7 @@ def test_rounded_copies_are_derived(bits: list[int], offset: int, dtype: int) ->
 
 
 def test_rounding_is_that_of_torch() -> None:
-    """For all that is not NaN, both dtypes: random bits, and every tie and neighbour of a tie in some exponents."""
+    """Test both dtypes without NaN: random bits, and ties with their neighbours in some exponents."""
     torch = pytest.importorskip("torch")
     numbers = np.random.default_rng(3)
     ties = [

@@ -1,4 +1,4 @@
-"""Code of a child that a damaged catalog may kill: loads, a save, a collection, and loads."""
+"""Child process that a damaged catalog may kill: loads, a save, a collection, and loads."""
 
 import json
 import os
@@ -26,16 +26,16 @@ CONFIG = StoreConfig(
 
 
 def state(step: int, tensors: int) -> dict[str, object]:
-    """A state of which each step changes every fourth tensor."""
+    """Return a state of which each step changes every fourth tensor."""
     return {
         f"t{number}": torch.full((160,), number + (step if number % 4 == 0 else 0) / 8) for number in range(tensors)
     }
 
 
 def build(path: str, tensors: int, *, killed: bool = False, compact: bool = False) -> None:
-    """Save, delete and collect, so that the catalog has free pages, unless it is to be ``compact``.
+    """Save, delete and collect, so that the catalog has free pages, unless ``compact``.
 
-    If ``killed``, end in the middle of a save: that leaves a pin of a dead owner, and the mark of a process that did
+    If ``killed``, end in the middle of a save, which leaves a pin of a dead owner, and the mark of a process that did
     not close the catalog.
     """
 
@@ -59,7 +59,7 @@ def build(path: str, tensors: int, *, killed: bool = False, compact: bool = Fals
 
 
 def check(path: str, tensors: int, steps: list[int]) -> None:
-    """Load every checkpoint that is there; those of ``steps`` must be."""
+    """Load every existing checkpoint; the checkpoints of ``steps`` must exist."""
     with Store.open(path, read_only=True, config=CONFIG) as store:
         found = {checkpoint.step for checkpoint in store.checkpoints()}
         assert found >= set(steps), f"checkpoints were lost: {found}"
@@ -74,7 +74,7 @@ def _note(path: str, name: str, step: int) -> None:
 
 
 def saved_and_kept(path: str) -> list[int]:
-    """Steps whose save had returned and that no later delete was told to remove."""
+    """Return steps whose save had returned, and whose deletion was not requested."""
     notes = Path(path, "notes.tmp")
     done = [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
     saved = {step for name, step in done if name == "saved"}
@@ -82,9 +82,9 @@ def saved_and_kept(path: str) -> list[int]:
 
 
 def use(path: str, tensors: int, step: int) -> list[str]:
-    """Load, save ``step``, delete an earlier one of these, collect, and load everything; return what was refused.
+    """Load, save ``step``, delete an earlier step, collect, and load everything; return the refused operations.
 
-    What is done is noted in a file, because the process may not live to say it.
+    Note the operations in a file, because the process may be killed.
     """
     with Store.open(path, read_only=True, config=CONFIG) as store:
         store.load()
@@ -105,7 +105,7 @@ def use(path: str, tensors: int, step: int) -> list[str]:
 
 
 def use_each(paths: list[str], tensors: int, step: int) -> None:
-    """Do :func:`use` with one store after another; each gets a file ``result.tmp`` when it was survived."""
+    """Run :func:`use` with one store after another; write a file ``result.tmp`` for each store that was survived."""
     for path in paths:
         try:
             result = {"refused": use(path, tensors, step), "error": ""}

@@ -1,4 +1,4 @@
-"""Common fixtures of damage tests."""
+"""Fixtures of the damage tests."""
 
 from collections.abc import Iterator
 
@@ -9,6 +9,6 @@ from tests.damage.zygote import Zygote
 
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
-    """A process that forks a child for each job, so that the child may die."""
+    """Return a process that forks a child for each job, so that the child may die."""
     with Zygote() as process:
         yield process

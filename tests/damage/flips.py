@@ -1,4 +1,4 @@
-"""Flipped bits: on disk, or in read data, which is equivalent and faster."""
+"""Flip bits on disk, or in read data, which is equivalent and faster."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -10,14 +10,14 @@ from asymcheck.storage.nvme import Files
 
 
 class FlippingFiles(Files):
-    """Reads as if one bit of one file were flipped; the file itself stays as it is."""
+    """Files that read as if one bit of one file were flipped; the file itself does not change."""
 
     def __init__(self) -> None:
         self.path: Path | None = None
         self.bit = 0
 
     def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> int:
-        """Read, then flip."""
+        """Read, then flip the bit."""
         count = super().pread(descriptor, buffers, offset, path)
         place = self.bit // 8 - offset
         if path == self.path and 0 <= place < count:
@@ -30,7 +30,7 @@ class FlippingFiles(Files):
 
 
 def flip(path: Path, bit: int) -> None:
-    """Flip one bit of a file on disk; the same call takes it back."""
+    """Flip one bit of a file on disk; the same call undoes the flip."""
     with path.open("r+b") as file:
         file.seek(bit // 8)
         byte = file.read(1)[0]
@@ -50,7 +50,7 @@ def flipped(path: Path, bit: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def content(path: Path, data: bytes) -> Iterator[None]:
-    """Give a file another content for the ``with`` block."""
+    """Replace the content of a file for the ``with`` block."""
     before = path.read_bytes()
     path.write_bytes(data)
     try:
@@ -60,7 +60,7 @@ def content(path: Path, data: bytes) -> Iterator[None]:
 
 
 def covered_bits(path: Path) -> range:
-    """The bits of a file that the format covers: all, but for what follows a pack in its file."""
+    """Return the bits of a file that the format covers: all except for bytes after a pack in its file."""
     if path.suffix != ".pack":
         return range(path.stat().st_size * 8)
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""A store of a few blocks, small enough to flip each bit, and its promises."""
+"""A store of a few blocks, small enough to flip each bit, with its promises."""
 
 import shutil
 import struct
@@ -25,11 +25,11 @@ CONFIG = StoreConfig(
     catalog_map_bytes=1 << 24,
     read_lock_timeout_s=0.5,
 )
-"""Frames of one block or two; a checkpoint needs two packs."""
+"""Configuration with frames of one or two blocks; a checkpoint needs two packs."""
 
 
 def small_state(step: int) -> dict[str, object]:
-    """A state whose ``frozen`` tensor is the same at every step, so that checkpoints share a partition."""
+    """Return a state whose ``frozen`` tensor is the same at every step, so that checkpoints share a partition."""
     numbers = torch.Generator().manual_seed(step)
     return {
         "model": OrderedDict(
@@ -43,7 +43,7 @@ def small_state(step: int) -> dict[str, object]:
 
 
 def same(left: object, right: object) -> bool:
-    """Tell whether two states are equal bit for bit, with the same types and the same order of keys."""
+    """Return whether two states are equal bit for bit, with the same types and the same order of keys."""
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
@@ -68,30 +68,30 @@ class SmallStore:
 
     path: Path
     states: Mapping[int, object]
-    """By step; the greatest is the newest."""
+    """States by step; the greatest step is the newest."""
     config: StoreConfig = CONFIG
 
     def open(self, *, read_only: bool = True) -> Store:
-        """Open it."""
+        """Open the store."""
         return Store.open(self.path, read_only=read_only, config=self.config)
 
     def files(self, *patterns: str) -> list[Path]:
-        """Files that match one of the globs, by name."""
+        """Return the files that match one of the globs, by name."""
         return sorted(path for pattern in patterns for path in self.path.glob(pattern) if path.is_file())
 
     def copy_to(self, path: Path) -> "SmallStore":
-        """A copy that can be damaged."""
+        """Return a copy that can be damaged."""
         shutil.copytree(self.path, path)
         return SmallStore(path, self.states, self.config)
 
 
 def tiny_state(step: int) -> dict[str, object]:
-    """A state with one partition of less than a block, for flipping each bit the slow way."""
+    """Return a state with one partition of less than a block, for slow tests of each bit."""
     return {"w": torch.arange(step, step + 100, dtype=torch.int32), "step": step}
 
 
 def make_store(path: Path, steps: int = 2, config: StoreConfig = CONFIG, *, tiny: bool = False) -> SmallStore:
-    """Save ``steps`` checkpoints, continued once, so that there are two head records."""
+    """Save ``steps`` checkpoints, and continue once, so that two head records exist."""
     states: dict[int, object] = {step: tiny_state(step) if tiny else small_state(step) for step in range(1, steps + 1)}
     with Store.open(path, config=config, create=True) as store, warnings.catch_warnings():
         warnings.simplefilter("error", StepOrderWarning)
@@ -105,20 +105,20 @@ def make_store(path: Path, steps: int = 2, config: StoreConfig = CONFIG, *, tiny
 
 @dataclass
 class Loads:
-    """What came of loading every checkpoint of a damaged store."""
+    """Results of loading every checkpoint of a damaged store."""
 
     refused: dict[int, AsymcheckError] = field(default_factory=dict)
     """Steps that could not be restored."""
     newest: int | None = None
-    """The step that was restored when none was named; None when none could be."""
+    """Step that was restored by default; None if there was none."""
     newest_error: AsymcheckError | None = None
-    """Why not."""
+    """Error of the restore."""
     skipped: tuple[str, ...] = ()
-    """What was passed over to get there."""
+    """Skipped checkpoints."""
 
 
 def load_all(small: SmallStore, open_store: Callable[[], Store] | None = None) -> Loads:
-    """Load every checkpoint, and the newest; whatever was damaged, the bytes are right or there is a named error."""
+    """Load every checkpoint, and the newest; each load returns the right bytes, or raises a named error."""
     loads = Loads()
     try:
         store = (open_store or small.open)()

@@ -1,6 +1,6 @@
-"""A damaged catalog: loads do not read it, no checkpoint is lost, and the second start repairs it at the latest.
+"""Test a damaged catalog: loads do not read it, no checkpoint is lost, and the second start repairs it.
 
-LMDB maps its file without checksums. A flipped bit there may read as another value, may be an error in the middle of a
+LMDB maps its file without checksums. A flipped bit may read as another value, may raise an error in the middle of a
 save, and may kill the process.
 """
 
@@ -26,11 +26,11 @@ MODULE = "tests.damage.catalog_child"
 VARIANTS = ["compact", "with free pages", "killed"]
 PAGE = 4096
 STARTS = 2
-"""After so many at the latest a start must have found nothing wrong any more."""
+"""Maximum number of starts until a start finds no damage."""
 
 
 def _build(zygote: Zygote, path: Path, variant: str, tensors: int = TENSORS) -> bytes:
-    """Make a store whose catalog is of some variant; return the content of the catalog."""
+    """Create a store with a variant of the catalog; return the content of the catalog."""
     zygote.run(
         f"{MODULE}:build",
         path=str(path),
@@ -43,7 +43,7 @@ def _build(zygote: Zygote, path: Path, variant: str, tensors: int = TENSORS) -> 
 
 
 def _bits(data: bytes, count: int, seed: int) -> Iterator[int]:
-    """Bits of bytes in use and of page headers, and a few of any."""
+    """Return bits of used bytes and page headers, and some random bits."""
     dice = random.Random(seed)
     used = [place for place, byte in enumerate(data) if byte or place % PAGE < 16]
     for _ in range(count):
@@ -52,7 +52,7 @@ def _bits(data: bytes, count: int, seed: int) -> Iterator[int]:
 
 
 def _use_each(zygote: Zygote, paths: list[Path], step: int, tensors: int) -> dict[Path, str]:
-    """Let a child use one store after another, and another child go on when it dies; say how each store fared."""
+    """Use one store after another in a child, and continue in another child if it dies; return the results."""
     ends = {}
     left = list(paths)
     while left:
@@ -73,7 +73,7 @@ def _use_each(zygote: Zygote, paths: list[Path], step: int, tensors: int) -> dic
 
 
 def _survives(zygote: Zygote, template: Path, bits: list[int], tensors: int = TENSORS) -> list[str]:
-    """Flip each bit in a copy of its own, and use every copy until nothing is wrong; return how the first use ended."""
+    """Flip each bit in a separate copy, and use every copy until no damage is left; return the first results."""
     paths = {}
     for number, bit in enumerate(bits):
         path = template.with_name(f"{template.name}-{number}")
@@ -95,7 +95,7 @@ def _survives(zygote: Zygote, template: Path, bits: list[int], tensors: int = TE
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "count"), [("compact", 50), ("with free pages", 25), ("killed", 25)])
 def test_no_flip_in_the_catalog_costs_a_checkpoint(zygote: Zygote, tmp_path: Path, variant: str, count: int) -> None:
-    """Load, save, delete, collect and load again: whatever the flip does to the process, every checkpoint is there."""
+    """Test loads, a save, a deletion, a collection and loads: every checkpoint exists for any flip."""
     template = tmp_path / "store"
     bits = list(_bits(_build(zygote, template, variant), count, seed=1))
     for first in range(0, count, 25):
@@ -108,21 +108,21 @@ def test_no_flip_in_the_catalog_costs_a_checkpoint(zygote: Zygote, tmp_path: Pat
 def test_no_flip_in_the_catalog_costs_a_checkpoint_at_length(
     zygote: Zygote, tmp_path: Path, variant: str, tensors: int
 ) -> None:
-    """The same thousands of times, also with a catalog of several levels of pages."""
+    """Test thousands of flips, also in a catalog with several levels of pages."""
     template = tmp_path / "store"
     bits = list(_bits(_build(zygote, template, variant, tensors), 4000 if tensors == TENSORS else 1000, seed=2))
     ends: list[str] = []
     for first in range(0, len(bits), 25):
         ends += _survives(zygote, template, bits[first : first + 25], tensors)
     assert any("killed" in end for end in ends) or variant != "compact"
-    # A catalog whose last user was killed is made anew before it is read, so no flip in it can show.
+    # A catalog whose last user was killed is rebuilt before it is read, so flips in it have no effect.
     assert any("MDB_" in end for end in ends) or variant == "killed"
 
 
 @pytest.mark.slow(quick=["2"])
 @pytest.mark.parametrize("pages", range(6))
 def test_a_catalog_cut_short_may_kill_one_process_and_not_the_next(zygote: Zygote, tmp_path: Path, pages: int) -> None:
-    """A read beyond the end of a mapped file is a signal and no error: the next start finds the mark of the dead."""
+    """Test a read beyond the end of a mapped file, which is a signal: the next start finds the mark of the dead."""
     path = tmp_path / "store"
     data = _build(zygote, path, "compact")
     os.truncate(path / "catalog" / "data.mdb", pages * PAGE)
@@ -147,7 +147,7 @@ def _zeros(path: Path) -> None:
 def test_a_file_of_the_catalog_that_is_lost_or_overwritten(
     zygote: Zygote, tmp_path: Path, name: str, damage: object
 ) -> None:
-    """Each of its files, replaced by noise or zeros or removed: all checkpoints load, and saving works again."""
+    """Test each file of the catalog, replaced by noise or zeros, or removed: all loads and saves work."""
     path = tmp_path / "store"
     _build(zygote, path, "with free pages")
     damage(path / "catalog" / name)  # type: ignore[operator]  # JSON or a stand-in, untyped on purpose
@@ -157,7 +157,7 @@ def test_a_file_of_the_catalog_that_is_lost_or_overwritten(
 
 
 def test_a_catalog_that_is_no_database_is_replaced_at_once(zygote: Zygote, tmp_path: Path) -> None:
-    """What cannot even be opened is set aside and rebuilt by the same start; no one has to delete anything."""
+    """Test that the same start sets the file aside and rebuilds the catalog, without manual work."""
     path = tmp_path / "store"
     data = _build(zygote, path, "compact")
     (path / "catalog" / "data.mdb").write_bytes(b"no database".ljust(len(data), b"\0"))
@@ -167,14 +167,14 @@ def test_a_catalog_that_is_no_database_is_replaced_at_once(zygote: Zygote, tmp_p
 
 @pytest.mark.slow
 def test_damage_met_in_use_is_noted_for_the_next_start(zygote: Zygote, tmp_path: Path) -> None:
-    """An error of LMDB in the middle of a save: nothing is lost, and a clean close does not hide it."""
+    """Test an error of LMDB in the middle of a save: nothing is lost, and a clean close does not hide it."""
     template = tmp_path / "store"
     data = _build(zygote, template, "compact")
     met = []
     for page in range(2, len(data) // PAGE):
         path = tmp_path / f"page{page}"
         shutil.copytree(template, path)
-        # A page of no type.
+        # A page with an invalid type.
         (path / "catalog" / "data.mdb").write_bytes(data[: page * PAGE + 10] + b"\0" + data[page * PAGE + 11 :])
         met.append(_use_each(zygote, [path], 10, TENSORS)[path])
         assert list((path / "catalog" / "open").iterdir()) == ([path / "catalog/open/damaged"] if met[-1] else [])
@@ -185,7 +185,7 @@ def test_damage_met_in_use_is_noted_for_the_next_start(zygote: Zygote, tmp_path:
 
 
 def test_catalog_that_kills_writers_kills_once(zygote: Zygote, tmp_path: Path) -> None:
-    """LMDB checks a wrong page number when the page is written; a scan does not find it."""
+    """Test a wrong page number, which LMDB checks when it writes the page; a scan does not detect it."""
     path = tmp_path / "store"
     data = bytearray(_build(zygote, path, "compact"))
     for page in range(2, len(data) // PAGE):
@@ -197,7 +197,7 @@ def test_catalog_that_kills_writers_kills_once(zygote: Zygote, tmp_path: Path) -
 
 
 def test_an_old_copy_of_the_catalog_does_no_harm(tmp_path: Path) -> None:
-    """It names packs that are gone or overwritten: nothing is reused that the pack's own index does not have."""
+    """Test entries of missing or overwritten packs: only partitions in the pack's own index are reused."""
     path = tmp_path / "store"
     data = path / "catalog" / "data.mdb"
     with Store.open(path, config=CONFIG, create=True) as store:
@@ -218,7 +218,7 @@ def test_an_old_copy_of_the_catalog_does_no_harm(tmp_path: Path) -> None:
 
 
 def test_a_damaged_entry_of_a_manifest_counts_as_absent(tmp_path: Path) -> None:
-    """As the format says; a key that is no text, with a right checksum, is only one that names no file."""
+    """Test the rule of the format; a key that is not text, with a valid checksum, names no file."""
     path = tmp_path / "store"
     with Store.open(path, config=CONFIG, create=True) as store:
         store.save(state(1, TENSORS), step=1)
@@ -237,7 +237,7 @@ def test_a_damaged_entry_of_a_manifest_counts_as_absent(tmp_path: Path) -> None:
 
 
 def test_damaged_catalog_in_use_is_left_alone(zygote: Zygote, tmp_path: Path) -> None:
-    """A rebuild could free pinned packs: the error names the process and the remedy."""
+    """Test that a rebuild does not free pinned packs: the error names the process and the remedy."""
     path = tmp_path / "store"
     _build(zygote, path, "with free pages")
     (path / "catalog" / "open" / "damaged").touch()

@@ -1,4 +1,4 @@
-"""Collection with damage: unreadable data may be needed, and is neither freed nor overwritten."""
+"""Test garbage collection with damage: unreadable data may be needed, and is neither freed nor overwritten."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +36,7 @@ def _index_and_second_frame(path: Path) -> list[int]:
     ids=lambda one: one.__name__.strip("_"),
 )
 def test_a_damaged_pack_is_kept_while_its_content_may_be_needed(tmp_path: Path, flips: Flips) -> None:
-    """Of three checkpoints two are deleted: gc frees what is intact, and the damaged pack is still there."""
+    """Test two deletions of three checkpoints: gc frees intact packs, and keeps the damaged pack."""
     small = make_store(tmp_path / "store", steps=3)
     packs = small.files("packs/*.pack")
     for number, path in enumerate(packs):
@@ -58,7 +58,7 @@ def test_a_damaged_pack_is_kept_while_its_content_may_be_needed(tmp_path: Path, 
 
 
 def test_save_does_not_reuse_a_damaged_pack(tmp_path: Path) -> None:
-    """A pack with a damaged index can be read but not relied on; the state is written again."""
+    """Test a pack with a damaged index, which can be read but not reused; the state is written again."""
     small = make_store(tmp_path / "store", steps=1)
     damaged = small.files("packs/*.pack")
     for path in damaged:
@@ -71,7 +71,7 @@ def test_save_does_not_reuse_a_damaged_pack(tmp_path: Path) -> None:
 
 
 def test_damaged_manifest_stops_collection_until_deleted(tmp_path: Path) -> None:
-    """The error names the file and the remedy; then only its packs are freed."""
+    """Test that the error names the file and the remedy; after the deletion only its packs are freed."""
     small = make_store(tmp_path / "store", steps=3)
     (path,) = (path for path in small.files("manifests/*/*/*.manifest") if "-000000000002-" in path.parent.name)
     flip(path, 5000)
@@ -85,7 +85,7 @@ def test_damaged_manifest_stops_collection_until_deleted(tmp_path: Path) -> None
 
 
 def test_a_scan_ends_where_frames_of_another_life_begin(tmp_path: Path) -> None:
-    """Frames are found by their headers only while pack id and number fit: what lies behind them is not this pack's."""
+    """Test that a scan only finds frames with the right pack id and number."""
     small = make_store(tmp_path / "store", steps=2)
     with small.open() as store:
         packs = {
@@ -96,7 +96,7 @@ def test_a_scan_ends_where_frames_of_another_life_begin(tmp_path: Path) -> None:
         end, begin = int(packs[first].entries["offset"][1]), int(packs[other].entries["offset"][1])
         for pack in packs.values():
             pack.close()
-        # The next frame is number 1, too, but of another pack.
+        # The next frame also has number 1, but belongs to another pack.
         with content(first, bytes(4096) + first.read_bytes()[4096:end] + other.read_bytes()[begin:]):
             scanned = store.training.opened.tier.open_pack(packs[first].header.pack_id)
             scanned.close()

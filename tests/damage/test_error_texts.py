@@ -1,4 +1,4 @@
-"""Error messages: file, frame, tensor, step, and remedy."""
+"""Test error messages: file, frame, tensor, step, and remedy."""
 
 import errno
 import itertools
@@ -33,12 +33,12 @@ FRAME = r"frame \d+ of pack [0-9a-f]{32}"
 
 @pytest.fixture
 def small(tmp_path: Path) -> SmallStore:
-    """Three checkpoints."""
+    """Return a store with three checkpoints."""
     return make_store(tmp_path / "store", steps=3)
 
 
 def _frame_of(small: SmallStore, step: int, tensor: str) -> tuple[Path, int, int]:
-    """The pack in which the first bytes of a tensor lie, the number of the frame and its place."""
+    """Return the pack with the first bytes of a tensor, the number of the frame, and its offset."""
     with small.open() as store:
         tier = store.training.opened.tier
         (listing,) = (listing for listing in tier.manifests.checkpoints("default") if listing.ref.step == step)
@@ -65,7 +65,7 @@ def _reasons(small: SmallStore, step: int | None = 2) -> str:
 
 
 def test_a_damaged_payload(small: SmallStore) -> None:
-    """Names frame, pack, tensor, step and the next command; the fallback's warning says the same."""
+    """Test that the error names frame, pack, tensor, step and the next command, like the warning of the fallback."""
     path, sequence, offset = _frame_of(small, 2, "model.embed")
     with flipped(path, (offset + 200) * 8):
         reason = _reasons(small)
@@ -81,7 +81,7 @@ def test_a_damaged_payload(small: SmallStore) -> None:
 
 
 def test_a_damaged_frame_header_and_padding(small: SmallStore) -> None:
-    """The structure that is wrong is named, and the tensor as well."""
+    """Test that the error names the damaged structure and the tensor."""
     path, sequence, offset = _frame_of(small, 2, "model.embed")
     where = f"frame {sequence} of pack {path.stem}"
     for at, what in ((0, "not a frame"), (16, "header checksum mismatch"), (110, "placement checksum")):
@@ -93,14 +93,14 @@ def test_a_damaged_frame_header_and_padding(small: SmallStore) -> None:
 
 
 def test_bundled_tensors_are_named_together(small: SmallStore) -> None:
-    """A partition that holds several tensors: three of their names are enough."""
+    """Test a partition with several tensors, of which three are named."""
     path, _, offset = _frame_of(small, 2, "moments.0")
     with flipped(path, (offset + 200) * 8):
         assert "needed by tensor moments.0" in _reasons(small)
 
 
 def test_a_pack_that_is_cut_short_or_gone(small: SmallStore) -> None:
-    """Names the pack's file, the tensor, the step and the next command."""
+    """Test that the error names the pack file, the tensor, the step and the next command."""
     path, sequence, offset = _frame_of(small, 2, "model.embed")
     data = path.read_bytes()
     with content(path, data[: offset + 500]):
@@ -115,12 +115,12 @@ def test_a_pack_that_is_cut_short_or_gone(small: SmallStore) -> None:
 
 
 def test_a_frame_that_the_device_cannot_read(small: SmallStore) -> None:
-    """An I/O error says also which frame it hit and who needs it."""
+    """Test that an I/O error also names the frame and the tensors."""
     path, sequence, offset = _frame_of(small, 2, "model.embed")
 
     class Worn(Files):
         def pread(self, descriptor: int, buffers: Sequence[memoryview], at: int, name: Path) -> int:
-            """Fail for one frame."""
+            """Raise an error for one frame."""
             if name == path and at == offset:
                 with translated("read", name):
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -138,7 +138,7 @@ def test_a_frame_that_the_device_cannot_read(small: SmallStore) -> None:
 
 
 def test_a_damaged_manifest(small: SmallStore) -> None:
-    """Names the file by its path in the store, and the step."""
+    """Test that the error names the path of the file in the store, and the step."""
     (path,) = (path for path in small.files("manifests/*/*/*.manifest") if "-000000000002-" in path.parent.name)
     with flipped(path, 4000):
         assert re.fullmatch(
@@ -149,7 +149,7 @@ def test_a_damaged_manifest(small: SmallStore) -> None:
 
 
 def test_a_damaged_head_record(small: SmallStore) -> None:
-    """Which checkpoint is newest cannot be known: the error names the record and says to name a step."""
+    """Test that the error names the record, and advises to restore a step by number."""
     path = small.path / "heads" / "default" / "00000002.head"
     with flipped(path, 80), flipped(path, 8 * 4096 + 80), small.open() as store:
         with pytest.raises(HeadRecordError, match=r"default/00000002\.head: both copies .*name the step .*step=") as no:
@@ -159,7 +159,7 @@ def test_a_damaged_head_record(small: SmallStore) -> None:
 
 
 def test_findings_of_a_lost_tensor(small: SmallStore) -> None:
-    """Verify names file, frame, tensor and checkpoint, and the same digest mismatch."""
+    """Test that verify names file, frame, tensor and checkpoint, with the same digest mismatch."""
     path, sequence, offset = _frame_of(small, 2, "model.embed")
     with flipped(path, (offset + 200) * 8), small.open() as store:
         (finding,) = store.verify()
@@ -175,7 +175,7 @@ def _filled(small: SmallStore) -> dict[str, torch.Tensor]:
 
 
 def test_failed_fill_lists_overwritten_tensors(tmp_path: Path) -> None:
-    """Tensors before the damaged frame hold new bytes, later ones old bytes, as listed."""
+    """Test that listed tensors have new bytes, and other tensors old bytes."""
     states = {step: {f"t{number}": torch.full((1000,), step * 10.0 + number) for number in range(6)} for step in (1, 2)}
     with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
         for step, state in states.items():
@@ -201,7 +201,7 @@ def test_failed_fill_lists_overwritten_tensors(tmp_path: Path) -> None:
         store.load(error.next_step, into=target)
         assert same(target, states[1])
         store.load(1, into=target)
-    # With the first frame damaged nothing is overwritten yet, so the older checkpoint is taken at once.
+    # If the first frame is damaged, nothing was overwritten, so the older checkpoint is restored immediately.
     path, _, offset = _frame_of(small, 2, order[0][2])
     flip(path, (offset + 200) * 8)
     with small.open() as store, pytest.warns(SkippedCheckpointWarning, match="step 2"):
@@ -225,7 +225,7 @@ class _Refusing:
     ],
 )
 def test_overwritten_tensors_are_counted_after_a_refusal(tmp_path: Path, count: int, told: str) -> None:
-    """Also one tensor, and none."""
+    """Test the number of tensors, also one and none."""
     state = {f"t{number}": torch.zeros(1000) for number in range(count)}
     with Store.open(tmp_path / "store", create=True) as store:
         store.save({**state, "object": _Refusing()}, step=1)
@@ -238,7 +238,7 @@ def test_overwritten_tensors_are_counted_after_a_refusal(tmp_path: Path, count: 
 def test_a_fill_that_is_cut_off_says_that_the_state_is_a_mixture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[AsymcheckError]
 ) -> None:
-    """The same error, for nothing is wrong with the checkpoint; and no older one takes its place."""
+    """Test an interrupted fill, which raises the same error and restores no older checkpoint."""
     state = {f"t{number}": torch.full((1000,), 5.0 + number) for number in range(6)}
     whole, calls = frame_reader.read_checked, itertools.count()
 
@@ -258,7 +258,7 @@ def test_a_fill_that_is_cut_off_says_that_the_state_is_a_mixture(
 
 
 def test_a_fill_with_no_older_checkpoint_says_so(tmp_path: Path) -> None:
-    """There is nothing else to restore: the error does not pretend that there is."""
+    """Test that the error does not advise to restore an older step."""
     state = {f"t{number}": torch.full((1000,), 5.0 + number) for number in range(3)}
     with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
         store.save(state, step=1)

@@ -1,4 +1,4 @@
-"""Single bit flips in a pack, a manifest or a record are detected before data is returned."""
+"""Test that single bit flips in a pack, a manifest or a record are detected before data is returned."""
 
 from pathlib import Path
 
@@ -21,24 +21,24 @@ NO_BASES = base_reader(lambda _name: [])
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> SmallStore:
-    """A store that the tests here only read."""
+    """Return a store that the tests only read."""
     return make_store(tmp_path_factory.mktemp("bits") / "store")
 
 
 @pytest.fixture
 def files() -> FlippingFiles:
-    """The door to the disk that flips a bit on the way."""
+    """Return the file operations that flip a bit."""
     return FlippingFiles()
 
 
 @pytest.fixture
 def tier(small: SmallStore, files: FlippingFiles) -> NvmeTier:
-    """The store's tier behind that door."""
+    """Return the store's tier with these file operations."""
     return NvmeTier(small.path, CONFIG, read_only=True, files=files)
 
 
 def _damage(tier: NvmeTier, pack_id: PackId) -> FormatError | None:
-    """What is wrong with the header or the index of a pack, as one opens it anew."""
+    """Return the damage of the header or the index of a pack, as of a newly opened one."""
     pack = tier.open_pack(pack_id)
     pack.close()
     return pack.damage
@@ -49,7 +49,7 @@ def _damage(tier: NvmeTier, pack_id: PackId) -> FormatError | None:
 def test_no_flipped_bit_of_a_pack_is_read_as_if_nothing_were_wrong(
     tier: NvmeTier, files: FlippingFiles, visited: Visited[int]
 ) -> None:
-    """Bits of a whole pack: a flip in header or index is noted when it is opened, a flip in a frame refuses it."""
+    """Test that a flip in header or index is noted at the opening, and that a flip in a frame refuses the frame."""
     packs = [tier.open_pack(pack_id) for pack_id in tier.pack_ids()]
     pack = max(packs, key=lambda pack: len(set(pack.entries["stored_length"].tolist())))
     files.path = pack.path
@@ -77,7 +77,7 @@ def test_no_flipped_bit_of_a_pack_is_read_as_if_nothing_were_wrong(
 
 
 def test_a_flip_in_each_field_gives_the_error_that_fits(tier: NvmeTier, files: FlippingFiles) -> None:
-    """The first thing that is wrong is what the error says: the magic, else a checksum, also for a flipped version."""
+    """Test that the error names the first invalid field: the magic, or a checksum, also for a flipped version."""
     pack = tier.open_pack(tier.pack_ids()[0])
     files.path = pack.path
     expected = {0: BadMagicError, 8: ChecksumError, 16: ChecksumError, 100: ChecksumError, 120: ChecksumError}
@@ -96,7 +96,7 @@ def test_a_flip_in_each_field_gives_the_error_that_fits(tier: NvmeTier, files: F
 def test_no_flipped_bit_of_a_manifest_is_read_as_if_nothing_were_wrong(
     tier: NvmeTier, small: SmallStore, files: FlippingFiles
 ) -> None:
-    """Each bit of every manifest: the content no longer has the digest in the name."""
+    """Test each bit of every manifest, whose content then differs from the digest in its name."""
     for listing in tier.manifests.checkpoints("default"):
         (name,) = listing.manifests
         files.path = tier.manifests.directory("default", listing.ref) / str(name)
@@ -110,7 +110,7 @@ def test_no_flipped_bit_of_a_manifest_is_read_as_if_nothing_were_wrong(
 def test_a_record_survives_each_flip_and_the_flip_is_counted(
     tier: NvmeTier, small: SmallStore, files: FlippingFiles, visited: Visited[int]
 ) -> None:
-    """Bits of every head record and of the store descriptor: the other copy is read, and one counts as damaged."""
+    """Test bits of every head record and of the descriptor: the other copy is read, and one counts as damaged."""
     expected = {generation: tier.manifests.read_head("default", generation) for generation in (1, 2)}
     for generation, intact in expected.items():
         assert intact is not None
@@ -127,10 +127,10 @@ def test_a_record_survives_each_flip_and_the_flip_is_counted(
 @pytest.mark.long
 @pytest.mark.parametrize("pattern", ["packs/*.pack", "manifests/*/*/*.manifest", "heads/*/*.head", "asymcheck.store"])
 def test_no_flipped_bit_gets_past_a_load_or_past_verify(tmp_path: Path, pattern: str) -> None:
-    """Each bit of a whole store, through the same calls that a user makes.
+    """Test each bit of a whole store with the calls of a user.
 
-    Every load gives the exact bytes, or an error of the package, or an older checkpoint with the reason; verify names
-    what was lost; and it reports the flip also when nothing was lost.
+    Every load returns the exact bytes, raises an error of the package, or returns an older checkpoint with the reason.
+    verify lists lost data, and also reports a flip that costs nothing.
     """
     small = make_store(tmp_path / "store", tiny=True)
     files = FlippingFiles()

@@ -1,4 +1,4 @@
-"""Whole files: truncated, empty, missing, or replaced by another file, a folder or a link."""
+"""Test whole files: truncated, empty, missing, or replaced by another file, a folder or a link."""
 
 import contextlib
 import os
@@ -20,13 +20,13 @@ PATTERNS = ["packs/*.pack", "manifests/*/*/*.manifest", "heads/*/*.head", "asymc
 
 @pytest.fixture
 def small(tmp_path: Path) -> SmallStore:
-    """A store to be damaged."""
+    """Return a store to be damaged."""
     return make_store(tmp_path / "store", steps=3)
 
 
 @contextlib.contextmanager
 def moved_away(path: Path) -> Iterator[Path]:
-    """Take a file out of the store for the ``with`` block, removing what stands in its place afterwards."""
+    """Move a file out of the store for the ``with`` block, and remove its replacement afterwards."""
     aside = path.with_name(f"{os.urandom(4).hex()}.tmp")
     path.rename(aside)
     try:
@@ -40,7 +40,7 @@ def moved_away(path: Path) -> Iterator[Path]:
 
 
 def _nothing(path: Path, aside: Path) -> None:
-    """Leave the name out."""
+    """Create no replacement."""
 
 
 def _folder(path: Path, aside: Path) -> None:
@@ -73,7 +73,7 @@ def _text(path: Path, aside: Path) -> None:
 
 
 def _pipe(path: Path, aside: Path) -> None:
-    """As an archive may hold: whoever opens it waits for another one who does."""
+    """Create a pipe, as an archive may contain: opening it waits for another process."""
     os.mkfifo(path)
 
 
@@ -81,7 +81,7 @@ REPLACEMENTS = [_nothing, _folder, _full_folder, _dangling_link, _circular_link,
 
 
 def _check(small: SmallStore, path: Path) -> None:
-    """What must hold when one file of the store cannot be used, whatever it is."""
+    """Check the promises of a store in which one file cannot be used."""
     loads = load_all(small)
     if path.name == "asymcheck.store":
         assert len(loads.refused) == 3
@@ -101,7 +101,7 @@ def _check(small: SmallStore, path: Path) -> None:
 
 
 def _may_be_missing(path: Path) -> bool:
-    """Tell whether a store without this file looks like one that never had it."""
+    """Return whether a store without this file looks like a store that never had it."""
     return path.name == "00000001.head" or (path.suffix == ".manifest" and not os.path.lexists(path))
 
 
@@ -111,9 +111,9 @@ def _may_be_missing(path: Path) -> bool:
 def test_a_file_that_is_something_else_is_noticed(
     small: SmallStore, pattern: str, replace: Callable[[Path, Path], None]
 ) -> None:
-    """Lost, or replaced by a folder, a link that leads nowhere, nothing, zeros, text: a named error, and a finding.
+    """Test a missing file, a folder, a broken link, no bytes, zeros, and text: a named error, and a finding.
 
-    When the file is back, everything loads again.
+    When the file is restored, everything can be loaded again.
     """
     for path in small.files(pattern):
         with moved_away(path) as aside:
@@ -124,7 +124,7 @@ def test_a_file_that_is_something_else_is_noticed(
 
 
 def test_a_checkpoint_whose_only_manifest_is_lost_is_gone_and_nothing_else(small: SmallStore) -> None:
-    """It looks like a save that never ended: the others load, and its step is not found."""
+    """Test that the step is not found, as if its save had never ended, and that other checkpoints load."""
     for path in small.files("manifests/*/*/*.manifest"):
         step = int(path.parent.name.split("-")[1])
         others = SmallStore(small.path, {other: state for other, state in small.states.items() if other != step})
@@ -137,7 +137,7 @@ def test_a_checkpoint_whose_only_manifest_is_lost_is_gone_and_nothing_else(small
 
 
 def test_a_link_to_the_real_file_is_as_good(small: SmallStore) -> None:
-    """Files may be moved to another place and linked: the content is what counts."""
+    """Test files that were moved to another path and linked."""
     with contextlib.ExitStack() as stack:
         for path in small.files(*PATTERNS):
             path.symlink_to(stack.enter_context(moved_away(path)))
@@ -147,7 +147,7 @@ def test_a_link_to_the_real_file_is_as_good(small: SmallStore) -> None:
 @pytest.mark.slow(quick=["asymcheck.store"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_truncated_file_is_detected_anywhere(small: SmallStore, pattern: str) -> None:
-    """At each block boundary, next to it, and at random lengths."""
+    """Test each block boundary, the bytes next to it, and random lengths."""
     for path in small.files(pattern)[:2]:
         data = path.read_bytes()
         covered = covered_bits(path).stop // 8
@@ -161,7 +161,7 @@ def test_truncated_file_is_detected_anywhere(small: SmallStore, pattern: str) ->
 
 @pytest.mark.slow
 def test_a_longer_record_or_manifest_is_noticed(small: SmallStore) -> None:
-    """Bytes after the end are damage, but for packs, whose files may have the tail of an earlier life."""
+    """Test bytes after the end, which are damage except for packs, whose files may have older bytes."""
     for path in small.files(*PATTERNS):
         with content(path, path.read_bytes() + bytes(BLOCK_BYTES)):
             if path.suffix == ".pack":
@@ -172,7 +172,7 @@ def test_a_longer_record_or_manifest_is_noticed(small: SmallStore) -> None:
 
 @pytest.mark.slow
 def test_a_pack_under_the_name_of_another_is_noticed(small: SmallStore) -> None:
-    """Each pack with the content of each other: the header names its own id, so the file is refused."""
+    """Test each pack with the content of each other pack, whose header has another id."""
     packs = small.files("packs/*.pack")
     for path in packs:
         for other in packs:
@@ -186,7 +186,7 @@ def test_a_pack_under_the_name_of_another_is_noticed(small: SmallStore) -> None:
 
 
 def test_frames_of_another_pack_are_noticed_though_each_is_intact(small: SmallStore) -> None:
-    """A frame is stamped with its pack and its number: a write that went to the wrong place is no frame of this one."""
+    """Test a write at a wrong position: a frame has the id of its pack and its number."""
     first, second = small.files("packs/*.pack")[:2]
     data, other = first.read_bytes(), second.read_bytes()
     end = covered_bits(first).stop // 8
@@ -197,7 +197,7 @@ def test_frames_of_another_pack_are_noticed_though_each_is_intact(small: SmallSt
 
 
 def test_a_manifest_in_the_folder_of_another_checkpoint_is_refused(small: SmallStore) -> None:
-    """Moved or copied: its bytes never come back for the wrong step."""
+    """Test a moved and a copied manifest, whose bytes are never restored for the wrong step."""
     manifests = small.files("manifests/*/*/*.manifest")
     for path in manifests:
         for other in manifests:
@@ -216,7 +216,7 @@ def test_a_manifest_in_the_folder_of_another_checkpoint_is_refused(small: SmallS
 
 
 def test_a_head_record_of_another_run_or_generation_is_refused(small: SmallStore) -> None:
-    """The record says whose it is; which checkpoint is newest is then an error and not a guess."""
+    """Test that the record names its run and generation, and that the newest checkpoint is an error, not a guess."""
     with small.open(read_only=False) as store:
         store.begin_generation(None, run="other")
         store.begin_generation(None, run="other")
@@ -230,7 +230,7 @@ def test_a_head_record_of_another_run_or_generation_is_refused(small: SmallStore
 
 
 def test_the_descriptor_of_another_store_takes_nothing_away(tmp_path: Path, small: SmallStore) -> None:
-    """The catalog then belongs to no one here and is made anew."""
+    """Test that the catalog, which then belongs to another store, is rebuilt."""
     other = make_store(tmp_path / "other")
     shutil.copy(other.path / "asymcheck.store", small.path / "asymcheck.store")
     with small.open(read_only=False) as store:
@@ -243,7 +243,7 @@ def test_the_descriptor_of_another_store_takes_nothing_away(tmp_path: Path, smal
 def test_collection_frees_nothing_while_a_manifest_cannot_be_read(
     small: SmallStore, replace: Callable[[Path, Path], None]
 ) -> None:
-    """What a damaged manifest needs is unknown: gc refuses, and when the manifest is back its checkpoint loads."""
+    """Test that gc refuses to work, and that the checkpoint can be loaded when the manifest is restored."""
     (path,) = (path for path in small.files("manifests/*/*/*.manifest") if "-000000000002-" in path.parent.name)
     with small.open(read_only=False) as store:
         with moved_away(path) as aside:
@@ -259,7 +259,7 @@ def test_collection_frees_nothing_while_a_manifest_cannot_be_read(
 def test_a_save_and_a_collection_work_around_a_pack_that_cannot_be_read(
     small: SmallStore, replace: Callable[[Path, Path], None]
 ) -> None:
-    """What lay in it is written again by the next save, also when the catalog is rebuilt meanwhile; gc passes it."""
+    """Test that the next save writes the partitions again, also after a rebuild of the catalog; gc skips the pack."""
     for path in small.files("packs/*.pack"):
         with moved_away(path) as aside:
             replace(path, aside)
@@ -272,7 +272,7 @@ def test_a_save_and_a_collection_work_around_a_pack_that_cannot_be_read(
 
 
 def test_foreign_file_in_the_pool_is_never_overwritten(small: SmallStore) -> None:
-    """A link, a folder or a file with a second name."""
+    """Test a link, a folder, and a file with a second name."""
     live = small.files("packs/*.pack")
     pool = small.path / "pool"
     (pool / f"{1:032x}.pack").symlink_to(live[0])
@@ -287,7 +287,7 @@ def test_foreign_file_in_the_pool_is_never_overwritten(small: SmallStore) -> Non
 
 
 def test_a_hard_linked_copy_of_a_store_keeps_its_bytes(small: SmallStore, tmp_path: Path) -> None:
-    """`cp -al` makes a snapshot that shares every pack: recycling must not write into it."""
+    """Test a copy by `cp -al`, which shares every pack: recycling must not write into shared files."""
     snapshot = SmallStore(tmp_path / "snapshot", small.states)
     shutil.copytree(small.path, snapshot.path, copy_function=os.link)
     with small.open(read_only=False) as store:
@@ -295,7 +295,7 @@ def test_a_hard_linked_copy_of_a_store_keeps_its_bytes(small: SmallStore, tmp_pa
             store.delete(step)
         done = store.gc()
         assert done.freed_packs
-        # They would only take room there.
+        # Recycled files would only use space in the pool.
         assert done.pooled_packs == 0
         store.save(small_state(8), step=8)
         store.save(small_state(9), step=9)
@@ -308,7 +308,7 @@ def test_a_hard_linked_copy_of_a_store_keeps_its_bytes(small: SmallStore, tmp_pa
 @pytest.mark.slow(quick=["packs"])
 @pytest.mark.parametrize("name", ["manifests", "packs", "heads", "pool", "catalog"])
 def test_a_file_where_a_folder_belongs_gives_named_errors(small: SmallStore, name: str) -> None:
-    """Nothing lies in a folder that is a file: every call answers, or refuses with an error of the package."""
+    """Test that every call succeeds, or raises an error of the package."""
     with moved_away(small.path / name):
         (small.path / name).write_text("not a folder")
         with small.open(read_only=False) as store:
@@ -329,6 +329,6 @@ def test_a_file_where_a_folder_belongs_gives_named_errors(small: SmallStore, nam
 
 
 def test_a_pack_that_is_a_folder_counts_as_damaged(small: SmallStore) -> None:
-    """Also when nothing needs it: it is not just busy."""
+    """Test an unneeded pack, which does not count as busy."""
     (small.path / "packs" / f"{1:032x}.pack").mkdir()
     assert [finding.kind for finding in check_findings(small, load_all(small))] == ["damaged-pack"]

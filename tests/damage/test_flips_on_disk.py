@@ -1,4 +1,4 @@
-"""Flipped bits on disk: loads are correct or refused, and verify names lost data."""
+"""Test flipped bits on disk: loads are correct or refused, and verify names lost data."""
 
 import random
 import re
@@ -16,18 +16,18 @@ from tests.damage.flips import covered_bits, flipped
 from tests.damage.small_store import CONFIG, SmallStore, check_findings, load_all, make_store, same
 
 FLIPS = 8
-"""In each file of the small store."""
+"""Number of flips in each file of the small store."""
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> SmallStore:
-    """A store in which every flip is taken back."""
+    """Return a store in which every flip is undone."""
     return make_store(tmp_path_factory.mktemp("flips") / "store", steps=3)
 
 
 @pytest.mark.slow
 def test_a_flip_in_a_version_is_damage_and_not_a_newer_format(small: SmallStore) -> None:
-    """Each bit of the version in pack header, index and frame header: the load falls back, as for any other damage."""
+    """Test each bit of the version in pack header, index and frame header, which counts as ordinary damage."""
     for path in small.files("packs/*.pack")[:2]:
         index = covered_bits(path).stop // 8 - BLOCK_BYTES
         for start in (0, BLOCK_BYTES, index):
@@ -42,7 +42,7 @@ def test_a_flip_in_a_version_is_damage_and_not_a_newer_format(small: SmallStore)
 @pytest.mark.slow(quick=["packs/*.pack"])
 @pytest.mark.parametrize("pattern", ["packs/*.pack", "manifests/*/*/*.manifest", "heads/*/*.head", "asymcheck.store"])
 def test_a_flip_on_disk_never_gives_wrong_bytes_and_is_reported(small: SmallStore, pattern: str) -> None:
-    """A record costs nothing, a manifest its checkpoint, a pack those that need it; verify agrees with the loads."""
+    """Test that a record costs nothing, a manifest its checkpoint, and a pack those that need it; verify agrees."""
     for path in small.files(pattern):
         bits = random.Random(path.suffix).sample(covered_bits(path), FLIPS)
         for bit in bits:
@@ -62,7 +62,7 @@ def test_a_flip_on_disk_never_gives_wrong_bytes_and_is_reported(small: SmallStor
 
 
 def test_flip_in_a_shared_partition_loses_all_its_checkpoints(small: SmallStore) -> None:
-    """The finding lists them with the tensor, and the load gives each reason."""
+    """Test that the finding lists the checkpoints with the tensor, and that the load has each reason."""
     with small.open() as store:
         (shared,) = {
             name
@@ -97,7 +97,7 @@ def _digests(store: Store, step: int) -> set[bytes]:
 
 
 def _place(store: Store, name: bytes) -> tuple[Path, int]:
-    """A bit in the payload of the frame that holds a partition."""
+    """Return a bit in the payload of the frame with a partition."""
     for pack_id in store.training.opened.tier.pack_ids():
         pack = store.training.opened.tier.open_pack(pack_id)
         pack.close()
@@ -108,7 +108,7 @@ def _place(store: Store, name: bytes) -> tuple[Path, int]:
 
 @pytest.mark.slow
 def test_flips_in_the_tail_of_a_recycled_pack_are_harmless(tmp_path: Path) -> None:
-    """The tail of earlier content affects neither loads nor verify."""
+    """Test that old bytes at the end of a recycled file affect neither loads nor verify."""
     config = StoreConfig(partition_bytes=4096, bundle_below_bytes=1024, inline_bytes=64, slots=1)
     old, new = (
         {"w": torch.arange(count, dtype=torch.float64).mul(value)} for count, value in ((6144, 3.0), (4096, 5.0))
@@ -130,7 +130,7 @@ def test_flips_in_the_tail_of_a_recycled_pack_are_harmless(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_flips_anywhere_in_a_store_of_many_megabytes(tmp_path: Path) -> None:
-    """The same with partitions of the usual size, several frames in flight, and padding between header and payload."""
+    """Test partitions of the default size, several frames in flight, and padding between header and payload."""
     config = StoreConfig(partition_bytes=1 << 20, bundle_below_bytes=1 << 16, pack_bytes=8 << 20)
     numbers = torch.Generator().manual_seed(7)
     states = {
@@ -153,7 +153,7 @@ def test_flips_anywhere_in_a_store_of_many_megabytes(tmp_path: Path) -> None:
 
 
 def test_same_tells_bits_apart() -> None:
-    """The comparison that the tests here rest on sees a sign of zero, a dtype, a type and an order."""
+    """Test that the comparison detects a sign of zero, a dtype, a type and an order."""
     zero = torch.zeros(2)
     assert same({"a": zero, "b": (1, 2.0)}, {"a": zero.clone(), "b": (1, 2.0)})
     for left, right in (

@@ -1,4 +1,4 @@
-"""A partition in two places: if one copy is damaged, the other one is read."""
+"""Test a partition with two copies: if one copy is damaged, the other is read."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ STATE = {"w": torch.arange(700, dtype=torch.int32), "b": torch.arange(900, dtype
 
 
 def _save_again(path: Path) -> None:
-    """Save the state while the packs are away, so that every partition is written once more."""
+    """Save the state while the packs are moved away, so that every partition is written again."""
     packs = path / "packs"
     away = packs.rename(path / "away.tmp")
     packs.mkdir()
@@ -36,12 +36,12 @@ def _save_again(path: Path) -> None:
 
 @pytest.fixture
 def twice(tmp_path: Path) -> SmallStore:
-    """One checkpoint whose partitions all lie in two packs."""
+    """Return a store with one checkpoint whose partitions are all in two packs."""
     path = tmp_path / "store"
     with Store.open(path, config=CONFIG, create=True) as store:
         store.save(STATE, step=1)
     _save_again(path)
-    # Of the two attempts to save step 1 one is enough, and it must find the packs of the other.
+    # Keep one of the two saves of step 1, which must find the packs of the other save.
     (path / "catalog" / "data.mdb").unlink()
     with Store.open(path, config=CONFIG, create=True) as store:
         assert len(store.checkpoints()) == 2
@@ -77,7 +77,7 @@ DAMAGE = [_flip_payload, _flip_frame_header, _flip_padding, _flip_pack_header, _
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__.strip("_"))
 def test_the_other_copy_is_read(twice: SmallStore, damage: Callable[[Path], None]) -> None:
-    """Whichever pack is damaged and however: the load is exact and passes nothing over, and no checkpoint is lost."""
+    """Test any damage of any pack: the load is exact, and no checkpoint is skipped or lost."""
     for path in twice.files("packs/*.pack"):
         before = path.read_bytes()
         damage(path)
@@ -90,7 +90,7 @@ def test_the_other_copy_is_read(twice: SmallStore, damage: Callable[[Path], None
 
 
 def test_copies_damaged_in_different_frames_complete_each_other(twice: SmallStore) -> None:
-    """What one pack lost the other still has: healing goes frame by frame."""
+    """Test that single frames are read from the other pack."""
     first, second = twice.files("packs/*.pack")
     with twice.open() as store:
         places = [store.training.opened.tier.open_pack(bytes.fromhex(path.stem)) for path in (first, second)]  # type: ignore[arg-type]  # JSON or a stand-in, untyped on purpose
@@ -104,7 +104,7 @@ def test_copies_damaged_in_different_frames_complete_each_other(twice: SmallStor
 
 
 def test_when_every_copy_is_damaged_each_is_named(twice: SmallStore) -> None:
-    """The error says what is wrong with each of them."""
+    """Test that the error names the damage of each copy."""
     packs = twice.files("packs/*.pack")
     for path in packs:
         _flip_payload(path)
@@ -116,7 +116,7 @@ def test_when_every_copy_is_damaged_each_is_named(twice: SmallStore) -> None:
 
 
 def test_a_second_copy_in_the_same_pack_is_read_too(tmp_path: Path) -> None:
-    """No writer here stores a partition twice in one pack, but the format allows it."""
+    """Test two copies in one pack, which the format allows and this writer never creates."""
     path = tmp_path / "store"
     state = {"w": torch.arange(700, dtype=torch.int32)}
     with Store.open(path, config=CONFIG, create=True) as store:
@@ -139,13 +139,13 @@ def test_a_second_copy_in_the_same_pack_is_read_too(tmp_path: Path) -> None:
 
 
 class _Unreadable(Files):
-    """A device that cannot read some places of one pack."""
+    """A device that cannot read some ranges of one pack."""
 
     def __init__(self, path: Path, places: range) -> None:
         self.path, self.places = path, places
 
     def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> int:
-        """Fail as a worn drive does."""
+        """Raise an error, like a worn drive."""
         if path == self.path and offset in self.places:
             with translated("read", path):
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -154,7 +154,7 @@ class _Unreadable(Files):
 
 @pytest.mark.parametrize("places", [range(1, 1 << 20), range(4096, 4097), range(1)], ids=["most", "frame", "header"])
 def test_a_copy_that_the_device_cannot_read_is_passed_over(twice: SmallStore, places: range) -> None:
-    """An I/O error counts like a damaged frame, whether it hits the index, a frame or the header."""
+    """Test an I/O error in the index, a frame and the header, which counts as damage."""
     for path in twice.files("packs/*.pack"):
         with Store(NvmeTier(twice.path, CONFIG, read_only=True, files=_Unreadable(path, places))) as store:
             assert same(store.load(), STATE)

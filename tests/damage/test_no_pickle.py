@@ -1,4 +1,4 @@
-"""Loading runs no pickle: with all unpicklers disabled, every supported value is restored."""
+"""Test that loading runs no pickle: with all unpicklers disabled, every supported value is restored."""
 
 import pickle
 import random
@@ -17,7 +17,7 @@ from tests.damage.zygote import Zygote
 
 
 class PoisonedError(BaseException):
-    """Something tried to unpickle. No handler for ordinary errors may hide it."""
+    """An attempt to unpickle. No handler for ordinary errors may hide it."""
 
 
 def _model() -> torch.nn.Module:
@@ -30,7 +30,7 @@ def _model_state() -> object:
 
 
 def _everything() -> dict[str, object]:
-    """A value of every kind that can be stored."""
+    """Return a value of every kind that can be stored."""
     numbers = torch.Generator().manual_seed(3)
     tied = torch.randn(40, 30, generator=numbers)
     return {
@@ -53,7 +53,7 @@ def _poison() -> None:
         if event.startswith("pickle"):
             raise PoisonedError(event)
 
-    # The hook sees the unpickler that is written in C, whatever name it was imported under.
+    # The hook detects the unpickler written in C, under any imported name.
     sys.addaudithook(hook)
     for name in ("load", "loads", "Unpickler", "_Unpickler", "_load", "_loads"):
         setattr(pickle, name, poisoned)
@@ -61,7 +61,7 @@ def _poison() -> None:
 
 
 def load_with_poison(path: str) -> list[str]:
-    """Load in every way there is; return what was done. Runs in a child, because an audit hook stays for good."""
+    """Load with every method; return their names. Runs in a child, because an audit hook cannot be removed."""
     dangerous = pickle.dumps(random.Random)
     plain_loads = pickle.loads
     _poison()
@@ -87,7 +87,7 @@ def load_with_poison(path: str) -> list[str]:
 
 
 def test_nothing_is_unpickled(zygote: Zygote, tmp_path: Path) -> None:
-    """Plain loads, parts, fills in place, modules, generators, verify and gc; also from a rebuilt catalog."""
+    """Test loads, partial loads, fills, modules, generators, verify and gc, also with a rebuilt catalog."""
     path = tmp_path / "store"
     with Store.open(path, config=CONFIG, create=True) as store:
         store.save(_everything(), step=1)
@@ -98,7 +98,7 @@ def test_nothing_is_unpickled(zygote: Zygote, tmp_path: Path) -> None:
 
 
 def test_no_file_of_a_store_holds_a_pickle(tmp_path: Path) -> None:
-    """No opcode stream lies anywhere but where a user put one as bytes."""
+    """Test that files have no pickle opcodes, except for bytes of the user."""
     with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
         store.save(_everything(), step=1)
     for path in (tmp_path / "store").rglob("*"):

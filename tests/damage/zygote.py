@@ -1,7 +1,7 @@
 """Children that may die: forked from a process that has imported torch, which reports how they ended.
 
-A damaged catalog can kill whoever maps it, and a hostile file must not; both are seen only from outside. A fork of a
-prepared process costs milliseconds where a fresh interpreter costs seconds.
+A damaged catalog can kill the process that maps it, and a hostile file must not. Only another process can observe both.
+A fork of a prepared process takes milliseconds, and a new interpreter takes seconds.
 """
 
 import contextlib
@@ -26,22 +26,22 @@ _ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a child ended."""
+    """End of a child."""
 
     value: Any
-    """What the function returned, through JSON; None when it did not return."""
+    """Returned value of the function, through JSON; None if it did not return."""
     error: str
-    """Traceback of the exception that left the function; empty when none did."""
+    """Traceback of the exception that ended the function; empty if there was none."""
     signal: int
-    """The signal that killed the child; 0 when none did."""
+    """Signal that killed the child; 0 if there was none."""
     timed_out: bool
-    """Whether it was killed for taking too long."""
+    """Whether the child was killed by the timeout."""
     stderr: str
-    """The end of what it wrote there, for instance a failed assertion of a C library."""
+    """End of the standard error, for instance a failed assertion of a C library."""
 
     @property
     def returned(self) -> bool:
-        """Whether the function ran to its end."""
+        """Whether the function returned."""
         return not (self.error or self.signal or self.timed_out)
 
     def __str__(self) -> str:
@@ -85,14 +85,14 @@ class Zygote:
 
 
 def limit_memory(extra_bytes: int) -> None:
-    """Let the calling child map at most ``extra_bytes`` more than it does now; beyond that, allocation fails."""
+    """Limit new mappings of the calling child to ``extra_bytes``; further allocations fail."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + extra_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def unlimit_memory() -> None:
-    """Take :func:`limit_memory` back."""
+    """Undo :func:`limit_memory`."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 
@@ -103,14 +103,14 @@ def _serve() -> None:
 
     torch.set_num_threads(1)
     importlib.import_module("asymcheck")
-    # Arrow looks its functions up at their first use, which takes longer than most jobs.
+    # Arrow looks up its functions at their first use, which takes longer than most jobs.
     pa.table({"key": [1]}).group_by("key", use_threads=False).aggregate([("key", "min")])
     answers = os.fdopen(os.dup(1), "w")
-    # What a child prints must not get between the answers.
+    # Output of a child must not mix with the answers.
     os.dup2(2, 1)
     for line in sys.stdin:
         job = json.loads(line)
-        # Imported here and not in the child: once for all children.
+        # Import in the parent, once for all children.
         module, _, name = job["function"].partition(":")
         function = getattr(importlib.import_module(module), name)
         answers.write(json.dumps(_in_child(function, job["arguments"], job["timeout_s"])) + "\n")
@@ -148,7 +148,7 @@ def _in_child(function: Callable[..., object], arguments: dict[str, object], tim
 
 
 def _read_until_dead(pipes: list[int], pidfd: int, timeout_s: float) -> tuple[list[bytes], bool]:
-    """Read pipes until the child has ended; a grandchild that still holds their other end is not waited for."""
+    """Read pipes until the child has ended; do not wait for a grandchild that holds the other ends."""
     texts = [bytearray() for _ in pipes]
     deadline = time.monotonic() + timeout_s
     alive = True

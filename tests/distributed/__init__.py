@@ -1,1 +1,1 @@
-"""Several ranks, each a process, save and restore one state together."""
+"""Tests of several ranks, each a process, that save and restore one state together."""

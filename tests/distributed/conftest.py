@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of a test."""
+"""Fixture for the rendezvous of ranks."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from tests.zygote import Zygote
 
 @pytest.fixture(scope="session")
 def meeting(zygote: Zygote) -> Meeting:
-    """One for all tests, as the agent of torchrun is one for all attempts: what was said there before stays."""
+    """Return one rendezvous for all tests, like torchrun's agent, which keeps keys of earlier attempts."""
     return Meeting(zygote)

@@ -23,7 +23,7 @@ from tests.distributed.training import Training
 
 
 def failures(folder: Path) -> dict[str, object]:
-    """Ranks that fail, differ, or do not come: the others say so, and go on to the next checkpoint."""
+    """Run ranks that fail, differ, or are missing: the others report it, and continue with the next checkpoint."""
     found: dict[str, object] = {}
     with opened(folder) as store:
         training = Training()
@@ -34,14 +34,14 @@ def failures(folder: Path) -> dict[str, object]:
             training.train(1, 0)
             with full_disk() if RANK == 1 else contextlib.nullcontext():
                 found["refused save"] = raised(lambda: ckpt.save(1))
-            # The same step again, with other bytes: another attempt.
+            # Save the same step again with other bytes, as a second attempt.
             training.train(2, 0)
             second = ckpt.save(1)
             found["attempts"] = [second.save_id, training.digest()]
             training.train(3, 0)
             with unstorable(state) if RANK == 1 else contextlib.nullcontext():
                 found["unstorable"] = raised(lambda: ckpt.save(3))
-            # A rank that fails to take the state fails the restore of all.
+            # A rank that cannot load the state fails the restore of all ranks.
             with unfitting(state) if RANK == 1 else contextlib.nullcontext():
                 found["unfitting"] = raised(ckpt.restore)
             found["restored"] = raised(lambda: getattr(ckpt.restore(), "save_id", None))
@@ -70,7 +70,7 @@ def failures(folder: Path) -> dict[str, object]:
 
 
 def caught(folder: Path) -> dict[str, object]:
-    """Errors that one rank raises, and its caller catches: the ranks stay in step, and nothing else is lost."""
+    """Run a rank whose caller catches its errors: the ranks stay in step, and lose nothing else."""
     training = Training()
     state = training.state()
     refused: set[int] = set()
@@ -89,7 +89,7 @@ def caught(folder: Path) -> dict[str, object]:
                 training.train(step, 0)
                 metrics = {"loss": cast(float, "unknown") if step == 4 and RANK == 1 else 0.5}
                 steps.append(raised(partial(ckpt.step, step, metrics)))
-                # What has become of it is known here, and not told yet.
+                # The outcome is known at this point, and not yet reported.
                 store.training.settle()
             found["steps"] = steps
             refused |= {6} if RANK == 1 else set()
@@ -129,7 +129,7 @@ def run_in_use(folder: Path) -> dict[str, object]:
 
 @contextlib.contextmanager
 def other_trainer(folder: Path) -> Iterator[None]:
-    """Let another process hold the lock of the run; it takes the lock over."""
+    """Hold the lock of the run in another process, which takes the run over."""
     program = (
         "import sys; from pathlib import Path; from asymcheck.storage.local_files import Files\n"
         "from asymcheck.storage.nvme.run_lock import RunLock\n"
@@ -148,7 +148,7 @@ def other_trainer(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """Let packs not be entered."""
+    """Make catalog entries of packs fail."""
     seal_frames = RingTransaction.seal_frames
 
     def refused(_self: RingTransaction) -> None:
@@ -162,7 +162,7 @@ def full_disk() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unstorable(state: dict[str, object]) -> Iterator[None]:
-    """Have something in the state that cannot be stored."""
+    """Put an unsupported value into the state."""
     state["object"] = object()
     yield
     del state["object"]
@@ -170,14 +170,14 @@ def unstorable(state: dict[str, object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unfitting(state: dict[str, object]) -> Iterator[None]:
-    """Have a tensor in the state that is of another shape."""
+    """Put a tensor with another shape into the state."""
     own, state["own"] = state["own"], torch.zeros(7)
     yield
     state["own"] = own
 
 
 def raised(call: Callable[[], object]) -> str:
-    """Return what error a call raises, or what it returned."""
+    """Return the error that a call raises, or its result."""
     try:
         return f"returned {call()!r}"
     except AsymcheckError as error:

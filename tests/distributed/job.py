@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.zygote import Child, Zygote
 
 LIMIT_S = 240.0
-"""For one that hangs; a busy machine needs minutes for what takes seconds."""
+"""Timeout in seconds; a busy machine may need minutes instead of seconds."""
 
 
 @dataclasses.dataclass
@@ -25,7 +25,7 @@ class Job:
     processes: list[Child]
 
     def wait(self) -> list[dict[str, object]]:
-        """Wait for all ranks; return what each has to tell."""
+        """Wait for all ranks; return their reports."""
         for rank, process in enumerate(self.processes):
             if not process.has_ended(LIMIT_S):
                 self.kill()
@@ -36,22 +36,22 @@ class Job:
         return [self.told(rank) for rank in range(len(self.processes))]
 
     def told(self, rank: int) -> dict[str, object]:
-        """Return what a rank has told last."""
+        """Return the last report of a rank."""
         found: dict[str, object] = json.loads((self.folder / f"told-{rank}.json").read_text())
         return found
 
     def output(self, rank: int) -> str:
-        """Return what a rank has written to its output."""
+        """Return the output of a rank."""
         return self.processes[rank].output.read_text(errors="replace")[-6000:]
 
     def kill(self, *ranks: int) -> None:
-        """Kill ranks, or all, and wait until they are gone."""
+        """Kill some or all ranks, and wait until they have ended."""
         for rank in ranks or range(len(self.processes)):
             self.processes[rank].kill()
             self.processes[rank].wait()
 
     def until(self, rank: int, name: str) -> None:
-        """Wait until a rank has made a file of this name."""
+        """Wait until a rank has created a file of this name."""
         began = time.monotonic()
         while not (self.folder / name).exists():
             if self.processes[rank].has_ended() or time.monotonic() - began > LIMIT_S:
@@ -61,10 +61,10 @@ class Job:
 
 
 class Meeting:
-    """Where ranks find each other, launch after launch, and what starts them."""
+    """The rendezvous of ranks, launch after launch, and their launcher."""
 
     def __init__(self, zygote: Zygote) -> None:
-        """Open it; ``zygote`` starts the ranks."""
+        """Open the rendezvous; ``zygote`` starts the ranks."""
         self._zygote = zygote
         self.store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
 

@@ -21,18 +21,18 @@ Scenario = Callable[[Path], dict[str, object]]
 
 
 def connect() -> dist.Store:
-    """Return the store by which the ranks find each other."""
+    """Return the key-value store for the rendezvous."""
     return dist.TCPStore("127.0.0.1", int(os.environ["MEETING"]), None, is_master=False, wait_for_workers=False)
 
 
 def ranks_of(folder: Path, timeout_s: float) -> Ranks:
-    """Return the ranks of all launches in a folder: what those before said is still there."""
+    """Return the ranks of all launches in a folder; keys of earlier launches still exist."""
     return Ranks(RANK, WORLD, dist.PrefixStore(str(folder), connect()), timeout_s=timeout_s)
 
 
 @contextlib.contextmanager
 def process_group(folder: Path) -> Iterator[None]:
-    """Have the default process group meanwhile."""
+    """Create the default process group temporarily."""
     dist.init_process_group("gloo", store=dist.PrefixStore(f"{folder}/group", connect()), rank=RANK, world_size=WORLD)
     yield
     dist.destroy_process_group()
@@ -44,14 +44,14 @@ def opened(folder: Path) -> Store:
 
 
 def checkpointer(folder: Path, store: Store, state: dict[str, object], **more: object) -> Checkpointer:
-    """Return a Checkpointer that proves all it captures."""
+    """Return a Checkpointer with a full proof."""
     capture = CaptureConfig(proof="full", ring_folder=str(folder / "memory"))
     return Checkpointer(store, state, capture=capture, **{"every": 1, "keep": None, **more})  # type: ignore[arg-type]  # knobs of tests
 
 
 @contextlib.contextmanager
 def noted() -> Iterator[list[str]]:
-    """Keep the warnings that come."""
+    """Record warnings."""
     texts: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always")

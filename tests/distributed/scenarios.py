@@ -35,7 +35,7 @@ COLLECTIVES = (
 
 
 def refuse_collectives() -> None:
-    """Let every collective raise that a Python program can call."""
+    """Make every collective raise that a Python program can call."""
     for name in COLLECTIVES.split():
 
         def refused(*_arguments: object, name: str = name, **_more: object) -> None:
@@ -47,7 +47,7 @@ def refuse_collectives() -> None:
 
 
 def replicas(folder: Path) -> dict[str, object]:
-    """DDP: no collective, each byte written once, the resumed training is the same."""
+    """Run DDP: no collective is used, each byte is written once, and the resumed training is equal."""
     with process_group(folder), opened(folder) as store:
         training = Training()
         ddp = DistributedDataParallel(training.model)
@@ -65,11 +65,11 @@ def replicas(folder: Path) -> dict[str, object]:
             assert rolled.step == 5
             assert training.digest() == states[5]
 
-        # Another training: other numbers everywhere, until it is restored.
+        # Create another training with other numbers, until it is restored.
         again = Training(seed=1)
         again_ddp = DistributedDataParallel(again.model)
         for step in range(2):
-            # It orders its sums anew after its first step, which makes other last bits with more than two ranks.
+            # DDP reorders its sums after its first step, which changes the last bits with more than two ranks.
             again.train(step, RANK, again_ddp)
         with checkpointer(folder, store, again.state()) as ckpt:
             restored = ckpt.restore(2)
@@ -89,7 +89,7 @@ def replicas(folder: Path) -> dict[str, object]:
 
 
 def sharded(folder: Path) -> dict[str, object]:
-    """FSDP2: each rank stores its part, and gets it back; somebody else gets whole tensors."""
+    """Run FSDP2: each rank stores and restores its shards; another process gets whole tensors."""
     with process_group(folder), opened(folder) as store:
         training = Training()
         for layer in training.model:
@@ -118,7 +118,7 @@ def sharded(folder: Path) -> dict[str, object]:
 
 
 def divergence(folder: Path) -> dict[str, object]:
-    """A replica that changes on one rank alone."""
+    """Change a replica on only one rank."""
     with opened(folder) as store:
         training = Training()
         with checkpointer(folder, store, training.state(), ranks=ranks_of(folder, 60)) as ckpt, noted() as texts:
@@ -138,8 +138,8 @@ def divergence(folder: Path) -> dict[str, object]:
 
 
 def paced(folder: Path) -> dict[str, object]:
-    """An interval that is chosen: DDP with one slow rank, for which the other one waits in each step."""
-    # So long that the interval is many steps even where other work slows down every one of them.
+    """Run DDP with an automatic interval and one slow rank, for which the other waits in each step."""
+    # Long enough that the interval has many steps, even if other work slows down each step.
     aim = asymcheck.AutoInterval(mtbf=timedelta(seconds=20), overhead=1.0)
     begun: list[int] = []
     chosen: list[list[object]] = []
@@ -150,7 +150,7 @@ def paced(folder: Path) -> dict[str, object]:
         with checkpointer(folder, store, training.state(), every=aim) as ckpt:
             ckpt.restore()
             for first, enough in ((0, 5), (2, 10)):
-                # As many steps as these checkpoints take, at most so many that it ends.
+                # As many steps as these checkpoints need, up to a limit.
                 for step in range(first, 5000):
                     time.sleep(0.004 if RANK else 0.0)
                     training.train(step, RANK, ddp)
@@ -161,21 +161,21 @@ def paced(folder: Path) -> dict[str, object]:
                         break
                 ckpt.wait()
                 if not first:
-                    # To the first one that was saved.
+                    # Restore the first saved step.
                     ckpt.restore(1)
             steps = [pace.step_s for pace in ckpt.statistics().paces]
     return {"begun": begun, "chosen": chosen, "step_s": steps}
 
 
 def killed(folder: Path) -> dict[str, object]:
-    """Train and save until killed, or so many steps; note what the state is at each step before it is saved."""
+    """Train and save until killed, or for some steps; note the state of each step before its save."""
     found: dict[str, object] = {}
     with opened(folder) as store, noted() as texts:
         training = Training()
         ranks = ranks_of(folder, 90)
         ckpt = checkpointer(folder, store, training.state(), ranks=ranks, on_error="warn")
         restored = ckpt.restore()
-        # Processes may start at very different times; from here on they keep together.
+        # Processes may start at very different times, so synchronise them here.
         ranks.timeout_s = float(sys.argv[4])
         found = {"restored": None if restored is None else restored.step, "digest": training.digest(), "told": texts}
         tell(found)
@@ -188,7 +188,7 @@ def killed(folder: Path) -> dict[str, object]:
                 mark(folder, f"step-{step}-{RANK}")
                 time.sleep(0.04)
                 if sum("Lost" in text for text in texts) > 1:
-                    # The other one has ended; that training goes on is enough.
+                    # The other rank has ended, and it is sufficient that the training continues.
                     break
             ckpt.wait()
         except AsymcheckError as error:
@@ -199,7 +199,7 @@ def killed(folder: Path) -> dict[str, object]:
 
 
 def stuck(folder: Path) -> dict[str, object]:
-    """Save one checkpoint, and begin a second that is complete in memory, but is never committed."""
+    """Save one checkpoint, and begin a second that is complete in memory, but never committed."""
     with opened(folder) as store:
         training = Training()
 
@@ -212,7 +212,7 @@ def stuck(folder: Path) -> dict[str, object]:
 
 
 def never_commit(folder: Path, ckpt: asymcheck.Checkpointer, train: Callable[[int], str]) -> None:
-    """Save step 0, and step 1 as far as memory, then hang; ``train`` takes a step and says what the state is then."""
+    """Save step 0, and step 1 only in memory, then hang; ``train`` runs a step and returns the state."""
     ckpt.restore()
     note(folder, 0, train(0))
     ckpt.save(0)
@@ -225,7 +225,7 @@ def never_commit(folder: Path, ckpt: asymcheck.Checkpointer, train: Callable[[in
 
 
 def note(folder: Path, step: int, text: str) -> None:
-    """Write down what the state is at a step."""
+    """Write the state of a step to a file."""
     path = folder / f"state-{step}-{RANK}"
     assert not path.exists() or path.read_text() == text, f"step {step} is not what it was before the kill"
     path.with_suffix(".tmp").write_text(text)
@@ -233,12 +233,12 @@ def note(folder: Path, step: int, text: str) -> None:
 
 
 def mark(folder: Path, name: str) -> None:
-    """Say that this rank has come so far."""
+    """Report that this rank has reached a point."""
     (folder / name).touch()
 
 
 def tell(found: dict[str, object]) -> None:
-    """Tell the test."""
+    """Report to the test."""
     path = Path(sys.argv[2]) / f"told-{RANK}.json"
     path.with_suffix(".tmp").write_text(json.dumps(found))
     path.with_suffix(".tmp").rename(path)
@@ -250,7 +250,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def main() -> None:
-    """Do what the command line says: scenarios, with commas between."""
+    """Run the scenarios of the command line, separated by commas."""
     torch.set_num_threads(1)
     folder = Path(sys.argv[2])
     found: dict[str, object] = {}
@@ -265,6 +265,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # Not by way of the interpreter's end: torch's threads of gloo abort the process there, once in a dozen times.
+    # Skip the interpreter's shutdown: threads of gloo sometimes abort the process during it.
     sys.stdout.flush()
     os._exit(0)

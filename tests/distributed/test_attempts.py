@@ -1,4 +1,4 @@
-"""Several saves of one step: if one is damaged on a rank, all ranks restore another one."""
+"""Test several saves of one step: if one is damaged on a rank, all ranks restore another one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.distributed.launched import CONFIG
 from tests.distributed.test_coordinator import each
 
 ATTEMPTS = [(1, 0.0), (2, 1.0), (2, 2.0)]
-"""Steps, and what is in the weights."""
+"""Steps, with the values of the weights."""
 
 
 def _save(store: Store) -> list[list[Path]]:
@@ -37,12 +37,12 @@ def _save(store: Store) -> list[list[Path]]:
 
 @pytest.mark.parametrize("damaged", [(), (0,), (1,), (0, 1)])
 def test_the_other_attempt_is_tried_before_an_older_step(tmp_path: Path, damaged: tuple[int, ...]) -> None:
-    """The bytes are wrong in a frame that seems to be there, so that only the rank that reads them can tell."""
+    """Test wrong bytes in a frame that only the reading rank can detect."""
     with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
         packs = _save(store)
         for rank in damaged:
             (pack,) = packs[rank]
-            # Behind the header of the pack, and that of its only frame.
+            # Skip the headers of the pack and of its only frame.
             flip(pack, 4096 + 200)
     keys = dist.HashStore()
     os.mkdir(tmp_path / "memory")

@@ -1,4 +1,4 @@
-"""Sessions: rendezvous and agreement of ranks, as threads of one process."""
+"""Test sessions: rendezvous and agreement of ranks, as threads of one process."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _TERMS = {"store": "a"}
 
 
 def ranks_of(store: KeyStore, world_size: int) -> list[Ranks]:
-    """Return all ranks, with one store."""
+    """Return all ranks, with one key-value store."""
     return [Ranks(rank, world_size, store, timeout_s=60.0) for rank in range(world_size)]
 
 
 def each(count: int, work: Callable[[int], _T]) -> list[_T]:
-    """Return what all ranks make at the same time."""
+    """Run a function on all ranks at the same time; return the results."""
     with ThreadPoolExecutor(count) as threads:
         return list(threads.map(work, range(count)))
 
 
 def sessions_of(store: KeyStore, world_size: int, timeout_s: float = 60.0) -> list[Session]:
-    """Return the sessions of ranks that have found each other; from then on they wait ``timeout_s`` for each other."""
+    """Return the sessions of all ranks after the rendezvous, with the timeout ``timeout_s``."""
     ranks = ranks_of(store, world_size)
     sessions = each(world_size, lambda rank: Session.join(ranks[rank], "run", _TERMS))
     set_timeout(sessions, timeout_s)
@@ -44,18 +44,18 @@ def sessions_of(store: KeyStore, world_size: int, timeout_s: float = 60.0) -> li
 
 
 def set_timeout(sessions: list[Session], timeout_s: float) -> None:
-    """Let ranks wait this long for each other from now on."""
+    """Set the timeout of all ranks."""
     for session in sessions:
         session._ranks.timeout_s = timeout_s
 
 
 def joined(reports: Sequence[bytes]) -> bytes:
-    """Decide for all of them."""
+    """Decide for all ranks."""
     return b"+".join(reports)
 
 
 def test_everyone_gets_the_verdict_on_all_reports() -> None:
-    """In order of rank, round after round."""
+    """Test that every rank gets all reports in order of rank, round after round."""
     sessions = sessions_of(dist.HashStore(), 5)
     for number in range(1, 4):
         verdicts = each(5, lambda rank: sessions[rank].agree((number, 1), b"%d" % rank, joined, "test"))  # noqa: B023 - used at once
@@ -63,7 +63,7 @@ def test_everyone_gets_the_verdict_on_all_reports() -> None:
 
 
 def test_ranks_whose_machines_have_a_store_each() -> None:
-    """They share memory with those of their own store; and either all machines push, or none: else nothing is whole."""
+    """Test ranks that share the memory of their own store; either all machines push, or none."""
     ranks = ranks_of(dist.HashStore(), 4)
 
     def join(rank: int, *, pushes: bool) -> Session:
@@ -71,7 +71,7 @@ def test_ranks_whose_machines_have_a_store_each() -> None:
         home = RankLocation(f"store {machine}", f"machine-{machine}", f"life {machine}", pushes)
         return Session.join(ranks[rank], "run", _TERMS, home)
 
-    # Of the ranks of one machine the first pushes.
+    # The first rank of each machine pushes.
     found = each(4, lambda rank: join(rank, pushes=rank % 2 == 0))
     assert [one.local_size for one in found] == [2] * 4
 
@@ -85,7 +85,7 @@ def test_ranks_whose_machines_have_a_store_each() -> None:
 
 
 def test_each_rank_can_get_a_verdict_of_its_own() -> None:
-    """Also a large one, which goes in pieces."""
+    """Test also a large verdict, which is sent in pieces."""
     sessions = sessions_of(dist.HashStore(), 3)
     large = os.urandom((9 << 20) + 5)
 
@@ -97,7 +97,7 @@ def test_each_rank_can_get_a_verdict_of_its_own() -> None:
 
 
 def test_values_in_the_store_are_removed() -> None:
-    """The key-value store of a long training does not fill up."""
+    """Test that the key-value store of a long training does not fill up."""
     store = dist.HashStore()
     sessions = sessions_of(store, 3)
     counts = []
@@ -117,7 +117,7 @@ def test_values_in_the_store_are_removed() -> None:
 
 
 class _Counting:
-    """A store that counts what one rank asks it."""
+    """A key-value store that counts the requests of one rank."""
 
     def __init__(self, store: KeyStore) -> None:
         self._store, self.asked = store, Counter[str]()
@@ -130,7 +130,7 @@ class _Counting:
 
 
 def test_a_rank_asks_the_store_seldom() -> None:
-    """Once for each thing that it says, hears or takes back: one server has the questions of all ranks."""
+    """Test one request for each key that is written, read or removed, because one server serves all ranks."""
     shared = dist.HashStore()
     stores = [_Counting(shared) for _ in range(3)]
     ranks = [Ranks(rank, 3, store) for rank, store in enumerate(stores)]
@@ -140,12 +140,12 @@ def test_a_rank_asks_the_store_seldom() -> None:
             store.asked.clear()
         each(3, lambda rank: sessions[rank].agree((heard, 1), b"x", decide, "test"))  # noqa: B023 - used at once
         for store in stores[1:]:
-            # A verdict of its own is heard, and taken away, beside that there is one.
+            # A separate verdict is read and removed in addition to the common one.
             assert (store.asked["set"], store.asked["get"], store.asked["delete_key"]) == (1, heard, heard)
 
 
 def test_a_rank_that_reports_a_failure_fails_the_round_for_all() -> None:
-    """With its reason."""
+    """Test that the error has the reason of the failing rank."""
     sessions = sessions_of(dist.HashStore(), 3)
     sessions[2].report((1, 1), b"its disk is full", failed=True)
 
@@ -158,7 +158,7 @@ def test_a_rank_that_reports_a_failure_fails_the_round_for_all() -> None:
 
 
 def test_failed_decision_of_rank_0_fails_on_all_ranks() -> None:
-    """With its own error on rank 0."""
+    """Test that rank 0 raises its own error."""
     sessions = sessions_of(dist.HashStore(), 2)
 
     def decide(_reports: Sequence[bytes]) -> bytes:
@@ -176,7 +176,7 @@ def test_failed_decision_of_rank_0_fails_on_all_ranks() -> None:
 
 @pytest.mark.slow
 def test_missing_ranks_are_named_on_all_others() -> None:
-    """Also on those that began to wait before rank 0 did."""
+    """Test also ranks that began to wait before rank 0."""
     sessions = sessions_of(dist.HashStore(), 4, timeout_s=2.0)
 
     def work(number: int) -> tuple[int, ...]:
@@ -188,7 +188,7 @@ def test_missing_ranks_are_named_on_all_others() -> None:
 
 
 def test_a_rank_that_was_missing_is_waited_for_again() -> None:
-    """It may have been slow; the round that it missed is over."""
+    """Test a rank that was slow, and takes part again after the missed round."""
     sessions = sessions_of(dist.HashStore(), 2, timeout_s=0.3)
     with pytest.raises(RanksMissingError):
         sessions[0].agree((1, 1), b"", joined, "test")
@@ -199,7 +199,7 @@ def test_a_rank_that_was_missing_is_waited_for_again() -> None:
 
 
 def test_a_process_that_is_to_end_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it would wait else."""
+    """Test a wait with a long timeout."""
     monkeypatch.setattr("asymcheck.distributed.kv_store.ENDING_S", 0.05)
     sessions = sessions_of(dist.HashStore(), 2, timeout_s=1000)
     other = sessions[0].for_thread()
@@ -209,15 +209,15 @@ def test_a_process_that_is_to_end_does_not_wait_for_long(monkeypatch: pytest.Mon
 
 
 def test_nothing_is_taken_from_ranks_that_have_ended() -> None:
-    """Their store is there still, with their meeting and half a round."""
+    """Test a key-value store with keys of an ended rendezvous and half a round."""
     store = dist.HashStore()
     before = sessions_of(store, 3)
     before[1].report((1, 1), b"old")
     before[0].post((1, 0), b"old")
-    # A process that ended while it looked for the others.
+    # One process ended during its rendezvous.
     with pytest.raises(RanksMissingError):
         Session.join(Ranks(0, 3, store, timeout_s=0.05), "run", _TERMS)
-    # Or one that was answered, and ended before it heard that.
+    # Another process was answered, and ended before it read the answer.
     left = Ranks(0, 3, store).connect()
     left.put("run/meet", b"left")
     for rank in (1, 2):
@@ -228,7 +228,7 @@ def test_nothing_is_taken_from_ranks_that_have_ended() -> None:
     def work(rank: int) -> bytes:
         begun.wait()
         if rank == 0:
-            # The others see what is left first.
+            # The other ranks see the old keys first.
             threading.Event().wait(0.2)
         session = Session.join(ranks[rank], "run", _TERMS)
         return session.agree((1, 1), b"new%d" % rank, joined, "test")
@@ -237,10 +237,10 @@ def test_nothing_is_taken_from_ranks_that_have_ended() -> None:
 
 
 class _Lagging(_Counting):
-    """A store by which a rank hears of its first meeting when rank 0 has opened the second one."""
+    """A key-value store that delays a rank until rank 0 has opened the second rendezvous."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Report, and come back late."""
+        """Report, and return late."""
         meeting = self._store.get("run/meet")
         self._store.set(key, value)
         while key.count("/") == 3 and not self.asked["late"] and self._store.get("run/meet") == meeting:
@@ -249,7 +249,7 @@ class _Lagging(_Counting):
 
 
 def test_ranks_that_meet_twice_come_into_the_same_sessions() -> None:
-    """Also one that hears of the second meeting before it has looked for its answer in the first."""
+    """Test a rank that sees the second rendezvous before it reads its answer of the first."""
     shared = dist.HashStore()
     ranks = [Ranks(0, 3, shared), Ranks(1, 3, _Lagging(shared)), Ranks(2, 3, shared)]
 
@@ -261,7 +261,7 @@ def test_ranks_that_meet_twice_come_into_the_same_sessions() -> None:
 
 
 def do(session: Session, step: int) -> str:
-    """Do something together at a step, to which all report; return what came of it."""
+    """Run a common round of a step, to which all ranks report; return the results."""
     try:
         number, said = (
             session.begin("saves", step, 1, lambda: None, f"save of step {step}")
@@ -276,7 +276,7 @@ def do(session: Session, step: int) -> str:
 
 @pytest.mark.slow
 def test_late_or_early_rank_takes_part_in_the_next_round() -> None:
-    """Missed rounds are named errors, and nothing else is lost."""
+    """Test that missed rounds raise named errors, and that nothing else is lost."""
     sessions = sessions_of(dist.HashStore(), 2, timeout_s=0.5)
     assert do(sessions[1], 1).startswith("RanksMissingError: save of step 1: rank 0 did not respond")
     assert do(sessions[0], 1).startswith("RanksMissingError: save of step 1: rank 1 did not respond")
@@ -288,13 +288,13 @@ def test_late_or_early_rank_takes_part_in_the_next_round() -> None:
     first, second = each(2, lambda rank: do(sessions[rank], 1 + rank))
     assert first.startswith(f"RankFailedError: rank 1: {mismatch}")
     assert second.startswith(f"RankFailedError: {mismatch}")
-    # From now on it knows.
+    # The rank knows the current round from this point on.
     sessions[0].open(sessions[0].next_number(), "saves", 2, 1, None)
     assert each(2, lambda rank: do(sessions[rank], 3)) == ["3+3"] * 2
 
 
 def test_a_rank_that_cannot_take_part_says_so_whether_rank_0_has_begun_or_not() -> None:
-    """And is there for the next."""
+    """Test the report before and after rank 0 has begun; the rank takes part in the next round."""
     sessions = sessions_of(dist.HashStore(), 3)
     refusal = InvalidInputError("no number")
 
@@ -311,7 +311,7 @@ def test_a_rank_that_cannot_take_part_says_so_whether_rank_0_has_begun_or_not() 
 
 
 def test_rank_0_informs_all_when_it_gives_up() -> None:
-    """Ranks that reported, and ranks that hear of it now; all take part in the next round."""
+    """Test ranks that have reported, and ranks that report later; all take part in the next round."""
     sessions = sessions_of(dist.HashStore(), 3)
     number, _ = sessions[0].begin("saves", 1, 1, lambda: None, "save of step 1")
     assert sessions[1].follow("saves", 1, "save of step 1") == (number, None)
@@ -323,19 +323,19 @@ def test_rank_0_informs_all_when_it_gives_up() -> None:
 
 
 def test_a_restore_is_taken_for_nothing_else() -> None:
-    """Nor that of another step."""
+    """Test a round of another kind, and a restore of another step."""
     sessions = sessions_of(dist.HashStore(), 2)
     sessions[0].begin("restores step 3", None, 1, lambda: None, "restore")
     with pytest.raises(RankFailedError, match="rank 0 restores step 3 where rank 1 restores step 4"):
         sessions[1].begin("restores step 4", None, 1, lambda: None, "restore")
     sessions[0].begin("saves", 5, 1, lambda: None, "save")
     sessions[0].begin("restores step 4", None, 1, lambda: "found", "restore")
-    # It missed something, so that the save is passed over.
+    # The rank has missed a round, so the save is skipped.
     assert sessions[1].begin("restores step 4", None, 1, lambda: None, "restore") == (3, "found")
 
 
 def test_rank_0_leaves_last_and_nothing_stays() -> None:
-    """Its process may hold the store, and what it said last has to be heard before that ends."""
+    """Test that rank 0, whose process may host the store, waits until its last message was read."""
     store = dist.HashStore()
     sessions = sessions_of(store, 3)
     before = store.num_keys()
@@ -352,7 +352,7 @@ def test_rank_0_leaves_last_and_nothing_stays() -> None:
 
 
 def test_ranks_with_different_terms_do_not_save_together() -> None:
-    """For instance with two stores."""
+    """Test ranks with different stores."""
     ranks = ranks_of(dist.HashStore(), 2)
 
     def work(rank: int) -> str:
@@ -366,7 +366,7 @@ def test_ranks_with_different_terms_do_not_save_together() -> None:
 
 
 def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
-    """And not one of torch, of which nobody knows what it means."""
+    """Test that torch's own error, which is hard to understand, is not raised."""
 
     class Broken:
         def set(self, key: str, value: bytes) -> None:
@@ -399,13 +399,13 @@ def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
     ],
 )
 def test_invalid_ranks_are_refused(rank: int, world_size: int, store: object, timeout_s: float) -> None:
-    """At once, and by name."""
+    """Test that the constructor raises an error that names the argument."""
     with pytest.raises(InvalidInputError):
         Ranks(rank, world_size, store or dist.HashStore(), timeout_s=timeout_s)  # type: ignore[arg-type]  # what is tested
 
 
 def test_one_process_alone_has_no_ranks() -> None:
-    """Whether it says so, or there is nobody else."""
+    """Test an explicit single process, and a world of one rank."""
     assert find_ranks("auto") is None
     assert find_ranks(None) is None
     assert find_ranks(Ranks(0, 1, dist.HashStore())) is None
@@ -414,6 +414,6 @@ def test_one_process_alone_has_no_ranks() -> None:
 
 
 def test_advice_on_missing_ranks_depends_on_the_action() -> None:
-    """Only at the rendezvous can a user save a single rank instead."""
+    """Test that only the rendezvous advises to save a single rank instead."""
     assert "ranks=None" in str(missing_error([1], "the first save", 1.0, Remedy.MEETING))
     assert "ranks=None" not in str(missing_error([1], "finding each other", 1.0, Remedy.ROUND))

@@ -1,4 +1,4 @@
-"""Divergence: replicas on two machines that become different are reported, but not values equal by chance."""
+"""Test divergence: different replicas on two machines are reported, values equal by chance are not."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from asymcheck.distributed.replica_assignment import (
 from asymcheck.format.spans import spans_of
 
 STORES = (0, 0, 1, 1)
-"""Of four ranks."""
+"""Stores of four ranks."""
 State = Sequence[Sequence[int]]
-"""Of each rank, what is in each partition; all have the same partitions."""
+"""Content of each partition, for each rank; all ranks have the same partitions."""
 
 
 def looked(parity: DivergenceDetector, state: State, step: int) -> list[list[DivergedPartition]]:
-    """Report a state in which partition n of each rank lies in place n."""
+    """Report a state in which partition n of each rank is at index n."""
     places = [np.arange(len(rank), dtype=np.uint64) for rank in state]
     keys = [np.array([1000 * number + one for number, one in enumerate(rank)], dtype=np.uint64) for rank in state]
     return parity.diverged(places, keys, STORES, step)
 
 
 def expected(states: Sequence[State]) -> list[set[int]]:
-    """Return the places that are told at each round, found in another way."""
+    """Return the expected reports of each round, computed in another way."""
     told = []
     were, copies = dict[int, int](), set[int]()
     for state in states:
@@ -46,11 +46,11 @@ def expected(states: Sequence[State]) -> list[set[int]]:
                     copies.add(place)
             else:
                 first = values[0]
-                # Within the machine of the first rank its own ranks find it out.
+                # The ranks of the first machine detect it themselves.
                 if place in copies and any(value != first for value in values[2:]):
                     lost.add(place)
                 copies.discard(place)
-        # What was not equal the last time is no copy of that.
+        # A partition that was not equal last time is not a replica.
         copies &= now.keys()
         told.append(lost)
         were = now
@@ -63,7 +63,7 @@ EQUAL = st.lists(st.integers(0, 3), min_size=3, max_size=3).map(lambda one: [one
 
 @given(st.lists(st.one_of(EQUAL, ROUND), min_size=1, max_size=8))
 def test_diverged_replicas_are_found(states: list[State]) -> None:
-    """As by a plain search through all rounds."""
+    """Test against a plain search through all rounds."""
     parity = DivergenceDetector()
     for step, (state, places) in enumerate(zip(states, expected(states), strict=True)):
         told = looked(parity, state, step)
@@ -75,18 +75,18 @@ def test_diverged_replicas_are_found(states: list[State]) -> None:
 
 
 def test_divergence_names_ranks_and_last_equal_step() -> None:
-    """On rank 3 alone."""
+    """Test a divergence on rank 3 only."""
     parity = DivergenceDetector()
     assert looked(parity, [[1, 1]] * 4, 10) == [[]] * 4
     assert looked(parity, [[2, 1]] * 4, 20) == [[]] * 4
     state = [[3, 2], [3, 2], [3, 2], [4, 9]]
-    # The second has never changed: it may have been equal by chance.
+    # The second partition has never changed, so it may have been equal by chance.
     assert looked(parity, state, 30) == [[], [], [], [DivergedPartition(0, 0, 20)]]
     assert looked(parity, state, 40) == [[]] * 4
 
 
 def test_common_partitions_are_stored_everywhere_and_pushed_once() -> None:
-    """Partitions of one store only are never pushed by another one."""
+    """Test that partitions of only one store are never pushed by another store."""
     keys = [[1, 2, 10], [1, 2, 11], [1, 2, 12], [1, 2, 12]]
     reports = [
         encode_rows([key.to_bytes(8, "little") for key in one], [100] * 3, [bytes([n] * 8) for n in range(3)])

@@ -1,4 +1,4 @@
-"""Ranks that save, restore, differ and fail, each in its own process."""
+"""Test ranks that save, restore, differ and fail, each in its own process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asymcheck import Store
 from tests.distributed.job import Meeting
 from tests.distributed.training import Training
 
-# What they share takes longer than they do.
+# Starting the processes takes longer than the scenarios.
 pytestmark = pytest.mark.xdist_group("jobs")
 _STEPS = 6
 Told = list[dict[str, dict[str, object]]]
@@ -21,30 +21,30 @@ Told = list[dict[str, dict[str, object]]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the scenarios of two ranks take place, each in a folder of its name."""
+    """Return the folder of the scenarios of two ranks, each in a folder of its name."""
     return tmp_path_factory.mktemp("two")
 
 
 @pytest.fixture(scope="module")
 def two(meeting: Meeting, folder: Path) -> Told:
-    """What two ranks told of all scenarios, in one launch: most of the time goes into starting processes."""
+    """Return the reports of two ranks on all scenarios of one launch, which saves time."""
     return cast(Told, meeting.launch("replicas,sharded,divergence,failures,caught,run_in_use,paced", 2, folder).wait())
 
 
 @pytest.fixture(scope="module")
 def four(meeting: Meeting, tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """What four ranks told."""
+    """Return the reports of four ranks."""
     return cast(Told, meeting.launch("replicas,sharded", 4, tmp_path_factory.mktemp("four")).wait())
 
 
 @pytest.fixture(params=["two", "four"])
 def told(request: pytest.FixtureRequest) -> Told:
-    """The same of both."""
+    """Return the reports of both launches."""
     return cast(Told, request.getfixturevalue(request.param))
 
 
 def replicated_bytes() -> int:
-    """Bytes of what all ranks have equally."""
+    """Return the bytes that all ranks have in common."""
     training = Training()
     training.train(0, 0)
     values = [value for one in training.optimizer.state.values() for value in one.values()]
@@ -53,7 +53,7 @@ def replicated_bytes() -> int:
 
 @pytest.mark.slow(quick=["two"])
 def test_a_resumed_training_is_the_same_bit_for_bit(told: Told) -> None:
-    """Model, optimizer and what is the rank's own; the scenario compares the bytes."""
+    """Test model, optimizer and per-rank state; the scenario compares the bytes."""
     for rank in told:
         found = rank["replicas"]
         assert found["resumed"] == cast(list[float], found["losses"])[3:]
@@ -63,7 +63,7 @@ def test_a_resumed_training_is_the_same_bit_for_bit(told: Told) -> None:
 
 @pytest.mark.slow
 def test_common_data_is_written_once(told: Told) -> None:
-    """In about equal shares per rank."""
+    """Test that the ranks write about equal shares."""
     written = [cast(int, rank["replicas"]["written"]) for rank in told]
     own = _STEPS * Training().own.nbytes
     assert sum(written) <= 1.02 * _STEPS * replicated_bytes() + len(told) * own
@@ -72,12 +72,12 @@ def test_common_data_is_written_once(told: Told) -> None:
 
 
 def test_shards_come_back_to_their_ranks(told: Told) -> None:
-    """The scenario compares the bytes of each rank's shards."""
+    """Test the bytes of each rank's shards, which the scenario compares."""
     assert [rank["sharded"]["step"] for rank in told] == [3] * len(told)
 
 
 def test_whole_tensors_can_be_read_of_shards(two: Told, folder: Path) -> None:
-    """By somebody who is none of the ranks."""
+    """Test a process that is not one of the ranks."""
     assert len(two) == 2
     whole = torch.load(folder / "sharded" / "whole.pt", weights_only=True)
     with Store.open(folder / "sharded" / "store", read_only=True) as store:
@@ -89,7 +89,7 @@ def test_whole_tensors_can_be_read_of_shards(two: Told, folder: Path) -> None:
 
 
 def test_retention_is_carried_out_by_rank_0_alone(two: Told, folder: Path) -> None:
-    """And leaves whole checkpoints."""
+    """Test that complete checkpoints are kept."""
     assert [rank["sharded"]["prunes"] for rank in two] == [True, False]
     with Store.open(folder / "sharded" / "store", read_only=True) as store:
         assert [(one.step, one.complete) for one in store.checkpoints()] == [(2, True), (3, True)]
@@ -97,7 +97,7 @@ def test_retention_is_carried_out_by_rank_0_alone(two: Told, folder: Path) -> No
 
 
 def test_diverged_replica_is_reported_and_saved(two: Told) -> None:
-    """By both ranks, once, with tensor, step, ranks and both digests."""
+    """Test one report on both ranks, with tensor, step, ranks and both digests."""
     for rank in two:
         (text,) = cast(list[str], rank["divergence"]["told"])
         assert text.startswith("SilentDivergenceWarning: step 3 of run 'default': tensor model.1.weight differs")
@@ -109,7 +109,7 @@ def test_diverged_replica_is_reported_and_saved(two: Told) -> None:
 
 
 def test_a_rank_that_fails_lets_all_lose_that_checkpoint_and_no_other(two: Told) -> None:
-    """Each gets the reason; the next attempt at the same step is another checkpoint, and is the one restored."""
+    """Test that each rank gets the reason, and that the next attempt at the same step is restored."""
     first, second = (rank["failures"] for rank in two)
     full = "step 1 of run 'default' was not saved: rank 1: OutOfSpaceError: the disk of this test is full"
     assert first["refused save"] == f"LostCheckpointError: {full}"
@@ -122,14 +122,14 @@ def test_a_rank_that_fails_lets_all_lose_that_checkpoint_and_no_other(two: Told)
 
 
 def test_unsupported_value_on_one_rank_fails_on_all(two: Told) -> None:
-    """Even if that rank has not begun."""
+    """Test also a rank that has not begun."""
     first, second = (rank["failures"] for rank in two)
     assert str(second["unstorable"]).startswith("UnsupportedValueError: cannot store state at object")
     assert "rank 1: UnsupportedValueError: cannot store state at object" in str(first["unstorable"])
 
 
 def test_no_rank_trains_on_when_one_could_not_restore(two: Told) -> None:
-    """Its own error there, and its reason on the others."""
+    """Test the own error on one rank, and its reason on the others."""
     first, second = (rank["failures"] for rank in two)
     assert str(second["unfitting"]).startswith("StateMismatchError: ")
     assert "rank 1: StateMismatchError" in str(first["unfitting"])
@@ -137,13 +137,13 @@ def test_no_rank_trains_on_when_one_could_not_restore(two: Told) -> None:
 
 
 def test_ranks_with_different_steps_are_refused(two: Told) -> None:
-    """Their states would not belong together."""
+    """Test states that do not belong together."""
     for rank in two:
         assert "rank 0 saves step 4 where rank 1 saves step 5" in str(rank["failures"]["other steps"])
 
 
 def test_a_rank_that_does_not_come_is_named(two: Told) -> None:
-    """In the commit, where it does not block the training, and where the ranks find each other."""
+    """Test the commit, which does not block the training, and the rendezvous."""
     first, second = (rank["failures"] for rank in two)
     lost = [
         text for text in cast(list[str], first["missing in the commit"]) if text.startswith("LostCheckpointWarning")
@@ -160,7 +160,7 @@ def test_a_rank_that_does_not_come_is_named(two: Told) -> None:
 
 
 def test_errors_that_are_caught_leave_the_ranks_in_step(two: Told) -> None:
-    """Whatever one rank raises alone; the others hear of it at once where that concerns them."""
+    """Test errors of one rank alone; the other ranks get those that concern them."""
     first, second = (rank["caught"] for rank in two)
     disliked = "InvalidInputError: step {} is not liked"
     lost = "step 4 of run 'default' was not saved: rank 1: InvalidInputError: metric 'loss' is 'unknown'"
@@ -186,7 +186,7 @@ def test_errors_that_are_caught_leave_the_ranks_in_step(two: Told) -> None:
 
 
 def test_a_restore_of_different_steps_is_refused_and_a_session_is_left(two: Told) -> None:
-    """On all ranks; the next restore is one of all."""
+    """Test all ranks, and that the next restore succeeds."""
     for rank in two:
         refusal, restored = cast(list[str], rank["caught"]["other steps"])
         assert "rank 0 restores the newest checkpoint where rank 1 restores step 3" in refusal
@@ -195,22 +195,22 @@ def test_a_restore_of_different_steps_is_refused_and_a_session_is_left(two: Told
 
 
 def test_lower_step_warns_on_all_ranks(two: Told) -> None:
-    """Also in save(), which takes another path than with one process."""
+    """Test also save(), whose code differs from that of a single process."""
     for rank in two:
         texts = cast(list[str], rank["caught"]["earlier step"])
         assert ["step 2 is saved after step 3" in text for text in texts].count(True) == 1
 
 
 def test_ranks_of_unequal_speed_save_the_same_steps_by_an_interval_that_rank_0_chooses(two: Told) -> None:
-    """For the slow one, which it knows from its reports; after a restore likewise."""
+    """Test an interval for the slow rank, from its reports, also after a restore."""
     first, second = (rank["paced"] for rank in two)
     assert first["begun"] == second["begun"]
     assert first["chosen"] == second["chosen"]
     chosen, begun = cast(list[tuple[int, str]], first["chosen"]), cast(list[int], first["begun"])
     assert [steps for steps, _ in chosen[:3]] == [0, 0, 0]
     assert begun[0] == 1
-    # Then all went back to step 1. From one to the next, as was said when the former was begun, or later if it was
-    # found then that this is too often.
+    # All ranks then restored step 1. The next steps follow the announcements at the previous checkpoints, or are later
+    # if the interval was found to be too short.
     went_back = next(number for number, (one, other) in enumerate(itertools.pairwise(begun), 1) if other < one)
     assert begun[went_back] > 2
     gaps = [later - earlier for earlier, later in itertools.pairwise(begun[went_back:])]

@@ -1,4 +1,4 @@
-"""Killed ranks: common commits are restored by all ranks bit for bit, and others are not."""
+"""Test killed ranks: common commits are restored by all ranks bit for bit, and others are not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SPAN_S = 0.3
 
 
 def newest_complete(folder: Path) -> int:
-    """Return the newest step of which all ranks' manifests are in the store."""
+    """Return the newest step for which the store has the manifests of all ranks."""
     with Store.open(folder / "store", read_only=True) as store:
         return max((one.step for one in store.checkpoints() if one.complete), default=-1)
 
@@ -37,7 +37,7 @@ def wait_for_one(folder: Path, more_than: int) -> None:
 
 
 def check_restored(job: Job, least: int) -> int:
-    """Check that all ranks were restored to one step, and have what each had there; return the step."""
+    """Check that all ranks have restored one step, with the right state of each; return the step."""
     told = [job.told(rank) for rank in range(len(job.processes))]
     (step,) = {-1 if one["restored"] is None else cast(int, one["restored"]) for one in told}
     assert step >= least
@@ -50,7 +50,7 @@ def check_restored(job: Job, least: int) -> int:
 
 @pytest.mark.slow
 def test_after_a_kill_all_ranks_resume_from_the_last_common_commit(meeting: Meeting, tmp_path: Path) -> None:
-    """One of two ranks is killed, then the other one of the next launch; the third launch finishes.
+    """Test kills of different ranks in two launches; the third launch finishes.
 
     The remaining rank ends by itself, and names the missing one.
     """
@@ -80,7 +80,7 @@ def test_after_a_kill_all_ranks_resume_from_the_last_common_commit(meeting: Meet
 
 
 def check_files_from_memory(where: Path) -> None:
-    """``restore --tier memory`` puts together what both ranks left, as it does afterwards from the store."""
+    """Test that ``restore --tier memory`` writes the same as a later restore from the store."""
     outcome = run_command(
         *("restore", where / "whole" / "store", "--tier", "memory", "--ring-folder", where / "whole" / "memory"),
         *("--to", where / "memory.safetensors"),
@@ -101,7 +101,7 @@ def check_files_from_memory(where: Path) -> None:
 
 
 def check_newer_program(where: Path) -> None:
-    """What one rank left that only a newer program can read is waited for: nothing of it is given up."""
+    """Test a capture of one rank that only a newer program can read: no capture is discarded."""
     copied(where / "whole", where / "newer")
     rings = sorted((where / "newer" / "memory").iterdir())
 
@@ -121,7 +121,7 @@ def check_newer_program(where: Path) -> None:
 
 @pytest.mark.slow
 def test_only_captures_of_all_ranks_are_recovered(meeting: Meeting, tmp_path: Path) -> None:
-    """Both were killed when step 1 was complete in the memory of each, and not committed."""
+    """Test ranks killed when step 1 was complete in the memory of each, and not committed."""
     job = meeting.launch("stuck", 2, tmp_path / "whole")
     for rank in range(2):
         job.until(rank, f"in-memory-{rank}")
@@ -148,7 +148,7 @@ def test_only_captures_of_all_ranks_are_recovered(meeting: Meeting, tmp_path: Pa
     assert newest_complete(tmp_path / "whole") == 1
 
     with Store.open(tmp_path / "part" / "store", create=True) as store:
-        # It is not promised either.
+        # Such a capture is not promised.
         assert store.captures_in_memory(ring_folder=tmp_path / "part" / "memory") == []
         with store.training.adopting(tmp_path / "part" / "memory") as adopted:
             (left,) = adopted

@@ -1,4 +1,4 @@
-"""Node topology: ranks that share a store are grouped, and invalid topologies are refused."""
+"""Test node topology: ranks that share a store are grouped, and invalid topologies are refused."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.distributed.test_coordinator import each, ranks_of
 
 
 def joined(homes: list[RankLocation]) -> list[Session]:
-    """Return the sessions of ranks that save there."""
+    """Return the sessions of ranks with these stores."""
     ranks = ranks_of(dist.HashStore(), len(homes))
     return each(len(homes), lambda rank: Session.join(ranks[rank], "run", {"ranks": "n"}, homes[rank]))
 
 
 def test_each_rank_knows_those_of_its_store_and_the_first_all() -> None:
-    """Their numbers need not follow each other."""
+    """Test rank numbers that are not consecutive."""
     a, b = RankLocation("a", "one", "boot 1"), RankLocation("b", "two", "boot 2")
     sessions = joined([a, b, b, a, b])
     assert sessions[0].groups == (((0, 0), (3, 3)), ((1, 2), (4, 4)))
@@ -29,7 +29,7 @@ def test_each_rank_knows_those_of_its_store_and_the_first_all() -> None:
 
 
 def test_ranks_of_one_store_are_unaffected() -> None:
-    """Also if containers give one machine two names."""
+    """Test also containers with two names for one machine."""
     sessions = joined([RankLocation("a", "one", "boot 1"), RankLocation("a", "two", "boot 1")])
     assert [one.store_ranks for one in sessions] == [None, None]
     assert [one.is_first_here for one in sessions] == [True, False]
@@ -47,7 +47,7 @@ def test_ranks_of_one_store_are_unaffected() -> None:
     ],
 )
 def test_invalid_topology_is_refused_on_all_ranks(other: RankLocation, reason: str) -> None:
-    """One machine with two stores, and two machines whose stores have the same id."""
+    """Test one machine with two stores, and two machines whose stores have the same id."""
     homes = [RankLocation("a", "one", "boot 1"), other]
     assert reason in refusal_of(homes)
     ranks = ranks_of(dist.HashStore(), 2)

@@ -1,4 +1,4 @@
-"""Plans of ranks: replicas have equal boundaries, although each rank measures its own times."""
+"""Test plans of ranks: replicas have equal boundaries, although each rank measures its own times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RECORD = {"number": 3, "kind": "asymmetric", "windows": [["forward", 30], ["back
 
 
 def test_rank_uses_the_given_plan() -> None:
-    """With the same boundaries; the plan object stays the same until another plan arrives."""
+    """Test equal boundaries, and that the plan object stays the same until another plan arrives."""
     timing = CaptureSchedule(CaptureConfig(), SMALL, None, lambda _number: None, WindowTimer(lambda _number: None))
     own = timing.plan(LAYOUT)
     led = timing.plan(LAYOUT, RECORD)

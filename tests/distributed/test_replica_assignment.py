@@ -1,4 +1,4 @@
-"""Replica assignment: the writer of each common partition."""
+"""Test replica assignment: the writer of each common partition."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asymcheck.distributed.replica_assignment import NOBODY, decode_shares, enco
 from asymcheck.errors import StructureError
 
 Held = Sequence[Sequence[tuple[int, int]]]
-"""Of each rank: key and length of its partitions."""
+"""Key and length of the partitions, for each rank."""
 
 
 def shared(held: Held) -> list[list[int]]:
@@ -27,7 +27,7 @@ KEYS = st.lists(st.integers(0, 12), max_size=8, unique=True)
 
 @given(st.lists(KEYS, min_size=1, max_size=6))
 def test_each_common_partition_has_one_owner(keys: list[list[int]]) -> None:
-    """Partitions of one rank have none."""
+    """Test that partitions of only one rank have no owner."""
     owners = shared([[(key, 100 + key) for key in one] for one in keys])
     for key in range(13):
         having = {rank for rank, one in enumerate(keys) if key in one}
@@ -38,7 +38,7 @@ def test_each_common_partition_has_one_owner(keys: list[list[int]]) -> None:
 
 @pytest.mark.parametrize(("ranks", "group"), [(2, 2), (8, 8), (8, 2), (12, 4)])
 def test_all_write_about_as_much(ranks: int, group: int) -> None:
-    """Ranks in groups of equal ones, with partitions of many lengths: a small part of one is the difference."""
+    """Test groups of equal ranks with partitions of many lengths: shares differ by a part of one partition."""
     sizes = np.random.default_rng(5).integers(1, 1000, 160).tolist()
     held = [[(1000 * (rank // group) + number, size) for number, size in enumerate(sizes)] for rank in range(ranks)]
     owners = shared(held)
@@ -48,7 +48,7 @@ def test_all_write_about_as_much(ranks: int, group: int) -> None:
 
 
 def test_partitions_that_others_have_in_other_company_do_not_all_go_to_the_first() -> None:
-    """Each pair of sixteen ranks has one of its own."""
+    """Test a common partition of each pair of sixteen ranks."""
     pairs = [(one, other) for one in range(16) for other in range(one + 1, 16)]
     held = [[(number, 10) for number, pair in enumerate(pairs) if rank in pair] for rank in range(16)]
     owners = shared(held)
@@ -58,6 +58,6 @@ def test_partitions_that_others_have_in_other_company_do_not_all_go_to_the_first
 
 
 def test_a_report_that_is_none_is_refused() -> None:
-    """It is no multiple of a row."""
+    """Test a length that is not a multiple of a row."""
     with pytest.raises(StructureError):
         share_out([b"x" * 11, b""])

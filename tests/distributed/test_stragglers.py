@@ -1,4 +1,4 @@
-"""Stragglers: slow ranks get the full time limit, and dead ranks a fraction; with a simulated clock."""
+"""Test stragglers: slow ranks get the full timeout, and dead ranks a fraction; with a simulated clock."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tests.distributed.test_coordinator import joined, sessions_of
 
 _PATIENCE_S = 10.0
 _LATER_S = 3.0
-"""Late for who is waited for a tenth of the time, and in time for all others."""
+"""Delay in seconds: too late for a tenth of the timeout, and in time for the full timeout."""
 
 
 class Time:
-    """A clock that goes on when somebody sleeps; then what is due is done."""
+    """A clock that advances during sleeps, and then runs pending actions."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self._due: list[tuple[float, Callable[[], object]]] = []
 
     def monotonic(self) -> float:
-        """Return how late it is."""
+        """Return the current time."""
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """Do what others do meanwhile."""
+        """Advance the time, and run actions of other ranks."""
         self.now += seconds
         due = [do for when, do in self._due if when <= self.now]
         self._due = [one for one in self._due if one[0] > self.now]
@@ -36,7 +36,7 @@ class Time:
             do()
 
     def after(self, seconds: float, do: Callable[[], object]) -> None:
-        """Let something be done by another rank."""
+        """Schedule an action of another rank."""
         self._due.append((self.now + seconds, do))
 
 
@@ -45,7 +45,7 @@ Meet = Callable[[int], tuple[Time, list[Session]]]
 
 @pytest.fixture
 def meet(monkeypatch: pytest.MonkeyPatch) -> Meet:
-    """Lets ranks find each other, and then wait by a clock of ours."""
+    """Return the ranks after a rendezvous with the simulated clock."""
 
     def met(world_size: int) -> tuple[Time, list[Session]]:
         time, sessions = Time(), sessions_of(dist.HashStore(), world_size, _PATIENCE_S)
@@ -56,7 +56,7 @@ def meet(monkeypatch: pytest.MonkeyPatch) -> Meet:
 
 
 def _missed(time: Time, wait: Callable[[], object]) -> float:
-    """Return how long was waited in vain."""
+    """Return the duration of a wait for missing ranks."""
     began = time.now
     with pytest.raises(RanksMissingError):
         wait()
@@ -68,38 +68,38 @@ def _agree(session: Session, number: int) -> bytes:
 
 
 def test_a_rank_that_came_too_late_once_is_waited_for_as_before(meet: Meet) -> None:
-    """Though it is later each time than one that is gone would be waited for."""
+    """Test a rank that is always later than the timeout of a dead rank."""
     time, (first, late) = meet(2)
     time.after(_PATIENCE_S + 2, lambda: late.report((1, 1), b"1"))
     assert _missed(time, lambda: _agree(first, 1)) >= _PATIENCE_S
     for number in range(2, 6):
         time.after(_LATER_S, lambda: late.report((number, 1), b"1"))  # noqa: B023 - done before the next
-        # It comes too late to the first round while the second one waits.
+        # The rank answers the first round too late, while the second one waits.
         time.sleep(1.5 if number == 2 else 0)
         assert _agree(first, number) == b"0+1"
 
 
 def test_a_rank_that_is_gone_costs_little(meet: Meet) -> None:
-    """Each time but the first, and also while another one lives that was missing, too."""
+    """Test each wait after the first, also while another missing rank is alive."""
     time, (first, gone, late) = meet(3)
     assert _missed(time, lambda: _agree(first, 1)) >= _PATIENCE_S
     late.report((1, 1), b"2")
     for number in range(2, 5):
         assert 1 <= _missed(time, lambda: _agree(first, number)) < 1.5  # noqa: B023 - used at once
-    # It was not, after all.
+    # The rank was alive.
     gone.report((3, 1), b"1")
     gone.report((4, 1), b"1")
     late.report((4, 1), b"2")
     time.after(_LATER_S, lambda: [one.report((5, 1), b"x") for one in (gone, late)])
     assert _agree(first, 5) == b"0+x+x"
-    # And whoever ends now has all the time again, once.
+    # A rank that ends after that gets the full timeout once more.
     assert _missed(time, lambda: _agree(first, 6)) >= _PATIENCE_S
     assert _missed(time, lambda: _agree(first, 7)) < 1.5
 
 
 @pytest.mark.parametrize("reported", [1, 5])
 def test_any_late_response_shows_that_a_rank_lives(meet: Meet, reported: int) -> None:
-    """A slow rank may never set the first key, and set the newest one too late."""
+    """Test a slow rank that never sets the first key in time, and sets the newest key too late."""
     time, (first, late) = meet(2)
     for number in range(1, 6):
         _missed(time, lambda: _agree(first, number))  # noqa: B023 - used at once
@@ -109,7 +109,7 @@ def test_any_late_response_shows_that_a_rank_lives(meet: Meet, reported: int) ->
 
 
 def test_ranks_wait_briefly_for_a_missing_rank_0(meet: Meet) -> None:
-    """After a late response, they wait as long as before."""
+    """Test that after a late response, they wait as long as before."""
     time, (first, other) = meet(2)
     assert _missed(time, lambda: other.agree((1, 1), b"1", joined, "test")) >= 2 * _PATIENCE_S
     assert _missed(time, lambda: other.agree((2, 1), b"1", joined, "test")) < 2.5
@@ -119,7 +119,7 @@ def test_ranks_wait_briefly_for_a_missing_rank_0(meet: Meet) -> None:
 
 
 def test_missing_ranks_are_shared_between_threads(meet: Meet) -> None:
-    """Training waits briefly for a rank that commits miss, and normally after either has seen it."""
+    """Test that training waits briefly for a rank that commits miss, and normally after either has seen it."""
     time, (first, late) = meet(2)
     commits, late_commits = first.for_thread(), late.for_thread()
     assert _missed(time, lambda: _agree(commits, 1)) >= _PATIENCE_S

@@ -1,4 +1,4 @@
-"""ZeroRedundancyOptimizer: each rank saves its part of the optimizer state."""
+"""Test ZeroRedundancyOptimizer: each rank saves its part of the optimizer state."""
 
 import os
 import subprocess

@@ -24,15 +24,15 @@ class Training:
         self.make_optimizer()
 
     def make_optimizer(self) -> None:
-        """Make the optimizer, anew when the parameters are others by now."""
+        """Create the optimizer, again after the parameters were replaced."""
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
     def state(self) -> dict[str, object]:
-        """Return what is saved."""
+        """Return the saved state."""
         return {"model": self.model, "optimizer": self.optimizer, "own": self.own}
 
     def train(self, step: int, part: int, through: nn.Module | None = None) -> float:
-        """Take one step, on the data of a part."""
+        """Train one step, on the data of a part."""
         generator = torch.Generator().manual_seed(1000 * step + part)
         inputs = torch.randn(4, _WIDTH, generator=generator)
         self.optimizer.zero_grad()
@@ -43,7 +43,7 @@ class Training:
         return float(loss.detach())
 
     def digest(self) -> str:
-        """Return a digest of everything that is saved."""
+        """Return a digest of the whole state."""
         moments = [self.optimizer.state[one] for one in self.model.parameters()]
         tensors = [*self.model.parameters(), self.own]
         tensors += [value for one in moments for value in one.values() if isinstance(value, torch.Tensor)]
@@ -51,7 +51,7 @@ class Training:
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> str:
-    """Return a digest of tensors; of one that is sharded, of what is here."""
+    """Return a digest of tensors; of sharded ones, of the local shard."""
     found = []
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -1,4 +1,4 @@
-"""Training with ZeroRedundancyOptimizer, run by torchrun: ``zero_trainer.py STORE LAST`` prints the weights' digest."""
+"""Train with ZeroRedundancyOptimizer under torchrun: ``zero_trainer.py STORE LAST`` prints the weights' digest."""
 
 import sys
 
@@ -12,7 +12,7 @@ from tests.store.equality import tensor_bytes
 
 
 def main(location: str, last: int) -> None:
-    """Train up to step ``last``, from the newest checkpoint if there is one."""
+    """Train up to step ``last``, from the newest checkpoint if one exists."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)

@@ -1,15 +1,15 @@
-"""Runs the blocks of a page in a fresh folder, and compares their output.
+"""Run the blocks of a page in a new folder, and compare their output.
 
 In a page (README.md, docs/*.md)
 
-- a ```python block is run; all such blocks of a page share their names. What it prints must be in a block ```output
-  right after it. After a comment ``<!-- file: NAME -->`` the block is written to that file instead;
-- a ```console block has commands, lines that begin with ``$ `` (and go on in lines with ``> ``), each followed by what
-  it prints. A status other than 0 is its last line, as ``[status 6]``;
+- a ```python block is run; all such blocks of a page share their names. The ```output block right after it must contain
+  the printed text. After a comment ``<!-- file: NAME -->`` the block is written to that file instead;
+- a ```console block has commands, lines that begin with ``$ `` (and continue in lines with ``> ``), each followed by
+  its output. A status other than 0 is its last line, as ``[status 6]``;
 - a ```text block is only shown.
 
-``python -m tests.docs.pages [--update] [PAGE …]``; with ``--update`` all outputs of a page that shows something wrong
-are written anew.
+``python -m tests.docs.pages [--update] [PAGE …]``. With ``--update``, all outputs of a page with a wrong output are
+rewritten.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ _VARYING = (
     (re.compile(r"[─━]+"), "─"),
     (re.compile(r"\s+"), " "),
 )
-"""What differs from run to run or from machine to machine, and what is compared in its place."""
+"""Text that differs between runs or machines, with the placeholder for the comparison."""
 
 
 class PageError(AssertionError):
-    """A page shows something else than what happens."""
+    """A page shows a wrong output, or cannot be run."""
 
 
 @dataclasses.dataclass
 class Block:
-    """One fenced block of a page."""
+    """A fenced block of a page."""
 
     kind: str
     body: str
     start: int
-    """Where the body begins in the page's text."""
+    """Offset of the body in the page's text."""
     end: int
     line: int
     file: str | None = None
 
 
 def pages() -> list[Path]:
-    """Return the pages: README.md and those in docs/, not in its folders."""
+    """Return the pages: README.md and the files in docs/, not in its subfolders."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -88,7 +88,7 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def normal(output: str) -> list[str]:
-    """Return the lines of an output without what may differ."""
+    """Return the lines of an output, with varying text replaced."""
     lines = []
     for line in output.splitlines():
         for pattern, replacement in _VARYING:
@@ -99,7 +99,7 @@ def normal(output: str) -> list[str]:
 
 
 def commands_of(body: str) -> list[tuple[str, str]]:
-    """Return the commands of a console block as they are written, each with what it is to print."""
+    """Return the commands of a console block, each with its expected output."""
     found: list[list[str]] = []
     for line in body.splitlines(keepends=True):
         if line.startswith("$ "):
@@ -114,15 +114,15 @@ def commands_of(body: str) -> list[tuple[str, str]]:
 
 
 class Warm:
-    """The prepared process, and the folder with ``asymcheck`` and ``python`` that lead to it."""
+    """The prepared process, and the folder with its commands ``asymcheck`` and ``python``."""
 
     def __init__(self, scratch: Path) -> None:
         self._address = str(scratch / "socket")
         python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        # DeepSpeed, where it is installed, is imported by accelerate, and prints what accelerator it has found.
+        # If DeepSpeed is installed, accelerate imports it, and it prints the detected accelerator.
         self._environment = {**os.environ, "PYTHONPATH": python_path, "DS_ACCELERATOR": "cpu"}
         self._environment.pop("COLUMNS", None)
-        # As on a terminal: what was printed before a kill is there.
+        # As on a terminal: output before a kill is not lost.
         self._environment["PYTHONUNBUFFERED"] = "1"
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.docs.warm", self._address],
@@ -138,7 +138,7 @@ class Warm:
             client = shlex.join([sys.executable, "-SE", str(Path(__file__).parent / "warm_client.py")])
             script.write_text(f'#!/bin/sh\nexec {client} {self._address} {sys.executable} {name} "$@"\n')
             script.chmod(0o755)
-        # Then this environment's own programs.
+        # Add the programs of this environment.
         places = [str(folder), str(Path(sys.executable).parent), os.environ.get("PATH", "")]
         self._environment["PATH"] = os.pathsep.join(places)
 
@@ -152,7 +152,7 @@ class Warm:
         self._process.communicate()
 
     def run(self, command: str, folder: Path) -> str:
-        """Run a command by bash; return what it printed, and its status when that is not 0."""
+        """Run a command in bash; return its output, and its status if it is not 0."""
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=folder,
@@ -170,7 +170,7 @@ class Warm:
 
     @contextlib.contextmanager
     def session(self, folder: Path) -> Iterator[Session]:
-        """Give a place where the Python blocks of a page run."""
+        """Yield a session for the Python blocks of a page."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_TIMEOUT_S)
             connection.connect(self._address)
@@ -179,14 +179,14 @@ class Warm:
 
 
 class Session:
-    """Python blocks one after the other, in one namespace."""
+    """Python blocks that run one after another, in one namespace."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._stream = connection.makefile("rw")
         self._stream.readline()
 
     def run(self, source: str) -> tuple[str, str]:
-        """Run a block; return what it printed, and the traceback when it failed."""
+        """Run a block; return its output, and the traceback if it failed."""
         self._stream.write(json.dumps(source) + "\n")
         self._stream.flush()
         printed, failure = json.loads(self._stream.readline() or '["", "the interpreter died"]')
@@ -224,7 +224,7 @@ def run_page(text: str, warm: Warm, folder: Path) -> tuple[str, list[str]]:
 
 
 def _run_console(block: Block, warm: Warm, folder: Path, problems: list[str]) -> str:
-    """Run a block's commands; return the block with what they print."""
+    """Run a block's commands; return the block with their output."""
     parts = []
     for command, shown in commands_of(block.body):
         source = "\n".join(line[2:] for line in command.splitlines())
@@ -240,7 +240,7 @@ def _difference(line: int, what: str, shown: str, output: str) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Run pages; with ``--update`` write into them what came out."""
+    """Run pages; with ``--update``, write the outputs into them."""
     update = "--update" in words
     chosen = [Path(word).resolve() for word in words if word != "--update"] or pages()
     status = 0

@@ -1,4 +1,4 @@
-"""README and the pages of docs/ show the actual output, and a wrong page is detected."""
+"""Test that README and the pages of docs/ show the actual output, and that a wrong page is detected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMANDS = (
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    """The prepared process; all pages share it."""
+    """Return the prepared process, which all pages share."""
     with Warm(tmp_path_factory.mktemp("warm")) as prepared:
         yield prepared
 
@@ -27,7 +27,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
 @pytest.mark.slow(quick=["README", "concepts", "failure-model"])
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
 def test_page_shows_the_actual_output(page: Path, warm: Warm, tmp_path: Path) -> None:
-    """Every block runs in a fresh folder, and every output is the shown one."""
+    """Test every block in a new folder, and every output."""
     _, problems = run_page(page.read_text(), warm, tmp_path)
     assert not problems, "\n".join(problems) + "\npython -m tests.docs.pages --update writes it into the page"
 
@@ -35,13 +35,13 @@ def test_page_shows_the_actual_output(page: Path, warm: Warm, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
 def test_links_lead_somewhere(page: Path) -> None:
-    """What a page links to in this repository is there."""
+    """Test that linked files of this repository exist."""
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), target
 
 
 def test_readme_trains_and_resumes() -> None:
-    """README's loop is started twice, and the second start goes on where the first ended."""
+    """Test two starts of README's loop; the second continues where the first ended."""
     blocks = blocks_of((ROOT / "README.md").read_text())
     loops = [block for block in blocks if block.file == "train.py"]
     assert len(loops) == 1
@@ -54,13 +54,13 @@ def test_readme_trains_and_resumes() -> None:
 
 
 def test_every_page_is_linked_from_readme() -> None:
-    """A page that nobody finds helps nobody."""
+    """Test that README leads to every page."""
     linked = LINK.findall((ROOT / "README.md").read_text())
     assert {f"docs/{page.name}" for page in pages()[1:]} <= set(linked)
 
 
 def test_every_command_is_shown() -> None:
-    """docs/cli.md runs each command of the program."""
+    """Test that docs/cli.md runs every command."""
     from asymcheck.cli.main import commands
 
     blocks = blocks_of((ROOT / "docs" / "cli.md").read_text())
@@ -71,7 +71,7 @@ def test_every_command_is_shown() -> None:
 
 
 def test_every_error_is_explained() -> None:
-    """docs/failure-model.md names every error and every warning that a user can meet."""
+    """Test that docs/failure-model.md names every error and warning of users."""
     from asymcheck import errors
 
     text = (ROOT / "docs" / "failure-model.md").read_text()
@@ -95,7 +95,7 @@ def test_every_error_is_explained() -> None:
     ],
 )
 def test_a_wrong_output_is_noticed_and_put_right(page: str, place: str, warm: Warm, tmp_path: Path) -> None:
-    """Each page here shows something else than what happens; what update writes instead is right."""
+    """Test pages with wrong outputs, and the outputs that --update writes."""
     mended, problems = run_page(page, warm, tmp_path)
     assert len(problems) == 1
     assert place in problems[0]
@@ -116,13 +116,13 @@ def test_a_wrong_output_is_noticed_and_put_right(page: str, place: str, warm: Wa
     ],
 )
 def test_a_page_that_cannot_run_is_refused(page: str, message: str, warm: Warm, tmp_path: Path) -> None:
-    """A block that fails, or that would silently not be run, is an error."""
+    """Test a block that fails, and a block that would silently not be run."""
     with pytest.raises(PageError, match=message):
         run_page(page, warm, tmp_path)
 
 
 def test_only_varying_text_is_excluded_from_the_comparison() -> None:
-    """Ids, times, sizes and measured numbers may differ; counts, names, steps and words may not."""
+    """Test ids, times, sizes and measured numbers, which may differ, and counts, names, steps and words."""
     assert normal("id 3ae48366  2026-11-21 13:54:49  11.7 KiB  0.3125") == normal(
         "id 0123abcd 2027-01-01 00:00:00 1 KiB  0.5"
     )
@@ -138,7 +138,7 @@ def test_only_varying_text_is_excluded_from_the_comparison() -> None:
 
 @pytest.mark.slow
 def test_a_killed_script_ends_with_its_signal(warm: Warm, tmp_path: Path) -> None:
-    """The prepared process runs scripts in forks, and tells how they ended as an interpreter of their own would."""
+    """Test that a fork of the prepared process ends like a separate interpreter."""
     (tmp_path / "kill.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     (tmp_path / "fail.py").write_text("raise SystemExit(7)\n")
     assert warm.run("python kill.py", tmp_path) == "[status 137]"

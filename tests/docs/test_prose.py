@@ -1,4 +1,4 @@
-"""The checker of English: problems that it finds, and text that it accepts."""
+"""Test the checker of English: problems that it finds, and text that it accepts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tools import prose
     ],
 )
 def test_a_stumbling_block_is_found(text: str, expected: str) -> None:
-    """Each rule finds what it is for."""
+    """Test each rule with a violation."""
     (problem,) = prose.check_text("a.md", 3, text)
     assert (problem.where, problem.line) == ("a.md", 3)
     assert problem.text.startswith(expected)
@@ -36,12 +36,12 @@ def test_a_stumbling_block_is_found(text: str, expected: str) -> None:
     ],
 )
 def test_plain_english_is_left_alone(text: str) -> None:
-    """Questions, code, and sentences that are long enough."""
+    """Test questions, code, and sentences of the maximum length."""
     assert not list(prose.check_text("a.md", 1, text))
 
 
 def test_code_blocks_of_documents_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Paragraphs, items and cells are checked, with the line where each begins."""
+    """Test that paragraphs, items and cells are checked, with the line where each begins."""
     monkeypatch.setattr(prose, "ROOT", tmp_path)
     page = tmp_path / "page.md"
     page.write_text("# Title\n\nFine\ntext.\n\n```\nWhat a block.\n```\n\n- So it is.\n| Of this | fine |\n")
@@ -52,7 +52,7 @@ def test_code_blocks_of_documents_are_left_alone(monkeypatch: pytest.MonkeyPatch
 
 
 def test_docstrings_of_code_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Those of modules, classes, functions and attributes."""
+    """Test docstrings of modules, classes, functions and attributes."""
     monkeypatch.setattr(prose, "ROOT", tmp_path)
     module = tmp_path / "module.py"
     module.write_text('"""Fine."""\n\nclass A:\n    """What it is."""\n\n    x = 1\n    """Who knows it."""\n')
@@ -60,7 +60,7 @@ def test_docstrings_of_code_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_comments_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Consecutive lines are one paragraph; directives for tools are skipped."""
+    """Test that consecutive lines are one paragraph, and that directives for tools are skipped."""
     monkeypatch.setattr(prose, "ROOT", tmp_path)
     module = tmp_path / "module.py"
     module.write_text("# Fine.\n# Of this: bad.\nx = 1  # noqa: ERA001 - What for\n\ny = 2  # So what\n")
@@ -68,23 +68,25 @@ def test_comments_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_messages_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Errors and warnings, but no other strings."""
+    """Test errors and warnings, and that other strings are skipped."""
     monkeypatch.setattr(prose, "ROOT", tmp_path)
     module = tmp_path / "module.py"
     module.write_text('x = "made anew"\nraise ValueError(f"{x} lies in a pack")\nwarn_user("it was made anew", None)\n')
     assert [problem.line for problem in prose.check_messages(module)] == [2, 3]
 
 
-def test_names_of_tests_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A name begins with a noun or a verb."""
+def test_names_and_docstrings_of_tests_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Test that a name begins with a noun or a verb, and a docstring with "Test"."""
     monkeypatch.setattr(prose, "ROOT", tmp_path)
     module = tmp_path / "test_module.py"
-    module.write_text("def test_what_is_lost() -> None: ...\n\n\ndef test_lost_data() -> None: ...\n")
-    assert [problem.line for problem in prose.check_test_names(module)] == [1]
+    tests = 'def test_{}() -> None:\n    """{}"""\n'
+    names = {"what_is_lost": "Test it.", "lost_data": "Test it.", "a": "It is lost.", "b": ""}
+    module.write_text("".join(tests.format(*item) for item in names.items()))
+    assert [problem.line for problem in prose.check_tests(module)] == [1, 5]
 
 
 def test_subjects_of_commits_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each has an area prefix and at most 72 characters; those before the base are left alone."""
+    """Test the area prefix and the 72 characters, and that commits before the base are skipped."""
     monkeypatch.setattr(prose, "ROOT", tmp_path)
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
     subprocess.run([*git, "init", "-q"], check=True)

@@ -1,4 +1,4 @@
-"""The reference names every public object, and the glossary is in order. ``make docs`` checks methods and results."""
+"""Test that the reference names every public object, and the glossary. ``make docs`` checks methods and results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REFERENCE = ROOT / "docs" / "reference"
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    """Names of the package and integrations have an entry, and names of the package are in the overview."""
+    """Test the entries of names of the package and integrations, and the overview of names of the package."""
     pages = {page.name: page.read_text() for page in REFERENCE.glob("*.md")}
     entries = set(re.findall(r"^::: (\S+)$", "".join(pages.values()), re.MULTILINE))
     names = [name for name in asymcheck.__all__ if name != "__version__"]

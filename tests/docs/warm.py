@@ -1,7 +1,7 @@
 """A process that has imported torch and asymcheck, and runs blocks of pages in forks.
 
-A fresh interpreter takes seconds until torch is there, and the pages show some sixty commands. What runs in a fork is
-the same ``asymcheck.cli.main``, the same script, in a process of its own that may die of a signal.
+A new interpreter takes seconds to import torch, and the pages have some sixty commands. A fork runs the same
+``asymcheck.cli.main`` or the same script, in a separate process that may be killed by a signal.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ def main(address: str) -> None:
     import torch
 
     importlib.import_module("asymcheck.cli.main")
-    torch.set_num_threads(1)  # One page must not compute otherwise than the next, nor a fork wait for lost threads.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody asks how a handler ended.
+    torch.set_num_threads(
+        1
+    )  # Each page must compute in the same way, and a fork must not wait for threads that it lacks.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The exit status of a handler is not needed.
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address)
         listening.listen()
@@ -46,7 +48,7 @@ def main(address: str) -> None:
 
 
 def _handle(connection: socket.socket) -> int:
-    """Do what one client asks for: a command, or the Python blocks of a page."""
+    """Handle the request of one client: a command, or the Python blocks of a page."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     data, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 3)
     job: dict[str, Any] = json.loads(data)
@@ -80,7 +82,7 @@ def _command(words: list[str]) -> int:
 
 
 def _session(connection: socket.socket) -> int:
-    """Run one block after the other in one namespace; say what each printed, and whether it failed."""
+    """Run one block after another in one namespace; send the output of each, and whether it failed."""
     names: dict[str, Any] = {"__name__": "__main__"}
     warnings.simplefilter("error")
     with connection.makefile("rw") as stream:

@@ -7,7 +7,7 @@ import sys
 
 
 def main(address: str, interpreter: str, words: list[str]) -> int:
-    """Run ``words`` there with this process's folder, files and environment; end as it ended."""
+    """Run ``words`` in the warm process, with this process's folder, files and environment; end with its status."""
     if words[0] == "python" and not (len(words) > 1 and words[1].endswith(".py")):
         os.execv(interpreter, [interpreter, *words[1:]])  # noqa: S606 - a module or an option: the real one
     with socket.socket(socket.AF_UNIX) as connection:

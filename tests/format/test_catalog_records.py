@@ -1,4 +1,4 @@
-"""Catalog entries: a checksum binds them to their keys, and invalid ones count as absent."""
+"""Test catalog entries: a checksum binds them to their keys, and invalid ones count as absent."""
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,7 @@ owners = st.builds(Owner, numbers, numbers, st.text(max_size=36), st.text(max_si
 
 @given(ids, locations)
 def test_locations_go_round(key: bytes, at: Location) -> None:
-    """Where a partition lies is read as it was entered, in 72 bytes."""
+    """Test that the location of a partition is read as it was written, in 72 bytes."""
     value = catalog_records.encode_location(key, at)
     assert len(value) == catalog_records.PARTITION.size == 72
     assert catalog_records.decode_location(key, value) == at
@@ -26,7 +26,7 @@ def test_locations_go_round(key: bytes, at: Location) -> None:
 
 @given(ids, st.sampled_from([1, 2]), numbers, numbers)
 def test_pack_states_go_round(key: bytes, state: int, count: int, length: int) -> None:
-    """A pack's state is read as it was entered, in 32 bytes."""
+    """Test that the state of a pack is read as it was written, in 32 bytes."""
     value = catalog_records.encode_pack_entry(key, state, count, length)
     assert len(value) == catalog_records.PACK.size == 32
     assert catalog_records.decode_pack_state(key, value) == state
@@ -34,7 +34,7 @@ def test_pack_states_go_round(key: bytes, state: int, count: int, length: int) -
 
 @given(ids.map(SaveId), st.integers(0, 99999), owners, st.lists(ids.map(PackId), max_size=5))
 def test_pins_go_round(save_id: SaveId, rank: int, owner: Owner, packs: list[PackId]) -> None:
-    """A pin says who holds which packs, in order of their ids."""
+    """Test that a pin lists its owner and packs, in order of their ids."""
     key = catalog_records.pin_key(save_id, rank)
     assert len(key) == 20
     assert catalog_records.decode_pin(key, catalog_records.encode_pin(key, owner, packs)) == (owner, sorted(packs))
@@ -42,7 +42,7 @@ def test_pins_go_round(save_id: SaveId, rank: int, owner: Owner, packs: list[Pac
 
 @pytest.mark.parametrize("kind", ["location", "pack", "pin", "plain"])
 def test_every_changed_byte_makes_an_entry_absent(kind: str) -> None:
-    """Whatever byte of value or key changes, the entry counts as absent: it never reads as another."""
+    """Test that an entry with any changed byte of value or key never reads as another entry."""
     key = bytes(range(20)) if kind == "pin" else bytes(range(16))
     at, owner = Location(PackId(bytes(16)), 4096, 300, 300), Owner(1, 2, "boot", "namespace")
     value = {
@@ -72,7 +72,7 @@ def test_every_changed_byte_makes_an_entry_absent(kind: str) -> None:
 
 @pytest.mark.parametrize("offset", range(59, 64))
 def test_reserved_bytes_of_a_location_invalidate_it(offset: int) -> None:
-    """A non-zero reserved byte may have a meaning in a later version."""
+    """Test non-zero reserved bytes, which may have a meaning in a later version."""
     key = bytes(16)
     body = bytearray(catalog_records.encode_location(key, Location(PackId(bytes(16)), 4096, 300, 300))[:-8])
     body[offset] = 1
@@ -81,7 +81,7 @@ def test_reserved_bytes_of_a_location_invalidate_it(offset: int) -> None:
 
 @pytest.mark.parametrize("offset", range(1, 8))
 def test_reserved_bytes_of_a_pack_entry_invalidate_it(offset: int) -> None:
-    """The same for the entry of a pack."""
+    """Test non-zero reserved bytes of the entry of a pack."""
     key = bytes(16)
     body = bytearray(catalog_records.encode_pack_entry(key, 1, 2, 3)[:-8])
     body[offset] = 1
@@ -110,7 +110,7 @@ _OTHER_PINS = {
 
 @pytest.mark.parametrize("text", _OTHER_PINS.values(), ids=_OTHER_PINS)
 def test_another_text_than_is_written_is_no_pin(text: str) -> None:
-    """A pin is canonical JSON with the keys of the table; what two readers could understand differently is damaged."""
+    """Test that a pin must be canonical JSON with the documented keys."""
     key = catalog_records.pin_key(SaveId(bytes(16)), 0)
     assert catalog_records.decode_pin(key, catalog_records.seal(key, _PIN.encode())) == (
         Owner(1, 2, "b", "n"),
@@ -120,19 +120,19 @@ def test_another_text_than_is_written_is_no_pin(text: str) -> None:
 
 
 def test_a_pin_may_have_further_keys() -> None:
-    """What a later version adds is ignored."""
+    """Test that keys of later versions are ignored."""
     key = catalog_records.pin_key(SaveId(bytes(16)), 0)
     assert catalog_records.decode_pin(key, catalog_records.seal(key, b'{"more":[],' + _PIN[1:].encode())) is not None
 
 
 @given(st.binary(max_size=60))
 def test_any_sealed_bytes_are_a_pin_or_absent(body: bytes) -> None:
-    """Sealed garbage is no pin, and nothing breaks over it."""
+    """Test that random bytes with a valid checksum are a pin or absent."""
     assert catalog_records.decode_pin(b"key", catalog_records.seal(b"key", body)) is None
 
 
 def test_the_key_of_a_manifest_is_its_path() -> None:
-    """A manifest's key is its path below the folder of manifests."""
+    """Test that the key is the path below the folder of manifests."""
     ref, name = CheckpointRef(2, 30, SaveId(bytes(16))), ManifestName(0, 1, Digest(b"\xab" * 16))
     key = catalog_records.manifest_key("run", ref, name)
     assert key == f"run/00000002-000000000030-{'0' * 32}/00000-of-00001-{'ab' * 16}.manifest".encode()

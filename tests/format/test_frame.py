@@ -1,4 +1,4 @@
-"""Frames: every bit of a header is checked, and lengths follow from one number."""
+"""Test frames: every bit of a header is checked, and lengths follow from one number."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ ids = st.binary(min_size=16, max_size=16)
 
 
 def frame(plain: bytes, sequence: int = 0) -> bytes:
-    """A whole frame."""
+    """Return a complete frame."""
     header = encode_header(FrameDescriptor.identity(digest(plain), len(plain)), PACK, sequence)
     return (header.ljust(payload_offset(len(plain)), b"\0") + plain).ljust(frame_length(len(plain)), b"\0")
 
@@ -57,14 +57,14 @@ def frame(plain: bytes, sequence: int = 0) -> bytes:
     ],
 )
 def test_lengths(stored: int, offset: int, length: int) -> None:
-    """Small payloads share the header's block, large ones begin on a block; a frame ends on one."""
+    """Test that small payloads share the block of the header, large ones begin on a block, and a frame ends on one."""
     assert payload_offset(stored) == offset
     assert frame_length(stored) == length
 
 
 @given(ids.map(Digest), st.integers(1, registry.PARTITION_BYTES_MAX), ids.map(PackId), st.integers(0, (1 << 64) - 1))
 def test_headers_go_round(name: Digest, length: int, place: PackId, sequence: int) -> None:
-    """A header is read as it was written, and has 128 bytes."""
+    """Test that a header is read as it was written, in 128 bytes."""
     descriptor = FrameDescriptor.identity(name, length)
     data = encode_header(descriptor, place, sequence)
     assert len(data) == HEADER_BYTES == DESCRIPTOR.size + PLACEMENT.size == 128
@@ -73,14 +73,14 @@ def test_headers_go_round(name: Digest, length: int, place: PackId, sequence: in
 
 @given(ids.map(PackId), st.integers(0, (1 << 64) - 1))
 def test_the_descriptor_does_not_know_its_place(place: PackId, sequence: int) -> None:
-    """Bytes 0 to 95 are the same in every pack and at every position: a frame can be moved without being encoded."""
+    """Test that bytes 0 to 95 are equal in every pack and at every position, so that frames can be moved."""
     descriptor = FrameDescriptor.identity(digest(b"x"), 1)
     assert encode_header(descriptor, place, sequence)[:96] == encode_header(descriptor, PACK, 0)[:96]
 
 
 @pytest.mark.parametrize("bit", range(8))
 def test_every_flipped_bit_of_the_header_is_found(bit: int) -> None:
-    """Whatever bit of the 128 bytes flips, the header is refused as damaged, never as somebody's newer format."""
+    """Test that a header with any flipped bit counts as damaged, never as a newer format."""
     data = frame(b"payload")
     for offset in range(HEADER_BYTES):
         changed = bytearray(data)
@@ -91,7 +91,7 @@ def test_every_flipped_bit_of_the_header_is_found(bit: int) -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 127])
 def test_a_short_header_is_refused(length: int) -> None:
-    """Fewer than 128 bytes are no header."""
+    """Test fewer than 128 bytes."""
     with pytest.raises(TruncatedError, match=f"{length} of 128"):
         decode_header(frame(b"payload")[:length], "test")
 
@@ -123,7 +123,7 @@ def test_a_short_header_is_refused(length: int) -> None:
     ids=str,
 )
 def test_fields_that_break_a_rule_are_refused(changes: dict[str, object], error: type[FormatError]) -> None:
-    """With all checksums right, a field outside the rules is refused by the error that fits."""
+    """Test invalid fields with valid checksums: each raises the matching error."""
     sound = FrameDescriptor.identity(digest(b"payload"), 7)
     broken = dataclasses.replace(sound, **changes)  # type: ignore[arg-type]  # fields by name
     with pytest.raises(error):
@@ -132,7 +132,7 @@ def test_fields_that_break_a_rule_are_refused(changes: dict[str, object], error:
 
 @pytest.mark.parametrize("offset", [13, 14, 15])
 def test_reserved_bytes_are_refused(offset: int) -> None:
-    """A reserved byte that is not zero may mean something to a later version: it is not skipped."""
+    """Test a reserved byte that is not zero, which may have a meaning in a later version."""
     changed = bytearray(frame(b"payload")[:HEADER_BYTES])
     changed[offset] = 1
     changed[88:96] = sum8(bytes(changed[:88]))
@@ -143,7 +143,7 @@ def test_reserved_bytes_are_refused(offset: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 3968, 3969, 65535, 65536])
 def test_a_sound_frame_gives_its_payload(length: int) -> None:
-    """The payload is handed out as it lies, without a copy."""
+    """Test that the payload is returned without a copy."""
     plain = bytes(range(1, 252)) * (length // 251 + 1)
     data = frame(plain[:length], 5)
     descriptor, payload = check_frame(memoryview(data), PACK, 5, "test")
@@ -154,7 +154,7 @@ def test_a_sound_frame_gives_its_payload(length: int) -> None:
 
 @pytest.mark.parametrize("length", [300, 65536])
 def test_every_byte_of_padding_is_checked(length: int) -> None:
-    """A byte before or behind the payload that is not zero is refused, wherever it is."""
+    """Test a non-zero byte at each position before and after the payload."""
     data = frame(b"\7" * length)
     start = payload_offset(length)
     for offset in [*range(HEADER_BYTES, start), *range(start + length, len(data))]:
@@ -165,7 +165,7 @@ def test_every_byte_of_padding_is_checked(length: int) -> None:
 
 
 def test_a_frame_in_another_place_is_refused() -> None:
-    """A frame of another pack, or of another position, is an old life of the file: it says where it was written."""
+    """Test a frame of another pack or position; the error says where it was written."""
     data = memoryview(frame(b"payload", 3))
     for pack, sequence in ((PackId(bytes(16)), 3), (PACK, 4)):
         with pytest.raises(StructureError, match=f"frame 3 of pack {PACK.hex()}"):
@@ -173,7 +173,7 @@ def test_a_frame_in_another_place_is_refused() -> None:
 
 
 def test_a_frame_of_another_length_is_refused() -> None:
-    """Fewer bytes than the header says are a cut, more are another place."""
+    """Test fewer and more bytes than the header says."""
     data = frame(b"payload")
     with pytest.raises(TruncatedError):
         check_frame(memoryview(data)[:-1], PACK, 0, "test")
@@ -182,7 +182,7 @@ def test_a_frame_of_another_length_is_refused() -> None:
 
 
 def test_reserved_numbers_are_refused_by_name() -> None:
-    """Who meets a number that is reserved learns its name; for one that nobody reserved there is none."""
+    """Test that the error contains the name of a reserved number, if it has one."""
     for kind, codec, algorithm, words in (
         (3, 0, 1, r"frame kind 3 \(lossy\)"),
         (0, 5, 1, r"codec 5 \(unknown\)"),
@@ -194,7 +194,7 @@ def test_reserved_numbers_are_refused_by_name() -> None:
 
 
 def test_lengths_at_the_limit_pass() -> None:
-    """The largest partition is allowed."""
+    """Test the largest partition."""
     check_lengths(registry.PARTITION_BYTES_MAX, registry.PARTITION_BYTES_MAX, registry.CODEC_IDENTITY, "test")
 
 
@@ -203,14 +203,14 @@ def test_lengths_at_the_limit_pass() -> None:
     [(0, 1, b""), (0, 2, b""), (1, 3, b"base"), (2, 4, b"base")],
 )
 def test_encoded_frames_are_read(kind: int, codec: int, base: bytes) -> None:
-    """Every kind and codec that go together pass, with lengths that differ and a sum that is not of the digest."""
+    """Test every valid pair of kind and codec, with different lengths and a sum other than the digest."""
     base_digest = digest(base) if base else bytes(16)
     described = FrameDescriptor(digest(b"plain"), 5, 7, sum8(b"payload"), kind, codec, base_digest=base_digest)
     assert decode_header(encode_header(described, PACK, 0), "test").descriptor == described
 
 
 def test_the_payload_of_an_encoded_frame_is_summed() -> None:
-    """Of an encoded frame the payload has a sum of its own, so that damage is told from a wrong decoding."""
+    """Test that damage can be distinguished from a wrong decoding."""
     described = FrameDescriptor(digest(b"plain"), 5, 7, sum8(b"payload"), 0, 1)
     data = (encode_header(described, PACK, 0) + b"payload").ljust(4096, b"\0")
     assert check_frame(memoryview(data), PACK, 0, "test") == (described, memoryview(b"payload"))

@@ -1,4 +1,4 @@
-"""Names: formatting and parsing are inverse, and names sort by age."""
+"""Test names: formatting and parsing are inverse, and names sort by age."""
 
 import pytest
 from hypothesis import given
@@ -20,19 +20,19 @@ refs = st.builds(
 
 @given(refs)
 def test_checkpoints_go_round(ref: CheckpointRef) -> None:
-    """A checkpoint's directory name says which checkpoint it is."""
+    """Test that the directory name identifies the checkpoint."""
     assert layout.parse_checkpoint_name(layout.checkpoint_name(ref)) == ref
 
 
 @given(refs, refs)
 def test_checkpoint_names_sort_as_checkpoints_do(one: CheckpointRef, other: CheckpointRef) -> None:
-    """A sorted listing is in order of generation, step and save id."""
+    """Test that a sorted listing is in order of generation, step and save id."""
     assert (layout.checkpoint_name(one) < layout.checkpoint_name(other)) == (one < other)
 
 
 @given(st.data(), ids)
 def test_manifests_go_round(data: st.DataObject, digest: bytes) -> None:
-    """A manifest's file name says rank, world size and digest."""
+    """Test that the file name has rank, world size and digest."""
     world_size = data.draw(st.integers(1, registry.WORLD_SIZE_MAX))
     name = ManifestName(data.draw(st.integers(0, world_size - 1)), world_size, Digest(digest))
     assert layout.parse_manifest_name(str(name)) == name
@@ -40,7 +40,7 @@ def test_manifests_go_round(data: st.DataObject, digest: bytes) -> None:
 
 @given(ids.map(PackId), st.integers(1, registry.GENERATION_MAX))
 def test_packs_and_heads_go_round(pack_id: PackId, generation: int) -> None:
-    """The names of packs and head records say which; an unfinished pack is no pack."""
+    """Test the names of packs and head records, and of an unfinished pack, which is not a pack."""
     assert layout.parse_pack_name(layout.pack_name(pack_id)) == pack_id
     assert layout.parse_head_name(layout.head_name(generation)) == generation
     unfinished = layout.pack_temporary_name(pack_id)
@@ -55,7 +55,7 @@ def test_packs_and_heads_go_round(pack_id: PackId, generation: int) -> None:
 
 @given(st.text(max_size=80))
 def test_parsing_is_strict(name: str) -> None:
-    """For any text, the parsed result formats to the same text."""
+    """Test that for any text, the parsed result formats to the same text."""
     pack_id, generation = layout.parse_pack_name(name), layout.parse_head_name(name)
     ref, manifest = layout.parse_checkpoint_name(name), layout.parse_manifest_name(name)
     made = [
@@ -69,13 +69,13 @@ def test_parsing_is_strict(name: str) -> None:
 
 @given(st.from_regex(r"\A[0-9a-f+ _-]{0,34}(\.pack|\.head|\.manifest)?\n?\Z"))
 def test_similar_names_are_refused(name: str) -> None:
-    """Signs, underscores and line feeds that int() or a regex would accept."""
+    """Test signs, underscores and line feeds that int() or a regex would accept."""
     test_parsing_is_strict.hypothesis.inner_test(name)  # type: ignore[attr-defined]  # hypothesis adds it
 
 
 @pytest.mark.parametrize("run", ["r", "gpt2-run1", "A.b_c-9", "z" * 64])
 def test_runs_that_can_be_names(run: str) -> None:
-    """A run's name is returned as it is."""
+    """Test that the name of a run is returned unchanged."""
     assert layout.check_run(run) == run
     assert layout.is_run(run)
 
@@ -84,7 +84,7 @@ def test_runs_that_can_be_names(run: str) -> None:
     "run", ["", "z" * 65, ".", "..", "a/b", "../a", "-r", "_r", "a b", "käse", "r\n", "r\0", "r.tmp"]
 )
 def test_runs_that_cannot(run: str) -> None:
-    """A name that leaves the folder, hides in it or is temporary is refused, and the rule is said."""
+    """Test names that leave the folder, are hidden or temporary; the error states the rule."""
     assert not layout.is_run(run)
     with pytest.raises(InvalidInputError, match="run name"):
         layout.check_run(run)

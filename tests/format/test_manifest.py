@@ -1,4 +1,4 @@
-"""Manifests: round trips for no rows, one row, and a hundred thousand."""
+"""Test manifests: round trips for no rows, one row, and a hundred thousand."""
 
 import dataclasses
 import itertools
@@ -23,24 +23,24 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
 def header_for(tree: Node) -> ManifestHeader:
-    """A header whose tree is this."""
+    """Return a header with this tree."""
     plan = {"number": 0, "kind": "canonical"}
     return ManifestHeader("run", REF, 0, 1, None, 1, "test", {"loss": 0.5}, plan, (PackId(bytes(16)),), tree)
 
 
 def named(count: int) -> Node:
-    """A tree that names all rows."""
+    """Return a tree that names all rows."""
     return ["l", [["T", row] for row in range(count)]]
 
 
 def read(rows: list[TensorRow]) -> Manifest:
-    """The manifest of these rows after it was written."""
+    """Return the manifest of these rows after it was written and read."""
     return decode_manifest(encode_manifest(header_for(named(len(rows))), rows), "test")
 
 
 @st.composite
 def tensor_rows(draw: st.DrawFn) -> TensorRow:
-    """A row that follows all rules; partitions of one digest have one length, the digest's own last number."""
+    """Return a valid row; all partitions with one digest have the same length, derived from the digest."""
     dtype = draw(st.sampled_from(sorted(registry.DTYPE_BYTES)))
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
     offset = tuple(draw(st.integers(0, 9)) for _ in shape)
@@ -74,7 +74,7 @@ def tensor_rows(draw: st.DrawFn) -> TensorRow:
 @pytest.mark.slow
 @given(st.lists(tensor_rows(), max_size=6))
 def test_rows_go_round(rows: list[TensorRow]) -> None:
-    """Every row comes back as it was, one by one and all at once, in any order."""
+    """Test every row, one by one and all at once, in any order."""
     manifest = read(rows)
     assert len(manifest) == len(rows)
     assert manifest.rows(range(len(rows))) == rows
@@ -96,14 +96,14 @@ def test_rows_go_round(rows: list[TensorRow]) -> None:
 def test_headers_go_round(
     metrics: dict[str, float], packs: tuple[PackId, ...], parent: CheckpointRef | None, created: int
 ) -> None:
-    """Every field of the header comes back as it was."""
+    """Test every field of the header."""
     plan = {"number": 3, "kind": "other", "further": [1, {"a": None}]}
     header = ManifestHeader("r.1", REF, 3, 7, parent, created, "wr\u00efter", metrics, plan, packs, ["d", [["k", 1]]])
     assert decode_manifest(encode_manifest(header, []), "test").header == header
 
 
 def test_no_rows() -> None:
-    """A state without tensors has a manifest without rows."""
+    """Test a state without tensors."""
     manifest = read([])
     assert (len(manifest), manifest.total_bytes, manifest.rows([]), manifest.partitions()) == (0, 0, [], {})
 
@@ -119,7 +119,7 @@ def _many(count: int) -> list[TensorRow]:
 
 @pytest.mark.slow
 def test_a_hundred_thousand_rows() -> None:
-    """100,000 tensors of two extents each are written and read in seconds, and come back from every part."""
+    """Test that 100,000 tensors of two extents each are written and read in seconds."""
     rows = _many(100_000)
     began = time.process_time()
     data = encode_manifest(header_for(named(len(rows))), rows)
@@ -132,7 +132,7 @@ def test_a_hundred_thousand_rows() -> None:
 
 
 def test_one_extent_in_a_hundred_thousand_is_checked() -> None:
-    """A rule that one row of many breaks is found."""
+    """Test that a single invalid row of many is detected."""
     rows = _many(2000)
     rows[1234] = dataclasses.replace(rows[1234], nbytes=8191)
     with pytest.raises(Exception, match="row 1234"):
@@ -140,7 +140,7 @@ def test_one_extent_in_a_hundred_thousand_is_checked() -> None:
 
 
 def test_a_manifest_beyond_the_limit_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no reader would read is refused by the writer, and by the reader before it looks inside."""
+    """Test that the writer and the reader refuse a manifest above the limit, the reader before it parses."""
     rows = _many(50)
     data = encode_manifest(header_for(named(50)), rows)
     monkeypatch.setattr(registry, "MANIFEST_BYTES_MAX", len(data) - 1)
@@ -151,13 +151,13 @@ def test_a_manifest_beyond_the_limit_is_not_written(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_same_rows_give_the_same_bytes() -> None:
-    """Nothing random is in a manifest: its digest is a function of its content."""
+    """Test that the digest of a manifest is a function of its content."""
     rows = _many(100)
     assert encode_manifest(header_for(named(100)), rows) == encode_manifest(header_for(named(100)), rows)
 
 
 def test_the_schema_allows_nulls_only_for_inline_bytes() -> None:
-    """Two columns may be null, nothing else, at no level."""
+    """Test that only two columns may be null, and no nested value."""
     assert {field.name for field in SCHEMA if field.nullable} == {"inline", "inline_digest"}
     for field in SCHEMA:
         inner = getattr(field.type, "value_field", None)

@@ -1,4 +1,4 @@
-"""Manifests read together: equal to single reads in results and refusals, with shared memory."""
+"""Test manifests read together: results and refusals equal those of single reads, with shared memory."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ _WORLD = 5
 
 
 def of_ranks() -> list[bytes]:
-    """Manifests of ranks, some alike, some with other tensors and another tree."""
+    """Return manifests of ranks, some equal, some with other tensors and another tree."""
     found = []
     for rank in range(_WORLD):
         rows = ROWS if rank % 3 else [*ROWS, row("own", (rank + 1, 2), "int16")]
@@ -33,25 +33,25 @@ def of_ranks() -> list[bytes]:
 
 
 def facts(manifest: Manifest) -> tuple[object, ...]:
-    """All that a manifest says."""
+    """Return all content of a manifest."""
     rows = manifest.rows(range(len(manifest)))
-    # NaN is not equal to itself.
+    # NaN differs from itself.
     header = dataclasses.replace(manifest.header, metrics={})
     return header, repr(manifest.header.metrics), rows, manifest.partitions()
 
 
 def test_manifests_read_together_equal_those_read_alone() -> None:
-    """Also with different rows and trees, and with no rows."""
+    """Test different rows and trees, and manifests without rows."""
     files = [*of_ranks(), *seeds()]
     together = decode_manifests([(data, "x") for data in files], ManifestCache())
     for manifest, data in zip(together, files, strict=True):
         assert facts(manifest) == facts(decode_manifest(data, "x"))
-        # What they say is written as it was read, by way of the columns.
+        # Write the content again, from the columns.
         assert encode_manifest(manifest.header, manifest.rows(range(len(manifest)))) == data
 
 
 def test_equal_parts_of_ranks_are_stored_once() -> None:
-    """Trees are the same object, columns the same memory, and none refers to a file."""
+    """Test that trees are the same object, columns the same memory, and that none refers to a file."""
     files = of_ranks()
     first, second = decode_manifests([(data, "x") for data in files], ManifestCache())[1:3]
     assert first.header.tree is second.header.tree
@@ -63,7 +63,7 @@ def test_equal_parts_of_ranks_are_stored_once() -> None:
 
 
 def test_replicas_have_their_rows_once() -> None:
-    """Also where there are others between them, and when they are read later."""
+    """Test replicas separated by other ranks, and replicas that are read later."""
     shards = [[row("own", (rank + 1, 2), "int16")] for rank in range(2)]
     files = [
         (encode_manifest(dataclasses.replace(HEADER, rank=rank, world_size=6), shards[rank % 2]), "x")
@@ -85,7 +85,7 @@ def _addresses(manifest: Manifest) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_invalid_manifests_are_refused_together_as_alone(seed: int) -> None:
-    """With the same error and message, and no more than alone."""
+    """Test the same error and message, and that valid manifests are not refused."""
     dice = random.Random(seed)
     before, *_, after = of_ranks()
     refused = 0
@@ -108,7 +108,7 @@ def test_invalid_manifests_are_refused_together_as_alone(seed: int) -> None:
 
 
 def test_two_ranks_may_give_one_partition_two_lengths() -> None:
-    """That is a rule of one manifest; one that breaks it by itself is refused, and named."""
+    """Test that equal lengths are a rule of one manifest, which is named if it breaks the rule itself."""
     name = Digest(bytes(16))
     rows = [row("a", (length,), "uint8", (Extent(name, 0, length, length),)) for length in (3, 4)]
     files = [(encode_manifest(HEADER, [one]), "apart") for one in rows]
@@ -124,7 +124,7 @@ _PIECES = st.sampled_from(
 
 @given(st.lists(_PIECES, max_size=14).map("".join), st.lists(_PIECES, max_size=14).map("".join))
 def test_header_of_any_form_is_parsed_exactly(one: str, other: str) -> None:
-    """The placeholder of the tree never matches other text."""
+    """Test that the placeholder of the tree never matches other text."""
     alike = ManifestCache()
     for text in (
         f'{{"rank":1,"tree":{one},"world_size":2}}',
@@ -160,14 +160,14 @@ def _parsed(parse: object, text: str) -> object:
     ],
 )
 def test_headers_that_look_like_others(text: str) -> None:
-    """The tree's key in a string, further down, or twice."""
+    """Test headers in which the tree's key is in a string, nested, or repeated."""
     alike = ManifestCache()
     for _ in range(2):
         assert _parsed(alike.parse, text) == _parsed(parse_json, text)
 
 
 def test_a_header_full_of_numbers_is_read_in_no_time() -> None:
-    """Those that could be tried, one after the other, as what stands in for the tree: to try them took minutes."""
+    """Test many numbers that could be the placeholder of the tree: trying each once took minutes."""
     text = json.dumps({"packs": list(range(1 << 64, (1 << 64) + 60_000)), "tree": 1, "world_size": 1})
     begun = time.monotonic()
     assert ManifestCache().parse(text.replace(" ", "").encode(), "x") == json.loads(text)

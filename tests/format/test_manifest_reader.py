@@ -1,4 +1,4 @@
-"""Invalid manifests raise errors of the package, and never yield a wrong value."""
+"""Test that invalid manifests raise errors of the package, and never yield a wrong value."""
 
 import random
 
@@ -15,7 +15,7 @@ GOOD = Vector("manifest", "extents").data
 
 @pytest.mark.parametrize("offset", range(8))
 def test_the_magic_is_looked_at(offset: int) -> None:
-    """Arrow's own reader accepts a file without the magic in front; this one does not, nor other bytes behind it."""
+    """Test a file without the magic at its beginning or end; Arrow's own reader accepts one."""
     changed = bytearray(GOOD)
     changed[offset] ^= 1
     with pytest.raises(BadMagicError):
@@ -24,7 +24,7 @@ def test_the_magic_is_looked_at(offset: int) -> None:
 
 @pytest.mark.parametrize("vector", vectors("manifest"), ids=str)
 def test_flipped_bits_break_nothing(vector: Vector) -> None:
-    """The digest in the name finds flips first; even without it, a flipped manifest is refused or read, no more."""
+    """Test that even without the digest in the name, a flipped manifest is refused, or read without a crash."""
     good = vector.data
     dice = random.Random(str(vector))
     refused = 0
@@ -42,13 +42,13 @@ def test_flipped_bits_break_nothing(vector: Vector) -> None:
 
 @pytest.mark.parametrize("keep", [0.0, 0.01, 0.3, 0.6, 0.9, 0.99, 0.999])
 def test_a_cut_manifest_is_refused(keep: float) -> None:
-    """Wherever the file ends too early, it is refused."""
+    """Test a file that ends too early, at any position."""
     with pytest.raises(FormatError):
         decode_manifest(GOOD[: int(len(GOOD) * keep)], "test")
 
 
 def test_all_kinds_of_buffers_are_read() -> None:
-    """Bytes, a bytearray and a view are read alike."""
+    """Test bytes, a bytearray and a memoryview."""
     names = {tuple(decode_manifest(kind(GOOD), "test").names()) for kind in (bytes, bytearray, memoryview)}
     assert len(names) == 1
 
@@ -63,9 +63,9 @@ BROKEN = [
 
 @pytest.mark.parametrize("vector", BROKEN, ids=str)
 def test_rules_are_checked_without_the_path_too(vector: Vector) -> None:
-    """A malformed manifest is refused for what is in it, not only because it contradicts its name."""
+    """Test that a malformed manifest is refused for its content, not only for its name."""
     if vector.facts["error_kind"] == "bad-checksum":
-        # Only the digest in the name tells that these are not what was written.
+        # Only the digest in the name shows that these bytes differ from the written ones.
         return
     with pytest.raises(FormatError) as caught:
         decode_manifest(vector.data, "test")
@@ -84,14 +84,14 @@ def _file(schema: pa.Schema, batches: int, metadata: dict[bytes, bytes]) -> byte
 
 @pytest.mark.parametrize("batches", [0, 2, 3])
 def test_manifest_has_one_record_batch(batches: int) -> None:
-    """No batch, or several, is an error."""
+    """Test no batch, and several batches."""
     with pytest.raises(StructureError):
         decode_manifest(_file(SCHEMA, batches, {METADATA_KEY: b"{}"}), "test")
 
 
 @pytest.mark.parametrize("column", range(len(SCHEMA)))
 def test_every_column_is_compared(column: int) -> None:
-    """A column of another name, of another type, or with its nulls the other way round, is refused."""
+    """Test a column with another name, another type, or other nullability."""
     field = SCHEMA.field(column)
     for other in (
         field.with_name(f"{field.name}_"),

@@ -1,4 +1,4 @@
-"""Columns as numpy arrays equal those of Arrow, also for slices, without its slow import."""
+"""Test that columns as numpy arrays equal those of Arrow, also for slices, without its slow import."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ print([name for name in ("pyarrow.compute", "numpy.ma") if name in sys.modules])
 @pytest.mark.parametrize("many", [0, 1000])
 @given(texts=_TEXTS, start=st.integers(0, 5))
 def test_distinct_values(many: int, texts: list[str], start: int) -> None:
-    """Each value once, and each row's number leads to its value, by either way."""
+    """Test that each value appears once, and that each row's number leads to its value."""
     column = pa.array(texts, type=pa.string())[start:]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifest, "_COMPUTE_ROWS_MIN", many)
@@ -43,21 +43,21 @@ def test_distinct_values(many: int, texts: list[str], start: int) -> None:
 
 @given(values=st.lists(st.none() | st.binary(max_size=3), max_size=40), start=st.integers(0, 20))
 def test_null_values(values: list[bytes | None], start: int) -> None:
-    """In slices whose validity bits begin anywhere in a byte."""
+    """Test slices whose validity bits begin anywhere in a byte."""
     column = pa.array(values, type=pa.binary())[start:]
     assert manifest.is_valid(column).tolist() == [value is not None for value in values[start:]]
 
 
 @given(count=st.integers(1, 60), picks=st.lists(st.integers(0, 59), max_size=60))
 def test_picked_rows(count: int, picks: list[int]) -> None:
-    """Few or many, in any order, more than once."""
+    """Test few and many rows, in any order, and repeated rows."""
     rows = [pick % count for pick in picks]
     assert manifest.take_rows(pa.array([[number] for number in range(count)]), rows) == [[row] for row in rows]
 
 
 @pytest.mark.slow
 def test_a_small_state_is_saved_and_restored_without_slow_imports(tmp_path: Path) -> None:
-    """In a new process, as a resumed training is one."""
+    """Test a new process, like a resumed training."""
     command = [sys.executable, "-c", _SAVE_AND_RESTORE, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr

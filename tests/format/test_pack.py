@@ -1,4 +1,4 @@
-"""Packs: every byte of header and index is checked, and frames are contiguous."""
+"""Test packs: every byte of header and index is checked, and frames are contiguous."""
 
 import dataclasses
 import time
@@ -33,7 +33,7 @@ lengths = st.integers(1, 1 << 30) | st.sampled_from([1, 3968, 3969, 65535, 65536
 
 
 def entries_of(stored: list[int]) -> tuple[Entries, PackHeader]:
-    """An index of frames of these payloads, end to end, and the header for it."""
+    """Return an index of contiguous frames of these payloads, and its header."""
     entries = np.zeros(len(stored), dtype=ENTRY_DTYPE)
     entries["stored_length"] = entries["plain_length"] = stored
     entries["digest_algorithm"] = 1
@@ -47,7 +47,7 @@ def entries_of(stored: list[int]) -> tuple[Entries, PackHeader]:
 
 @given(st.lists(st.tuples(lengths, st.integers(0, 4095)), min_size=1, max_size=50))
 def test_frame_lengths_are_frame_length(frames: list[tuple[int, int]]) -> None:
-    """Lengths computed for a whole index at once are those computed one by one, whatever the shift."""
+    """Test that the vectorised computation equals the single one, for any shift."""
     entries = _bare_entries([stored for stored, _ in frames])
     entries["payload_shift"] = [shift for _, shift in frames]
     assert frame_lengths(entries).tolist() == [frame_length(*frame) for frame in frames]
@@ -61,14 +61,14 @@ def _bare_entries(stored: list[int]) -> Entries:
 
 @pytest.mark.parametrize("edge", [1, 3968, 4096, 65536, 1 << 20, (1 << 30) + (8 << 20)])
 def test_frame_lengths_agree_around_every_edge(edge: int) -> None:
-    """The same for each length near a border, where an off-by-one would hide."""
+    """Test each length near a limit."""
     stored = [length for length in range(edge - 300, edge + 300) if length > 0]
     assert frame_lengths(_bare_entries(stored)).tolist() == list(map(frame_length, stored))
 
 
 @given(st.lists(lengths, min_size=1, max_size=80), st.integers(0, (1 << 64) - 1))
 def test_packs_go_round(stored: list[int], created: int) -> None:
-    """Header and index are read as they were written; the header fills a block, the index ends on one."""
+    """Test that the header fills a block, the index ends on one, and both are read as written."""
     entries, header = entries_of(stored)
     header = dataclasses.replace(header, created_ns=created)
     block, index = encode_pack_header(header), encode_index(PACK, entries)
@@ -79,12 +79,12 @@ def test_packs_go_round(stored: list[int], created: int) -> None:
 
 
 def test_sizes() -> None:
-    """The fixed structures have the sizes of the format."""
+    """Test the sizes of the fixed structures."""
     assert (PACK_HEADER.size, INDEX_HEADER.size, ENTRY_DTYPE.itemsize) == (128, 64, 64)
 
 
 def test_every_changed_byte_of_the_header_is_found() -> None:
-    """Whatever byte of the header block changes, it is refused."""
+    """Test that a header block with any changed byte is refused."""
     block = encode_pack_header(entries_of([300])[1])
     for offset in range(4096):
         changed = bytearray(block)
@@ -94,7 +94,7 @@ def test_every_changed_byte_of_the_header_is_found() -> None:
 
 
 def test_every_changed_byte_of_the_index_is_found() -> None:
-    """Whatever byte of the index changes, padding included, it is refused."""
+    """Test that an index with any changed byte is refused, including its padding."""
     entries, header = entries_of([300, 70_000])
     index = encode_index(PACK, entries)
     for offset in range(len(index)):
@@ -106,7 +106,7 @@ def test_every_changed_byte_of_the_index_is_found() -> None:
 
 @pytest.mark.parametrize("offset", [*range(10, 16), *range(104, 120)])
 def test_every_reserved_byte_of_the_header_is_refused(offset: int) -> None:
-    """A reserved byte that is not zero is refused even when the checksum covers it."""
+    """Test non-zero reserved bytes under a valid checksum."""
     changed = bytearray(encode_pack_header(entries_of([300])[1]))
     changed[offset] = 1
     changed[120:128] = sum8(bytes(changed[:120]))
@@ -116,7 +116,7 @@ def test_every_reserved_byte_of_the_header_is_refused(offset: int) -> None:
 
 @pytest.mark.parametrize("offset", [*range(12, 16), *range(40, 48)])
 def test_every_reserved_byte_of_the_index_is_refused(offset: int) -> None:
-    """The same in the header of the index."""
+    """Test non-zero reserved bytes in the header of the index."""
     entries, header = entries_of([300])
     changed = bytearray(encode_index(PACK, entries))
     changed[offset] = 1
@@ -127,7 +127,7 @@ def test_every_reserved_byte_of_the_index_is_refused(offset: int) -> None:
 
 @pytest.mark.parametrize("offset", range(61, 64))
 def test_every_reserved_byte_of_an_entry_is_refused(offset: int) -> None:
-    """The same in every entry."""
+    """Test non-zero reserved bytes in every entry."""
     entries, header = entries_of([300, 400])
     raw = bytearray(entries.tobytes())
     raw[64 + offset] = 1
@@ -159,7 +159,7 @@ def test_every_reserved_byte_of_an_entry_is_refused(offset: int) -> None:
     ids=str,
 )
 def test_entries_that_break_a_rule_are_refused(row: int, field: str, value: object, error: type[FormatError]) -> None:
-    """With all checksums right, an entry outside the rules is refused by the error that fits."""
+    """Test invalid entries with valid checksums: each raises the matching error."""
     entries, header = entries_of([300, 400])
     entries[row][field] = value
     with pytest.raises(error):
@@ -168,34 +168,34 @@ def test_entries_that_break_a_rule_are_refused(row: int, field: str, value: obje
 
 @pytest.mark.parametrize("stored", [[0], [300, 0]])
 def test_a_frame_of_no_bytes_is_refused(stored: list[int]) -> None:
-    """A length of zero is refused also where all else fits together."""
+    """Test a length of zero in an otherwise valid index."""
     entries, header = entries_of(stored)
     with pytest.raises(StructureError, match="zero"):
         decode_index(encode_index(PACK, entries), header, "test")
 
 
 def test_a_pack_of_no_frames_is_refused() -> None:
-    """The same for a pack without frames."""
+    """Test an index without frames."""
     with pytest.raises(StructureError):
         decode_pack_header(encode_pack_header(PackHeader(PACK, 0, 4096, 0, "test")), "test")
 
 
 def test_lengths_that_overflow_do_not_fool_the_sum() -> None:
-    """A thousand frames of the largest length are added up exactly."""
+    """Test a thousand frames of the maximum length."""
     entries, header = entries_of([registry.PARTITION_BYTES_MAX] * 1000)
     assert header.index_offset > 1 << 39
     assert len(decode_index(encode_index(PACK, entries), header, "test")) == 1000
 
 
 def test_a_short_index_is_refused() -> None:
-    """An index that is cut within its padding is cut."""
+    """Test an index that is truncated within its padding."""
     entries, header = entries_of([300])
     with pytest.raises(TruncatedError, match="4095 of 4096"):
         decode_index(encode_index(PACK, entries)[:-1], header, "test")
 
 
 def test_the_largest_index_is_bounded() -> None:
-    """An index beyond the limit is refused from the header alone."""
+    """Test that the header alone shows that an index exceeds the limit."""
     count = registry.PACK_INDEX_BYTES_MAX // 64
     entries, header = entries_of([300])
     decode_pack_header(encode_pack_header(dataclasses.replace(header, frame_count=count - 1)), "test")
@@ -207,7 +207,7 @@ def test_the_largest_index_is_bounded() -> None:
 @settings(max_examples=20)
 @given(st.text(st.characters(max_codepoint=127, exclude_characters="\0"), max_size=32))
 def test_the_writer_is_ascii_of_at_most_32(writer: str) -> None:
-    """The writer's name comes back, and a longer one is cut."""
+    """Test that the name is restored, and that a longer name is truncated."""
     _, header = entries_of([300])
     for name in (writer, writer + "x" * 32):
         found = decode_pack_header(encode_pack_header(dataclasses.replace(header, writer=name)), "test")
@@ -215,7 +215,7 @@ def test_the_writer_is_ascii_of_at_most_32(writer: str) -> None:
 
 
 def test_an_index_of_100_000_frames_is_read_in_a_moment() -> None:
-    """Reading is done by columns: 100,000 entries take well under a second."""
+    """Test that 100,000 entries are read as columns, in well under a second."""
     entries, header = entries_of([4096] * 100_000)
     index = encode_index(PACK, entries)
     began = time.process_time()
@@ -237,7 +237,7 @@ def test_an_index_of_100_000_frames_is_read_in_a_moment() -> None:
     ids=str,
 )
 def test_an_entry_that_is_not_of_the_frame_is_refused(field: str, value: object) -> None:
-    """Each field that entry and frame share must be equal in both."""
+    """Test each field that the entry and the frame have in common."""
     entry = entries_of([300])[0][0]
     frame = FrameDescriptor.identity(Digest(bytes(16)), 300)
     check_entry(entry, frame, "test")
@@ -265,7 +265,7 @@ _BASED = {"base_digest": np.void(b"\7" * 16)}
     ids=str,
 )
 def test_kinds_codecs_and_bases_go_together(changes: dict[str, object], sound: bool) -> None:
-    """An entry has a base exactly when its kind needs one, never itself, and lengths may differ when it is encoded."""
+    """Test that an entry has a base if and only if its kind needs one, never itself."""
     entries, header = entries_of([300, 400])
     for field, value in changes.items():
         entries[0][field] = value

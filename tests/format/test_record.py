@@ -1,4 +1,4 @@
-"""Record files: two copies with checksums, of which one suffices."""
+"""Test record files: two copies with checksums, of which one suffices."""
 
 import pytest
 from hypothesis import given
@@ -29,7 +29,7 @@ DESCRIPTOR = Descriptor(bytes(range(16)), 1_790_000_000_000_000_000, "asymcheck 
 
 @given(ids, times, texts, st.lists(texts, max_size=3))
 def test_descriptors_go_round(store_id: bytes, created: int, writer: str, features: list[str]) -> None:
-    """A descriptor is read as it was written, writer features of later versions included."""
+    """Test writer features of later versions, too."""
     descriptor = Descriptor(store_id, created, writer, (), tuple(features))
     data = encode_descriptor(descriptor)
     assert len(data) == 8192
@@ -38,7 +38,7 @@ def test_descriptors_go_round(store_id: bytes, created: int, writer: str, featur
 
 @given(st.data(), st.integers(2, registry.GENERATION_MAX), times, texts)
 def test_heads_go_round(data: st.DataObject, generation: int, created: int, writer: str) -> None:
-    """A head record is read as it was written."""
+    """Test that a head record is read as it was written."""
     older = st.builds(CheckpointRef, st.integers(1, generation - 1), st.integers(0, registry.STEP_MAX), ids.map(SaveId))
     head = HeadRecord("run", generation, data.draw(st.none() | older), created, writer)
     assert decode_head(encode_head(head), "test") == (head, 0)
@@ -46,7 +46,7 @@ def test_heads_go_round(data: st.DataObject, generation: int, created: int, writ
 
 @pytest.mark.parametrize("block", [0, 4096], ids=["first", "second"])
 def test_every_damaged_byte_of_one_copy_is_survived(block: int) -> None:
-    """Whatever byte of one copy changes, the other is read, and the damage is counted."""
+    """Test that the other copy is read, and the damage is counted, for any changed byte."""
     data = encode_descriptor(DESCRIPTOR)
     for offset in range(block, block + 4096):
         changed = bytearray(data)
@@ -55,7 +55,7 @@ def test_every_damaged_byte_of_one_copy_is_survived(block: int) -> None:
 
 
 def test_a_byte_damaged_in_both_copies_is_refused() -> None:
-    """The same byte damaged in both copies is found, wherever it is."""
+    """Test any byte that is damaged in both copies."""
     data = encode_descriptor(DESCRIPTOR)
     for offset in range(4096):
         changed = bytearray(data)
@@ -67,14 +67,14 @@ def test_a_byte_damaged_in_both_copies_is_refused() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 4096, 8191, 8193])
 def test_another_size_is_refused(length: int) -> None:
-    """A record file has 8192 bytes; a shorter one is not read even when it holds an intact block."""
+    """Test that a file of another size than 8192 bytes is refused, even with an intact block."""
     data = (encode_descriptor(DESCRIPTOR) * 2)[:length]
     with pytest.raises(TruncatedError, match=f"has {length} bytes"):
         decode_descriptor(data, "test")
 
 
 def test_the_longest_record_fits_and_no_longer() -> None:
-    """4000 bytes of JSON fit a block, 4001 are refused before anything is written."""
+    """Test that 4000 bytes of JSON fit a block, and that 4001 are refused before anything is written."""
     room = 4000 - len(canonical_json({"a": ""}))
     assert len(encode_record({"a": "x" * room})) == 8192
     with pytest.raises(LimitError, match="4001 bytes"):
@@ -82,7 +82,7 @@ def test_the_longest_record_fits_and_no_longer() -> None:
 
 
 def test_a_record_of_another_kind_is_refused() -> None:
-    """A head record is no descriptor, and the message says what it is."""
+    """Test that the message names the kind of the record."""
     with pytest.raises(StructureError, match="of kind 'head', not 'store'"):
         decode_descriptor(encode_head(HeadRecord("run", 1, None, 0, "")), "test")
 
@@ -91,13 +91,13 @@ def test_a_record_of_another_kind_is_refused() -> None:
     "text", ["", "0" * 31, "0" * 33, "G" * 32, "AB" * 16, " " * 32, "0" * 31 + "\n", None, 7, ["0"]]
 )
 def test_ids_are_32_lower_case_digits(text: object) -> None:
-    """Nothing else is an id, not even what bytes.fromhex would take."""
+    """Test other texts, including texts that bytes.fromhex accepts."""
     with pytest.raises(StructureError, match="not an id"):
         parse_id(text, "test")
 
 
 def test_parents_go_round() -> None:
-    """A parent is an object or null."""
+    """Test an object and null."""
     ref = CheckpointRef(3, 12, SaveId(bytes(16)))
     assert parent_from_json(parent_to_json(ref), "test") == ref
     assert parent_from_json(parent_to_json(None), "test") is None
@@ -105,7 +105,7 @@ def test_parents_go_round() -> None:
 
 @given(st.dictionaries(st.sampled_from(["generation", "step", "save_id"]), st.none() | st.integers() | texts))
 def test_any_parent_is_read_or_refused(value: dict[str, object]) -> None:
-    """Whatever stands there, nothing but a FormatError comes out."""
+    """Test that any parent is read, or raises a FormatError."""
     try:
         parent_from_json(value, "test")
     except FormatError:

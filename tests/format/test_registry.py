@@ -1,4 +1,4 @@
-"""The numbers of the format are consistent."""
+"""Test that the numbers of the format are consistent."""
 
 import torch
 
@@ -7,7 +7,7 @@ from asymcheck.state.numpy_dtypes import NUMPY_DTYPES
 
 
 def test_supported_numbers_have_names() -> None:
-    """What is supported is registered."""
+    """Test that every supported number is registered."""
     assert set(registry.FRAME_KINDS) >= registry.SUPPORTED_KINDS
     assert set(registry.CODECS) >= registry.SUPPORTED_CODECS
     assert set(registry.DIGESTS) >= registry.SUPPORTED_DIGESTS
@@ -15,26 +15,26 @@ def test_supported_numbers_have_names() -> None:
 
 
 def test_names_are_distinct() -> None:
-    """No name stands for two numbers."""
+    """Test that no name has two numbers."""
     for names in (registry.FRAME_KINDS, registry.CODECS, registry.DIGESTS, registry.PACK_STATES):
         assert len(set(names.values())) == len(names)
 
 
 def test_numbers_fit_their_fields() -> None:
-    """Kinds, codecs and digests are stored in one byte each."""
+    """Test that kinds, codecs and digests fit into one byte."""
     numbers = [*registry.FRAME_KINDS, *registry.CODECS, *registry.DIGESTS, *registry.PACK_STATES]
     assert all(0 <= number < 256 for number in numbers)
 
 
 def test_magics_have_eight_bytes_and_differ() -> None:
-    """No structure can be taken for another."""
+    """Test that every structure has a distinct magic."""
     magics = {registry.FRAME_MAGIC, registry.PACK_MAGIC, registry.PACK_INDEX_MAGIC}
     assert {len(magic) for magic in magics} == {8}
     assert len(magics) == 3
 
 
 def test_limits_leave_room_for_each_other() -> None:
-    """A partition may grow a little by encoding; names are as wide as their limits; blocks are powers of two."""
+    """Test that a partition may grow by encoding, names are as wide as their limits, and blocks are powers of two."""
     assert registry.PARTITION_BYTES_MAX < registry.FRAME_STORED_BYTES_MAX < 1 << 32
     assert registry.INLINE_BYTES_MAX <= registry.BLOCK_BYTES
     assert registry.RECORD_JSON_BYTES_MAX + 1 + 32 + 1 + 1 <= registry.BLOCK_BYTES
@@ -45,7 +45,7 @@ def test_limits_leave_room_for_each_other() -> None:
 
 
 def test_dtypes_have_the_sizes_of_torch_and_numpy() -> None:
-    """Where torch or numpy know a dtype of this name, an element has as many bytes."""
+    """Test the size of an element for each dtype that torch or numpy has."""
     for name, size in registry.DTYPE_BYTES.items():
         dtype = getattr(torch, name, None)
         if isinstance(dtype, torch.dtype):

@@ -1,4 +1,4 @@
-"""Strict JSON: one text has one meaning."""
+"""Test strict JSON: one text has one meaning."""
 
 import json
 
@@ -18,13 +18,13 @@ values = st.recursive(
 
 @given(values)
 def test_canonical_json_is_read_back(value: object) -> None:
-    """What is written canonically is read as it was."""
+    """Test that canonical JSON is read as it was written."""
     assert parse_json(canonical_json(value), "test") == value
 
 
 @given(values)
 def test_other_spellings_are_read_too(value: object) -> None:
-    """JSON with spaces and characters of UTF-8 is JSON."""
+    """Test JSON with spaces and UTF-8 characters."""
     assert parse_json(json.dumps(value, ensure_ascii=False, indent=2).encode(), "test") == value
 
 
@@ -52,7 +52,7 @@ def test_other_spellings_are_read_too(value: object) -> None:
     ],
 )
 def test_invalid_json_is_refused(text: bytes, what: str) -> None:
-    """With a StructureError that names the problem and the structure."""
+    """Test the StructureError, which names the problem and the structure."""
     with pytest.raises(StructureError, match=what) as caught:
         parse_json(text, "the header")
     assert "the header" in str(caught.value) or "JSON" in str(caught.value)
@@ -60,13 +60,13 @@ def test_invalid_json_is_refused(text: bytes, what: str) -> None:
 
 @pytest.mark.parametrize("text", [rb'"\ud83e\uddc0"', rb'"\\ud800"', '"\U0001f9c0"'.encode()])
 def test_valid_surrogates_are_accepted(text: bytes) -> None:
-    """A whole surrogate pair is a character, and a backslash before a word is text."""
+    """Test a surrogate pair, and a backslash before a word."""
     assert parse_json(text, "test") == json.loads(text)
 
 
 @given(st.binary(max_size=40))
 def test_any_bytes_are_read_or_refused(text: bytes) -> None:
-    """Whatever the bytes, nothing but a StructureError comes out."""
+    """Test that any bytes are read, or raise a StructureError."""
     try:
         parse_json(text, "test")
     except StructureError:

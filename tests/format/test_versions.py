@@ -1,4 +1,4 @@
-"""Versions and features: refusals and their messages."""
+"""Test versions and features: refusals and their messages."""
 
 import pytest
 
@@ -15,19 +15,19 @@ from asymcheck.format.registry import (
 
 @pytest.mark.parametrize("version", range(registry.FORMAT_MIN_READ, registry.FORMAT_MAX_READ + 1))
 def test_versions_in_the_range_pass(version: int) -> None:
-    """Every version from the oldest to the newest readable one is accepted."""
+    """Test every readable version."""
     check_version(version, "store")
 
 
 def test_a_newer_version_asks_for_a_newer_program() -> None:
-    """The message names the structure, the version met, the range, and the remedy."""
+    """Test that the message names the structure, the version, the readable range, and the remedy."""
     with pytest.raises(UnsupportedVersionError, match=r"store has format version 2; .* reads 1 to 1: install a newer"):
         check_version(registry.FORMAT_MAX_READ + 1, "store")
 
 
 @pytest.mark.parametrize("version", [0, -1])
 def test_a_version_that_never_was_is_no_newer_program(version: int) -> None:
-    """Below the range nobody is told to install anything."""
+    """Test a version below the range, for which no newer program is recommended."""
     with pytest.raises(UnsupportedVersionError, match=f"version {version}; .*the file is damaged"):
         check_version(version, "store")
 
@@ -38,19 +38,19 @@ def _sealed(version: int) -> tuple[bytes, bytes]:
 
 
 def test_a_sealed_version_in_the_range_passes() -> None:
-    """A sound structure of a known version is accepted."""
+    """Test an intact structure of a known version."""
     check_binary_version(*_sealed(registry.FORMAT_WRITE), "frame")
 
 
 def test_a_sealed_version_of_the_future_is_believed() -> None:
-    """With its checksum right, a newer version is a newer program's work."""
+    """Test a newer version with a valid checksum."""
     with pytest.raises(UnsupportedVersionError):
         check_binary_version(*_sealed(2), "frame")
 
 
 @pytest.mark.parametrize("bit", range(16))
 def test_a_flipped_bit_in_the_version_is_damage(bit: int) -> None:
-    """Each single flipped bit of a known version is told apart from a newer version."""
+    """Test that each flipped bit of a known version is distinguished from a newer version."""
     summed, own = _sealed(registry.FORMAT_WRITE)
     number = registry.FORMAT_WRITE ^ 1 << bit
     with pytest.raises(ChecksumError, match="which was 1"):
@@ -58,13 +58,13 @@ def test_a_flipped_bit_in_the_version_is_damage(bit: int) -> None:
 
 
 def test_unknown_reader_features_are_named() -> None:
-    """All unknown features are named, in order, whatever the order in the file."""
+    """Test the order of several unknown features."""
     check_reader_features([], "store")
     with pytest.raises(UnsupportedFeatureError, match="store needs reader feature\\(s\\) apples, pears: install"):
         check_reader_features(["pears", "apples", "pears"], "store")
 
 
 def test_missing_writer_features_are_listed() -> None:
-    """Writer features that the program lacks are returned, and raise nothing: the store can still be read."""
+    """Test that missing writer features are returned, because the store can still be read."""
     assert missing_writer_features([]) == []
     assert missing_writer_features(["b", "a"]) == ["a", "b"]

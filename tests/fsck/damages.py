@@ -1,4 +1,4 @@
-"""Deliberate damage to stores, and the data that remains readable."""
+"""Damage stores on purpose, and list the data that remains readable."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def frames(pack: Path) -> list[tuple[Digest, int, int]]:
 
 
 def flip_payload(pack: Path, frame: int) -> Digest:
-    """Flip a bit of a frame's payload; return the digest of what is lost by it."""
+    """Flip a bit of a frame's payload; return the lost digest."""
     name, offset, _ = frames(pack)[frame]
     flip(pack, (offset + BLOCK_BYTES + 7) * 8 if _is_aligned(pack, frame) else (offset + 130) * 8)
     return name
@@ -43,7 +43,7 @@ def _is_aligned(pack: Path, frame: int) -> bool:
 
 
 def flip_frame_header(pack: Path, frame: int) -> None:
-    """Flip a bit of a frame's header; its payload stays as it is."""
+    """Flip a bit of a frame's header, not of its payload."""
     flip(pack, (frames(pack)[frame][1] + 20) * 8)
 
 
@@ -71,7 +71,7 @@ def readable(path: Path, steps: range = range(20)) -> set[int]:
 
 
 def check_idle(store: Store) -> None:
-    """A repair finds nothing to do."""
+    """Check that a repair finds nothing to do."""
     before = _files(store.path)
     again = store.repair()
     assert again.done == ()
@@ -89,7 +89,7 @@ def _files(path: Path) -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def locked(pack: Path) -> Iterator[None]:
-    """Hold a pack as a reader of another process does."""
+    """Hold the lock of a pack, like a reader in another process."""
     with pack.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
         yield

@@ -1,4 +1,4 @@
-"""A scan reads every frame and its bases, in time linear in the number of packs."""
+"""Test that a scan reads every frame and its bases, in time linear in the number of packs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ COUNT = 12
 
 @pytest.fixture
 def tier(store_path: Path) -> NvmeTier:
-    """A store with a full frame, and many packs of frames that are encoded against it."""
+    """Return a store with a full frame, and many packs of frames that are encoded against it."""
     save_steps(store_path, *range(COUNT))
     swap(store_path, *(delta_of(step, 0) for step in range(1, COUNT)))
     return NvmeTier(store_path, CONFIG)
 
 
 def test_packs_are_opened_a_few_times_each(tier: NvmeTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To find the bases, and for each frame that has one."""
+    """Test the opens for the search of bases, and for each frame with a base."""
     opened: list[PackId] = []
     open_pack = tier.open_pack
     monkeypatch.setattr(tier, "open_pack", lambda pack_id: opened.append(pack_id) or open_pack(pack_id))
@@ -37,7 +37,7 @@ def test_packs_are_opened_a_few_times_each(tier: NvmeTier, monkeypatch: pytest.M
 
 
 def test_base_that_moves_during_the_scan_is_found(tier: NvmeTier) -> None:
-    """A collection may copy it into another pack."""
+    """Test a base that a garbage collection copies into another pack."""
     moves = []
 
     def move(_done: int, _total: int) -> None:
@@ -54,7 +54,7 @@ def test_base_that_moves_during_the_scan_is_found(tier: NvmeTier) -> None:
 
 
 def test_a_base_that_is_lost_is_not_looked_for_again_and_again(tier: NvmeTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look is a listing, which may be of a location far away."""
+    """Test the number of listings, which may be slow at a remote location."""
     pack_with(tier.root, plain_of(0)).unlink()
     listings = []
     pack_ids = tier.pack_ids

@@ -1,4 +1,4 @@
-"""The catalog is rebuilt from packs and manifests, also while other processes have it open."""
+"""Test that the catalog is rebuilt from packs and manifests, also while other processes have it open."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DEAD = Owner(1, 1, "another boot", "")
 
 @pytest.fixture
 def path(store_path: Path) -> Path:
-    """A store with two checkpoints."""
+    """Return a store with two checkpoints."""
     with open_store(store_path) as store:
         for step in range(2):
             store.save(make_state(step), step=step)
@@ -40,7 +40,7 @@ def _rows(store: Store) -> tuple[dict[bytes, Location | None], dict[PackId, int 
 
 
 def test_lost_catalog_is_rebuilt_exactly(path: Path) -> None:
-    """Row by row; the result counts them."""
+    """Test each row, and the counts of the result."""
     with open_store(path) as store:
         before = _rows(store)
     lose_catalog(path)
@@ -52,11 +52,11 @@ def test_lost_catalog_is_rebuilt_exactly(path: Path) -> None:
 
 
 def test_catalog_file_is_replaced_if_unused(path: Path) -> None:
-    """LMDB would not check pages of the old file."""
+    """Test that the file is new, because LMDB would not check pages of the old one."""
     data = path / "catalog" / "data.mdb"
     before = data.stat().st_ino
     keep = path / "catalog" / "keep"
-    keep.hardlink_to(data)  # so that the number of the old file is not given to the new one
+    keep.hardlink_to(data)  # Keep the old inode, so that the new file gets another one.
     with open_store(path) as store:
         store.rebuild_catalog()
         assert data.stat().st_ino != before
@@ -92,7 +92,7 @@ def _name_what_is_not_there(transaction: Transaction) -> None:
 @pytest.mark.parametrize("how", ["repair", "rebuild"])
 @pytest.mark.parametrize("lie", [_forget_all, _misplace, _name_what_is_not_there])
 def test_wrong_catalog_is_corrected(path: Path, lie: Callable[[Transaction], None], how: str) -> None:
-    """With valid checksums, while the store is open."""
+    """Test wrong entries with valid checksums, while the store is open."""
     with open_store(path) as store:
         before = _rows(store)
         with store.training.opened.catalog().write() as transaction:
@@ -108,7 +108,7 @@ def test_wrong_catalog_is_corrected(path: Path, lie: Callable[[Transaction], Non
 
 
 def test_pins_of_the_living_are_kept(path: Path) -> None:
-    """And those of the dead are not."""
+    """Test that pins of dead processes are removed."""
     living, dead = pin_key(SaveId(b"a" * 16), 0), pin_key(SaveId(b"b" * 16), 0)
     with open_store(path) as store:
         with store.training.opened.catalog().write() as transaction:
@@ -129,7 +129,7 @@ def _namespace() -> str:
 
 
 def test_a_damaged_pack_is_left_out(path: Path) -> None:
-    """The result says which and why; no save relies on it."""
+    """Test that the result names the pack and the reason, and that no save relies on it."""
     pack = packs(path)[0]
     names = {name for name, _, _ in frames(pack)}
     flip_index(pack)
@@ -141,7 +141,7 @@ def test_a_damaged_pack_is_left_out(path: Path) -> None:
 
 
 def test_checkpoint_committed_during_a_rebuild_is_kept(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rebuild must not forget it, because collection relies on the catalog."""
+    """Test that the rebuild does not forget the checkpoint, because garbage collection relies on the catalog."""
     with open_store(path) as store, open_store(path) as other:
         original = reconcile.__globals__["_manifest_sizes"]
 
@@ -161,7 +161,7 @@ def test_checkpoint_committed_during_a_rebuild_is_kept(path: Path, monkeypatch: 
 
 
 def test_pack_collected_during_a_rebuild_is_not_entered(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves would rely on a missing pack."""
+    """Test that no save relies on the missing pack."""
     with open_store(path) as store, open_store(path) as other:
         other.gc()
         original = reconcile.__globals__["_manifest_sizes"]
@@ -182,7 +182,7 @@ def test_pack_collected_during_a_rebuild_is_not_entered(path: Path, monkeypatch:
 
 
 def test_pack_held_by_collection_is_not_entered(path: Path) -> None:
-    """Between mark and move, the file still exists."""
+    """Test a pack between its mark and its move, when the file still exists."""
     states = []
     config = dataclasses.replace(CONFIG, read_lock_timeout_s=0.05)
     with open_store(path) as store, Store(NvmeTier(path, config)) as other:
@@ -202,7 +202,7 @@ def test_pack_held_by_collection_is_not_entered(path: Path) -> None:
 
 
 def test_pack_marked_after_its_index_was_read_is_not_entered(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the time of the transaction, collection holds it."""
+    """Test a pack that a garbage collection holds at the time of the transaction."""
     pack = packs(path)[0]
     pack_id = PackId(bytes.fromhex(pack.stem))
     with open_store(path) as store, contextlib.ExitStack() as stack:
@@ -222,7 +222,7 @@ def test_pack_marked_after_its_index_was_read_is_not_entered(path: Path, monkeyp
 
 
 def test_packs_put_back_are_known_again(path: Path) -> None:
-    """A copy of the packs restored from elsewhere is found by a rebuild."""
+    """Test packs that were restored from a copy."""
     away = path.with_name("away")
     shutil.copytree(path / "packs", away)
     for pack in packs(path):

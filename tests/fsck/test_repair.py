@@ -1,4 +1,4 @@
-"""Each kind of damage is repaired in a real store: no intact data is lost, and a second repair does nothing."""
+"""Test repairs of real stores: no intact data is lost, and a second repair does nothing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.fsck.damages import (
 
 @pytest.fixture
 def path(store_path: Path) -> Path:
-    """A store with three checkpoints, of which the last continues the second."""
+    """Return a store with three checkpoints, of which the last continues the second."""
     with open_store(store_path) as store:
         store.save(make_state(0), step=0)
         second = store.save(make_state(1), step=1)
@@ -54,7 +54,7 @@ def _kinds(done: object) -> list[str]:
 
 
 def test_a_sound_store_is_left_alone(path: Path) -> None:
-    """Nothing is found, nothing is done."""
+    """Test that a repair of an intact store finds and changes nothing."""
     with open_store(path) as store:
         check_idle(store)
         assert store.repair().left == ()
@@ -63,7 +63,7 @@ def test_a_sound_store_is_left_alone(path: Path) -> None:
 @pytest.mark.parametrize("copy", [0, 4096])
 @pytest.mark.parametrize("name", ["asymcheck.store", "heads/default/00000002.head"])
 def test_a_record_with_one_damaged_copy(path: Path, name: str, copy: int) -> None:
-    """It is what it was before, byte for byte."""
+    """Test that the file is restored byte for byte."""
     before = (path / name).read_bytes()
     flip(path / name, (copy + 10) * 8)
     with open_store(path) as store:
@@ -74,7 +74,7 @@ def test_a_record_with_one_damaged_copy(path: Path, name: str, copy: int) -> Non
 
 
 def test_a_head_record_that_is_cut_off(path: Path) -> None:
-    """One copy is enough, also where the file ends with it."""
+    """Test a file that ends with its only copy."""
     head = path / "heads/default/00000002.head"
     before = head.read_bytes()
     os.truncate(head, 5000)
@@ -87,7 +87,7 @@ def test_a_head_record_that_is_cut_off(path: Path) -> None:
 
 
 def test_records_beyond_repair(path: Path) -> None:
-    """A head record with no intact copy and a damaged manifest are named, with what to do; neither is touched."""
+    """Test a head record without an intact copy and a damaged manifest: both are listed, with advice, and unchanged."""
     head = path / "heads/default/00000002.head"
     manifest = next((path / "manifests/default").glob("00000001-000000000000-*/*"))
     for at in (10, 4106):
@@ -107,7 +107,7 @@ def test_records_beyond_repair(path: Path) -> None:
 
 
 def test_a_lost_head_record(path: Path) -> None:
-    """It is named."""
+    """Test that the missing record is listed."""
     (path / "heads/default/00000002.head").unlink()
     with open_store(path) as store:
         assert _kinds(store.repair().left) == ["missing-head"]
@@ -116,7 +116,7 @@ def test_a_lost_head_record(path: Path) -> None:
 @pytest.mark.slow(quick=["flip_index"])
 @pytest.mark.parametrize("damage", [flip_header, flip_index])
 def test_a_pack_without_header_or_index(path: Path, damage: Callable[[Path], None]) -> None:
-    """All its partitions lie in a new pack, which saves rely on; the damaged file is gone, and not in the pool."""
+    """Test that all partitions are copied to a new pack, and that the damaged file is deleted, not pooled."""
     for pack in packs(path):
         damage(pack)
     damaged = packs(path)
@@ -135,7 +135,7 @@ def test_a_pack_without_header_or_index(path: Path, damage: Callable[[Path], Non
 
 
 def test_damaged_frame_costs_only_itself(path: Path) -> None:
-    """Other frames are copied, its checkpoints are named, and the catalog forgets it."""
+    """Test that other frames are copied, its checkpoints are listed, and the catalog forgets it."""
     pack = packs(path)[0]
     lost = flip_payload(pack, 0)
     others = {name for name, _, _ in frames(pack)} - {lost}
@@ -156,7 +156,7 @@ def test_damaged_frame_costs_only_itself(path: Path) -> None:
 
 
 def test_checkpoints_of_many_ranks_are_identified_by_number(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hashing a listing is slow with many ranks."""
+    """Test that listings, which are slow to hash with many ranks, are identified by number."""
     for pack in packs(path):
         for frame in range(len(frames(pack))):
             flip_payload(pack, frame)
@@ -177,7 +177,7 @@ def test_a_later_save_heals_older_checkpoints(path: Path, monkeypatch: pytest.Mo
         for frame in range(len(frames(pack))):
             flip_payload(pack, frame)
     assert readable(path) == set()
-    monkeypatch.setattr(damaged_frames, "_damaged", set())  # as in another process
+    monkeypatch.setattr(damaged_frames, "_damaged", set())  # Open the store again, like another process.
     with open_store(path) as store:
         assert store.save(make_state(1), step=11).written_bytes == 0
         assert store.repair().copied_partitions == 0
@@ -189,7 +189,7 @@ def test_a_later_save_heals_older_checkpoints(path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_partition_of_which_another_copy_is_sound_is_not_copied(path: Path) -> None:
-    """What lies elsewhere is pointed to there, and the damaged pack goes."""
+    """Test that the catalog names the other copy, and that the damaged pack is removed."""
     away = path.with_name("away")
     (path / "packs").rename(away)
     (path / "packs").mkdir()
@@ -208,7 +208,7 @@ def test_a_partition_of_which_another_copy_is_sound_is_not_copied(path: Path) ->
 
 
 def test_payloads_behind_damaged_frame_headers_are_intact(path: Path) -> None:
-    """A frame whose header is damaged loses no byte of its partition: the index says what it is."""
+    """Test that the payload of a frame with a damaged header is recovered with the index."""
     for pack in packs(path):
         for frame in range(len(frames(pack))):
             flip_frame_header(pack, frame)
@@ -220,7 +220,7 @@ def test_payloads_behind_damaged_frame_headers_are_intact(path: Path) -> None:
 
 
 def test_frames_behind_a_damaged_one_are_found_without_an_index(path: Path) -> None:
-    """A plain scan would end at the first damaged header."""
+    """Test frames after a damaged header, at which a plain scan would end."""
     pack = max(packs(path), key=lambda one: len(frames(one)))
     names = [name for name, _, _ in frames(pack)]
     assert len(names) > 2
@@ -233,7 +233,7 @@ def test_frames_behind_a_damaged_one_are_found_without_an_index(path: Path) -> N
 
 
 def test_a_pack_under_a_wrong_name_is_left_alone(path: Path) -> None:
-    """Its frames are intact, and belong to another name."""
+    """Test intact frames that belong to another pack id."""
     pack = packs(path)[0]
     wrong = pack.with_name(layout.pack_name(bytes(16)))  # type: ignore[arg-type]  # an id of zeros
     pack.rename(wrong)
@@ -245,13 +245,13 @@ def test_a_pack_under_a_wrong_name_is_left_alone(path: Path) -> None:
 
 
 class _Unreadable(Files):
-    """A device that does not give one place of one pack."""
+    """A device that cannot read one range of one pack."""
 
     def __init__(self, path: Path, offset: int) -> None:
         self.path, self.offset = path, offset
 
     def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> int:
-        """Fail as a worn drive does."""
+        """Raise an error, like a worn drive."""
         if path == self.path and offset == self.offset:
             with translated("read", path):
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -259,7 +259,7 @@ class _Unreadable(Files):
 
 
 def test_unreadable_data_may_return(path: Path) -> None:
-    """Everything else is copied, the pack stays, and no further repair is needed."""
+    """Test that readable data is copied, the pack stays, and a second repair does nothing."""
     pack = packs(path)[0]
     name, offset, _ = frames(pack)[0]
     with open_store(path, files=_Unreadable(pack, offset)) as store:
@@ -274,7 +274,7 @@ def test_unreadable_data_may_return(path: Path) -> None:
 
 
 def test_stale_temporaries_are_removed(path: Path) -> None:
-    """As collection does."""
+    """Test files that a garbage collection would also remove."""
     stale = path / "packs" / f"{'0' * 32}.tmp"
     stale.write_bytes(b"x")
     with open_store(path) as store:
@@ -284,7 +284,7 @@ def test_stale_temporaries_are_removed(path: Path) -> None:
 
 
 def test_a_pack_in_use_is_busy(path: Path) -> None:
-    """Nothing is done to it; once it is free it is repaired."""
+    """Test that the pack is repaired once it is unlocked."""
     pack = packs(path)[0]
     flip_header(pack)
     before = set(packs(path))
@@ -299,7 +299,7 @@ def test_a_pack_in_use_is_busy(path: Path) -> None:
 
 
 def test_a_read_only_store_is_refused(path: Path) -> None:
-    """Clearly, and nothing is changed."""
+    """Test a clear error, and that nothing is changed."""
     flip_header(packs(path)[0])
     with open_store(path, read_only=True) as store:
         for refused in (store.repair, store.rebuild_catalog):
@@ -324,7 +324,7 @@ def _repair_refused(path: Path, at: int) -> Counter:
 
 @pytest.mark.slow
 def test_a_full_disk_loses_nothing(path: Path, tmp_path: Path) -> None:
-    """Whichever write of a repair fails: what could be read can be read, and the next repair does the rest."""
+    """Test every failing write: readable data stays readable, and the next repair completes."""
     _damage(path)
     before = readable(path)
     shutil.copytree(path, tmp_path / "counted")
@@ -348,14 +348,14 @@ def _check_repaired(path: Path, before: set[int]) -> None:
 
 
 def test_warnings_only(path: Path) -> None:
-    """The damage of these tests is what verify calls it."""
+    """Test the kinds of findings that verify reports."""
     _damage(path)
     with open_store(path, read_only=True) as store:
         assert Severity.ERROR in {finding.severity for finding in store.verify()}
 
 
 def test_repaired_store_opens_normally(path: Path) -> None:
-    """For every later user."""
+    """Test any later process."""
     flip_index(packs(path)[0])
     with open_store(path) as store:
         store.repair()

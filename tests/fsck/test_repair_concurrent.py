@@ -1,4 +1,4 @@
-"""Concurrent repairs, saves, loads and collections: forced races between two steps."""
+"""Test concurrent repairs, saves, loads and collections: forced races between two steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REPAIR = ["frame.written", "pack.sealed", "repair.entered", "repair.removed", "r
 
 @pytest.fixture
 def path(store_path: Path) -> Path:
-    """A store whose first pack has lost its header."""
+    """Return a store whose first pack has a damaged header."""
     with open_store(store_path) as store:
         store.save(make_state(0), step=0)
         store.save(make_state(1), step=1)
@@ -51,7 +51,7 @@ def _repair(store: Store) -> None:
 
 @pytest.fixture
 def impatient(path: Path) -> Iterator[Store]:
-    """The damaged store, opened by somebody who hardly waits for locks: here nobody gives them back meanwhile."""
+    """Return the damaged store with a short lock timeout, because no lock is released meanwhile."""
     config = dataclasses.replace(CONFIG, read_lock_timeout_s=0.05)
     with Store(NvmeTier(path, config)) as store:
         yield store
@@ -63,7 +63,7 @@ def impatient(path: Path) -> Iterator[Store]:
 def test_between_two_steps_of_a_repair(
     path: Path, impatient: Store, event: str, other: Callable[[Store], None]
 ) -> None:
-    """Whatever another does at whichever step, every checkpoint is there, and in the end nothing is left to repair."""
+    """Test any operation at any step: every checkpoint exists, and finally no damage is left."""
     with open_store(path) as store:
         with at_first(event, lambda: other(impatient)) as seen:
             store.repair()
@@ -75,7 +75,7 @@ def test_between_two_steps_of_a_repair(
 
 @pytest.mark.parametrize("event", REPAIR)
 def test_a_load_that_begins_between_two_steps(path: Path, event: str) -> None:
-    """It waits for the moment that a pack is locked, and finds its partitions in the one or the other."""
+    """Test a load that waits for a locked pack, and finds its partitions in the old or the new pack."""
     with open_store(path) as store, open_store(path) as other, ThreadPoolExecutor() as threads:
         loads = []
         with at_first(event, lambda: loads.append(threads.submit(_load, other))):
@@ -88,7 +88,7 @@ def test_a_load_that_begins_between_two_steps(path: Path, event: str) -> None:
 @pytest.mark.slow(quick=["manifest.committed"])
 @pytest.mark.parametrize("event", ["pack.sealed", "catalog.pinned", "manifest.renamed", "manifest.committed"])
 def test_a_repair_in_the_middle_of_a_save(store_path: Path, event: str) -> None:
-    """The save has looked up partitions in packs that the repair means to remove: once pinned, they stay till later."""
+    """Test a save that relies on packs to be removed: once pinned, they stay until a later repair."""
     config = dataclasses.replace(CONFIG, read_lock_timeout_s=0.05)
     with open_store(store_path) as store, Store(NvmeTier(store_path, config)) as other:
         store.save(make_state(0), step=0)
@@ -110,7 +110,7 @@ def test_a_repair_in_the_middle_of_a_save(store_path: Path, event: str) -> None:
 
 
 def test_a_reader_comes_while_partitions_are_copied(path: Path) -> None:
-    """The damaged pack is left to the reader, and the new one does not stay."""
+    """Test that the damaged pack stays for the reader, and that the new pack is removed."""
     damaged, before = packs(path)[0], set(packs(path))
     with open_store(path) as store, contextlib.ExitStack() as stack:
         with at_first("pack.sealed", lambda: stack.enter_context(locked(damaged))):
@@ -120,7 +120,7 @@ def test_a_reader_comes_while_partitions_are_copied(path: Path) -> None:
 
 
 def test_copy_is_collected_before_it_is_relied_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy counts only while the catalog says that collection has not taken it."""
+    """Test that a copy counts only while the catalog shows that it was not collected."""
     with open_store(path) as store:
         original = Replacement._enter
         seen = []
@@ -133,7 +133,7 @@ def test_copy_is_collected_before_it_is_relied_on(path: Path, monkeypatch: pytes
             seen.append(reason)
             return reason
 
-        # A second copy of everything, in sound packs.
+        # Store a second copy of everything in intact packs.
         away = path.with_name("away")
         (path / "packs").rename(away)
         (path / "packs").mkdir()
@@ -152,7 +152,7 @@ def test_copy_is_collected_before_it_is_relied_on(path: Path, monkeypatch: pytes
 
 
 def test_a_repair_that_ignores_pins_is_noticed(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pinned pack that is removed costs the checkpoint that was being saved: the collection that follows frees it."""
+    """Test that the checkpoint in progress is lost without pins, so that the test above can fail."""
     with open_store(store_path) as store, open_store(store_path) as other:
         store.save(make_state(0), step=0)
         for pack in packs(store_path):

@@ -1,4 +1,4 @@
-"""Hostile manifests: each tries to mislead a reader in one way."""
+"""Hostile manifests, each of which tries to mislead a reader in one way."""
 
 import dataclasses
 import json
@@ -110,7 +110,7 @@ def _bombs() -> Iterator[tuple[str, bytes]]:
 
 
 def _buffers() -> Iterator[tuple[str, bytes]]:
-    """Offsets and lengths in the body, each of them in turn."""
+    """Yield manifests with each offset and length in the body changed."""
     data = _valid()
     for number, (start, size) in enumerate(buffer_places(data)):
         for place in {start, start + 4, start + size - 4}:
@@ -128,7 +128,7 @@ def _buffers() -> Iterator[tuple[str, bytes]]:
 
 
 def _messages() -> Iterator[tuple[str, bytes]]:
-    """Numbers in the flatbuffers: rows, lengths of columns and buffers, places in the footer."""
+    """Yield manifests with changed numbers in the flatbuffers: rows, lengths, and offsets in the footer."""
     data = _valid()
     rows = struct.pack("<q", len(ROWS))
     ends = {"rows": rows, "a buffer of 28": struct.pack("<q", 28), "a buffer of 48": struct.pack("<q", 48)}
@@ -242,10 +242,10 @@ def _trees() -> Iterator[tuple[str, bytes]]:
         "a fraction": ["l", [good, 1.5]],
     }.items():
         yield f"tree: {name}", with_header(data, _text(tree=tree))
-    # As deep as the parser of JSON goes, which is as deep as Python's stack goes.
+    # Nest as deep as the JSON parser allows, which is limited by Python's stack.
     for levels in (*range(60, 450, 30), *range(700, 1000, 6)):
         for begin, end in ((b'["l",[', b"]]"), (b"[", b"]"), (b'["?",[', b"]]")):
-            # Also what is deep below where Python's stack is used already.
+            # Parse also when Python's stack is already deep.
             text = b'["l",[' * (levels % 61) + begin * levels + b"0" + end * levels + b"]]" * (levels % 61)
             marked = _text(tree="HERE")
             yield (
@@ -319,7 +319,7 @@ FAMILIES: dict[str, Callable[[], Iterator[tuple[str, bytes]]]] = {
     "trees": _trees,
     "rows": _rows,
 }
-"""All of these must be refused."""
+"""Manifests that must all be refused."""
 
 PERHAPS: dict[str, Callable[[], Iterator[tuple[str, bytes]]]] = {"buffers": _buffers, "messages": _messages}
-"""Among these are some that mean the same, or another valid manifest."""
+"""Manifests of which some have the same meaning, or are valid."""

@@ -25,7 +25,7 @@ PACK_ID = PackId(b"\x11" * 16)
 
 
 def new_store(path: Path) -> Store:
-    """A store with one sound checkpoint."""
+    """Return a store with one intact checkpoint."""
     store = Store.open(path, config=CONFIG, create=True)
     store.save(STATE, step=1)
     return store
@@ -34,7 +34,7 @@ def new_store(path: Path) -> Store:
 def put_manifest(
     store: Store, tree: Node, rows: list[TensorRow] | None = None, rank: int = 0, packs: Sequence[PackId] = ()
 ) -> Path:
-    """Put a sound checkpoint's manifest in place again, with another tree or other rows, under its right name."""
+    """Replace the manifest of an intact checkpoint by one with another tree or rows, and a valid name."""
     manifests = store.training.opened.tier.manifests
     *_, listing = manifests.checkpoints("default")
     name = listing.manifests[rank]
@@ -49,7 +49,7 @@ def put_manifest(
 
 
 def open_large_claims(path: str) -> list[str]:
-    """Open packs that claim to be much larger than their files, with little memory; return how each was refused."""
+    """Open packs with false sizes, with little memory; return the error of each."""
     refused = []
     with Store.open(path, config=CONFIG, create=True) as store:
         packs = Path(path, "packs")

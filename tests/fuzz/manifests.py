@@ -1,4 +1,4 @@
-"""Manifests as a fuzzing target: other bytes, other columns, other headers, and other values in the right columns."""
+"""Manifests as a fuzzing target: other bytes, columns, headers, and other values in the right columns."""
 
 import json
 import random
@@ -21,7 +21,7 @@ _INTEGERS = (-(1 << 63), -1, 0, 1, 2, 63, 4096, (1 << 30) + 1, 1 << 31, 1 << 62,
 
 
 def row(name: str, shape: tuple[int, ...], dtype: str, extents: tuple[Extent, ...] = (), **more: object) -> TensorRow:
-    """A row whose parts agree; without extents it is inline."""
+    """Return a consistent row; without extents it is inline."""
     nbytes = registry.DTYPE_BYTES[dtype]
     for size in shape:
         nbytes *= size
@@ -62,7 +62,7 @@ HEADER = ManifestHeader(
 
 
 def seeds() -> list[bytes]:
-    """A manifest with every way in which bytes can lie, one of a single inline row, and one without rows."""
+    """Return a manifest with every way to store bytes, one of a single inline row, and one without rows."""
     from dataclasses import replace
 
     return [
@@ -73,7 +73,7 @@ def seeds() -> list[bytes]:
 
 
 def read(data: bytes) -> object:
-    """Parse, look at everything that can be looked at, and write it again."""
+    """Parse, read all content, and write it again."""
     manifest = decode_manifest(data, "input")
     rows = manifest.rows(range(len(manifest)))
     assert manifest.names() == [one.name for one in rows]
@@ -90,13 +90,13 @@ def read(data: bytes) -> object:
 
 
 def parts_of(data: bytes) -> tuple[pa.Schema, pa.RecordBatch]:
-    """The schema and the record batch of a manifest."""
+    """Return the schema and the record batch of a manifest."""
     with pa.ipc.open_file(pa.py_buffer(data)) as reader:
         return reader.schema, reader.get_batch(0)
 
 
 def rebuilt(schema: pa.Schema, batches: list[pa.RecordBatch], options: pa.ipc.IpcWriteOptions | None = None) -> bytes:
-    """An Arrow file of these batches."""
+    """Return an Arrow file of these batches."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, schema, options=options) as writer:
         for batch in batches:
@@ -106,7 +106,7 @@ def rebuilt(schema: pa.Schema, batches: list[pa.RecordBatch], options: pa.ipc.Ip
 
 
 def with_header(data: bytes, make: Callable[[bytes], Mapping[bytes, bytes] | bytes]) -> bytes:
-    """The same rows under another header, or under other metadata altogether."""
+    """Return the same rows with another header, or with other metadata."""
     schema, batch = parts_of(data)
     made = make(schema.metadata[METADATA_KEY])
     schema = schema.with_metadata({METADATA_KEY: made} if isinstance(made, bytes) else dict(made))
@@ -114,7 +114,7 @@ def with_header(data: bytes, make: Callable[[bytes], Mapping[bytes, bytes] | byt
 
 
 def buffer_places(data: bytes) -> list[tuple[int, int]]:
-    """Where in the file the buffers of the record batch lie, with their lengths."""
+    """Return the offsets and lengths of the buffers of the record batch."""
     whole = pa.py_buffer(data)
     with pa.ipc.open_file(whole) as reader:
         batch = reader.get_batch(0)
@@ -124,7 +124,7 @@ def buffer_places(data: bytes) -> list[tuple[int, int]]:
 
 
 def _other_buffer(data: bytes, dice: random.Random) -> bytes:
-    """Another number among offsets, lengths, sizes or validity bits."""
+    """Change a number among offsets, lengths, sizes or validity bits."""
     start, size = dice.choice(buffer_places(data))
     width = dice.choice((1, 4, 4, 8))
     place = start + dice.randrange(max(1, size // width)) * width
@@ -133,7 +133,7 @@ def _other_buffer(data: bytes, dice: random.Random) -> bytes:
 
 
 def _other_values(data: bytes, dice: random.Random) -> bytes:
-    """Another value in one row, in a column of the right type."""
+    """Change a value in one row, in a column of the right type."""
     schema, batch = parts_of(data)
     if not batch.num_rows:
         return data
@@ -168,10 +168,10 @@ def _other_header(data: bytes, dice: random.Random) -> bytes:
 
 
 def change(data: bytes, dice: random.Random) -> bytes:
-    """A change of bytes anywhere, of a buffer, of a value, or of the header."""
+    """Change any byte, a buffer, a value, or the header."""
     make = dice.choice((mutate.bytes_of, _other_buffer, _other_buffer, _other_values, _other_header))
     try:
         return make(data, dice)
     except (pa.ArrowException, OverflowError, UnicodeError, IndexError, TypeError):
-        # Arrow does not write what was asked for.
+        # Arrow does not write the requested values.
         return mutate.bytes_of(data, dice)

@@ -1,4 +1,4 @@
-"""Mutations of bytes, and of JSON values that keep their shape."""
+"""Mutate bytes, and JSON values that keep their shape."""
 
 import json
 import random
@@ -30,7 +30,7 @@ _LEAVES: tuple[object, ...] = (
 
 
 def bytes_of(data: bytes, dice: random.Random) -> bytes:
-    """Change one to four places of ``data``."""
+    """Change one to four positions of ``data``."""
     changed = bytearray(data)
     for _ in range(dice.choice((1, 1, 1, 2, 4))):
         _change(changed, dice)
@@ -125,7 +125,7 @@ def _array(value: list[object], dice: random.Random) -> object:
 
 
 def dumps(value: object, *, sort_keys: bool = False, separators: tuple[str, str] | None = None) -> bytes:
-    """Write what json_of made; what json itself refuses to write, as mixed keys, becomes null."""
+    """Write the result of json_of; values that json refuses, such as mixed keys, become null."""
     try:
         return json.dumps(value, sort_keys=sort_keys, separators=separators).encode()
     except (RecursionError, TypeError, ValueError):
@@ -133,7 +133,7 @@ def dumps(value: object, *, sort_keys: bool = False, separators: tuple[str, str]
 
 
 def nested(depth: int, kind: str) -> object:
-    """Lists in lists, or mappings in mappings, as the tree writes them."""
+    """Return nested lists or mappings, in the form of the tree."""
     value: object = None
     for _ in range(depth):
         value = ["l", [value]] if kind == "l" else ["d", [["k", value]]]

@@ -1,6 +1,6 @@
-"""Every parser of the format: input, mutations, and properties of accepted values.
+"""Define every parser of the format as a target: input, mutations, and properties of accepted values.
 
-A change either leaves checksums as they are, or makes them right again, so that what lies behind them is reached.
+A mutation either keeps the checksums, or recomputes them, so that later checks are reached.
 """
 
 import json
@@ -27,19 +27,19 @@ WHERE = "input"
 
 
 class RefusedError(Exception):
-    """What a parser that has no errors of its own means by None."""
+    """Stands for the None of a parser that raises no errors."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One parser under test."""
+    """A parser under test."""
 
     seeds: Callable[[], list[bytes]]
     """Valid inputs."""
     change: Callable[[bytes, random.Random], bytes]
-    """Makes another input of a valid one."""
+    """Function that makes another input from a valid one."""
     read: Callable[[bytes], object]
-    """Parses, and checks what holds of everything that is accepted. Raises FormatError or RefusedError."""
+    """Function that parses, and checks accepted values. Raises FormatError or RefusedError."""
 
 
 def _payload(length: int) -> bytes:
@@ -93,7 +93,7 @@ def _pack(lengths: list[int]) -> tuple[pack.PackHeader, bytes]:
 
 
 def _reseal_pack(data: bytes) -> bytes:
-    """A header block and an index behind one another, with right checksums."""
+    """Return a header block and an index with valid checksums."""
     head, index = data[:BLOCK_BYTES], data[BLOCK_BYTES:]
     if len(head) >= 128:
         head = head[:120] + sum8(head[:120]) + head[128:]
@@ -111,7 +111,7 @@ def _change_pack(data: bytes, dice: random.Random) -> bytes:
         case 1:
             data = mutate.struct_field(data, pack.INDEX_HEADER, BLOCK_BYTES, dice)
         case 2:
-            # Most of both blocks is padding: hit what is not.
+            # Most of both blocks is padding, so choose other bytes.
             end = BLOCK_BYTES + 64 + dice.randrange(300)
             data = data[:BLOCK_BYTES] + mutate.bytes_of(data[BLOCK_BYTES:end], dice) + data[end:]
         case _:
@@ -252,7 +252,7 @@ def _json_texts() -> list[bytes]:
 
 def _read_json(data: bytes) -> object:
     value = parse_json(data, WHERE)
-    # What two parsers could read differently is not let through, so it survives being written by another.
+    # Text that two parsers could read differently is refused, so accepted text survives another writer.
     assert parse_json(json.dumps(value, ensure_ascii=False).encode("utf-8"), WHERE) == value
     return value
 

@@ -1,4 +1,4 @@
-"""Hostile manifests with valid digests are refused by name, within bounded time and memory."""
+"""Test that hostile manifests with valid digests are refused by name, within bounded time and memory."""
 
 import pytest
 
@@ -12,7 +12,7 @@ KINDS = {kind.kind for kind in (FormatError, *FormatError.__subclasses__())} | {
 @pytest.mark.slow(quick=["rows"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_hostile_manifest_is_refused(zygote: Zygote, family: str) -> None:
-    """Wrong columns, batches, bodies that expand, headers, trees and rows: each with one of the format's errors."""
+    """Test columns, batches, expanding bodies, headers, trees and rows: each raises an error of the format."""
     outcome = zygote.run("tests.fuzz.worker:run_cases", 280, family=family)
     assert outcome.returned, str(outcome)
     assert len(outcome.value) > 4
@@ -22,7 +22,7 @@ def test_a_hostile_manifest_is_refused(zygote: Zygote, family: str) -> None:
 
 @pytest.mark.parametrize("family", PERHAPS)
 def test_numbers_that_lead_out_of_the_file_are_not_followed(zygote: Zygote, family: str) -> None:
-    """Each offset and length in the body and in the messages, made negative or huge: refused, or without meaning."""
+    """Test each offset and length in body and messages, made negative or huge: refused, or without effect."""
     outcome = zygote.run("tests.fuzz.worker:run_cases", 280, family=family)
     assert outcome.returned, str(outcome)
     wrong = {name: kind for name, kind in outcome.value.items() if kind not in {*KINDS, "accepted"}}

@@ -1,4 +1,4 @@
-"""Files with valid checksums and hostile content: every call raises a named error."""
+"""Test files with valid checksums and hostile content: every call raises a named error."""
 
 import dataclasses
 from pathlib import Path
@@ -39,7 +39,7 @@ ROW: Node = ["T", 0]
     ids=str,
 )
 def test_a_value_that_this_program_cannot_make(tmp_path: Path, node: Node) -> None:
-    """Devices, dtypes and sizes that are not of this machine: the state, exactly, or a named error."""
+    """Test devices, dtypes and sizes of other machines: the exact state, or a named error."""
     with new_store(tmp_path / "store") as store:
         put_manifest(store, ["l", [ROW, node]])
         try:
@@ -50,7 +50,7 @@ def test_a_value_that_this_program_cannot_make(tmp_path: Path, node: Node) -> No
         assert torch.equal(state[0], STATE["w"])
         if node[0] == "v":  # type: ignore[index]  # JSON or a stand-in, untyped on purpose
             assert str(state[1]) == node[1]  # type: ignore[index]  # JSON or a stand-in, untyped on purpose
-        # What was made of it can be stored again.
+        # The restored state can be stored again.
         store.save(state, step=2)
         store.load(2)
 
@@ -69,7 +69,7 @@ def test_a_value_that_this_program_cannot_make(tmp_path: Path, node: Node) -> No
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("kind", ["T", "N"])
 def test_a_tensor_that_this_program_cannot_make(tmp_path: Path, changed: TensorRow, kind: str) -> None:
-    """Shapes whose strides overflow, and dtypes that numpy lacks: a tensor, or a named error."""
+    """Test overflowing strides, and dtypes that numpy lacks: a tensor, or a named error."""
     with new_store(tmp_path / "store") as store:
         put_manifest(store, [kind, 0], [changed])
         try:
@@ -80,7 +80,7 @@ def test_a_tensor_that_this_program_cannot_make(tmp_path: Path, changed: TensorR
 
 
 def test_trees_that_no_writer_makes_are_found_by_verify_and_refused_by_load(tmp_path: Path) -> None:
-    """A manifest is only intact when its tree is, too (§10.2): the load falls back, verify names the checkpoint."""
+    """Test that a manifest is only intact if its tree is (§10.2): the load falls back, verify names the checkpoint."""
     for number, node in enumerate((["l", []], ["l", [ROW, ["T", 1]]], ["d", [["a", ROW], ["a", 1]]], ["q"])):
         with new_store(tmp_path / f"store{number}") as store:
             put_manifest(store, node)
@@ -94,7 +94,7 @@ def test_trees_that_no_writer_makes_are_found_by_verify_and_refused_by_load(tmp_
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("deep", [True, False])
 def test_partition_with_a_wrong_length_is_missing_to_both(tmp_path: Path, ranks: int, deep: bool) -> None:
-    """Also if another rank has the right length: no unstored bytes are returned."""
+    """Test also another rank with the right length: no unstored bytes are returned."""
     state = {"w": torch.arange(3000.0)}
     save_id = (1 << 60).to_bytes(8, "big").hex() + "0123456789abcdef"
     for rank in range(ranks):
@@ -117,7 +117,7 @@ def test_partition_with_a_wrong_length_is_missing_to_both(tmp_path: Path, ranks:
 
 @pytest.mark.slow
 def test_error_names_few_of_thousands_of_missing_packs(tmp_path: Path) -> None:
-    """A manifest may have any number of hints."""
+    """Test a manifest with thousands of hints."""
     with new_store(tmp_path / "store") as store:
         hints = tuple(PackId(number.to_bytes(16, "big")) for number in range(2000))
         put_manifest(store, ["d", [["w", ROW]]], packs=hints)
@@ -130,7 +130,7 @@ def test_error_names_few_of_thousands_of_missing_packs(tmp_path: Path) -> None:
 
 
 def test_a_pack_that_claims_more_than_its_file_has_costs_no_memory(zygote: Zygote, tmp_path: Path) -> None:
-    """An index of 256 MiB, and places beyond 2^63, in a file of 68 KiB: refused with 16 MiB to spare."""
+    """Test an index of 256 MiB and offsets beyond 2^63, in a file of 68 KiB, with 16 MiB of memory."""
     with new_store(tmp_path / "store"):
         pass
     outcome = zygote.run("tests.fuzz.hostile_stores:open_large_claims", path=str(tmp_path / "store"))

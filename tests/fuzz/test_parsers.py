@@ -1,4 +1,4 @@
-"""Every parser with random input: it returns a value or a named error, in bounded time."""
+"""Test every parser with random input: it returns a value or a named error, in bounded time."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ COUNTS = {
     "tree": 10_000,
     "manifest": 3_000,
 }
-"""Inputs in the default run: each parser gets about the same time."""
+"""Number of inputs in the default run, so that each parser gets about the same time."""
 
 MEANT = {
     "frame header": {
@@ -38,7 +38,7 @@ MEANT = {
     "tree": {"bad-structure", "limit-exceeded", "accepted"},
     "manifest": {"bad-magic", "bad-structure", "limit-exceeded", "unsupported-version", "accepted"},
 }
-"""What must be among the outcomes, or the inputs do not reach what they are meant to reach."""
+"""Outcomes that must occur, so that the inputs reach the intended code."""
 
 
 def _fuzz(zygote: Zygote, name: str, seed: int, count: int, scratch: Path) -> None:
@@ -56,9 +56,9 @@ def _fuzz(zygote: Zygote, name: str, seed: int, count: int, scratch: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_parser_gives_a_value_or_a_named_error(zygote: Zygote, tmp_path: Path, name: str) -> None:
-    """Thousands of changed inputs in a child with 64 MiB: none kills it, none takes two seconds, none is misread.
+    """Test thousands of changed inputs in a child with 64 MiB: no crash, no input of two seconds, no misread.
 
-    What is accepted is the same after it was written and read again.
+    An accepted value is the same after it was written and read again.
     """
     _fuzz(zygote, name, 1, COUNTS[name], tmp_path)
 
@@ -69,5 +69,5 @@ def test_a_parser_gives_a_value_or_a_named_error(zygote: Zygote, tmp_path: Path,
 def test_a_parser_gives_a_value_or_a_named_error_at_length(
     zygote: Zygote, tmp_path: Path, name: str, seed: int
 ) -> None:
-    """The same with a hundred times as many inputs."""
+    """Test a hundred times as many inputs."""
     _fuzz(zygote, name, seed, COUNTS[name] * 100, tmp_path)

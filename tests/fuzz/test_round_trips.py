@@ -1,4 +1,4 @@
-"""Round trips of every structure of the format; equal values have equal bytes."""
+"""Test round trips of every structure of the format; equal values have equal bytes."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ REFS = st.builds(
 
 @given(IDS, LENGTHS, IDS, U64)
 def test_frame_headers(name: bytes, length: int, place: bytes, sequence: int) -> None:
-    """Descriptor and placement come back; the descriptor's bytes do not depend on the place."""
+    """Test descriptor and placement; the descriptor's bytes do not depend on the placement."""
     descriptor = frame.FrameDescriptor.identity(Digest(name), length)
     data = frame.encode_header(descriptor, PackId(place), sequence)
     assert len(data) == frame.HEADER_BYTES
@@ -48,7 +48,7 @@ def test_frame_headers(name: bytes, length: int, place: bytes, sequence: int) ->
 
 @given(IDS, st.lists(st.tuples(IDS, LENGTHS), min_size=1, max_size=150), U64, st.text(string.printable, max_size=32))
 def test_packs(pack_id: bytes, frames: list[tuple[bytes, int]], created_ns: int, writer: str) -> None:
-    """Header and index come back, whatever the number of frames and their lengths."""
+    """Test header and index, for any number of frames and any lengths."""
     entries = np.zeros(len(frames), dtype=pack.ENTRY_DTYPE)
     end = registry.BLOCK_BYTES
     for number, (name, length) in enumerate(frames):
@@ -63,7 +63,7 @@ def test_packs(pack_id: bytes, frames: list[tuple[bytes, int]], created_ns: int,
 
 @given(IDS, U64, TEXT, st.lists(TEXT, max_size=3))
 def test_descriptors(store_id: bytes, created_ns: int, writer: str, features: list[str]) -> None:
-    """A descriptor of features that writers must know comes back, for a program that only reads."""
+    """Test a descriptor with writer features, for a program that only reads."""
     value = record.Descriptor(store_id, created_ns, writer, (), tuple(features))
     data = record.encode_descriptor(value)
     assert len(data) == record.RECORD_BYTES
@@ -72,7 +72,7 @@ def test_descriptors(store_id: bytes, created_ns: int, writer: str, features: li
 
 @given(RUNS, REFS, st.none() | REFS, U64, TEXT)
 def test_head_records(run: str, ref: CheckpointRef, parent: CheckpointRef | None, created_ns: int, writer: str) -> None:
-    """A head record comes back, when its parent is of a lower generation."""
+    """Test a head record whose parent has a lower generation."""
     if parent is not None and parent.generation >= ref.generation:
         parent = None
     value = record.HeadRecord(run, ref.generation, parent, created_ns, writer)
@@ -83,7 +83,7 @@ def test_head_records(run: str, ref: CheckpointRef, parent: CheckpointRef | None
 def test_catalog_values(
     key: bytes, pack_id: bytes, offset: int, stored: int, plain: int, base: bytes, numbers: tuple[int, int, int]
 ) -> None:
-    """A location and a pack entry come back; under another key they count as damaged."""
+    """Test a location and a pack entry, which count as damaged under another key."""
     at = Location(PackId(pack_id), offset, stored, plain, *numbers, base_digest=base)
     value = catalog_records.encode_location(key, at)
     assert catalog_records.decode_location(key, value) == at
@@ -95,7 +95,7 @@ def test_catalog_values(
 
 @given(IDS, st.integers(0, 99_999), st.integers(1, 1 << 22), U64, TEXT, TEXT, st.lists(IDS, max_size=5))
 def test_pins(save_id: bytes, rank: int, pid: int, ticks: int, boot: str, space: str, packs: list[bytes]) -> None:
-    """A pin comes back with its owner and its packs."""
+    """Test owner and packs."""
     key = catalog_records.pin_key(SaveId(save_id), rank)
     owner = Owner(pid, ticks, boot, space)
     value = catalog_records.encode_pin(key, owner, [PackId(one) for one in packs])
@@ -105,7 +105,7 @@ def test_pins(save_id: bytes, rank: int, pid: int, ticks: int, boot: str, space:
 
 @given(RUNS, REFS, IDS, st.integers(1, registry.WORLD_SIZE_MAX), st.data())
 def test_names(run: str, ref: CheckpointRef, name: bytes, world_size: int, data: st.DataObject) -> None:
-    """Every name comes back, and is the name of one kind of thing only."""
+    """Test that every name belongs to one kind of thing only."""
     manifest = layout.ManifestName(data.draw(st.integers(0, world_size - 1)), world_size, Digest(name))
     assert layout.parse_pack_name(layout.pack_name(PackId(name))) == name
     assert layout.parse_head_name(layout.head_name(ref.generation)) == ref.generation
@@ -145,7 +145,7 @@ NODES = st.recursive(
 
 @given(NODES)
 def test_trees(node: object) -> None:
-    """Every node is read, through JSON, into what is written as the same node."""
+    """Test every node through JSON, which is written as the same node."""
     parsed = parse_json(json.dumps(node).encode(), "x")
     assert json.dumps(decode(parsed, 0, Rewriter(), "x")) == json.dumps(node)
 
@@ -161,7 +161,7 @@ def _rows(draw: st.DrawFn) -> TensorRow:
         inline, left = None, nbytes
         while left:
             length = draw(st.integers(1, left))
-            # The length follows from the digest, so that one partition is never given two.
+            # Derive the length from the digest, so that one partition never has two lengths.
             name = draw(st.binary(min_size=15, max_size=15))
             extents.append(Extent(Digest(name + b"\0"), len(name), length, len(name) + nbytes + name[0]))
             extents[-1] = dataclasses.replace(extents[-1], digest=digest(repr(extents[-1]).encode()))
@@ -194,7 +194,7 @@ def test_manifests(
     metrics: dict[str, float],
     pack_id: bytes,
 ) -> None:
-    """Rows of every dtype, inline or in extents, and the header come back; equal manifests are equal bytes."""
+    """Test rows of every dtype, inline or in extents, and the header; equal manifests have equal bytes."""
     if parent is not None and parent.generation > ref.generation:
         parent = None
     tree: object = ["l", [["T", number] for number in range(len(rows))]]

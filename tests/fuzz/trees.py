@@ -44,27 +44,27 @@ SEED: Node = [
 
 
 class Rewriter:
-    """Builds the nodes again from what the decoder makes of them."""
+    """Builds the nodes again from the values of the decoder."""
 
     def plain(self, value: object) -> object:
-        """A plain value."""
+        """Build a plain value."""
         return encode_plain(value)
 
     def sequence(self, kind: str, items: list[object]) -> object:
-        """A list or a tuple."""
+        """Build a list or a tuple."""
         return [kind, items]
 
     def mapping(self, kind: str, pairs: list[tuple[Key, object]], metadata: object) -> object:
-        """A mapping of any kind."""
+        """Build a mapping of any kind."""
         nodes = [[encode_integer(key) if isinstance(key, int) else key, value] for key, value in pairs]
         return [kind, nodes, metadata] if kind == "m" else [kind, nodes]
 
     def tensor(self, row: int, as_array: bool) -> object:
-        """A row."""
+        """Build a row."""
         return ["N" if as_array else "T", row]
 
     def tagged(self, kind: str, value: object) -> object:
-        """A shape, a scalar, a dtype or a device."""
+        """Build a shape, a scalar, a dtype or a device."""
         if kind == "z":
             return ["z", [encode_integer(size) for size in value]]  # type: ignore[attr-defined]  # a tuple
         if kind == "n":
@@ -78,26 +78,26 @@ class Rewriter:
 
 
 def seeds() -> list[bytes]:
-    """One tree with every kind of node."""
+    """Return one tree with every kind of node."""
     return [json.dumps(SEED).encode()]
 
 
 def change(data: bytes, dice: random.Random) -> bytes:
-    """Other nodes, of other types, at other depths."""
+    """Return other nodes, of other types, at other depths."""
     return mutate.dumps(mutate.json_of(json.loads(data), dice))
 
 
 def read(data: bytes) -> object:
-    """Parse, and write again: the same text in other words is refused."""
+    """Parse, and write again: the same value in another spelling is refused."""
     node = parse_json(data, "input")
     rewritten = decode(node, ROWS, Rewriter(), "input")
-    # As text, because to Python 1, 1.0 and True are equal.
+    # Compare text, because 1, 1.0 and True are equal in Python.
     assert json.dumps(rewritten) == json.dumps(node)
     return rewritten
 
 
 def depth(levels: int, kind: str) -> Node:
-    """A tree of so many levels that names all rows at the bottom."""
+    """Return a tree of so many levels that names all rows at the bottom."""
     rows: Node = ["l", [["T", row] for row in range(ROWS)]]
     value: Node = rows
     for _ in range(levels - 2):

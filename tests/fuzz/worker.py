@@ -1,4 +1,4 @@
-"""Code of a child with little memory: one parser, many inputs, and their results."""
+"""Run one parser with many inputs in a child with little memory, and return the results."""
 
 import base64
 import mmap
@@ -23,14 +23,14 @@ _SHOWN = 5
 
 
 def input_number(target: Target, seeds: list[bytes], seed: int, number: int) -> bytes:
-    """The same input for the same numbers, so that what killed a child can be made again."""
+    """Return the same input for the same numbers, so that a fatal input can be reproduced."""
     dice = random.Random(f"{seed} {number}")
     data = target.change(dice.choice(seeds), dice)
     return mutate.bytes_of(data, dice) if dice.random() < 0.05 else data
 
 
 def run(name: str, seed: int, count: int, progress: str) -> dict[str, object]:
-    """Parse ``count`` inputs; each ends in a value or in a FormatError, soon, and without much memory."""
+    """Parse ``count`` inputs; each must end soon and with little memory, in a value or in a FormatError."""
     pa.set_memory_pool(pa.system_memory_pool())
     target = TARGETS[name]
     seeds = target.seeds()
@@ -55,7 +55,7 @@ def run(name: str, seed: int, count: int, progress: str) -> dict[str, object]:
 
 
 def attempt(target: Target, data: bytes) -> tuple[str, float]:
-    """Parse one input under the limits; return what came of it, a traceback if that must not be, and the time taken."""
+    """Parse one input under the limits; return the outcome, a traceback if it is a bug, and the time."""
     limit_memory(MEMORY_BYTES + MEMORY_FACTOR * len(data))
     begin = time.process_time()
     try:
@@ -88,7 +88,7 @@ def _counter(path: str) -> mmap.mmap:
 
 
 def run_cases(family: str) -> dict[str, object]:
-    """Read every hostile manifest of a family; say how each was refused."""
+    """Read every hostile manifest of a family; return the error of each."""
     pa.set_memory_pool(pa.system_memory_pool())
     target = TARGETS["manifest"]
     for data in target.seeds():

@@ -1,4 +1,4 @@
-"""Differences of two checkpoints, compared with a computation in torch."""
+"""Test differences of two checkpoints, compared with a computation in torch."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def saved(path: Path, *states: object) -> asymcheck.Store:
 
 
 def changes(found: CheckpointDiff) -> dict[str, str]:
-    """Return what changed, by name."""
+    """Return the changes by name."""
     return {change.name: change.change for change in found.tensors}
 
 
 def norms_of(change: TensorChange) -> TensorNorms:
-    """Return the norms, which must be there."""
+    """Return the norms, which must exist."""
     assert change.norms is not None
     return change.norms
 
 
 def test_every_kind_of_change_is_listed(store_path: Path) -> None:
-    """Added, removed, changed in shape, dtype or value, and unchanged."""
+    """Test added, removed and unchanged tensors, and changes of shape, dtype and value."""
     big = torch.arange(5000.0)
     before = {"same": big, "gone": torch.ones(3), "shape": torch.ones(6), "dtype": torch.ones(9), "value": big * 2}
     after = {
@@ -60,11 +60,11 @@ def test_every_kind_of_change_is_listed(store_path: Path) -> None:
     assert by_name["shape"].norms is None
     assert (by_name["gone"].bytes_a, by_name["gone"].bytes_b) == (12, 0)
     assert found.bytes_a == 20_000 + 12 + 24 + 36 + 20_000
-    assert found.shared_bytes == 20_000 + 12 + 24  # also the ones that lie in both manifests
+    assert found.shared_bytes == 20_000 + 12 + 24  # Include the tensors that are in both manifests.
 
 
 def test_equal_dotted_names_are_distinguished(store_path: Path) -> None:
-    """Each is compared with its counterpart, by any glob that matches the name."""
+    """Test that each tensor is compared with its counterpart, with any glob that matches the name."""
     same = {"a.b": torch.ones(3), "a": {"b": torch.zeros(3)}, 1: torch.ones(4), "1": torch.ones(5), "n": {1: 1, "1": 2}}
     first = {**same, "a.b": torch.full((3,), 2.0), "n": {1: 3, "1": 2}}
     second = {**same, "a": {"b": torch.full((3,), 2.0)}, "n": {1: 1, "1": 3}}
@@ -82,7 +82,7 @@ def test_equal_dotted_names_are_distinguished(store_path: Path) -> None:
 @pytest.mark.slow(quick=["uint8"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "int16", "uint8", "complex64"])
 def test_norms_are_those_of_the_whole_tensors(store_path: Path, dtype: str) -> None:
-    """Streamed over many partitions and blocks they equal the norms of torch."""
+    """Test norms over many partitions and blocks against torch."""
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(150_000, generator=generator) * 50 for _ in range(2))
     a, b = (one.abs().to(getattr(torch, dtype)) for one in (a, b))
@@ -104,7 +104,7 @@ def test_norms_are_those_of_the_whole_tensors(store_path: Path, dtype: str) -> N
 
 @pytest.mark.parametrize("dtype", sorted(DTYPE_BYTES))
 def test_every_dtype_of_the_format_is_compared(dtype: str) -> None:
-    """All 256 bytes as elements of it: what differs is counted, and norms are numbers or said to be left out."""
+    """Test all 256 bytes as elements: differences are counted, and norms are numbers or reported as missing."""
     a = np.arange(256, dtype=np.uint8)
     b = a.copy()
     b[: DTYPE_BYTES[dtype]] ^= 1
@@ -123,7 +123,7 @@ def test_every_dtype_of_the_format_is_compared(dtype: str) -> None:
 
 
 def test_non_finite_values_are_counted_separately(store_path: Path) -> None:
-    """They do not affect the norms."""
+    """Test that they do not affect the norms."""
     a = torch.tensor([3.0, 4.0, math.inf, 1.0, math.nan])
     b = torch.tensor([3.0, 6.0, 1.0, math.nan, math.nan])
     with saved(store_path, {"x": a}, {"x": b}) as store:
@@ -135,7 +135,7 @@ def test_non_finite_values_are_counted_separately(store_path: Path) -> None:
 
 
 def test_squares_neither_overflow_nor_vanish(store_path: Path) -> None:
-    """Values whose squares float64 cannot hold have norms all the same."""
+    """Test values whose squares exceed float64."""
     huge, tiny = torch.full((4,), 1e200, dtype=torch.float64), torch.full((4,), 1e-200, dtype=torch.float64)
     with saved(store_path, {"h": huge, "t": tiny}, {"h": huge * 2, "t": tiny * 2}) as store:
         found = [norms_of(change) for change in store.diff(0, 1).tensors]
@@ -145,7 +145,7 @@ def test_squares_neither_overflow_nor_vanish(store_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
 def test_wide_integers_are_subtracted_exactly(store_path: Path, dtype: torch.dtype) -> None:
-    """Two integers near 2^62 that differ by one have a difference of one."""
+    """Test two integers near 2^62 that differ by one."""
     a = torch.tensor([1 << 62, 7], dtype=torch.int64).to(dtype)
     b = torch.tensor([(1 << 62) + 1, 2], dtype=torch.int64).to(dtype)
     with saved(store_path, {"x": a}, {"x": b}) as store:
@@ -155,7 +155,7 @@ def test_wide_integers_are_subtracted_exactly(store_path: Path, dtype: torch.dty
 
 
 def test_the_state_of_a_random_number_generator_has_no_norms(store_path: Path) -> None:
-    """It is a bit pattern; what differs is counted."""
+    """Test that differing elements of a bit pattern are counted."""
     a = torch.zeros(500, dtype=torch.uint8)
     b = a.clone()
     b[3] = 9
@@ -166,7 +166,7 @@ def test_the_state_of_a_random_number_generator_has_no_norms(store_path: Path) -
 
 
 def test_unchanged_tensors_in_a_changed_partition_are_unchanged(store_path: Path) -> None:
-    """Only reading shows which tensors of a bundle changed; without reading, the output says so."""
+    """Test a partition with several tensors; without reading, the output reports them as undecided."""
     a = {name: torch.ones(100) for name in "pqr"}
     b = {**a, "q": torch.zeros(100)}
     with saved(store_path, {"model": a}, {"model": b}) as store:
@@ -177,7 +177,7 @@ def test_unchanged_tensors_in_a_changed_partition_are_unchanged(store_path: Path
 
 
 def test_without_norms_nothing_is_read(store_path: Path) -> None:
-    """Packs may be lost: digests tell what changed."""
+    """Test lost packs: digests show the changes."""
     big = torch.arange(5000.0)
     with saved(store_path, {"x": big, "y": big + 1}, {"x": big, "y": big + 2}) as store:
         for pack in (store_path / "packs").iterdir():
@@ -190,7 +190,7 @@ def test_without_norms_nothing_is_read(store_path: Path) -> None:
 
 
 def test_equal_digests_are_not_read(store_path: Path) -> None:
-    """Damage in an unchanged tensor does not matter; in a changed one, the error names the tensor."""
+    """Test damage in an unchanged tensor, and in a changed one, whose error names the tensor."""
     big = torch.arange(5000.0)
     with saved(store_path, {"x": big}, {"x": big, "y": big + 7}, {"x": big + 1}) as store:
         (first, *_) = [item["pack"] for item in _packs_of(store, 0, "x")]
@@ -209,7 +209,7 @@ def _packs_of(store: asymcheck.Store, step: int, name: str) -> list[dict[str, st
 
 
 def test_memory_is_bounded_by_a_few_partitions(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many partitions tensors have, no more slots are made than are kept, and blocks have one size."""
+    """Test that the number of slots is constant for any number of partitions, and blocks have one size."""
     made: list[int] = []
 
     class CountedSlot(tensor_reader.Slot):
@@ -229,7 +229,7 @@ def test_memory_is_bounded_by_a_few_partitions(store_path: Path, monkeypatch: py
 
 
 def test_tied_tensors_are_matched_by_any_of_their_names(store_path: Path) -> None:
-    """A tie that is cut shows what moved away, not a removed and an added tensor."""
+    """Test a removed tie, which shows the moved name, not a removed and an added tensor."""
     weight = torch.arange(3000.0)
     with saved(store_path, {"a": weight, "b": weight}, {"a": weight, "b": weight + 1}) as store:
         assert changes(store.diff(0, 1)) == {"b": "value"}
@@ -238,7 +238,7 @@ def test_tied_tensors_are_matched_by_any_of_their_names(store_path: Path) -> Non
 
 
 def test_a_further_name_of_a_tensor_is_added_without_bytes(store_path: Path) -> None:
-    """The tensor itself is unchanged."""
+    """Test that the tensor itself is unchanged."""
     weight = torch.arange(3000.0)
     with saved(store_path, {"a": weight}, {"a": weight, "b": weight}) as store:
         (added,) = store.diff(0, 1).tensors
@@ -249,7 +249,7 @@ def test_a_further_name_of_a_tensor_is_added_without_bytes(store_path: Path) -> 
 
 
 def test_plain_values_are_listed(store_path: Path) -> None:
-    """Old and new, with type; long ones are shortened and never look alike for that reason alone."""
+    """Test old and new values with types; shortened long values never look equal."""
     before = {"lr": 0.1, "n": 1, "same": "x", "long": "y" * 500, "list": [1, 2], "shape": torch.Size([2])}
     after = {"lr": 0.2, "n": 1.0, "same": "x", "long": "y" * 501, "list": [1], "shape": torch.Size([3]), "new": {}}
     with saved(store_path, before, after) as store:
@@ -268,7 +268,7 @@ def test_plain_values_are_listed(store_path: Path) -> None:
 
 
 def test_values_of_every_type_have_a_text(store_path: Path) -> None:
-    """Values that Python refuses to write in decimal, and those of torch and numpy, included."""
+    """Test values that Python refuses to print in decimal, and values of torch and numpy."""
     before = {"i": 10**5000, "d": torch.float32, "v": torch.device("cpu"), "s": np.float32(1.5), "c": 1j, "b": b"x"}
     after = {"i": 10**5000 + 1, "d": torch.float16, "v": None, "s": np.float32(2.5), "c": 2j, "b": b"y"}
     with saved(store_path, before, after) as store:
@@ -282,7 +282,7 @@ def test_values_of_every_type_have_a_text(store_path: Path) -> None:
 
 
 def test_step_means_the_restorable_one(store_path: Path) -> None:
-    """The save on the line; the abandoned one is selected by its save id."""
+    """Test the save on the line; the save id selects the abandoned one."""
     with asymcheck.Store.open(store_path, config=CONFIG, create=True) as store:
         first = store.save({"x": torch.zeros(2)}, step=1)
         old = store.save({"x": torch.ones(2)}, step=2)
@@ -303,27 +303,27 @@ def test_step_means_the_restorable_one(store_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "x", "-1", "save:", "save:XY", "1.0", "save:" + "0" * 33, "a b@1", "@1"])
 def test_invalid_checkpoint_name_is_refused(store_path: Path, name: str) -> None:
-    """The message shows the syntax."""
+    """Test that the message shows the syntax."""
     with saved(store_path, {}) as store, pytest.raises(InvalidInputError):
         store.diff(0, name)
 
 
 @pytest.mark.parametrize("name", ["7", 8, "nobody@0", "save:ffff"])
 def test_missing_checkpoint(store_path: Path, name: int | str) -> None:
-    """Has its own error."""
+    """Test that the error is CheckpointNotFoundError."""
     with saved(store_path, {}) as store, pytest.raises(CheckpointNotFoundError):
         store.diff(0, name)
 
 
 def test_a_checkpoint_shares_all_of_itself(store_path: Path) -> None:
-    """What lies in the manifest as well."""
+    """Test also data in the manifest."""
     with saved(store_path, {"small": torch.ones(3), "big": torch.arange(5000.0)}) as store:
         found = store.diff(0, 0)
     assert found.shared_bytes == found.bytes_b == 20_012
 
 
 def test_names_are_in_the_order_of_their_numbers(store_path: Path) -> None:
-    """Layer 10 after layer 9, of tensors and of values."""
+    """Test layer 10 after layer 9, for tensors and values."""
     before = {"layers": [torch.zeros(2) for _ in range(12)], "epochs": list(range(12))}
     after = {"layers": [torch.ones(2) for _ in range(12)], "epochs": [-1] * 12}
     with saved(store_path, before, after) as store:
@@ -333,7 +333,7 @@ def test_names_are_in_the_order_of_their_numbers(store_path: Path) -> None:
 
 
 def test_a_glob_that_matches_nothing_is_refused(store_path: Path) -> None:
-    """What is in one of the two counts, and so does a plain value."""
+    """Test a match in only one checkpoint, and a match of a plain value."""
     with saved(store_path, {"a": torch.ones(2)}, {"a": torch.ones(2), "b": 3}) as store:
         assert store.diff(0, 1, tensors="b").values != ()
         with pytest.raises(InvalidInputError, match=r"'c' matches no name in either checkpoint; they have a, b"):

@@ -1,4 +1,4 @@
-"""Disk usage, compared with sets of digests and with the bytes that collections free."""
+"""Test disk usage against sets of digests, and against the bytes that collections free."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def needs_of(store: asymcheck.Store) -> dict[str, set[bytes]]:
 
 
 def check_sums(found: DiskUsage) -> None:
-    """The parts of the packs' bytes are the whole."""
+    """Check that the parts of the packs' bytes add up."""
     parts = (found.live_bytes, found.locked_bytes, found.freeable_bytes, found.overhead_bytes, found.unreadable_bytes)
     assert sum(parts) == found.pack_bytes
     assert min(parts) >= 0
 
 
 def test_bytes_are_those_of_sets_of_digests(store_path: Path) -> None:
-    """Stored, own and shared bytes of every checkpoint, and what is live, as sets of digests give them."""
+    """Test stored, own and shared bytes of every checkpoint, and live bytes, against sets of digests."""
     with trained(store_path) as store:
         frames, needs = frames_of(store), needs_of(store)
         found = store.disk_usage()
@@ -81,7 +81,7 @@ def test_bytes_are_those_of_sets_of_digests(store_path: Path) -> None:
 
 
 def test_own_bytes_become_garbage_after_deletion(store_path: Path) -> None:
-    """And collection frees the announced number of bytes."""
+    """Test that a collection frees the announced number of bytes."""
     with trained(store_path) as store:
         for step in (2, 0, 4):
             before = store.disk_usage()
@@ -107,7 +107,7 @@ def test_own_bytes_become_garbage_after_deletion(store_path: Path) -> None:
 
 
 def test_one_run_is_listed_but_all_runs_are_counted(store_path: Path) -> None:
-    """What another run needs is not a checkpoint's own, and the totals are those of the store."""
+    """Test that shared data of another run is not exclusive, and that the totals are those of the store."""
     with trained(store_path) as store:
         everything, one = store.disk_usage(), store.disk_usage("other")
         assert one.checkpoints == everything.checkpoints[-1:]
@@ -120,7 +120,7 @@ def test_one_run_is_listed_but_all_runs_are_counted(store_path: Path) -> None:
 
 
 def test_roles_come_from_the_manifests(store_path: Path) -> None:
-    """State bytes count every checkpoint, stored bytes each partition once."""
+    """Test that state bytes count every checkpoint, and stored bytes each partition once."""
     with trained(store_path) as store:
         found = store.disk_usage()
     roles = {role.role: role for role in found.roles}
@@ -132,7 +132,7 @@ def test_roles_come_from_the_manifests(store_path: Path) -> None:
 
 
 def test_a_partition_of_several_roles_is_shared_out(store_path: Path) -> None:
-    """By the bytes of each in it; the shares add up to what is stored."""
+    """Test shares by bytes, whose sum is the stored size."""
     config = asymcheck.StoreConfig(partition_bytes=1 << 16, bundle_below_bytes=1 << 14, inline_bytes=64)
     state = {
         "model": {"w": torch.randn(100)},
@@ -157,7 +157,7 @@ def test_a_partition_of_several_roles_is_shared_out(store_path: Path) -> None:
 
 
 def test_shares_are_whole_and_add_up() -> None:
-    """Whatever does not divide evenly; a partition with one role goes to it as a whole."""
+    """Test remainders of the division, and a partition of one role."""
     count = len(_ROLES)
     dice = np.random.default_rng(5)
     bytes_of = dice.integers(1, 1 << 30, 50)
@@ -172,14 +172,14 @@ def test_shares_are_whole_and_add_up() -> None:
 
 
 def test_an_empty_store(store_path: Path) -> None:
-    """Nothing is nothing."""
+    """Test that all numbers are zero."""
     with asymcheck.Store.open(store_path, create=True) as store:
         found = store.disk_usage()
     assert (found.checkpoints, found.roles, found.packs, found.pack_bytes, found.manifests) == ((), (), 0, 0, 0)
 
 
 def test_the_catalog_is_not_read(store_path: Path) -> None:
-    """It may be rubbish, and stays so."""
+    """Test a damaged catalog, which stays unchanged."""
     trained(store_path).close()
     with asymcheck.Store.open(store_path, read_only=True) as store:
         before = store.disk_usage()
@@ -193,7 +193,7 @@ def test_the_catalog_is_not_read(store_path: Path) -> None:
 
 
 def test_a_damaged_manifest_makes_nothing_freeable(store_path: Path) -> None:
-    """What it needs is unknown, so collection frees nothing, and the account says the same."""
+    """Test that the report agrees with a collection, which frees nothing."""
     with trained(store_path) as store:
         store.delete(5)
         assert store.disk_usage().locked_bytes + store.disk_usage().freeable_bytes > 0
@@ -207,7 +207,7 @@ def test_a_damaged_manifest_makes_nothing_freeable(store_path: Path) -> None:
 
 
 def test_damaged_and_lost_packs(store_path: Path) -> None:
-    """A lost pack shows as missing partitions; of an unreadable one only the size is known."""
+    """Test that a lost pack shows as missing partitions, and that an unreadable one has only a size."""
     with trained(store_path) as store:
         packs = sorted((store_path / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
         header = bytearray(packs[0].read_bytes())
@@ -225,10 +225,10 @@ def test_damaged_and_lost_packs(store_path: Path) -> None:
 
 
 def test_partitions_in_two_packs_count_twice(store_path: Path, tmp_path: Path) -> None:
-    """Both copies are live, so collection frees neither."""
+    """Test that both copies are live, so a collection frees neither."""
     with trained(store_path) as store:
         before = store.disk_usage()
-        # As two saves at once leave them: the second store's pack holds what the first has already.
+        # Two concurrent saves leave this state: the second pack has the same partitions as the first.
         with asymcheck.Store.open(tmp_path / "twin", config=CONFIG, create=True) as twin:
             twin.save({"model": {"0": torch.full((3000,), 0.0), "1": torch.full((3000,), 1.0)}}, step=0)
             (pack,) = (tmp_path / "twin" / "packs").iterdir()

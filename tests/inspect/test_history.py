@@ -1,4 +1,4 @@
-"""History of a run: checkpoints, newest first, and branches of the training."""
+"""Test the history of a run: checkpoints, newest first, and branches of the training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asymcheck.inspect.history import History
 
 @pytest.fixture
 def store(store_path: Path) -> asymcheck.Store:
-    """Steps 10 to 40; back to 20, then 25 and 35; back to 25, then 30."""
+    """Return a store with steps 10 to 40, then 25 and 35 from 20, then 30 from 25."""
     with asymcheck.Store.open(store_path, create=True) as opened:
         for step in (10, 20, 30, 40):
             opened.save({"x": torch.full((4,), float(step))}, step=step, metrics={"loss": 1 / step})
@@ -34,7 +34,7 @@ def steps(history: History) -> list[tuple[int, int]]:
 
 
 def test_the_line_newest_first(store: asymcheck.Store) -> None:
-    """Only what led to the present; the rest is counted."""
+    """Test checkpoints on the line; the others are counted."""
     history = store.history()
     assert steps(history) == [(3, 30), (2, 25), (1, 20), (1, 10)]
     assert (history.generation, history.hidden_abandoned, history.hidden_incomplete) == (3, 3, 0)
@@ -49,7 +49,7 @@ def test_the_line_newest_first(store: asymcheck.Store) -> None:
 
 
 def test_openings_say_where_training_went_back_to(store: asymcheck.Store) -> None:
-    """Each names its parent and how many checkpoints it left, those of its own line only."""
+    """Test that each names its parent, and the number of abandoned checkpoints of its own line."""
     third, second = store.history().openings
     assert (third.generation, third.parent_generation, third.parent_step, third.abandoned) == (3, 2, 25, 1)
     assert (second.generation, second.parent_generation, second.parent_step, second.abandoned) == (2, 1, 20, 2)
@@ -58,7 +58,7 @@ def test_openings_say_where_training_went_back_to(store: asymcheck.Store) -> Non
 
 
 def test_everything_includes_abandoned_checkpoints(store: asymcheck.Store) -> None:
-    """The parent of an abandoned checkpoint is on its own line."""
+    """Test that the parent of an abandoned checkpoint is on its own line."""
     history = store.history(everything=True)
     assert steps(history) == [(3, 30), (2, 35), (2, 25), (1, 40), (1, 30), (1, 20), (1, 10)]
     assert [entry.checkpoint.on_line for entry in history.entries] == [True, False, True, False, False, True, True]
@@ -67,7 +67,7 @@ def test_everything_includes_abandoned_checkpoints(store: asymcheck.Store) -> No
 
 
 def test_training_from_nothing(store_path: Path) -> None:
-    """It abandons all there was, and the first checkpoint after it has none before."""
+    """Test that all earlier checkpoints are abandoned, and that the first one has no predecessor."""
     with asymcheck.Store.open(store_path, create=True) as store:
         store.save({"x": 1}, step=5)
         generation = store.begin_generation(None)
@@ -79,7 +79,7 @@ def test_training_from_nothing(store_path: Path) -> None:
 
 
 def test_a_generation_off_the_line_is_an_opening_of_everything(store_path: Path) -> None:
-    """Generation 2 was opened, and then generation 3 from before it."""
+    """Test generation 2, and generation 3 that continues from before it."""
     with asymcheck.Store.open(store_path, create=True) as store:
         first = store.save({"x": 1}, step=1)
         store.begin_generation(first)
@@ -92,7 +92,7 @@ def test_a_generation_off_the_line_is_an_opening_of_everything(store_path: Path)
 
 
 def test_a_damaged_manifest_is_incomplete_and_not_before_anything(store: asymcheck.Store, store_path: Path) -> None:
-    """It is hidden, or shown with the reason; the checkpoint after it came after the one before it."""
+    """Test that it is hidden, or shown with the reason; its neighbours follow each other."""
     damaged = next(path for path in sorted((store_path / "manifests" / "default").iterdir()) if "0020-" in path.name)
     (manifest,) = damaged.iterdir()
     manifest.write_bytes(manifest.read_bytes()[:-1])
@@ -106,7 +106,7 @@ def test_a_damaged_manifest_is_incomplete_and_not_before_anything(store: asymche
 
 
 def test_a_lost_head_record(store: asymcheck.Store, store_path: Path) -> None:
-    """The line is unknown: an error that says so, or everything with the reason."""
+    """Test the error for an unknown line, and the full list with the reason."""
     (store_path / "heads" / "default" / "00000002.head").write_bytes(bytes(8192))
     with pytest.raises(HeadRecordError, match="both copies"):
         store.history()
@@ -119,7 +119,7 @@ def test_a_lost_head_record(store: asymcheck.Store, store_path: Path) -> None:
 
 
 def test_missing_runs(store: asymcheck.Store, tmp_path: Path) -> None:
-    """An error if other runs exist; in an empty store, the history is empty."""
+    """Test the error if other runs exist, and an empty store, whose history is empty."""
     with pytest.raises(CheckpointNotFoundError, match="it has runs default"):
         store.history("nobody")
     with asymcheck.Store.open(tmp_path / "empty", create=True) as empty:

@@ -1,4 +1,4 @@
-"""Program for torchrun: ranks with an FSDP2 model save and load by torch's DCP."""
+"""Program for torchrun: ranks with an FSDP2 model save and load with torch's DCP."""
 
 import os
 import sys
@@ -19,11 +19,11 @@ from asymcheck.integrations.dcp import AsymcheckReader, AsymcheckWriter
 
 
 class App:
-    """Model and optimizer as DCP's own examples have them."""
+    """Model and optimizer, as in the examples of DCP."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
-        # 7 and 13 rows, so that no number of ranks divides them.
+        # 7 and 13 rows, which no number of ranks divides.
         self.model = torch.nn.Sequential(torch.nn.Linear(5, 13), torch.nn.ReLU(), torch.nn.Linear(13, 7))
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in (self.model[0], self.model[2], self.model):
@@ -31,24 +31,24 @@ class App:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1 * seed)
 
     def step(self) -> None:
-        """Train a little, so that the optimizer has a state."""
+        """Train one step, so that the optimizer has a state."""
         for _ in range(3):
             self.model(torch.ones(2, 5)).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return both, by names that do not depend on the ranks."""
+        """Return both states, with names that do not depend on the ranks."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take both back."""
+        """Load both states."""
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def whole(value: object) -> object:
-    """Return a state with every tensor put together, on all ranks."""
+    """Return a state with whole tensors, on all ranks."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     if isinstance(value, dict):
@@ -57,10 +57,10 @@ def whole(value: object) -> object:
 
 
 def main(what: str, folder: Path) -> None:
-    """Save, or load and compare with what was saved."""
+    """Save, or load and compare with the saved state."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    # Of torch, to itself.
+    # Hide torch's warnings about its own functions.
     warnings.filterwarnings("ignore", module="torch")
     dist.init_process_group("gloo")
     app = App(1 if what == "save" else 2)
@@ -81,7 +81,7 @@ def main(what: str, folder: Path) -> None:
     if dist.get_rank() == 0:
         torch.save(everything, folder / f"{what}-{dist.get_world_size()}.pt")
     dist.barrier()
-    # Not by way of the interpreter's end: torch's threads of gloo abort the process there, once in a dozen times.
+    # Skip the interpreter's shutdown: threads of gloo sometimes abort the process during it.
     sys.stdout.flush()
     os._exit(0)
 

@@ -27,13 +27,13 @@ from asymcheck.state.walk import flatten
 from tests.distributed.training import digest_of
 from tests.integrations.deepspeed_configs import COMPARED, CONFIGS, EVERY, KILLED_IN, MICRO_STEPS, STEPS
 
-# DeepSpeed asks whether the processor has fast kernels for fp16; torch computes in it without them, too.
+# DeepSpeed requires fast fp16 kernels of the CPU. torch computes in fp16 without them, too.
 get_accelerator().is_fp16_supported = lambda: True
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 class Model(nn.Module):
-    """Layers of sizes that no number of ranks divides; two share a weight, one is not trained."""
+    """Layers of sizes that no number of ranks divides; two share a weight, one is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,16 +44,16 @@ class Model(nn.Module):
         self.register_buffer("seen", torch.zeros(3))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Count, too."""
+        """Run the forward pass, and count it."""
         self.seen += 1
         return self.last(self.third(self.second(self.drop(self.first(inputs).relu())).relu()))
 
 
 class Part(EngineState):
-    """Looks at what it is given."""
+    """Checks the state that it is given."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See that no rank was given more than it has."""
+        """Check that no rank gets more than its own part."""
         for name, moments in state_dict["optimizer"].items():
             own = state_dict["weights"][name].local.numel()
             assert {getattr(one, "local", one).numel() for one in moments.values()} <= {own}
@@ -83,13 +83,13 @@ class App:
         self.part = Part(self.engine)
         self.state: dict[str, object] = {"engine": self.part, "rng": RngState()}
         capture = CaptureConfig(proof="full", ring_folder=str(folder / "memory"))
-        # Small tensors, too, are copied and not kept in the manifest.
+        # Capture small tensors in partitions, not in the manifest.
         small = StoreConfig(bundle_below_bytes=4096, inline_bytes=16, inline_total_bytes=32)
         self.store = Store.open(folder / "store", config=small, create=True)
         self.checkpointer = Checkpointer(self.store, self.state, every=EVERY, run=run, capture=capture, keep=None)
 
     def train(self, *, killed: bool = False) -> float:
-        """Take one step; the random numbers of a rank are its own."""
+        """Train one step; each rank has different random numbers."""
         engine = self.engine
         torch.manual_seed(1000 * engine.global_steps + RANK)
         losses = []
@@ -105,13 +105,13 @@ class App:
         return sum(losses)
 
     def micro_step(self) -> int:
-        """Take half a step; return the number of the next one."""
+        """Run half a step; return the number of the next one."""
         self.engine.backward(self.engine(torch.randn(4, 7, dtype=torch.bfloat16)).float().mean())
         self.engine.step()
         return int(self.engine.global_steps) + 1
 
     def digest(self) -> str:
-        """Return a digest of everything, in whole tensors: all ranks have the same, however many they are."""
+        """Return a digest of all whole tensors, which is equal on all ranks and for any number of ranks."""
         module, found = self.engine.module, []
         with deepspeed.zero.GatheredParameters(list(module.parameters())):
             found += [one.detach().clone().view(torch.uint8) for one in module.parameters()]
@@ -133,9 +133,9 @@ class App:
 
 
 def mend_links(optimizer: Any) -> None:  # noqa: ANN401 - one of DeepSpeed's
-    """Let DeepSpeed link parameters to the fp32 weights by their places, and to the state of all groups.
+    """Make DeepSpeed link parameters to the fp32 weights by position, and to the state of all groups.
 
-    By itself it does the former only where parameters are padded, and the latter for the first group.
+    DeepSpeed itself does the former only for padded parameters, and the latter only for the first group.
     """
     if hasattr(optimizer, "round_robin_bit16_padding"):
         paddings = optimizer.round_robin_bit16_padding
@@ -148,7 +148,7 @@ def mend_links(optimizer: Any) -> None:  # noqa: ANN401 - one of DeepSpeed's
 
 
 def whole(folder: Path) -> dict[str, object]:
-    """Nobody is killed, and all is copied as late as may be. In the end DeepSpeed saves what it saves."""
+    """Train without a kill, with copies as late as possible; finally save with DeepSpeed."""
     release = CaptureEngine._release
     CaptureEngine._release = lambda self, window: window is None and release(self, None)  # type: ignore[method-assign]  # the fence is what the test is about
     told: dict[str, object] = {}
@@ -168,7 +168,7 @@ def whole(folder: Path) -> dict[str, object]:
         skipped = app.engine.skipped_steps
         told[name] = {"losses": losses, "digests": digests, "skipped": skipped, "deferred": deferred, "eager": eager}
         app.engine.save_checkpoint(folder / "saved" / name)
-        # DeepSpeed's own program does not know the files of its second optimizer of stage 1.
+        # DeepSpeed's own program does not support the files of its second optimizer of stage 1.
         if RANK == 0 and name != "one-sums":
             weights = get_fp32_state_dict_from_zero_checkpoint(folder / "saved" / name)
             torch.save(dict(weights), folder / f"{name}.pt")
@@ -177,7 +177,7 @@ def whole(folder: Path) -> dict[str, object]:
 
 
 def killed(folder: Path) -> dict[str, object]:
-    """All engines train in turns, until rank 1 kills itself between backward and step."""
+    """Train all engines in turn, until rank 1 kills itself between backward and step."""
     apps = [App(name, folder, name) for name in CONFIGS]
     for app in apps:
         app.checkpointer.restore()
@@ -188,7 +188,7 @@ def killed(folder: Path) -> dict[str, object]:
 
 
 def resumed(folder: Path) -> dict[str, object]:
-    """Others, until they are restored, train to the end."""
+    """Restore other engines, and train to the end."""
     told: dict[str, object] = {}
     for name in CONFIGS:
         app = App(name, folder, name, seed=1)
@@ -196,7 +196,7 @@ def resumed(folder: Path) -> dict[str, object]:
         assert restored is not None
         losses = [app.train() for _ in range(restored.step, STEPS)]
         digest = app.digest()
-        # Further back, in place.
+        # Restore an older step in place.
         app.checkpointer.restore(EVERY)
         again = [app.train() for _ in range(EVERY, STEPS)]
         told[name] = {"restored": restored.step, "losses": losses, "digest": digest, "again": [again, app.digest()]}
@@ -205,7 +205,7 @@ def resumed(folder: Path) -> dict[str, object]:
 
 
 def others(folder: Path) -> dict[str, object]:
-    """Another number of ranks, and another stage than that which has saved."""
+    """Restore on another number of ranks, and in another stage."""
     told: dict[str, object] = {}
     for name, run in (*zip(CONFIGS, CONFIGS, strict=True), ("three", "one"), ("one", "three")):
         app = App(name, folder, run, seed=1)
@@ -217,7 +217,7 @@ def others(folder: Path) -> dict[str, object]:
 
 
 def refused(folder: Path) -> dict[str, object]:
-    """What is no engine of ZeRO, and what is of another model."""
+    """Try engines without ZeRO, and engines of another model."""
     told: dict[str, object] = {}
     app = App("one", folder, "one")
     app.store.save({"engine": nn.Linear(2, 2)}, step=0, run="plain")
@@ -240,11 +240,11 @@ class Other(EngineState):
     """An engine that trains something else."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing yet."""
+        """Return an empty state."""
         return {}
 
     def misfits(self, stored: Any) -> Any:  # noqa: ANN401 - as in the base
-        """Compare with a checkpoint of a model that is larger."""
+        """Compare with a checkpoint of a larger model."""
         shapes = {**stored["shapes"], "first.weight": torch.Size([14, 7]), "fourth.bias": torch.Size([2])}
         return super().misfits({**stored, "shapes": shapes, "groups": []})
 
@@ -253,9 +253,9 @@ SCENARIOS = {one.__name__: one for one in (whole, killed, resumed, others, refus
 
 
 def main() -> None:
-    """Do what the command line says: scenarios, with commas between."""
+    """Run the scenarios of the command line, separated by commas."""
     torch.set_num_threads(1)
-    # Else DeepSpeed compiles an operator for ranks of one machine first.
+    # Otherwise, DeepSpeed first compiles an operator for ranks of one machine.
     deepspeed.ops.__compatible_ops__ = {}
     scenarios, folder = sys.argv[1].split(","), Path(sys.argv[2])
     (folder / "memory").mkdir(exist_ok=True)
@@ -269,7 +269,7 @@ def main() -> None:
     path.with_suffix(".tmp").write_text(json.dumps(told))
     path.with_suffix(".tmp").rename(path)
     dist.barrier()
-    # Not by way of the interpreter's end: torch's threads of gloo abort the process there, once in a dozen times.
+    # Skip the interpreter's shutdown: threads of gloo sometimes abort the process during it.
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""Two ranks of a training in separate processes, which are killed or run to their end."""
+"""Launch two ranks of a training in separate processes, which are killed or run to their end."""
 
 import json
 import os
@@ -20,13 +20,13 @@ def _command(*arguments: object) -> list[str]:
 
 
 def _environment(**more: object) -> dict[str, str]:
-    # One thread each, and no waiting for a network that is not there.
+    # Use one thread each, and do not wait for a missing network.
     given = {"OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": "lo", **more}
     return {**os.environ, **{name: str(value) for name, value in given.items()}}
 
 
 def run(command: list[str], expect: int = 0) -> None:
-    """Run what launches the ranks, and wait for it."""
+    """Run the launcher, and wait for it."""
     done = subprocess.run(
         command, env=_environment(), cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S
     )
@@ -34,18 +34,18 @@ def run(command: list[str], expect: int = 0) -> None:
 
 
 def by_lightning(folder: Path, what: str, *steps: int, expect: int = 0) -> None:
-    """Let Lightning launch the other rank; it ends both by SIGKILL when one has ended."""
+    """Launch the other rank with Lightning, which ends both by SIGKILL when one has ended."""
     run(_command("tests.integrations.trainer_ranks", "lightning", what, folder, *steps), expect)
 
 
 def by_torchrun(folder: Path, what: str, *steps: int) -> None:
-    """Let torchrun launch both."""
+    """Launch both ranks with torchrun."""
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     run(_command(*launcher, "tests.integrations.trainer_ranks", "transformers", what, folder, *steps))
 
 
 def one_is_killed(folder: Path, step: int) -> None:
-    """Launch both; when one has killed itself, take down the other, as a launcher does at last."""
+    """Launch both ranks; when one has killed itself, kill the other, as a launcher finally does."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     command = _command("tests.integrations.trainer_ranks", "transformers", "kill", folder, step)
@@ -64,12 +64,12 @@ def one_is_killed(folder: Path, step: int) -> None:
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
-    """Return what the ranks have told."""
+    """Return the reports of the ranks."""
     return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
 
 
 def newest_pushed(folder: Path) -> int:
-    """Return the newest step that lies whole where both ranks push, from their stores."""
+    """Return the newest step that is complete at the common location of the stores."""
     with Store.open((folder / "there").as_uri()) as there:
         assert not there.verify()
         return max(one.step for one in there.checkpoints() if one.complete and one.ranks == "2")

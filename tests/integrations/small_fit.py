@@ -1,4 +1,4 @@
-"""A Lightning fit of a small model with a resumable loader; as a script, it is killed at a step."""
+"""Run a Lightning fit of a small model with a resumable loader; as a script, it is killed at a step."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ STEPS = EPOCHS * STEPS_IN_EPOCH
 
 
 class Module(LightningModule):
-    """Dropout, running statistics, and two ways to schedule, one of which listens to validations."""
+    """A model with dropout, running statistics, and two kinds of schedules, one of which uses validations."""
 
     def __init__(self, *, plateau: bool) -> None:
         super().__init__()
@@ -33,17 +33,17 @@ class Module(LightningModule):
         self.losses: list[tuple[int, float]] = []
 
     def training_step(self, batch: list[torch.Tensor], _index: int) -> torch.Tensor:
-        """One batch."""
+        """Train one batch."""
         loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self.losses.append((self.trainer.fit_loop.total_batch_idx, loss.item()))
         return loss
 
     def validation_step(self, batch: list[torch.Tensor], _index: int) -> None:
-        """One batch, and a random number that is drawn on the way."""
+        """Validate one batch, and draw a random number."""
         self.log("val_loss", torch.nn.functional.mse_loss(self.net(batch[0]), batch[1]) + 0 * torch.rand(()))
 
     def configure_optimizers(self) -> object:
-        """AdamW, with a rate that falls after each step, or when validations get no better."""
+        """Return AdamW, with a rate that falls after each step, or when validations stop improving."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
         if self.plateau:
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0)
@@ -53,14 +53,14 @@ class Module(LightningModule):
 
 
 class KillAt(Callback):
-    """SIGKILL when a batch is done; the checkpoints begun until then are complete in memory."""
+    """Sends SIGKILL after a batch, when the checkpoints in flight are complete in memory."""
 
     def __init__(self, step: int, checkpoints: AsymcheckCallback, settles_at: int = -1) -> None:
         self.step, self.settles_at = step, settles_at
         self.checkpoints = checkpoints
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
-        """Die."""
+        """Kill the process."""
         if trainer.global_step == self.settles_at:
             self.checkpoints._fit.checkpointer.wait()
         if trainer.global_step == self.step:
@@ -69,15 +69,15 @@ class KillAt(Callback):
 
 
 class Differing(Callback):
-    """Lets each rank have random numbers of its own."""
+    """Gives each rank different random numbers."""
 
     def on_train_start(self, trainer: Trainer, *_: object) -> None:
-        """Draw some."""
+        """Draw some numbers."""
         torch.rand(trainer.global_rank)
 
 
 def loader(seed: int, rows: int, *, shuffle: bool, ranks: int = 1) -> StatefulDataLoader:
-    """Rows that are the same for the same seed; with several ranks Lightning shuffles them in its own way."""
+    """Return a loader of rows that depend only on the seed; Lightning shuffles them for several ranks."""
     generator = torch.Generator().manual_seed(seed)
     data = TensorDataset(torch.randn(rows, 6, generator=generator), torch.randn(rows, 1, generator=generator))
     if shuffle and ranks > 1:
@@ -88,7 +88,7 @@ def loader(seed: int, rows: int, *, shuffle: bool, ranks: int = 1) -> StatefulDa
 def fit(
     folder: Path, *callbacks: Callback, plateau: bool = False, ranks: int = 1, rows: object = None, **options: object
 ) -> tuple[Trainer, Module]:
-    """Train: shuffled data, accumulation, validations twice in an epoch."""
+    """Train with shuffled data, accumulation, and two validations in an epoch."""
     seed_everything(5, verbose=False)
     given = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, "val_check_interval": 0.5} | options
     quiet = {
@@ -102,7 +102,7 @@ def fit(
     module = Module(plateau=plateau)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The '.*_dataloader' does not have many workers")
-        # What torch says to torchdata and to Lightning.
+        # Hide warnings of torch about torchdata and Lightning.
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")
         warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated")
         trainer.fit(module, rows or loader(1, ROWS, shuffle=True, ranks=ranks), loader(2, 8, shuffle=False))
@@ -110,7 +110,7 @@ def fit(
 
 
 def outcome(trainer: Trainer, module: Module) -> dict[str, Any]:
-    """All that a resume must not change."""
+    """Return everything that a resume must not change."""
     return {
         "model": dict(module.state_dict()),
         "optimizer": trainer.optimizers[0].state_dict(),
@@ -121,7 +121,7 @@ def outcome(trainer: Trainer, module: Module) -> dict[str, Any]:
 
 
 def main(folder: Path, every: int, kill_at: int) -> None:
-    """Train from what the store has; die at a step."""
+    """Train from the newest checkpoint; kill the process at a step."""
     torch.set_num_threads(1)
     callback = AsymcheckCallback(Store.open(folder / "store", create=True), every=every, keep=None)
     fit(folder, callback, KillAt(kill_at, callback))

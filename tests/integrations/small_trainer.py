@@ -1,4 +1,4 @@
-"""A transformers Trainer of a tiny GPT-2; as a script, it is killed at a step."""
+"""Run a transformers Trainer of a tiny GPT-2; as a script, it is killed at a step."""
 
 import os
 import signal
@@ -24,22 +24,22 @@ from asymcheck.integrations.transformers import AsymcheckCallback
 EPOCHS, ROWS, BATCH, ACCUMULATE = 3, 44, 2, 2
 STEPS_IN_EPOCH = ROWS // BATCH // ACCUMULATE
 STEPS = EPOCHS * STEPS_IN_EPOCH
-# What a Trainer logs of the machine and not of the training.
+# Log entries about the machine instead of the training.
 TIMES = ("runtime", "per_second")
 
 
 class Begun(TrainerCallback):
-    """Notes the number of steps that were done when the training began."""
+    """Records the number of completed steps at the start of the training."""
 
     step = -1
 
     def on_train_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
-        """Note the step."""
+        """Record the step."""
         self.step = state.global_step
 
 
 class KillAt(TrainerCallback):
-    """SIGKILL when a step is done, before it is logged; the checkpoints begun until then are complete in memory."""
+    """Sends SIGKILL after a step, before it is logged, when the checkpoints in flight are complete in memory."""
 
     def __init__(self, step: int, checkpoints: AsymcheckCallback, settles_at: int = -1) -> None:
         self.step, self.settles_at = step, settles_at
@@ -48,7 +48,7 @@ class KillAt(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Die."""
+        """Kill the process."""
         if state.global_step == self.settles_at:
             self.checkpoints._training.checkpointer.wait()
         if state.global_step == self.step:
@@ -57,14 +57,14 @@ class KillAt(TrainerCallback):
 
 
 def rows(seed: int) -> list[dict[str, torch.Tensor]]:
-    """Token sequences, the same for the same seed."""
+    """Return token sequences that depend only on the seed."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(50, (ROWS, 8), generator=generator)
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
 def make_trainer(folder: Path, **options: object) -> Trainer:
-    """Dropout, shuffled data, accumulation, a schedule, evaluations that draw random numbers, and rare logs."""
+    """Return a Trainer with dropout, shuffled data, accumulation, a schedule, random evaluations and rare logs."""
     set_seed(7)
     config = GPT2Config(
         vocab_size=50, n_positions=8, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, pad_token_id=0
@@ -90,7 +90,7 @@ def make_trainer(folder: Path, **options: object) -> Trainer:
 
 
 def log_of(trainer: Trainer) -> list[dict[str, float]]:
-    """All that was logged but times, to the last bit."""
+    """Return the log without times, to the last bit."""
     return [
         {name: value for name, value in sorted(entry.items()) if not name.endswith(TIMES)}
         for entry in trainer.state.log_history
@@ -98,7 +98,7 @@ def log_of(trainer: Trainer) -> list[dict[str, float]]:
 
 
 def outcome(trainer: Trainer) -> dict[str, Any]:
-    """All that a resume must not change; of the summary at the end, only what is of the whole training."""
+    """Return everything that a resume must not change; of the final summary, only values of the whole training."""
     log = log_of(trainer)
     return {
         "train_loss": log[-1]["train_loss"],
@@ -112,7 +112,7 @@ def outcome(trainer: Trainer) -> dict[str, Any]:
 
 
 def main(folder: Path, every: int, kill_at: int) -> None:
-    """Train from what the store has; die at a step."""
+    """Train from the newest checkpoint; kill the process at a step."""
     torch.set_num_threads(1)
     trainer = make_trainer(folder)
     callback = AsymcheckCallback(Store.open(folder / "store", create=True), every=every, keep=None)

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint saves into a store and loads from it, with any number of ranks."""
+"""Test torch.distributed.checkpoint with a store, for any number of ranks."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def example() -> dict[str, Any]:
-    """What DCP takes apart, and what it takes for one value."""
+    """Return a state that DCP flattens, with entries that it keeps as one value."""
     generator = torch.Generator().manual_seed(3)
     return {
         "model": {"layer.weight": torch.randn(6, 4, generator=generator), "half": torch.ones(3).bfloat16()},
@@ -57,7 +57,7 @@ def emptied(value: object) -> Any:  # noqa: ANN401 - of the type of what is give
 
 
 def test_a_state_comes_back(store_path: Path) -> None:
-    """Through DCP, in place; and through the store, to which it is a checkpoint like any other."""
+    """Test a restore in place by DCP, and by the store, which sees an ordinary checkpoint."""
     with Store.open(store_path, create=True) as store:
         writer = AsymcheckWriter(store, step=5, metrics={"loss": 2.5}, run="dcp")
         dcp.save(example(), storage_writer=writer)
@@ -75,7 +75,7 @@ def test_a_state_comes_back(store_path: Path) -> None:
 
 
 def test_state_is_created_from_metadata(store_path: Path) -> None:
-    """As by torch's own converter."""
+    """Test a load like that of torch's own converter."""
     with Store.open(store_path, create=True) as store:
         dcp.save(example(), storage_writer=AsymcheckWriter(store, step=0))
         state: dict[str, Any] = {}
@@ -86,7 +86,7 @@ def test_state_is_created_from_metadata(store_path: Path) -> None:
 
 
 def test_values_are_not_pickled(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DCP would call torch.save for each of them."""
+    """Test values for which DCP would call torch.save."""
     with Store.open(store_path, create=True) as store:
         with monkeypatch.context() as patched:
             patched.setattr(torch, "save", None)
@@ -97,7 +97,7 @@ def test_values_are_not_pickled(store_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_empty_mapping_in_a_list_is_lost(store_path: Path) -> None:
-    """DCP has no entry for it, so others keep their numbers, as in a load by DCP."""
+    """Test that other entries keep their numbers, as in a load by DCP."""
     with Store.open(store_path, create=True) as store:
         dcp.save({"list": [{}, {"a": torch.ones(1)}]}, storage_writer=AsymcheckWriter(store, step=0))
         assert_same(store.load(), {"list": {1: {"a": torch.ones(1)}}})
@@ -108,7 +108,7 @@ def test_empty_mapping_in_a_list_is_lost(store_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [{"w": torch.ones(1), "n": 3}, [torch.ones(1)], [[{"n": 3}]]])
 def test_a_planner_that_leaves_the_state_whole_is_refused(store_path: Path, value: object) -> None:
-    """What it saves would be taken apart, and it would find nothing by its names. A flat state it may save."""
+    """Test a state that would be flattened and not found by its names; a flat state is allowed."""
     flat = {"t": torch.ones(3), "pair": (torch.zeros(2), 7), "numbers": [1, [2, 3]], "none": None}
     with Store.open(store_path, create=True) as store:
         planner = DefaultSavePlanner(flatten_state_dict=False)
@@ -123,7 +123,7 @@ def test_a_planner_that_leaves_the_state_whole_is_refused(store_path: Path, valu
 
 
 def test_other_dtypes_are_converted(store_path: Path) -> None:
-    """As DCP's own reader does it: a float32 checkpoint loads into a bfloat16 model."""
+    """Test a float32 checkpoint and a bfloat16 model, as with DCP's own reader."""
     weights = torch.randn(5, 3)
     with Store.open(store_path, create=True) as store:
         dcp.save({"w": weights}, storage_writer=AsymcheckWriter(store, step=0))
@@ -133,7 +133,7 @@ def test_other_dtypes_are_converted(store_path: Path) -> None:
 
 
 def test_checkpoints_of_a_checkpointer_can_be_loaded(store_path: Path) -> None:
-    """DCP's names are the dotted names of a state, whoever saved it."""
+    """Test that DCP's names are the dotted names of a state."""
     model = torch.nn.Linear(4, 2)
     with Store.open(store_path, create=True) as store:
         with Checkpointer(
@@ -146,7 +146,7 @@ def test_checkpoints_of_a_checkpointer_can_be_loaded(store_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_gives_way(store_path: Path) -> None:
-    """The newest whose packs are there is described and read, with a warning."""
+    """Test that the newest checkpoint with existing packs is loaded, with a warning."""
     with Store.open(store_path, create=True) as store:
         dcp.save({"w": torch.ones(1 << 16)}, storage_writer=AsymcheckWriter(store, step=1))
         first = set((store_path / "packs").rglob("*"))
@@ -163,7 +163,7 @@ def test_a_damaged_checkpoint_gives_way(store_path: Path) -> None:
 
 
 def test_unsafe_save_is_refused(store_path: Path) -> None:
-    """Cached plans would reuse their save id; without an exchange of plans, ranks have none in common."""
+    """Test cached plans, which would reuse a save id, and saves without an exchange of plans."""
     with Store.open(store_path, create=True) as store:
         planner = DefaultSavePlanner(enable_plan_caching=True)
         with pytest.raises(CheckpointException, match="enable_plan_caching=False"):
@@ -174,7 +174,7 @@ def test_unsafe_save_is_refused(store_path: Path) -> None:
 
 
 def test_an_id_of_dcp_and_a_second_use_are_refused(store_path: Path) -> None:
-    """Where they would be passed over, another checkpoint than the one that is meant would be saved or loaded."""
+    """Test arguments that would be ignored, so that another checkpoint would be saved or loaded."""
     with Store.open(store_path, create=True) as store:
         writer = AsymcheckWriter(store, step=1)
         for call in (
@@ -187,7 +187,7 @@ def test_an_id_of_dcp_and_a_second_use_are_refused(store_path: Path) -> None:
             with pytest.raises(InvalidInputError, match=r"checkpoint_id=.*step-1'.* by Asymcheck.*er\(store, step=…\)"):
                 call()
         assert store.checkpoints() == []
-        # The place of the store is what frameworks may give: it is right.
+        # Frameworks may pass the path of the store, which is correct.
         dcp.save(example(), storage_writer=writer, checkpoint_id=store_path)
         with pytest.raises(CheckpointException, match="already saved step 1 of run 'default'"):
             dcp.save(example(), storage_writer=writer)
@@ -196,7 +196,7 @@ def test_an_id_of_dcp_and_a_second_use_are_refused(store_path: Path) -> None:
 
 
 def test_ranks_with_different_checkpoints_are_refused(store_path: Path) -> None:
-    """Another one may have been saved in between; all ranks must load the same one."""
+    """Test ranks between whose reads another checkpoint was saved: all must load the same one."""
     refs = [CheckpointRef(1, step, SaveId(bytes([step] * 16))) for step in (3, 3, 4)]
     with Store.open(store_path, create=True) as store:
         reader = AsymcheckReader(store)
@@ -207,14 +207,14 @@ def test_ranks_with_different_checkpoints_are_refused(store_path: Path) -> None:
 
 
 def in_order(value: object) -> object:
-    """Return a state with the keys of every mapping in one order."""
+    """Return a state with the keys of every mapping in sorted order."""
     if isinstance(value, dict):
         return {key: in_order(value[key]) for key in sorted(value)}
     return [in_order(item) for item in value] if isinstance(value, list) else value
 
 
 def ranks(count: int, what: str, folder: Path) -> dict[str, Any]:
-    """Let that many ranks save or load; return all that they had then, put together."""
+    """Save or load on that many ranks; return their whole state."""
     script = str(Path(dcp_ranks.__file__).resolve())
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     done = subprocess.run([*launcher, script, what, str(folder)], check=False, capture_output=True, text=True)
@@ -224,7 +224,7 @@ def ranks(count: int, what: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_saved_by_four_ranks_and_loaded_by_two(tmp_path: Path) -> None:
-    """Sharded by FSDP2, saved at once and beside the training; also one process can load all of it."""
+    """Test FSDP2 with save and async_save; one process can also load the state."""
     saved = ranks(4, "save", tmp_path)
     assert_same(ranks(2, "load", tmp_path), saved)
     with Store.open(tmp_path / "store", read_only=True) as store:
@@ -244,6 +244,6 @@ def test_saved_by_four_ranks_and_loaded_by_two(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [partial(AsymcheckWriter, step=1), AsymcheckReader])
 def test_invalid_store_is_refused_at_once(make: Callable[[object], object]) -> None:
-    """A path, for instance, would fail in the middle of a save."""
+    """Test a path, which would otherwise fail in the middle of a save."""
     with pytest.raises(InvalidInputError, match="is not a Store"):
         make("checkpoints")

@@ -1,4 +1,4 @@
-"""DeepSpeed engines: saved on every rank, killed, and resumed bit for bit, also with other ranks and stages."""
+"""Test DeepSpeed engines: saved on every rank, killed, and resumed bit for bit, also with other ranks and stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.distributed.job import LIMIT_S, Meeting
 from tests.integrations.deepspeed_configs import COMPARED, CONFIGS, EVERY, KILLED_IN, STEPS
 from tests.zygote import Zygote
 
-# What two ranks train first is for all of these.
+# The first training of two ranks is shared by all tests.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deepspeed")]
 PROGRAM = "tests.integrations.deepspeed_ranks"
 Told = dict[str, Any]
@@ -28,7 +28,7 @@ Told = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def meeting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Meeting]:
-    """Where the ranks find each other."""
+    """Return the rendezvous of the ranks."""
     zygote = Zygote(tmp_path_factory.mktemp("zygote"), "deepspeed")
     yield Meeting(zygote)
     zygote.close()
@@ -36,19 +36,19 @@ def meeting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Meeting]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two ranks train and nobody is killed."""
+    """Return the folder of a training of two ranks without a kill."""
     return tmp_path_factory.mktemp("whole")
 
 
 @pytest.fixture(scope="module")
 def whole(meeting: Meeting, folder: Path) -> list[Told]:
-    """What each of them told of each engine."""
+    """Return the reports of each rank on each engine."""
     return [one["whole"] for one in meeting.launch("whole", 2, folder, program=PROGRAM).wait()]
 
 
 @pytest.mark.slow
 def test_resumed_training_is_identical(meeting: Meeting, whole: list[Told], tmp_path: Path) -> None:
-    """Rank 1 is killed during a step, and rank 0 while waiting; losses and tensors are equal."""
+    """Test a kill of rank 1 during a step, and of rank 0 while it waits: losses and tensors are equal."""
     job = meeting.launch("killed", 2, tmp_path, program=PROGRAM)
     assert job.processes[1].has_ended(LIMIT_S), job.output(1)
     job.processes[1].wait_killed()
@@ -68,7 +68,7 @@ def test_resumed_training_is_identical(meeting: Meeting, whole: list[Told], tmp_
 def test_one_rank_with_another_stage_reads_two_ranks(
     meeting: Meeting, whole: list[Told], folder: Path, tmp_path: Path
 ) -> None:
-    """It has whole tensors, equal to those of the two ranks."""
+    """Test that its whole tensors equal those of the two ranks."""
     shutil.copytree(folder / "store", tmp_path / "store")
     (told,) = meeting.launch("others,refused", 1, tmp_path, program=PROGRAM).wait()
     for what, digest in told["others"].items():
@@ -90,7 +90,7 @@ def test_one_rank_with_another_stage_reads_two_ranks(
 
 @pytest.mark.slow
 def test_weights_and_moments_are_copied_beside_the_training(whole: list[Told]) -> None:
-    """They are copied at the fence here, and every capture is compared in full with what there was in step()."""
+    """Test copies at the fence, with a full comparison of every capture with the state in step()."""
     beside = ("engine.weights.", "engine.optimizer.")
     for told in whole:
         for name in CONFIGS:
@@ -103,7 +103,7 @@ def test_weights_and_moments_are_copied_beside_the_training(whole: list[Told]) -
 def test_a_folder_of_deepspeed_becomes_whole_tensors(
     whole: list[Told], folder: Path, tmp_path: Path, name: str
 ) -> None:
-    """Weights are those that DeepSpeed's own program makes of it; moments are those that the engine had."""
+    """Test weights against DeepSpeed's own program, and moments against the engine."""
     saved = folder / "saved" / name
     done = CliRunner().invoke(commands, ["convert", str(saved), str(tmp_path / "store"), "--step", str(STEPS)])
     assert done.exit_code == 0, done.output
@@ -117,7 +117,7 @@ def test_a_folder_of_deepspeed_becomes_whole_tensors(
         expected = torch.load(folder / f"{name}.pt", weights_only=True)
         assert weights.keys() == {"first.weight", "first.bias", "second.weight", "second.bias", "third.bias"}
         assert all(torch.equal(weights[key], expected[key]) for key in weights)
-        # Without what is not trained, in stage 1.
+        # Frozen weights are missing in stage 1.
         assert state["model"].keys() - expected.keys() <= {"last.weight", "last.bias"}
     for key, tensor in expected.items():
         assert torch.equal(state["model"][key].float(), tensor), key
@@ -136,19 +136,19 @@ def test_a_folder_of_deepspeed_becomes_whole_tensors(
 
 
 class Hostile:
-    """What runs a program when it is unpickled."""
+    """Runs a program when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Say so."""
+        """Return the program."""
         return (Path.touch, (self.path,))
 
 
 @pytest.mark.slow
 def test_folders_that_lack_files_or_hold_programs_are_refused(whole: list[Told], folder: Path, tmp_path: Path) -> None:
-    """Nothing in them is run, and no store is made."""
+    """Test that no code in them is run, and that no store is created."""
     for name in ("one", "three"):
         copy = tmp_path / name
         shutil.copytree(folder / "saved" / name, copy)
@@ -169,7 +169,7 @@ def test_folders_that_lack_files_or_hold_programs_are_refused(whole: list[Told],
 
 
 def refused(folder: Path) -> str:
-    """Return why a folder is not read; nothing when it is."""
+    """Return the error of a folder, or nothing."""
     try:
         with foreign_state(folder):
             return ""

@@ -1,4 +1,4 @@
-"""Integrations do not import other libraries unless used."""
+"""Test that integrations do not import other libraries unless used."""
 
 import subprocess
 import sys
@@ -15,6 +15,6 @@ print([name for name in heavy if name in sys.modules])
 
 @pytest.mark.slow
 def test_integrations_are_imported_on_demand() -> None:
-    """The package, its commands and converters do not import them."""
+    """Test the package, its commands and converters."""
     done = subprocess.run([sys.executable, "-c", CODE], check=True, capture_output=True, text=True)
     assert done.stdout == "[]\n"

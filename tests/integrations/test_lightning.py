@@ -1,4 +1,4 @@
-"""A killed and resumed Lightning fit has the same numbers as an uninterrupted one."""
+"""Test that a killed and resumed Lightning fit has the same numbers as an uninterrupted one."""
 
 import logging
 import signal
@@ -21,7 +21,7 @@ from tests.integrations import launch_ranks, small_fit
 from tests.integrations.small_fit import ACCUMULATE, BATCHES, STEPS, STEPS_IN_EPOCH, Trainer, fit, outcome
 from tests.store.equality import assert_same
 
-# What they share takes longer than they do.
+# Starting the common runs takes longer than the tests.
 pytestmark = pytest.mark.xdist_group("lightning")
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -34,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Run:
-    """A run that was not stopped, with a checkpoint of each step."""
+    """An uninterrupted run with a checkpoint of each step."""
 
     def __init__(self, kind: str, folder: Path) -> None:
         self.options = KINDS[kind]
@@ -49,14 +49,14 @@ class Run:
 
 @pytest.fixture(scope="module", params=KINDS)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One for each way to end and to schedule."""
+    """Return a run for each kind of end and schedule."""
     return Run(request.param, tmp_path_factory.mktemp("whole"))
 
 
 @pytest.mark.slow(quick=["steps-17"])
 @pytest.mark.parametrize("step", [1, 3, STEPS_IN_EPOCH, STEPS_IN_EPOCH + 1, 2 * STEPS_IN_EPOCH, STEPS - 1])
 def test_resumed_at_any_place(step: int, run: Run) -> None:
-    """In an epoch, behind a validation and at the end of an epoch; the rest is trained with the same losses."""
+    """Test positions within an epoch, after a validation and at the end of an epoch: the losses are equal."""
     with Store.open(run.folder / "store", create=True) as store:
         trainer, module = fit(run.folder, AsymcheckCallback(store, every=1, resume=step, keep=None), **run.options)
     first = step // STEPS_IN_EPOCH * BATCHES + step % STEPS_IN_EPOCH * ACCUMULATE
@@ -65,7 +65,7 @@ def test_resumed_at_any_place(step: int, run: Run) -> None:
 
 
 def test_killed_and_resumed_is_as_never_killed(tmp_path: Path) -> None:
-    """SIGKILL in the second epoch, behind a checkpoint; every loss and every bit is the same."""
+    """Test SIGKILL in the second epoch, after a checkpoint: every loss and every bit is equal."""
     whole = fit(tmp_path)
     script = str(Path(small_fit.__file__).resolve())
     killed = subprocess.run([sys.executable, script, str(tmp_path), "4", "10"], check=False, capture_output=True)
@@ -81,7 +81,7 @@ def test_killed_and_resumed_is_as_never_killed(tmp_path: Path) -> None:
 
 
 def test_resumed_when_all_is_done(tmp_path: Path) -> None:
-    """Nothing is trained, and the model is the trained one."""
+    """Test that nothing is trained, and that the model is the trained one."""
     with Store.open(tmp_path / "store", create=True) as store:
         _, trained = fit(tmp_path, AsymcheckCallback(store, keep=None))
         _, again = fit(tmp_path, AsymcheckCallback(store, keep=None))
@@ -90,7 +90,7 @@ def test_resumed_when_all_is_done(tmp_path: Path) -> None:
 
 
 def test_states_of_other_callbacks(tmp_path: Path) -> None:
-    """A callback that stops when nothing gets better goes on counting where it was."""
+    """Test that a callback for early stopping continues its count."""
 
     def stopping() -> EarlyStopping:
         return EarlyStopping("val_loss", patience=100, min_delta=10)
@@ -103,16 +103,16 @@ def test_states_of_other_callbacks(tmp_path: Path) -> None:
 
 
 class Fails(Callback):
-    """Raises after some steps."""
+    """Raises an error after some steps."""
 
     def on_train_batch_end(self, trainer: Trainer, *_: object) -> None:
-        """Raise."""
+        """Raise the error."""
         if trainer.global_step == 5:
             raise InvalidInputError("on purpose")
 
 
 def test_captures_are_durable_after_a_failed_fit(tmp_path: Path) -> None:
-    """The exception is raised, and earlier checkpoints are in the store."""
+    """Test that the error is raised, and that earlier checkpoints are in the store."""
     with Store.open(tmp_path / "store", create=True) as store:
         with pytest.raises(InvalidInputError, match="on purpose"):
             fit(tmp_path, AsymcheckCallback(store, every=2, keep=None), Fails())
@@ -120,7 +120,7 @@ def test_captures_are_durable_after_a_failed_fit(tmp_path: Path) -> None:
 
 
 def test_not_resumed_unless_asked(tmp_path: Path) -> None:
-    """resume=False begins from nothing, and says that what is stored is abandoned."""
+    """Test that resume=False starts from scratch, with a warning about abandoned checkpoints."""
     with Store.open(tmp_path / "store", create=True) as store:
         _, first = fit(tmp_path, AsymcheckCallback(store, keep=None))
         with pytest.warns(AbandonedCheckpointsWarning):
@@ -131,7 +131,7 @@ def test_not_resumed_unless_asked(tmp_path: Path) -> None:
 
 
 class Adversaries(LightningModule):
-    """Two optimizers, of which the second begins some batches later: what Lightning counts goes 4, 5, 7, 9."""
+    """Two optimizers, of which the second begins later: Lightning counts 4, 5, 7, 9."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,11 +139,11 @@ class Adversaries(LightningModule):
         self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)])
 
     def configure_optimizers(self) -> Any:  # noqa: ANN401 - as Lightning has it
-        """One for each layer."""
+        """Return an optimizer for each layer."""
         return [torch.optim.SGD(layer.parameters(), 0.1) for layer in self.layers]
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> None:
-        """One batch."""
+        """Train one batch."""
         for layer, optimizer in list(zip(self.layers, self.optimizers(), strict=True))[: 1 if index < 5 else 2]:
             optimizer.zero_grad()
             self.manual_backward(layer(batch[0]).square().mean())
@@ -154,7 +154,7 @@ class Adversaries(LightningModule):
     "ignore:.*LeafSpec.* is deprecated", "ignore:The '.*_dataloader' does not have many workers"
 )
 def test_several_optimizers_are_saved_as_often_as_one(tmp_path: Path) -> None:
-    """Even if the number of their steps is never a multiple of the interval."""
+    """Test step counts that are never a multiple of the interval."""
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     with Store.open(tmp_path / "store", create=True) as store:
         callback = AsymcheckCallback(store, every=10, keep=None)
@@ -165,12 +165,12 @@ def test_several_optimizers_are_saved_as_often_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path) -> None:
-    """DDP, by Lightning's own launcher: one of two is killed, which ends the other; on both every bit is the same."""
+    """Test DDP by Lightning's own launcher: one of two ranks is killed, which ends the other; every bit is equal."""
     launch_ranks.by_lightning(tmp_path, "kill", 7, expect=-signal.SIGKILL)
     launch_ranks.by_lightning(tmp_path, "compare", *range(1, 9))
     told = launch_ranks.told(tmp_path)
     killed, *others = told[0]["first"]
-    # The first batch; a step takes two. What was in flight at the kill is resumed if both ranks had it in memory.
+    # The first batch; a step needs two. A capture in flight at the kill is restored if both ranks had it in memory.
     assert killed in (8, 12)
     assert others == [0, *range(2, 18, 2)]
     assert told[1]["first"] == told[0]["first"]
@@ -179,7 +179,7 @@ def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path) -> None:
 
 
 def test_a_sampler_that_lightning_wraps_is_refused(tmp_path: Path) -> None:
-    """Its order is drawn from a generator that no state of the loader has. Wrapped here as Lightning does for ranks."""
+    """Test a sampler as Lightning wraps it for ranks: no state of the loader has its random order."""
     drawn = WeightedRandomSampler([1.0] * 8, 8)
     rows = DataLoader(torch.randn(8, 6), sampler=DistributedSamplerWrapper(drawn, num_replicas=1, rank=0))
     with Store.open(tmp_path / "store", create=True) as store, pytest.raises(InvalidInputError, match="RandomSampler"):

@@ -1,4 +1,4 @@
-"""A StatefulDataLoader of torchdata in the state continues with the next sample."""
+"""Test that a StatefulDataLoader of torchdata in the state continues with the next sample."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,13 +10,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from asymcheck import Checkpointer, RngState, Store
 
-# Of torch, to torchdata.
+# Hide warnings of torch about torchdata.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 ROWS, BATCH, EPOCHS = 23, 4, 3
 
 
 class Counting(IterableDataset[int]):
-    """Rows that come one after the other, with a place that can be stored."""
+    """Consecutive rows, with a position that can be stored."""
 
     def __init__(self) -> None:
         self.place = 0
@@ -28,23 +28,23 @@ class Counting(IterableDataset[int]):
         self.place = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the place."""
+        """Return the position."""
         return {"place": self.place}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go there."""
+        """Restore the position."""
         self.place = state["place"]
 
 
 def loader(kind: str) -> StatefulDataLoader:
-    """Shuffled rows, also with workers; or a stream."""
+    """Return shuffled rows, also with workers, or a stream."""
     if kind == "stream":
         return StatefulDataLoader(Counting(), batch_size=BATCH)
     return StatefulDataLoader(range(ROWS), batch_size=BATCH, shuffle=True, num_workers=2 * (kind == "workers"))
 
 
 def train(store: Store, kind: str, stop: int) -> list[list[int]]:
-    """Go through the data from where the store has it, up to a batch; return the batches of this run."""
+    """Train on data from the newest checkpoint up to a batch; return the batches of this run."""
     torch.manual_seed(5 if not store.checkpoints() else 6)
     place, weights, rows = {"epoch": 0}, torch.zeros(5_000), loader(kind)
     state: dict[str, object] = {"loader": rows, "rng": RngState(), "place": place, "weights": weights}
@@ -58,7 +58,7 @@ def train(store: Store, kind: str, stop: int) -> list[list[int]]:
                 seen.append(batch.tolist())
                 checkpointer.step(step)
                 if step == stop:
-                    # Else the garbage collector does it, where torchdata waits five seconds for each worker.
+                    # Close the workers here. The garbage collector would wait five seconds for each worker.
                     getattr(rows._iterator, "_shutdown_workers", int)()
                     return seen
                 step += 1
@@ -69,7 +69,7 @@ def train(store: Store, kind: str, stop: int) -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shuffled", "workers", "stream"])
 def test_a_resumed_run_goes_on_with_the_next_sample(kind: str, tmp_path: Path) -> None:
-    """Stopped within an epoch, and at its last batch."""
+    """Test a stop within an epoch, and at its last batch."""
     with Store.open(tmp_path / "whole", create=True) as store:
         whole = train(store, kind, 10**6)
     assert len(whole) == EPOCHS * -(-ROWS // BATCH)

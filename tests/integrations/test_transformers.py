@@ -1,4 +1,4 @@
-"""A killed and resumed transformers Trainer has the same numbers as an uninterrupted one."""
+"""Test that a killed and resumed transformers Trainer has the same numbers as an uninterrupted one."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ from tests.integrations import launch_ranks, small_trainer
 from tests.integrations.small_trainer import STEPS, STEPS_IN_EPOCH, Begun, log_of, make_trainer, outcome
 from tests.store.equality import assert_same
 
-# What they share takes longer than they do.
+# Starting the common runs takes longer than the tests.
 pytestmark = pytest.mark.xdist_group("transformers")
 
 transformers.utils.logging.set_verbosity_error()
@@ -29,7 +29,7 @@ transformers.utils.logging.set_verbosity_error()
 
 @pytest.fixture(scope="module")
 def never_killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The outcome of a Trainer without the callback."""
+    """Return the outcome of a Trainer without the callback."""
     trainer = make_trainer(tmp_path_factory.mktemp("whole"))
     trainer.train()
     return outcome(trainer)
@@ -47,7 +47,7 @@ def resumed(folder: Path, *, step: int | None = None, every: int = 4) -> tuple[T
 
 @pytest.mark.slow
 def test_killed_and_resumed_is_as_never_killed(tmp_path: Path, never_killed: dict[str, Any]) -> None:
-    """SIGKILL in the second epoch, behind a checkpoint, between two logs; every log and every bit is the same."""
+    """Test SIGKILL in the second epoch, after a checkpoint, between two logs: every log and every bit is equal."""
     script = str(Path(small_trainer.__file__).resolve())
     killed = subprocess.run([sys.executable, script, str(tmp_path), "4", "18"], check=False, capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
@@ -63,7 +63,7 @@ def test_killed_and_resumed_is_as_never_killed(tmp_path: Path, never_killed: dic
 
 @pytest.fixture(scope="module")
 def full_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with the checkpoints of all steps of a run that was not stopped."""
+    """Return a store with checkpoints of all steps of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("full")
     resumed(folder, every=1)
     return folder
@@ -72,7 +72,7 @@ def full_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [1, STEPS_IN_EPOCH, 10, 12, 30, STEPS - 1])
 def test_resumed_at_any_place(step: int, full_store: Path, never_killed: dict[str, Any]) -> None:
-    """In an epoch and at the end of one, behind a log, behind an evaluation, and behind both."""
+    """Test positions within and at the end of an epoch, after a log, after an evaluation, and after both."""
     trainer, begun = resumed(full_store, step=step, every=1)
     assert begun == step
     assert_same(outcome(trainer), never_killed)
@@ -80,7 +80,7 @@ def test_resumed_at_any_place(step: int, full_store: Path, never_killed: dict[st
 
 @pytest.mark.slow
 def test_resumed_when_all_is_done(full_store: Path, never_killed: dict[str, Any]) -> None:
-    """Nothing is trained, and the model is the trained one."""
+    """Test that nothing is trained, and that the model is the trained one."""
     trainer, _ = resumed(full_store, step=STEPS)
     assert_same(dict(trainer.model.state_dict()), never_killed["model"])
     assert trainer.state.global_step == STEPS
@@ -88,7 +88,7 @@ def test_resumed_when_all_is_done(full_store: Path, never_killed: dict[str, Any]
 
 @pytest.mark.slow
 def test_the_best_model_at_the_end(tmp_path: Path) -> None:
-    """The last checkpoint is the state of the last step, though the Trainer then puts the best model in its place."""
+    """Test that the last checkpoint is the last step, although the Trainer then loads the best model."""
     options = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 6, "learning_rate": 0.5}
     with Store.open(tmp_path / "store", create=True) as store:
         callback = AsymcheckCallback(store, every=100, keep=None)
@@ -103,7 +103,7 @@ def test_the_best_model_at_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_states_of_other_callbacks(tmp_path: Path) -> None:
-    """A callback that stops when nothing gets better goes on counting where it was."""
+    """Test that a callback for early stopping continues its count."""
     options = {"metric_for_best_model": "eval_loss", "greater_is_better": False, "learning_rate": 0.5}
     options["restore_callback_states_from_checkpoint"] = True
 
@@ -125,7 +125,7 @@ def test_states_of_other_callbacks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_trainer_is_restored_after_the_resume(tmp_path: Path, full_store: Path) -> None:
-    """The temporary folder is gone, and the Trainer loads weights from folders again."""
+    """Test that the temporary folder is deleted, and that the Trainer can load weights from folders again."""
     with Store.open(full_store / "store", create=True) as store:
         callback = AsymcheckCallback(store, every=100, keep=None)
         trainer = make_trainer(tmp_path)
@@ -139,7 +139,7 @@ def test_trainer_is_restored_after_the_resume(tmp_path: Path, full_store: Path) 
 
 @pytest.mark.slow
 def test_a_start_that_would_not_be_exact_is_refused(tmp_path: Path, full_store: Path) -> None:
-    """Without resume(), and without giving what it returned to train()."""
+    """Test a call without resume(), and a result of resume() that is not passed to train()."""
     with Store.open(full_store / "store", create=True) as store:
         callback = AsymcheckCallback(store, keep=None)
         trainer = make_trainer(tmp_path)
@@ -156,13 +156,13 @@ def test_a_start_that_would_not_be_exact_is_refused(tmp_path: Path, full_store: 
     [({"auto_find_batch_size": True}, "smaller batches"), ({"ignore_data_skip": True}, "ignore_data_skip")],
 )
 def test_trainers_that_cannot_be_resumed(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    """They are named before anything is read."""
+    """Test that the error is raised before anything is read."""
     with Store.open(tmp_path / "store", create=True) as store, pytest.raises(InvalidInputError, match=reason):
         AsymcheckCallback(store, keep=None).resume(make_trainer(tmp_path, **options))
 
 
 def test_nothing_to_resume_from(tmp_path: Path) -> None:
-    """On the first start there is None, which train() takes as well; a step that is not there is an error."""
+    """Test None on the first start, which train() accepts, and the error for a missing step."""
     with Store.open(tmp_path / "store", create=True) as store:
         callback = AsymcheckCallback(store, keep=None)
         trainer = make_trainer(tmp_path)
@@ -173,12 +173,12 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path) -> None:
-    """DDP: one of two is killed, the other taken down; started again by torchrun, on both every bit is the same."""
+    """Test DDP: one of two ranks is killed, torchrun restarts both, and every bit is equal."""
     launch_ranks.one_is_killed(tmp_path, 9)
     launch_ranks.by_torchrun(tmp_path, "compare", 1, 6, 7, 12, 17)
     told = launch_ranks.told(tmp_path)
     killed, *others = told[0]["first"]
-    # What was in flight at the kill is resumed if both ranks had it in memory.
+    # A capture in flight at the kill is restored if both ranks had it in memory.
     assert killed in (6, 8)
     assert others == [0, 1, 6, 7, 12, 17]
     assert told[1]["first"] == told[0]["first"]
@@ -187,7 +187,7 @@ def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path) -> None:
 
 
 def test_leftover_of_a_killed_resume_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the next one; folders of running processes, and foreign ones, stay."""
+    """Test that the next resume removes it; folders of running processes, and foreign ones, stay."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = "import sys, asymcheck.convert.export_target as t; print(t.make_temporary_folder(sys.argv[1]))"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""A rank of a Trainer of transformers or Lightning that is killed, or resumes and compares."""
+"""Run a rank of a Trainer of transformers or Lightning that is killed, or resumes and compares."""
 
 import json
 import os
@@ -22,7 +22,7 @@ Train = Callable[[Path, "Store | None", Knobs, int, "int | None"], Outcome]
 
 
 def by_transformers(folder: Path, store: Store | None, knobs: Knobs, kill_at: int, step: int | None) -> Outcome:
-    """Train to the end from what the store has, if there is one; return what came out, on this rank."""
+    """Train to the end from the newest checkpoint, if there is a store; return the outcome of this rank."""
     import transformers
 
     from asymcheck.integrations.transformers import AsymcheckCallback
@@ -31,7 +31,7 @@ def by_transformers(folder: Path, store: Store | None, knobs: Knobs, kill_at: in
     transformers.utils.logging.set_verbosity_error()
     trainer, begun = make_trainer(folder), Begun()
     trainer.add_callback(begun)
-    # Each rank has random numbers of its own.
+    # Each rank has different random numbers.
     torch.rand(RANK)
     resume = None
     if store is not None:
@@ -43,7 +43,7 @@ def by_transformers(folder: Path, store: Store | None, knobs: Knobs, kill_at: in
 
 
 def by_lightning(folder: Path, store: Store | None, knobs: Knobs, kill_at: int, step: int | None) -> Outcome:
-    """Likewise."""
+    """Train to the end with Lightning."""
     from asymcheck.integrations.lightning import AsymcheckCallback
     from tests.integrations.small_fit import Differing, KillAt, fit, outcome
 
@@ -58,7 +58,7 @@ def by_lightning(folder: Path, store: Store | None, knobs: Knobs, kill_at: int, 
 def train(
     by: Train, folder: Path, store: str = "", *, every: int = 1, kill_at: int = -1, step: int | None = None
 ) -> Outcome:
-    """Train with a store of that name in a folder, or with none."""
+    """Train with a store of that name in a folder, or without a store."""
     if not store:
         return by(folder, None, {}, -1, None)
     with Store.open(folder / store, create=True) as opened:
@@ -66,14 +66,14 @@ def train(
 
 
 def train_apart(by: Train, folder: Path, step: int | None = None) -> Outcome:
-    """Train as if each rank were on a machine of its own, with a store there; all push to one location."""
+    """Train as if each rank were on a separate machine with a store, and push to one location."""
     node, location = f"machine-{RANK}", (folder / "there").as_uri()
     memory = folder / node / "memory"
     memory.mkdir(parents=True, exist_ok=True)
     knobs = {
         "every": 1,
         "push": Push(location),
-        # The processes of a Trainer may find each other only when it begins to train.
+        # The ranks of a Trainer may find each other only when the training begins.
         "ranks": partial(Ranks.from_torch, node=node),
         "capture": CaptureConfig(ring_folder=str(memory)),
     }
@@ -82,7 +82,7 @@ def train_apart(by: Train, folder: Path, step: int | None = None) -> Outcome:
 
 
 def compare(found: Outcome, whole: Outcome) -> object:
-    """Check that a training that was resumed came to what one came to that was not; return where it began."""
+    """Check that a resumed training has the outcome of an uninterrupted one; return its first step."""
     rest = {name: value for name, value in found.items() if name not in ("first", "losses")}
     assert_same(rest, {name: whole[name] for name in rest})
     if "losses" not in found:
@@ -93,7 +93,7 @@ def compare(found: Outcome, whole: Outcome) -> object:
 
 
 def main(trainer: str, what: str, folder: Path, steps: list[int]) -> None:
-    """Train until one rank is killed at a step; or resume that, and from each of some steps, and tell from where."""
+    """Train until one rank is killed at a step; or resume, also from some other steps, and report the steps."""
     torch.set_num_threads(1)
     by = {"transformers": by_transformers, "lightning": by_lightning}[trainer]
     if what == "kill":
@@ -110,6 +110,6 @@ def main(trainer: str, what: str, folder: Path, steps: list[int]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), list(map(int, sys.argv[4:])))
-    # Not by way of the interpreter's end: torch's threads of gloo abort the process there, once in a dozen times.
+    # Skip the interpreter's shutdown: threads of gloo sometimes abort the process during it.
     sys.stdout.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Measurements of memory, codecs and the drive are plausible, and leave no files."""
+"""Test that measurements of memory, codecs and the drive are plausible, and leave no files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _positive(value: object) -> bool:
 
 @pytest.mark.slow
 def test_facts_of_a_store(store_path: Path) -> None:
-    """All speeds are positive, the latencies in order, and codecs are measured on what was saved last."""
+    """Test that speeds are positive, latencies ordered, and codecs are measured on the newest checkpoint."""
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         for step in (1, 2):
             store.save(_state(step), step=step)
@@ -58,19 +58,19 @@ def test_facts_of_a_store(store_path: Path) -> None:
     codecs = ("zstd", "byte-planes", "ordered-integer-delta")
     assert {("weights", dtype, codec) for dtype in ("float32", "bfloat16") for codec in codecs} <= kinds
     assert ("first_moment", "float32", "ordered-integer-delta") in kinds
-    # Its bytes are the same in both checkpoints: a delta of nothing says nothing.
+    # The bytes are equal in both checkpoints, so a delta would be empty.
     assert ("second_moment", "float32", "ordered-integer-delta") not in kinds
     assert all(_positive(value) for one in facts.codecs for value in (one.ratio, one.sample_bytes))
 
 
 def store_bytes(step: int) -> int:
-    """Bytes of the tensors of a state."""
+    """Return the bytes of the tensors of a state."""
     return 200_000 * 4 + 40_000 * 2 + 3 * 4 + 110_000 * 4 + 0 * step
 
 
 @pytest.mark.slow
 def test_an_empty_store_is_measured_on_noise(store_path: Path) -> None:
-    """And the facts say so."""
+    """Test that the facts report the noise."""
     with asymcheck.Store.open(store_path, create=True) as store:
         facts = store.measure(quick=True)
     assert facts.sample == NOISE
@@ -78,13 +78,13 @@ def test_an_empty_store_is_measured_on_noise(store_path: Path) -> None:
     assert facts.state_bytes is None
     assert {one.role for one in facts.codecs} == {"weights", "first_moment", "second_moment"}
     planes = {(one.role, one.dtype): one.ratio for one in facts.codecs if one.codec == "byte-planes"}
-    # Noise of floats is known: exponents shrink, mantissas do not.
+    # Exponents of noise shrink, and mantissas do not.
     assert 1.1 < planes["weights", "float32"] < 1.3
     assert 1.3 < planes["weights", "bfloat16"] < 1.6
 
 
 def test_samples_are_bytes_of_the_newest_checkpoint(store_path: Path) -> None:
-    """Of each role and dtype the largest tensors, and beside them the same places one checkpoint earlier."""
+    """Test the largest tensors of each role and dtype, with the same ranges of the previous checkpoint."""
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         for step in (1, 2, 3):
             store.save(_state(step), step=step)
@@ -108,7 +108,7 @@ def test_samples_are_bytes_of_the_newest_checkpoint(store_path: Path) -> None:
 
 
 def test_a_sample_takes_several_tensors(store_path: Path) -> None:
-    """One piece of each in turn, so that one odd tensor does not stand for all."""
+    """Test one piece of each tensor in turn, so that one unusual tensor does not dominate."""
     tensors = {f"t{number}": torch.full((100_000,), float(number)) for number in range(3)}
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         store.save({"model": tensors}, step=1)
@@ -120,7 +120,7 @@ def test_a_sample_takes_several_tensors(store_path: Path) -> None:
 
 
 def test_a_sample_of_tensors_that_share_a_partition(store_path: Path) -> None:
-    """Each has its place in it."""
+    """Test the offset of each tensor in the partition."""
     tensors = {f"t{number}": torch.full((800,), float(number)) for number in range(3)}
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         store.save({"model": tensors}, step=1)
@@ -132,7 +132,7 @@ def test_a_sample_of_tensors_that_share_a_partition(store_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_damaged_partition_is_no_sample(store_path: Path) -> None:
-    """Measuring goes on, on noise: it is not for finding damage."""
+    """Test that the measurement continues on noise, because it does not search for damage."""
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         store.save({"model": {"weight": torch.randn(50_000)}}, step=1)
     (pack,) = (store_path / "packs").iterdir()
@@ -145,7 +145,7 @@ def test_a_damaged_partition_is_no_sample(store_path: Path) -> None:
 
 
 def test_full_drive_is_reported_first(store_path: Path) -> None:
-    """Nothing is written, and the message has the remedy."""
+    """Test that nothing is written, and that the message has the remedy."""
 
     class Full(Files):
         def free_bytes(self, path: Path) -> int:
@@ -162,7 +162,7 @@ def test_full_drive_is_reported_first(store_path: Path) -> None:
 
 
 def test_a_store_that_is_only_read_is_not_measured(store_path: Path) -> None:
-    """It would be written to."""
+    """Test a read-only store."""
     asymcheck.Store.open(store_path, create=True).close()
     with (
         asymcheck.Store.open(store_path, read_only=True) as store,
@@ -172,7 +172,7 @@ def test_a_store_that_is_only_read_is_not_measured(store_path: Path) -> None:
 
 
 def test_a_failing_drive_leaves_no_file(store_path: Path) -> None:
-    """The scratch file goes also when measuring fails."""
+    """Test that the temporary file is deleted."""
 
     class Broken(Files):
         def sync(self, descriptor: int, path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_failing_drive_leaves_no_file(store_path: Path) -> None:
 
 
 def test_collection_leaves_a_file_in_use_alone(store_path: Path) -> None:
-    """As a pack that is being written."""
+    """Test a temporary file whose lock is held, like a pack in progress."""
     with asymcheck.Store.open(store_path, create=True) as store:
         with scratch(store.training.opened.tier) as file:
             assert store.gc().removed_temporaries == 0
@@ -205,7 +205,7 @@ with asymcheck.Store.open(sys.argv[1], create=True) as store, scratch(store.trai
 
 
 def test_collection_removes_a_killed_measurement(store_path: Path) -> None:
-    """Its lock ended with the process."""
+    """Test a temporary file whose lock ended with the process."""
     asymcheck.Store.open(store_path, create=True).close()
     ended = subprocess.run([sys.executable, "-c", KILLED, str(store_path)], check=False, env=os.environ)
     assert ended.returncode == -signal.SIGKILL

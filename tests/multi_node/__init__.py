@@ -1,1 +1,1 @@
-"""Jobs with one store per machine; directories of one machine stand in for machines."""
+"""Tests of jobs with one store per machine; directories of one machine represent machines."""

@@ -1,4 +1,4 @@
-"""Rendezvous and launch of the ranks of a test."""
+"""Fixtures for the rendezvous and the launch of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Launch = Callable[..., Job]
 
 @pytest.fixture(scope="session")
 def launch(zygote: Zygote) -> Launch:
-    """Return what starts the ranks of a scenario; names in capitals are environment variables of it."""
+    """Return a function that starts the ranks of a scenario; arguments in capitals are environment variables."""
     meeting = Meeting(zygote)
 
     def launched(scenario: str, folder: Path, *arguments: object, world_size: int = 4, **environment: object) -> Job:

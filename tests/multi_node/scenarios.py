@@ -23,11 +23,11 @@ from tests.distributed.training import Training, digest_of
 PER_MACHINE = int(os.environ.get("PER_MACHINE", "2"))
 MACHINE = RANK // PER_MACHINE
 ROWS, COLUMNS = 16, 256
-"""Of a tensor that all ranks have together, each as many rows."""
+"""Rows of a tensor that all ranks share equally."""
 
 
 class Job(Training):
-    """A training that is the same on all ranks, but for a tensor that each has alone and one that is cut."""
+    """A training that is equal on all ranks, except for a per-rank tensor and a sharded one."""
 
     def __init__(self, seed: int = 0) -> None:
         """Begin with numbers that follow from ``seed``."""
@@ -35,19 +35,19 @@ class Job(Training):
         self.part = torch.full((ROWS // WORLD, COLUMNS), float(seed))
 
     def state(self) -> dict[str, object]:
-        """Return what is saved."""
+        """Return the saved state."""
         cut = TensorShard(self.part, (ROWS, COLUMNS), (ROWS // WORLD * RANK, 0))
         return {**super().state(), "cut": cut}
 
     def step(self, step: int) -> None:
-        """Take one step."""
+        """Train one step."""
         self.train(step, 0)
         rows = ROWS // WORLD
-        # What is added to a row is the same, however the rows are dealt out.
+        # The change of a row is the same for any distribution of the rows.
         self.part += (step + 1) * torch.arange(rows * RANK, rows * (RANK + 1))[:, None]
 
     def text(self) -> str:
-        """Return a digest of everything that is saved."""
+        """Return a digest of the whole state."""
         return f"{self.digest()} {digest_of([self.part])}"
 
 
@@ -57,25 +57,25 @@ def store_of(folder: Path, machine: int = MACHINE) -> Path:
 
 
 def opened(folder: Path) -> Store:
-    """Open the store of this machine, with the location of all behind it where there is one."""
+    """Open the store of this machine, with the remote location if there is one."""
     store_of(folder).parent.mkdir(exist_ok=True)
     remote = os.environ.get("LOCATION")
     return Store.open(store_of(folder), config=CONFIG, remote=remote or None, create=True)
 
 
 def ranks_of(folder: Path) -> Ranks:
-    """Return the ranks of all launches in a folder. None of them is gone, so a busy machine is waited for."""
+    """Return the ranks of all launches in a folder. All ranks are alive, so wait for a busy machine."""
     keys = dist.PrefixStore(str(folder), connect())
     return Ranks(RANK, WORLD, keys, timeout_s=60.0, local_size=PER_MACHINE, node=f"machine-{MACHINE}")
 
 
 def checkpointer(folder: Path, store: Store, job: Job, ranks: Ranks, **more: object) -> Checkpointer:
-    """Return a Checkpointer that proves all it captures, and pushes where there is a location."""
+    """Return a Checkpointer with a full proof, which pushes if there is a location."""
     memory = folder / f"machine-{MACHINE}" / "memory"
     memory.mkdir(exist_ok=True)
     location = os.environ.get("LOCATION")
     if location:
-        # By a thread: these launches last for seconds, and to begin a process on each machine takes as long.
+        # Push from a thread, because launches last for seconds, as long as the start of a process on each machine.
         more["push"] = Push(location, every=2, own_process=False)
     if "KEEP" in os.environ:
         more["keep"] = Retention(keep_last=int(os.environ["KEEP"]))
@@ -84,7 +84,7 @@ def checkpointer(folder: Path, store: Store, job: Job, ranks: Ranks, **more: obj
 
 
 def trained(folder: Path) -> dict[str, object]:
-    """Train and save so many steps, or until killed; note what the state is at each step before it is saved."""
+    """Train and save for some steps, or until killed; note the state of each step before its save."""
     found: dict[str, object] = {}
     with opened(folder) as store, noted() as texts:
         job = Job(seed=0)
@@ -103,11 +103,11 @@ def trained(folder: Path) -> dict[str, object]:
                 ckpt.step(step)
                 mark(folder, f"step-{step}-{RANK}")
                 if "IN_STEP" in os.environ:
-                    # Machines that are at different checkpoints send what they would leave to each other.
+                    # Machines that restore different checkpoints would push to each other.
                     ckpt.wait("remote")
                 time.sleep(0.02)
                 if sum("Lost" in text for text in texts) > 1:
-                    # The other one has ended; that training goes on is enough.
+                    # The other rank has ended, and it is sufficient that the training continues.
                     break
             ckpt.wait("remote" if os.environ.get("LOCATION") else "local")
             found["written"] = ckpt.statistics().written_bytes
@@ -125,7 +125,7 @@ def trained(folder: Path) -> dict[str, object]:
 
 
 def stuck(folder: Path) -> dict[str, object]:
-    """Save one checkpoint, and begin a second that is complete in memory, but is never committed."""
+    """Save one checkpoint, and begin a second that is complete in memory, but never committed."""
     with opened(folder) as store:
         job = Job()
 
@@ -138,7 +138,7 @@ def stuck(folder: Path) -> dict[str, object]:
 
 
 def rolled(folder: Path) -> dict[str, object]:
-    """Go back in memory, and train on from there."""
+    """Roll back in memory, and continue training."""
     with opened(folder) as store:
         job = Job()
         with checkpointer(folder, store, job, ranks_of(folder)) as ckpt:
@@ -157,7 +157,7 @@ def rolled(folder: Path) -> dict[str, object]:
 
 
 def diverged(folder: Path) -> dict[str, object]:
-    """A weight that changes on one machine alone, where all look at each save at what they have in common."""
+    """Change a weight on one machine only, with a comparison of replicas at each save."""
     two_phase_commit._SHARED_FOR_BY_STORES = 1
     with opened(folder) as store, noted() as texts:
         job = Job()
@@ -174,7 +174,7 @@ def diverged(folder: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    """Do what the command line says."""
+    """Run the scenario of the command line."""
     torch.set_num_threads(1)
     if "IN_STEP" in os.environ:
         cross_node_dedup.PATIENCE_S = 200.0

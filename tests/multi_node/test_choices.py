@@ -1,4 +1,4 @@
-"""Selection by metrics on each machine: all machines choose the same checkpoints."""
+"""Test the selection by metrics on each machine: all machines choose the same checkpoints."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.distributed.launched import CONFIG
 from tests.distributed.test_coordinator import each
 
 LOSSES = ((1.0, 2.0, 3.0, 4.0), (3.0, 1.0, 2.0, 5.0))
-"""Of each rank, step by step; one that is said by several is that of the last."""
+"""Metrics of each rank by step; if several ranks report a metric, the last counts."""
 
 
 @pytest.mark.slow
 def test_the_best_is_the_same_one_on_all_machines(tmp_path: Path) -> None:
-    """Each rank has a loss of its own, and the accuracy only rank 0 knows: all stores keep and push the same steps."""
+    """Test a loss of each rank, and an accuracy of rank 0: all stores keep and push the same steps."""
     location, keys = (tmp_path / "there").as_uri(), dist.HashStore()
 
     def work(rank: int) -> list[tuple[int, dict[str, float]]]:

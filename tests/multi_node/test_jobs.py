@@ -1,4 +1,4 @@
-"""Jobs with one store per machine save one checkpoint, and restore the same one, or report the reason."""
+"""Test jobs with one store per machine: all save and restore one checkpoint, or report the reason."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tests.multi_node.conftest import Launch
 from tests.multi_node.scenarios import COLUMNS, ROWS, store_of
 
 STEPS = 4
-"""That the job of :func:`pushed` has saved: 0 to 3, of which 0 and 2 were pushed."""
+"""Number of steps of the job of :func:`pushed`: 0 to 3, of which 0 and 2 were pushed."""
 Told = list[dict[str, object]]
 
 
 @pytest.fixture(scope="module")
 def pushed(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
-    """A job of two machines with two ranks each that pushed to one location; its folder, and what the ranks told."""
+    """Return the folder and the reports of a job with two machines of two ranks, which pushed to one location."""
     folder = tmp_path_factory.mktemp("pushed")
     return folder, launch("trained", folder, STEPS, IN_STEP=1, LOCATION=(folder / "there").as_uri()).wait()
 
 
 def restored(job: Job) -> int:
-    """Return the step to which all ranks went back, each to what it had there."""
+    """Return the restored step of all ranks, whose states must be right."""
     told = job.wait()
     assert not [one["refused"] for one in told if "refused" in one]
     (step,) = {cast(int, one["restored"]) for one in told}
@@ -43,7 +43,7 @@ def restored(job: Job) -> int:
 
 
 def steps_in(store: Path | str) -> list[int]:
-    """Return the steps that are complete in a place."""
+    """Return the complete steps of a store or location."""
     with Store.open(store, read_only=True) as opened:
         assert not [one for one in opened.verify() if one.severity == Severity.ERROR]
         return [one.step for one in opened.checkpoints() if one.complete and one.on_line]
@@ -51,7 +51,7 @@ def steps_in(store: Path | str) -> list[int]:
 
 @pytest.mark.slow
 def test_each_machine_stores_the_shards_of_its_ranks(pushed: tuple[Path, Told]) -> None:
-    """Complete for that store, but no whole checkpoint."""
+    """Test that the checkpoint is complete for that store, but not as a whole."""
     for machine in range(2):
         said = CliRunner().invoke(commands, ["verify", str(store_of(pushed[0], machine))]).output
         assert said == f"{STEPS} checkpoints checked: all shards in this store are intact\n"
@@ -65,7 +65,7 @@ def test_each_machine_stores_the_shards_of_its_ranks(pushed: tuple[Path, Told]) 
 
 
 def test_common_data_is_stored_per_machine_and_pushed_once(pushed: tuple[Path, Told]) -> None:
-    """Each byte of a replicated model goes to the location once."""
+    """Test that each byte of a replicated model is sent to the location once."""
     folder, told = pushed
     written = [cast(int, one["written"]) for one in told]
     sent = [cast(list[int], one["pushed"])[2] for one in told]
@@ -75,13 +75,13 @@ def test_common_data_is_stored_per_machine_and_pushed_once(pushed: tuple[Path, T
         state = cast(dict[str, torch.Tensor], store.load())
         each = (1 + 2 + 3) * torch.arange(float(ROWS))
         assert torch.equal(state["cut"], each[:, None].expand(ROWS, COLUMNS))
-    # Of each step a machine writes what all have, and what its two ranks have alone: 600 numbers and a part.
+    # Of each step, a machine writes the common data, and the data of its two ranks: 600 numbers and a shard.
     alone = 2 * 4 * (600 + ROWS // 4 * COLUMNS)
     of_a_step = (written[0] + written[1]) // STEPS
     assert sum(sent) == 2 * (of_a_step + alone)
     assert sent[0] == pytest.approx(sent[2], rel=0.2)
     assert sent[1] == sent[3] == 0
-    # Who was done first knows of step 0 only that it is there whole.
+    # The first machine to finish only knows that step 0 is complete at the location.
     assert max(cast(int, told[0]["newest_there"]), cast(int, told[2]["newest_there"])) == STEPS - 2
     assert told[1]["newest_there"] is told[3]["newest_there"] is None
 
@@ -90,7 +90,7 @@ def test_common_data_is_stored_per_machine_and_pushed_once(pushed: tuple[Path, T
 def test_missing_shards_of_other_machines_are_reported(
     pushed: tuple[Path, Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The push of a single store never completes a checkpoint."""
+    """Test that the push of a single store never completes a checkpoint."""
     monkeypatch.setattr(cross_node_dedup, "PATIENCE_S", 0.0)
     rules = Push(tmp_path.as_uri(), every=3, close_s=None, own_process=False)
     with Store.open(store_of(pushed[0], 0), create=True) as store, store.push_in_background(rules) as pushing:
@@ -106,14 +106,14 @@ def test_missing_shards_of_other_machines_are_reported(
 def test_another_number_of_ranks_restores_from_where_all_push(
     launch: Launch, pushed: tuple[Path, Told], tmp_path: Path
 ) -> None:
-    """Their parts are others, and no store of a machine has them."""
+    """Test ranks with other shards, which no store of a machine has."""
     shutil.copytree(pushed[0] / "there", tmp_path / "there")
     told = launch("trained", tmp_path, 0, world_size=2, PER_MACHINE=1, LOCATION=(tmp_path / "there").as_uri()).wait()
     assert [one["restored"] for one in told] == [2, 2]
 
 
 def test_manual_pruning_keeps_the_newest_two(pushed: tuple[Path, Told], tmp_path: Path) -> None:
-    """The newest may be incomplete on another machine."""
+    """Test that the newest checkpoint may be incomplete on another machine."""
     shutil.copytree(store_of(pushed[0], 0), tmp_path / "store")
     with Store.open(tmp_path / "store", create=True) as store:
         assert [one.step for one in store.prune(Retention(keep_last=1)).removed] == [0, 1]
@@ -121,7 +121,7 @@ def test_manual_pruning_keeps_the_newest_two(pushed: tuple[Path, Told], tmp_path
 
 
 def test_single_process_reads_store_and_location(pushed: tuple[Path, Told]) -> None:
-    """A store of one machine with the location of all is as good as a whole one."""
+    """Test that a store with the remote location is equivalent to a store with all shards."""
     training = Training(seed=5)
     with Store.open(store_of(pushed[0], 1), read_only=True, remote=(pushed[0] / "there").as_uri()) as store:
         read = store.restore(into={"model": training.model, "optimizer": training.optimizer}, rank=3)
@@ -132,11 +132,11 @@ def test_single_process_reads_store_and_location(pushed: tuple[Path, Told]) -> N
 
 @pytest.mark.slow
 def test_a_machine_that_is_lost_comes_back_from_where_all_push(launch: Launch, tmp_path: Path) -> None:
-    """And all say what they pass over."""
+    """Test that all ranks report the skipped checkpoints."""
     there = (tmp_path / "there").as_uri()
     launch("trained", tmp_path, STEPS, world_size=2, PER_MACHINE=1, LOCATION=there).wait()
     shutil.rmtree(tmp_path / "machine-1")
-    # Step 3 was not pushed, and only machine 0 has its part of it.
+    # Step 3 was not pushed, and only machine 0 has its part.
     job = launch("trained", tmp_path, 1, world_size=2, PER_MACHINE=1, LOCATION=there)
     assert restored(job) == 2
     skipped = cast(list[str], job.told(0)["told"])[0]
@@ -147,7 +147,7 @@ def test_a_machine_that_is_lost_comes_back_from_where_all_push(launch: Launch, t
 
 @pytest.mark.slow
 def test_swapped_machines_do_not_start_from_scratch(launch: Launch, tmp_path: Path) -> None:
-    """Each store has the shards of the other machine's ranks; nothing is abandoned."""
+    """Test stores with the shards of the other machine's ranks; nothing is abandoned."""
     launch("trained", tmp_path, 2, world_size=2, PER_MACHINE=1).wait()
     store_of(tmp_path, 0).rename(tmp_path / "store")
     store_of(tmp_path, 1).rename(store_of(tmp_path, 0))
@@ -161,7 +161,7 @@ def test_swapped_machines_do_not_start_from_scratch(launch: Launch, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_rollback_opens_its_generation_on_all_machines_and_each_deletes(launch: Launch, tmp_path: Path) -> None:
-    """What is saved after it belongs to a line that all stores know; each keeps of it what is to be kept."""
+    """Test that all stores know the line of later saves, and that each applies its retention."""
     for one in launch("rolled", tmp_path, world_size=2, PER_MACHINE=1, KEEP=2).wait():
         assert one == {"step": 2, "generation": 1, "is_same": True, "saved": 2}
     heads = [tmp_path / f"machine-{machine}/store/heads/default" for machine in range(2)]
@@ -174,7 +174,7 @@ def test_a_rollback_opens_its_generation_on_all_machines_and_each_deletes(launch
 
 @pytest.mark.slow
 def test_diverged_replicas_of_machines_are_reported(launch: Launch, tmp_path: Path) -> None:
-    """Tensors that differ between ranks are not."""
+    """Test that tensors that legitimately differ between ranks are not reported."""
     told = [cast(list[str], one["told"]) for one in launch("diverged", tmp_path, world_size=2, PER_MACHINE=1).wait()]
     for texts in told:
         assert {text.split(":", 1)[0] for text in texts} == {"SilentDivergenceWarning"}

@@ -1,4 +1,4 @@
-"""Machines with killed ranks: common commits are restored bit for bit from each store."""
+"""Test machines with killed ranks: common commits are restored bit for bit from each store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def newest_of_all(folder: Path) -> int:
 
 
 def check_restored(job: Job, least: int) -> int:
-    """Check that all ranks were restored to one step, and have what each had there; return the step."""
+    """Check that all ranks have restored one step, with the right state of each; return the step."""
     told = [job.told(rank) for rank in range(len(job.processes))]
     assert not [one["refused"] for one in told if "refused" in one]
     (step,) = {-1 if one["restored"] is None else cast(int, one["restored"]) for one in told}
@@ -45,7 +45,7 @@ def check_restored(job: Job, least: int) -> int:
 def test_after_a_kill_all_machines_resume_from_the_last_common_commit(
     launch: Launch, tmp_path: Path, rounds: int
 ) -> None:
-    """Both are killed at random moments."""
+    """Test kills of both machines at random moments."""
     chance = random.Random(rounds)
     least = -1
     for _ in range(rounds):
@@ -74,7 +74,7 @@ def test_after_a_kill_all_machines_resume_from_the_last_common_commit(
 
 @pytest.mark.slow
 def test_only_captures_of_all_machines_are_recovered(launch: Launch, tmp_path: Path) -> None:
-    """All were killed when step 1 was complete in memory; then machine 1 loses its memory."""
+    """Test kills when step 1 was complete in memory, after which machine 1 loses its memory."""
     for name, lost, step in (("kept", False, 1), ("lost", True, 0)):
         folder = tmp_path / name
         job = launch("stuck", folder, world_size=2, PER_MACHINE=1)

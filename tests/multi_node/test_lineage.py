@@ -1,4 +1,4 @@
-"""The line of training over several stores, with ranks as threads."""
+"""Test the line of training over several stores, with ranks as threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.distributed.test_coordinator import each
 
 @pytest.mark.parametrize("broken", [0, 1])
 def test_a_store_that_cannot_be_read_ends_the_start_of_all_at_once(tmp_path: Path, broken: int) -> None:
-    """And all hear why, instead of waiting for that rank."""
+    """Test that all ranks get the reason, instead of waiting for that rank."""
     keys = dist.HashStore()
 
     def heads(*_words: object, **_more: object) -> None:
@@ -46,7 +46,7 @@ def test_a_store_that_cannot_be_read_ends_the_start_of_all_at_once(tmp_path: Pat
 
 
 def aligned(folder: Path) -> list[list[int] | AsymcheckError]:
-    """Have two stores compare their lines; return the generations that each knows then, or why it does not go on."""
+    """Compare the lines of two stores; return the generations that each knows afterwards, or the error."""
     keys = dist.HashStore()
 
     def work(rank: int) -> list[int] | AsymcheckError:
@@ -71,7 +71,7 @@ def begun(folder: Path, machine: int, count: int) -> Path:
 
 
 def test_damaged_data_of_one_store_comes_from_the_other(tmp_path: Path) -> None:
-    """Byte for byte; also if each store lacks something else."""
+    """Test equal bytes; also if each store lacks another record."""
     first, second = begun(tmp_path, 0, 2), begun(tmp_path, 1, 0)
     assert aligned(tmp_path) == [[1, 2], [1, 2]]
     begun(tmp_path, 1, 1)
@@ -82,7 +82,7 @@ def test_damaged_data_of_one_store_comes_from_the_other(tmp_path: Path) -> None:
 
 
 def test_stores_of_two_trainings_do_not_save_together(tmp_path: Path) -> None:
-    """Their checkpoints would be taken for each other's; neither store is changed."""
+    """Test that their checkpoints are not mixed, and that neither store is changed."""
     folders = [begun(tmp_path, machine, 1 + machine) for machine in range(2)]
     before = [sorted((path.name, path.read_bytes()) for path in folder.iterdir()) for folder in folders]
     found = aligned(tmp_path)

@@ -1,4 +1,4 @@
-"""The store of one of several machines: unreadable, deleted, repaired and pulled data."""
+"""Test the store of one of several machines: unreadable, deleted, repaired and pulled data."""
 
 from __future__ import annotations
 
@@ -59,20 +59,20 @@ def there(stores: list[Path], tmp_path: Path) -> str:
 
 
 def manifest_of(store: Path, step: int) -> Path:
-    """Return the one manifest of a step."""
+    """Return the only manifest of a step."""
     (found,) = (store / "manifests" / "default").glob(f"00000001-{step:012d}-*/*")
     return found
 
 
 def steps_in(path: Path | str, **more: str) -> list[tuple[int, str]]:
-    """Return the complete steps of a store without damage, and whose parts it has."""
+    """Return the complete steps of a store without damage, and the ranks of its parts."""
     with Store.open(path, config=CONFIG, **more, create=True) as store:  # type: ignore[arg-type]  # remote
         assert not store.verify()
         return [(one.step, one.ranks) for one in store.checkpoints() if one.complete]
 
 
 def test_unreadable_manifest_is_not_unfinished(stores: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The manifest that names the ranks of the store cannot be read, so nothing is deleted."""
+    """Test that nothing is deleted if the manifest that names the ranks of the store cannot be read."""
     read_small, refused = Files.read_small, manifest_of(stores[0], 1)
 
     def read(files: Files, path: PurePath, limit: int) -> bytes | None:
@@ -88,7 +88,7 @@ def test_unreadable_manifest_is_not_unfinished(stores: list[Path], monkeypatch: 
 
 
 def test_repair_fetches_own_shards_only(stores: list[Path], there: str) -> None:
-    """The only manifest is damaged; the remote one names the ranks of this store."""
+    """Test a damaged only manifest; the remote one names the ranks of this store."""
     path = manifest_of(stores[1], 1)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -99,14 +99,14 @@ def test_repair_fetches_own_shards_only(stores: list[Path], there: str) -> None:
 
 
 def test_verify_does_not_say_that_a_part_can_be_restored(stores: list[Path]) -> None:
-    """It is sound, and the other part lies elsewhere."""
+    """Test an intact part whose other parts are in another store."""
     outcome = CliRunner().invoke(commands, ["verify", str(stores[0])])
     assert outcome.output == "3 checkpoints checked: all shards in this store are intact\n"
 
 
 @pytest.mark.slow
 def test_pull_fetches_shards_of_others(stores: list[Path], there: str) -> None:
-    """A shard is no checkpoint."""
+    """Test that a store with one part has no checkpoint."""
     with Store.open(stores[1], config=CONFIG, create=True) as store:
         assert len(store.pull(there, 1).committed) == 1
         assert store.pull(there, 1).present == 1
@@ -117,7 +117,7 @@ def test_pull_fetches_shards_of_others(stores: list[Path], there: str) -> None:
 
 
 def test_parts_whose_others_never_came_do_not_stay_at_the_location_for_ever(stores: list[Path], tmp_path: Path) -> None:
-    """They go when they are old, and a newer one is whole; what is newer than that stays."""
+    """Test that they are deleted when they are old and a newer checkpoint is complete."""
     location = (tmp_path / "there").as_uri()
     for path, steps in zip(stores, ((0, 1, 2), (1,)), strict=True):
         with Store.open(path, config=CONFIG, create=True) as store:
@@ -128,28 +128,28 @@ def test_parts_whose_others_never_came_do_not_stay_at_the_location_for_ever(stor
         for days, left in ((0, [0, 1, 2]), (2, [1, 2])):
             assert not pruner.prune(time.time_ns() + days * 86_400_000_000_000)
             assert [ref.step for ref in there.manifests.refs("default")] == left
-    # Whoever still has it may bring it again.
+    # Another machine that still has the newer part may push it again.
     with Store.open(stores[0], config=CONFIG, create=True) as store:
         assert len(store.push(location, 0).committed) == 1
 
 
 class Busy:
-    """A location to which other trainings push all the time."""
+    """A location to which other trainings push continuously."""
 
     def __init__(self) -> None:
-        """Begin."""
+        """Begin without packs."""
         self.manifests, self._numbers = self, itertools.count()
 
     def listing(self, run: str, ref: CheckpointRef) -> CheckpointFiles:
-        """Nobody else pushes this checkpoint."""
+        """Return no other part of this checkpoint."""
         return CheckpointFiles(run, ref, ())
 
     def lasting_packs(self) -> list[int]:
-        """There is always one more."""
+        """Return one more pack each time."""
         return [next(self._numbers)]
 
     def read_indexes(self, _pack_ids: list[int]) -> dict[int, None]:
-        """Nothing of use is in it."""
+        """Return an index without useful partitions."""
         return {}
 
 
@@ -157,7 +157,7 @@ class Busy:
 def test_packs_of_other_trainings_do_not_keep_a_push_waiting_for_a_machine_that_is_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They come again and again, and what is waited for does not."""
+    """Test that new packs of others do not extend the wait for a missing machine forever."""
     monkeypatch.setattr(module, "PATIENCE_S", 0.2)
     monkeypatch.setattr(module, "_POLL_S", (0.005, 0.01))
     began = time.monotonic()
@@ -173,7 +173,7 @@ def test_packs_of_other_trainings_do_not_keep_a_push_waiting_for_a_machine_that_
 def test_undelivered_partitions_are_sent_after_all(
     stores: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hint names another machine, which is gone."""
+    """Test a hint that names a machine that is gone."""
     location = (tmp_path / "there").as_uri()
     with Store.open(stores[0], config=CONFIG, create=True) as store:
         monkeypatch.setattr(Manifest, "elsewhere", lambda manifest: set(manifest.partitions()))

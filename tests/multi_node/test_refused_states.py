@@ -1,4 +1,4 @@
-"""A refusal of an object in a restore is no damage: no rank restores an older checkpoint."""
+"""Test that a refused state in a restore is no damage: no rank restores an older checkpoint."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tests.distributed.test_coordinator import each
 
 
 class Picky:
-    """An object that takes the step of its state only where there is room for it."""
+    """An object that loads its state only if there is space for it."""
 
     def __init__(self, room: int) -> None:
         self.step, self.room = 0, room
 
     def state_dict(self) -> dict[str, object]:
-        """Return its step."""
+        """Return the step."""
         return {"step": self.step}
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Take a step, or refuse it as a GPU without room refuses a tensor."""
+        """Load a step, or refuse it, like a GPU without free memory."""
         step = state_dict["step"]
         assert isinstance(step, int)
         if step > self.room:
@@ -39,7 +39,7 @@ class Picky:
 @pytest.mark.parametrize("refusing", [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize("stores", [1, 2])
 def test_a_state_that_an_object_refuses_is_no_damage(tmp_path: Path, stores: int, refusing: tuple[int, ...]) -> None:
-    """One store or one for each rank, with all of it in a location, too: nothing older is restored in its place."""
+    """Test one store and one for each rank, also with a remote location: no older checkpoint is restored."""
 
     def trained(rank: int, keys: dist.Store, room: int, steps: range) -> object:
         memory = tmp_path / f"memory-{rank}"

@@ -1,4 +1,4 @@
-"""Recommendations follow from measurements, each with a reason."""
+"""Test that recommendations follow from measurements, each with a reason."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _advise(facts: Facts = FACTS, **changed: float) -> Advice:
 
 
 def test_packs_are_as_large_as_latency_and_copies_ask_for() -> None:
-    """V, L, s, Tc of a store that copies and digests on half of the cores; the prediction is the policy's own."""
+    """Test V, L, s and Tc of a store that copies and digests on half of the cores, against the policy itself."""
     batch = _advise().batch
     chunk_s = 4 * MIB * (1 / 10e9 + 1 / 30e9) / 2
     assert batch.pack_bytes == pytest.approx(math.sqrt(GB * 2e-3 * 4 * MIB / chunk_s), abs=4096)
@@ -53,20 +53,20 @@ def test_packs_are_as_large_as_latency_and_copies_ask_for() -> None:
 
 
 def test_a_small_state_is_one_pack() -> None:
-    """It goes straight."""
+    """Test that a small state is written as one pack."""
     batch = _advise(state_bytes=MIB).batch
     assert batch.pack_bytes == MIB
     assert batch.reason.endswith("in 1 pack")
 
 
 def test_no_pack_is_larger_than_the_limit() -> None:
-    """However long a durable write takes."""
+    """Test any latency of a durable write."""
     facts = dataclasses.replace(FACTS, drive=dataclasses.replace(FAST, flush_latency_s=100.0))
     assert _advise(facts, pack_limit_bytes=64 * MIB).batch.pack_bytes == 64 * MIB
 
 
 def test_the_stall_is_the_copy() -> None:
-    """In memory, or from the accelerator where there is one."""
+    """Test a copy in memory, and a copy from the accelerator."""
     assert _advise().stall.stall_s == pytest.approx(0.1)
     stall = _advise(dataclasses.replace(FACTS, device="X1", device_copy_bytes_per_s=50e9)).stall
     assert stall.stall_s == pytest.approx(0.02)
@@ -74,7 +74,7 @@ def test_the_stall_is_the_copy() -> None:
 
 
 def test_the_interval_is_youngs() -> None:
-    """The root of twice stall by time between failures, and what is lost then."""
+    """Test the root of twice the stall times the time between failures, and the loss."""
     advice = _advise()
     interval = advice.interval
     assert interval.interval_s == pytest.approx(math.sqrt(2 * 0.1 * 86_400))
@@ -85,7 +85,7 @@ def test_the_interval_is_youngs() -> None:
 
 
 def test_the_interval_is_no_shorter_than_a_write() -> None:
-    """On a slow drive a checkpoint must be durable before the next one is due."""
+    """Test a slow drive, on which a checkpoint must be durable before the next is due."""
     advice = _advise(dataclasses.replace(FACTS, drive=SLOW), mtbf_s=60.0)
     assert advice.interval.interval_s == advice.batch.flush_s > 10
     assert "the drive needs this time" in advice.interval.reason
@@ -95,7 +95,7 @@ def test_the_interval_is_no_shorter_than_a_write() -> None:
     ("room", "states", "reason"), [(3 * GB, 2, "two states"), (2 * GB, 1, "one state only"), (GB, 0, "stream")]
 )
 def test_ring_holds_two_states_if_possible(room: int, states: int, reason: str) -> None:
-    """Two, one, or none, within the available memory."""
+    """Test two states, one, and none, within the available memory."""
     ring = _advise(dataclasses.replace(FACTS, ring_room_bytes=room)).ring
     assert ring.wanted_bytes >= 2 * GB
     assert ring.ring_bytes == min(room, ring.wanted_bytes)
@@ -105,7 +105,7 @@ def test_ring_holds_two_states_if_possible(room: int, states: int, reason: str) 
 
 
 def test_encoding_does_not_pay_on_a_fast_drive() -> None:
-    """It takes plain bytes faster than anybody encodes."""
+    """Test a drive that writes plain bytes faster than the codec encodes them."""
     codecs = _advise().codecs
     assert [(one.role, one.dtype, one.codec, one.gain) for one in codecs] == [
         ("weights", "float32", IDENTITY, 1.0),
@@ -115,7 +115,7 @@ def test_encoding_does_not_pay_on_a_fast_drive() -> None:
 
 
 def test_encoding_pays_on_a_slow_drive() -> None:
-    """By what it saves: there the codec with the best ratio, not the fastest one."""
+    """Test that the codec with the best ratio is recommended, not the fastest one."""
     codecs = _advise(dataclasses.replace(FACTS, drive=SLOW)).codecs
     assert [(one.dtype, one.codec) for one in codecs] == [("float32", DELTA.codec), ("bfloat16", HALF.codec)]
     # 4 MiB at 0.1 GB/s, and 0.1 ms on each of two cores.
@@ -124,13 +124,13 @@ def test_encoding_pays_on_a_slow_drive() -> None:
 
 
 def test_a_faster_codec_wins_where_encoding_is_the_narrow_place() -> None:
-    """Between the two drives the ratio of the slow codec cannot be used."""
+    """Test a drive on which the encoding of the codec with the best ratio is too slow."""
     drive = dataclasses.replace(FAST, durable_write_bytes_per_s=1.2e9)
     assert _advise(dataclasses.replace(FACTS, drive=drive)).codecs[0].codec == PLANES.codec
 
 
 def test_a_codec_that_saves_nothing_is_not_taken() -> None:
-    """Also on the slowest drive: what it costs is lost."""
+    """Test also the slowest drive, on which the time of the codec is lost."""
     useless = dataclasses.replace(PLANES, ratio=1.0)
     advice = _advise(dataclasses.replace(FACTS, drive=SLOW, codecs=(useless,)))
     assert [one.codec for one in advice.codecs] == [IDENTITY]

@@ -1,4 +1,4 @@
-"""The batch size minimises the predicted time within its bounds."""
+"""Test that the batch size minimises the predicted time within its bounds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ limits = st.integers(0, 1 << 40)
 
 @given(facts, limits)
 def test_whole_blocks_within_the_bounds(given_facts: FlushFacts, limit: int) -> None:
-    """A multiple of 4 KiB, no less than a chunk, no more than the limit unless a chunk is, never zero."""
+    """Test a multiple of 4 KiB between a chunk and the limit, unless a chunk is larger, and never zero."""
     batch = batch_bytes(given_facts, limit)
     assert batch > 0
     assert batch % BLOCK == 0
@@ -37,14 +37,14 @@ def test_whole_blocks_within_the_bounds(given_facts: FlushFacts, limit: int) -> 
 
 @given(facts, limits)
 def test_a_small_volume_goes_straight(given_facts: FlushFacts, limit: int) -> None:
-    """No batch is more than a block larger than all there is, or than a chunk."""
+    """Test that no batch is more than a block larger than the volume or a chunk."""
     batch = batch_bytes(given_facts, limit)
     assert batch < max(given_facts.volume_bytes, given_facts.chunk_bytes) + BLOCK
 
 
 @given(facts, limits, st.floats(0.01, 100))
 def test_no_other_size_is_predicted_to_be_faster(given_facts: FlushFacts, limit: int, factor: float) -> None:
-    """Within the bounds; the rounding to blocks costs at most what half a block changes."""
+    """Test all sizes within the bounds, except for the rounding to blocks."""
     batch = batch_bytes(given_facts, limit)
     most = min(max(limit // BLOCK * BLOCK, batch), max(given_facts.volume_bytes, batch))
     other = min(max(batch * factor, given_facts.chunk_bytes), most)
@@ -54,7 +54,7 @@ def test_no_other_size_is_predicted_to_be_faster(given_facts: FlushFacts, limit:
 
 @given(facts, limits, st.floats(1, 1000))
 def test_measurements_move_the_size_in_the_right_direction(given_facts: FlushFacts, limit: int, factor: float) -> None:
-    """More latency favours larger batches, and slower chunks smaller ones."""
+    """Test that latency favours larger batches, and slow chunks smaller batches."""
     batch = batch_bytes(given_facts, limit)
     late = dataclasses.replace(given_facts, latency_s=given_facts.latency_s * factor)
     slow = dataclasses.replace(given_facts, chunk_s=given_facts.chunk_s * factor)
@@ -62,7 +62,7 @@ def test_measurements_move_the_size_in_the_right_direction(given_facts: FlushFac
 
 
 def test_the_square_root() -> None:
-    """The figures of a slow path: 14.17 ms a write, 0.8 MB chunks in 1.0859 ms each, 409.6 MB: 65.4 MB."""
+    """Test a slow path: 14.17 ms a write, 0.8 MB chunks in 1.0859 ms each, 409.6 MB: 65.4 MB."""
     given_facts = FlushFacts(409_600_000, 14.17e-3, 800_000, 1.0859e-3, 100e6)
     batch = batch_bytes(given_facts, 1 << 30)
     assert batch == pytest.approx(65.39e6, abs=BLOCK)
@@ -70,33 +70,33 @@ def test_the_square_root() -> None:
 
 
 def test_the_predicted_time() -> None:
-    """Latency of every batch, the wait for the first, and the bytes."""
+    """Test the sum of the latency of every batch, the wait for the first batch, and the bytes."""
     given_facts = FlushFacts(1000 * MIB, 0.01, MIB, 0.002, 100 * MIB)
     assert flush_s(given_facts, 100 * MIB) == pytest.approx(10 * 0.01 + 100 * 0.002 + 10)
     assert flush_s(given_facts, 5000 * MIB) == flush_s(given_facts, 1000 * MIB)
 
 
 def test_chunks_that_cost_nothing() -> None:
-    """Then nothing is gained by small batches: all at once, up to the limit."""
+    """Test that the batch is as large as possible, because small batches gain nothing."""
     given_facts = FlushFacts(1000 * MIB, 0.01, MIB, 0.0, 1e9)
     assert batch_bytes(given_facts, 1 << 40) == 1000 * MIB
     assert batch_bytes(given_facts, 64 * MIB + 5) == 64 * MIB
 
 
 def test_writes_without_latency() -> None:
-    """Then each chunk goes as it comes."""
+    """Test that each chunk is written immediately."""
     assert batch_bytes(FlushFacts(1000 * MIB, 0.0, 3 * MIB + 1, 0.001, 1e9), 1 << 40) == 3 * MIB + BLOCK
 
 
 @given(facts, st.integers(1, 64), limits.filter(bool), limits.filter(bool))
 def test_streams_share_a_volume(given_facts: FlushFacts, streams: int, least: int, limit: int) -> None:
-    """No batch is larger than the limit, or smaller than the least size for the sake of more streams."""
+    """Test that more streams do not change the limit and the minimum size."""
     batch = stream_batch_bytes(given_facts, streams, least, limit)
     assert min(least, limit) <= batch <= limit
 
 
 def test_streams_end_together() -> None:
-    """1500 MiB by four streams in packs of at most 256 MiB: two each, not six in all, of which two wait for none."""
+    """Test 1500 MiB by four streams in packs of at most 256 MiB: two each, not six, which would leave streams idle."""
     given_facts = FlushFacts(1500 * MIB, 0.4, 16 * MIB, 0.016, 4e8)
     batch = stream_batch_bytes(given_facts, 4, 64 * MIB, 256 * MIB)
     assert 1500 / 8 * MIB <= batch <= 1500 / 8 * MIB + 16 * MIB

@@ -1,4 +1,4 @@
-"""The compression policy, with made-up measurements."""
+"""Test the compression policy with invented measurements."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ DERIVED = EncodingSample(32768, 2e9)
 
 
 def test_off_encodes_nothing() -> None:
-    """However much it would save."""
+    """Test any possible saving."""
     assert choose_codec("off", {CODEC_DERIVED: DERIVED}, 1e6).codec == CODEC_IDENTITY
 
 
 @pytest.mark.parametrize("mode", ["auto", "smallest"])
 def test_incompressible_data_is_stored_plain(mode: str) -> None:
-    """Noise costs no time in a restore."""
+    """Test that noise costs no time in a restore."""
     assert choose_codec(mode, {CODEC_BYTE_PLANES: EncodingSample(1.01, 1e9)}, 1e6).codec == CODEC_IDENTITY  # type: ignore[arg-type]  # one of both
     assert choose_codec(mode, {CODEC_DERIVED: EncodingSample(0.0, 1e9)}, 1e6).codec == CODEC_IDENTITY  # type: ignore[arg-type]  # one of both
     assert choose_codec(mode, {}, 1e6).codec == CODEC_IDENTITY  # type: ignore[arg-type]  # one of both
 
 
 def test_smallest_takes_the_smallest_regardless_of_time() -> None:
-    """Even with the slowest encoder and the fastest drive."""
+    """Test the slowest encoder with the fastest drive."""
     slow = EncodingSample(1.2, 1e6)
     assert choose_codec("smallest", {CODEC_BYTE_PLANES: slow}, 1e10).codec == CODEC_BYTE_PLANES
     assert choose_codec("smallest", {CODEC_BYTE_PLANES: slow, CODEC_DELTA: DELTA}, None).codec == CODEC_DELTA
@@ -36,13 +36,13 @@ def test_smallest_takes_the_smallest_regardless_of_time() -> None:
 
 
 def test_a_delta_that_hardly_pays_is_none() -> None:
-    """It would have to be read with its base: first moments are stored whole."""
+    """Test first moments, which are stored in full, because a delta must be read with its base."""
     sampled = {CODEC_BYTE_PLANES: EncodingSample(1.19, 1e9), CODEC_DELTA: EncodingSample(1.20, 1e9)}
     assert choose_codec("smallest", sampled, None).codec == CODEC_BYTE_PLANES
 
 
 def test_auto_waits_until_the_target_is_measured() -> None:
-    """No constant stands in for a fact."""
+    """Test that no constant replaces a measurement."""
     assert choose_codec("auto", {CODEC_BYTE_PLANES: PLANES}, None).codec == CODEC_IDENTITY
 
 
@@ -51,19 +51,19 @@ def test_auto_waits_until_the_target_is_measured() -> None:
     [(3e9, CODEC_IDENTITY), (0.3e9, CODEC_IDENTITY), (0.1e9, CODEC_BYTE_PLANES), (1e6, CODEC_BYTE_PLANES)],
 )
 def test_auto_encodes_if_it_saves_time(link: float, codec: int) -> None:
-    """1.2 times smaller at 1 GB/s pays below about 0.1 GB/s."""
+    """Test that a ratio of 1.2 at 1 GB/s pays off below about 0.1 GB/s."""
     assert choose_codec("auto", {CODEC_BYTE_PLANES: PLANES}, link).codec == codec
 
 
 def test_auto_derives_if_it_saves_time() -> None:
-    """Nothing is stored, but reading and rounding the original takes time."""
+    """Test the time to read and round the original, which stores no bytes."""
     assert choose_codec("auto", {CODEC_DERIVED: DERIVED}, 1e9).codec == CODEC_DERIVED
     assert choose_codec("auto", {CODEC_DERIVED: DERIVED}, 3e9).codec == CODEC_IDENTITY
     assert choose_codec("smallest", {CODEC_DERIVED: DERIVED}, 3e9).codec == CODEC_DERIVED
 
 
 def test_auto_takes_the_soonest_of_several() -> None:
-    """Not the smallest: a delta that takes long to make is none for a drive that is hardly too slow."""
+    """Test a small delta that takes too long on a drive that is only slightly too slow."""
     sampled = {CODEC_BYTE_PLANES: EncodingSample(1.5, 2e9), CODEC_DELTA: EncodingSample(1.6, 0.2e9)}
     assert choose_codec("auto", sampled, 0.3e9).codec == CODEC_BYTE_PLANES
     assert choose_codec("auto", sampled, 1e6).codec == CODEC_DELTA
@@ -72,18 +72,18 @@ def test_auto_takes_the_soonest_of_several() -> None:
 @pytest.mark.parametrize("link", [1e6, 1e7, 1e8, 3e8, 1e9, 1e10])
 @pytest.mark.parametrize("sampled", [PLANES, DELTA, DERIVED, EncodingSample(1.03, 5e9)])
 def test_auto_never_takes_longer(link: float, sampled: EncodingSample) -> None:
-    """By the given measurements, encoding and writing takes less than writing."""
+    """Test that encoding and writing takes less time than writing, by the given measurements."""
     if choose_codec("auto", {CODEC_BYTE_PLANES: sampled}, link).codec != CODEC_IDENTITY:
         assert 1 / sampled.bytes_per_s + 1 / (sampled.ratio * link) < 1 / link
 
 
 def test_a_choice_says_why() -> None:
-    """With the figures."""
+    """Test that the reason has the figures."""
     assert "1.20 times smaller" in choose_codec("auto", {CODEC_BYTE_PLANES: PLANES}, 1e6).why
     assert "3.00 GB/s" in choose_codec("auto", {CODEC_BYTE_PLANES: PLANES}, 3e9).why
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    """By what there is."""
+    """Test that the error lists the modes."""
     with pytest.raises(InvalidInputError, match="'auto', 'smallest', 'off'"):
         choose_codec("best", {}, None)  # type: ignore[arg-type]  # that is the point

@@ -1,4 +1,4 @@
-"""The interval, with made-up measurements: it is the greatest of its bounds."""
+"""Test the interval with invented measurements: it is the greatest of its bounds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ aims = st.builds(
 
 
 def bounds(aim: AutoInterval, measured: TrainingPace) -> list[float]:
-    """The seconds that Young, the store and the budget ask for."""
+    """Return the seconds that Young's interval, the store and the budget require."""
     return [
         math.sqrt(2 * measured.stall_s * aim.mtbf.total_seconds()),
         measured.durable_s,
@@ -38,7 +38,7 @@ def bounds(aim: AutoInterval, measured: TrainingPace) -> list[float]:
 
 @given(aims, facts)
 def test_interval_is_the_greatest_of_three_bounds(aim: AutoInterval, measured: TrainingPace) -> None:
-    """In whole steps, rounded up, at least one."""
+    """Test whole steps, rounded up, at least one."""
     steps = choose_interval(aim, measured).steps
     seconds = max(bounds(aim, measured))
     assert steps >= 1
@@ -48,7 +48,7 @@ def test_interval_is_the_greatest_of_three_bounds(aim: AutoInterval, measured: T
 
 @given(aims, facts, facts)
 def test_interval_stays_within_a_quarter(aim: AutoInterval, before: TrainingPace, after: TrainingPace) -> None:
-    """Then it follows the new measurements alone."""
+    """Test that a larger change gives the interval of the new measurements alone."""
     old, new = choose_interval(aim, before), choose_interval(aim, after)
     chosen = choose_interval(aim, after, old)
     near = old.steps / 1.25 <= new.steps <= old.steps * 1.25
@@ -66,7 +66,7 @@ def test_interval_stays_within_a_quarter(aim: AutoInterval, before: TrainingPace
     ],
 )
 def test_interval_has_a_reason(measured: TrainingPace, aim: AutoInterval, steps: int, words: str) -> None:
-    """In one sentence, with the decisive figures."""
+    """Test one sentence with the decisive figures."""
     chosen = choose_interval(aim, measured)
     assert chosen.steps == steps
     assert words in str(chosen)
@@ -74,7 +74,7 @@ def test_interval_has_a_reason(measured: TrainingPace, aim: AutoInterval, steps:
 
 
 def test_unchosen_interval_is_reported() -> None:
-    """And blocks nothing."""
+    """Test that a missing measurement blocks nothing."""
     early = ChosenInterval(0, "1 of 3 checkpoints were measured")
     assert str(early) == "not chosen yet: 1 of 3 checkpoints were measured"
     assert choose_interval(AutoInterval(), TrainingPace(1.0, 0.5, 1.0), early).steps == math.ceil(
@@ -83,7 +83,7 @@ def test_unchosen_interval_is_reported() -> None:
 
 
 def test_steps_of_no_time_are_no_division_by_zero() -> None:
-    """A loop that does nothing gets an interval, too."""
+    """Test a loop that does nothing, which also gets an interval."""
     assert choose_interval(AutoInterval(), TrainingPace(0.0, 0.0, 0.0)).steps == 1
     assert choose_interval(AutoInterval(), TrainingPace(0.0, 0.1, 0.0)).steps > 10**6
 
@@ -102,7 +102,7 @@ def test_steps_of_no_time_are_no_division_by_zero() -> None:
     ids=str,
 )
 def test_an_aim_that_means_nothing_is_refused(wrong: dict[str, object]) -> None:
-    """With what to give instead."""
+    """Test that the error lists alternatives."""
     with pytest.raises(InvalidInputError, match="give"):
         AutoInterval(**wrong)  # type: ignore[arg-type]  # that is the point
 
@@ -111,5 +111,5 @@ def test_an_aim_that_means_nothing_is_refused(wrong: dict[str, object]) -> None:
     ("seconds", "text"), [(0.00123, "1.23 ms"), (1.0, "1 s"), (59.4, "59.4 s"), (90.0, "1.5 min"), (10_800.0, "3 h")]
 )
 def test_spans_are_for_people(seconds: float, text: str) -> None:
-    """Three digits, and the unit that fits."""
+    """Test three digits, and a suitable unit."""
     assert span(seconds) == text

@@ -1,4 +1,4 @@
-"""Selection of checkpoints for a remote location, with made-up inventories."""
+"""Test the selection of checkpoints for a remote location, with invented inventories."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAN = float("nan")
 
 
 def made(step: int, **changes: object) -> Checkpoint:
-    """A checkpoint of a step, which began as many seconds after the start, with the loss 100 - step."""
+    """Return a checkpoint of a step, begun so many seconds after the start, with the loss 100 - step."""
     fields: dict[str, object] = {
         "run": "r",
         "step": step,
@@ -32,7 +32,7 @@ def made(step: int, **changes: object) -> Checkpoint:
 
 
 def steps(push: Push, here: list[Checkpoint], there: list[Checkpoint] | None = None, now: int = 1000) -> list[int]:
-    """The steps that are due."""
+    """Return the selected steps."""
     return [one.step for one in due(push, here, there or [], now * S)]
 
 
@@ -40,17 +40,17 @@ TEN = [made(step) for step in range(10)]
 
 
 def test_without_a_rule_all_go() -> None:
-    """But for those that are there; the newest is last, whatever the order of the facts."""
+    """Test that existing ones are left out, and that the newest is last, for any order of the facts."""
     assert steps(Push(WHERE), TEN[::-1], [TEN[3], TEN[9]]) == [0, 1, 2, 4, 5, 6, 7, 8]
 
 
 def test_every_so_many_steps() -> None:
-    """By the step, not by the count."""
+    """Test that the step counts, not the number of checkpoints."""
     assert steps(Push(WHERE, every=4), TEN[1:]) == [4, 8]
 
 
 def test_every_so_many_seconds() -> None:
-    """The first, then each that began late enough after the last one that is there or goes there."""
+    """Test the first, and each that began late enough after the last one at or for the location."""
     assert steps(Push(WHERE, every_s=4), TEN) == [0, 4, 8]
     assert steps(Push(WHERE, every_s=4), TEN, [TEN[3]]) == [0, 7]
     assert steps(Push(WHERE, every_s=4), TEN[4:], [TEN[3]]) == [7]
@@ -59,7 +59,7 @@ def test_every_so_many_seconds() -> None:
 
 
 def test_a_clock_that_ran_ahead_and_was_set_right_holds_nothing_up() -> None:
-    """The first after that goes, and the seconds count from it."""
+    """Test a clock that was set back: the next checkpoint goes, and the seconds count from it."""
     ahead = [made(step, created_ns=(step + 10_000) * S) for step in range(3)]
     after = [made(step) for step in range(3, 12)]
     assert steps(Push(WHERE, every_s=4), ahead + after) == [0, 3, 7, 11]
@@ -67,12 +67,12 @@ def test_a_clock_that_ran_ahead_and_was_set_right_holds_nothing_up() -> None:
 
 
 def test_deleted_before_its_upload_has_a_successor() -> None:
-    """The next one counts from the last existing one."""
+    """Test that the next one counts from the last existing checkpoint."""
     assert steps(Push(WHERE, every_s=4), [one for one in TEN if one.step not in (0, 4)]) == [1, 5, 9]
 
 
 def test_the_best() -> None:
-    """Of those known now: one that was overtaken before its turn does not go; of equal ones the older goes."""
+    """Test that an overtaken checkpoint is not sent, and that of equal ones the older is."""
     bumpy = [made(step, metrics={"loss": loss}) for step, loss in enumerate((5.0, 3.0, 4.0, 3.0, NAN))]
     assert steps(Push(WHERE, best=("loss", 1)), bumpy[:1]) == [0]
     assert steps(Push(WHERE, best=("loss", 1)), bumpy) == [1]
@@ -83,7 +83,7 @@ def test_the_best() -> None:
 
 
 def test_while_none_has_the_metric_the_newest_goes() -> None:
-    """Its name may be mistyped; one that has it, also there, is enough."""
+    """Test a mistyped metric; one checkpoint with the metric, also remote, is sufficient."""
     assert steps(Push(WHERE, best=("acuracy", 1)), TEN) == [9]
     assert steps(Push(WHERE, best=("acuracy", 1)), TEN, [TEN[9]]) == []
     assert steps(Push(WHERE, best=("acuracy", 1)), []) == []
@@ -95,7 +95,7 @@ def test_while_none_has_the_metric_the_newest_goes() -> None:
 
 
 def test_any_rule_is_enough() -> None:
-    """And a checkpoint that goes for another reason moves the clock."""
+    """Test that a checkpoint selected by another rule counts for the seconds."""
     assert steps(Push(WHERE, every=5, best=("loss", 1)), TEN) == [0, 5, 9]
     assert steps(Push(WHERE, every=3, every_s=4), TEN) == [0, 3, 6, 9]
     assert steps(Push(WHERE, every=5, every_s=3), TEN) == [0, 3, 5, 8]
@@ -103,7 +103,7 @@ def test_any_rule_is_enough() -> None:
 
 @pytest.mark.parametrize("change", [{"complete": False}, {"on_line": False}], ids=str)
 def test_checkpoints_off_the_line_are_not_pushed(change: dict[str, object]) -> None:
-    """Nor do they count for others; with an unknown line, all are pushed."""
+    """Test that they do not count for others; with an unknown line, all are pushed."""
     lame = made(5, metrics={"loss": -1.0}, **change)
     assert steps(Push(WHERE, every=5), [lame]) == []
     assert steps(Push(WHERE, best=("loss", 1)), [made(1), lame]) == [1]
@@ -112,7 +112,7 @@ def test_checkpoints_off_the_line_are_not_pushed(change: dict[str, object]) -> N
 
 
 def test_checkpoints_beyond_remote_retention_are_not_pushed() -> None:
-    """After hours without a connection, these are most of the backlog."""
+    """Test an outage of hours, after which these are most of the backlog."""
     assert steps(Push(WHERE, every=2, keep=Retention(keep_last=2)), TEN) == [6, 8]
     assert steps(Push(WHERE, every=2, keep=Retention(keep_last=2)), TEN, [TEN[8]]) == [6]
     assert steps(Push(WHERE, every=2, keep=Retention(keep_last=1, keep_every=4)), TEN) == [0, 4, 8]
@@ -121,13 +121,13 @@ def test_checkpoints_beyond_remote_retention_are_not_pushed() -> None:
 
 
 def test_checkpoints_deleted_remotely_are_not_pushed_again() -> None:
-    """The retention of the location has decided."""
+    """Test that the retention of the location has precedence."""
     push = Push(WHERE, every=2, keep=Retention(keep_last=1))
     assert steps(push, TEN, TEN[0:9:2]) == []
 
 
 def test_newest_waiting_and_current_upload_are_held() -> None:
-    """Up to the limit, because an unreachable location must not fill the drive."""
+    """Test the limit, because an unreachable location must not fill the drive."""
     push = Push(WHERE, hold=2)
     assert held(push, TEN, None) == {TEN[8].save_id: "to be pushed", TEN[9].save_id: "to be pushed"}
     assert held(push, TEN, TEN[9].save_id)[TEN[9].save_id] == "being pushed"
@@ -160,6 +160,6 @@ def test_newest_waiting_and_current_upload_are_held() -> None:
     ids=str,
 )
 def test_rules_that_mean_nothing_are_refused(rules: dict[str, object]) -> None:
-    """By their name."""
+    """Test that the error names the rule."""
     with pytest.raises(InvalidInputError, match=next(iter(rules))):
         Push(**{"remote": WHERE, **rules})  # type: ignore[arg-type]  # wrong on purpose

@@ -1,4 +1,4 @@
-"""Retention: every rule against a plain implementation."""
+"""Test retention: every rule against a plain implementation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def described(
     on_line: bool | None = True,
     **metrics: float,
 ) -> Checkpoint:
-    """A checkpoint as a store describes it."""
+    """Return a checkpoint as a store describes it."""
     return Checkpoint(
         run="default",
         step=step,
@@ -43,7 +43,7 @@ def described(
 
 
 def staying(verdicts: list[Verdict]) -> list[int]:
-    """The steps that stay."""
+    """Return the steps that stay."""
     return [verdict.checkpoint.step for verdict in verdicts if verdict.stays]
 
 
@@ -74,7 +74,7 @@ rules = st.builds(
 
 
 def kept_by(retention: Retention, one: Checkpoint, whole: list[Checkpoint]) -> bool:
-    """Whether a rule keeps a checkpoint, said once more and slowly; ``whole`` are the complete ones of the line."""
+    """Return whether a rule keeps a checkpoint, by a plain implementation; ``whole`` are complete ones on the line."""
     newer = [other for other in whole if other.ref > one.ref]
     if retention.keep_for is not None and NOW_NS - one.created_ns <= retention.keep_for / timedelta(hours=1) * HOUR_NS:
         return True
@@ -104,7 +104,7 @@ def kept_by(retention: Retention, one: Checkpoint, whole: list[Checkpoint]) -> b
 def test_kept_checkpoints_have_a_rule_or_are_protected(
     found: list[Checkpoint], given_rules: dict[str, object], keep_abandoned: bool
 ) -> None:
-    """Nothing else stays or goes, for any order of checkpoints."""
+    """Test that nothing else stays or is deleted, for any order of checkpoints."""
     retention = Retention(**given_rules, keep_abandoned=keep_abandoned)  # type: ignore[arg-type]  # as drawn
     whole = sorted((one for one in found if one.on_line and one.complete), key=lambda one: one.ref)
     verdicts = choose_kept(retention, found, NOW_NS)
@@ -125,7 +125,7 @@ def test_kept_checkpoints_have_a_rule_or_are_protected(
 def test_a_further_rule_keeps_no_less(
     found: list[Checkpoint], one: dict[str, object], other: dict[str, object]
 ) -> None:
-    """Rules only add: what stays by some of them stays by all of them."""
+    """Test that a checkpoint kept by some rules is kept by more rules."""
     both = {name: value if value is not None else other[name] for name, value in one.items()}
     fewer = choose_kept(Retention(**one), found, NOW_NS)  # type: ignore[arg-type]  # as drawn
     more = choose_kept(Retention(**both), found, NOW_NS)  # type: ignore[arg-type]  # as drawn
@@ -137,7 +137,7 @@ def test_a_further_rule_keeps_no_less(
 def test_held_checkpoints_stay_without_other_effects(
     found: list[Checkpoint], given_rules: dict[str, object], data: st.DataObject
 ) -> None:
-    """With the given reason first."""
+    """Test that the given reason is first."""
     retention = Retention(**given_rules, keep_abandoned=False)  # type: ignore[arg-type]  # as drawn
     held = data.draw(st.sets(st.sampled_from([one.save_id for one in found]))) if found else set()
     before = choose_kept(retention, found, NOW_NS)
@@ -148,7 +148,7 @@ def test_held_checkpoints_stay_without_other_effects(
 
 
 def test_the_reasons_are_sentences_that_name_the_rule() -> None:
-    """All that apply, in the order of the rules."""
+    """Test that all applicable reasons are listed in the order of the rules."""
     retention = Retention(keep_last=2, keep_every=100, keep_best=("loss", 1), keep_for=timedelta(hours=2))
     found = [described(step, hours_old=5 - step / 100, loss=2 - step / 1000) for step in (0, 50, 100, 400, 500)]
     reasons = {verdict.checkpoint.step: verdict.reasons for verdict in choose_kept(retention, found, NOW_NS)}
@@ -162,7 +162,7 @@ def test_the_reasons_are_sentences_that_name_the_rule() -> None:
 
 
 def test_best_may_be_the_greatest_and_ties_prefer_the_older() -> None:
-    """Checkpoints without the metric, or with NaN, are excluded."""
+    """Test that checkpoints without the metric, or with NaN, are excluded."""
     found = [
         described(0, acc=0.5),
         described(1, acc=0.9),
@@ -177,20 +177,20 @@ def test_best_may_be_the_greatest_and_ties_prefer_the_older() -> None:
 
 
 def test_incomplete_checkpoint_takes_no_place() -> None:
-    """Two restorable ones stay, and newer incomplete ones may become complete."""
+    """Test that two consistent checkpoints stay, besides newer incomplete ones, which may become complete."""
     found = [described(0), described(1), described(2, complete=False), described(3), described(4, complete=False)]
     assert staying(choose_kept(Retention(keep_last=2), found, NOW_NS)) == [1, 3, 4]
 
 
 def test_newest_is_by_the_line_and_not_by_the_step() -> None:
-    """After a restore to step 5, step 6 of the new generation is newer than step 9 of the old one."""
+    """Test a restore of step 5: step 6 of the new generation is newer than step 9 of the old one."""
     found = [described(5), described(9, on_line=False), described(6, generation=2)]
     assert staying(choose_kept(Retention(keep_last=1, keep_abandoned=False), found, NOW_NS)) == [6]
     assert staying(choose_kept(Retention(keep_last=1), found, NOW_NS)) == [9, 6]
 
 
 def test_the_age_is_exact() -> None:
-    """To the nanosecond, on the side of keeping."""
+    """Test the limit in nanoseconds, at which a checkpoint stays."""
     old = described(0, hours_old=2)
     found = [old, dataclasses.replace(described(1), created_ns=old.created_ns - 1), described(2)]
     assert staying(choose_kept(Retention(keep_for=timedelta(hours=2)), found, NOW_NS)) == [0, 2]
@@ -217,6 +217,6 @@ def test_the_age_is_exact() -> None:
     ids=str,
 )
 def test_rules_that_mean_nothing_are_refused(wrong: dict[str, object]) -> None:
-    """With what to give instead; no rule at all would keep nothing."""
+    """Test that the error lists alternatives; without a rule, nothing would be kept."""
     with pytest.raises(InvalidInputError, match="give"):
         Retention(**wrong)  # type: ignore[arg-type]  # that is the point

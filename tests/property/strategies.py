@@ -1,4 +1,4 @@
-"""Random states: any nesting of all supported values."""
+"""Generate random states: any nesting of all supported values."""
 
 import struct
 from collections import OrderedDict
@@ -16,14 +16,14 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 KEYS = st.one_of(
     TEXT, st.sampled_from(["model", "a.b", "", "0", "1"]), st.integers(-3, 3), st.integers(-(2**70), 2**70)
 )
-# torch cannot print a number of these two, so that no example with one could be shown.
+# torch cannot print numbers of these two dtypes, so a failing example could not be shown.
 _UNPRINTABLE = ("complex32", "float4_e2m1fn_x2")
 SIZES = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items() if name not in _UNPRINTABLE}
 
 
 @st.composite
 def configs(draw: st.DrawFn) -> StoreConfig:
-    """Configurations in which even small states meet every way of storing."""
+    """Generate configurations in which small states use every way of storing."""
     blocks = draw(st.integers(1, 4))
     return StoreConfig(
         partition_bytes=4096 * blocks,
@@ -38,12 +38,12 @@ def configs(draw: st.DrawFn) -> StoreConfig:
 
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[int, ...]:
-    """Shapes from numbers and empty ones to some thousand elements."""
+    """Generate shapes from scalars and empty ones to some thousand elements."""
     return tuple(draw(st.lists(st.sampled_from([0, 1, 1, 2, 3, 7, 40]), max_size=3)))
 
 
 def _raw(draw: st.DrawFn, size: int, *, is_bool: bool) -> bytes:
-    """Some random bytes, repeated: long enough, and quick to draw and to shrink."""
+    """Return some random bytes, repeated: long enough, and quick to draw and to shrink."""
     seed = draw(st.binary(min_size=1, max_size=24)) if size else b"\0"
     raw = (seed * (size // len(seed) + 1))[:size]
     return bytes(value & 1 for value in raw) if is_bool else raw
@@ -51,7 +51,7 @@ def _raw(draw: st.DrawFn, size: int, *, is_bool: bool) -> bytes:
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Tensors of any dtype with any bits, in various layouts."""
+    """Generate tensors of any dtype with any bits, in various layouts."""
     name, shape = draw(st.sampled_from(sorted(SIZES))), draw(shapes())
     size = SIZES[name] * int(np.prod(shape))
     raw = bytearray(_raw(draw, size, is_bool=name == "bool")) or bytearray(0)
@@ -73,7 +73,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 @st.composite
 def arrays(draw: st.DrawFn) -> np.ndarray:
-    """Arrays of any dtype with any bits, in various orders."""
+    """Generate arrays of any dtype with any bits, in various orders."""
     name, shape = draw(st.sampled_from(sorted(NUMPY_DTYPES))), draw(shapes())
     dtype = NUMPY_DTYPES[name]
     raw = _raw(draw, dtype.itemsize * int(np.prod(shape)), is_bool=name == "bool")
@@ -121,7 +121,7 @@ def _containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 @st.composite
 def states(draw: st.DrawFn) -> Any:  # noqa: ANN401 - any state
-    """States of any structure, in which some tensors may occur in several places."""
+    """Generate states of any structure, in which some tensors may occur several times."""
     shared = draw(st.lists(st.one_of(tensors(), arrays()), max_size=2))
     leaves = [tensors(), arrays(), PLAIN, *([st.sampled_from(shared)] if shared else [])]
     return draw(st.recursive(st.one_of(*leaves), _containers, max_leaves=20))

@@ -1,4 +1,4 @@
-"""Round trips of random states: structure, types, bits and ties."""
+"""Test round trips of random states: structure, types, bits and ties."""
 
 import tempfile
 from collections import OrderedDict
@@ -21,19 +21,19 @@ SETTINGS = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.dat
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where each example makes a store of its own."""
+    """Return a folder in which each example creates a store."""
     return tmp_path_factory.mktemp("stores")
 
 
 def _view(tensor: torch.Tensor | np.ndarray) -> object:
-    """What tells whether two tensors of a state are the same one; None for those without elements."""
+    """Return the identity of a tensor of a state; None for empty tensors."""
     if isinstance(tensor, np.ndarray):
         return ("array", id(tensor))
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else None
 
 
 def _ties(state: object) -> set[frozenset[int]]:
-    """The groups of positions that hold the same tensor."""
+    """Return the groups of positions with the same tensor."""
     groups: dict[object, set[int]] = {}
     for position, tensor in enumerate(tensors_in(state)):
         if _view(tensor) is not None:
@@ -42,7 +42,7 @@ def _ties(state: object) -> set[frozenset[int]]:
 
 
 def _blank(state: Any, *, strided: bool) -> Any:  # noqa: ANN401 - any state
-    """A state of the same structure whose tensors are zero, and whose plain values are missing."""
+    """Return a state of the same structure with zero tensors, and without plain values."""
     if isinstance(state, torch.Tensor):
         shape = tuple(state.shape)
         blank = torch.empty(shape[::-1] if strided else shape, dtype=state.dtype)
@@ -61,7 +61,7 @@ def _blank(state: Any, *, strided: bool) -> Any:  # noqa: ANN401 - any state
 @SETTINGS
 @given(state=states(), config=configs())
 def test_state_round_trip(folder: Path, state: object, config: StoreConfig) -> None:
-    """Loaded by the same store and by one with other settings; the store verifies."""
+    """Test a load by the same store and by one with other settings, and verify."""
     with tempfile.TemporaryDirectory(dir=folder) as path:
         with Store.open(Path(path) / "store", config=config, create=True) as store:
             saved = store.save(state, step=1)
@@ -79,7 +79,7 @@ def test_state_round_trip(folder: Path, state: object, config: StoreConfig) -> N
 @SETTINGS
 @given(state=states(), config=configs(), strided=st.booleans())
 def test_a_state_is_filled_in_place(folder: Path, state: object, config: StoreConfig, strided: bool) -> None:
-    """Every tensor of the given state keeps its memory and gets the stored bits; the rest is put in place."""
+    """Test that every tensor keeps its memory and gets the stored bits, and that other values are replaced."""
     with (
         tempfile.TemporaryDirectory(dir=folder) as path,
         Store.open(Path(path) / "store", config=config, create=True) as store,
@@ -108,7 +108,7 @@ def _leaves(state: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ob
 @SETTINGS
 @given(state=states(), config=configs(), data=st.data())
 def test_a_leaf_is_found_by_its_name(folder: Path, state: object, config: StoreConfig, data: st.DataObject) -> None:
-    """Selecting one dotted name gives the leaves of that name, with the same bits, and no other."""
+    """Test that one dotted name selects exactly the leaves of that name, with the same bits."""
     leaves = list(_leaves(state))
     if not leaves or isinstance(state, torch.Tensor):
         return
@@ -128,7 +128,7 @@ def test_a_leaf_is_found_by_its_name(folder: Path, state: object, config: StoreC
 
 
 def test_equality_sees_a_single_bit() -> None:
-    """The comparison that all of this rests on tells signed zeros, payloads, types, order and keys apart."""
+    """Test that the comparison detects signed zeros, payloads, types, order and keys."""
     pairs: list[tuple[object, object]] = [
         (0.0, -0.0),
         (1, True),

@@ -1,4 +1,4 @@
-"""Random histories of a store against a model of plain lists."""
+"""Test random histories of a store against a model of plain lists."""
 
 import dataclasses
 import shutil
@@ -24,7 +24,7 @@ LEFTOVER = f"{'e' * 32}.tmp"
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Saved:
-    """A checkpoint in the model; ordered as the specification orders those of one run."""
+    """A checkpoint in the model, in the order of the specification."""
 
     generation: int
     step: int
@@ -34,19 +34,19 @@ class Saved:
 
 @dataclasses.dataclass
 class Run:
-    """One run in the model."""
+    """A run in the model."""
 
     saved: list[Saved] = dataclasses.field(default_factory=list)
     parents: dict[int, Saved | None] = dataclasses.field(default_factory=dict)
-    """For each generation that was opened, what it goes on from."""
+    """Parent of each generation."""
 
     @property
     def generation(self) -> int:
-        """The present one."""
+        """Return the current generation."""
         return max(self.parents, default=1)
 
     def line(self) -> list[Saved]:
-        """What leads to the present, oldest first."""
+        """Return the line, oldest first."""
         found: list[Saved] = []
         generation, limit = self.generation, None
         while True:
@@ -57,14 +57,14 @@ class Run:
             generation = limit.generation
 
     def of_step(self, step: int) -> Saved | None:
-        """What is loaded when a step is asked for."""
+        """Return the checkpoint that a load of a step returns."""
         candidates = [one for one in self.saved if one.step == step]
         on_line = [one for one in candidates if one in self.line()]
         return max(on_line or candidates, default=None)
 
 
 def _content(number: int) -> dict[str, Any]:
-    """States with much in common, so that they share partitions, and with something of their own."""
+    """Return states that share partitions, and have separate ones."""
     generator = torch.Generator().manual_seed(number % 3)
     return {
         "common": torch.arange(5_000, dtype=torch.int32),
@@ -76,7 +76,7 @@ def _content(number: int) -> dict[str, Any]:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Saves, deletes, collects, goes back, closes and opens again, in any order."""
+    """Saves, deletes, collects, restores, closes and opens, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,12 +86,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(config=configs())
     def open(self, config: StoreConfig) -> None:
-        """A new store."""
+        """Create a store."""
         self.store = Store.open(self.folder / "store", config=config, create=True)
 
     @rule(run=st.sampled_from(RUNS), ahead=st.sampled_from([1, 1, 1, 3, 0, -1, -2]), content=st.integers(0, 5))
     def save(self, run: str, ahead: int, content: int) -> None:
-        """The next step, a later one, the same again, or an earlier one."""
+        """Save the next step, a later one, the same again, or an earlier one."""
         model = self.runs[run]
         newest = max((one.step for one in model.saved if one.generation == model.generation), default=0)
         step = max(0, newest + ahead)
@@ -104,7 +104,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(run=st.sampled_from(RUNS), data=st.data())
     def save_to_an_earlier_generation(self, run: str, data: st.DataObject) -> None:
-        """What a trainer does that was overtaken by another."""
+        """Save as a trainer does that another trainer has overtaken."""
         model = self.runs[run]
         generation = data.draw(st.sampled_from(sorted({1, *model.parents})))
         step, content = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 5))
@@ -117,7 +117,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(run=st.sampled_from(RUNS), data=st.data())
     def begin_generation(self, run: str, data: st.DataObject) -> None:
-        """Go on from any checkpoint that is there, or from nothing."""
+        """Continue from any existing checkpoint, or from none."""
         model = self.runs[run]
         listed = self.store.checkpoints(run)
         index = data.draw(st.sampled_from([None, *range(len(listed))]))
@@ -129,7 +129,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(model.saved for model in self.runs.values()))
     @rule(data=st.data())
     def delete(self, data: st.DataObject) -> None:
-        """All attempts at a step, or those of one generation."""
+        """Delete all saves of a step, or those of one generation."""
         run = data.draw(st.sampled_from([run for run in RUNS if self.runs[run].saved]))
         model = self.runs[run]
         chosen = data.draw(st.sampled_from(model.saved))
@@ -141,7 +141,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(leftover=st.booleans())
     def gc(self, leftover: bool) -> None:
-        """What is left in use is exactly what a checkpoint needs; a dry run tells the same beforehand."""
+        """Check that exactly the needed packs stay, and that a dry run announces it."""
         if leftover:
             (self.store.path / "packs" / LEFTOVER).write_bytes(b"a save that was killed")
         expected = self.store.gc(dry_run=True)
@@ -164,7 +164,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(config=configs(), without_catalog=st.booleans())
     def reopen(self, config: StoreConfig, without_catalog: bool) -> None:
-        """With other settings, and perhaps without the catalog, which is rebuilt."""
+        """Open again with other settings, and sometimes without the catalog, which is rebuilt."""
         self.store.close()
         if without_catalog:
             shutil.rmtree(self.folder / "store" / "catalog", ignore_errors=True)
@@ -172,7 +172,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(run=st.sampled_from(RUNS))
     def load_newest(self, run: str) -> None:
-        """The last of the line, or nothing when the line is empty."""
+        """Load the last checkpoint of the line, or none if the line is empty."""
         line = self.runs[run].line()
         if not line:
             with pytest.raises(CheckpointNotFoundError):
@@ -185,7 +185,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(run=st.sampled_from(RUNS), step=st.integers(0, 8))
     def load_a_step(self, run: str, step: int) -> None:
-        """The last attempt at it on the line, else in the newest generation that has it."""
+        """Load the last save of a step on the line, otherwise in the newest generation that has the step."""
         expected = self.runs[run].of_step(step)
         if expected is None:
             with pytest.raises(CheckpointNotFoundError):
@@ -199,14 +199,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_listing_is_what_was_saved_and_not_deleted(self) -> None:
-        """In order, with what is on the line and what is not."""
+        """Check the listing: order, and the checkpoints on the line."""
         for run, model in self.runs.items():
             listed = [(one.generation, one.step, one.on_line) for one in self.store.checkpoints(run)]
             line = model.line()
             assert listed == [(one.generation, one.step, one in line) for one in sorted(model.saved)]
 
     def teardown(self) -> None:
-        """At the end every byte is sound, and every checkpoint can be loaded."""
+        """Check every byte at the end, and load every checkpoint."""
         empty = {run for run, model in self.runs.items() if not model.saved}
         for finding in self.store.verify():
             assert finding.kind == "no-checkpoint"

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks, saved one after the other by one process."""
+"""Save checkpoints of several ranks, one rank after another in one process."""
 
 import contextlib
 import itertools
@@ -22,14 +22,14 @@ def save_rank(store: Store, state: object, step: int, rank: int, world_size: int
 
 
 def save_ranks(store: Store, states: Sequence[object], step: int = 0) -> None:
-    """Save a checkpoint, of which each rank has one of ``states``."""
+    """Save a checkpoint with one of ``states`` for each rank."""
     save_id = new_save_id()
     for rank, state in enumerate(states):
         save_rank(store, state, step, rank, len(states), save_id)
 
 
 def cut_in_grid(full: torch.Tensor, cuts: Sequence[Sequence[int]]) -> list[TensorShard]:
-    """Cut a tensor at the given places of each dimension; pieces between equal places are empty."""
+    """Split a tensor at the given positions of each dimension; pieces between equal positions are empty."""
     spans = [
         list(itertools.pairwise([0, *sorted(min(cut, size) for cut in places), size]))
         for places, size in zip(cuts, full.shape, strict=True)
@@ -43,7 +43,7 @@ def cut_in_grid(full: torch.Tensor, cuts: Sequence[Sequence[int]]) -> list[Tenso
 
 @contextlib.contextmanager
 def as_rank(rank: int, world_size: int) -> Iterator[None]:
-    """Be one rank of a job whose ranks cannot talk to each other."""
+    """Act as one rank of a job whose ranks cannot communicate."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -54,7 +54,7 @@ def as_rank(rank: int, world_size: int) -> Iterator[None]:
 def local_of(
     full: torch.Tensor, mesh: Sequence[int], placements: Sequence[Placement], place: Sequence[int]
 ) -> torch.Tensor:
-    """What torch would give a rank of a tensor: cut by one mesh dimension after the other."""
+    """Return the shard that torch would give to a rank: split by one mesh dimension after another."""
     local = full
     for size, placement, index in zip(mesh, placements, place, strict=True):
         if placement.is_replicate():
@@ -71,10 +71,10 @@ def _chunk(tensor: torch.Tensor, count: int, number: int, dim: int) -> torch.Ten
 
 
 def distributed(full: torch.Tensor, mesh: Sequence[int], placements: Sequence[Placement], rank: int) -> DTensor:
-    """The present rank's DTensor of a tensor."""
+    """Return the DTensor of a tensor on the present rank."""
     place = torch.unravel_index(torch.tensor(rank), tuple(mesh))
     local = local_of(full, mesh, placements, [int(index) for index in place])
-    # Names of its own: torch would take the mesh that it saw first, of another rank, for an equal one.
+    # Use new names, because torch would reuse the mesh of the first rank for an equal mesh.
     names = tuple(f"rank{rank}dim{dim}" for dim in range(len(mesh)))
     device_mesh = init_device_mesh("cpu", tuple(mesh), mesh_dim_names=names)
     return DTensor.from_local(

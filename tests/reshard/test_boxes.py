@@ -1,4 +1,4 @@
-"""Boxes: intersections element by element and byte by byte, as for numpy slices."""
+"""Test boxes: intersections element by element and byte by byte, as for numpy slices."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ def _slices(box: Box) -> tuple[slice, ...]:
 
 
 def _marked(boxes: Sequence[Box], whole: tuple[int, ...]) -> np.ndarray:
-    """How many of the boxes have each element."""
+    """Return how many of the boxes contain each element."""
     count = np.zeros(whole, dtype=np.int64)
     for box in boxes:
         count[_slices(box)] += 1
@@ -30,7 +30,7 @@ def _marked(boxes: Sequence[Box], whole: tuple[int, ...]) -> np.ndarray:
 @st.composite
 def _box_in(draw: st.DrawFn, whole: tuple[int, ...]) -> Box:
     ends = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in whole]
-    # Most boxes hold something: in several dimensions few would by chance.
+    # Make most boxes non-empty, which would be rare by chance in several dimensions.
     if draw(st.integers(0, 7)):
         ends = [[first, max(last, min(first + 1, size))] for (first, last), size in zip(ends, whole, strict=True)]
     return Box(whole, tuple(first for first, _ in ends), tuple(last - first for first, last in ends))
@@ -43,14 +43,14 @@ WHOLES = st.one_of(
 
 @st.composite
 def boxes(draw: st.DrawFn, count: int) -> list[Box]:
-    """Some boxes of one whole; now and then of whole rows, as ranks have them."""
+    """Return some boxes of one whole, sometimes of whole rows, as ranks have them."""
     whole = draw(WHOLES)
     return [draw(st.one_of(_box_in(whole), st.just(Box.of_whole(whole)))) for _ in range(count)]
 
 
 @given(boxes(2))
 def test_intersection_is_what_both_slices_mark(pair: list[Box]) -> None:
-    """It is empty if no element is common; a box covers another one if it contains all its elements."""
+    """Test that it is empty without common elements, and that a box covers another one if it contains it."""
     one, other = pair
     marked = _marked(pair, one.whole) == 2
     common = one.common(other)
@@ -62,7 +62,7 @@ def test_intersection_is_what_both_slices_mark(pair: list[Box]) -> None:
 
 @given(boxes(2))
 def test_difference_and_intersection_make_up_the_box(pair: list[Box]) -> None:
-    """Each element once."""
+    """Test that each element is in exactly one of the results."""
     one, other = pair
     common = one.common(other)
     left = one.without(other)
@@ -72,7 +72,7 @@ def test_difference_and_intersection_make_up_the_box(pair: list[Box]) -> None:
 
 @given(st.integers(1, 12).flatmap(boxes))
 def test_a_box_is_tiled_by_the_first_part_that_has_an_element(found: list[Box]) -> None:
-    """No element twice, none left out that a part has; one that no part has is named."""
+    """Test that no element appears twice or is left out, and that an element of no part is named."""
     box, *parts = found
     wanted = np.full(box.whole, -1)
     for number, part in reversed(list(enumerate(parts))):
@@ -92,7 +92,7 @@ def test_a_box_is_tiled_by_the_first_part_that_has_an_element(found: list[Box]) 
 
 
 def test_parts_that_overlap_are_not_counted_twice() -> None:
-    """Two parts have as many elements as the box, and yet not its last one."""
+    """Test two parts with as many elements as the box, but without its last element."""
     whole = (4,)
     parts = [Box(whole, (0,), (2,)), Box(whole, (1,), (2,))]
     assert tile(Box.of_whole(whole), parts).missing == Box(whole, (3,), (1,))
@@ -100,7 +100,7 @@ def test_parts_that_overlap_are_not_counted_twice() -> None:
 
 @pytest.mark.slow
 def test_hostile_parts_end_in_an_error() -> None:
-    """In many dimensions a few overlapping parts leave millions of pieces; no layout of ranks has such parts."""
+    """Test many dimensions, in which a few overlapping parts leave millions of pieces, unlike real layouts."""
     whole = (3,) * 20
     slabs = [[int(dim == cut) for dim in range(20)] for cut in range(20)]
     parts = [Box(whole, tuple(slab), tuple(1 if here else 3 for here in slab)) for slab in slabs]
@@ -109,7 +109,7 @@ def test_hostile_parts_end_in_an_error() -> None:
 
 
 def test_a_grid_of_thousands_of_parts_is_tiled() -> None:
-    """In whatever order they come, replicas beside them."""
+    """Test any order, also with replicas."""
     whole = (640, 640)
     grid = [Box(whole, (10 * i, 10 * j), (10, 10)) for i, j in itertools.product(range(64), repeat=2)]
     shuffled = [grid[i * 1237 % len(grid)] for i in range(len(grid))]
@@ -122,7 +122,7 @@ def test_a_grid_of_thousands_of_parts_is_tiled() -> None:
 
 @st.composite
 def crossings(draw: st.DrawFn) -> tuple[Box, Box, Box, int]:
-    """Two boxes of one whole with something in common, and the bytes of an element."""
+    """Return two overlapping boxes of one whole, and the bytes of an element."""
     whole = draw(st.lists(st.integers(1, 7), max_size=4).map(tuple))
     source, target = (
         draw(st.one_of(_box_in(whole), st.just(Box.of_whole(whole))).filter(lambda box: box.elements)) for _ in "ab"
@@ -131,7 +131,7 @@ def crossings(draw: st.DrawFn) -> tuple[Box, Box, Box, int]:
     if common is None:
         target, common = source, source
     elif draw(st.booleans()):
-        # A tile may be less than all that two boxes have in common.
+        # A tile may be smaller than the intersection of two boxes.
         inner = draw(_box_in(whole).map(common.common))
         common = common if inner is None else inner
     return source, target, common, draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
@@ -143,7 +143,7 @@ def test_bytes_of_one_box_go_where_slices_say(
     cuts: list[int],
     by_run: bool,
 ) -> None:
-    """Whatever ranges of bytes they come in, elements cut in two among them; and other bytes are left alone."""
+    """Test any byte ranges, also ranges that split elements, and that other bytes are not changed."""
     source, target, common, width = case
     whole = np.random.default_rng(0).integers(0, 256, (*source.whole, width), dtype=np.uint8)
     plain = whole[_slices(source)].tobytes()
@@ -181,7 +181,7 @@ def test_bytes_of_one_box_go_where_slices_say(
     ],
 )
 def test_whole_rows_are_one_run(source: Box, target: Box, is_run: bool) -> None:
-    """So that a cut along the first dimension costs one copy, and may go to a file as it is."""
+    """Test that a split along the first dimension costs one copy, and may be written to a file directly."""
     common = source.common(target)
     assert common is not None
     crossing = Crossing(source, target, common, 4)

@@ -1,4 +1,4 @@
-"""Commands on a checkpoint of several ranks."""
+"""Test commands on a checkpoint of several ranks."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def _states(step: int, full: torch.Tensor = FULL, cut: int = 40) -> list[dict[st
 
 @pytest.fixture
 def shared(store_path: Path) -> Path:
-    """A store with three checkpoints of two ranks, cut otherwise in the last, and one of a single rank."""
+    """Return a store with three checkpoints of two ranks, the last with other shards, and one of a single rank."""
     config = StoreConfig(partition_bytes=8192, bundle_below_bytes=4096, inline_bytes=64)
     changed = FULL.clone()
     changed[99] += 1
@@ -42,7 +42,7 @@ def _rows(out: str) -> list[list[str]]:
 
 
 def test_inspect_shows_the_number_of_ranks(shared: Path) -> None:
-    """And for a tensor the whole shape, bytes, and number of parts."""
+    """Test also the whole shape, the bytes, and the number of shards of a tensor."""
     rows = _rows(run_command("inspect", shared).out)
     assert ["run", "step", "generation", "saved", "(UTC)", "ranks", "size", "status", "metrics"] in rows
     outcome = run_command("inspect", shared, "--step", "10", "--where")
@@ -67,7 +67,7 @@ def test_inspect_shows_the_number_of_ranks(shared: Path) -> None:
 
 
 def test_restore_writes_whole_tensors_or_one_ranks(shared: Path, tmp_path: Path) -> None:
-    """A .pt file has values of rank 0, or of the rank that was asked for."""
+    """Test that a .pt file has the values of rank 0, or of the requested rank."""
     assert run_command("restore", shared, "--step", "10", "--to", tmp_path / "all.pt").status == 0
     assert_same(torch.load(tmp_path / "all.pt", weights_only=True), {"model": {"w": FULL, "same": SAME}, "step": 10})
     outcome = run_command("restore", shared, "--step", "10", "--rank", "1", "--to", tmp_path / "one.pt", "--json")
@@ -84,7 +84,7 @@ def test_restore_writes_whole_tensors_or_one_ranks(shared: Path, tmp_path: Path)
 
 
 def test_diff_compares_rank_by_rank(shared: Path) -> None:
-    """It does not take another part for another value, and refuses to compare different numbers of ranks."""
+    """Test equal shards, other shards, and different numbers of ranks, which are refused."""
     outcome = run_command("diff", shared, "10", "20")
     assert "1 changed in value, 3 unchanged" in outcome.out
     (row,) = (row for row in _rows(outcome.out) if "100×200" in row)
@@ -102,7 +102,7 @@ def test_diff_compares_rank_by_rank(shared: Path) -> None:
 
 
 def test_other_commands_take_all_ranks_together(shared: Path, tmp_path: Path) -> None:
-    """Nothing is wrong, nothing is counted twice, and what is copied elsewhere is all of it."""
+    """Test verify, du and push: nothing is damaged or counted twice, and all parts are copied."""
     assert run_command("verify", shared).status == 0
     assert run_command("du", shared).status == 0
     with Store.open(shared, create=True) as opened:
@@ -120,6 +120,6 @@ def test_other_commands_take_all_ranks_together(shared: Path, tmp_path: Path) ->
 
 
 def test_strict_comparison_raises(shared: Path) -> None:
-    """The library raises where the command line returns a status."""
+    """Test that the library raises an error where the command line returns a status."""
     with Store.open(shared, create=True) as store, pytest.raises(InvalidInputError, match="different numbers of ranks"):
         store.diff(30, 40)

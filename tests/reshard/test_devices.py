@@ -1,4 +1,4 @@
-"""Device tensors: parts are gathered in host memory if they cannot be copied in order."""
+"""Test device tensors: shards are gathered in host memory if they cannot be copied in order."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ SMALL = StoreConfig(partition_bytes=4096, bundle_below_bytes=4096, inline_bytes=
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_parts_are_read_into_device_memory(tmp_path: Path) -> None:
-    """Cut by rows and by columns, strided and not, new and in place."""
+    """Test shards by rows and by columns, strided and not, new and in place."""
     full = torch.randn(60, 70)
     with Store.open(tmp_path / "store", config=SMALL, create=True) as store:
         save_ranks(store, [{"w": shard} for shard in cut_in_grid(full.cuda(), [[20], [30]])])

@@ -1,4 +1,4 @@
-"""Any layout to any other: saved shards are read in other shards, bit for bit."""
+"""Test any layout to any other: saved shards are read as other shards, bit for bit."""
 
 import itertools
 import math
@@ -21,20 +21,20 @@ from asymcheck.state.shards import shard_of
 from tests.reshard.ranks import as_rank, cut_in_grid, distributed, local_of, save_rank, save_ranks
 from tests.store.equality import tensor_bytes
 
-# Partitions so small that they begin and end in the midst of rows.
+# Partitions so small that they begin and end within rows.
 SMALL = StoreConfig(partition_bytes=4096, bundle_below_bytes=4096, inline_bytes=64, inline_total_bytes=1 << 20)
 
 DTYPES = st.sampled_from([torch.uint8, torch.float16, torch.float32, torch.float64, torch.complex128])
 
 
 def _numbered(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in which no two elements of some hundred are alike."""
+    """Return a tensor in which no two of some hundred elements are equal."""
     return torch.arange(math.prod(shape)).reshape(tuple(shape)).to(dtype)
 
 
 @st.composite
 def cuts(draw: st.DrawFn, shape: Sequence[int]) -> list[list[int]]:
-    """Places at which each dimension is cut, few of them."""
+    """Return a few positions at which each dimension is split."""
     return [draw(st.lists(st.integers(0, size), max_size=2)) for size in shape]
 
 
@@ -44,7 +44,7 @@ def cuts(draw: st.DrawFn, shape: Sequence[int]) -> list[list[int]]:
 def test_parts_of_any_grid_are_read_as_those_of_any_other(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, dtype: torch.dtype, large: bool
 ) -> None:
-    """Uneven and empty parts among them; in place, by strided memory too, and as a whole."""
+    """Test uneven and empty shards, in place, in strided memory, and as a whole."""
     shape = data.draw(st.lists(st.integers(1, 5), max_size=3))
     shape = [size * 11 for size in shape] if large else shape
     full = _numbered(shape, dtype)
@@ -88,11 +88,11 @@ MESHES = [(1,), (2,), (3,), (4,), (2, 2), (1, 2), (2, 1), (3, 2)]
 
 @st.composite
 def layouts(draw: st.DrawFn, dims: int) -> tuple[tuple[int, ...], list[Placement]]:
-    """A mesh, and placements of a tensor on it as data, fully sharded and tensor parallelism have them."""
+    """Return a mesh and placements for data, fully sharded and tensor parallelism."""
     mesh = draw(st.sampled_from(MESHES))
     shards = st.integers(0, dims - 1).map(Shard)
     if len(mesh) == 2 and draw(st.booleans()):
-        # FSDP2 over tensor parallelism of the same dimension: cut by the second dimension of the mesh first.
+        # FSDP2 over tensor parallelism of the same dimension: split by the second dimension of the mesh first.
         dim = draw(st.integers(0, dims - 1))
         return mesh, [_StridedShard(dim, split_factor=mesh[1]), Shard(dim)]
     return mesh, [draw(st.one_of(st.just(Replicate()), shards)) for _ in mesh]
@@ -104,7 +104,7 @@ def layouts(draw: st.DrawFn, dims: int) -> tuple[tuple[int, ...], list[Placement
 def test_dtensors_of_any_mesh_are_read_on_any_other(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, dtype: torch.dtype
 ) -> None:
-    """In place, through the part that each rank holds; sizes that ranks do not divide among them."""
+    """Test the local shard of each rank in place, with sizes that the number of ranks does not divide."""
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
     full = _numbered(shape, dtype)
     mesh, placements = data.draw(layouts(len(shape)))
@@ -150,7 +150,7 @@ def _save(store: Store, full: torch.Tensor, mesh: tuple[int, ...], placements: l
 @pytest.mark.parametrize("saved", [1, 2, 3, 4])
 @pytest.mark.parametrize("wanted", [1, 2, 3, 4])
 def test_fully_sharded_state_moves_to_any_number_of_ranks(tmp_path: Path, saved: int, wanted: int) -> None:
-    """Of 7 rows, of one, and of a tensor that is whole on all."""
+    """Test 7 rows, one row, and a tensor that is whole on all ranks."""
     state = {"rows": torch.randn(7, 5), "one": torch.randn(1), "scalar": torch.tensor(3.0)}
 
     def held(rank: int, world_size: int, full: dict[str, torch.Tensor]) -> dict[str, object]:
@@ -178,7 +178,7 @@ def test_fully_sharded_state_moves_to_any_number_of_ranks(tmp_path: Path, saved:
 
 
 def test_rows_that_do_not_follow_each_other_are_refused() -> None:
-    """Two of eight rows from here and two from there are no box, though they are as many as torch says."""
+    """Test two of eight rows that are not contiguous, which are no box, although their number is right."""
     with as_rank(0, 4):
         part = distributed(torch.arange(8), (2, 2), [_StridedShard(0, split_factor=2), Replicate()], 0)
         assert part.to_local().tolist() == [0, 1, 4, 5]
@@ -189,7 +189,7 @@ def test_rows_that_do_not_follow_each_other_are_refused() -> None:
 
 
 def test_shard_of_a_dtensor_matches_torch() -> None:
-    """Also if two mesh dimensions split one dimension; other shards are refused."""
+    """Test also two mesh dimensions that split one dimension; other shards are refused."""
     seen = 0
     for rows, (mesh, splits) in itertools.product(range(1, 13), [((2, 2), 2), ((3, 2), 2), ((2, 3), 3)]):
         full = torch.arange(rows)
@@ -207,7 +207,7 @@ def test_shard_of_a_dtensor_matches_torch() -> None:
 
 @pytest.mark.parametrize("shape", [(4,), (4, 6), (2, 0, 3)])
 def test_a_rank_outside_the_mesh_of_a_tensor_has_an_empty_part(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    """Of as many dimensions as the tensor, whatever torch gives it; it is saved, and read again."""
+    """Test that the empty shard has as many dimensions as the tensor, is saved, and is read again."""
     full = _numbered(shape, torch.float32)
     save_id = new_save_id()
     with Store.open(tmp_path / "store", config=SMALL, create=True) as store:
@@ -222,13 +222,13 @@ def test_a_rank_outside_the_mesh_of_a_tensor_has_an_empty_part(tmp_path: Path, s
 
 
 def test_a_scalar_on_a_mesh_without_this_rank_is_refused() -> None:
-    """It has no empty part."""
+    """Test a scalar, which cannot be empty."""
     with as_rank(1, 2), pytest.raises(UnsupportedValueError, match=r"x: .*this rank is not in the mesh"):
         shard_of(_on_first_rank(torch.zeros(())), "x")
 
 
 def test_a_box_that_is_none_has_a_name() -> None:
-    """For the error that says so."""
+    """Test the name of an invalid box in an error."""
     assert str(Box((4, 6), (0, 0), (0,))) == "shape [0] at [0, 0] of [4, 6]"
 
 

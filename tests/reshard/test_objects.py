@@ -1,4 +1,4 @@
-"""Modules and optimizers with distributed tensors receive parts of the same kind."""
+"""Test that modules and optimizers with distributed tensors receive shards of the same kind."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ SHAPES = {"weight": (7, 3), "bias": (5,), "scale": (1,)}
 
 
 class Model(torch.nn.Module):
-    """Parameters cut by row, and one that all ranks have whole."""
+    """A model with parameters sharded by row, and a replicated one."""
 
     def __init__(self, values: dict[str, torch.Tensor], rank: int, world_size: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def _values(seed: int) -> dict[str, torch.Tensor]:
 
 
 def _stepped(kind: str, model: Model, steps: int) -> torch.optim.Optimizer:
-    """An optimizer after some steps with gradients that follow from the values."""
+    """Return an optimizer after some steps with gradients that follow from the values."""
     optimizer = OPTIMIZERS[kind](list(model.parameters()))
     for _ in range(steps):
         for parameter in model.parameters():
@@ -49,7 +49,7 @@ def _stepped(kind: str, model: Model, steps: int) -> torch.optim.Optimizer:
 
 
 def _full(kind: str, steps: int) -> tuple[Model, torch.optim.Optimizer]:
-    """What one process would have: elementwise optimizers do the same to parts as to the whole."""
+    """Return the state of one process, because elementwise optimizers treat shards and whole tensors alike."""
     model = Model(_values(0), 0, 0)
     return model, _stepped(kind, model, steps)
 
@@ -80,7 +80,7 @@ def _assert_part(value: torch.Tensor, full: torch.Tensor, rank: int, world_size:
 def test_training_goes_on_at_another_number_of_ranks(
     store_path: Path, kind: str, fresh: bool, saved: int, wanted: int
 ) -> None:
-    """With a new optimizer, which has no state to be filled yet, and with one that has; the next step is the same."""
+    """Test a new optimizer without state, and one with state; the next step is equal."""
     full, full_optimizer = _full(kind, 4)
     with Store.open(store_path, create=True) as store:
         _save(store, kind, saved)
@@ -108,7 +108,7 @@ def test_training_goes_on_at_another_number_of_ranks(
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_many_ranks_are_merged_for_one_process(store_path: Path, kind: str) -> None:
-    """Plain tensors, in a module and in an optimizer."""
+    """Test plain tensors, in a module and in an optimizer."""
     full, full_optimizer = _full(kind, 3)
     with Store.open(store_path, create=True) as store:
         _save(store, kind, 3)
@@ -124,7 +124,7 @@ def test_many_ranks_are_merged_for_one_process(store_path: Path, kind: str) -> N
 
 
 def test_one_process_is_split_for_many_ranks(store_path: Path) -> None:
-    """The other direction."""
+    """Test the reverse direction."""
     full, full_optimizer = _full("adamw", 3)
     with Store.open(store_path, create=True) as store:
         store.save({"model": full, "optimizer": full_optimizer}, step=3)
@@ -141,7 +141,7 @@ def test_one_process_is_split_for_many_ranks(store_path: Path) -> None:
 
 
 def test_a_module_of_another_shape_is_refused(store_path: Path) -> None:
-    """By the shape of the whole, before a byte is written."""
+    """Test that the whole shape is compared before a byte is written."""
     with Store.open(store_path, create=True) as store:
         _save(store, "sgd", 2)
         with as_rank(0, 2):
@@ -154,23 +154,23 @@ def test_a_module_of_another_shape_is_refused(store_path: Path) -> None:
 
 
 class Holder:
-    """An object with a state of its own kind."""
+    """An object with its own kind of state."""
 
     def __init__(self, value: object) -> None:
         self.value = value
         self.loaded: object = None
 
     def state_dict(self) -> dict[str, object]:
-        """Return it."""
+        """Return the state."""
         return {"value": self.value}
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Keep what it is."""
+        """Keep the types of the state."""
         self.loaded = state_dict["value"]
 
 
 def test_objects_receive_their_own_kind(store_path: Path) -> None:
-    """A shard for a shard, filled in place; a whole tensor without a target."""
+    """Test that a shard is filled in place, and that a whole tensor is created without a target."""
     full = torch.randn(4, 2)
     with Store.open(store_path, create=True) as store:
         save_ranks(store, [{"x": Holder(TensorShard(full[i : i + 1].clone(), (4, 2), (i, 0)))} for i in range(4)])

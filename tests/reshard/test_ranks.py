@@ -1,4 +1,4 @@
-"""Data that a rank reads: its own values, and tensors from any shards."""
+"""Test the data that a rank reads: its own values, and tensors from any shards."""
 
 import contextlib
 import re
@@ -33,7 +33,7 @@ def _part(full: torch.Tensor, first: int, last: int) -> TensorShard:
 
 
 def test_values_and_uncut_tensors_are_those_of_the_rank(store_path: Path) -> None:
-    """Also of more ranks than saved: then they begin again with rank 0's."""
+    """Test also more ranks than saved, which begin again with the values of rank 0."""
     states = [
         {"rank": rank, "rng": torch.full((9,), rank), "array": np.full(3, rank), "list": [rank, {"x": float(rank)}]}
         for rank in range(3)
@@ -52,13 +52,13 @@ def test_values_and_uncut_tensors_are_those_of_the_rank(store_path: Path) -> Non
 
 @pytest.mark.parametrize("rank", [-1, 1.5, "0", True, 10**9])
 def test_invalid_rank_is_refused(store_path: Path, rank: object) -> None:
-    """Before anything is read."""
+    """Test that the error is raised before anything is read."""
     with Store.open(store_path, create=True) as store, pytest.raises(InvalidInputError, match="rank"):
         store.load(rank=rank)  # type: ignore[arg-type]  # that is the point
 
 
 def test_the_states_of_all_ranks_are_merged(store_path: Path) -> None:
-    """Mappings by key, sequences of one length by item, cut tensors to whole ones; rank 0's comes first."""
+    """Test mappings by key, sequences of one length by item, sharded tensors as a whole, and values of rank 0."""
     full = torch.randn(5, 3)
     with Store.open(store_path, create=True) as store:
         save_ranks(
@@ -95,7 +95,7 @@ def test_the_states_of_all_ranks_are_merged(store_path: Path) -> None:
 
 
 def test_tensors_of_other_ranks_are_found_by_name(store_path: Path) -> None:
-    """Stages of a pipeline: a rank may read what another saved, in plain containers and in modules."""
+    """Test pipeline stages: a rank may read tensors of another rank, in containers and in modules."""
     stages = [torch.nn.Sequential(), torch.nn.Sequential()]
     for number, stage in enumerate(stages):
         stage.add_module(f"layer{number}", torch.nn.Linear(3, 3))
@@ -127,7 +127,7 @@ def test_tensors_of_other_ranks_are_found_by_name(store_path: Path) -> None:
 
 
 def test_missing_parts_are_named_before_anything_is_written(store_path: Path) -> None:
-    """With the tensor and the range; smaller requests succeed."""
+    """Test the tensor and the range, and that smaller requests succeed."""
     full = torch.randn(6, 2)
     with Store.open(store_path, create=True) as store:
         save_ranks(store, [{"a": torch.ones(2), "w": _part(full, 0, 2)}, {"a": torch.ones(2), "w": _part(full, 3, 6)}])
@@ -144,7 +144,7 @@ def test_missing_parts_are_named_before_anything_is_written(store_path: Path) ->
 
 @pytest.mark.parametrize("older", [True, False])
 def test_a_checkpoint_that_lacks_parts_is_not_blamed_on_the_state(store_path: Path, *, older: bool) -> None:
-    """It says who can still restore it, and which older step to ask for; that one is not taken unasked."""
+    """Test that the error names ranks that can restore it, and an older step, which is not restored instead."""
     full = torch.randn(8, 2)
     with Store.open(store_path, create=True) as store:
         if older:
@@ -175,7 +175,7 @@ def test_a_checkpoint_that_lacks_parts_is_not_blamed_on_the_state(store_path: Pa
 
 
 def test_single_rank_checkpoint_is_readable_by_rank(store_path: Path) -> None:
-    """As any other checkpoint."""
+    """Test that it is like any other checkpoint."""
     full = torch.randn(4, 2)
     with Store.open(store_path, create=True) as store:
         store.save({"w": _part(full, 1, 3)}, step=0)
@@ -188,7 +188,7 @@ def test_single_rank_checkpoint_is_readable_by_rank(store_path: Path) -> None:
 
 
 def test_a_shard_that_fits_nowhere_is_refused(store_path: Path) -> None:
-    """Another shape, another dtype, a box beyond its whole, and what is no tensor."""
+    """Test another shape, another dtype, a box beyond its whole, and a value that is no tensor."""
     with Store.open(store_path, create=True) as store:
         save_ranks(store, [{"w": shard, "n": 1} for shard in cut_in_grid(torch.zeros(4, 2), [[2], []])])
         for given, problem in [
@@ -204,7 +204,7 @@ def test_a_shard_that_fits_nowhere_is_refused(store_path: Path) -> None:
 
 
 def test_a_name_that_stands_for_several_tensors_is_read_by_place(store_path: Path) -> None:
-    """By the rank that saved it, where its own has all; else nobody can say which part belongs to which."""
+    """Test the saving rank, whose own tensors are complete; for other ranks the shards are ambiguous."""
     one, other = torch.randn(4), torch.randn(4)
 
     def state(first: int, last: int) -> dict[str, object]:
@@ -232,7 +232,7 @@ def test_a_name_that_stands_for_several_tensors_is_read_by_place(store_path: Pat
 
 
 def test_tied_tensors_are_found_by_any_of_their_names(store_path: Path) -> None:
-    """Where one rank ties what another does not."""
+    """Test a tensor that only one rank ties."""
     full = torch.randn(4, 2)
     first, second = _part(full, 0, 2), _part(full, 2, 4)
     with Store.open(store_path, create=True) as store:
@@ -244,7 +244,7 @@ def test_tied_tensors_are_found_by_any_of_their_names(store_path: Path) -> None:
 
 
 def test_rank_reads_only_its_needs(store_path: Path) -> None:
-    """A replicated tensor once, a part from the ranks that have it, and only the needed partitions."""
+    """Test that a replicated tensor is read once, and a shard from the ranks that have it, by needed partitions."""
     full = torch.arange(16 * 1024, dtype=torch.float32).reshape(16, 1024)
     common = torch.randn(2048)
     with Store.open(store_path, config=SMALL, create=True) as store:
@@ -266,7 +266,7 @@ def test_rank_reads_only_its_needs(store_path: Path) -> None:
 
 
 def _damage(store: Store, step: int, rank: int) -> str:
-    """Flip a bit in the first partition of a tensor of one rank's; return the name."""
+    """Flip a bit in the first partition of a tensor of one rank; return the name."""
     _, tensors = store.tensors(step)
     tensor = next(one for one in tensors if one.rank == rank and one.partitions)
     place = tensor.partitions[0]
@@ -286,7 +286,7 @@ def _states(step: int) -> list[dict[str, object]]:
 
 
 def test_damage_of_one_rank_makes_the_older_checkpoint_the_newest(store_path: Path) -> None:
-    """And the reason names the tensor and the rank; in place, what was overwritten is said."""
+    """Test that the reason names tensor and rank; a fill in place lists overwritten tensors."""
     with Store.open(store_path, create=True) as store:
         for step in (1, 2):
             save_ranks(store, _states(step), step)
@@ -295,7 +295,7 @@ def test_damage_of_one_rank_makes_the_older_checkpoint_the_newest(store_path: Pa
             merged = store.load()
         assert isinstance(merged, dict)
         assert merged["step"] == 1
-        # Whoever does not need the damaged part is not told.
+        # A rank that does not need the damaged shard gets no warning.
         assert store.load(2, into=_states(0)[0], rank=0)["step"] == 2  # type: ignore[index]  # a mapping, as given
         with pytest.raises(PartialRestoreError, match="restore step 1"):
             store.load(into={"w": torch.zeros(8, 32 * 1024)})
@@ -305,7 +305,7 @@ def test_damage_of_one_rank_makes_the_older_checkpoint_the_newest(store_path: Pa
 
 
 def test_a_checkpoint_without_one_ranks_manifest_is_passed_over(store_path: Path) -> None:
-    """Whatever rank reads."""
+    """Test every reading rank."""
     with Store.open(store_path, create=True) as store:
         for step in (1, 2):
             save_ranks(store, _states(step), step)
@@ -320,12 +320,12 @@ def test_a_checkpoint_without_one_ranks_manifest_is_passed_over(store_path: Path
 
 
 def test_parts_that_make_up_no_whole_are_found(store_path: Path) -> None:
-    """Ranks like those that saved it get back what they had, nobody else does; under another name it may be whole."""
+    """Test that only the saving ranks get their shards back; under another name, the tensor may be whole."""
     with Store.open(store_path, config=SMALL, create=True) as store:
         full = torch.arange(12.0).reshape(4, 3)
         sound = [{"w": TensorShard(full[i : i + 2].clone(), (4, 3), (i, 0)), "own": torch.ones(i + 1)} for i in (0, 2)]
         save_ranks(store, sound, 1)
-        # One rank has all of it, or the other calls its part by another name too.
+        # One rank has the whole tensor, or the other rank uses another name for its shard.
         save_ranks(store, [{"w": full}, {"w": TensorShard(full[:2], (4, 3), (0, 0))}], 2)
         tied = TensorShard(full[2:], (4, 3), (2, 0))
         save_ranks(store, [{"w": TensorShard(full[:2], (4, 3), (0, 0))}, {"v": tied, "w": tied}], 3)
@@ -342,7 +342,7 @@ def test_parts_that_make_up_no_whole_are_found(store_path: Path) -> None:
 
 
 def test_checkpoint_deleted_during_a_read_is_not_blamed(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shard of one rank does not make up a whole tensor."""
+    """Test that the shard of one rank is not reported as an incomplete tensor."""
     full = torch.arange(12.0).reshape(4, 3)
     with (
         Store.open(store_path, config=SMALL, create=True) as store,

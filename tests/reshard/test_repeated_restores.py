@@ -1,4 +1,4 @@
-"""Consecutive sharded states: layouts are compared, and recomputed after a change."""
+"""Test consecutive sharded states: layouts are compared, and recomputed after a change."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _laid_out(state: State, *placements: Any) -> None:  # noqa: ANN401 - placeme
 
 
 def _remade(one: DTensor, local: torch.Tensor, mesh: DeviceMesh, shape: tuple[int, ...]) -> DTensor:
-    """Return a DTensor with the very placements of another one, as modules make them in each step."""
+    """Return a DTensor with the same placement objects, as modules create it in each step."""
     strides = tuple(torch.empty(shape, device="meta").stride())
     made = DTensor.from_local(local, mesh, one.placements, run_check=False, shape=torch.Size(shape), stride=strides)
     made._spec.placements = one._spec.placements
@@ -53,7 +53,7 @@ def _other_mesh(state: State) -> None:
 
 
 def _padded(state: State) -> None:
-    """The whole has other rows: of these, this rank has as many as before, if it has the first ones."""
+    """Return a tensor whose whole has more rows, while this rank keeps its number of rows."""
     one = state["weight"]
     state["weight"] = _remade(one, one.to_local(), one.device_mesh, (7, 4))
 
@@ -91,7 +91,7 @@ def _outcome(flatten_one: Callable[[object], FlatState], state: State) -> object
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("rank", [1, 2])
 def test_a_change_of_a_layout_is_seen(change: str, rank: int) -> None:
-    """Whatever of it is as it was."""
+    """Test changes that leave the other properties equal."""
     with as_rank(rank, 4):
         state, flattener = _state(), Flattener()
         for _ in range(3):

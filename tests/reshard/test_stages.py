@@ -1,4 +1,4 @@
-"""Pipeline stages: an optimizer never receives the numbered state of another stage."""
+"""Test pipeline stages: an optimizer never receives the numbered state of another stage."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,12 +15,12 @@ MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 FIRST, SECOND = ("in", "a", "b"), ("in", "c", "d")
-"""As with tied embeddings, one layer is in both."""
+"""Layers of each stage; one layer is in both, as with tied embeddings."""
 
 
 @pytest.fixture
 def store(store_path: Path) -> Iterator[Store]:
-    """A new store."""
+    """Return a new store."""
     with Store.open(store_path, create=True) as opened:
         yield opened
 
@@ -31,7 +31,7 @@ def _stage(layers: Sequence[str], seed: int = 0) -> torch.nn.ModuleDict:
 
 
 def _trained(layers: Sequence[str], make: MakeOptimizer = torch.optim.Adam) -> dict[str, object]:
-    """A stage and its optimizer after two steps; what becomes of a layer follows from its name."""
+    """Return a stage and its optimizer after two steps; the values of a layer follow from its name."""
     model = _stage(layers)
     optimizer = make(list(model.parameters()))
     for _ in range(2):
@@ -50,7 +50,7 @@ def _assert_moments(model: torch.nn.ModuleDict, optimizer: torch.optim.Optimizer
 
 @pytest.mark.parametrize("is_last", [True, False])
 def test_numbers_of_another_stage_are_refused(store: Store, is_last: bool) -> None:
-    """By name, with what to do, and before a byte is written; whether the optimizer comes before its module or not."""
+    """Test that the error has advice and is raised before a write, with the optimizer before and after its module."""
     save_ranks(store, [_trained(FIRST), _trained(SECOND)])
     for rank, layers, theirs in ((1, FIRST, 1), (2, SECOND, 0)):
         model = _stage(layers, seed=1)
@@ -68,7 +68,7 @@ def test_numbers_of_another_stage_are_refused(store: Store, is_last: bool) -> No
 
 @pytest.mark.parametrize(("rank", "layers"), [(0, FIRST), (1, SECOND), (3, SECOND)])
 def test_stage_restores_its_own_optimizer(store: Store, rank: int, layers: Sequence[str]) -> None:
-    """With the same number of ranks, or more if they read their own stage."""
+    """Test the same number of ranks, and more ranks that read their own stage."""
     save_ranks(store, [_trained(FIRST), _trained(SECOND)])
     model = _stage(layers, seed=1)
     optimizer = torch.optim.Adam(model.parameters())
@@ -78,7 +78,7 @@ def test_stage_restores_its_own_optimizer(store: Store, rank: int, layers: Seque
 
 @pytest.mark.parametrize("rank", range(4))
 def test_moments_by_name_come_back_by_any_number_of_ranks(store: Store, rank: int) -> None:
-    """As the error says."""
+    """Test the advice of the error."""
     states = []
     for layers in (FIRST, SECOND):
         state = _trained(layers)
@@ -94,7 +94,7 @@ def test_moments_by_name_come_back_by_any_number_of_ranks(store: Store, rank: in
 
 
 def test_an_optimizer_without_moments_has_nothing_of_another_stage(store: Store) -> None:
-    """Its groups are the same on all."""
+    """Test groups that are equal on all stages."""
 
     def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.5)
@@ -108,7 +108,7 @@ def test_an_optimizer_without_moments_has_nothing_of_another_stage(store: Store)
 
 @pytest.mark.parametrize("rest", [{}, {"model": {}}, {"model": ("a", "b")}], ids=["none", "empty", "some"])
 def test_replicas_saved_by_rank_0_are_no_other_stage(store: Store, rest: dict[str, Sequence[str]]) -> None:
-    """All ranks have the same model; rank 1 saves none or the rest of it, and its own optimizer."""
+    """Test ranks with the same model, of which rank 1 saves none or a part, and its own optimizer."""
     state = _trained(FIRST)
     model: dict[str, torch.Tensor] = state["model"].state_dict()  # type: ignore[attr-defined]  # a module
     kept = {
@@ -124,7 +124,7 @@ def test_replicas_saved_by_rank_0_are_no_other_stage(store: Store, rest: dict[st
 
 
 def test_a_module_that_takes_old_names_is_no_other_stage(store: Store) -> None:
-    """What nobody has under its new name cannot be of another rank."""
+    """Test a name that no rank has, which cannot belong to another rank."""
     save_ranks(store, [_trained(FIRST), _trained(FIRST)])
     model = _stage(("in", "x", "b"), seed=1)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks in other formats: whole tensors, or the shards of one rank."""
+"""Test checkpoints of several ranks in other formats: whole tensors, or the shards of one rank."""
 
 from pathlib import Path
 from unittest import mock
@@ -43,7 +43,7 @@ def _states() -> list[dict[str, object]]:
 
 @pytest.fixture
 def store(store_path: Path) -> Store:
-    """A store with a checkpoint of four ranks, of which each has one part of each tensor but the last."""
+    """Return a store with a checkpoint of four ranks, of which each has one shard of all tensors but the last."""
     with Store.open(store_path, config=SMALL, create=True) as opened:
         save_ranks(opened, _states())
         return opened
@@ -51,7 +51,7 @@ def store(store_path: Path) -> Store:
 
 @pytest.mark.parametrize("most", [1, 10_000, 1 << 28])
 def test_files_hold_whole_tensors(store_path: Path, tmp_path: Path, store: Store, most: int) -> None:
-    """However they were cut, and however few of them may be put together in memory at once."""
+    """Test any shards, and any limit of tensors that are assembled in memory."""
     with Store.open(store_path, create=True) as opened, mock.patch.object(tensor_stream, "_GATHERED_BYTES", most):
         for name in ("all.safetensors", "all.pt"):
             done = export_checkpoint(opened, Output(tmp_path / name), part="model" if "safe" in name else None)
@@ -64,7 +64,7 @@ def test_files_hold_whole_tensors(store_path: Path, tmp_path: Path, store: Store
 
 
 def test_memory_is_bounded_while_tensors_are_put_together(store_path: Path, tmp_path: Path, store: Store) -> None:
-    """Those cut along an inner dimension are read some at a time: no more than one here."""
+    """Test tensors sharded along an inner dimension, of which only one is assembled at a time."""
     batches: list[list[str]] = []
     real = tensor_stream._batches
 
@@ -83,7 +83,7 @@ def test_memory_is_bounded_while_tensors_are_put_together(store_path: Path, tmp_
 
 
 def test_file_of_one_rank(store_path: Path, tmp_path: Path, store: Store) -> None:
-    """Its shards as tensors, and its values."""
+    """Test its shards as tensors, and its values."""
     for rank, state in enumerate(_states()):
         with Store.open(store_path, create=True) as opened:
             export_checkpoint(opened, Output(tmp_path / f"{rank}.pt"), rank=rank)
@@ -100,7 +100,7 @@ def test_file_of_one_rank(store_path: Path, tmp_path: Path, store: Store) -> Non
 
 
 def test_progress_ends_at_the_total(store_path: Path, tmp_path: Path, store: Store) -> None:
-    """The total is the bytes of whole tensors."""
+    """Test that the total is the size of the whole tensors."""
     told: list[tuple[int, int]] = []
     with Store.open(store_path, create=True) as opened:
         export_checkpoint(opened, Output(tmp_path / "a.pt"), progress=lambda done, total: told.append((done, total)))
@@ -109,7 +109,7 @@ def test_progress_ends_at_the_total(store_path: Path, tmp_path: Path, store: Sto
 
 
 def test_export_can_be_saved_by_one_rank(store_path: Path, tmp_path: Path, store: Store) -> None:
-    """To obtain a checkpoint of one rank."""
+    """Test a conversion to a checkpoint of one rank."""
     with Store.open(store_path, create=True) as opened:
         export_checkpoint(opened, Output(tmp_path / "all.pt"))
     with Store.open(tmp_path / "other", create=True) as other:

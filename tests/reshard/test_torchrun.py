@@ -1,4 +1,4 @@
-"""FSDP2 with torchrun: saved by four ranks, restored by four, two and one."""
+"""Test FSDP2 with torchrun: saved by four ranks, restored by four, two and one."""
 
 import json
 import os
@@ -15,14 +15,14 @@ from asymcheck.format.digest import digest
 from tests.reshard import trainer
 from tests.store.equality import tensor_bytes
 
-# What they share takes longer than they do.
+# Starting the common runs takes longer than the tests.
 pytestmark = pytest.mark.xdist_group("torchrun")
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def _run(ranks: int, action: str, store: Path, out: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    # One thread each, and no waiting for a network that is not there.
+    # Use one thread each, and do not wait for a missing network.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [*command, str(ROOT / "tests" / "reshard" / "trainer.py"), action, str(store), str(out)],
@@ -39,14 +39,14 @@ def _run(ranks: int, action: str, store: Path, out: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A store, and what four ranks computed: those that saved to it, and the same when they had restored from it."""
+    """Return a store, and the results of the four saving ranks and of four restoring ranks."""
     folder = tmp_path_factory.mktemp("saved")
     return folder / "store", _run(4, "save", folder / "store", folder / "out.json")
 
 
 @pytest.fixture(scope="module")
 def saved(trained: tuple[Path, dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
-    """A store, and what the training that saved to it computed from there on."""
+    """Return a store, and the results of the saving training after the save."""
     return trained[0], trained[1]["save"]
 
 
@@ -54,7 +54,7 @@ def saved(trained: tuple[Path, dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [4, 2])
 def test_resumed_training_is_identical(trained: tuple[Path, dict[str, Any]], tmp_path: Path, ranks: int) -> None:
-    """Every tensor and the next losses are equal, for any mesh."""
+    """Test that all tensors and the next losses are equal, for any mesh."""
     store, told = trained
     found = told["restore"] if ranks == 4 else _run(ranks, "restore", store, tmp_path / "out.json")["restore"]
     assert found == told["save"]
@@ -62,7 +62,7 @@ def test_resumed_training_is_identical(trained: tuple[Path, dict[str, Any]], tmp
 
 @pytest.mark.slow
 def test_one_process_goes_on_with_plain_tensors(saved: tuple[Path, dict[str, Any]]) -> None:
-    """A model that knows nothing of ranks."""
+    """Test a model without distributed tensors."""
     location, expected = saved
     with Store.open(location, create=True) as store:
         for step, kind in enumerate(("fully_sharded", "in_two_dimensions")):
@@ -82,7 +82,7 @@ def test_one_process_goes_on_with_plain_tensors(saved: tuple[Path, dict[str, Any
 
 
 def test_a_merged_state_has_whole_tensors(saved: tuple[Path, dict[str, Any]]) -> None:
-    """Without a model to be filled."""
+    """Test a load without a model."""
     location, expected = saved
     with Store.open(location, create=True) as store:
         state = store.load(0)

@@ -1,8 +1,9 @@
-"""A training with FSDP2, run by torchrun: saves, restores, and says what it computed.
+"""Run a training with FSDP2 under torchrun: save, restore, and report the results.
 
-``trainer.py save STORE OUT`` trains some steps, saves two checkpoints (of a model that is fully sharded, and of one
-that is tensor-parallel besides), and trains on; then it does what ``trainer.py restore STORE OUT`` does alone: it
-restores them into new models and trains on from there. The losses and digests of all tensors go to OUT as JSON.
+``trainer.py save STORE OUT`` trains some steps, saves two checkpoints (of a fully sharded model, and of a model that is
+also tensor-parallel), and continues the training. It then does the same as ``trainer.py restore STORE OUT``: it
+restores the checkpoints into new models and continues from there. The losses and digests of all tensors are written to
+OUT as JSON.
 """
 
 import json
@@ -25,17 +26,17 @@ from tests.reshard.ranks import save_rank
 from tests.store.equality import tensor_bytes
 
 STEPS = 3
-"""Steps before the save."""
+"""Number of steps before the save."""
 
 
 def build(seed: int) -> torch.nn.Module:
-    """A small model whose sizes no number of ranks but 1 divides, but where it is tensor-parallel."""
+    """Return a small model whose sizes only 1 divides, except for the tensor-parallel ones."""
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(7, 12), torch.nn.Tanh(), torch.nn.Linear(12, 5), torch.nn.Linear(5, 3))
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int) -> list[str]:
-    """Return the loss of each step, exactly; all ranks see the same batch."""
+    """Return the exact loss of each step; all ranks get the same batch."""
     losses = []
     for step in range(first, first + steps):
         generator = torch.Generator().manual_seed(step)
@@ -49,7 +50,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, 
 
 
 def fully_sharded(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model sharded over all ranks, layer by layer."""
+    """Return a model sharded over all ranks, layer by layer."""
     model = build(seed)
     for layer in model:
         fully_shard(layer)
@@ -58,7 +59,7 @@ def fully_sharded(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def in_two_dimensions(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model that is tensor-parallel over two ranks, and sharded over the others."""
+    """Return a model that is tensor-parallel over two ranks, and sharded over the others."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "tensor"))
     model = build(seed)
     parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -67,7 +68,7 @@ def in_two_dimensions(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer
 
 
 def digests(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return the digest of each whole tensor: parameters, and what the optimizer has for them."""
+    """Return the digest of each whole tensor: parameters, and their optimizer state."""
     found = {}
     for name, parameter in model.named_parameters():
         for key, value in {"": parameter.detach(), **optimizer.state[parameter]}.items():
@@ -77,7 +78,7 @@ def digests(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 def go_on(store: Store, action: str) -> dict[str, object]:
-    """Save or restore, and say what comes next."""
+    """Save or restore; return the results of the next steps."""
     rank, told = dist.get_rank(), {}
     for step, make in enumerate([fully_sharded, in_two_dimensions]):
         model, optimizer = make(seed=step if action == "save" else 99)
@@ -95,7 +96,7 @@ def go_on(store: Store, action: str) -> dict[str, object]:
 
 
 def main() -> None:
-    """Do what the arguments say."""
+    """Run the action of the command line."""
     action, location, out = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -104,7 +105,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(told))
     dist.barrier()
-    # Not by way of the interpreter's end: torch's threads of gloo abort the process there, once in a dozen times.
+    # Skip the interpreter's shutdown: threads of gloo sometimes abort the process during it.
     sys.stdout.flush()
     os._exit(0)
 

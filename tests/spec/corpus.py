@@ -1,4 +1,4 @@
-"""Golden vectors, and the readers of the library for each kind of structure."""
+"""Read golden vectors with the readers of the library, for each kind of structure."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ STRUCTURES = ("record", "frame", "pack", "manifest", "tree", "catalog", "layout"
 
 @dataclasses.dataclass(frozen=True)
 class Vector:
-    """One pair of files."""
+    """A pair of files."""
 
     folder: str
     name: str
 
     @property
     def data(self) -> bytes:
-        """The bytes."""
+        """Bytes of the vector."""
         return (VECTORS / self.folder / f"{self.name}.bin").read_bytes()
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the JSON file says."""
+        """Content of the JSON file."""
         facts: dict[str, Any] = json.loads((VECTORS / self.folder / f"{self.name}.json").read_text("ascii"))
         return facts
 
@@ -61,12 +61,12 @@ class Vector:
 
 
 def vectors(folder: str) -> list[Vector]:
-    """All vectors of a folder, by name."""
+    """Return all vectors of a folder, by name."""
     return [Vector(folder, path.stem) for path in sorted((VECTORS / folder).glob("*.bin"))]
 
 
 class _OnePack:
-    """A pack of which only one frame is looked at."""
+    """A pack of which only one frame is read."""
 
     def __init__(self, pack_id: PackId, frame: bytes, sequence: int) -> None:
         self.header = SimpleNamespace(pack_id=pack_id)
@@ -74,7 +74,7 @@ class _OnePack:
         self._frame = frame
 
     def _entry_of(self, frame: bytes) -> np.void:
-        """The index entry that says what the frame says."""
+        """Return the index entry of a frame."""
         entry = np.zeros(1, dtype=ENTRY_DTYPE)
         if len(frame) >= 128:
             fields = struct.unpack_from("<8sHBBB3s16sQQ8s16sI", frame)
@@ -90,28 +90,28 @@ class _OnePack:
         return sequence
 
     def read_frame(self, _sequence: int, _slot: Slot) -> memoryview:
-        """The frame as it lies."""
+        """Return the stored frame."""
         return memoryview(self._frame)
 
 
 def _tier(root: Path) -> NvmeTier:
-    """The store around a file of it."""
+    """Return the store around a file."""
     descriptor = Descriptor(bytes(16), 0, "tests")
     (root / layout.DESCRIPTOR_NAME).write_bytes(encode_descriptor(descriptor))
-    # Packs without it are those of a store that has lost its checkpoints.
+    # Packs without this folder belong to a store that has lost its checkpoints.
     (root / layout.MANIFESTS).mkdir(exist_ok=True)
     return NvmeTier(root, StoreConfig(read_lock_timeout_s=0.0), read_only=True)
 
 
 def read_frame(data: bytes, facts: dict[str, Any], _scratch: Path) -> bytes:
-    """The plain bytes of a frame that should lie at the place that the facts say."""
+    """Return the plain bytes of a frame with the expected pack and number."""
     pack = cast(PackFile, _OnePack(PackId(bytes.fromhex(facts["place_id"])), data, facts["sequence"]))
     name = Digest(data[16:32])
     return bytes(read_checked(PartitionCopy(pack, facts["sequence"]), name, Slot(0), base_reader(lambda _name: [])))
 
 
 def bases_in(pack: PackFile) -> BaseReader:
-    """A reader of bases that lie in the same pack."""
+    """Return a reader of bases in the same pack."""
 
     def copies_of(name: Digest) -> list[FrameReader]:
         return [
@@ -124,7 +124,7 @@ def bases_in(pack: PackFile) -> BaseReader:
 
 
 def read_plains(pack: PackFile) -> list[bytes]:
-    """The plain bytes of every frame, from an open pack."""
+    """Return the plain bytes of every frame of an open pack."""
     slot = Slot(int(pack.entries["stored_length"].max()))
     read_base = bases_in(pack)
     return [
@@ -134,7 +134,7 @@ def read_plains(pack: PackFile) -> list[bytes]:
 
 
 def read_pack(data: bytes, facts: dict[str, Any], scratch: Path) -> PackFile:
-    """A pack whose header, index and frames were all checked; it is closed already."""
+    """Return a closed pack whose header, index and frames were all checked."""
     path = scratch / facts["path"]
     path.parent.mkdir()
     path.write_bytes(data)
@@ -143,7 +143,7 @@ def read_pack(data: bytes, facts: dict[str, Any], scratch: Path) -> PackFile:
     pack = _tier(scratch).open_pack(pack_id)
     try:
         if pack.damage is not None:
-            # The library finds the frames behind a damaged index all the same; the vector is about the index.
+            # The library finds frames of a damaged index by a scan, but the vector tests the index.
             raise pack.damage
         read_plains(pack)
     finally:
@@ -152,7 +152,7 @@ def read_pack(data: bytes, facts: dict[str, Any], scratch: Path) -> PackFile:
 
 
 def read_codec(data: bytes, facts: dict[str, Any], scratch: Path) -> list[bytes]:
-    """The plain bytes of all partitions of a pack."""
+    """Return the plain bytes of all partitions of a pack."""
     path = scratch / facts["path"]
     path.parent.mkdir()
     path.write_bytes(data)
@@ -163,7 +163,7 @@ def read_codec(data: bytes, facts: dict[str, Any], scratch: Path) -> list[bytes]
 
 
 def read_manifest(data: bytes, facts: dict[str, Any], scratch: Path) -> Manifest:
-    """A manifest that was checked against its path, tree included."""
+    """Return a manifest that was checked against its path, including its tree."""
     _, run, checkpoint, file_name = facts["path"].split("/")
     ref, name = layout.parse_checkpoint_name(checkpoint), layout.parse_manifest_name(file_name)
     assert isinstance(ref, CheckpointRef)
@@ -177,12 +177,12 @@ def read_manifest(data: bytes, facts: dict[str, Any], scratch: Path) -> Manifest
 
 
 def read_descriptor(data: bytes, facts: dict[str, Any], _scratch: Path) -> object:
-    """A store's descriptor."""
+    """Return a store's descriptor."""
     return decode_descriptor(data, facts["path"])
 
 
 def read_head(data: bytes, facts: dict[str, Any], scratch: Path) -> object:
-    """A head record that was checked against its path."""
+    """Return a head record that was checked against its path."""
     path = scratch / facts["path"]
     path.parent.mkdir(parents=True)
     path.write_bytes(data)
@@ -192,7 +192,7 @@ def read_head(data: bytes, facts: dict[str, Any], scratch: Path) -> object:
 
 
 def read_tree(data: bytes, facts: dict[str, Any], _scratch: Path) -> object:
-    """The value of a tree, with placeholders for tensors."""
+    """Return the value of a tree, with placeholders for tensors."""
     tree = parse_json(data, "vector")
     header = SimpleNamespace(run="run", ref="vector", rank=0, tree=tree)
 
@@ -205,18 +205,18 @@ def read_tree(data: bytes, facts: dict[str, Any], _scratch: Path) -> object:
 
 @dataclasses.dataclass(frozen=True)
 class FoundRing:
-    """What a ring says, copied out of it."""
+    """A copy of the content of a ring."""
 
     header: RingHeader
     captures: list[CaptureEntry]
     frames: list[tuple[int, Digest, int, int]]
-    """Offset, digest, stored and plain length of each frame that is intact."""
+    """Offset, digest, stored and plain length of each intact frame."""
     payloads: dict[int, bytes]
-    """The payload of each, by offset."""
+    """Payload of each frame, by offset."""
 
 
 def read_ring(data: bytes, facts: dict[str, Any], scratch: Path) -> FoundRing:
-    """A ring that nobody uses, with the frames whose payloads were checked."""
+    """Return an unused ring, with the frames whose payloads were checked."""
     path = scratch / facts["path"]
     path.write_bytes(data)
     with RingReader(path) as reader:
@@ -248,7 +248,7 @@ def _bits(value: float) -> str:
 
 
 def _decimal(value: int) -> str:
-    # Python prints no more than 4300 digits at once.
+    # Python refuses to print more than 4300 digits at once.
     sign, rest, text = ("-" if value < 0 else ""), abs(value), ""
     while rest >= 10**4000:
         rest, low = divmod(rest, 10**4000)
@@ -272,11 +272,11 @@ _SCALARS: tuple[tuple[type, str, Callable[[Any], object]], ...] = (
     (list, "list", lambda value: [describe(item) for item in value]),
     (tuple, "tuple", lambda value: [describe(item) for item in value]),
 )
-"""Kinds of values in the order in which they are tried: a bool is an int, and numpy's float64 is a float."""
+"""Kinds of values in the order of the checks: a bool is an int, and numpy's float64 is a float."""
 
 
 def describe(value: object) -> dict[str, Any]:
-    """Write a value as the vectors of trees do: an object with one key, the kind of value."""
+    """Return a value as in the vectors of trees: an object with one key, the kind of value."""
     if isinstance(value, RowRef) and value.as_array:
         return {"array": value.row}
     if isinstance(value, TypedValue):

@@ -1,4 +1,4 @@
-"""Frozen stores: location, assembly of a copy, and expected content."""
+"""Locate frozen stores, assemble copies, and compare with the expected content."""
 
 import dataclasses
 import json
@@ -20,12 +20,12 @@ DATABASES = ("meta", "partitions", "packs", "manifests", "pins")
 
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    """One store as it was written by an earlier version, or as a crash left it."""
+    """A store as an earlier version wrote it, or as a crash left it."""
 
     whole: Path
-    """Folder of the whole store."""
+    """Folder of the complete store."""
     torn: Path | None = None
-    """Folder of what a crash changed in it."""
+    """Folder of the changes by a crash."""
 
     def __str__(self) -> str:
         return self.whole.name if self.torn is None else f"{self.torn.parent.name}/{self.torn.name}"
@@ -44,12 +44,12 @@ class Frozen:
 
     @property
     def checkpoints(self) -> list[dict[str, Any]]:
-        """What must be found: each checkpoint with its tree and the digest of every tensor."""
+        """Return the expected checkpoints, with their tree and the digest of every tensor."""
         return [*self._expected["checkpoints"], *self._crash.get("checkpoints", [])]
 
     @property
     def newest(self) -> dict[str, str]:
-        """Save id of the newest checkpoint of each run."""
+        """Return the save id of the newest checkpoint of each run."""
         newest = dict(self._expected["newest"])
         if self._crash:
             newest["default"] = self._crash["newest"]
@@ -57,11 +57,11 @@ class Frozen:
 
     @property
     def event(self) -> str:
-        """The event right after which the crash came; empty for a whole store."""
+        """Return the last event before the crash; empty for a complete store."""
         return str(self._crash.get("event", ""))
 
     def copy_to(self, path: Path, *, with_catalog: bool = False) -> Path:
-        """Put the store together at ``path``, as the crash left it; return ``path``."""
+        """Assemble the store at ``path``, as the crash left it; return ``path``."""
         shutil.copytree(self.whole / "store", path)
         for name in self._crash.get("removed", []):
             (path / name).unlink()
@@ -75,7 +75,7 @@ class Frozen:
 
     @property
     def catalog(self) -> dict[str, dict[str, str]]:
-        """The catalog's entries in hexadecimal, by database."""
+        """Return the catalog's entries in hexadecimal, by database."""
         dump: dict[str, dict[str, str]] = json.loads(((self.torn or self.whole) / "catalog.json").read_text("ascii"))
         return dump
 
@@ -90,12 +90,12 @@ class Frozen:
 
 
 def whole_stores() -> list[Frozen]:
-    """Every whole store of every version."""
+    """Return every complete store of every version."""
     return [Frozen(path) for path in sorted(STORES.iterdir()) if path.is_dir() and not path.name.endswith("-torn")]
 
 
 def torn_stores() -> list[Frozen]:
-    """Every store that a crash left, of every version."""
+    """Return every store that a crash left, of every version."""
     return [
         Frozen(whole.whole, path)
         for whole in whole_stores()
@@ -104,7 +104,7 @@ def torn_stores() -> list[Frozen]:
 
 
 def found_tensors(state: object) -> tuple[object, list[dict[str, Any]]]:
-    """Take a restored state apart: its tree, and of every tensor what `expected.json` says of it."""
+    """Return the tree of a restored state, and the properties of tensors that `expected.json` lists."""
     flat = flatten(state)
     tensors = []
     for leaf in flat.leaves:
@@ -117,7 +117,7 @@ def found_tensors(state: object) -> tuple[object, list[dict[str, Any]]]:
 
 
 def check_everything(store: asymcheck.Store, frozen: Frozen) -> None:
-    """Every expected checkpoint is there, on the line or not, and each restores bit for bit; newest is newest."""
+    """Check that every expected checkpoint exists and restores bit for bit, and the newest one."""
     listed = {(item.run, item.save_id): item for item in store.checkpoints()}
     assert set(listed) == {(facts["run"], facts["save_id"]) for facts in frozen.checkpoints}
     for facts in frozen.checkpoints:
@@ -132,7 +132,7 @@ def check_everything(store: asymcheck.Store, frozen: Frozen) -> None:
         assert dict(item.metrics) == facts["metrics"]
         steps = [other["step"] for other in frozen.checkpoints if other["run"] == facts["run"] and other["on_line"]]
         if not facts["on_line"] and facts["step"] in steps:
-            # An abandoned checkpoint whose step was trained again cannot be asked for by its step alone.
+            # An abandoned checkpoint whose step was trained again cannot be requested by its step alone.
             continue
         restored = store.restore(facts["step"], run=facts["run"])
         assert restored.checkpoint.save_id == facts["save_id"]

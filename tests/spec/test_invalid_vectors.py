@@ -1,4 +1,4 @@
-"""Every malformed vector is refused with its named error, in bounded time and memory."""
+"""Test that every malformed vector is refused with its named error, in bounded time and memory."""
 
 import time
 import tracemalloc
@@ -12,10 +12,10 @@ from asymcheck.format import registry
 from tests.spec.corpus import READERS, Vector, vectors
 
 SECONDS = 2.0
-"""What no vector may take. The slowest sound one takes a hundredth of it; a trap takes minutes."""
+"""Time limit in seconds. The slowest valid vector takes a hundredth, and a trap would take minutes."""
 
 BYTES = 24 << 20
-"""What reading a vector may allocate: the largest has one million bytes; those that lie claim 256 MiB and more."""
+"""Memory limit. The largest vector has one million bytes, and false lengths claim 256 MiB and more."""
 
 KNOWN_NUMBERS = {
     "frame_kinds": registry.SUPPORTED_KINDS,
@@ -26,7 +26,7 @@ KNOWN_NUMBERS = {
 
 @pytest.mark.parametrize("vector", vectors("invalid"), ids=str)
 def test_malformed_vector_raises_the_named_error(vector: Vector, tmp_path: Path) -> None:
-    """Exactly the named kind, and never an error of another package."""
+    """Test the exact kind, and that no error of another package is raised."""
     facts = vector.facts
     number = facts.get("number")
     if number and number["is"] in KNOWN_NUMBERS[number["of"]]:
@@ -41,11 +41,11 @@ def test_malformed_vector_raises_the_named_error(vector: Vector, tmp_path: Path)
 
 @pytest.mark.parametrize("vector", vectors("invalid"), ids=str)
 def test_refusal_is_cheap(vector: Vector, tmp_path: Path) -> None:
-    """No unchecked length of a malformed file determines time or memory."""
+    """Test that no unchecked length of a malformed file determines time or memory."""
     facts, data = vector.facts, vector.data
     arrow_before = pa.total_allocated_bytes()
     tracemalloc.start()
-    # Of this process, because other tests may have the processor meanwhile.
+    # Measure the processor time of this process, because other tests may use the processor meanwhile.
     began = time.process_time()
     try:
         with pytest.raises(FormatError):
@@ -59,5 +59,5 @@ def test_refusal_is_cheap(vector: Vector, tmp_path: Path) -> None:
 
 
 def test_all_say_why() -> None:
-    """A vector without a reason cannot be judged by the next implementer."""
+    """Test that each vector has a reason, which other implementers need."""
     assert [str(vector) for vector in vectors("invalid") if len(vector.facts["why"].split()) < 2] == []

@@ -1,4 +1,4 @@
-"""Each invariant of SPEC.md §9, broken in a copy of the frozen store, is detected and named."""
+"""Test that each invariant of SPEC.md §9, broken in a copy of the frozen store, is detected and named."""
 
 import shutil
 from pathlib import Path
@@ -27,12 +27,12 @@ NEWEST = max(
 
 @pytest.fixture
 def store(store_path: Path) -> Path:
-    """A copy of the frozen store, to be damaged."""
+    """Return a copy of the frozen store, to be damaged."""
     return FROZEN.copy_to(store_path)
 
 
 def findings(store: Path) -> dict[str, set[tuple[str, Severity]]]:
-    """What verify finds, by invariant: kinds and how much they matter."""
+    """Return the findings of verify, by invariant: kinds and severities."""
     with asymcheck.Store.open(store, read_only=True) as opened:
         found: dict[str, set[tuple[str, Severity]]] = {}
         for finding in opened.verify():
@@ -41,7 +41,7 @@ def findings(store: Path) -> dict[str, set[tuple[str, Severity]]]:
 
 
 def pack_of_newest(store: Path) -> Path:
-    """The pack that only the newest checkpoint of the default run needs."""
+    """Return the pack that only the newest checkpoint of the default run needs."""
     (directory,) = (store / "manifests" / "default").glob(f"*-{NEWEST['save_id']}")
     with asymcheck.Store.open(store, config=CONFIG, create=True) as opened:
         kept = set((store / "packs").iterdir())
@@ -63,12 +63,12 @@ def flip(path: Path, offset: int) -> None:
 
 
 def test_the_store_is_sound_at_first(store: Path) -> None:
-    """Before anything is broken, verify finds nothing: what it finds below, the test has done."""
+    """Test that verify finds nothing at first, so that later findings come from the tests."""
     assert findings(store) == {}
 
 
 def test_i1_a_pack_that_is_cut(store: Path) -> None:
-    """I1, a pack is complete: a cut one is found, and costs the checkpoint that needs it (I2), no other."""
+    """Test I1, a pack is complete: a truncated pack only costs the checkpoint that needs it (I2)."""
     pack = pack_of_newest(store)
     with pack.open("r+b") as file:
         file.truncate(8192)
@@ -82,14 +82,14 @@ def test_i1_a_pack_that_is_cut(store: Path) -> None:
 
 
 def test_i1_a_pack_under_another_name(store: Path) -> None:
-    """I1, a pack's header names its file: a pack under another name is not read."""
+    """Test I1, a pack's header names its file: a pack under another name is not read."""
     pack = pack_of_newest(store)
     pack.rename(pack.with_name(f"{'0' * 32}.pack"))
     assert findings(store)["I1"] == {("damaged-pack", Severity.WARNING)}
 
 
 def test_i1_an_index_that_describes_other_frames(store: Path) -> None:
-    """I1, a complete pack's index says what its frames say: a sealed index with another length is found by verify."""
+    """Test I1, an index describes its frames: verify detects a sealed index with another length."""
     pack = pack_of_newest(store)
     data = bytearray(pack.read_bytes())
     header = decode_pack_header(data, "pack")
@@ -106,7 +106,7 @@ def test_i1_an_index_that_describes_other_frames(store: Path) -> None:
 
 
 def test_i2_a_pack_that_is_gone(store: Path) -> None:
-    """I2, what a manifest names lies in a pack: a lost pack is an error that names the checkpoint."""
+    """Test I2, partitions of manifests are in packs: a lost pack is an error that names the checkpoint."""
     pack_of_newest(store).unlink()
     assert findings(store) == {"I2": {("missing-partition", Severity.ERROR)}}
     with asymcheck.Store.open(store, read_only=True) as opened:
@@ -118,28 +118,28 @@ def test_i2_a_pack_that_is_gone(store: Path) -> None:
 
 
 def test_i2_a_frame_that_is_damaged(store: Path) -> None:
-    """I2, the same for a single flipped bit in a payload, which no checksum of index or header covers."""
+    """Test I2 for a flipped bit in a payload, which no checksum of index or header covers."""
     flip(pack_of_newest(store), 4096 + 128)
     assert findings(store) == {"I2": {("damaged-frame", Severity.ERROR)}}
 
 
 @pytest.mark.parametrize("offset", [0, 100, 3000, -1])
 def test_i3_a_manifest_that_is_damaged(store: Path, offset: int) -> None:
-    """I3, a manifest's name contains its digest: a flipped bit anywhere is found before anything is parsed."""
+    """Test I3, a manifest's name contains its digest: a flipped bit is detected before anything is parsed."""
     (manifest,) = (store / "manifests" / "default").glob(f"*-{NEWEST['save_id']}/*")
     flip(manifest, offset)
     assert findings(store)["I3"] == {("damaged-manifest", Severity.ERROR)}
 
 
 def test_i3_a_manifest_under_another_path(store: Path) -> None:
-    """I3, a manifest's header agrees with its path: one that was copied to another step is refused."""
+    """Test I3, a manifest's header agrees with its path: a copy in another step is refused."""
     (directory,) = (store / "manifests" / "default").glob(f"*-{NEWEST['save_id']}")
     shutil.copytree(directory, directory.with_name(directory.name.replace("-000000000040-", "-000000000041-")))
     assert findings(store)["I3"] == {("damaged-manifest", Severity.ERROR)}
 
 
 def test_i4_manifests_that_disagree_on_the_world_size(store: Path) -> None:
-    """I4, all manifests of a checkpoint have one world size: else the checkpoint counts as incomplete."""
+    """Test I4, all manifests of a checkpoint have one world size: otherwise, the checkpoint is incomplete."""
     (manifest,) = (store / "manifests" / "default").glob(f"*-{NEWEST['save_id']}/*")
     shutil.copyfile(manifest, manifest.with_name(manifest.name.replace("-of-00001-", "-of-00002-")))
     assert findings(store)["I4"] == {("incomplete-checkpoint", Severity.WARNING)}
@@ -148,21 +148,21 @@ def test_i4_manifests_that_disagree_on_the_world_size(store: Path) -> None:
 
 
 def test_i5_collection_frees_nothing_that_is_named(store: Path) -> None:
-    """I5, a pack named by a manifest is never freed: collection frees nothing here, abandoned checkpoints included."""
+    """Test I5, a pack named by a manifest is never freed, including packs of abandoned checkpoints."""
     with asymcheck.Store.open(store, create=True) as opened:
         assert opened.gc().freed_packs == 0
         check_everything(opened, FROZEN)
 
 
 def test_i5_a_pack_that_was_freed_all_the_same(store: Path) -> None:
-    """I5, were it broken, a lost checkpoint (I2): what lies in the pool is never read, not even when it is intact."""
+    """Test broken I5, which loses a checkpoint (I2): packs in the pool are never read, even if intact."""
     pack = pack_of_newest(store)
     pack.rename(store / "pool" / pack.name)
     assert findings(store) == {"I2": {("missing-partition", Severity.ERROR)}}
 
 
 def test_i6_a_head_record_that_is_gone(store: Path) -> None:
-    """I6, a generation above 1 has a head record: without it nobody guesses which checkpoint is newest."""
+    """Test I6, a generation above 1 has a head record: without it, the newest checkpoint is not guessed."""
     (store / "heads" / "default" / "00000002.head").unlink()
     assert findings(store) == {"I6": {("missing-head", Severity.ERROR)}}
     with asymcheck.Store.open(store, read_only=True) as opened:
@@ -172,7 +172,7 @@ def test_i6_a_head_record_that_is_gone(store: Path) -> None:
 
 
 def test_i6_a_head_record_with_no_intact_copy(store: Path) -> None:
-    """I6, the same when both copies are damaged."""
+    """Test I6 with both copies damaged."""
     head = store / "heads" / "default" / "00000002.head"
     flip(head, 10)
     flip(head, 4096 + 10)
@@ -182,7 +182,7 @@ def test_i6_a_head_record_with_no_intact_copy(store: Path) -> None:
 
 
 def test_i7_a_descriptor_that_asks_for_more(store: Path) -> None:
-    """I7, the descriptor asks for no feature that the program lacks: else the store is not opened, even to read."""
+    """Test I7, the descriptor has no unknown feature: otherwise the store is not opened, even to read."""
     path = store / "asymcheck.store"
     known, _ = decode_descriptor(path.read_bytes(), "descriptor")
     path.write_bytes(encode_descriptor(Descriptor(known.store_id, known.created_ns, known.writer, ("later",))))
@@ -191,7 +191,7 @@ def test_i7_a_descriptor_that_asks_for_more(store: Path) -> None:
 
 
 def test_i7_a_descriptor_that_is_damaged(store: Path) -> None:
-    """I7, the descriptor is intact: with both copies damaged the store is not opened."""
+    """Test I7, the descriptor is intact: with both copies damaged the store is not opened."""
     flip(store / "asymcheck.store", 10)
     flip(store / "asymcheck.store", 4096 + 10)
     with pytest.raises(ChecksumError):
@@ -199,7 +199,7 @@ def test_i7_a_descriptor_that_is_damaged(store: Path) -> None:
 
 
 def test_i8_wrong_catalog(store_path: Path) -> None:
-    """I8: where catalog entries disagree with packs, with valid checksums, no save trusts them."""
+    """Test I8: if catalog entries with valid checksums disagree with packs, no save trusts them."""
     FROZEN.copy_to(store_path, with_catalog=True)
     pack = next(iter(sorted((store_path / "packs").iterdir())))
     header = decode_pack_header(pack.read_bytes(), "pack")
@@ -210,7 +210,7 @@ def test_i8_wrong_catalog(store_path: Path) -> None:
         partitions = environment.open_db(b"partitions")
         with environment.begin(write=True) as transaction:
             for key in map(bytes.fromhex, FROZEN.catalog["partitions"]):
-                # Every partition, the one with `absent`'s length included, is said to lie in one pack.
+                # Every partition, including the one with `absent`'s length, is claimed to be in one pack.
                 old = catalog_records.decode_location(key, transaction.get(key, db=partitions))
                 assert old is not None
                 wrong = Location(header.pack_id, 4096, old.stored_length, old.plain_length)
@@ -228,7 +228,7 @@ def test_i8_wrong_catalog(store_path: Path) -> None:
 @pytest.mark.parametrize("name", ["asymcheck.store", "heads/default/00000001.head", "heads/default/00000002.head"])
 @pytest.mark.parametrize("copy", [0, 4096], ids=["first", "second"])
 def test_i9_a_damaged_copy_in_a_record(store: Path, name: str, copy: int) -> None:
-    """I9, both copies of a record are intact: one damaged copy loses redundancy and nothing else."""
+    """Test I9, both copies of a record are intact: one damaged copy only loses redundancy."""
     flip(store / name, copy + 10)
     assert findings(store) == {"I9": {("damaged-copy", Severity.WARNING)}}
     with asymcheck.Store.open(store, read_only=True) as opened:
@@ -236,7 +236,7 @@ def test_i9_a_damaged_copy_in_a_record(store: Path, name: str, copy: int) -> Non
 
 
 def test_i10_files_that_are_not_the_stores(store: Path) -> None:
-    """I10, no file is foreign and no temporary file ownerless: both are hints; collection removes only the second."""
+    """Test I10, no foreign and no ownerless temporary files: both are hints, and only the latter are removed."""
     for name in ("notes.txt", "packs/notes.txt"):
         (store / name).write_text("not ours")
     (store / "packs" / f"{'0' * 32}.tmp").write_bytes(b"")

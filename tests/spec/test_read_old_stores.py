@@ -1,4 +1,4 @@
-"""Stores of earlier versions, whole or torn by a crash, are readable bit for bit, and writable."""
+"""Test that stores of earlier versions, complete or torn, are readable bit for bit, and writable."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from tests.spec.corpus import FORMAT_SPEC
 from tests.spec.frozen import STORES, Frozen, check_everything, found_tensors, torn_stores, whole_stores
 from tools.vectors_stores import CONFIG, dump_catalog
 
-# torch says so once in a process, wherever a complex32 tensor is made first.
+# torch warns once in a process, when the first complex32 tensor is created.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 WHOLE, TORN = whole_stores(), torn_stores()
@@ -28,7 +28,7 @@ NEW_STATE = {"weight": torch.arange(40000, dtype=torch.int32), "epoch": 99}
 
 
 def test_frozen_stores_exist() -> None:
-    """At least the first version, and a crash at every event of a save."""
+    """Test that at least the first version exists, with a crash at every event of a save."""
     assert {"v1-by-0.1.0", "v1-by-0.1.0-shifted-payload"} <= {frozen.whole.name for frozen in WHOLE}
     for whole in WHOLE:
         assert {frozen.event for frozen in TORN if frozen.whole == whole.whole} >= set(COMMIT_ORDER)
@@ -36,7 +36,7 @@ def test_frozen_stores_exist() -> None:
 
 @pytest.mark.parametrize("frozen", WHOLE, ids=str)
 def test_frozen_store_restores_in_place(frozen: Frozen) -> None:
-    """Without the catalog, bit for bit, and without a change of any file."""
+    """Test every bit without the catalog, and that no file is changed."""
     before = _fingerprint(frozen.whole)
     with asymcheck.Store.open(frozen.whole / "store", read_only=True) as store:
         check_everything(store, frozen)
@@ -52,7 +52,7 @@ def _fingerprint(path: Path) -> list[tuple[str, int, int]]:
 @pytest.mark.parametrize("with_catalog", [False, True], ids=["rebuilt", "old catalog"])
 @pytest.mark.parametrize("frozen", ALL, ids=str)
 def test_a_copy_restores(frozen: Frozen, store_path: Path, *, with_catalog: bool) -> None:
-    """A copy holds exactly the checkpoints that were committed, each bit for bit, and the right one is newest."""
+    """Test that exactly the committed checkpoints exist, bit for bit, and which one is newest."""
     frozen.copy_to(store_path, with_catalog=with_catalog)
     with asymcheck.Store.open(store_path, create=True) as store:
         check_everything(store, frozen)
@@ -60,7 +60,7 @@ def test_a_copy_restores(frozen: Frozen, store_path: Path, *, with_catalog: bool
 
 @pytest.mark.parametrize("frozen", ALL, ids=str)
 def test_verify_finds_no_damage(frozen: Frozen, store_path: Path) -> None:
-    """What a crash leaves is no damage: at most hints of files that collection removes."""
+    """Test that leftovers of a crash are at most hints of files that a collection removes."""
     frozen.copy_to(store_path)
     with asymcheck.Store.open(store_path, read_only=True) as store:
         findings = store.verify()
@@ -73,7 +73,7 @@ def test_verify_finds_no_damage(frozen: Frozen, store_path: Path) -> None:
 @pytest.mark.parametrize("with_catalog", [False, True], ids=["rebuilt", "old catalog"])
 @pytest.mark.parametrize("frozen", ALL, ids=str)
 def test_a_copy_can_be_trained_on(frozen: Frozen, store_path: Path, *, with_catalog: bool) -> None:
-    """A save into the copy reuses what is there, collection clears what the crash left, and nothing else is lost."""
+    """Test a save that reuses data, and a collection that removes leftovers, without any other loss."""
     frozen.copy_to(store_path, with_catalog=with_catalog)
     with asymcheck.Store.open(store_path, config=CONFIG, create=True) as store:
         newest = store.restore()
@@ -97,7 +97,7 @@ def test_a_copy_can_be_trained_on(frozen: Frozen, store_path: Path, *, with_cata
 
 @pytest.mark.parametrize("frozen", WHOLE, ids=str)
 def test_rebuilt_catalog_equals_the_frozen_one(frozen: Frozen, store_path: Path) -> None:
-    """Byte for byte."""
+    """Test equality byte for byte."""
     frozen.copy_to(store_path)
     with asymcheck.Store.open(store_path, create=True) as store:
         store.gc(dry_run=True)
@@ -108,7 +108,7 @@ def test_rebuilt_catalog_equals_the_frozen_one(frozen: Frozen, store_path: Path)
 
 @pytest.mark.parametrize("frozen", [frozen for frozen in TORN if frozen.event == "catalog.pinned"], ids=str)
 def test_a_pin_of_a_dead_process_goes_with_its_pack(frozen: Frozen, store_path: Path) -> None:
-    """After a crash behind the pin, collection drops the pin and frees the pack that nothing names."""
+    """Test a crash after the pin: a collection removes the pin and frees the unreferenced pack."""
     frozen.copy_to(store_path, with_catalog=True)
     assert len(frozen.catalog["pins"]) == 1
     with asymcheck.Store.open(store_path, create=True) as store:
@@ -118,7 +118,7 @@ def test_a_pin_of_a_dead_process_goes_with_its_pack(frozen: Frozen, store_path: 
 
 @pytest.mark.parametrize("frozen", WHOLE, ids=str)
 def test_an_abandoned_checkpoint_restores(frozen: Frozen, store_path: Path) -> None:
-    """What was trained before a restore and given up is still there, bit for bit."""
+    """Test that abandoned checkpoints still exist, bit for bit."""
     frozen.copy_to(store_path)
     abandoned = [facts for facts in frozen.checkpoints if not facts["on_line"]]
     assert abandoned
@@ -135,7 +135,7 @@ def test_an_abandoned_checkpoint_restores(frozen: Frozen, store_path: Path) -> N
 
 @pytest.mark.parametrize("frozen", WHOLE, ids=str)
 def test_a_copy_without_its_empty_folders_works(frozen: Frozen, store_path: Path) -> None:
-    """A copy made by a tool that keeps only files, as git does, can be read, written and cleaned."""
+    """Test a copy by a tool that keeps only files, as git does: it can be read, written and collected."""
     frozen.copy_to(store_path)
     shutil.rmtree(store_path / "pool")
     shutil.rmtree(store_path / "heads")
@@ -149,7 +149,7 @@ def test_a_copy_without_its_empty_folders_works(frozen: Frozen, store_path: Path
 
 
 def _nodes(node: Any) -> Iterator[str]:  # noqa: ANN401 - as JSON has it
-    """The kinds of all nodes of a tree; only the shapes of the format's table are looked into."""
+    """Return the kinds of all nodes of a tree; shapes are only followed in known nodes."""
     if not isinstance(node, list):
         yield type(node).__name__
         return
@@ -167,7 +167,7 @@ def _nodes(node: Any) -> Iterator[str]:  # noqa: ANN401 - as JSON has it
 
 @pytest.mark.parametrize("frozen", WHOLE, ids=str)
 def test_the_store_has_everything(frozen: Frozen) -> None:
-    """The frozen store is worth reading: every node and dtype of its version, and every way in which bytes can lie."""
+    """Test that every node and dtype of its version occurs, and every way to store bytes."""
     nodes = {node for facts in frozen.checkpoints for node in _nodes(facts["tree"])}
     assert nodes >= {*"ifcbltzdomTNnyv", "str", "int", "bool", "NoneType", "key str", "key int", "key list"}
     tensors = [tensor for facts in frozen.checkpoints for tensor in facts["tensors"]]
@@ -197,7 +197,7 @@ def _rows(path: Path) -> list[Any]:
 
 @pytest.mark.parametrize("frozen", WHOLE, ids=str)
 def test_the_registry_is_append_only(frozen: Frozen) -> None:
-    """Every number, name and limit that a version had still means the same; only a reserved number may come alive."""
+    """Test that numbers, names and limits keep their meaning; only reserved numbers may become used."""
     old = json.loads((frozen.whole / "registry.json").read_text("ascii"))
     new = json.loads((FORMAT_SPEC / "registry.json").read_text("ascii"))
     assert set(old) <= set(new)
@@ -213,6 +213,6 @@ def test_the_registry_is_append_only(frozen: Frozen) -> None:
 
 
 def test_frozen_stores_hold_no_lmdb() -> None:
-    """The catalog's binary form depends on the machine: it is frozen as JSON."""
+    """Test that the catalog is frozen as JSON, because its binary form depends on the machine."""
     names = {path.name for path in STORES.rglob("*")}
     assert not names & {"data.mdb", "lock.mdb", layout.CATALOG}

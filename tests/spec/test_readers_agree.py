@@ -1,4 +1,4 @@
-"""Both readers agree on changed trees and changed headers of manifests."""
+"""Test that both readers agree on changed trees and changed headers of manifests."""
 
 import copy
 import functools
@@ -26,23 +26,23 @@ NODES: list[object] = [
     *(["c", "3ff0000000000000\n3ff0000000000000"], ["n", "float32\n0000803f"], ["i", "-0"], ["i", "\u0669" * 16]),
     *(["z", [["i", str(size)]]] for size in SIZES),
 ]
-"""What a changed tree may have in some place, beside parts of the vectors."""
+"""Values for changed trees, in addition to parts of the vectors."""
 VALUES: list[object] = [
     *(None, True, 0, -1, 1, 2, 4, 3.0, 1 << 53, 1 << 64, 10**400, "", "a", "NaN", "\ud800", "\0", [], {}, [[0, 0]]),
     *("05", "5", "0 5", SAVE_ID, SAVE_ID.upper(), f"{SAVE_ID}\n", [SAVE_ID], {"kind": "a", "number": True}),
     *({"generation": generation, "step": 1, "save_id": SAVE_ID} for generation in (1, 3, 4)),
 ]
-"""What a changed header may have in some place."""
+"""Values for changed headers."""
 
 
 @functools.cache
 def reader() -> dict[str, Any]:
-    """The names of the reference reader."""
+    """Return the names of the reference reader."""
     return runpy.run_path(str(FORMAT_SPEC / "reference_reader.py"), run_name="reader")
 
 
 def library_accepts(check: Callable[[], object]) -> bool:
-    """Whether the library takes something."""
+    """Return whether the library accepts the input."""
     try:
         check()
     except FormatError:
@@ -51,7 +51,7 @@ def library_accepts(check: Callable[[], object]) -> bool:
 
 
 def reference_accepts(*arguments: object) -> bool:
-    """Whether the reference reader takes a structure."""
+    """Return whether the reference reader accepts a structure."""
     try:
         reader()["check_file"](*arguments)
     except reader()["SpecError"]:
@@ -60,13 +60,13 @@ def reference_accepts(*arguments: object) -> bool:
 
 
 def tree_verdicts(text: bytes, rows: int) -> tuple[bool, bool]:
-    """Whether the library and the reference reader take a tree."""
+    """Return whether the library and the reference reader accept a tree."""
     library = library_accepts(lambda: tree.check(parse_json(text, "tree"), rows, "tree"))
     return library, reference_accepts("tree", text, "tree", rows)
 
 
 def header_verdicts(text: bytes) -> tuple[bool, bool]:
-    """Whether they take a manifest with this header, which lies where the usual header says."""
+    """Return whether they accept a manifest with this header, stored at the path of the usual header."""
 
     def check() -> None:
         manifest = decode_manifest(data, "manifest")
@@ -80,7 +80,7 @@ def header_verdicts(text: bytes) -> tuple[bool, bool]:
 
 
 def wrapped(node: object, times: int) -> object:
-    """A node inside so many lists."""
+    """Return a node inside so many lists."""
     for _ in range(times):
         node = ["l", [node]]
     return node
@@ -104,12 +104,12 @@ ACCEPTED = {"sizes at the last level", "a key at the last level but one", "a lin
 
 @pytest.mark.parametrize("name", TREES)
 def test_both_say_the_same_of_a_tree(name: str) -> None:
-    """A tree at the edge of a rule is accepted by both, or refused by both."""
+    """Test trees at the limits of the rules."""
     assert tree_verdicts(json.dumps(TREES[name]).encode(), 0) == (name in ACCEPTED, name in ACCEPTED)
 
 
 def header_text(key: str, value: object) -> bytes:
-    """The header of a good manifest with another value under a key."""
+    """Return the header of a valid manifest with another value under a key."""
     return header_bytes(**{key: value})
 
 
@@ -126,20 +126,20 @@ HEADERS = {
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_both_say_the_same_of_a_header(name: str) -> None:
-    """The header of a manifest at the edge of a rule is accepted by both, or refused by both."""
+    """Test headers at the limits of the rules."""
     good = name == "an integer that rounds to the largest binary64"
     assert header_verdicts(HEADERS[name]) == (good, good)
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 - any JSON
-    """Every place in a JSON value: the list or object, and the index or key."""
+    """Return every position in a JSON value: the list or object, and the index or key."""
     for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
         yield value, key
         yield from places(value[key])
 
 
 def changed(value: object, choices: list[object], numbers: random.Random) -> object:
-    """A JSON value with a part taken away, put in, doubled or replaced by one of the choices."""
+    """Return a JSON value with a part removed, inserted, doubled or replaced by one of the choices."""
     value = copy.deepcopy(value)
     found = list(places(value))
     other = copy.deepcopy(numbers.choice(choices))
@@ -158,7 +158,7 @@ def changed(value: object, choices: list[object], numbers: random.Random) -> obj
 
 @pytest.mark.slow
 def test_both_say_the_same_of_changed_trees() -> None:
-    """Vectors of trees, changed in some places, are accepted by both readers or refused by both."""
+    """Test vectors of trees with several changes."""
     numbers = random.Random(7)
     sound = [(json.loads(vector.data), vector.facts["rows"]) for vector in vectors("tree")]
     choices = NODES + [
@@ -181,7 +181,7 @@ def test_both_say_the_same_of_changed_trees() -> None:
 
 @pytest.mark.slow
 def test_both_say_the_same_of_changed_headers() -> None:
-    """So are headers of manifests."""
+    """Test headers of manifests with several changes."""
     numbers = random.Random(8)
     sound = json.loads(header_bytes(store_ranks=[[0, 0]], elsewhere="05", metrics={"a": 1, "b": "NaN", "c": 2.5}))
     accepted = 0

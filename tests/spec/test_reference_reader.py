@@ -1,6 +1,6 @@
-"""The second reader, written from SPEC.md alone, agrees with the library: on stores, on damage, and on vectors.
+"""Test that the second reader, written from SPEC.md alone, agrees with the library on stores, damage and vectors.
 
-Those of the catalog, which no reader needs, and of names alone are not for it.
+Vectors of the catalog, which no reader needs, and of names alone are left out.
 """
 
 import functools
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 READER = FORMAT_SPEC / "reference_reader.py"
 KINDS = ("frame", "pack", "manifest", "descriptor", "head", "tree", "ring", "codec")
 
-# Isolated (-I), and with the library out of reach even where it is installed: a reader that needs it fails here.
+# Run isolated (-I), without access to the library, so that a reader that imports it fails.
 ALONE = """
 import runpy, sys
 class Out:
@@ -60,13 +60,13 @@ print(json.dumps(found))
 
 
 def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Start a program in an interpreter of its own."""
+    """Run a program in a separate interpreter."""
     command = [sys.executable, "-I", "-c", program, str(READER), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def read(store: Path, *arguments: object) -> dict[str, Any]:
-    """What the reference reader prints about a store."""
+    """Return the output of the reference reader for a store."""
     done = run(RUN, store, *arguments)
     assert done.returncode == 0, done.stderr
     printed: dict[str, Any] = json.loads(done.stdout)
@@ -74,14 +74,14 @@ def read(store: Path, *arguments: object) -> dict[str, Any]:
 
 
 def shown(facts: dict[str, Any]) -> dict[str, Any]:
-    """The part of a checkpoint that both readers must agree on to the last bit."""
+    """Return the part of a checkpoint on which both readers must agree exactly."""
     tensors = [{key: tensor[key] for key in sorted(tensor)} for tensor in facts["tensors"]]
     names = ("generation", "step", "save_id", "world_size", "on_line", "metrics", "tree")
     return {**{name: facts[name] for name in names}, "tensors": tensors}
 
 
 def test_reference_reader_cannot_import_the_library() -> None:
-    """The isolation of these tests is real."""
+    """Test that the isolation of these tests works."""
     done = subprocess.run([sys.executable, "-I", "-c", f"{ALONE}import asymcheck"], capture_output=True, check=False)
     assert done.returncode != 0
     assert b"the reference reader imports asymcheck" in done.stderr
@@ -90,7 +90,7 @@ def test_reference_reader_cannot_import_the_library() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", whole_stores(), ids=str)
 def test_reference_reader_reads_frozen_stores(frozen: Frozen) -> None:
-    """Tree and digest of every tensor, for each run and step."""
+    """Test tree and digest of every tensor, for each run and step."""
     for name in sorted(frozen.newest):
         of_run = [facts for facts in frozen.checkpoints if facts["run"] == name]
         newest = read(frozen.whole / "store", "--run", name)
@@ -114,7 +114,7 @@ def _age(facts: dict[str, Any]) -> tuple[int, int, str]:
 @pytest.mark.slow(quick=["v1-by-0.1.0-torn/11-manifest.committed"])
 @pytest.mark.parametrize("frozen", torn_stores(), ids=str)
 def test_reference_reader_recovers_from_every_crash(frozen: Frozen, store_path: Path) -> None:
-    """It takes the same checkpoint as the library, and reads the same bytes."""
+    """Test that it chooses the same checkpoint as the library, and reads the same bytes."""
     frozen.copy_to(store_path)
     chosen = read(store_path, "--run", "default")["chosen"]
     assert chosen["save_id"] == frozen.newest["default"]
@@ -124,7 +124,7 @@ def test_reference_reader_recovers_from_every_crash(frozen: Frozen, store_path: 
 
 @pytest.mark.slow
 def test_reference_reader_reads_current_stores(store_path: Path) -> None:
-    """With several packs, generations and layouts of tensors."""
+    """Test several packs, generations and layouts of tensors."""
     numbers = np.random.default_rng(7)
     shared = torch.from_numpy(numbers.standard_normal((300, 400)))
     state: dict[str, object] = {
@@ -154,7 +154,7 @@ def test_reference_reader_reads_current_stores(store_path: Path) -> None:
 
 
 def test_a_step_of_another_training_stands_in_for_none(store_path: Path) -> None:
-    """Of a step that is on the line and damaged, neither the library nor it takes the attempt that was abandoned."""
+    """Test a damaged step on the line, for which neither reader returns the abandoned save of the step."""
     with asymcheck.Store.open(store_path, create=True) as store:
         first = store.save({"a": 1}, step=1)
         store.save({"a": 2}, step=2)
@@ -214,7 +214,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 @pytest.mark.slow(quick=["a bit of pack 6"])
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_both_take_the_same_checkpoint_of_a_damaged_store(damage: Callable[[Path], None], store_path: Path) -> None:
-    """With one thing damaged both readers take the same checkpoint and read the same bytes, or both refuse."""
+    """Test a single damage: both readers choose the same checkpoint with the same bytes, or both refuse."""
     whole_stores()[-1].copy_to(store_path)
     damage(store_path)
     done = run(RUN, store_path, "--run", "default")
@@ -233,7 +233,7 @@ def test_both_take_the_same_checkpoint_of_a_damaged_store(damage: Callable[[Path
 
 @functools.cache
 def checked() -> dict[str, dict[str, Any]]:
-    """What the reference reader says of every vector; one interpreter reads them all."""
+    """Return the results of the reference reader for all vectors, from one interpreter."""
     done = run(CHECK, VECTORS)
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = json.loads(done.stdout)
@@ -248,7 +248,7 @@ INVALID = [vector for vector in vectors("invalid") if vector.facts["structure"] 
 @pytest.mark.slow
 @pytest.mark.parametrize("vector", VALID, ids=str)
 def test_reference_reader_accepts_well_formed_vectors(vector: Vector) -> None:
-    """With the content of the JSON file beside each vector."""
+    """Test the content of the JSON file of each vector."""
     found, facts = checked()[str(vector)], vector.facts
     assert set(found) == {"value"}, found
     value = found["value"]
@@ -274,7 +274,7 @@ def _text(hexadecimal: str) -> str:
 
 @pytest.mark.parametrize("vector", INVALID, ids=str)
 def test_reference_reader_refuses_malformed_vectors(vector: Vector) -> None:
-    """With a permitted kind, and without a crash."""
+    """Test a permitted kind of error, without a crash."""
     facts = vector.facts
     if facts["structure"] == "frame" and vector.name in ("frame-other-pack", "frame-other-sequence"):
         pytest.skip("check_file is not told the frame's place; the vectors of packs have the same faults")

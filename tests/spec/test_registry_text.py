@@ -1,4 +1,4 @@
-"""SPEC.md §15, registry.json and the code have the same numbers."""
+"""Test that SPEC.md §15, registry.json and the code have the same numbers."""
 
 import json
 from typing import Any
@@ -13,7 +13,7 @@ REGISTRY: dict[str, Any] = json.loads((FORMAT_SPEC / "registry.json").read_text(
 
 
 def test_registry_tables_are_the_registry() -> None:
-    """§15 and registry.json have the same numbers, names and states."""
+    """Test numbers, names and states."""
     assert {row["structure"]: code(row["magic"]) for row in table("registry_magics")} == REGISTRY["magics"]
     for name in ("frame_kinds", "codecs"):
         rows = {row["number"]: {"name": row["name"], "status": row["status"]} for row in table(f"registry_{name}")}
@@ -31,7 +31,7 @@ def test_registry_tables_are_the_registry() -> None:
 
 
 def test_numbers_of_other_sections_are_in_the_registry() -> None:
-    """What §7.6, §12.2 and §12.4 number is in registry.json, and in the code."""
+    """Test the numbers of §7.6, §12.2 and §12.4 in registry.json and in the code."""
     (state,) = (row["meaning"] for row in table("ring_capture") if row["field"] == "state")
     assert state.partition(":")[0] == _listed(REGISTRY["capture_states"])
     assert REGISTRY["capture_states"] == {str(ring_records.COMPLETE): "complete", str(ring_records.DURABLE): "durable"}
@@ -48,7 +48,7 @@ def _listed(names: dict[str, str]) -> str:
 
 
 def test_every_table_of_the_registry_is_compared() -> None:
-    """A table that is new in registry.json needs a comparison here."""
+    """Test that a new table in registry.json has a comparison in this module."""
     compared = {"format", "magics", "digests", "frame_kinds", "codecs", "dtypes", "roles", "pack_states", "limits"}
     compared |= {"value_types"}
     compared |= {"reader_features", "writer_features", "capture_states", "plane_encodings", "derived_dtypes"}
@@ -56,7 +56,7 @@ def test_every_table_of_the_registry_is_compared() -> None:
 
 
 def test_the_registry_is_the_code() -> None:
-    """registry.json and asymcheck/format/registry.py have the same numbers, and the same ones are supported."""
+    """Test that the numbers and the supported subset are equal."""
     versions = {
         "min_read": registry.FORMAT_MIN_READ,
         "max_read": registry.FORMAT_MAX_READ,
@@ -87,5 +87,5 @@ def test_the_registry_is_the_code() -> None:
 
 
 def test_the_format_version_is_stated() -> None:
-    """§0 names the version that the code writes."""
+    """Test that §0 names the version that the code writes."""
     assert f"Format version: **{registry.FORMAT_WRITE}**." in spec_text.text()

@@ -1,4 +1,4 @@
-"""Vectors of rings: decoding yields the JSON content, and encoding yields the same bytes."""
+"""Test vectors of rings: decoding yields the JSON content, and encoding yields the same bytes."""
 
 import dataclasses
 from pathlib import Path
@@ -36,7 +36,7 @@ def _capture(value: dict[str, Any]) -> CaptureEntry:
 
 @each
 def test_a_ring_is_read(vector: Vector, tmp_path: Path) -> None:
-    """A ring gives its header, the captures of its entries, and the frames that are intact, each with its payload."""
+    """Test the header, the captures of the entries, and the intact frames with their payloads."""
     value, found = vector.facts["value"], read_ring(vector.data, vector.facts, tmp_path)
     assert found.header == _header(value["header"])
     assert parse_ring_name(vector.facts["path"]) == (found.header.store_id, found.header.ring_id)
@@ -49,7 +49,7 @@ def test_a_ring_is_read(vector: Vector, tmp_path: Path) -> None:
 
 @each
 def test_a_ring_is_written(vector: Vector) -> None:
-    """The fields give the same header, where both copies are intact, the same entries and the same name."""
+    """Test that the fields give the same header, if both copies are intact, the same entries and name."""
     value = vector.facts["value"]
     header = _header(value["header"])
     if not vector.facts["damaged_copies"] and "remark" not in value["header"]:
@@ -66,7 +66,7 @@ def _found(name: str, tmp_path: Path) -> FoundRing:
 
 
 def test_ring_entries_name_manifests(tmp_path: Path) -> None:
-    """They agree with entry and header, have no packs or parent, and all their partitions are in the ring."""
+    """Test that they agree with entry and header, have no packs or parent, and that the ring has all partitions."""
     found = _found("captures", tmp_path)
     lengths = {name: plain for _, name, _, plain in found.frames}
     assert len(found.captures) == 2
@@ -79,7 +79,7 @@ def test_ring_entries_name_manifests(tmp_path: Path) -> None:
 
 
 def test_the_vectors_show_both_states_and_the_first_and_last_entry() -> None:
-    """A reader that knows one state, or stops before the last entry, cannot pass."""
+    """Test that a reader that only knows one state, or misses the last entry, fails."""
     captures = [capture for vector in vectors("ring") for capture in vector.facts["value"]["captures"]]
     assert {capture["state"] for capture in captures} == {1, 2}
     assert {0, 63} <= {capture["number"] for capture in captures}

@@ -1,4 +1,4 @@
-"""SPEC.md, registry.json, vectors and code agree."""
+"""Test that SPEC.md, registry.json, vectors and code agree."""
 
 import dataclasses
 import json
@@ -62,19 +62,19 @@ DTYPES = {"pack_index_entry": pack.ENTRY_DTYPE, "planes_segment": container.SEGM
 
 
 def test_every_table_is_known() -> None:
-    """The tagged tables are exactly those that are compared here: a new table needs a new comparison."""
+    """Test that every tagged table is compared in this module."""
     assert set(tables()) == TABLES
     assert spec_text.text().count("<!-- table:") == len(TABLES)
 
 
 def fields(name: str) -> list[tuple[int, int, str, str]]:
-    """The rows of a binary table: offset, size, type, field."""
+    """Return the rows of a binary table: offset, size, type, field."""
     return [(int(row["offset"]), int(row["size"]), row["type"], row["field"]) for row in table(name)]
 
 
 @pytest.mark.parametrize("name", [*STRUCTS, *DTYPES])
 def test_offsets_and_sizes_add_up(name: str) -> None:
-    """Each field begins where the one before it ends, and integers have the size of their type."""
+    """Test that each field begins at the end of the previous one, and that integers have the size of their type."""
     end = 0
     for offset, size, kind, field in fields(name):
         assert offset == end, field
@@ -85,20 +85,20 @@ def test_offsets_and_sizes_add_up(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "form"), STRUCTS.items(), ids=STRUCTS)
 def test_the_tables_are_the_structs(name: str, form: str) -> None:
-    """The struct formats of the code have the sizes and integer types of the tables, in their order, little-endian."""
+    """Test sizes, integer types, order and little-endian byte order of the struct formats."""
     assert form.startswith("<")
     letters = re.findall(r"(\d*)([a-zA-Z])", form)
     assert [struct.calcsize(f"<{count}{letter}") for count, letter in letters] == [
         size for _, size, _, _ in fields(name)
     ]
     for (_, letter), (_, _, kind, field) in zip(letters, fields(name), strict=True):
-        # Four reserved bytes may be unpacked as one integer, which is zero all the same.
+        # Four reserved bytes may be unpacked as one integer, which must also be zero.
         assert letter == LETTERS.get(kind, "s") or field.startswith("reserved"), field
 
 
 @pytest.mark.parametrize(("table_name", "dtype"), DTYPES.items(), ids=DTYPES)
 def test_tables_of_rows_are_the_dtypes(table_name: str, dtype: np.dtype[np.void]) -> None:
-    """The numpy dtypes of tables in files have the names, offsets and types of the tables here."""
+    """Test names, offsets and types of the numpy dtypes of tables in files."""
     assert dtype.fields is not None
     found = [(dtype.fields[name][1], dtype.fields[name][0].itemsize, name) for name in dtype.names or ()]
     assert found == [(offset, size, field) for offset, size, _, field in fields(table_name)]
@@ -110,7 +110,7 @@ def test_tables_of_rows_are_the_dtypes(table_name: str, dtype: np.dtype[np.void]
 
 
 def parse(name: str, data: bytes) -> dict[str, object]:
-    """Read a binary structure with nothing but its table of SPEC.md."""
+    """Read a binary structure with only its table of SPEC.md."""
     found: dict[str, object] = {}
     for offset, size, kind, field in fields(name):
         raw = data[offset : offset + size]
@@ -119,7 +119,7 @@ def parse(name: str, data: bytes) -> dict[str, object]:
 
 
 def plain(value: object) -> object:
-    """A field as the vectors write it: bytes in hexadecimal, text as it is."""
+    """Return a field as the vectors write it: bytes in hexadecimal, text unchanged."""
     if not isinstance(value, bytes):
         return value
     text = value.rstrip(b"\0")
@@ -127,7 +127,7 @@ def plain(value: object) -> object:
 
 
 def _structures() -> Iterator[tuple[str, bytes, dict[str, object]]]:
-    """Every binary structure in the vectors: its table, its bytes, and the fields that the JSON says it has."""
+    """Return every binary structure of the vectors: its table, its bytes, and the fields in the JSON."""
     for vector in vectors("frame"):
         yield "frame_header", vector.data, vector.facts["value"]
     for vector in vectors("pack"):
@@ -159,7 +159,7 @@ def _structures() -> Iterator[tuple[str, bytes, dict[str, object]]]:
 
 
 def test_the_tables_read_the_vectors() -> None:
-    """A reader that knows only the tables finds in every vector the fields that the JSON names, and zero in between."""
+    """Test that a reader with only the tables finds the fields of the JSON in every vector, and zeros between."""
     seen = set()
     for name, data, value in _structures():
         found = {field: plain(item) for field, item in parse(name, data).items()}
@@ -174,7 +174,7 @@ def test_the_tables_read_the_vectors() -> None:
 
 
 def test_no_two_fields_are_confused() -> None:
-    """With another value in every field, the tables find each value under its own name."""
+    """Test different values in all fields: each is found under its own name."""
     place, base, key = PackId(b"\1" * 16), b"\2" * 16, b"\3" * 16
     described = frame.FrameDescriptor(Digest(b"\4" * 16), 5, 6, b"\7" * 8, 8, 9, 10, base, b"\x0b" * 12)
     found = parse("frame_header", frame.encode_header(described, place, 12))
@@ -201,7 +201,7 @@ def test_no_two_fields_are_confused() -> None:
 
 
 def test_checksums_cover_the_fields_of_the_tables() -> None:
-    """Each field described as sum8 of some bytes is that, in every vector."""
+    """Test each field that is described as sum8 of some bytes, in every vector."""
     checked = set()
     for name, data, _ in _structures():
         for row in table(name):
@@ -215,7 +215,7 @@ def test_checksums_cover_the_fields_of_the_tables() -> None:
 
 
 def test_the_columns_are_the_schema() -> None:
-    """The table of manifest columns is the Arrow schema: names, order, types, and which may be null."""
+    """Test names, order, types and nullability of the Arrow schema."""
     rows = [(code(row["column"]), row["Arrow type"], row["nullable"] == "yes") for row in table("manifest_columns")]
     found = [(field.name, str(field.type).replace("string", "utf8"), field.nullable) for field in SCHEMA]
     assert rows == found
@@ -223,7 +223,7 @@ def test_the_columns_are_the_schema() -> None:
 
 
 def test_a_ring_begins_as_the_table_says() -> None:
-    """Header, entries and data of a ring follow one another, where the code looks for them."""
+    """Test the order of header, entries and data, and their offsets in the code."""
     rows = [(int(row["offset"]), row["size"], row["field"]) for row in table("ring_layout")]
     entries = ring_records.CAPTURES_MAX * ring_records.ENTRY_BYTES
     assert rows == [
@@ -243,7 +243,7 @@ def test_a_ring_begins_as_the_table_says() -> None:
 
 
 def _types(value: object) -> set[str]:
-    """The words of the tables for the type of a JSON value."""
+    """Return the words of the tables for the type of a JSON value."""
     match value:
         case None:
             return {"object or null"}
@@ -268,7 +268,7 @@ def _types(value: object) -> set[str]:
     ids=str,
 )
 def test_the_keys_are_those_that_are_written(name: str, vector: Vector) -> None:
-    """The tables of JSON objects name exactly the keys that are written, with their types."""
+    """Test that JSON objects have exactly the documented keys and types."""
     value = vector.facts["value"]
     if name == "manifest_header":
         with pa.ipc.open_file(pa.py_buffer(vector.data)) as reader:
@@ -282,7 +282,7 @@ def test_the_keys_are_those_that_are_written(name: str, vector: Vector) -> None:
 
 
 def test_the_keys_of_a_part_of_a_store_are_those_that_are_written() -> None:
-    """Such a manifest has the keys of both tables."""
+    """Test that such a manifest has the keys of both tables."""
     with pa.ipc.open_file(pa.py_buffer(Vector("manifest", "part-of-a-store").data)) as reader:
         value = json.loads(reader.schema.metadata[b"asymcheck"])
     more = {code(row["key"]) for row in table("manifest_header_of_a_part")}
@@ -291,7 +291,7 @@ def test_the_keys_of_a_part_of_a_store_are_those_that_are_written() -> None:
 
 
 def test_record_matches_its_table() -> None:
-    """A block built from the table of §6 equals the written one, twice."""
+    """Test that a block built from the table of §6 equals the written block, twice."""
     assert [int(row["order"]) for row in table("record_block")] == list(range(1, 7))
     value = {"kind": "store", "format": 1, "b": ["\u00e4"]}
     text = b'{"b":["\\u00e4"],"format":1,"kind":"store"}'
@@ -301,7 +301,7 @@ def test_record_matches_its_table() -> None:
 
 
 def test_the_nodes_are_those_of_the_decoder() -> None:
-    """The table of nodes has exactly the tags that the decoder knows, and their count of arguments."""
+    """Test the tags of the decoder, and their numbers of arguments."""
     nodes = [row["node"] for row in table("tree_nodes")]
     tags = {match[1] for node in nodes if (match := re.match(r'`\["(\w)"', node))}
     decoder = tree._Decoder(0, bytearray(), None, "")  # type: ignore[arg-type]  # only its table is looked at
@@ -328,14 +328,14 @@ def test_parameters_of_typed_values_are_those_of_the_code() -> None:
 
 
 def test_catalog_databases_are_those_of_the_code() -> None:
-    """The catalog has exactly the databases of the table, and a vector shows an entry of each."""
+    """Test the databases, and a vector with an entry of each."""
     names = [code(row["database"]) for row in table("catalog_databases")]
     assert names == list(lmdb_catalog._DATABASES)
     assert {vector.facts["database"] for vector in vectors("catalog")} == set(names)
 
 
 def test_names_follow_the_grammar() -> None:
-    """Names made of the parts of §4 are parsed by the code; with a digit more or less in any part they are foreign."""
+    """Test that names built from §4 are parsed by the code, and that any other number of digits is foreign."""
     grammar = {row["part"]: row["grammar"] for row in table("name_grammar")}
     assert grammar["run"].startswith(f"`{layout._RUN.pattern.removesuffix(chr(92) + 'Z').split(')')[-1]}`")
     run = code(next(row["example"] for row in table("name_grammar") if row["part"] == "run"))
@@ -363,7 +363,7 @@ def test_names_follow_the_grammar() -> None:
 
 
 def test_the_layout_is_that_of_the_code() -> None:
-    """The picture in §4 shows the names that the code makes."""
+    """Test that the figure in §4 shows the names of the code."""
     picture = spec_text.text().split("## 4. Layout and names")[1].split("```")[1]
     shown = [line.strip().split("  ")[0] for line in picture.splitlines() if line.startswith("  ")]
     assert {path.split("/")[0] for path in shown} == layout.TOP_LEVEL
@@ -383,7 +383,7 @@ def test_the_layout_is_that_of_the_code() -> None:
 
 
 def test_error_kinds_are_those_of_the_code() -> None:
-    """The table of refusals has exactly the kinds of the format errors, and of vectors."""
+    """Test the kinds of the format errors and of the vectors."""
     kinds = {code(row["kind"]) for row in table("error_kinds")}
     below = errors.FormatError.__subclasses__()
     leaves = {leaf.kind for error in below for leaf in (error.__subclasses__() or [error])}
@@ -395,7 +395,7 @@ INVARIANTS = [row["number"] for row in table("invariants")]
 
 
 def test_invariants_are_numbered() -> None:
-    """Invariants are numbered without gaps, and each says what is lost with it."""
+    """Test that numbers have no gaps, and that each invariant has its consequence."""
     assert [f"I{number}" for number in range(1, len(INVARIANTS) + 1)] == INVARIANTS
     assert {row["level"] for row in table("invariants")} == {"must", "should"}
     assert all(row["what is lost if it is broken"] for row in table("invariants"))
@@ -404,7 +404,7 @@ def test_invariants_are_numbered() -> None:
 @pytest.mark.slow(quick=["I6"])
 @pytest.mark.parametrize("number", INVARIANTS)
 def test_each_invariant_is_checked_and_tested(number: str) -> None:
-    """The checker names each invariant where it checks it, and a test breaks it on purpose."""
+    """Test that the checker names each invariant at its check, and that a test breaks it."""
     cited = re.compile(rf"\b{number}\b")
     assert cited.search((REPOSITORY / "asymcheck" / "fsck" / "verify.py").read_text("utf-8"))
     tests = [path for path in (REPOSITORY / "tests").rglob("test_*.py") if path != Path(__file__)]
@@ -412,7 +412,7 @@ def test_each_invariant_is_checked_and_tested(number: str) -> None:
 
 
 def test_the_text_refers_to_sections_that_exist() -> None:
-    """Every § in the text, in the code and in the tests is a section of SPEC.md."""
+    """Test every § in the text, in the code and in the tests."""
     own = re.findall(r"§(\d+(?:\.\d+)?)", spec_text.text())
     assert len(own) > 20
     sources = [*(REPOSITORY / "asymcheck").rglob("*.py"), *(REPOSITORY / "tests").rglob("*.py")]
@@ -422,7 +422,7 @@ def test_the_text_refers_to_sections_that_exist() -> None:
 
 
 def test_the_encodings_of_planes_are_the_code() -> None:
-    """The numbers by which a plane says how it is stored, and those of derived dtypes, are those of the text."""
+    """Test the numbers of the encodings of planes, and of derived dtypes."""
     rows = [(int(row["encoding"]), row["name"]) for row in table("planes_encodings")]
     assert rows == [(container.RAW, "raw"), (container.ZSTD, "zstd"), (container.CONSTANT, "constant")]
     (dtype,) = (row["meaning"] for row in table("derived_payload") if row["field"] == "dtype")

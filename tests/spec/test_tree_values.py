@@ -1,4 +1,4 @@
-"""Values of the format that torch cannot represent are refused by name."""
+"""Test that values of the format that torch cannot represent are refused by name."""
 
 from pathlib import Path
 
@@ -27,13 +27,13 @@ from tools.vectors_manifest import HEADER, REF, header_for, inline_row, manifest
     ],
 )
 def test_a_value_that_torch_or_numpy_lacks_is_named(node: bytes, named: str, tmp_path: Path) -> None:
-    """A well-formed node whose value does not exist here gives a StateMismatchError that says which."""
+    """Test a well-formed node of an unknown value: the StateMismatchError names it."""
     with pytest.raises(StateMismatchError, match=named):
         read_tree(node, {"rows": 0}, tmp_path)
 
 
 def test_a_dtype_of_a_newer_torch_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A dtype as a value that this torch does not have yet is named."""
+    """Test a dtype as a value that this torch lacks."""
     known = {name: dtype for name, dtype in TORCH_DTYPES.items() if name != "float8_e8m0fnu"}
     monkeypatch.setattr(state_template, "TORCH_DTYPES", known)
     with pytest.raises(StateMismatchError, match="float8_e8m0fnu"):
@@ -43,7 +43,7 @@ def test_a_dtype_of_a_newer_torch_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.parametrize("dtype", sorted(set(TORCH_DTYPES) - set(NUMPY_DTYPES)))
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_an_array_of_a_dtype_that_numpy_lacks_is_refused(dtype: str, store_path: Path) -> None:
-    """A row that should come back as a numpy array, of a dtype that numpy has not, is refused by name."""
+    """Test a row of a numpy array with a dtype that numpy lacks."""
     with asymcheck.Store.open(store_path, create=True):
         pass
     data = encode_manifest(header_for(["N", 0]), [inline_row("array", dtype, (1,))])
@@ -56,7 +56,7 @@ def test_an_array_of_a_dtype_that_numpy_lacks_is_refused(dtype: str, store_path:
 
 
 def test_unusual_sizes_come_back(store_path: Path) -> None:
-    """A torch.Size is a tuple of integers, also when no tensor can have that shape: -1, 2^53 and beyond come back."""
+    """Test integers that no shape can have: -1, 2^53 and beyond."""
     sizes = [torch.Size([]), torch.Size([-1, 2]), torch.Size([1 << 53, -(1 << 53)]), torch.Size([(1 << 63) - 1])]
     with asymcheck.Store.open(store_path, create=True) as store:
         store.save({"sizes": sizes}, step=0)

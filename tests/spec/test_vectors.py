@@ -1,4 +1,4 @@
-"""Well-formed vectors: decoding yields the JSON content, and encoding yields the same bytes."""
+"""Test well-formed vectors: decoding yields the JSON content, and encoding yields the same bytes."""
 
 import dataclasses
 import json
@@ -42,14 +42,14 @@ each = pytest.mark.parametrize
 
 
 def _payload(value: dict[str, Any]) -> bytes:
-    """The payload that a vector describes by the 64 bytes that it repeats."""
+    """Return the payload that a vector describes by 64 repeated bytes."""
     pattern = bytes.fromhex(value["payload_pattern"])
     return (pattern * (value["plain_length"] // len(pattern) + 1))[: value["plain_length"]]
 
 
 @each("vector", vectors("record"), ids=str)
 def test_a_record_is_read(vector: Vector, tmp_path: Path) -> None:
-    """A record file gives its fields, and how many of its copies are damaged."""
+    """Test the fields, and the number of damaged copies."""
     facts = vector.facts
     found = READERS[facts["record"]](vector.data, facts, tmp_path)
     assert isinstance(found, tuple)
@@ -71,7 +71,7 @@ def _record_fields(record: Descriptor | HeadRecord) -> dict[str, Any]:
 
 @each("vector", vectors("record"), ids=str)
 def test_a_record_is_written(vector: Vector) -> None:
-    """The fields give the same bytes, wherever both copies are intact."""
+    """Test the bytes, if both copies are intact."""
     facts = vector.facts
     if not facts["damaged_copies"]:
         assert encode_record(facts["value"]) == vector.data
@@ -87,7 +87,7 @@ def test_a_record_is_written(vector: Vector) -> None:
 
 @each("vector", vectors("frame"), ids=str)
 def test_a_frame_is_read(vector: Vector, tmp_path: Path) -> None:
-    """A frame's header has the fields that the JSON says, and its plain bytes are those described."""
+    """Test the fields of the header, and the plain bytes."""
     facts = vector.facts
     value = facts["value"]
     assert READERS["frame"](vector.data, facts, tmp_path) == _payload(value)
@@ -101,7 +101,7 @@ def test_a_frame_is_read(vector: Vector, tmp_path: Path) -> None:
 
 @each("vector", vectors("frame"), ids=str)
 def test_a_frame_is_written(vector: Vector) -> None:
-    """Stamping the payload gives the same bytes, whatever lay in the slot before."""
+    """Test that stamping the payload gives the same bytes, in a used slot."""
     value = vector.facts["value"]
     payload = _payload(value)
     place = PackId(bytes.fromhex(value["place_id"]))
@@ -111,12 +111,12 @@ def test_a_frame_is_written(vector: Vector) -> None:
 
 
 def _shift(value: dict[str, Any]) -> int:
-    """The payload shift that a frame's ``payload_offset`` means."""
+    """Return the payload shift of a frame's ``payload_offset``."""
     return int(value["payload_offset"]) - 4096 if value["stored_length"] >= 65536 else 0
 
 
 def _stamped(descriptor: FrameDescriptor, payload: bytes, place: PackId, sequence: int) -> bytes:
-    """A whole frame, made in a slot that was used before."""
+    """Return a complete frame, created in a used slot."""
     slot = Slot(len(payload))
     slot.memory[:] = b"\xa5" * len(slot.memory)
     start = descriptor.payload_offset
@@ -126,7 +126,7 @@ def _stamped(descriptor: FrameDescriptor, payload: bytes, place: PackId, sequenc
 
 @each("vector", vectors("pack"), ids=str)
 def test_a_pack_is_read(vector: Vector, tmp_path: Path) -> None:
-    """A pack's header and index have the fields that the JSON says, and all its frames are sound."""
+    """Test the fields of header and index, and that all frames are intact."""
     facts = vector.facts
     value = facts["value"]
     pack = read_pack(vector.data, facts, tmp_path)
@@ -148,7 +148,7 @@ def test_a_pack_is_read(vector: Vector, tmp_path: Path) -> None:
 
 @each("vector", vectors("pack"), ids=str)
 def test_a_pack_is_written(vector: Vector) -> None:
-    """Header, frames and index are encoded to the same bytes."""
+    """Test the bytes of header, frames and index."""
     value = vector.facts["value"]
     fields = value["header"]
     place = PackId(bytes.fromhex(fields["pack_id"]))
@@ -170,7 +170,7 @@ def test_a_pack_is_written(vector: Vector) -> None:
 
 @each("vector", vectors("codec"), ids=str)
 def test_an_encoded_partition_is_read(vector: Vector, tmp_path: Path) -> None:
-    """Every frame of the pack gives the plain bytes that the JSON says, its base being one of the others."""
+    """Test the plain bytes of every frame, whose base is another frame of the pack."""
     entries = vector.facts["value"]["entries"]
     found = read_codec(vector.data, vector.facts, tmp_path)
     assert [plain.hex() for plain in found] == [entry["plain"] for entry in entries]
@@ -211,7 +211,7 @@ def _manifest_value(manifest: Manifest) -> dict[str, Any]:
 
 @each("vector", vectors("manifest"), ids=str)
 def test_a_manifest_is_read(vector: Vector, tmp_path: Path) -> None:
-    """A manifest has the header and the rows that the JSON says, and lies under the path that it says."""
+    """Test header and rows, and the path of the manifest."""
     facts = vector.facts
     assert _manifest_value(read_manifest(vector.data, facts, tmp_path)) == facts["value"]
     assert layout.parse_manifest_name(facts["path"].rpartition("/")[2]) == ManifestName(
@@ -221,7 +221,7 @@ def test_a_manifest_is_read(vector: Vector, tmp_path: Path) -> None:
 
 @each("vector", vectors("manifest"), ids=str)
 def test_a_manifest_written_again_means_the_same(vector: Vector) -> None:
-    """Arrow's writer may choose other bytes in another version; what is read from them is equal."""
+    """Test that the content is equal, because Arrow's writer may choose other bytes."""
     manifest = decode_manifest(vector.data, "vector")
     again = encode_manifest(manifest.header, manifest.rows(range(len(manifest))))
     assert _manifest_value(decode_manifest(again, "vector")) == vector.facts["value"]
@@ -229,20 +229,20 @@ def test_a_manifest_written_again_means_the_same(vector: Vector) -> None:
 
 @each("vector", vectors("tree"), ids=str)
 def test_a_tree_is_read(vector: Vector, tmp_path: Path) -> None:
-    """A tree gives exactly the value that the JSON describes: types, bits, order and keys."""
+    """Test the exact value: types, bits, order and keys."""
     assert describe(read_tree(vector.data, vector.facts, tmp_path)) == vector.facts["value"]
 
 
 @each("vector", [vector for vector in vectors("tree") if "read_only" not in vector.facts], ids=str)
 def test_a_tree_is_written(vector: Vector) -> None:
-    """Taking the described state apart gives the same canonical JSON."""
+    """Test that flattening the described state gives the same canonical JSON."""
     value = vector.facts["value"]
     tensors = [torch.zeros(row + 1) for row in range(vector.facts["rows"])]
     assert canonical_json(flatten(_build(value, tensors)).tree) == vector.data
 
 
 def _build(description: dict[str, Any], tensors: list[torch.Tensor]) -> object:
-    """The state that a description describes, with a tensor for each row."""
+    """Return the described state, with a tensor for each row."""
     ((kind, value),) = description.items()
     if kind in ("dict", "ordered", "module"):
         items = value["items"] if kind == "module" else value
@@ -305,7 +305,7 @@ _LEAVES: dict[str, Callable[[Any], object]] = {
 
 @each("vector", vectors("catalog"), ids=str)
 def test_a_catalog_entry_is_read(vector: Vector) -> None:
-    """An entry gives its fields; a damaged one counts as absent."""
+    """Test the fields of an entry; a damaged one counts as absent."""
     facts = vector.facts
     key, value, expected = bytes.fromhex(facts["key"]), vector.data, facts["value"]
     match facts["database"]:
@@ -335,7 +335,7 @@ def _hex(value: object) -> object:
 
 @each("vector", [vector for vector in vectors("catalog") if vector.facts["value"] is not None], ids=str)
 def test_a_catalog_entry_is_written(vector: Vector) -> None:
-    """The fields give the same bytes."""
+    """Test that the fields give the same bytes."""
     facts = vector.facts
     key, value = bytes.fromhex(facts["key"]), facts["value"]
     match facts["database"]:
@@ -357,7 +357,7 @@ def test_a_catalog_entry_is_written(vector: Vector) -> None:
 
 @each("vector", vectors("layout"), ids=str)
 def test_a_name_is_parsed(vector: Vector) -> None:
-    """A name that follows the grammar gives its parts, and is made from them again; any other is foreign."""
+    """Test that a valid name gives its parts, and the reverse; any other name is foreign."""
     facts = vector.facts
     text, value = vector.data.decode(), facts["value"]
     parsed: object

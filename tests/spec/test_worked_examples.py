@@ -1,4 +1,4 @@
-"""The worked examples of SPEC.md are bytes of the vectors."""
+"""Test that the worked examples of SPEC.md are bytes of the vectors."""
 
 import pytest
 
@@ -9,13 +9,13 @@ from tests.spec.spec_text import HexExample, hex_text
 
 @pytest.mark.parametrize("example", spec_text.hex_examples(), ids=str)
 def test_worked_examples_are_slices_of_vectors(example: HexExample) -> None:
-    """A worked example in the text is what lies in the vector."""
+    """Test the bytes of each example."""
     data = (FORMAT_SPEC / example.vector).read_bytes()
     assert example.text == hex_text(data, example.start, example.end)
 
 
 def test_worked_examples_exist() -> None:
-    """A record, a frame header, a pack header, an index entry and a capture entry."""
+    """Test a record, a frame header, a pack header, an index entry and a capture entry."""
     found = [(example.vector.split("/")[2], example.start) for example in spec_text.hex_examples()]
     assert found == [("record", 0), ("frame", 0), ("pack", 0), ("pack", 8192), ("ring", 8192)]
     assert spec_text.text().count("<!-- hex:") == len(found)

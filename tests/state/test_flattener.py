@@ -1,4 +1,4 @@
-"""Incremental flattening equals flattening from scratch."""
+"""Test that incremental flattening equals flattening from scratch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asymcheck.state.leaves import Leaf
 from asymcheck.state.shards import TensorShard
 from asymcheck.state.walk import FlatState, flatten
 
-# Torch calls some kinds of tensors that are refused here prototypes, once in each process.
+# torch warns once in each process that some refused kinds of tensors are prototypes.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype"),
@@ -40,25 +40,25 @@ class Options:
 
 
 class Part:
-    """An object of a state, which counts how often it was asked for it."""
+    """An object of a state, which counts the calls of state_dict()."""
 
     def __init__(self, state: object) -> None:
-        """Take another."""
+        """Hold a state."""
         self.state = state
         self.calls = 0
 
     def state_dict(self) -> Any:  # noqa: ANN401 - also what is no dict
-        """Return it."""
+        """Return the state."""
         self.calls += 1
         return self.state
 
     def load_state_dict(self, state: object) -> None:
-        """Take another."""
+        """Replace the state."""
         self.state = state
 
 
 def state() -> State:
-    """Return a state with something of everything."""
+    """Return a state with every kind of value."""
     tied = torch.rand(4, 3)
     weights: OrderedDict[str, object] = OrderedDict(weight=tied, bias=torch.rand(3), count=torch.tensor(3))
     weights._metadata = OrderedDict([("", {"version": 1}), ("layer", {"version": 2})])  # type: ignore[attr-defined]  # as torch hangs it there
@@ -90,7 +90,7 @@ def state() -> State:
 
 
 def described(flat: FlatState) -> list[object]:
-    """Return all of a state that was taken apart, but the objects that hold the bytes."""
+    """Return all of a flattened state except for the objects with the bytes."""
     facts = [
         (one.name, one.aliases, one.dtype, one.shape, one.nbytes, one.group, repr(one.box), one.key)
         for one in flat.leaves
@@ -99,7 +99,7 @@ def described(flat: FlatState) -> list[object]:
 
 
 def outcome(flatten_one: Callable[[object], FlatState], value: State) -> FlatState | str:
-    """Return a state taken apart, or why it cannot be."""
+    """Return a flattened state, or its error."""
     try:
         return flatten_one(value)
     except UnsupportedValueError as error:
@@ -246,17 +246,17 @@ CHANGES: dict[str, Callable[[State], object]] = {
 
 
 TWICE = {"the strides alone", "an array and a tensor", "a generator", "a history"}
-"""What can be changed once more from where it has led."""
+"""Changes that can be applied again after the change."""
 
 
 @pytest.mark.slow
 @given(st.lists(st.sampled_from(sorted(CHANGES)), max_size=6))
 @settings(deadline=None, max_examples=300)
 def test_one_state_after_another_is_as_if_each_were_the_first(changes: Sequence[str]) -> None:
-    """Whatever changes in between, and in whatever order."""
+    """Test any sequence of changes."""
     value, flattener = state(), Flattener()
     for change in ["nothing", *(one for each in changes for one in ("nothing", each)), "nothing"]:
-        # What one change has taken away, another one may look for.
+        # A change may need an entry that an earlier change has removed.
         try:
             CHANGES[change](value)
         except (KeyError, AttributeError, TypeError, RuntimeError):
@@ -271,7 +271,7 @@ def test_one_state_after_another_is_as_if_each_were_the_first(changes: Sequence[
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_a_state_is_seen(change: str) -> None:
-    """By each alone, from a state that was like the one before; also when it is made a second time."""
+    """Test each change alone, from an unchanged state, and its repetition."""
     value, flattener = state(), Flattener()
     for _ in range(2):
         flattener.flatten(value)
@@ -287,7 +287,7 @@ def test_a_change_of_a_state_is_seen(change: str) -> None:
 
 
 def _is_same(one: Leaf, other: Leaf) -> bool:
-    """Tell whether two leaves have their bytes from the same place."""
+    """Return whether two leaves have the same memory."""
     if isinstance(one.source, torch.Tensor) and isinstance(other.source, torch.Tensor):
         return one.source.data_ptr() == other.source.data_ptr() and one.source.stride() == other.source.stride()
     return one.source is other.source
@@ -298,7 +298,7 @@ def _is_same(one: Leaf, other: Leaf) -> bool:
     ["nothing", "a step", "a rate", "a history", "a generator", "a count of steps", "a field", "a set", "a count"],
 )
 def test_changing_values_do_not_trigger_a_walk(change: str) -> None:
-    """The columns of tensors are the same object."""
+    """Test that the columns of tensors stay the same object."""
     value, flattener = state(), Flattener()
     flattener.flatten(value)
     before = flattener.flatten(value)
@@ -321,7 +321,7 @@ def test_numbers_of_a_generator_do_not_trigger_a_walk() -> None:
 
 
 def test_objects_are_asked_once_even_after_a_change() -> None:
-    """A state_dict() may be slow, or have side effects."""
+    """Test a state_dict() that is slow or has side effects."""
     value, flattener = state(), Flattener()
     flattener.flatten(value)
     flattener.flatten(value)
@@ -334,7 +334,7 @@ def test_objects_are_asked_once_even_after_a_change() -> None:
 
 @pytest.mark.slow
 def test_no_tensor_is_kept() -> None:
-    """What was freed between two saves is memory that the training needs."""
+    """Test that memory that was freed between two saves is not kept."""
     value, flattener = state(), Flattener()
     tensor = weakref.ref(value[5])
     flattener.flatten(value)
@@ -345,7 +345,7 @@ def test_no_tensor_is_kept() -> None:
 
 
 def test_unsupported_value_is_named_after_a_change() -> None:
-    """Also in place of a tensor; the next state is walked."""
+    """Test a value that replaces a tensor; the next state is walked."""
     value, flattener = state(), Flattener()
     flattener.flatten(value)
     flattener.flatten(value)
@@ -357,7 +357,7 @@ def test_unsupported_value_is_named_after_a_change() -> None:
 
 
 def test_a_tensor_without_bytes_is_refused_where_one_with_bytes_was() -> None:
-    """Without an empty tensor beside it, whose address is that of all that have none."""
+    """Test without an empty tensor next to it, because empty tensors share one address."""
     flattener = Flattener()
     for _ in range(3):
         flattener.flatten([torch.rand(2)])
@@ -366,7 +366,7 @@ def test_a_tensor_without_bytes_is_refused_where_one_with_bytes_was() -> None:
 
 
 def test_states_of_two_trainings_are_distinct() -> None:
-    """One is a copy of the other with its own memory."""
+    """Test a copy of a state with separate memory."""
     value, flattener = state(), Flattener()
     flattener.flatten(value)
     flattener.flatten(value)

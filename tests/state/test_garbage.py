@@ -1,4 +1,4 @@
-"""Garbage of a step: a full collection of Python would stall training for hundreds of milliseconds."""
+"""Test the garbage of a step: a full collection of Python would stall training for hundreds of milliseconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asymcheck.errors import UnsupportedValueError
 from asymcheck.state.walk import flatten
 
 TENSORS_PER_PARAMETER = 4
-"""AdamW: weights, two moments and a count."""
+"""State of AdamW: weights, two moments and a count."""
 
 
 def _state() -> dict[str, object]:
@@ -27,7 +27,7 @@ def _state() -> dict[str, object]:
 
 @pytest.mark.slow
 def test_a_state_that_is_walked_again_leaves_little_to_the_collector() -> None:
-    """Some two objects for a tensor: what describes it is the same in each step, and shared."""
+    """Test two objects for each tensor; the description of a tensor is shared between steps."""
     state = _state()
     kept = [flatten(state)]
     gc.collect()
@@ -46,7 +46,7 @@ def test_a_state_that_is_walked_again_leaves_little_to_the_collector() -> None:
 
 
 def test_shared_nodes_are_never_confused() -> None:
-    """True, 1 and 1.0 are equal and hash alike; tensors, arrays, rows and keys differ in one property."""
+    """Test True, 1 and 1.0, which are equal and hash alike, and tensors, arrays, rows and keys that differ once."""
     tensor = torch.ones(3)
     states = [
         *({"a": value} for value in (True, 1, 1.0, "1", None, 2)),
@@ -86,7 +86,7 @@ def _versions(*modules: tuple[object, object]) -> OrderedDict[object, object]:
     ],
 )
 def test_cached_module_versions_equal_a_walk(metadata: object) -> None:
-    """For usual modules, the result of the walk is cached."""
+    """Test that the cached result of usual modules equals a walk."""
     for _ in range(2):
         state: OrderedDict[str, object] = OrderedDict(weight=1)
         state._metadata = metadata  # type: ignore[attr-defined]  # as torch hangs it there
@@ -95,7 +95,7 @@ def test_cached_module_versions_equal_a_walk(metadata: object) -> None:
 
 
 def test_a_module_whose_name_cannot_be_stored_is_named() -> None:
-    """As every other key."""
+    """Test that the error is the same as for any other key."""
     state: OrderedDict[str, object] = OrderedDict(weight=1)
     state._metadata = _versions(("\ud800", 1))  # type: ignore[attr-defined]  # as torch hangs it there
     with pytest.raises(UnsupportedValueError, match=r"cannot store state at model\._metadata"):

@@ -1,4 +1,4 @@
-"""Leaves: bytes of a tensor in row-major order, for any strides and offset."""
+"""Test leaves: bytes of a tensor in row-major order, for any strides and offset."""
 
 import threading
 
@@ -29,7 +29,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_bytes_are_in_row_major_order(name: str) -> None:
-    """Strides are not part of the state: a view has the bytes of the same values in a fresh tensor."""
+    """Test that a view has the same bytes as a new tensor with equal values."""
     view = VIEWS[name]
     expected = np.array(view.tolist(), dtype=view.numpy().dtype).tobytes()
     assert flat_bytes(view).numpy().tobytes() == expected
@@ -37,7 +37,7 @@ def test_bytes_are_in_row_major_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_some_bytes_are_those_of_the_tensor(name: str) -> None:
-    """All of it, or a part, of any layout; also where a sign is turned only on the way out."""
+    """Test whole tensors and ranges of any layout, also of lazy negatives."""
     turned = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
     assert turned.is_neg()
     for source in (VIEWS[name], VIEWS[name].float(), turned):
@@ -48,7 +48,7 @@ def test_some_bytes_are_those_of_the_tensor(name: str) -> None:
 
 
 def test_the_bytes_of_many_tensors_are_those_of_each() -> None:
-    """Of some that are alike, and of some that are not, in whatever order; what signs and gradients they have."""
+    """Test equal and different tensors in any order, with signs and gradients."""
     whole = torch.tensor([1 + 2j, 3 - 4j])
     sources = [
         *(source for view in VIEWS.values() for source in (view, view.float(), view.bfloat16(), view.numpy())),
@@ -63,7 +63,7 @@ def test_the_bytes_of_many_tensors_are_those_of_each() -> None:
 
 @pytest.mark.parametrize("name", VIEWS)
 def test_contiguous_bytes_are_views(name: str) -> None:
-    """Later changes are visible; None if a copy would be needed."""
+    """Test that later changes are visible, and None if a copy is needed."""
     view = VIEWS[name]
     for source in (view, view.numpy()):
         in_place = make_leaf(source, "x", "").bytes_in_place(0, view.nbytes)
@@ -80,7 +80,7 @@ def test_contiguous_bytes_are_views(name: str) -> None:
 
 
 def test_conj_and_neg_views_have_the_bytes_of_their_values() -> None:
-    """A lazy conjugate or negative is worked out; the bits of the tensor it looks at would be other numbers."""
+    """Test lazy conjugates and negatives, whose memory has other numbers."""
     numbers = torch.tensor([1 + 2j, -0.0 - 3j, complex("inf") + 0j], dtype=torch.complex64)
     assert numbers.conj().is_conj()
     assert flat_bytes(numbers.conj()).numpy().tobytes() == numbers.numpy().conj().tobytes()
@@ -91,7 +91,7 @@ def test_conj_and_neg_views_have_the_bytes_of_their_values() -> None:
 
 
 def test_strided_tensors_of_dtypes_that_torch_cannot_copy_have_bytes() -> None:
-    """Two numbers in a byte: torch has a view of them, and no copy."""
+    """Test dtypes of half a byte, of which torch has views and no copies."""
     numbers = torch.arange(200 * 300, dtype=torch.int32).to(torch.uint8).reshape(200, 300)
     strided = numbers.view(torch.float4_e2m1fn_x2).t()
     assert flat_bytes(strided).equal(numbers.t().contiguous().flatten())
@@ -99,7 +99,7 @@ def test_strided_tensors_of_dtypes_that_torch_cannot_copy_have_bytes() -> None:
 
 @given(st.sampled_from(sorted(VIEWS)), st.data())
 def test_any_range_of_bytes_can_be_copied(name: str, data: st.DataObject) -> None:
-    """Ranges need not begin or end where an element does."""
+    """Test ranges that begin or end inside of elements."""
     leaf = make_leaf(VIEWS[name], "x", "")
     whole = flat_bytes(VIEWS[name]).numpy().tobytes()
     start = data.draw(st.integers(0, leaf.nbytes))
@@ -112,7 +112,7 @@ def test_any_range_of_bytes_can_be_copied(name: str, data: st.DataObject) -> Non
 
 
 def test_threads_copy_parts_of_one_strided_tensor_together() -> None:
-    """The contiguous copy is made once, whichever thread comes first, and all parts are right."""
+    """Test that the contiguous copy is made once, by any thread, and that all parts are correct."""
     values = torch.arange(1 << 16, dtype=torch.int64).reshape(256, 256).t()
     leaf = make_leaf(values, "x", "")
     target = bytearray(leaf.nbytes)
@@ -130,7 +130,7 @@ def test_threads_copy_parts_of_one_strided_tensor_together() -> None:
 
 
 def test_the_contiguous_copy_is_forgotten_on_release() -> None:
-    """A strided tensor costs its size in memory only while it is being written."""
+    """Test that a strided tensor only uses memory while it is written."""
     leaf = make_leaf(PLAIN.transpose(0, 2), "x", "")
     leaf.copy_bytes(0, memoryview(bytearray(4)))
     assert leaf._flat is not None
@@ -157,7 +157,7 @@ def _array(name: str) -> np.ndarray:
     "name", ["C order", "Fortran order", "reversed", "read-only", "0-d", "empty", "field of records"]
 )
 def test_arrays_of_any_order_have_row_major_bytes(name: str) -> None:
-    """What tobytes() gives, also for what torch could not wrap."""
+    """Test that the bytes equal tobytes(), also for arrays that torch cannot wrap."""
     array = _array(name)
     leaf = make_leaf(array, "x", "")
     assert flat_bytes(array).numpy().tobytes() == array.tobytes()
@@ -165,7 +165,7 @@ def test_arrays_of_any_order_have_row_major_bytes(name: str) -> None:
 
 
 def test_leaves_describe_tensors() -> None:
-    """Name of the dtype, shape and size are those of the values, the role comes from the name."""
+    """Test dtype, shape and size, and the role, which follows from the name."""
     leaf = make_leaf(torch.zeros(3, 2, dtype=torch.bfloat16), "optimizer.state.0.exp_avg", "optimizer")
     assert (leaf.dtype, leaf.shape, leaf.nbytes, leaf.group, leaf.role) == (
         "bfloat16",
@@ -178,7 +178,7 @@ def test_leaves_describe_tensors() -> None:
 
 
 def test_identity_is_the_same_view_of_the_same_memory() -> None:
-    """Shape, strides, dtype and laziness count: another view of the same memory is another tensor."""
+    """Test that shape, strides, dtype and laziness distinguish views of the same memory."""
     base = torch.arange(6.0)
     square = base[:4].view(2, 2)
     same = [base, base.detach(), torch.nn.Parameter(base), base.view(6)]
@@ -200,7 +200,7 @@ def test_identity_is_the_same_view_of_the_same_memory() -> None:
 
 
 def test_a_leaf_that_has_no_bytes_names_its_path() -> None:
-    """The error says where in the state the culprit is, as an attribute and in its text."""
+    """Test the path in the attribute and in the text of the error."""
     with pytest.raises(UnsupportedValueError, match=r"model\.w") as caught:
         make_leaf(torch.empty(2, device="meta"), "model.w", "model")
     assert caught.value.path == "model.w"

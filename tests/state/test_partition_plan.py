@@ -1,4 +1,4 @@
-"""Partitions: every byte once, stable between steps, and within the limits of the format."""
+"""Test partitions: every byte once, stable between steps, and within the limits of the format."""
 
 import dataclasses
 from itertools import pairwise
@@ -15,7 +15,7 @@ KIB = 1024
 
 @st.composite
 def configs(draw: st.DrawFn) -> StoreConfig:
-    """Small sizes, so that short lists of tensors meet every rule."""
+    """Return configurations with small sizes, so that short lists of tensors reach every rule."""
     blocks = draw(st.integers(1, 6))
     return StoreConfig(
         partition_bytes=blocks * 4096,
@@ -35,7 +35,7 @@ def _cut(tensors: list[tuple[int, str]], config: StoreConfig) -> Cut:
 
 @given(TENSORS, configs())
 def test_every_byte_is_in_one_piece(tensors: list[tuple[int, str]], config: StoreConfig) -> None:
-    """Each row is inline, or covered by pieces without gaps or overlaps."""
+    """Test that each row is inline, or covered by pieces without gaps or overlaps."""
     found = _cut(tensors, config)
     pieces = [piece for partition in found.partitions for piece in partition.pieces]
     for row, (size, _) in enumerate(tensors):
@@ -52,7 +52,7 @@ def test_every_byte_is_in_one_piece(tensors: list[tuple[int, str]], config: Stor
 
 @given(TENSORS, configs())
 def test_partitions_keep_the_limits(tensors: list[tuple[int, str]], config: StoreConfig) -> None:
-    """No partition is empty, has an empty piece, is larger than asked for, or mixes groups."""
+    """Test that no partition is empty, has an empty piece, is too large, or mixes groups."""
     for partition in _cut(tensors, config).partitions:
         assert 1 <= partition.length <= config.partition_bytes
         assert all(piece.length > 0 for piece in partition.pieces)
@@ -61,7 +61,7 @@ def test_partitions_keep_the_limits(tensors: list[tuple[int, str]], config: Stor
 
 @given(TENSORS, configs())
 def test_inline_bytes_are_bounded(tensors: list[tuple[int, str]], config: StoreConfig) -> None:
-    """Per tensor by `inline_bytes` and the format's 4,096, and in total."""
+    """Test the limits of each tensor (`inline_bytes` and the format's 4,096) and of the total."""
     inline = [tensors[row][0] for row in _cut(tensors, config).inline]
     assert all(size <= min(config.inline_bytes, 4096) for size in inline)
     assert sum(inline) <= config.inline_total_bytes
@@ -69,14 +69,14 @@ def test_inline_bytes_are_bounded(tensors: list[tuple[int, str]], config: StoreC
 
 @given(TENSORS, configs())
 def test_empty_tensors_never_reach_a_partition(tensors: list[tuple[int, str]], config: StoreConfig) -> None:
-    """A tensor without bytes is inline even when the room for inline bytes is used up: an extent has 1 byte or more."""
+    """Test that empty tensors are inline even without inline space, because an extent has at least 1 byte."""
     found = _cut(tensors, config)
     assert {row for row, (size, _) in enumerate(tensors) if size == 0} <= set(found.inline)
 
 
 @given(TENSORS, configs())
 def test_small_tensors_are_bundled_and_large_ones_split(tensors: list[tuple[int, str]], config: StoreConfig) -> None:
-    """A partition is whole small tensors of ascending rows, or a piece of one large tensor."""
+    """Test that a partition has whole small tensors of ascending rows, or a piece of one large tensor."""
     for partition in _cut(tensors, config).partitions:
         first, *others = partition.pieces
         if tensors[first.row][0] >= config.bundle_below_bytes:
@@ -91,7 +91,7 @@ def test_small_tensors_are_bundled_and_large_ones_split(tensors: list[tuple[int,
 def test_large_tensors_are_cut_into_equal_pieces_on_block_boundaries(
     tensors: list[tuple[int, str]], config: StoreConfig
 ) -> None:
-    """All pieces of a large tensor have one length, a multiple of 4 KiB, but for the last, which is not longer."""
+    """Test that all pieces have one length, a multiple of 4 KiB; the last is not longer."""
     found = _cut(tensors, config)
     for row, (size, _) in enumerate(tensors):
         own = [p.pieces[0] for p in found.partitions if p.pieces[0].row == row and size >= config.bundle_below_bytes]
@@ -104,7 +104,7 @@ def test_large_tensors_are_cut_into_equal_pieces_on_block_boundaries(
 
 @given(TENSORS, configs())
 def test_neighbouring_bundles_do_not_fit_into_one(tensors: list[tuple[int, str]], config: StoreConfig) -> None:
-    """A new bundle begins only if the next tensor does not fit."""
+    """Test that a new bundle begins only if the next tensor does not fit."""
     found = _cut(tensors, config)
     for group in ("model", "optimizer", ""):
         bundles = [
@@ -120,7 +120,7 @@ def test_neighbouring_bundles_do_not_fit_into_one(tensors: list[tuple[int, str]]
 
 @given(TENSORS, configs())
 def test_the_cut_depends_on_nothing_else(tensors: list[tuple[int, str]], config: StoreConfig) -> None:
-    """Cutting again gives the same cut: not a matter of time, chance or an earlier call."""
+    """Test that the result does not depend on time, chance or an earlier call."""
     assert _cut(tensors, config) == _cut(list(tensors), dataclasses.replace(config))
 
 
@@ -128,7 +128,7 @@ def test_the_cut_depends_on_nothing_else(tensors: list[tuple[int, str]], config:
 def test_resized_tensor_moves_only_its_bundle(
     tensors: list[tuple[int, str]], config: StoreConfig, data: st.DataObject
 ) -> None:
-    """Large tensors, other groups and earlier bundles keep their partitions and digests."""
+    """Test that large tensors, other groups and earlier bundles keep their partitions and digests."""
     config = dataclasses.replace(config, inline_bytes=0)
     row = data.draw(st.integers(0, len(tensors) - 1))
     group = tensors[row][1]
@@ -146,12 +146,12 @@ def test_resized_tensor_moves_only_its_bundle(
     ]
     bundles = [partition for partition in _cut(tensors, config).partitions if is_bundle_of_the_group(partition)]
     closed = sorted((b for b in bundles if b.pieces[-1].row < row), key=lambda bundle: bundle.pieces[0].row)
-    # The last bundle before the tensor was still open when its turn came, so it may take it in, or lose what follows.
+    # The last bundle before the tensor was still open, so it may include the tensor, or lose the tensors after it.
     assert {*unconcerned, *closed[:-1]} <= set(_cut(resized, config).partitions)
 
 
 def test_a_small_cut_by_hand() -> None:
-    """The rules of SPEC.md §11 on nine tensors, worked out by hand; one bundle is filled to the last byte."""
+    """Test the rules of SPEC.md §11 on nine tensors against a manual result; one bundle is exactly full."""
     config = StoreConfig(partition_bytes=8 * KIB, bundle_below_bytes=4 * KIB, inline_bytes=16, inline_total_bytes=20)
     sizes = [16, 3 * KIB, 20 * KIB + 1, 3 * KIB, 8, 4, 2 * KIB, 5 * KIB, 17]
     groups = ["a", "a", "a", "a", "b", "b", "a", "b", "a"]
@@ -169,7 +169,7 @@ def test_a_small_cut_by_hand() -> None:
 
 
 def test_the_default_cut_of_a_tensor_just_over_one_partition_is_two_halves() -> None:
-    """Equal pieces, not a full one and a rest: both halves are worth a thread."""
+    """Test equal pieces instead of a full piece and a rest."""
     size = 4 * KIB * KIB + 1
     found = cut([size], ["model"], StoreConfig())
     lengths = [partition.length for partition in found.partitions]
@@ -178,7 +178,7 @@ def test_the_default_cut_of_a_tensor_just_over_one_partition_is_two_halves() -> 
 
 @pytest.mark.parametrize("elements", [700_000, 1_048_576, 3_333_333, 40_000_000])
 def test_a_rounded_copy_is_cut_at_the_elements_of_its_original(elements: int) -> None:
-    """So each partition of the copy can be derived from one partition."""
+    """Test that each partition of the copy can be derived from one partition."""
     found = cut([2 * elements, 4 * elements], ["model", "optimizer"], StoreConfig(), [2, 4])
     copies, originals = ([one.pieces[0] for one in found.partitions if one.pieces[0].row == row] for row in (0, 1))
     assert [(2 * one.start, 2 * one.length) for one in copies] == [(one.start, one.length) for one in originals]

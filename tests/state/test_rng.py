@@ -1,4 +1,4 @@
-"""RngState: the same numbers follow a restore."""
+"""Test that the same random numbers follow a restore."""
 
 import random
 
@@ -20,7 +20,7 @@ def _draw() -> tuple[list[float], list[float], list[float], list[float]]:
 
 
 def test_all_generators_continue() -> None:
-    """Torch, numpy and random draw the same numbers, also with a pending normal number."""
+    """Test torch, numpy and random, also with a pending normal number."""
     random.gauss(0, 1)
     np.random.standard_normal()  # noqa: NPY002 - as above
     state = RngState().state_dict()
@@ -31,7 +31,7 @@ def test_all_generators_continue() -> None:
 
 
 def test_state_is_a_copy() -> None:
-    """Drawing more numbers does not change it."""
+    """Test that drawing more numbers does not change the state."""
     state = RngState().state_dict()
     kept = torch.as_tensor(state["torch"]).clone()
     _draw()
@@ -39,12 +39,12 @@ def test_state_is_a_copy() -> None:
 
 
 def test_rng_state_is_stateful() -> None:
-    """It has state_dict() and load_state_dict()."""
+    """Test state_dict() and load_state_dict()."""
     assert isinstance(RngState(), Stateful)
 
 
 def test_generators_of_other_devices_are_left_alone_when_their_number_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint from a machine with more devices still restores the host's generators."""
+    """Test a checkpoint of a machine with more devices, of which the host's generators are restored."""
     state = RngState().state_dict()
     first = _draw()
     restored: list[list[torch.Tensor]] = []

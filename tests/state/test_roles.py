@@ -1,4 +1,4 @@
-"""Roles follow from names, the last part first."""
+"""Test that roles follow from names, the last part first."""
 
 import pytest
 
@@ -28,6 +28,6 @@ from asymcheck.state.roles import role_of
     ],
 )
 def test_role_follows_from_the_name(name: str, role: str) -> None:
-    """Optimizer state by its last part, parameters by theirs, otherwise by the first part."""
+    """Test optimizer state and parameters by the last part of the name, and others by the first."""
     assert role_of(name) == role
     assert role in ROLES

@@ -1,4 +1,4 @@
-"""Plans: every byte once, sizes in proportion to windows, and reproducible from the record."""
+"""Test plans: every byte once, sizes in proportion to windows, and reproducible from the record."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ KINDS = ["canonical", "asymmetric", "symmetric", "eager"]
 
 @st.composite
 def configs(draw: st.DrawFn) -> StoreConfig:
-    """Small sizes, so that short lists of tensors meet every rule."""
+    """Return configurations with small sizes, so that short lists of tensors reach every rule."""
     blocks, least = draw(st.integers(1, 6)), draw(st.integers(1, 3))
     return StoreConfig(
         partition_bytes=blocks * BLOCK,
@@ -42,12 +42,12 @@ def _layout(tensors: list[tuple[int, str, bool]]) -> PlanInput:
 
 
 def _profile(forward: list[float], backward: list[float]) -> Windows:
-    """Windows of the given times of 10 ms."""
+    """Return a profile of windows with the given lengths in units of 10 ms."""
     return (*(("forward", time / 100) for time in forward), *(("backward", time / 100) for time in backward))
 
 
 def _rows(plan: Plan) -> set[int]:
-    """The rows of deferred partitions."""
+    """Return the rows of deferred partitions."""
     return {
         piece.row
         for partition, release in zip(plan.cut.partitions, plan.release, strict=True)
@@ -57,7 +57,7 @@ def _rows(plan: Plan) -> set[int]:
 
 
 def _released(plan: Plan, window: int) -> list[int]:
-    """Lengths of the partitions released at a window."""
+    """Return the lengths of the partitions that a window releases."""
     return [one.length for one, at in zip(plan.cut.partitions, plan.release, strict=True) if at == window]
 
 
@@ -65,7 +65,7 @@ def _released(plan: Plan, window: int) -> list[int]:
 def test_every_byte_is_in_one_piece(
     tensors: list[tuple[int, str, bool]], config: StoreConfig, kind: str, profile: Windows | None
 ) -> None:
-    """Each row is inline, or covered by pieces at block boundaries without gaps or overlaps."""
+    """Test that each row is inline, or covered by pieces at block boundaries without gaps or overlaps."""
     plan = make_plan(_layout(tensors), config, kind, 0, profile)
     pieces = [piece for partition in plan.cut.partitions for piece in partition.pieces]
     for row, (size, _, _) in enumerate(tensors):
@@ -85,7 +85,7 @@ def test_every_byte_is_in_one_piece(
 def test_deferred_partitions_keep_the_limits(
     tensors: list[tuple[int, str, bool]], config: StoreConfig, kind: str, profile: Windows
 ) -> None:
-    """At most the most, less than the least only for a whole tensor or a bundle; groups and bundles are not mixed."""
+    """Test the maximum, the minimum except for whole tensors and bundles, and that groups are not mixed."""
     plan = make_plan(_layout(tensors), config, kind, 0, profile)
     assume(plan.kind == kind)
     small_below = min(config.bundle_below_bytes, config.deferred_bytes_max)
@@ -109,7 +109,7 @@ def test_deferred_partitions_keep_the_limits(
 def test_only_deferred_rows_are_released_later_and_in_order(
     tensors: list[tuple[int, str, bool]], config: StoreConfig, kind: str, profile: Windows | None
 ) -> None:
-    """What may change in the forward pass is captured at once; an eager plan captures everything at once."""
+    """Test that eager rows, and all rows of an eager plan, are captured at once."""
     plan = make_plan(_layout(tensors), config, kind, 0, profile)
     assert list(plan.release) == sorted(plan.release)
     assert all(-1 <= release < max(1, len(plan.windows)) for release in plan.release)
@@ -124,7 +124,7 @@ def test_only_deferred_rows_are_released_later_and_in_order(
 def test_eager_tensors_keep_their_canonical_split(
     tensors: list[tuple[int, str, bool]], config: StoreConfig, kind: str, profile: Windows | None
 ) -> None:
-    """For any deferred tensors."""
+    """Test any deferred tensors."""
     plan = make_plan(_layout(tensors), config, kind, 0, profile)
     rows = [row for row, t in enumerate(tensors) if not t[2]]
     alone = cut([tensors[row][0] for row in rows], [tensors[row][1] for row in rows], config)
@@ -141,7 +141,7 @@ def test_eager_tensors_keep_their_canonical_split(
 def test_the_record_gives_the_same_plan_again(
     tensors: list[tuple[int, str, bool]], config: StoreConfig, kind: str, number: int, profile: Windows | None
 ) -> None:
-    """Also after it went through JSON; and making the plan again gives the same plan."""
+    """Test the record after JSON, and the plan made a second time."""
     layout = _layout(tensors)
     plan = make_plan(layout, config, kind, number, profile)
     assert make_plan(_layout([*tensors]), dataclasses.replace(config), kind, number, profile) == plan
@@ -153,14 +153,14 @@ def test_the_record_gives_the_same_plan_again(
 
 
 def test_a_record_is_small_and_readable() -> None:
-    """By hand: 80 % of 10 GB/s for 1 ms are 7812 KiB."""
+    """Test a manual result: 80 % of 10 GB/s for 1 ms are 7812 KiB."""
     plan = make_plan(PlanInput([8 * MIB], ["m"], [True]), StoreConfig(), "asymmetric", 3, _profile([1], [2]))
     windows = [["forward", 7812], ["backward", 15625]]
     assert plan.record() == {"number": 3, "kind": "asymmetric", "windows": windows}
 
 
 def test_the_asymmetric_cut_by_hand() -> None:
-    """30 MiB over gaps of 1, 2, 4 and 8 ms: one large tensor is cut in that proportion, at multiples of 4 KiB."""
+    """Test 30 MiB over gaps of 1, 2, 4 and 8 ms: a tensor is cut in this proportion, at multiples of 4 KiB."""
     layout = PlanInput([30 * MIB], ["m"], [True])
     plan = make_plan(layout, StoreConfig(), "asymmetric", 0, _profile([1, 2], [4, 8]))
     assert [partition.length // MIB for partition in plan.cut.partitions] == [2, 4, 8, 16]
@@ -171,7 +171,7 @@ def test_the_asymmetric_cut_by_hand() -> None:
 
 
 def test_partitions_are_small_in_forward_and_large_in_backward() -> None:
-    """Three tensors of 16 and 48 MiB a layer, small ones between them, gaps of 1 and 7 ms: 4 and 28 MiB a window."""
+    """Test three large tensors a layer and gaps of 1 and 7 ms: 4 and 28 MiB a window."""
     layer = [48 * MIB, 12 * 1024, 16 * MIB, 4096]
     sizes = layer * 6
     layout = PlanInput(sizes, ["model"] * 8 + ["optimizer"] * 16, [True] * len(sizes))
@@ -187,7 +187,7 @@ def test_partitions_are_small_in_forward_and_large_in_backward() -> None:
 
 @given(st.integers(1, 4000), st.lists(st.floats(0.1, 20), min_size=1, max_size=20), st.sampled_from([0.1, 10, 1e3]))
 def test_a_large_tensor_fills_each_window_with_its_share(blocks: int, lengths: list[float], speed: float) -> None:
-    """Within one partition, however fast the link is: too much capacity is spread, too little is stretched."""
+    """Test any bandwidth: too much is spread over the windows, too little is stretched."""
     config = StoreConfig(deferred_bytes_min=BLOCK, deferred_bytes_max=64 * BLOCK)
     profile: Windows = tuple(("backward", length * speed) for length in lengths)
     size = blocks * 16 * BLOCK
@@ -197,7 +197,7 @@ def test_a_large_tensor_fills_each_window_with_its_share(blocks: int, lengths: l
 
 
 def test_short_windows_share_a_partition() -> None:
-    """Gaps of about 300 KiB: every fourth window releases four times that; phases do not mix."""
+    """Test gaps of 300 KiB: every fourth window releases four times that, and phases do not mix."""
     layout = PlanInput([10 * MIB], ["m"], [True])
     plan = make_plan(layout, StoreConfig(), "asymmetric", 0, _profile([0.3] * 8, [2] * 4))
     assert plan.release == (3, 7, 8, 9, 10, 11)
@@ -206,7 +206,7 @@ def test_short_windows_share_a_partition() -> None:
 
 
 def test_remainder_of_a_phase_goes_to_its_longest_window() -> None:
-    """Not to the last one, next to the fence."""
+    """Test that the last window, next to the fence, does not get the remainder."""
     plan = make_plan(
         PlanInput([9 * MIB], ["m"], [True]), StoreConfig(), "asymmetric", 0, _profile([0.25] * 2, [2, 4.5, 2])
     )
@@ -215,21 +215,21 @@ def test_remainder_of_a_phase_goes_to_its_longest_window() -> None:
 
 
 def test_longest_window_is_the_one_with_the_largest_slot() -> None:
-    """Here three short windows together."""
+    """Test three short windows that share a partition."""
     size = 1600 * 1024
     plan = make_plan(PlanInput([size], ["m"], [True]), StoreConfig(), "asymmetric", 0, _profile([0.3], [0.4, 0.5, 0.4]))
     assert plan.release == (3,)
 
 
 def test_no_piece_is_smaller_than_the_least_where_tensors_end_between_gaps() -> None:
-    """Parts of 1 MiB, but the first tensor ends at 1.4 MiB: it stays whole, and the next begins with a full piece."""
+    """Test parts of 1 MiB and a tensor of 1.4 MiB, which stays whole; the next begins with a full piece."""
     sizes = [1400 * 1024, 2696 * 1024]
     plan = make_plan(PlanInput(sizes, ["m"] * 2, [True] * 2), StoreConfig(), "symmetric", 0, _profile([1] * 2, [1] * 2))
     assert [partition.length // 1024 for partition in plan.cut.partitions] == [1400, 1024, 1672]
 
 
 def test_too_large_a_remainder_is_halved() -> None:
-    """31.8 MiB fit the gap, but 0.7 MiB of 32.5 would remain."""
+    """Test that 31.8 MiB fit the gap, and that 0.7 MiB of 32.5 MiB would remain."""
     sizes = [65 * MIB // 2 + BLOCK + 1, 311 * MIB // 10 // BLOCK * BLOCK]
     plan = make_plan(PlanInput(sizes, ["m"] * 2, [True] * 2), StoreConfig(), "symmetric", 0, _profile([1], [1]))
     half = 65 * MIB // 4
@@ -237,21 +237,21 @@ def test_too_large_a_remainder_is_halved() -> None:
 
 
 def test_a_tensor_larger_than_a_partition_is_never_bundled() -> None:
-    """Also where bundles are made of larger tensors than a deferred partition may have."""
+    """Test bundles of tensors that are larger than a deferred partition."""
     config = StoreConfig(bundle_below_bytes=4 * MIB, deferred_bytes_max=2 * MIB)
     plan = make_plan(PlanInput([3 * MIB], ["m"], [True]), config, "asymmetric", 0, _profile([1], [1]))
     assert [partition.length / MIB for partition in plan.cut.partitions] == [1.5, 1.5]
 
 
 def test_a_window_wider_than_the_most_releases_several() -> None:
-    """Of equal size."""
+    """Test that the partitions have equal sizes."""
     plan = make_plan(PlanInput([96 * MIB], ["m"], [True]), StoreConfig(), "asymmetric", 0, _profile([1], [3]))
     assert [partition.length // MIB for partition in plan.cut.partitions] == [24, 24, 24, 24]
     assert plan.release == (0, 1, 1, 1)
 
 
 def test_a_symmetric_plan_spreads_equal_partitions() -> None:
-    """More than windows when they would be too large, fewer when they would be too small; evenly over the windows."""
+    """Test more partitions than windows, and fewer, evenly distributed over the windows."""
     many = make_plan(PlanInput([128 * MIB], ["m"], [True]), StoreConfig(), "symmetric", 0, _profile([1], [9]))
     assert [partition.length // MIB for partition in many.cut.partitions] == [32] * 4
     assert many.release == (0, 0, 1, 1)
@@ -261,7 +261,7 @@ def test_a_symmetric_plan_spreads_equal_partitions() -> None:
 
 
 def test_small_tensors_fill_bundles_of_the_size_of_the_window() -> None:
-    """16 MiB of tensors of 128 KiB, between which others lie, follow the gaps as a large one does."""
+    """Test 16 MiB of tensors of 128 KiB, which follow the gaps like a large tensor."""
     layout = PlanInput([MIB // 8, MIB // 4] * 128, ["a", "b"] * 128, [True, False] * 128)
     plan = make_plan(layout, StoreConfig(), "asymmetric", 0, _profile([1.5] * 4, [2.5] * 4))
     assert [_released(plan, window) for window in range(8)] == [[3 * MIB // 2]] * 4 + [[5 * MIB // 2]] * 4
@@ -269,7 +269,7 @@ def test_small_tensors_fill_bundles_of_the_size_of_the_window() -> None:
 
 @pytest.mark.parametrize("profile", [None, (), _profile([0], [0]), _profile([1e-6], [1e-6])], ids=str)
 def test_without_capacity_the_cut_is_canonical_and_released_at_the_beginning(profile: Windows | None) -> None:
-    """Before the first profile is known, and when nothing was measured."""
+    """Test the time before the first profile, and a profile without measurements."""
     layout = PlanInput([9 * MIB, 9 * MIB, 2000, 2000], [""] * 4, [True, False, True, False])
     for kind in ("canonical", "asymmetric", "symmetric"):
         plan = make_plan(layout, StoreConfig(), kind, 1, profile)
@@ -283,7 +283,7 @@ def test_without_capacity_the_cut_is_canonical_and_released_at_the_beginning(pro
 
 
 def test_an_empty_state_has_a_plan() -> None:
-    """And so has one of which nothing is deferred."""
+    """Test also a state without deferred tensors."""
     profile = _profile([1], [2])
     for kind in KINDS:
         assert make_plan(PlanInput([], [], []), StoreConfig(), kind, 0, profile).cut == Cut((), ())
@@ -292,7 +292,7 @@ def test_an_empty_state_has_a_plan() -> None:
 
 @pytest.mark.parametrize(("kind", "number"), [("other", 0), ("", 0), ("eager", -1), ("eager", 1 << 53)])
 def test_unrecordable_value_is_refused(kind: str, number: int) -> None:
-    """With an error of this package."""
+    """Test that the error is an error of this package."""
     with pytest.raises(InvalidInputError):
         make_plan(PlanInput([], [], []), StoreConfig(), kind, number)
 
@@ -346,7 +346,7 @@ HOSTILE: list[object] = [
 
 @pytest.mark.parametrize("record", HOSTILE, ids=[str(number) for number in range(len(HOSTILE))])
 def test_a_record_that_is_none_of_ours_gives_no_plan(record: object) -> None:
-    """It comes from a file, so it may be anything; it never raises."""
+    """Test any content of the file, for which no error is raised."""
     assert plan_from_record(record, PlanInput([MIB], ["m"], [True]), StoreConfig()) is None
 
 
@@ -359,6 +359,6 @@ JSON = st.recursive(
 
 @given(st.fixed_dictionaries({"number": JSON, "kind": JSON | st.just("symmetric"), "windows": JSON}))
 def test_no_record_raises(record: object) -> None:
-    """It gives a plan that records the same, or none."""
+    """Test that any record gives a plan with the same record, or none."""
     plan = plan_from_record(record, PlanInput([3 * MIB], ["m"], [True]), StoreConfig())
     assert plan is None or plan.record() == record

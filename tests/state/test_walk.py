@@ -1,4 +1,4 @@
-"""Walk of a state: the tree of its structure, one row per tensor, and dotted names."""
+"""Test the walk of a state: the tree of its structure, one row per tensor, and dotted names."""
 
 from collections import OrderedDict
 
@@ -12,22 +12,22 @@ from asymcheck.state.walk import flatten
 
 
 class Part:
-    """An object that takes part in a state."""
+    """An object with a state."""
 
     def __init__(self, state: object) -> None:
         self.state = state
 
     def state_dict(self) -> object:
-        """Return what it was given."""
+        """Return the given state."""
         return self.state
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
-        """Take it back."""
+        """Replace the state."""
         self.state = state_dict
 
 
 def test_the_tree_follows_the_table_of_nodes() -> None:
-    """One of each kind, with the node that SPEC.md §7.4 gives it."""
+    """Test one value of each kind, with its node of SPEC.md §7.4."""
     state = {
         "none": None,
         "yes": True,
@@ -81,7 +81,7 @@ def test_the_tree_follows_the_table_of_nodes() -> None:
 
 
 def test_a_module_keeps_the_versions_that_hang_on_its_state() -> None:
-    """`Module.state_dict()` hangs them on the mapping, out of sight of its items."""
+    """Test the versions that `Module.state_dict()` stores as an attribute of the mapping."""
     tree = flatten({"model": torch.nn.BatchNorm1d(2)}).tree
     kind, _, metadata = tree[1][0][1]  # type: ignore[index]  # a node is a nested list
     assert kind == "m"
@@ -89,14 +89,14 @@ def test_a_module_keeps_the_versions_that_hang_on_its_state() -> None:
 
 
 def test_names_are_the_way_to_the_leaf() -> None:
-    """Keys and positions joined by dots, integers in decimal however large; two leaves may have one name."""
+    """Test keys, positions, and integers of any size; two leaves may have one name."""
     state = {"a": [{"b.c": torch.ones(1)}, {"b": {"c": torch.ones(2)}}], 3: (torch.ones(3),), 10**5000: torch.ones(4)}
     names = [leaf.name for leaf in flatten(state).leaves]
     assert names == ["a.0.b.c", "a.1.b.c", "3.0", "1" + "0" * 5000]
 
 
 def test_tied_tensors_are_one_row_with_every_name() -> None:
-    """Also through an object's own state, and as a Parameter and its data."""
+    """Test tied tensors in an object's own state, and a Parameter with its data."""
     layer = torch.nn.Linear(2, 2, bias=False)
     flat = flatten({"model": layer, "copy": [layer.weight, layer.weight.detach()], "other": layer.weight.t()})
     assert flat.tree == [
@@ -114,19 +114,19 @@ def test_tied_tensors_are_one_row_with_every_name() -> None:
 
 
 def test_objects_are_asked_for_their_state_at_every_depth() -> None:
-    """An object inside an object's state takes part as well."""
+    """Test an object inside of an object's state."""
     flat = flatten([Part({"inner": Part({"x": 1})})])
     assert flat.tree == ["l", [["d", [["inner", ["d", [["x", 1]]]]]]]]
 
 
 def test_a_state_may_be_a_single_leaf() -> None:
-    """A bare tensor has the empty name."""
+    """Test that a bare tensor has the empty name."""
     flat = flatten(torch.ones(2))
     assert (flat.tree, flat.leaves[0].name, flat.leaves[0].group) == (["T", 0], "", "")
 
 
 def test_depth_ends_where_the_format_says() -> None:
-    """64 levels with the root, a leaf included, and not one more."""
+    """Test 64 levels including root and leaf, and one more."""
     state: object = 1
     for _ in range(63):
         state = [state]
@@ -137,7 +137,7 @@ def test_depth_ends_where_the_format_says() -> None:
 
 @pytest.mark.parametrize("lists", [59, 60, 61, 62, 63])
 def test_versions_of_modules_end_where_the_format_says(lists: int) -> None:
-    """They lie deeper than what is in the mapping that they hang on: what is taken can be read."""
+    """Test that versions of modules, which are one level deeper, can be read if they are accepted."""
     state: object = torch.nn.BatchNorm1d(2).state_dict()
     for _ in range(lists):
         state = [state]
@@ -151,14 +151,14 @@ def test_versions_of_modules_end_where_the_format_says(lists: int) -> None:
 
 
 def test_more_dimensions_than_the_format_has_are_refused_by_name() -> None:
-    """Before anything is written."""
+    """Test that the error is raised before anything is written."""
     flatten({"most": torch.ones([1] * 64)})
     with pytest.raises(UnsupportedValueError, match=r"too\.many.*more than 64 dimensions"):
         flatten({"too": {"many": torch.ones([1] * 65)}})
 
 
 def test_integers_end_where_the_format_says() -> None:
-    """As a value and as a key: one with more digits is refused by name before anything is written."""
+    """Test values and keys at the limit, and one digit more, before anything is written."""
     most = 10**65536 - 1
     check(flatten({"a": most, -most: 1}).tree, 0, "test")
     for state, name in (({"a": {"b": most + 1}}, "a.b"), ({"a": {-most - 1: 1}}, "a"), ({"a": 1 << (1 << 22)}, "a")):
@@ -169,14 +169,14 @@ def test_integers_end_where_the_format_says() -> None:
 
 @pytest.mark.parametrize("part", [[1], (), "text", None, torch.ones(1), 3], ids=repr)
 def test_an_object_whose_state_is_no_dict_is_refused(part: object) -> None:
-    """It could be stored but never filled again: `load_state_dict` is given a dict."""
+    """Test an object that could not be filled, because `load_state_dict` needs a dict."""
     with pytest.raises(UnsupportedValueError, match="state_dict") as caught:
         flatten({"a": {"b": Part(part)}})
     assert caught.value.path == "a.b"
 
 
 def test_an_object_that_is_its_own_state_is_refused() -> None:
-    """Asking it again and again would never end."""
+    """Test that the walk does not loop forever."""
     part = Part(None)
     part.state = part
     with pytest.raises(UnsupportedValueError, match="state_dict"):
@@ -184,7 +184,7 @@ def test_an_object_that_is_its_own_state_is_refused() -> None:
 
 
 def test_a_class_is_not_an_object_with_a_state() -> None:
-    """`Linear` in place of `Linear(2, 2)` has the same methods, and nothing to call them on."""
+    """Test `Linear` in place of `Linear(2, 2)`, which has the same methods."""
     with pytest.raises(UnsupportedValueError) as caught:
         flatten({"model": torch.nn.Linear})
     assert caught.value.path == "model"

@@ -26,7 +26,8 @@ from asymcheck.types import Checkpoint
 from asymcheck.validation import check_step
 
 if TYPE_CHECKING:
-    from asymcheck.convert.convert import Exported
+    from asymcheck.convert.convert import Exported, Planned
+    from asymcheck.convert.rename import Renames
 
 
 def _selection_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,11 +210,16 @@ def restore(
 
 
 def _report_export(done: Exported) -> Report:
+    from asymcheck.convert.convert import PlannedExport
+
     for reason in done.skipped:
         output.note(f"skipped {reason}")
     for hint in done.hints:
         output.note(hint)
-    return Report(done, partial(_show_export, done), exit_status.WARNINGS if done.skipped else exit_status.OK)
+    status = exit_status.WARNINGS if done.skipped else exit_status.OK
+    if isinstance(done, PlannedExport):
+        return Report(done.planned, partial(_show_planned, done.planned), status)
+    return Report(done, partial(_show_export, done), status)
 
 
 def _show_export(done: Exported) -> None:
@@ -227,15 +233,43 @@ def _show_export(done: Exported) -> None:
 @command("Convert a .safetensors file, .pt file or model folder to a store, or back.")
 @click.argument("src", type=click.Path(path_type=Path))
 @click.argument("dst", type=click.Path(path_type=Path))
-@click.option("--step", type=int, default=None, help="Step to save [default: 0] or to read [default: newest].")
+@click.option(
+    "--step",
+    type=int,
+    default=None,
+    help="Step to save [default: that of a Trainer checkpoint, else 0] or to read [default: newest].",
+)
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run to save or to read.")
-@click.option("--part", default=None, help="If SRC is a store: write only this part of the state, for example 'model'.")
+@click.option(
+    "--part", "parts", multiple=True, help="Convert only this part of the state, for example 'model'. May be repeated."
+)
+@click.option(
+    "--rename",
+    "pairs",
+    type=(str, str),
+    multiple=True,
+    metavar="REGEX REPLACEMENT",
+    help="Rename tensors as re.sub does, by the names that --dry-run prints. May be repeated.",
+)
+@click.option("--all", "everything", is_flag=True, help="Import all complete checkpoints of a Trainer's output folder.")
+@click.option("--dry-run", is_flag=True, help="List the tensors that would be written, and write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace DST if it is a file or a model folder.")
-def convert(src: Path, dst: Path, step: int | None, run: str, part: str | None, overwrite: bool) -> Report:
+def convert(
+    src: Path,
+    dst: Path,
+    step: int | None,
+    run: str,
+    parts: tuple[str, ...],
+    pairs: tuple[tuple[str, str], ...],
+    everything: bool,
+    dry_run: bool,
+    overwrite: bool,
+) -> Report:
     """Convert SRC to DST. One of them must be a store.
 
-    The other one is a .safetensors file, a Hugging Face model folder, or a .pt (.pth, .bin) file of torch.save. SRC may
-    also be a folder of torch.distributed.checkpoint or of DeepSpeed (ZeRO 1 to 3). No code in SRC is executed.
+    The other one is a .safetensors file, a Hugging Face model folder, or a file of torch.save: .pt, .pth, .bin, or a
+    .ckpt file of Lightning. SRC may also be a folder of torch.distributed.checkpoint or of DeepSpeed (ZeRO 1 to 3), or
+    the output folder of a Trainer, whose newest complete checkpoint is imported. No code in SRC is executed.
 
     Data is streamed, so memory use is bounded. Data that the store already has is not stored again. An imported file is
     exported unchanged, with one exception: if the metadata of a safetensors file has no format entry, the export adds
@@ -245,40 +279,99 @@ def convert(src: Path, dst: Path, step: int | None, run: str, part: str | None, 
     Examples:
       asymcheck convert gpt2/ store            saves the model folder as step 0 of the store
       asymcheck convert tuned.pt store --step 1
+      asymcheck convert last.ckpt store --part state_dict --rename '^state_dict' model
+      asymcheck convert output/ store          saves the newest checkpoint of a Trainer
       asymcheck convert dcp/step-100 store --step 100
       asymcheck convert store gpt2-again/ --step 0
     """
-    from asymcheck.convert.convert import Output, export_checkpoint, foreign_state
+    from asymcheck.convert.convert import Output, export_checkpoint
+    from asymcheck.convert.rename import compile_renames
 
     if step is not None:
         check_step(step)
     check_run(run)
+    renames = compile_renames(pairs)
     with translated("access", src):
         if not src.exists():
             raise NotFoundError(f"{src} does not exist")
     if is_store(src):
         if is_store(dst):
             raise InvalidInputError(f"{src} and {dst} are both stores; to copy a store, copy its directory")
+        if len(parts) > 1 or everything:
+            raise click.UsageError("an export writes one part of one checkpoint: leave out --all and the second --part")
         with Store.open(src, read_only=True) as opened, output.progress("convert") as progress:
-            destination = Output(dst, overwrite=overwrite)
+            destination = Output(dst, overwrite=overwrite, renames=renames, is_dry_run=dry_run)
+            part = parts[0] if parts else None
             done = export_checkpoint(opened, destination, step=step, run=run, part=part, progress=progress)
         return _report_export(done)
     if format_of(dst) != "folder":
         raise InvalidInputError(
             f"neither {src} nor {dst} is a store; one must be a store, and the name of a new store has no suffix"
         )
-    if part is not None:
-        raise InvalidInputError(f"--part requires a store as SRC, and {src} is not a store; leave out --part")
+    sources, status = _sources(src, dst, step, everything=everything)
+    reports = [_import(path, dst, number, run, parts, renames, dry_run=dry_run) for path, number in sources]
+    document = {"imported": [report.document for report in reports]} if everything else reports[0].document
+
+    def show() -> None:
+        for report in reports:
+            report.show()
+
+    return Report(document, show, status)
+
+
+def _sources(src: Path, dst: Path, step: int | None, *, everything: bool) -> tuple[list[tuple[Path, int]], int]:
+    """Return the files or folders to import with their steps, and the exit status."""
+    from asymcheck.convert.trainer_folder import trainer_folder, trainer_step
+
+    trainer = trainer_folder(src)
+    if everything and step is not None:
+        raise click.UsageError("--all imports every step: leave out --step")
+    if not trainer.complete and (everything or (trainer.incomplete and not trainer.has_weights)):
+        raise InvalidInputError(
+            f"{src} has no complete checkpoint of a Trainer; give a folder such as {src}/checkpoint-500"
+        )
+    if not trainer.complete or (trainer.has_weights and not everything):
+        if trainer.complete:
+            newest = list(trainer.complete.values())[-1]
+            output.note(
+                f"importing the model in {src}; the folder also has "
+                f"{output.count(len(trainer.complete), 'checkpoint')} of a Trainer. "
+                f"Import the newest with 'asymcheck convert {newest} {dst}', or all with --all"
+            )
+        default = trainer_step(src) if src.is_dir() else None
+        return [(src, (default or 0) if step is None else step)], exit_status.OK
+    if trainer.incomplete:
+        output.note(
+            f"skipped unfinished {output.abbreviated(trainer.incomplete)} in {src}: no valid trainer_state.json"
+        )
+    status = exit_status.WARNINGS if trainer.incomplete else exit_status.OK
+    if everything:
+        return [(path, number) for number, path in trainer.complete.items()], status
+    number, newest = list(trainer.complete.items())[-1]
+    if len(trainer.complete) > 1:
+        output.note(f"importing {newest}, the newest of {len(trainer.complete)} checkpoints; pass --all to import all")
+    return [(newest, number if step is None else step)], status
+
+
+def _import(
+    src: Path, dst: Path, step: int, run: str, parts: tuple[str, ...], renames: Renames, *, dry_run: bool
+) -> Report:
+    """Save the content of SRC as one checkpoint of the store DST."""
+    from asymcheck.convert.convert import foreign_state, plan_import
+
     left_out: list[str] = []
     # SRC is opened first, so that an unreadable SRC leaves no new store.
     with (
         output.progress("convert") as progress,
-        foreign_state(src, progress, left_out) as state,
-        Store.open(dst, create=True) as opened,
+        foreign_state(src, progress, left_out, parts=parts, renames=renames) as state,
     ):
-        earlier = sum(item.step == (step or 0) for item in opened.checkpoints(run))
-        saved = opened.save(state, step=step or 0, run=run)
-        written = _written(opened, saved)
+        if dry_run:
+            planned = plan_import(state, dst, step=step, run=run)
+            return Report(planned, partial(_show_planned, planned))
+        with Store.open(dst, create=True) as opened:
+            earlier = sum(item.step == step for item in opened.checkpoints(run))
+            saved = opened.save(state, step=step, run=run)
+            written = _written(opened, saved)
     if earlier:
         output.note(
             f"{dst} already had step {saved.step} of run {run!r}, and now has {earlier + 1} checkpoints of this step. "
@@ -292,6 +385,16 @@ def convert(src: Path, dst: Path, step: int | None, run: str, part: str | None, 
     return Report(
         saved, partial(click.echo, f"{dst}: run {run}, step {saved.step}, {output.size(saved.state_bytes)}, {written}")
     )
+
+
+def _show_planned(planned: Planned) -> None:
+    rows = [
+        {"tensor": item.name, "dtype": item.dtype, "shape": list(item.shape), "size": output.size(item.nbytes)}
+        for item in planned.tensors
+    ]
+    output.print_table(rows, numbers=("size",))
+    content = f"{output.count(len(rows), 'tensor')}, {output.size(planned.nbytes)}"
+    click.echo(f"dry run, nothing was written: {planned.path}: run {planned.run}, step {planned.step}, {content}")
 
 
 def _written(store: Store, saved: Checkpoint) -> str:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import torch
 
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.convert.dcp_folder import is_dcp_folder, read_dcp_folder
 from asymcheck.convert.deepspeed_folder import is_deepspeed_folder, read_deepspeed_folder
 from asymcheck.convert.export_target import Draft, check_target, format_of
-from asymcheck.convert.hugging_face import SafetensorsSink, other_files, read_folder
-from asymcheck.convert.part import MODEL, SOURCE, TIED, leaves_of
+from asymcheck.convert.hugging_face import SafetensorsSink, other_files, read_folder, torch_weights
+from asymcheck.convert.part import MODEL, SOURCE, TIED, keep_parts, leaves_of
+from asymcheck.convert.rename import Renames, rename_tensors
 from asymcheck.convert.safetensors_format import FileTensor, read_header
 from asymcheck.convert.source_file import SourceFile, refused
-from asymcheck.convert.torch_file import TorchSink, read_torch_file
+from asymcheck.convert.torch_file import TORCH_MARKS, TorchSink, read_torch_file
 from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, UnsupportedValueError
 from asymcheck.state.leaves import TensorBytes
 from asymcheck.state.walk import flatten
@@ -25,6 +28,7 @@ from asymcheck.store import Store
 from asymcheck.types import Checkpoint, Progress
 
 SHARD_BYTES = 5_000_000_000  # default maximum of tensor bytes in one file of a model folder, as in transformers
+_HEAD_BYTES = 9
 _REMEDY = "load the file in your own program, and save the result with Store.save()"
 
 
@@ -43,6 +47,34 @@ class Exported:
 
 
 @dataclasses.dataclass(frozen=True)
+class Planned:
+    """Result of a dry run, which writes nothing."""
+
+    path: Path  # target
+    run: str
+    step: int
+    nbytes: int
+    tensors: tuple[PlannedTensor, ...]  # tied tensors count once
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedTensor:
+    """A tensor that would be written."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedExport(Exported):
+    """Result of the dry run of an export."""
+
+    planned: Planned
+
+
+@dataclasses.dataclass(frozen=True)
 class Output:
     """Target of an export."""
 
@@ -50,6 +82,8 @@ class Output:
     overwrite: bool = False
     max_shard_bytes: int = SHARD_BYTES  # maximum of tensor bytes in one file of a folder
     files_from: Path | None = None  # model folder whose small files (configuration, tokenizer) are copied
+    renames: Renames = ()  # changes of tensor names
+    is_dry_run: bool = False  # check everything, but write nothing
 
     def sink(self, part: str | None) -> SafetensorsSink | TorchSink:
         """Return the sink that writes the part with this dotted name; None means the whole state."""
@@ -58,12 +92,12 @@ class Output:
             raise InvalidInputError(
                 f"cannot copy files from {self.files_from}: target {self.path} is a single file; give a folder"
             )
-        draft = Draft(self.path, overwrite=self.overwrite)
+        draft = Draft(self.path, overwrite=self.overwrite, is_dry_run=self.is_dry_run)
         if kind == "torch":
-            return TorchSink(draft, part)
+            return TorchSink(draft, part, self.renames)
         files = () if self.files_from is None else [self.files_from / name for name in other_files(self.files_from)]
         shard_bytes = self.max_shard_bytes if kind == "folder" else None
-        return SafetensorsSink(draft, part, max_shard_bytes=shard_bytes, files=files)
+        return SafetensorsSink(draft, part, max_shard_bytes=shard_bytes, files=files, renames=self.renames)
 
 
 def export_checkpoint(  # noqa: PLR0913 - options of the command
@@ -104,7 +138,7 @@ def export_checkpoint(  # noqa: PLR0913 - options of the command
         restored = store.stream_from_memory(
             sink, step, tensors=tensors, run=run, ring_folder=ring_folder, progress=progress
         )
-    return Exported(
+    done = Exported(
         path=output.path,
         format=format_of(output.path),
         checkpoint=restored.checkpoint,
@@ -114,6 +148,18 @@ def export_checkpoint(  # noqa: PLR0913 - options of the command
         skipped=restored.skipped,
         hints=tuple(sink.hints),
     )
+    if not output.is_dry_run:
+        return done
+    names = tuple(PlannedTensor(name, row.dtype, tuple(row.shape), row.nbytes) for name, row in sink.names)
+    planned = Planned(done.path, done.checkpoint.run, done.checkpoint.step, done.nbytes, names)
+    return PlannedExport(**vars(done), planned=planned)
+
+
+def plan_import(state: object, path: Path, *, step: int, run: str) -> Planned:
+    """Return the tensors that saving ``state`` to the store at ``path`` would write."""
+    columns = flatten(state).columns
+    tensors = map(PlannedTensor, columns.names, columns.dtypes, columns.shapes, columns.sizes)
+    return Planned(path, run, step, sum(columns.sizes), tuple(tensors))
 
 
 class _ProgressMeter:
@@ -132,7 +178,14 @@ class _ProgressMeter:
 
 
 @contextlib.contextmanager
-def foreign_state(path: Path, progress: Progress | None = None, left_out: list[str] | None = None) -> Iterator[object]:
+def foreign_state(
+    path: Path,
+    progress: Progress | None = None,
+    left_out: list[str] | None = None,
+    *,
+    parts: Sequence[str] = (),
+    renames: Renames = (),
+) -> Iterator[object]:
     """Yield the content of a foreign file as a state whose tensors are read during the save.
 
     A torch file or a DCP folder keeps its structure. The fp32 weights, buffers and optimizer state of a DeepSpeed
@@ -143,10 +196,13 @@ def foreign_state(path: Path, progress: Progress | None = None, left_out: list[s
         path: the file or folder.
         progress: callback with the bytes done and the bytes of all tensors.
         left_out: list to which the names of files that are not imported are added.
+        parts: dotted names of the parts to import, by default all. The other parts of a torch file may hold objects of
+            any class, which are never loaded.
+        renames: changes of tensor names.
 
     Raises:
         NotFoundError: the file does not exist.
-        InvalidInputError: the format is unknown.
+        InvalidInputError: the format is unknown, or the file lacks a part.
         ForeignFileError: the file breaks the rules of its format, or holds values that cannot be stored. Reading a
             tensor also raises this error if the file changed in the meantime.
     """
@@ -164,22 +220,26 @@ def foreign_state(path: Path, progress: Progress | None = None, left_out: list[s
             state = read_dcp_folder(path, opened)
         elif kind == "deepspeed":
             state = read_deepspeed_folder(path, opened)
+        elif kind == "folder" and (shards := torch_weights(path)):
+            state = _torch_folder(path, shards, opened)
+            if left_out is not None:
+                left_out += sorted({item.name for item in path.iterdir()} - {*shards, *other_files(path)})
         elif kind == "folder":
             folder = read_folder(path, opened)
             if left_out is not None:
                 left_out += folder.ignored
-            small = {name: opened(path / name) for name in folder.others}
-            small_files = {name: file.tensor(0, "uint8", (file.size,)) for name, file in small.items()}
-            state = _state_of(path, folder.tensors, folder.metadata, small_files, opened)
+            state = _state_of(path, folder.tensors, folder.metadata, _small_files(path, folder.others, opened), opened)
         elif kind == "safetensors":
             header = read_header(path, opened(path))
             state = _state_of(path, header.tensors, header.metadata, {}, opened)
         elif kind == "torch":
-            state = read_torch_file(opened(path))
+            state = read_torch_file(opened(path), parts=parts)
         else:
             raise InvalidInputError(
-                f"cannot import {path}: unknown format; give a .safetensors, .pt, .pth or .bin file, or a folder"
+                f"cannot import {path}: unknown format; give a safetensors file, a file of torch.save() such as .pt, "
+                ".pth, .bin or .ckpt, or a folder"
             )
+        state = rename_tensors(keep_parts(path, state, parts), renames, _is_tensor)
         distinct = {id(leaf): leaf for _, leaf in leaves_of(state) if isinstance(leaf, TensorBytes)}
         meter.total = sum(leaf.nbytes for leaf in distinct.values())
         for file in files.values():
@@ -190,6 +250,10 @@ def foreign_state(path: Path, progress: Progress | None = None, left_out: list[s
         yield state
 
 
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, (TensorBytes, torch.Tensor))
+
+
 def _kind_of(path: Path) -> str:
     with translated("access", path):
         if not path.exists():
@@ -198,7 +262,18 @@ def _kind_of(path: Path) -> str:
             return "dcp"
         if is_deepspeed_folder(path):
             return "deepspeed"
-        return "folder" if path.is_dir() else format_of(path)
+        if path.is_dir():
+            return "folder"
+        if path.is_file():
+            with path.open("rb") as file:
+                head = file.read(_HEAD_BYTES)
+            # The content decides, because files of torch.save have any suffix, such as .ckpt or .pth.tar.
+            if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < path.stat().st_size:
+                return "safetensors"
+            if head.startswith(TORCH_MARKS):
+                return "torch"
+        named = format_of(path)
+        return "unknown" if named == "folder" else named
 
 
 def import_checkpoint(store: Store, path: Path, *, step: int = 0, run: str = DEFAULT_RUN) -> Checkpoint:
@@ -220,6 +295,23 @@ def _state_of(
         model[name] = model[first]
     kept = {key: value for key, value in metadata.items() if key != TIED}
     return {MODEL: model, SOURCE: {"metadata": kept, "files": dict(files)}}
+
+
+def _small_files(path: Path, names: Sequence[str], opened: Callable[[Path], SourceFile]) -> dict[str, TensorBytes]:
+    files = {name: opened(path / name) for name in names}
+    return {name: file.tensor(0, "uint8", (file.size,)) for name, file in files.items()}
+
+
+def _torch_folder(path: Path, shards: Sequence[str], opened: Callable[[Path], SourceFile]) -> object:
+    """Return the state in a model folder whose weights are files of torch.save."""
+    model: dict[object, object] = {}
+    for shard in shards:
+        content = read_torch_file(opened(path / shard))
+        if not isinstance(content, dict) or model.keys() & content.keys():
+            problem = "not a mapping of tensors by name, or its names are in another shard, too"
+            raise ForeignFileError(path / shard, problem, "fetch or export the folder again")
+        model |= content
+    return {MODEL: model, SOURCE: {"metadata": {}, "files": _small_files(path, other_files(path), opened)}}
 
 
 def _tied(path: Path, metadata: Mapping[str, str], model: Mapping[str, TensorBytes]) -> dict[str, str]:

@@ -18,7 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from asymcheck.errors import InvalidInputError, OutOfSpaceError, ReadOnlyStoreError, listed
 from asymcheck.format.digest import sum8
@@ -29,9 +29,13 @@ from asymcheck.storage.process_identity import is_dead, this_process
 from asymcheck.types import Owner
 from asymcheck.validation import check_no_uri
 
+if TYPE_CHECKING:
+    from asymcheck.convert.part import Part
+    from asymcheck.convert.rename import Renames
+
 _FILES = Files()
 _SAFETENSORS = ".safetensors"
-_TORCH = (".pt", ".pth", ".bin")
+_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 # A suffix that begins with a digit belongs to a name such as llama-3.1.
 _FILE_SUFFIX = re.compile(r"\.[^\W\d_]\w*")
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
@@ -153,13 +157,14 @@ class Region:
 class Draft:
     """A new file or folder that is renamed to its target once it is complete."""
 
-    def __init__(self, target: Path, *, overwrite: bool) -> None:
-        """Prepare a draft of ``target``, and remove drafts of killed processes.
+    def __init__(self, target: Path, *, overwrite: bool, is_dry_run: bool = False) -> None:
+        """Prepare a draft of ``target``, and remove drafts of killed processes unless this is a dry run.
 
         Raises:
             InvalidInputError: the target exists and ``overwrite`` is not set, or its parent folder does not exist.
         """
         self.target = target
+        self.is_dry_run = is_dry_run
         self._overwrite = overwrite
         self.path = _draft_of(target)
         self._files: list[TargetFile] = []
@@ -167,7 +172,8 @@ class Draft:
         with translated("access", target):
             if not target.absolute().parent.is_dir():
                 raise InvalidInputError(f"cannot write {target}: {target.parent} is not a folder; create it first")
-            _clear(target)
+            if not is_dry_run:
+                _clear(target)
             self._check_free()
 
     def _check_free(self) -> None:
@@ -259,17 +265,30 @@ class Draft:
 class DraftSink:
     """Base of sinks that write a checkpoint, or one part of it, to a draft."""
 
-    def __init__(self, draft: Draft, part: str | None) -> None:
+    def __init__(self, draft: Draft, part: str | None, renames: Renames = ()) -> None:
         """Write the part with this dotted name to ``draft``; None means the whole state."""
-        self._draft, self._part = draft, part
+        self._draft, self._part, self._renames = draft, part, renames
+        self.names: list[tuple[str, TensorRow]] = []  # new names of the tensors that are written
         self.tensors = 0  # number of tensors written; tied tensors count once
         self.nbytes = 0  # bytes of these tensors
         self.left_out: list[str] = []  # names of plain values that the format cannot store
         self.hints: list[str] = []  # reasons why other programs may not read the output as expected, with remedies
 
+    def _picked(self, shape: object, *, tensors_only: bool = False) -> Part:
+        """Return the part to write, with renamed tensors."""
+        # The command line imports this module, and must not load torch.
+        from asymcheck.convert.part import pick
+        from asymcheck.convert.rename import rename_tensors
+        from asymcheck.restore.state_template import RowRef
+
+        part = pick(shape, self._part, tensors_only=tensors_only)
+        renamed = rename_tensors(part.shape, self._renames, lambda leaf: isinstance(leaf, RowRef))
+        return dataclasses.replace(part, shape=renamed)
+
     def finish(self) -> None:
         """Rename the complete file or folder to its target."""
-        self._draft.publish()
+        if not self._draft.is_dry_run:
+            self._draft.publish()
 
     def abandon(self) -> None:
         """Remove the draft."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from asymcheck.convert.export_target import Draft, DraftSink
-from asymcheck.convert.part import MODEL, Part, encode_tied, pick
+from asymcheck.convert.part import MODEL, Part, encode_tied
+from asymcheck.convert.rename import Renames
 from asymcheck.convert.safetensors_format import (
     FileTensor,
     NewTensor,
@@ -49,6 +51,8 @@ _WEIGHT_SUFFIXES = (
     *(SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz", ".ot", ".tflite", ".pkl"),
     ".index.json",
 )
+_TORCH_SINGLE = "pytorch_model.bin"
+_TORCH_SHARD = re.compile(r"pytorch_model(?:-(\d{5})-of-(\d{5}))?\.bin", re.ASCII)
 _NAME_BYTES_MAX = 255
 _FETCH_AGAIN = "fetch or export the folder again"
 # transformers refuses files without this entry.
@@ -108,6 +112,27 @@ def read_folder(folder: Path, opened: Callable[[Path], SourceFile] | None = None
     ignored = [name for name in names if name not in headers and name not in others and name != INDEX_NAME]
     tensors = tuple(tensor for header in headers.values() for tensor in header.tensors)
     return ModelFolder(tensors, _agreed(header.metadata for header in headers.values()), tuple(others), tuple(ignored))
+
+
+def torch_weights(folder: Path) -> tuple[str, ...]:
+    """Return the names of all ``pytorch_model*.bin`` files, for folders without safetensors weights.
+
+    Raises:
+        ForeignFileError: a shard is missing, or a link leads out of the folder.
+    """
+    names = _entries(folder)
+    shards = {name: match for name in names if (match := _TORCH_SHARD.fullmatch(name))}
+    if any(name.endswith(SUFFIX) for name in names) or not shards:
+        return ()
+    if _TORCH_SINGLE in shards:
+        shards = {_TORCH_SINGLE: shards[_TORCH_SINGLE]}
+    elif {int(match[1]) for match in shards.values()} != set(range(1, int(next(iter(shards.values()))[2]) + 1)):
+        raise ForeignFileError(
+            folder, f"some shards of the weights are missing: found {shown([*shards])}", _FETCH_AGAIN
+        )
+    for name in shards:
+        _inside(folder, name)
+    return tuple(shards)
 
 
 def other_files(folder: Path) -> list[str]:
@@ -172,7 +197,7 @@ def _single_name(folder: Path, names: Sequence[str]) -> str:
         problem = f"{len(candidates)} files end in {SUFFIX}, but neither {SINGLE_NAME} nor {INDEX_NAME} exists"
         remedy = "give one of the files, or fetch the index"
         raise ForeignFileError(folder, f"{problem}: {shown(candidates)}", remedy)
-    remedy = "give a folder with safetensors weights; convert other weights, such as pytorch_model.bin, to safetensors"
+    remedy = "give a folder with safetensors weights or pytorch_model.bin"
     raise ForeignFileError(folder, f"no file ends in {SUFFIX}", remedy)
 
 
@@ -276,7 +301,13 @@ class SafetensorsSink(DraftSink):
     """Sink that writes tensors to safetensors files, and lists plain values in :attr:`left_out`."""
 
     def __init__(
-        self, draft: Draft, part: str | None, *, max_shard_bytes: int | None, files: Sequence[Path] = ()
+        self,
+        draft: Draft,
+        part: str | None,
+        *,
+        max_shard_bytes: int | None,
+        files: Sequence[Path] = (),
+        renames: Renames = (),
     ) -> None:
         """Write the tensors of a part to ``draft``.
 
@@ -285,24 +316,29 @@ class SafetensorsSink(DraftSink):
             part: dotted name of the part; None means the whole state.
             max_shard_bytes: maximum of tensor bytes in one file of a folder; None means a single file.
             files: files to copy into the folder, which replace small files of the checkpoint.
+            renames: changes of tensor names.
         """
-        super().__init__(draft, part)
+        super().__init__(draft, part, renames)
         self._max_shard_bytes = max_shard_bytes
         self._files = files
 
     def begin(self, outline: CheckpointOutline) -> Mapping[int, ByteTarget]:
         """Write headers, index and small files; return the regions of the tensors."""
-        part = pick(outline.shape, self._part, tensors_only=True)
+        part = self._picked(outline.shape, tensors_only=True)
         rows, tied = part.rows_by_name()
         self.left_out = part.plain_names()
         self.hints = self._hints(part)
         stored = {name: outline.tensors[row] for name, row in rows.items()}
         tensors = [NewTensor(name, tensor.dtype, tensor.shape, tensor.nbytes) for name, tensor in stored.items()]
         self.tensors, self.nbytes = len(tensors), sum(tensor.nbytes for tensor in tensors)
+        self.names = list(stored.items())
         metadata = {**_FORMAT, **part.metadata, **encode_tied(tied)}
         targets: dict[int, ByteTarget] = {}
         if self._max_shard_bytes is not None:
             self._draft.check_kept(self._small_file_names(part))
+        if self._draft.is_dry_run:
+            encode_header(tensors, metadata)  # checks names and dtypes
+            return {}
         for shard in self._shards(tensors):
             header, starts = encode_header(shard.tensors, metadata)
             size = len(header) + sum(tensor.nbytes for tensor in shard.tensors)

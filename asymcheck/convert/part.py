@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import PurePosixPath
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
 
 from asymcheck.errors import InvalidInputError, listed
 from asymcheck.format.tree import Key, join_name
@@ -153,6 +153,38 @@ def leaves_of(shape: object, path: tuple[Key, ...] = ()) -> Iterator[tuple[tuple
             yield from leaves_of(value, (*path, key))
     else:
         yield path, shape
+
+
+def keep_parts(path: Path, state: object, parts: Sequence[str]) -> object:
+    """Return the parts of a state with these dotted names, under the same keys; without parts, the whole state.
+
+    Raises:
+        InvalidInputError: the file or folder ``path``, which has the state, lacks a part.
+    """
+    if not parts:
+        return state
+    found: set[str] = set()
+
+    def kept(value: dict[Any, Any], above: tuple[Key, ...]) -> dict[Any, Any]:
+        content = {}
+        for key, item in value.items():
+            if type(key) not in (str, int):
+                continue
+            name = join_name((*above, key))
+            inside = [part for part in parts if _is_within(name, part)]
+            found.update(inside)
+            if inside:
+                content[key] = item
+            elif isinstance(item, dict) and any(_is_within(part, name) for part in parts):
+                content[key] = kept(item, (*above, key))
+        return content
+
+    content = kept(state, ()) if isinstance(state, dict) else {}
+    for part in parts:
+        if part not in found:
+            keys = [join_name((key,)) for key in state if type(key) in (str, int)] if isinstance(state, dict) else []
+            raise InvalidInputError(f"{path} has no part {part!r}; it has {listed(keys) or 'no parts'}")
+    return content
 
 
 def encode_tied(tied: Mapping[str, str]) -> dict[str, str]:

@@ -1,18 +1,21 @@
 """Read files of ``torch.save`` with ``weights_only=True``, and write them without their tensors in memory.
 
-Torch reports where the bytes of each tensor are stored. A storage that is loaded under ``FakeTensorMode`` has its
-offset, and ``skip_data`` reserves space for the storages of a saved file (see torch's notes on serialization). This is
-the only module that calls ``torch.save`` and ``torch.load``.
+Torch reports where the bytes of each tensor are stored. A storage that is loaded on the meta device (in older releases:
+under ``FakeTensorMode``) has its offset, and ``skip_data`` reserves space for the storages of a saved file (see torch's
+notes on serialization). This is the only module that calls ``torch.save`` and ``torch.load``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
+import itertools
 import math
 import mmap
 import pickle
 import re
+import shlex
 import struct
 import sys
 import threading
@@ -21,18 +24,19 @@ import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from asymcheck.convert.export_target import DraftSink, TargetFile
-from asymcheck.convert.part import pick
+from asymcheck.convert.part import keep_parts, leaves_of
+from asymcheck.convert.pickle_limits import PickleScan, scan_pickle, tensors_max
 from asymcheck.convert.source_file import SourceFile, first_line, refused
-from asymcheck.errors import ForeignFileError, InvalidInputError, StorageError
+from asymcheck.errors import ForeignFileError, InvalidInputError, StorageError, listed
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.registry import DTYPE_BYTES
+from asymcheck.format.tree import join_name
 from asymcheck.restore.read_plan import ByteTarget
 from asymcheck.restore.state_template import RowRef
 from asymcheck.restore.tensor_stream import CheckpointOutline
@@ -62,7 +66,15 @@ _SHARED_VALUES_MAX: Final = 1_000_000
 """Values that shared containers may repeat."""
 _INFLATED_BYTES_MAX: Final = 1 << 28
 """Maximum size of a compressed record. Pickles are far smaller, because each tensor has its own record."""
+_INFLATION_MAX: Final = 8
+"""Maximum bytes of a compressed record per byte of the file, beyond :data:`_INFLATED_SMALL`."""
+_INFLATED_SMALL: Final = 1 << 24
+_LEGACY_PICKLES: Final = 5
+_LEGACY_BYTES_MAX: Final = 1 << 28
+"""Maximum size of the pickles before the tensors in a file from before torch 1.6."""
 
+_OFFSET = "_checkpoint_offset"  # attribute of a storage without memory: its offset in the file
+_SUGGESTED = 4  # parts in an error message
 _FOLDER = "archive/"
 _PICKLE = "data.pkl"
 _BYTE_ORDER = "byteorder"
@@ -77,7 +89,9 @@ _PROBE_BYTES = 1 << 16
 _METADATA = "_metadata"  # the attribute in which ``Module.state_dict()`` keeps the versions of modules
 
 _PICKLE_MARK = b"\x80"
-_PICKLED = re.compile(r"Unsupported (?:global|class|operand).{0,20}?GLOBAL (\S+)")
+TORCH_MARKS: Final = (_LOCAL_MAGIC, _PICKLE_MARK)
+"""First bytes of files of ``torch.save``."""
+_PICKLED = re.compile(r"nsupported (?:(?:global|class|operand).{0,20}?)?GLOBAL (\S+)")
 _UNREAD = re.compile(r"WeightsUnpickler error:\s*(.+)")
 _ADVICE = " In PyTorch 2.6"
 # Raised for files that were cut short or damaged.
@@ -88,7 +102,39 @@ _LOAD_ERRORS = (
 )
 
 
-def read_torch_file(file: SourceFile, stand_ins: Mapping[str, type] | None = None) -> object:
+class _Inert(type):
+    """Class of the classes of stand-ins.
+
+    Torch sets items only of objects whose class is equal to dict, and calls only objects that are equal to an allowed
+    class. A bound method is pickled as a call of the result of getattr, so that stand-ins are called, too.
+    """
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or other is dict or isinstance(other, cls)
+
+    __hash__ = type.__hash__
+    name = ""  # dotted name of the class
+
+
+class _StandIn(metaclass=_Inert):
+    """Object that stands for an object of a class that is never loaded; it ignores all content."""
+
+    name = ""
+
+    def __init__(self, *_arguments: object) -> None:
+        pass
+
+    def __setstate__(self, _state: object) -> None:
+        pass
+
+    def __setitem__(self, _key: object, _value: object) -> None:
+        pass
+
+    def __call__(self, *_arguments: object) -> _StandIn:
+        return self
+
+
+def read_torch_file(file: SourceFile, stand_ins: Mapping[str, type] | None = None, parts: Sequence[str] = ()) -> object:
     """Return the state in a file of ``torch.save``; its tensors are read during the save.
 
     No code in the file is executed. A file in the format before torch 1.6 is read into memory.
@@ -96,36 +142,47 @@ def read_torch_file(file: SourceFile, stand_ins: Mapping[str, type] | None = Non
     Args:
         file: the file.
         stand_ins: replacement classes, by the dotted names of classes in the file.
+        parts: dotted names of the parts to return. Other parts may hold objects of any class.
 
     Raises:
         ForeignFileError: torch cannot read the file, or it holds objects other than tensors, containers and plain
             values.
+        InvalidInputError: the file lacks a part.
     """
+    with _replaced(file.path, stand_ins or {}):
+        return read_torch_slice(file, 0, file.size, parts)
+
+
+@contextlib.contextmanager
+def _replaced(path: Path, stand_ins: Mapping[str, type]) -> Iterator[None]:
+    """Let torch load the stand-ins in place of classes with these dotted names."""
     if not stand_ins:
-        return read_torch_slice(file, 0, file.size)
+        yield
+        return
     safe_globals = getattr(torch.serialization, "safe_globals", None)
     if safe_globals is None:
         raise ForeignFileError(
-            file.path, f"torch {torch.__version__} has no safe_globals(), which reading this file requires", _NEWER
+            path, f"torch {torch.__version__} has no safe_globals(), which reading this file requires", _NEWER
         )
     with safe_globals([(kind, name) for name, kind in stand_ins.items()]):
-        return read_torch_slice(file, 0, file.size)
+        yield
 
 
-def read_torch_slice(file: SourceFile, start: int, length: int) -> object:
-    """Return the state in a file of ``torch.save`` that is a range of another file."""
+def read_torch_slice(file: SourceFile, start: int, length: int, parts: Sequence[str] = ()) -> object:
+    """Return the state, or some parts of it, in a file of ``torch.save`` that is a range of another file."""
     source: Any = _RangedFile(file, start, length)
     magic = source.read(len(_LOCAL_MAGIC))
     source.seek(0)
     # A pickle begins with this mark. For other files, the error of torch would advise to trust the file.
-    if magic != _LOCAL_MAGIC and not magic.startswith(_PICKLE_MARK):
+    if not magic.startswith(TORCH_MARKS):
         raise ForeignFileError(file.path, "not a file of torch.save(), or truncated", _FETCH)
     with (
         refused(file.path, _problem, _REMEDY, *_LOAD_ERRORS),
         refused(file.path, _damage, _FETCH, *_DAMAGE_ERRORS),
     ):
         if magic != _LOCAL_MAGIC:
-            state = torch.load(source, map_location="cpu", weights_only=True)
+            outline = _Outline(file.path, length, lambda: _load_legacy(source), _scan_legacy(file.path, source, length))
+            state = outline.load(parts)
             leaves = {id(leaf): leaf for leaf in _leaves_within(file.path, state, length)}
             _check_claim(file.path, (leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor)), length)
             return state
@@ -135,12 +192,95 @@ def read_torch_slice(file: SourceFile, start: int, length: int) -> object:
         def replaced(leaf: object) -> object:
             return _lazy_tensor(leaf, file, start, archive, tensors) if isinstance(leaf, torch.Tensor) else leaf
 
-        state = archive.load_faked()
-        for _ in _leaves_within(file.path, state, length):
-            pass
+        state = _Outline(file.path, length, archive.load_faked, archive.classes).load(parts)
         mapped = _map_leaves(state, replaced)
         _check_claim(file.path, (tensor.nbytes for tensor in tensors.values()), length)
         return mapped
+
+
+def _load_legacy(source: IO[bytes]) -> object:
+    source.seek(0)
+    return torch.load(source, map_location="cpu", weights_only=True)
+
+
+class _Outline(NamedTuple):
+    """A file whose pickle was scanned."""
+
+    path: Path
+    file_bytes: int
+    load_all: Callable[[], object]
+    classes: frozenset[str]  # dotted names in the pickle
+
+    def load(self, parts: Sequence[str]) -> object:
+        """Return the parts of the state, or the whole state.
+
+        Raises:
+            ForeignFileError: the parts hold an object of a class that is not supported.
+            InvalidInputError: the file lacks a part.
+        """
+        if parts:
+            state = keep_parts(self.path, self._load_with_stand_ins(), parts)
+            if name := self._unsupported(state):
+                problem = f"the part {listed(parts)} holds a pickled object of {name}, which is never executed"
+                raise ForeignFileError(self.path, problem, _REMEDY)
+            return state
+        try:
+            state = self.load_all()
+        except pickle.UnpicklingError as error:
+            if not (supported := self._supported_parts()):
+                raise
+            options = " ".join(f"--part {shlex.quote(name)}" for name in supported)
+            remedy = f"pass {options} to import only parts without such objects, or {_REMEDY}"
+            raise ForeignFileError(self.path, _problem(error), remedy) from error
+        self._unsupported(state)  # refuses endless containers; the state has no stand-ins
+        return state
+
+    def _load_with_stand_ins(self) -> object:
+        with _replaced(self.path, {name: _Inert("Inert", (_StandIn,), {"name": name}) for name in self.classes}):
+            return self.load_all()
+
+    def _unsupported(self, state: object) -> str:
+        """Return the dotted name of a class that has a stand-in in the state, or an empty string."""
+        leaves = _leaves_within(self.path, state, self.file_bytes)
+        return next((leaf.name for leaf in leaves if isinstance(leaf, (_StandIn, _Inert))), "")
+
+    def _supported_parts(self) -> list[str]:
+        """Return the first names of parts that have tensors and no objects of other classes."""
+        try:
+            state = self._load_with_stand_ins()
+            parts = state.items() if isinstance(state, dict) else ()
+            return [
+                join_name((key,))
+                for key, value in parts
+                if type(key) in (str, int) and not self._unsupported(value) and self._has_tensors(value)
+            ][:_SUGGESTED]
+        except (*_LOAD_ERRORS, *_DAMAGE_ERRORS, ForeignFileError):
+            return []
+
+    def _has_tensors(self, value: object) -> bool:
+        leaves = _leaves_within(self.path, value, self.file_bytes)
+        return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+
+
+def _check_scan(path: Path, content: bytes, start: int, file_bytes: int) -> PickleScan:
+    """Scan a pickle before it is loaded, and raise if loading costs more than a file of this size justifies."""
+    scan = scan_pickle(content, start, file_bytes)
+    if scan.problem:
+        raise ForeignFileError(path, scan.problem, _REMEDY)
+    return scan
+
+
+def _scan_legacy(path: Path, source: IO[bytes], length: int) -> frozenset[str]:
+    """Scan the pickles at the start of a file from before torch 1.6; return the names of their classes."""
+    content = source.read(min(length, _LEGACY_BYTES_MAX))
+    source.seek(0)
+    end, classes = 0, frozenset[str]()
+    for _ in range(_LEGACY_PICKLES):
+        scan = _check_scan(path, content, end, length)
+        if not scan.is_whole and length > len(content):
+            raise ForeignFileError(path, f"its pickle is larger than {len(content):,} bytes", _REWRITE)
+        end, classes = scan.end, classes | scan.classes
+    return classes
 
 
 def _leaves_within(path: Path, state: object, file_bytes: int) -> Iterator[object]:
@@ -204,7 +344,7 @@ class _RangedFile(io.RawIOBase):
 class _Archive:
     """Zip archive that ``torch.save`` writes: its pickle and the offsets of its storages.
 
-    Under ``FakeTensorMode``, torch computes the offsets of storages from the layout of its own writer. If another
+    Without memory for storages, torch computes the offsets of storages from the layout of its own writer. If another
     program, such as ``zip``, has packed the archive again, these offsets are wrong, without any error. Therefore torch
     loads an outline: the same pickle with empty storages. The offset of a storage in the outline identifies its record,
     and the directory of the file gives the real offset of the record.
@@ -223,6 +363,7 @@ class _Archive:
             members = self._members_by_name(packed.infolist())
         self._check_byte_order(members)
         content = {name: self._content(name, members[name]) for name in _COPIED if name in members}
+        self.classes = _check_scan(path, content[_PICKLE], 0, self._size).classes
         content[_BYTE_ORDER] = sys.byteorder.encode()
         names = [name for name in members | content if name not in _LEFT_OUT]
         self._outline = io.BytesIO()
@@ -237,12 +378,16 @@ class _Archive:
     def load_faked(self) -> object:
         """Return the state in the file, with tensors without memory."""
         self._outline.seek(0)
+        if _meta_has_offsets():
+            return torch.load(self._outline, map_location="meta", weights_only=True)
+        from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
+
         with FakeTensorMode():
             return torch.load(self._outline, map_location="cpu", weights_only=True)
 
     def record_of(self, tensor: torch.Tensor) -> tuple[str, int, int]:
         """Return the name, the first byte and the length of the record with the storage of a faked tensor."""
-        start: int | None = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+        start: int | None = getattr(tensor.untyped_storage(), _OFFSET, None)
         if start is None:
             raise ForeignFileError(
                 self._path, f"torch {torch.__version__} does not report the offsets of tensors", _NEWER
@@ -265,6 +410,7 @@ class _Archive:
         if members and min(member.header_offset for member in members):
             # Python skips data before the archive, which could be another file of torch.
             raise ForeignFileError(self._path, "its zip directory describes another archive", _FETCH)
+        self._check_layout(members)
         folder = members[0].filename.partition("/")[0] + "/" if members else ""
         inside = [member for member in members if member.filename.startswith(folder) and not member.is_dir()]
         by_name = {member.filename.removeprefix(folder): member for member in inside}
@@ -274,6 +420,18 @@ class _Archive:
         if _PICKLE not in by_name:
             raise ForeignFileError(self._path, f"no record {_PICKLE}, so torch.save() did not write the file", _FETCH)
         return by_name
+
+    def _check_layout(self, members: Sequence[zipfile.ZipInfo]) -> None:
+        """Refuse too many records, and records that share bytes, which make a small file look large."""
+        if len(members) > tensors_max(self._size):
+            raise ForeignFileError(self._path, f"{len(members):,} records are too many for its size", _REMEDY)
+        ordered = sorted(members, key=lambda member: member.header_offset)
+        for member, following in itertools.pairwise(ordered):
+            end = member.header_offset + _LOCAL.size + len(member.orig_filename) + member.compress_size
+            if end > following.header_offset:
+                raise ForeignFileError(
+                    self._path, f"records {member.filename} and {following.filename} overlap", _FETCH
+                )
 
     def _check_byte_order(self, members: dict[str, zipfile.ZipInfo]) -> None:
         """Refuse files of another byte order, because torch would swap bytes. The default is little-endian."""
@@ -291,7 +449,7 @@ class _Archive:
             return data
         if member.compress_type != zipfile.ZIP_DEFLATED:
             raise ForeignFileError(self._path, f"record {name} has a compression that torch does not support", _FETCH)
-        if member.file_size > _INFLATED_BYTES_MAX:
+        if member.file_size > min(_INFLATED_BYTES_MAX, _INFLATED_SMALL + _INFLATION_MAX * self._size):
             problem = f"compressed record {name} has {member.file_size} uncompressed bytes"
             raise ForeignFileError(self._path, problem, _UNCOMPRESSED)
         # In a hostile file, a few bytes can expand to more than the memory.
@@ -300,6 +458,13 @@ class _Archive:
         if len(content) != member.file_size or not stream.eof:
             raise ForeignFileError(self._path, f"the length of record {name} contradicts the zip directory", _FETCH)
         return content
+
+
+@functools.cache
+def _meta_has_offsets() -> bool:
+    """Tell whether this torch reports offsets for ``map_location="meta"``, which is several times as fast."""
+    tensor = torch.load(value_file(torch.zeros(1)), map_location="meta", weights_only=True)
+    return hasattr(tensor.untyped_storage(), _OFFSET)
 
 
 def _data_start(path: Path, member: zipfile.ZipInfo, file: IO[bytes]) -> int:
@@ -410,6 +575,12 @@ class TorchSink(DraftSink):
             raise InvalidInputError(f"torch {torch.__version__} cannot stream tensors into .pt files; {_NEWER}")
         hollow: dict[int, torch.Tensor] = {}
         order: list[int] = []
+        shape = self._picked(outline.shape).shape
+        rows = {leaf.row: join_name(path) for path, leaf in leaves_of(shape) if isinstance(leaf, RowRef)}
+        self.names = [(name, outline.tensors[row]) for row, name in rows.items()]
+        self.tensors, self.nbytes = len(rows), sum(row.nbytes for _, row in self.names)
+        if self._draft.is_dry_run:
+            return {}
 
         def make(leaf: object) -> object:
             if isinstance(leaf, RowRef):
@@ -417,8 +588,7 @@ class TorchSink(DraftSink):
                 return hollow.setdefault(leaf.row, _hollow(outline.tensors[leaf.row]))
             return leaf.item() if isinstance(leaf, np.generic) else leaf
 
-        state = _map_leaves(pick(outline.shape, self._part).shape, make)
-        self.tensors, self.nbytes = len(hollow), sum(outline.tensors[row].nbytes for row in hollow)
+        state = _map_leaves(shape, make)
         self._file = file = self._draft.file(size=self.nbytes)
         with _writing(file), skip_data():
             torch.save(state, file.path)
@@ -432,6 +602,8 @@ class TorchSink(DraftSink):
 
     def finish(self) -> None:
         """Write the checksums, and rename the file to its target."""
+        if self._draft.is_dry_run:
+            return
         try:
             _fill_checksums(self._file)
         except BaseException:

@@ -113,7 +113,10 @@ def test_a_suffix_that_is_not_known(call: Call, tmp_path: Path) -> None:
     safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "m.safetensors")
     assert call("convert", tmp_path / "m.safetensors", tmp_path / "store").status == exit_status.OK
     outcome = call("convert", tmp_path / "store", tmp_path / "a.txt")
-    assert (outcome.status, "ends in .safetensors, .pt, .pth, .bin, or" in outcome.err) == (exit_status.USAGE, True)
+    assert (outcome.status, "ends in .safetensors, .pt, .pth, .bin, .ckpt, or" in outcome.err) == (
+        exit_status.USAGE,
+        True,
+    )
     outcome = call("convert", tmp_path / "m.safetensors", tmp_path / "a.txt")
     assert (outcome.status, "a new store has no suffix" in outcome.err) == (exit_status.USAGE, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors", "store"]
@@ -210,13 +213,16 @@ def test_model_folder_without_configuration_is_reported(call: Call, tmp_path: Pa
 
 
 def test_convert_takes_a_part_as_well(call: Call, tmp_path: Path) -> None:
-    """Test a part of a store; other sources have no parts."""
+    """Test an export of a part, and an import of a part."""
     outcome = call("convert", trained(tmp_path), tmp_path / "m.safetensors", "--part", "model.transformer")
     assert (outcome.status, outcome.err) == (exit_status.OK, "")
     assert "m.safetensors: 2 tensors" in outcome.out
-    outcome = call("convert", tmp_path / "m.safetensors", tmp_path / "other", "--part", "model")
-    assert (outcome.status, "is not a store" in outcome.err) == (exit_status.USAGE, True)
+    outcome = call("convert", tmp_path / "m.safetensors", tmp_path / "other", "--part", "optimizer")
+    assert (outcome.status, "has no part" in outcome.err) == (exit_status.USAGE, True)
     assert not (tmp_path / "other").exists()
+    assert call("convert", tmp_path / "m.safetensors", tmp_path / "other", "--part", "model").status == exit_status.OK
+    words = ("convert", tmp_path / "store", tmp_path / "n.pt", "--part", "model", "--part", "optimizer")
+    assert call(*words).status == exit_status.USAGE
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import asymcheck
 from asymcheck.cli.main import commands
 from tests.cli.conftest import Outcome
 from tests.cli.rings import leave_ring
+from tests.convert.test_trainer_folder import checkpoint
 
 Call = Callable[..., Outcome]
 SCHEMAS = Path(__file__).resolve().parents[2] / "docs" / "schemas"
@@ -23,7 +24,7 @@ WORDS: dict[str, list[tuple[str, ...]]] = {
     "inspect": [(), ("--step", "20"), ("--step", "20", "--values"), ("--tier", "memory", "--ring-folder", "{here}")],
     "verify": [()],
     "restore": [("--to", "{new}.safetensors"), ("--to", "{new}.pt"), ("--to", "{new}")],
-    "convert": [("{new}.pt",)],
+    "convert": [("{new}.pt",), ("{new}.pt", "--dry-run")],
     "delete": [("10", "--yes")],
     "gc": [("--dry-run",), ("--dry-run", "--keep-last", "1"), ()],
     "push": [("file://{new}",)],
@@ -135,6 +136,8 @@ def test_output_is_valid_and_every_property_occurs(call: Call, name: str, store:
     documents += documents_of(tmp_path / "empty")
     if name == "convert":
         documents.append(call(name, tmp_path / "new0.pt", tmp_path / "other", "--json"))
+        checkpoint(tmp_path / "trainer", 10)
+        documents.append(call(name, tmp_path / "trainer", tmp_path / "other", "--all", "--json"))
     if name in {"inspect", "gc"}:
         (tmp_path / "rings").mkdir()
         leave_ring(store, tmp_path / "rings")

@@ -15,7 +15,11 @@ MIB = 1 << 20
 def state_of(step: int) -> dict[str, torch.Tensor]:
     """Return the state of a step: one tensor stays the same."""
     generator = torch.Generator().manual_seed(step)
-    return {"own": torch.randn(80_000, generator=generator), "small": torch.full((7,), step), "same": torch.ones(60_000)}
+    return {
+        "own": torch.randn(80_000, generator=generator),
+        "small": torch.full((7,), step),
+        "same": torch.ones(60_000),
+    }
 
 
 def open_store(path: str) -> Store:

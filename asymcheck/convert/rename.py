@@ -1,0 +1,132 @@
+"""Rename the tensors of a nested state by regular expressions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from asymcheck.convert.part import SOURCE, leaves_of
+from asymcheck.errors import InvalidInputError
+from asymcheck.format.tree import Key, join_name
+
+Renames = tuple[tuple[re.Pattern[str], str], ...]
+"""Patterns and replacements, as for ``re.sub``, which are applied in this order."""
+
+
+def compile_renames(pairs: Iterable[tuple[str, str]]) -> Renames:
+    """Compile patterns and replacements.
+
+    Raises:
+        InvalidInputError: a pattern or a replacement is invalid.
+    """
+    compiled = []
+    for pattern, replacement in pairs:
+        try:
+            expression = re.compile(pattern)
+            expression.sub(replacement, "")
+        except (re.error, LookupError) as error:
+            problem = f"invalid regular expression: {error}; see the documentation of Python's re.sub"
+            raise InvalidInputError(f"cannot rename by {pattern!r} and {replacement!r}: {problem}") from error
+        compiled.append((expression, replacement))
+    return tuple(compiled)
+
+
+def rename_tensors(state: object, renames: Renames, is_tensor: Callable[[object], bool]) -> object:
+    """Return a state with renamed tensors. The rest of the state keeps its names.
+
+    Names are the dotted names of tensors. A tensor whose renamed name leads to another mapping moves there. The
+    metadata and files of an imported safetensors file keep their names.
+
+    Raises:
+        InvalidInputError: two tensors would have the same name, or a name is impossible.
+    """
+    if not renames or not isinstance(state, dict):
+        return state
+    names: dict[str, tuple[Key, ...]] = {}
+    targets: dict[tuple[Key, ...], tuple[Key, ...]] = {}
+    for path, leaf in leaves_of(state):
+        old = new = join_name(path)
+        if is_tensor(leaf) and path[0] != SOURCE:
+            for pattern, replacement in renames:
+                new = pattern.sub(replacement, new)
+        if new != old:
+            targets[path] = _target(path, new)
+        other = names.setdefault(new, path)
+        if other != path and (other in targets or path in targets):
+            _refuse(join_name(other), old, new)
+    moved: list[tuple[tuple[Key, ...], object, tuple[Key, ...]]] = []
+    renamed: Any = _copied(state, (), targets, moved)
+    for target, leaf, path in moved:
+        container = renamed
+        for key in target[:-1]:
+            container = container.setdefault(key, {}) if isinstance(container, dict) else None
+        if not isinstance(container, dict) or target[-1] in container:
+            raise InvalidInputError(
+                f"cannot rename tensor {join_name(path)} to {join_name(target)}: another value has a part of this "
+                "name; choose another replacement"
+            )
+        container[target[-1]] = leaf
+    return renamed
+
+
+def _refuse(first: str, second: str, new: str) -> None:
+    raise InvalidInputError(
+        f"cannot rename: {first} and {second} would both be named {new}; choose another pattern or replacement"
+    )
+
+
+def _copied(
+    value: object,
+    path: tuple[Key, ...],
+    targets: dict[tuple[Key, ...], tuple[Key, ...]],
+    moved: list[tuple[tuple[Key, ...], object, tuple[Key, ...]]],
+) -> object:
+    """Copy containers without renamed tensors, which are added to ``moved`` unless they stay in their mapping."""
+    if isinstance(value, dict):
+        copy = type(value)()
+        for key, item in value.items():
+            below = (*path, key)
+            target = targets.get(below)
+            if target is None:
+                content = _copied(item, below, targets, moved)
+                if content or not item if isinstance(item, dict) else True:
+                    copy[key] = content
+            elif target[:-1] == path and target[-1] not in value:
+                copy[target[-1]] = item
+            else:
+                moved.append((target, item, below))
+        return copy
+    if type(value) in (list, tuple):
+        for path_in_list in targets:
+            if path_in_list[: len(path)] == path:
+                raise InvalidInputError(
+                    f"cannot rename tensor {join_name(path_in_list)}: it is in a list; choose a pattern that leaves it"
+                )
+    return value
+
+
+def _target(path: tuple[Key, ...], new: str) -> tuple[Key, ...]:
+    """Return the path of a new name, with the keys of the old path at both ends where the names agree."""
+    if not all(new.split(".")):
+        raise InvalidInputError(
+            f"cannot rename tensor {join_name(path)} to {new!r}: a part of the name is empty; "
+            "choose another replacement"
+        )
+    start: list[Key] = []
+    while len(start) < len(path) - 1 and new.startswith(f"{join_name(path[len(start) : len(start) + 1])}."):
+        new = new[len(join_name(path[len(start) : len(start) + 1])) + 1 :]
+        start.append(path[len(start)])
+    if not start and len(path) > 1 and "." in new:
+        first, new = new.split(".", 1)
+        start.append(first)
+    end = _same_end(path[len(start) + 1 :], new)
+    middle = new[: -len(join_name(end)) - 1] if end else new
+    return (*start, middle, *end)
+
+
+def _same_end(keys: Sequence[Key], name: str) -> tuple[Key, ...]:
+    for first in range(len(keys)):
+        if name.endswith(f".{join_name(keys[first:])}"):
+            return tuple(keys[first:])
+    return ()

@@ -1,0 +1,141 @@
+"""Small files of torch.save that would cost much time, memory or stack are refused before they are loaded."""
+
+import subprocess
+import sys
+import time
+import tracemalloc
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from asymcheck.convert import pickle_limits
+from asymcheck.convert.convert import foreign_state
+from asymcheck.convert.pickle_limits import scan_pickle
+from asymcheck.errors import ForeignFileError
+
+PROTOCOL = b"\x80\x02"
+REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\nq\x01"
+ARGUMENTS = (
+    b"((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x00tQ"
+    b"K\x00K\x00\x85K\x01\x85\x89ccollections\nOrderedDict\n)Rtq\x02"
+)
+TENSOR = b"h\x01h\x02R"
+"""Operations that build one more empty tensor, in five bytes."""
+MANY_TENSORS = PROTOCOL + b"](" + REBUILD + ARGUMENTS + b"R" + TENSOR * 600_000 + b"e."
+DEEP_KEY = PROTOCOL + b"})" + b"\x85" * 3_000_000 + b"K\x01s."
+MANY_LISTS = PROTOCOL + b"(" + b"]" * 15_000_000 + b"l."
+
+
+def archive(path: Path, content: bytes, *, legacy: bool = False) -> Path:
+    """Write a file of torch.save with this pickle, which is compressed unless the format is the old one."""
+    if legacy:
+        torch.save(None, path, _use_new_zipfile_serialization=False)
+        data, end = path.read_bytes(), 0
+        for _ in range(3):
+            end = scan_pickle(data, end, len(data)).end
+        path.write_bytes(data[:end] + content + PROTOCOL + b"].")
+        return path
+    with zipfile.ZipFile(path, "w") as target:
+        target.writestr("a/data.pkl", content, compress_type=zipfile.ZIP_DEFLATED)
+        target.writestr("a/version", "3")
+        target.writestr("a/data/0", b"")
+    return path
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [(MANY_TENSORS, "more than 20,000 tensors"), (DEEP_KEY, "tuples are nested deeper")],
+    ids=["tensors", "key"],
+)
+def test_hostile_pickle_is_refused_in_bounded_time_and_memory(
+    tmp_path: Path, content: bytes, problem: str, *, legacy: bool
+) -> None:
+    """Test 600,000 empty tensors, and a key whose hash overflows the stack of the process."""
+    path = archive(tmp_path / "a.pt", content, legacy=legacy)
+    tracemalloc.start()
+    start = time.process_time()
+    with pytest.raises(ForeignFileError, match=problem), foreign_state(path):
+        pass
+    duration = time.process_time() - start
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert duration < 5
+    assert peak < 4 * len(content) + (16 << 20)
+
+
+def test_compressed_pickle_of_many_values_is_refused(tmp_path: Path) -> None:
+    """Test 15 million empty lists in 15 kilobytes."""
+    path = archive(tmp_path / "a.pt", MANY_LISTS)
+    assert path.stat().st_size < 20_000
+    with pytest.raises(ForeignFileError, match="more than 500,000 values"), foreign_state(path):
+        pass
+
+
+def test_compressed_record_is_limited_by_the_size_of_the_file(tmp_path: Path) -> None:
+    """Test a pickle of 32 MiB in a file of 32 KiB: it is not expanded."""
+    path = archive(tmp_path / "a.pt", bytes(1 << 25))
+    tracemalloc.start()
+    with pytest.raises(ForeignFileError, match="33554432 uncompressed bytes"), foreign_state(path):
+        pass
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 22
+
+
+def test_many_classes_are_refused() -> None:
+    """Test 2,000 names of classes, in which torch would search at each call."""
+    content = PROTOCOL + b"".join(b"cm\nc%d\n" % number for number in range(2000)) + b"."
+    assert "more than 500 times" in scan_pickle(content, 0, len(content)).problem
+
+
+def test_overlapping_records_are_refused(tmp_path: Path) -> None:
+    """Test two directory entries for one record, which make a small file look large."""
+    path = tmp_path / "a.pt"
+    with zipfile.ZipFile(path, "w") as target:
+        for name in ("data.pkl", "data/0", "data/1"):
+            target.writestr(f"a/{name}", bytes(1000))
+        target.getinfo("a/data/1").header_offset = target.getinfo("a/data/0").header_offset
+    with pytest.raises(ForeignFileError, match="overlap"), foreign_state(path):
+        pass
+
+
+def test_too_many_records_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a file with more records than its size allows."""
+    monkeypatch.setattr(pickle_limits, "_TENSORS_MAX", 50)
+    torch.save([torch.ones(1) for _ in range(80)], tmp_path / "a.pt")
+    with pytest.raises(ForeignFileError, match="records are too many"), foreign_state(tmp_path / "a.pt"):
+        pass
+
+
+@pytest.mark.slow
+def test_hostile_key_does_not_kill_the_command(tmp_path: Path) -> None:
+    """Test the command, which torch would end with a segmentation fault."""
+    path = archive(tmp_path / "a.pt", DEEP_KEY)
+    command = [sys.executable, "-m", "asymcheck", "convert", str(path), str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, "nested deeper" in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_scan_finds_the_end_and_the_classes_of_real_pickles(tmp_path: Path, *, legacy: bool) -> None:
+    """Test a training state: the scan ends where the pickle ends."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state(), 1 << 40: 2}
+    torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
+    if legacy:
+        content, end = (tmp_path / "a.pt").read_bytes(), 0
+        for _ in range(4):
+            scan = scan_pickle(content, end, len(content))
+            end = scan.end
+    else:
+        with zipfile.ZipFile(tmp_path / "a.pt") as source:
+            content = source.read("a/data.pkl")
+        scan = scan_pickle(content, 0, len(content))
+        assert scan.end == len(content)
+    assert scan.is_whole
+    assert not scan.problem
+    assert {"torch._utils._rebuild_tensor_v2", "collections.OrderedDict"} <= scan.classes

@@ -112,7 +112,7 @@ class TargetFile:
         """Open or create ``path``, and extend the file to at least ``size`` bytes."""
         self.path = path
         with _written(path), translated("create", path):
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
             if size > os.fstat(self._descriptor).st_size:
                 os.ftruncate(self._descriptor, size)
 
@@ -335,7 +335,7 @@ def _clear(target: Path) -> None:
 
     Drafts of running processes stay. So do drafts of other hosts and containers, whose processes are not visible.
     """
-    for name in _FILES.list(target.absolute().parent):
+    for name in _FILES.list(target.absolute().parent.resolve()):
         kind = _kind_of(name, target.name)
         leftover = target.with_name(name)
         if kind == _OLD and not os.path.lexists(target):

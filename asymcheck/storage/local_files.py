@@ -44,13 +44,15 @@ class Files:
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
 
     def open_read(self, path: PurePath) -> int:
-        """Open ``path`` for reading; return a descriptor. O_NONBLOCK keeps a pipe in a copied store from blocking.
+        """Open ``path`` for reading; return a descriptor. The path must not be a link.
+
+        O_NONBLOCK keeps a pipe in a copied store from blocking.
 
         Raises:
             FileNotFoundError: there is no such file. Callers handle removed files.
         """
         with translated("open for reading", path):
-            return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
     def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
         """Write all of ``buffers``, one after another, at ``offset``."""
@@ -114,11 +116,12 @@ class Files:
             path.unlink(missing_ok=True)
 
     def make_directory(self, path: Path) -> bool:
-        """Create a directory; return False if it exists. The caller syncs the parent."""
+        """Create a directory; return False if it exists, and is not a link. The caller syncs the parent."""
         with translated("create directory", path):
             try:
                 path.mkdir()
             except FileExistsError:
+                refuse_link(path)
                 return False
             return True
 
@@ -205,8 +208,9 @@ class Files:
             return shutil.disk_usage(path).free
 
     def list(self, path: PurePath) -> list[str]:
-        """Return the sorted names in a directory; an empty list if the directory does not exist."""
+        """Return the sorted names in a directory, not through a link; an empty list if it does not exist."""
         with translated("list", path):
+            refuse_link(path)
             try:
                 return sorted(os.listdir(path))
             except (FileNotFoundError, NotADirectoryError):
@@ -247,8 +251,14 @@ def translated(action: str, path: PurePath) -> Iterator[None]:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise TooManyFilesError(f"{message}; raise the limit of open files (ulimit -n)") from error
         if error.errno == errno.ELOOP:
-            message += "; a file of a store must not be a symbolic link: remove the link"
+            refuse_link(path)
         raise StorageError(message) from error
+
+
+def refuse_link(path: PurePath) -> None:
+    """Raise StorageError if ``path``, a file or directory below a store, is a symbolic link (SPEC.md §4)."""
+    if os.path.islink(path):
+        raise StorageError(f"{path} is a symbolic link; a store has none: remove it, or replace it by its target")
 
 
 def reserve(path: Path, size: int) -> None:
@@ -256,7 +266,7 @@ def reserve(path: Path, size: int) -> None:
 
     A process that touches a mapped page without a disk block is killed (SIGBUS).
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         status = os.fstat(descriptor)
         size = status.st_size or size
@@ -366,9 +376,9 @@ def unlock(descriptor: int) -> None:
 
 
 def is_same_file(descriptor: int, path: Path) -> bool:
-    """Tell whether ``path`` still names the file that is open as ``descriptor``."""
+    """Tell whether ``path`` still names the file that is open as ``descriptor``, and is not a link to it."""
     try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
         return False
 

@@ -136,14 +136,6 @@ def test_a_checkpoint_whose_only_manifest_is_lost_is_gone_and_nothing_else(small
                 store.restore(step)
 
 
-def test_a_link_to_the_real_file_is_as_good(small: SmallStore) -> None:
-    """Test files that were moved to another path and linked."""
-    with contextlib.ExitStack() as stack:
-        for path in small.files(*PATTERNS):
-            path.symlink_to(stack.enter_context(moved_away(path)))
-        assert load_all(small).newest == 3
-
-
 @pytest.mark.slow(quick=["asymcheck.store"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_truncated_file_is_detected_anywhere(small: SmallStore, pattern: str) -> None:

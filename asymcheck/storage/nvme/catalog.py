@@ -5,6 +5,7 @@ LMDB maps its file without checksums. Damage can therefore read back as wrong va
 - Every value has a checksum, and restores do not read the catalog.
 - After an unclean end, the catalog is rebuilt from the packs. If other processes use it, a child process checks it.
 - An error in use is recorded. The next start then moves the file aside and rebuilds the catalog.
+- A failed commit changes nothing, but LMDB then refuses all transactions. The next transaction reopens the environment.
 
 Transactions are not synced. They survive the death of the process, but not a power loss. After a power loss, the marks
 of the lost processes remain, because marks are durable before the first transaction. The next start then rebuilds the
@@ -32,7 +33,7 @@ from asymcheck.events import emit
 from asymcheck.format import catalog_records as codec
 from asymcheck.format import layout, registry
 from asymcheck.storage import process_identity
-from asymcheck.storage.local_files import DESCRIPTORS, Files, reserve, try_lock, unlock, wait_lock
+from asymcheck.storage.local_files import DESCRIPTORS, Files, refuse_link, reserve, try_lock, unlock, wait_lock
 from asymcheck.types import Digest, Location, Owner, PackId
 
 # Errors that do not indicate damage of the file.
@@ -41,6 +42,7 @@ _NO_DAMAGE = (
     lmdb.LockError,
     lmdb.MapResizedError,
     lmdb.MemoryError,
+    lmdb.PanicError,
     lmdb.ReadersFullError,
     lmdb.ReadonlyError,
     lmdb.TlsFullError,
@@ -170,6 +172,11 @@ class Transaction:
         for key, value in self._txn.cursor(db=self._db["partitions"]):
             yield Digest(bytes(key)), codec.decode_location(bytes(key), bytes(value))
 
+    def clear(self) -> None:
+        """Remove all entries."""
+        for database in self._db.values():
+            self._txn.drop(database, delete=False)
+
     def put_store_id(self, store_id: bytes) -> None:
         """Mark the catalog as complete, with the id of its store."""
         self._txn.put(b"store_id", codec.seal(b"store_id", store_id), db=self._db["meta"])
@@ -256,10 +263,10 @@ class CatalogUsers:
         if process_identity.is_visible(owner):
             return False
         try:
-            descriptor = DESCRIPTORS.open(os.open, self._path(owner), os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = DESCRIPTORS.open(self._files.open_read, self._path(owner))
         except FileNotFoundError:
             return True
-        except OSError:
+        except StorageError:
             return False
         try:
             return try_lock(descriptor, exclusive=False)
@@ -291,11 +298,13 @@ class Catalog:
         self.path = path
         self._config = config
         self._thread_lock = threading.Lock()
+        self._env: lmdb.Environment | None = None
+        self._running = 0
+        self._idle = threading.Condition()
         self._owner = process_identity.this_process()
         self._marks = CatalogUsers(files, path / "open")
-        self._lock_descriptor = DESCRIPTORS.open(
-            os.open, path / "writer.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
-        )
+        self._files = files
+        self._lock_descriptor = DESCRIPTORS.open(files.open_lock, path / "writer.lock")
         with contextlib.ExitStack() as stack:
             stack.callback(DESCRIPTORS.close, self._lock_descriptor)
             stack.callback(self._marks.take_back)
@@ -306,7 +315,7 @@ class Catalog:
                 try:
                     self._open(store_id, populate)
                 except CatalogError:
-                    if not self._damage_note.exists():
+                    if not os.path.lexists(self._damage_note):
                         raise
                     self._set_aside_if_damaged()
                     self._open(store_id, populate)
@@ -317,28 +326,70 @@ class Catalog:
         return self.path / "open" / "damaged"
 
     def _open(self, store_id: bytes, populate: Populate) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close_environment)
+            with self._transaction(write=True) as transaction:
+                if transaction.store_id() != store_id:
+                    transaction.clear()
+                    populate(transaction)
+                    transaction.put_store_id(store_id)
+                    emit("catalog.rebuilt", str(self.path))
+            stack.pop_all()
+
+    def _open_environment(self) -> lmdb.Environment:
+        _refuse_links(self.path)
         # Reserve before LMDB opens and maps the file: closing the file later would drop the locks of LMDB.
         reserve(self.path / "lock.mdb", _READER_BYTES * self._config.catalog_readers + registry.BLOCK_BYTES)
-        with self._lmdb_errors(), contextlib.ExitStack() as stack:
-            self._env = lmdb.open(
+        with contextlib.ExitStack() as stack:
+            env = lmdb.open(
                 str(self.path),
                 map_size=self._config.catalog_map_bytes,
                 max_readers=self._config.catalog_readers,
                 max_dbs=len(_DATABASES) + 3,
                 sync=False,
             )
-            stack.callback(self._env.close)
-            self._db: dict[str, Any] = {name: self._env.open_db(name.encode()) for name in _DATABASES}
-            self._env.reader_check()
-            with self._env.begin(write=True) as txn:
-                transaction = Transaction(txn, self._db)
-                if transaction.store_id() != store_id:
-                    for database in self._db.values():
-                        txn.drop(database, delete=False)
-                    populate(transaction)
-                    transaction.put_store_id(store_id)
-                    emit("catalog.rebuilt", str(self.path))
+            stack.callback(env.close)
+            self._db: dict[str, Any] = {name: env.open_db(name.encode()) for name in _DATABASES}
+            env.reader_check()
             stack.pop_all()
+        return env
+
+    def _close_environment(self) -> None:
+        env, self._env = self._env, None
+        if env is not None:
+            env.close()
+
+    def _begin(self, *, write: bool) -> lmdb.Transaction:
+        """Begin a transaction. Reopen the environment if a commit has failed, and no transaction of this process runs.
+
+        The content stays that of the last commit, with all pins. Other processes are not affected.
+        """
+        env = self._env
+        if env is not None:
+            try:
+                return env.begin(write=write)
+            except lmdb.PanicError:
+                if not self._idle.wait_for(lambda: not self._running, self._config.lock_timeout_s):
+                    raise
+            # Another thread may have reopened it.
+            if self._env is env:
+                self._close_environment()
+        self._env = self._env or self._open_environment()
+        return self._env.begin(write=write)
+
+    @contextlib.contextmanager
+    def _transaction(self, *, write: bool) -> Iterator[Transaction]:
+        with self._lmdb_errors():
+            with self._idle:
+                txn = self._begin(write=write)
+                self._running += 1
+            try:
+                with txn:
+                    yield Transaction(txn, self._db)
+            finally:
+                with self._idle:
+                    self._running -= 1
+                    self._idle.notify_all()
 
     def _refuse_same_pid(self) -> None:
         """Raise if a process with the same PID uses the catalog, because LMDB identifies its readers by PID."""
@@ -351,7 +402,7 @@ class Catalog:
 
     def _set_aside_if_damaged(self, *, rebuild: bool = False) -> None:
         dead, alive = self._marks.other_marks()
-        noted = self._damage_note.exists()
+        noted = os.path.lexists(self._damage_note)
         if (dead or rebuild) and not alive and not noted:
             # Rebuild without a check. A check cannot find all damage, because LMDB asserts more when it writes. Reading
             # the indexes of all packs takes about as long as the check.
@@ -392,8 +443,8 @@ class Catalog:
     @contextlib.contextmanager
     def read(self) -> Iterator[Transaction]:
         """Begin a read transaction. Keep it short, because it keeps old pages alive."""
-        with self._lmdb_errors(), self._env.begin() as txn:
-            yield Transaction(txn, self._db)
+        with self._transaction(write=False) as transaction:
+            yield transaction
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Transaction]:
@@ -402,8 +453,8 @@ class Catalog:
         Raises:
             LockTimeoutError: another process, named in the message, holds the writer lock.
         """
-        with self._writer_lock(), self._lmdb_errors(), self._env.begin(write=True) as txn:
-            yield Transaction(txn, self._db)
+        with self._writer_lock(), self._transaction(write=True) as transaction:
+            yield transaction
 
     @contextlib.contextmanager
     def _lmdb_errors(self) -> Iterator[None]:
@@ -417,6 +468,10 @@ class Catalog:
                 ) from error
             if isinstance(error, _NO_DAMAGE):
                 raise CatalogError(f"catalog {self.path}: {error}") from error
+            if "mdb_txn_commit" in str(error):
+                raise StorageError(
+                    f"catalog {self.path}: {error}; nothing was committed: check the device, then try again"
+                ) from error
             self._note_damage()
             raise CatalogError(
                 f"catalog {self.path}: {error}; stop all processes that use it: the next start rebuilds it"
@@ -431,8 +486,8 @@ class Catalog:
         return "No space left" in message or ("Input/output error" in message and exhausted)
 
     def _note_damage(self) -> None:
-        with contextlib.suppress(OSError):
-            self._damage_note.touch()
+        with contextlib.suppress(StorageError, OSError):
+            os.close(self._files.open_lock(self._damage_note))
 
     @contextlib.contextmanager
     def _writer_lock(self) -> Iterator[None]:
@@ -447,7 +502,9 @@ class Catalog:
                 raise LockTimeoutError(
                     f"catalog {self.path} was locked for {timeout:g} s by {self._holder()}; stop that process, or wait"
                 )
-            os.pwrite(self._lock_descriptor, f"{self._owner.pid:<20}".encode(), 0)
+            # The PID only serves messages.
+            with contextlib.suppress(OSError):
+                os.pwrite(self._lock_descriptor, f"{self._owner.pid:<20}".encode(), 0)
             try:
                 yield
             finally:
@@ -471,17 +528,25 @@ class Catalog:
         with contextlib.ExitStack() as stack:
             stack.callback(DESCRIPTORS.close, self._lock_descriptor)
             stack.callback(self._marks.take_back)
-            stack.callback(self._env.close)
+            stack.callback(self._close_environment)
             try:
                 with self._lmdb_errors():
-                    self._env.sync(True)
+                    if self._env is not None:
+                        self._env.sync(True)
             except CatalogError:
                 self._note_damage()
                 raise
 
 
+def _refuse_links(path: Path) -> None:
+    """Raise StorageError if LMDB would open the target of a link."""
+    for name in _FILES:
+        refuse_link(path / name)
+
+
 def _is_intact(path: Path, map_bytes: int) -> bool:
     """Check every entry of the catalog in ``path`` in a child process, because a damaged map may kill its reader."""
+    _refuse_links(path)
     command = [sys.executable, "-c", _WALK, str(path), str(map_bytes)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:

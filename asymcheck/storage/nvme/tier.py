@@ -112,12 +112,16 @@ class NvmeTier(StoreTier):
             raise StoreNotFoundError(f"cannot open store {self.root}: {what}. Check the path{hint}")
         return decode_descriptor(data, f"store descriptor {path}")
 
+    def _names(self) -> list[str]:
+        # Only the directory of a store may be a link, nothing below it.
+        return self.files.list(self.root.resolve())
+
     def _create_if_missing(self) -> None:
         if (self.root / layout.DESCRIPTOR_NAME).exists():
             return
         # An interrupted creation leaves empty folders and temporary files. Other files may belong to a store that has
         # lost its descriptor. A new descriptor would hide that loss.
-        foreign = [name for name in self.files.list(self.root) if not self._is_creation_leftover(name)]
+        foreign = [name for name in self._names() if not self._is_creation_leftover(name)]
         if foreign and not (self.root / layout.DESCRIPTOR_NAME).exists():
             raise StoreNotFoundError(
                 f"{self.root} is not a store and contains other files; choose an empty or a new directory"
@@ -160,10 +164,8 @@ class NvmeTier(StoreTier):
 
     def _make_missing_folders(self) -> None:
         # A copy by a tool that only keeps files, such as git, has no empty folders.
-        missing = [name for name in _FOLDERS if not (self.root / name).exists()]
-        for name in missing:
-            self.files.make_directory(self.root / name)
-        if missing:
+        made = [name for name in _FOLDERS if self.files.make_directory(self.root / name)]
+        if made:
             self.files.sync_directory(self.root)
 
     def check_writable(self) -> None:
@@ -294,7 +296,7 @@ class NvmeTier(StoreTier):
 
     def foreign(self) -> list[str]:
         """Return the paths, relative to the store, of files that do not belong to the store."""
-        names = self.files.list(self.root)
+        names = self._names()
         foreign = [name for name in names if name not in layout.TOP_LEVEL and not name.endswith(layout.TEMPORARY)]
         return foreign + [
             f"{layout.PACKS}/{name}"
@@ -310,7 +312,7 @@ class NvmeTier(StoreTier):
                 if is_locked:
                     self.files.unlink(path)
                     removed += 1
-        for name in filter(layout.is_catalog_set_aside, self.files.list(self.root)):
+        for name in filter(layout.is_catalog_set_aside, self._names()):
             for part in self.files.list(self.root / name):
                 self.files.unlink(self.root / name / part)
             removed += self.files.remove_directory(self.root / name)
@@ -318,7 +320,7 @@ class NvmeTier(StoreTier):
 
     def _temporaries(self) -> list[Path]:
         packs = [self.packs / name for name in self.files.list(self.packs) if layout.is_pack_temporary(name)]
-        records = [self.root / name for name in self.files.list(self.root) if layout.is_record_temporary(name)]
+        records = [self.root / name for name in self._names() if layout.is_record_temporary(name)]
         folder = self.root / layout.LOCKS
         locks = [folder / name for name in self.files.list(folder) if layout.is_record_temporary(name)]
         return [*packs, *records, *locks, *self.manifests.temporary_heads()]

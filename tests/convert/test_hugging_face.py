@@ -233,7 +233,7 @@ def test_index_and_single_file(folder: Path) -> None:
 def test_no_weights_and_too_many(tmp_path: Path) -> None:
     """Test a foreign folder and an ambiguous one; the error says what to pass."""
     (tmp_path / "pytorch_model.bin").write_text("")
-    with pytest.raises(ForeignFileError, match=r"no file ends in .safetensors; .*convert"):
+    with pytest.raises(ForeignFileError, match=r"no file ends in .safetensors; .*pytorch_model.bin"):
         read_folder(tmp_path)
     for name in ("x.safetensors", "y.safetensors"):
         put(tmp_path / name, ["w"])

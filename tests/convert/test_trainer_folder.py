@@ -153,7 +153,7 @@ def test_dry_run_lists_tensors_and_writes_nothing(call: Call, tmp_path: Path, ta
     assert call(*words).status == exit_status.OK
     assert call(*words, "--dry-run").status == exit_status.USAGE
     again = call("convert", tmp_path / target, tmp_path / "again", "--dry-run", "--json").json
-    assert sorted(item["name"].split(".")[-1] for item in again["tensors"]) == ["b", "v"]  # type: ignore[attr-defined]
+    assert sorted(item["name"].split(".")[-1] for item in again["tensors"]) == ["b", "v"]  # type: ignore[attr-defined]  # JSON
 
 
 def test_dry_run_finds_what_an_export_would_refuse(call: Call, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def failures(folder: Path) -> dict[str, object]:
             found["restored bytes"] = training.digest()
             training.train(4, 0)
             found["other steps"] = raised(lambda: ckpt.save(4 + RANK))
-            found["told"] = list(texts)
+            found["reports"] = list(texts)
         late = ranks_of(folder, 60)
         with checkpointer(folder, store, state, ranks=late, run="late", on_error="warn") as ckpt:
             ckpt.save(0)

@@ -33,11 +33,11 @@ class Job:
             if process.wait():
                 self.kill()
                 pytest.fail(f"rank {rank} ended with {process.status}:\n{self.output(rank)}")
-        return [self.told(rank) for rank in range(len(self.processes))]
+        return [self.report(rank) for rank in range(len(self.processes))]
 
-    def told(self, rank: int) -> dict[str, object]:
+    def report(self, rank: int) -> dict[str, object]:
         """Return the last report of a rank."""
-        found: dict[str, object] = json.loads((self.folder / f"told-{rank}.json").read_text())
+        found: dict[str, object] = json.loads((self.folder / f"report-{rank}.json").read_text())
         return found
 
     def output(self, rank: int) -> str:

@@ -130,11 +130,15 @@ def divergence(folder: Path) -> dict[str, object]:
                         weight.view(torch.int32)[0, 0] ^= 1
                 ckpt.step(step)
                 ckpt.wait()
-            told = list(texts)
+            reports = list(texts)
             before = training.digest()
             training.train(5, 0)
             ckpt.restore()
-        return {"told": told, "is_same": training.digest() == before, "weight": digest_of([training.model[1].weight])}
+        return {
+            "reports": reports,
+            "is_same": training.digest() == before,
+            "weight": digest_of([training.model[1].weight]),
+        }
 
 
 def paced(folder: Path) -> dict[str, object]:
@@ -177,7 +181,7 @@ def killed(folder: Path) -> dict[str, object]:
         restored = ckpt.restore()
         # Processes may start at very different times, so synchronise them here.
         ranks.timeout_s = float(sys.argv[4])
-        found = {"restored": None if restored is None else restored.step, "digest": training.digest(), "told": texts}
+        found = {"restored": None if restored is None else restored.step, "digest": training.digest(), "reports": texts}
         tell(found)
         start = 0 if restored is None else restored.step + 1
         try:
@@ -239,7 +243,7 @@ def mark(folder: Path, name: str) -> None:
 
 def tell(found: dict[str, object]) -> None:
     """Report to the test."""
-    path = Path(sys.argv[2]) / f"told-{RANK}.json"
+    path = Path(sys.argv[2]) / f"report-{RANK}.json"
     path.with_suffix(".tmp").write_text(json.dumps(found))
     path.with_suffix(".tmp").rename(path)
 
@@ -258,8 +262,8 @@ def main() -> None:
         inside = folder / name if "," in sys.argv[1] else folder
         inside.mkdir(exist_ok=True)
         (inside / "memory").mkdir(exist_ok=True)
-        told = SCENARIOS[name](inside)
-        found = {**found, name: told} if "," in sys.argv[1] else told
+        reports = SCENARIOS[name](inside)
+        found = {**found, name: reports} if "," in sys.argv[1] else reports
     tell(found)
 
 

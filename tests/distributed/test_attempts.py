@@ -59,8 +59,8 @@ def test_the_other_attempt_is_tried_before_an_older_step(tmp_path: Path, damaged
             assert state["w"].eq(state["w"][0]).all()
             return checkpoint, state["w"][0].item()
 
-    told = pytest.warns(SkippedCheckpointWarning, match="skipped step 2") if damaged else contextlib.nullcontext()
-    with told:
+    reports = pytest.warns(SkippedCheckpointWarning, match="skipped step 2") if damaged else contextlib.nullcontext()
+    with reports:
         found = each(2, restored)
     step, value = ATTEMPTS[-2 if damaged else -1]
     assert [weight for _, weight in found] == [value, value + 0.5]

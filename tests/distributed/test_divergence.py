@@ -33,7 +33,7 @@ def looked(parity: DivergenceDetector, state: State, step: int) -> list[list[Div
 
 def expected(states: Sequence[State]) -> list[set[int]]:
     """Return the expected reports of each round, computed in another way."""
-    told = []
+    reports = []
     were, copies = dict[int, int](), set[int]()
     for state in states:
         lost = set()
@@ -52,9 +52,9 @@ def expected(states: Sequence[State]) -> list[set[int]]:
                 copies.discard(place)
         # A partition that was not equal last time is not a replica.
         copies &= now.keys()
-        told.append(lost)
+        reports.append(lost)
         were = now
-    return told
+    return reports
 
 
 ROUND = st.lists(st.lists(st.integers(0, 1), min_size=3, max_size=3), min_size=4, max_size=4)
@@ -66,9 +66,9 @@ def test_diverged_replicas_are_found(states: list[State]) -> None:
     """Test against a plain search through all rounds."""
     parity = DivergenceDetector()
     for step, (state, places) in enumerate(zip(states, expected(states), strict=True)):
-        told = looked(parity, state, step)
-        assert {one.number for rank in told for one in rank} == places
-        for rank, ones in enumerate(told):
+        reports = looked(parity, state, step)
+        assert {one.number for rank in reports for one in rank} == places
+        for rank, ones in enumerate(reports):
             for one in ones:
                 assert STORES[rank] != STORES[one.other]
                 assert state[rank][one.number] != state[one.other][one.number]

@@ -16,7 +16,7 @@ from tests.distributed.training import Training
 # Starting the processes takes longer than the scenarios.
 pytestmark = pytest.mark.xdist_group("jobs")
 _STEPS = 6
-Told = list[dict[str, dict[str, object]]]
+Reports = list[dict[str, dict[str, object]]]
 
 
 @pytest.fixture(scope="module")
@@ -26,21 +26,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(meeting: Meeting, folder: Path) -> Told:
+def two(meeting: Meeting, folder: Path) -> Reports:
     """Return the reports of two ranks on all scenarios of one launch, which saves time."""
-    return cast(Told, meeting.launch("replicas,sharded,divergence,failures,caught,run_in_use,paced", 2, folder).wait())
+    return cast(
+        Reports, meeting.launch("replicas,sharded,divergence,failures,caught,run_in_use,paced", 2, folder).wait()
+    )
 
 
 @pytest.fixture(scope="module")
-def four(meeting: Meeting, tmp_path_factory: pytest.TempPathFactory) -> Told:
+def four(meeting: Meeting, tmp_path_factory: pytest.TempPathFactory) -> Reports:
     """Return the reports of four ranks."""
-    return cast(Told, meeting.launch("replicas,sharded", 4, tmp_path_factory.mktemp("four")).wait())
+    return cast(Reports, meeting.launch("replicas,sharded", 4, tmp_path_factory.mktemp("four")).wait())
 
 
 @pytest.fixture(params=["two", "four"])
-def told(request: pytest.FixtureRequest) -> Told:
+def reports(request: pytest.FixtureRequest) -> Reports:
     """Return the reports of both launches."""
-    return cast(Told, request.getfixturevalue(request.param))
+    return cast(Reports, request.getfixturevalue(request.param))
 
 
 def replicated_bytes() -> int:
@@ -52,31 +54,31 @@ def replicated_bytes() -> int:
 
 
 @pytest.mark.slow(quick=["two"])
-def test_a_resumed_training_is_the_same_bit_for_bit(told: Told) -> None:
+def test_a_resumed_training_is_the_same_bit_for_bit(reports: Reports) -> None:
     """Test model, optimizer and per-rank state; the scenario compares the bytes."""
-    for rank in told:
+    for rank in reports:
         found = rank["replicas"]
         assert found["resumed"] == cast(list[float], found["losses"])[3:]
-        assert found["saved"] == [5, 3, True, len(told)]
+        assert found["saved"] == [5, 3, True, len(reports)]
         assert found["generations"] == [1, 1]
 
 
 @pytest.mark.slow
-def test_common_data_is_written_once(told: Told) -> None:
+def test_common_data_is_written_once(reports: Reports) -> None:
     """Test that the ranks write about equal shares."""
-    written = [cast(int, rank["replicas"]["written"]) for rank in told]
+    written = [cast(int, rank["replicas"]["written"]) for rank in reports]
     own = _STEPS * Training().own.nbytes
-    assert sum(written) <= 1.02 * _STEPS * replicated_bytes() + len(told) * own
+    assert sum(written) <= 1.02 * _STEPS * replicated_bytes() + len(reports) * own
     assert sum(written) >= 0.5 * _STEPS * replicated_bytes()
     assert max(written) <= 1.3 * sum(written) / len(written)
 
 
-def test_shards_come_back_to_their_ranks(told: Told) -> None:
+def test_shards_come_back_to_their_ranks(reports: Reports) -> None:
     """Test the bytes of each rank's shards, which the scenario compares."""
-    assert [rank["sharded"]["step"] for rank in told] == [3] * len(told)
+    assert [rank["sharded"]["step"] for rank in reports] == [3] * len(reports)
 
 
-def test_whole_tensors_can_be_read_of_shards(two: Told, folder: Path) -> None:
+def test_whole_tensors_can_be_read_of_shards(two: Reports, folder: Path) -> None:
     """Test a process that is not one of the ranks."""
     assert len(two) == 2
     whole = torch.load(folder / "sharded" / "whole.pt", weights_only=True)
@@ -88,7 +90,7 @@ def test_whole_tensors_can_be_read_of_shards(two: Told, folder: Path) -> None:
     assert all(torch.equal(one, whole[name]) for name, one in loaded["model"].items())
 
 
-def test_retention_is_carried_out_by_rank_0_alone(two: Told, folder: Path) -> None:
+def test_retention_is_carried_out_by_rank_0_alone(two: Reports, folder: Path) -> None:
     """Test that complete checkpoints are kept."""
     assert [rank["sharded"]["prunes"] for rank in two] == [True, False]
     with Store.open(folder / "sharded" / "store", read_only=True) as store:
@@ -96,10 +98,10 @@ def test_retention_is_carried_out_by_rank_0_alone(two: Told, folder: Path) -> No
         assert not store.verify()
 
 
-def test_diverged_replica_is_reported_and_saved(two: Told) -> None:
+def test_diverged_replica_is_reported_and_saved(two: Reports) -> None:
     """Test one report on both ranks, with tensor, step, ranks and both digests."""
     for rank in two:
-        (text,) = cast(list[str], rank["divergence"]["told"])
+        (text,) = cast(list[str], rank["divergence"]["reports"])
         assert text.startswith("SilentDivergenceWarning: step 3 of run 'default': tensor model.1.weight differs")
         assert "between ranks 0 and 1, but was equal until step 2" in text
         assert text.count(" has digest ") == 1
@@ -108,7 +110,7 @@ def test_diverged_replica_is_reported_and_saved(two: Told) -> None:
     assert two[0]["divergence"]["weight"] != two[1]["divergence"]["weight"]
 
 
-def test_a_rank_that_fails_lets_all_lose_that_checkpoint_and_no_other(two: Told) -> None:
+def test_a_rank_that_fails_lets_all_lose_that_checkpoint_and_no_other(two: Reports) -> None:
     """Test that each rank gets the reason, and that the next attempt at the same step is restored."""
     first, second = (rank["failures"] for rank in two)
     full = "step 1 of run 'default' was not saved: rank 1: OutOfSpaceError: the disk of this test is full"
@@ -121,14 +123,14 @@ def test_a_rank_that_fails_lets_all_lose_that_checkpoint_and_no_other(two: Told)
     assert first["attempts"] != second["attempts"]
 
 
-def test_unsupported_value_on_one_rank_fails_on_all(two: Told) -> None:
+def test_unsupported_value_on_one_rank_fails_on_all(two: Reports) -> None:
     """Test also a rank that has not begun."""
     first, second = (rank["failures"] for rank in two)
     assert str(second["unstorable"]).startswith("UnsupportedValueError: cannot store state at object")
     assert "rank 1: UnsupportedValueError: cannot store state at object" in str(first["unstorable"])
 
 
-def test_no_rank_trains_on_when_one_could_not_restore(two: Told) -> None:
+def test_no_rank_trains_on_when_one_could_not_restore(two: Reports) -> None:
     """Test the own error on one rank, and its reason on the others."""
     first, second = (rank["failures"] for rank in two)
     assert str(second["unfitting"]).startswith("StateMismatchError: ")
@@ -136,13 +138,13 @@ def test_no_rank_trains_on_when_one_could_not_restore(two: Told) -> None:
     assert str(first["unfitting"]).startswith("RankFailedError: ")
 
 
-def test_ranks_with_different_steps_are_refused(two: Told) -> None:
+def test_ranks_with_different_steps_are_refused(two: Reports) -> None:
     """Test states that do not belong together."""
     for rank in two:
         assert "rank 0 saves step 4 where rank 1 saves step 5" in str(rank["failures"]["other steps"])
 
 
-def test_a_rank_that_does_not_come_is_named(two: Told) -> None:
+def test_a_rank_that_does_not_come_is_named(two: Reports) -> None:
     """Test the commit, which does not block the training, and the rendezvous."""
     first, second = (rank["failures"] for rank in two)
     lost = [
@@ -159,7 +161,7 @@ def test_a_rank_that_does_not_come_is_named(two: Told) -> None:
     assert texts[0].startswith("LostCheckpointWarning: step 2 of run 'late' was not saved: rank 0 saves step 1")
 
 
-def test_errors_that_are_caught_leave_the_ranks_in_step(two: Told) -> None:
+def test_errors_that_are_caught_leave_the_ranks_in_step(two: Reports) -> None:
     """Test errors of one rank alone; the other ranks get those that concern them."""
     first, second = (rank["caught"] for rank in two)
     disliked = "InvalidInputError: step {} is not liked"
@@ -185,7 +187,7 @@ def test_errors_that_are_caught_leave_the_ranks_in_step(two: Told) -> None:
     assert first["stored"] == second["stored"] == [0, 1, 2, 3, 5, 6, 7, 8, 9, 2]
 
 
-def test_a_restore_of_different_steps_is_refused_and_a_session_is_left(two: Told) -> None:
+def test_a_restore_of_different_steps_is_refused_and_a_session_is_left(two: Reports) -> None:
     """Test all ranks, and that the next restore succeeds."""
     for rank in two:
         refusal, restored = cast(list[str], rank["caught"]["other steps"])
@@ -194,14 +196,14 @@ def test_a_restore_of_different_steps_is_refused_and_a_session_is_left(two: Told
         assert rank["caught"]["left"]
 
 
-def test_lower_step_warns_on_all_ranks(two: Told) -> None:
+def test_lower_step_warns_on_all_ranks(two: Reports) -> None:
     """Test also save(), whose code differs from that of a single process."""
     for rank in two:
         texts = cast(list[str], rank["caught"]["earlier step"])
         assert ["step 2 is saved after step 3" in text for text in texts].count(True) == 1
 
 
-def test_ranks_of_unequal_speed_save_the_same_steps_by_an_interval_that_rank_0_chooses(two: Told) -> None:
+def test_ranks_of_unequal_speed_save_the_same_steps_by_an_interval_that_rank_0_chooses(two: Reports) -> None:
     """Test an interval for the slow rank, from its reports, also after a restore."""
     first, second = (rank["paced"] for rank in two)
     assert first["begun"] == second["begun"]
@@ -222,7 +224,7 @@ def test_ranks_of_unequal_speed_save_the_same_steps_by_an_interval_that_rank_0_c
     assert second["step_s"] == []
 
 
-def test_run_of_another_process_is_refused_on_all_ranks(two: Told) -> None:
+def test_run_of_another_process_is_refused_on_all_ranks(two: Reports) -> None:
     """Test a restore while another process trains the run, and a step after another process took the run over."""
     first, second = (rank["run_in_use"] for rank in two)
     assert str(first["refused"]).startswith("RunInUseError: run default is trained by process ")

@@ -38,12 +38,12 @@ def wait_for_one(folder: Path, more_than: int) -> None:
 
 def check_restored(job: Job, least: int) -> int:
     """Check that all ranks have restored one step, with the right state of each; return the step."""
-    told = [job.told(rank) for rank in range(len(job.processes))]
-    (step,) = {-1 if one["restored"] is None else cast(int, one["restored"]) for one in told}
+    reports = [job.report(rank) for rank in range(len(job.processes))]
+    (step,) = {-1 if one["restored"] is None else cast(int, one["restored"]) for one in reports}
     assert step >= least
     if step < 0:
         return step
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(reports):
         assert one["digest"] == (job.folder / f"state-{step}-{rank}").read_text()
     return step
 
@@ -63,16 +63,16 @@ def test_after_a_kill_all_ranks_resume_from_the_last_common_commit(meeting: Meet
         job.kill(victim)
         assert job.processes[1 - victim].has_ended(LIMIT_S), job.output(1 - victim)
         job.processes[1 - victim].finish()
-        found = job.told(1 - victim)
-        told = "\n".join([*cast(list[str], found["told"]), str(found.get("ended", ""))])
-        assert f"rank {victim} did not respond" in told
+        found = job.report(1 - victim)
+        reports = "\n".join([*cast(list[str], found["reports"]), str(found.get("ended", ""))])
+        assert f"rank {victim} did not respond" in reports
         check_restored(job, least)
         least = newest_complete(tmp_path)
 
     job = meeting.launch("killed", 2, tmp_path, "3", "60")
-    told_last = job.wait()
+    last_reports = job.wait()
     step = check_restored(job, least)
-    assert not any("Lost" in text for one in told_last for text in cast(list[str], one["told"]))
+    assert not any("Lost" in text for one in last_reports for text in cast(list[str], one["reports"]))
     assert newest_complete(tmp_path) == step + 3
     with Store.open(tmp_path / "store", read_only=True) as store:
         assert not [one for one in store.verify() if one.severity == "error"]

@@ -151,7 +151,7 @@ def whole(folder: Path) -> dict[str, object]:
     """Train without a kill, with copies as late as possible; finally save with DeepSpeed."""
     release = CaptureEngine._release
     CaptureEngine._release = lambda self, window: window is None and release(self, None)  # type: ignore[method-assign]  # the fence is what the test is about
-    told: dict[str, object] = {}
+    reports: dict[str, object] = {}
     for name in CONFIGS:
         app = App(name, folder, name)
         app.checkpointer.restore()
@@ -166,14 +166,14 @@ def whole(folder: Path) -> dict[str, object]:
         deferred = [leaf.name for leaf, is_deferred in zip(leaves, rows, strict=True) if is_deferred]
         eager = [leaf.name for leaf in leaves if leaf.name not in deferred]
         skipped = app.engine.skipped_steps
-        told[name] = {"losses": losses, "digests": digests, "skipped": skipped, "deferred": deferred, "eager": eager}
+        reports[name] = {"losses": losses, "digests": digests, "skipped": skipped, "deferred": deferred, "eager": eager}
         app.engine.save_checkpoint(folder / "saved" / name)
         # DeepSpeed's own program does not support the files of its second optimizer of stage 1.
         if RANK == 0 and name != "one-sums":
             weights = get_fp32_state_dict_from_zero_checkpoint(folder / "saved" / name)
             torch.save(dict(weights), folder / f"{name}.pt")
         dist.barrier()
-    return told
+    return reports
 
 
 def killed(folder: Path) -> dict[str, object]:
@@ -189,7 +189,7 @@ def killed(folder: Path) -> dict[str, object]:
 
 def resumed(folder: Path) -> dict[str, object]:
     """Restore other engines, and train to the end."""
-    told: dict[str, object] = {}
+    reports: dict[str, object] = {}
     for name in CONFIGS:
         app = App(name, folder, name, seed=1)
         restored = app.checkpointer.restore()
@@ -199,26 +199,26 @@ def resumed(folder: Path) -> dict[str, object]:
         # Restore an older step in place.
         app.checkpointer.restore(EVERY)
         again = [app.train() for _ in range(EVERY, STEPS)]
-        told[name] = {"restored": restored.step, "losses": losses, "digest": digest, "again": [again, app.digest()]}
+        reports[name] = {"restored": restored.step, "losses": losses, "digest": digest, "again": [again, app.digest()]}
         app.checkpointer.close()
-    return told
+    return reports
 
 
 def others(folder: Path) -> dict[str, object]:
     """Restore on another number of ranks, and in another stage."""
-    told: dict[str, object] = {}
+    reports: dict[str, object] = {}
     for name, run in (*zip(CONFIGS, CONFIGS, strict=True), ("three", "one"), ("one", "three")):
         app = App(name, folder, run, seed=1)
         restored = app.checkpointer.restore(COMPARED)
         assert restored is not None
-        told[f"{run} into {name}"] = app.digest()
+        reports[f"{run} into {name}"] = app.digest()
         app.train()
-    return told
+    return reports
 
 
 def refused(folder: Path) -> dict[str, object]:
     """Try engines without ZeRO, and engines of another model."""
-    told: dict[str, object] = {}
+    reports: dict[str, object] = {}
     app = App("one", folder, "one")
     app.store.save({"engine": nn.Linear(2, 2)}, step=0, run="plain")
     attempts = {
@@ -232,8 +232,8 @@ def refused(folder: Path) -> dict[str, object]:
         try:
             attempt()
         except AsymcheckError as error:
-            told[what] = f"{type(error).__name__}: {error}"
-    return told
+            reports[what] = f"{type(error).__name__}: {error}"
+    return reports
 
 
 class Other(EngineState):
@@ -264,9 +264,9 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.PrefixStore(launch, meeting), rank=RANK, world_size=WORLD)
     os.environ["LOCAL_RANK"] = str(RANK)
     deepspeed.init_distributed("gloo", verbose=False)
-    told = {name: SCENARIOS[name](folder) for name in scenarios}
-    path = folder / f"told-{RANK}.json"
-    path.with_suffix(".tmp").write_text(json.dumps(told))
+    reports = {name: SCENARIOS[name](folder) for name in scenarios}
+    path = folder / f"report-{RANK}.json"
+    path.with_suffix(".tmp").write_text(json.dumps(reports))
     path.with_suffix(".tmp").rename(path)
     dist.barrier()
     # Skip the interpreter's shutdown: threads of gloo sometimes abort the process during it.

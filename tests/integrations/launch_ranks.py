@@ -63,9 +63,9 @@ def one_is_killed(folder: Path, step: int) -> None:
             rank.wait()
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
+def reports(folder: Path) -> list[dict[str, Any]]:
     """Return the reports of the ranks."""
-    return [json.loads((folder / f"told-{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((folder / f"report-{rank}.json").read_text()) for rank in range(2)]
 
 
 def newest_pushed(folder: Path) -> int:

@@ -23,7 +23,7 @@ from tests.zygote import Zygote
 # The first training of two ranks is shared by all tests.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deepspeed")]
 PROGRAM = "tests.integrations.deepspeed_ranks"
-Told = dict[str, Any]
+Reports = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -41,22 +41,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(meeting: Meeting, folder: Path) -> list[Told]:
+def whole(meeting: Meeting, folder: Path) -> list[Reports]:
     """Return the reports of each rank on each engine."""
     return [one["whole"] for one in meeting.launch("whole", 2, folder, program=PROGRAM).wait()]
 
 
 @pytest.mark.slow
-def test_resumed_training_is_identical(meeting: Meeting, whole: list[Told], tmp_path: Path) -> None:
+def test_resumed_training_is_identical(meeting: Meeting, whole: list[Reports], tmp_path: Path) -> None:
     """Test a kill of rank 1 during a step, and of rank 0 while it waits: losses and tensors are equal."""
     job = meeting.launch("killed", 2, tmp_path, program=PROGRAM)
     assert job.processes[1].has_ended(LIMIT_S), job.output(1)
     job.processes[1].wait_killed()
     job.kill(0)
-    told = [one["resumed"] for one in meeting.launch("resumed", 2, tmp_path, program=PROGRAM).wait()]
+    reports = [one["resumed"] for one in meeting.launch("resumed", 2, tmp_path, program=PROGRAM).wait()]
     for name in CONFIGS:
         for rank in range(2):
-            found, expected = told[rank][name], whole[rank][name]
+            found, expected = reports[rank][name], whole[rank][name]
             assert found["restored"] in range(EVERY, KILLED_IN, EVERY)
             assert found["losses"] == expected["losses"][found["restored"] :]
             assert (EVERY <= expected["skipped"] < COMPARED) == (name == "two"), expected["skipped"]
@@ -66,15 +66,15 @@ def test_resumed_training_is_identical(meeting: Meeting, whole: list[Told], tmp_
 
 @pytest.mark.slow
 def test_one_rank_with_another_stage_reads_two_ranks(
-    meeting: Meeting, whole: list[Told], folder: Path, tmp_path: Path
+    meeting: Meeting, whole: list[Reports], folder: Path, tmp_path: Path
 ) -> None:
     """Test that its whole tensors equal those of the two ranks."""
     shutil.copytree(folder / "store", tmp_path / "store")
-    (told,) = meeting.launch("others,refused", 1, tmp_path, program=PROGRAM).wait()
-    for what, digest in told["others"].items():
+    (reports,) = meeting.launch("others,refused", 1, tmp_path, program=PROGRAM).wait()
+    for what, digest in reports["others"].items():
         run = what.split(" into ")[0]
         assert digest == whole[0][run]["digests"][str(COMPARED)], what
-    refused = told["refused"]
+    refused = reports["refused"]
     assert "pass a DeepSpeed engine of stage 1, 2 or 3" in refused["stage 0"]
     assert "Linear of ZeRO stage None" in refused["no engine"]
     assert "1 micro steps are done, and 2 make a step" in refused["between steps"]
@@ -89,19 +89,19 @@ def test_one_rank_with_another_stage_reads_two_ranks(
 
 
 @pytest.mark.slow
-def test_weights_and_moments_are_copied_beside_the_training(whole: list[Told]) -> None:
+def test_weights_and_moments_are_copied_beside_the_training(whole: list[Reports]) -> None:
     """Test copies at the fence, with a full comparison of every capture with the state in step()."""
     beside = ("engine.weights.", "engine.optimizer.")
-    for told in whole:
+    for reports in whole:
         for name in CONFIGS:
-            assert any(one.endswith(".exp_avg_sq") for one in told[name]["deferred"])
-            assert all(one.startswith(beside) for one in told[name]["deferred"])
-            assert not any(one.startswith(beside) for one in told[name]["eager"])
+            assert any(one.endswith(".exp_avg_sq") for one in reports[name]["deferred"])
+            assert all(one.startswith(beside) for one in reports[name]["deferred"])
+            assert not any(one.startswith(beside) for one in reports[name]["eager"])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_folder_of_deepspeed_becomes_whole_tensors(
-    whole: list[Told], folder: Path, tmp_path: Path, name: str
+    whole: list[Reports], folder: Path, tmp_path: Path, name: str
 ) -> None:
     """Test weights against DeepSpeed's own program, and moments against the engine."""
     saved = folder / "saved" / name
@@ -147,7 +147,9 @@ class Hostile:
 
 
 @pytest.mark.slow
-def test_folders_that_lack_files_or_hold_programs_are_refused(whole: list[Told], folder: Path, tmp_path: Path) -> None:
+def test_folders_that_lack_files_or_hold_programs_are_refused(
+    whole: list[Reports], folder: Path, tmp_path: Path
+) -> None:
     """Test that no code in them is run, and that no store is created."""
     for name in ("one", "three"):
         copy = tmp_path / name

@@ -168,14 +168,14 @@ def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path) -> None:
     """Test DDP by Lightning's own launcher: one of two ranks is killed, which ends the other; every bit is equal."""
     launch_ranks.by_lightning(tmp_path, "kill", 7, expect=-signal.SIGKILL)
     launch_ranks.by_lightning(tmp_path, "compare", *range(1, 9))
-    told = launch_ranks.told(tmp_path)
-    killed, *others = told[0]["first"]
+    reports = launch_ranks.reports(tmp_path)
+    killed, *others = reports[0]["first"]
     # The first batch; a step needs two. A capture in flight at the kill is restored if both ranks had it in memory.
     assert killed in (8, 12)
     assert others == [0, *range(2, 18, 2)]
-    assert told[1]["first"] == told[0]["first"]
-    assert told[1]["random"] != told[0]["random"]
-    assert launch_ranks.newest_pushed(tmp_path) == told[0]["last"]
+    assert reports[1]["first"] == reports[0]["first"]
+    assert reports[1]["random"] != reports[0]["random"]
+    assert launch_ranks.newest_pushed(tmp_path) == reports[0]["last"]
 
 
 def test_a_sampler_that_lightning_wraps_is_refused(tmp_path: Path) -> None:

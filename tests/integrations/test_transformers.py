@@ -176,14 +176,14 @@ def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path) -> None:
     """Test DDP: one of two ranks is killed, torchrun restarts both, and every bit is equal."""
     launch_ranks.one_is_killed(tmp_path, 9)
     launch_ranks.by_torchrun(tmp_path, "compare", 1, 6, 7, 12, 17)
-    told = launch_ranks.told(tmp_path)
-    killed, *others = told[0]["first"]
+    reports = launch_ranks.reports(tmp_path)
+    killed, *others = reports[0]["first"]
     # A capture in flight at the kill is restored if both ranks had it in memory.
     assert killed in (6, 8)
     assert others == [0, 1, 6, 7, 12, 17]
-    assert told[1]["first"] == told[0]["first"]
-    assert told[1]["random"] != told[0]["random"]
-    assert launch_ranks.newest_pushed(tmp_path) == told[0]["last"]
+    assert reports[1]["first"] == reports[0]["first"]
+    assert reports[1]["random"] != reports[0]["random"]
+    assert launch_ranks.newest_pushed(tmp_path) == reports[0]["last"]
 
 
 def test_leftover_of_a_killed_resume_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

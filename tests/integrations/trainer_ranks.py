@@ -104,8 +104,8 @@ def main(trainer: str, what: str, folder: Path, steps: list[int]) -> None:
     first = [compare(resumed, whole), compare(train_apart(by, folder), whole)]
     first += [compare(train_apart(by, folder, step), whole) for step in steps]
     steps_done = whole["state" if trainer == "transformers" else "where"][0]
-    told = {"first": first, "random": whole["random"].tolist(), "last": steps_done}
-    (folder / f"told-{RANK}.json").write_text(json.dumps(told))
+    reports = {"first": first, "random": whole["random"].tolist(), "last": steps_done}
+    (folder / f"report-{RANK}.json").write_text(json.dumps(reports))
 
 
 if __name__ == "__main__":

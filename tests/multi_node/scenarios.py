@@ -92,8 +92,8 @@ def trained(folder: Path) -> dict[str, object]:
         try:
             restored = ckpt.restore()
         except AsymcheckError as error:
-            return {"refused": f"{type(error).__name__}: {error}", "told": texts}
-        found = {"restored": None if restored is None else restored.step, "state": job.text(), "told": texts}
+            return {"refused": f"{type(error).__name__}: {error}", "reports": texts}
+        found = {"restored": None if restored is None else restored.step, "state": job.text(), "reports": texts}
         tell(found)
         start = 0 if restored is None else restored.step + 1
         try:
@@ -170,7 +170,7 @@ def diverged(folder: Path) -> dict[str, object]:
                         job.model[1].weight.view(torch.int32)[0, 0] ^= 1
                 ckpt.step(step)
                 ckpt.wait()
-    return {"told": texts}
+    return {"reports": texts}
 
 
 def main() -> None:

@@ -22,11 +22,11 @@ from tests.multi_node.scenarios import COLUMNS, ROWS, store_of
 
 STEPS = 4
 """Number of steps of the job of :func:`pushed`: 0 to 3, of which 0 and 2 were pushed."""
-Told = list[dict[str, object]]
+Reports = list[dict[str, object]]
 
 
 @pytest.fixture(scope="module")
-def pushed(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
+def pushed(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reports]:
     """Return the folder and the reports of a job with two machines of two ranks, which pushed to one location."""
     folder = tmp_path_factory.mktemp("pushed")
     return folder, launch("trained", folder, STEPS, IN_STEP=1, LOCATION=(folder / "there").as_uri()).wait()
@@ -34,10 +34,10 @@ def pushed(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 def restored(job: Job) -> int:
     """Return the restored step of all ranks, whose states must be right."""
-    told = job.wait()
-    assert not [one["refused"] for one in told if "refused" in one]
-    (step,) = {cast(int, one["restored"]) for one in told}
-    for rank, one in enumerate(told):
+    reports = job.wait()
+    assert not [one["refused"] for one in reports if "refused" in one]
+    (step,) = {cast(int, one["restored"]) for one in reports}
+    for rank, one in enumerate(reports):
         assert one["state"] == (job.folder / f"state-{step}-{rank}").read_text()
     return step
 
@@ -50,7 +50,7 @@ def steps_in(store: Path | str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_each_machine_stores_the_shards_of_its_ranks(pushed: tuple[Path, Told]) -> None:
+def test_each_machine_stores_the_shards_of_its_ranks(pushed: tuple[Path, Reports]) -> None:
     """Test that the checkpoint is complete for that store, but not as a whole."""
     for machine in range(2):
         said = CliRunner().invoke(commands, ["verify", str(store_of(pushed[0], machine))]).output
@@ -64,11 +64,11 @@ def test_each_machine_stores_the_shards_of_its_ranks(pushed: tuple[Path, Told]) 
                 store.load()
 
 
-def test_common_data_is_stored_per_machine_and_pushed_once(pushed: tuple[Path, Told]) -> None:
+def test_common_data_is_stored_per_machine_and_pushed_once(pushed: tuple[Path, Reports]) -> None:
     """Test that each byte of a replicated model is sent to the location once."""
-    folder, told = pushed
-    written = [cast(int, one["written"]) for one in told]
-    sent = [cast(list[int], one["pushed"])[2] for one in told]
+    folder, reports = pushed
+    written = [cast(int, one["written"]) for one in reports]
+    sent = [cast(list[int], one["pushed"])[2] for one in reports]
     with Store.open((folder / "there").as_uri()) as store:
         assert not store.verify()
         assert [(one.step, one.complete, one.ranks) for one in store.checkpoints()] == [(0, True, "4"), (2, True, "4")]
@@ -82,13 +82,13 @@ def test_common_data_is_stored_per_machine_and_pushed_once(pushed: tuple[Path, T
     assert sent[0] == pytest.approx(sent[2], rel=0.2)
     assert sent[1] == sent[3] == 0
     # The first machine to finish only knows that step 0 is complete at the location.
-    assert max(cast(int, told[0]["newest_there"]), cast(int, told[2]["newest_there"])) == STEPS - 2
-    assert told[1]["newest_there"] is told[3]["newest_there"] is None
+    assert max(cast(int, reports[0]["newest_there"]), cast(int, reports[2]["newest_there"])) == STEPS - 2
+    assert reports[1]["newest_there"] is reports[3]["newest_there"] is None
 
 
 @pytest.mark.slow
 def test_missing_shards_of_other_machines_are_reported(
-    pushed: tuple[Path, Told], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pushed: tuple[Path, Reports], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Test that the push of a single store never completes a checkpoint."""
     monkeypatch.setattr(cross_node_dedup, "PATIENCE_S", 0.0)
@@ -104,15 +104,15 @@ def test_missing_shards_of_other_machines_are_reported(
 
 @pytest.mark.slow
 def test_another_number_of_ranks_restores_from_where_all_push(
-    launch: Launch, pushed: tuple[Path, Told], tmp_path: Path
+    launch: Launch, pushed: tuple[Path, Reports], tmp_path: Path
 ) -> None:
     """Test ranks with other shards, which no store of a machine has."""
     shutil.copytree(pushed[0] / "there", tmp_path / "there")
-    told = launch("trained", tmp_path, 0, world_size=2, PER_MACHINE=1, LOCATION=(tmp_path / "there").as_uri()).wait()
-    assert [one["restored"] for one in told] == [2, 2]
+    reports = launch("trained", tmp_path, 0, world_size=2, PER_MACHINE=1, LOCATION=(tmp_path / "there").as_uri()).wait()
+    assert [one["restored"] for one in reports] == [2, 2]
 
 
-def test_manual_pruning_keeps_the_newest_two(pushed: tuple[Path, Told], tmp_path: Path) -> None:
+def test_manual_pruning_keeps_the_newest_two(pushed: tuple[Path, Reports], tmp_path: Path) -> None:
     """Test that the newest checkpoint may be incomplete on another machine."""
     shutil.copytree(store_of(pushed[0], 0), tmp_path / "store")
     with Store.open(tmp_path / "store", create=True) as store:
@@ -120,7 +120,7 @@ def test_manual_pruning_keeps_the_newest_two(pushed: tuple[Path, Told], tmp_path
     assert steps_in(tmp_path / "store") == [2, 3]
 
 
-def test_single_process_reads_store_and_location(pushed: tuple[Path, Told]) -> None:
+def test_single_process_reads_store_and_location(pushed: tuple[Path, Reports]) -> None:
     """Test that a store with the remote location is equivalent to a store with all shards."""
     training = Training(seed=5)
     with Store.open(store_of(pushed[0], 1), read_only=True, remote=(pushed[0] / "there").as_uri()) as store:
@@ -139,10 +139,10 @@ def test_a_machine_that_is_lost_comes_back_from_where_all_push(launch: Launch, t
     # Step 3 was not pushed, and only machine 0 has its part.
     job = launch("trained", tmp_path, 1, world_size=2, PER_MACHINE=1, LOCATION=there)
     assert restored(job) == 2
-    skipped = cast(list[str], job.told(0)["told"])[0]
+    skipped = cast(list[str], job.report(0)["reports"])[0]
     assert "skipped step 3" in skipped
     assert "the parts of rank 1 are missing" in skipped
-    assert "it is not complete on this machine" in cast(list[str], job.told(1)["told"])[0]
+    assert "it is not complete on this machine" in cast(list[str], job.report(1)["reports"])[0]
 
 
 @pytest.mark.slow
@@ -175,8 +175,10 @@ def test_a_rollback_opens_its_generation_on_all_machines_and_each_deletes(launch
 @pytest.mark.slow
 def test_diverged_replicas_of_machines_are_reported(launch: Launch, tmp_path: Path) -> None:
     """Test that tensors that legitimately differ between ranks are not reported."""
-    told = [cast(list[str], one["told"]) for one in launch("diverged", tmp_path, world_size=2, PER_MACHINE=1).wait()]
-    for texts in told:
+    reports = [
+        cast(list[str], one["reports"]) for one in launch("diverged", tmp_path, world_size=2, PER_MACHINE=1).wait()
+    ]
+    for texts in reports:
         assert {text.split(":", 1)[0] for text in texts} == {"SilentDivergenceWarning"}
         assert any("step 3 of run 'default': tensor model.1.weight" in text for text in texts)
         assert all("but was equal until step 2" in text for text in texts if "step 3 of" in text)

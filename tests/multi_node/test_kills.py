@@ -31,11 +31,11 @@ def newest_of_all(folder: Path) -> int:
 
 def check_restored(job: Job, least: int) -> int:
     """Check that all ranks have restored one step, with the right state of each; return the step."""
-    told = [job.told(rank) for rank in range(len(job.processes))]
-    assert not [one["refused"] for one in told if "refused" in one]
-    (step,) = {-1 if one["restored"] is None else cast(int, one["restored"]) for one in told}
+    reports = [job.report(rank) for rank in range(len(job.processes))]
+    assert not [one["refused"] for one in reports if "refused" in one]
+    (step,) = {-1 if one["restored"] is None else cast(int, one["restored"]) for one in reports}
     assert step >= least
-    for rank, one in enumerate(told if step >= 0 else []):
+    for rank, one in enumerate(reports if step >= 0 else []):
         assert one["state"] == (job.folder / f"state-{step}-{rank}").read_text()
     return step
 
@@ -49,11 +49,11 @@ def test_after_a_kill_all_machines_resume_from_the_last_common_commit(
     chance = random.Random(rounds)
     least = -1
     for _ in range(rounds):
-        for path in tmp_path.glob("told-*.json"):
+        for path in tmp_path.glob("reports-*.json"):
             path.unlink()
         job = launch("trained", tmp_path, 200, world_size=2, PER_MACHINE=1)
         for rank in range(2):
-            job.until(rank, f"told-{rank}.json")
+            job.until(rank, f"report-{rank}.json")
         restored = check_restored(job, least)
         began = time.monotonic()
         while newest_of_all(tmp_path) <= restored + 1:
@@ -88,4 +88,4 @@ def test_only_captures_of_all_machines_are_recovered(launch: Launch, tmp_path: P
         job.wait()
         assert check_restored(job, 0) == step
         assert newest_of_all(folder) == step + 1
-        assert any("skipped step 1" in text for text in cast(list[str], job.told(0)["told"])) == lost
+        assert any("skipped step 1" in text for text in cast(list[str], job.report(0)["reports"])) == lost

@@ -101,11 +101,11 @@ def test_file_of_one_rank(store_path: Path, tmp_path: Path, store: Store) -> Non
 
 def test_progress_ends_at_the_total(store_path: Path, tmp_path: Path, store: Store) -> None:
     """Test that the total is the size of the whole tensors."""
-    told: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     with Store.open(store_path, create=True) as opened:
-        export_checkpoint(opened, Output(tmp_path / "a.pt"), progress=lambda done, total: told.append((done, total)))
-    assert {total for _, total in told} == {sum(len(tensor_bytes(value)) for value in FULL.values())}
-    assert all(0 < done <= total for done, total in told)
+        export_checkpoint(opened, Output(tmp_path / "a.pt"), progress=lambda done, total: reports.append((done, total)))
+    assert {total for _, total in reports} == {sum(len(tensor_bytes(value)) for value in FULL.values())}
+    assert all(0 < done <= total for done, total in reports)
 
 
 def test_export_can_be_saved_by_one_rank(store_path: Path, tmp_path: Path, store: Store) -> None:

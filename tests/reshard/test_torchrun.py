@@ -33,8 +33,8 @@ def _run(ranks: int, action: str, store: Path, out: Path) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    told: dict[str, Any] = json.loads(out.read_text())
-    return told
+    reports: dict[str, Any] = json.loads(out.read_text())
+    return reports
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +55,9 @@ def saved(trained: tuple[Path, dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
 @pytest.mark.parametrize("ranks", [4, 2])
 def test_resumed_training_is_identical(trained: tuple[Path, dict[str, Any]], tmp_path: Path, ranks: int) -> None:
     """Test that all tensors and the next losses are equal, for any mesh."""
-    store, told = trained
-    found = told["restore"] if ranks == 4 else _run(ranks, "restore", store, tmp_path / "out.json")["restore"]
-    assert found == told["save"]
+    store, reports = trained
+    found = reports["restore"] if ranks == 4 else _run(ranks, "restore", store, tmp_path / "out.json")["restore"]
+    assert found == reports["save"]
 
 
 @pytest.mark.slow

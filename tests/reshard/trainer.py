@@ -79,7 +79,7 @@ def digests(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 def go_on(store: Store, action: str) -> dict[str, object]:
     """Save or restore; return the results of the next steps."""
-    rank, told = dist.get_rank(), {}
+    rank, reports = dist.get_rank(), {}
     for step, make in enumerate([fully_sharded, in_two_dimensions]):
         model, optimizer = make(seed=step if action == "save" else 99)
         state = {"model": model, "optimizer": optimizer}
@@ -91,8 +91,8 @@ def go_on(store: Store, action: str) -> dict[str, object]:
             dist.barrier()
         else:
             store.load(step, into=state, rank=rank)
-        told[make.__name__] = {"tensors": digests(model, optimizer), "losses": train(model, optimizer, STEPS, 2)}
-    return told
+        reports[make.__name__] = {"tensors": digests(model, optimizer), "losses": train(model, optimizer, STEPS, 2)}
+    return reports
 
 
 def main() -> None:
@@ -101,9 +101,9 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     with Store.open(location, create=True) as store:
-        told = {one: go_on(store, one) for one in dict.fromkeys([action, "restore"])}
+        reports = {one: go_on(store, one) for one in dict.fromkeys([action, "restore"])}
     if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(told))
+        Path(out).write_text(json.dumps(reports))
     dist.barrier()
     # Skip the interpreter's shutdown: threads of gloo sometimes abort the process during it.
     sys.stdout.flush()

@@ -248,7 +248,7 @@ class StoreSweep(Sweep):
 
     def _announce_freed(self, locked: Sequence[PackId], *, blocks_commits: bool) -> list[PackId] | None:
         """Do step 4 of SPEC.md §8.3. Return None if a manifest or a pack is new since the mark."""
-        with self._catalog.write() as transaction:
+        with self._catalog.write(gives_way=True) as transaction:
             if blocks_commits and not self.reachable.is_current(transaction, self.stale):
                 self._refresh()
             if not self.reachable.is_current(transaction, self.stale):
@@ -277,7 +277,7 @@ class StoreSweep(Sweep):
             self._tier.pool.sync()
             self._tier.files.sync_directory(self._tier.packs)
         present = set(self._tier.pack_ids())
-        with self._catalog.write() as transaction:
+        with self._catalog.write(gives_way=True) as transaction:
             # Include packs that an earlier collection retired before it was killed.
             for pack_id in transaction.freed_packs():
                 if pack_id not in present:

@@ -290,7 +290,7 @@ class _Batch:
                 self._needed.refresh()
             live = self._needed.live()
             moved = {pack_id: self._new_locations(pack_id, live) for pack_id in free}
-            with self._catalog.write() as transaction:
+            with self._catalog.write(gives_way=True) as transaction:
                 is_current = self._needed.is_current(transaction, gone, own)
                 freed = self._mark_freed(transaction, header, moved) if is_current else []
             if is_current:

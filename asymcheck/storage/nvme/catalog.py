@@ -51,6 +51,8 @@ _FILES = ("data.mdb", "lock.mdb")
 _READER_BYTES = 64
 _DATABASES = ("meta", "partitions", "packs", "manifests", "pins")
 _NO_ROOM_BYTES = 1 << 20
+_GIVE_WAY_S = 1.0
+_GIVE_WAY_POLL_S = 0.01
 _WALK_TIMEOUT_S = 600
 # The child process imports nothing of this package, which would load torch.
 _WALK = """
@@ -305,8 +307,11 @@ class Catalog:
         self._marks = CatalogUsers(files, path / "open")
         self._files = files
         self._lock_descriptor = DESCRIPTORS.open(files.open_lock, path / "writer.lock")
+        # Waiting writers hold a shared lock on this folder, which ends with their process.
+        self._waiting_descriptor = DESCRIPTORS.open(files.open_read, path / "open")
         with contextlib.ExitStack() as stack:
             stack.callback(DESCRIPTORS.close, self._lock_descriptor)
+            stack.callback(DESCRIPTORS.close, self._waiting_descriptor)
             stack.callback(self._marks.take_back)
             with self._writer_lock():
                 self._refuse_same_pid()
@@ -447,14 +452,27 @@ class Catalog:
             yield transaction
 
     @contextlib.contextmanager
-    def write(self) -> Iterator[Transaction]:
+    def write(self, *, gives_way: bool = False) -> Iterator[Transaction]:
         """Begin a write transaction. Commit it when the block ends; abort it if the block raises.
+
+        With ``gives_way``, as in collections, first let waiting writers of other processes pass, for at most a second.
 
         Raises:
             LockTimeoutError: another process, named in the message, holds the writer lock.
         """
-        with self._writer_lock(), self._transaction(write=True) as transaction:
+        # A process that takes the lock again at once would starve those that poll for it.
+        deadline = time.monotonic() + (_GIVE_WAY_S if gives_way else 2 * _GIVE_WAY_POLL_S)
+        while time.monotonic() < deadline and self._is_writer_waiting():
+            time.sleep(_GIVE_WAY_POLL_S)
+        with self._writer_lock(gives_way=gives_way), self._transaction(write=True) as transaction:
             yield transaction
+
+    def _is_writer_waiting(self) -> bool:
+        """Tell whether a writer of another process waits for the writer lock."""
+        with self._thread_lock:
+            is_free = try_lock(self._waiting_descriptor, exclusive=True)
+            unlock(self._waiting_descriptor)
+        return not is_free
 
     @contextlib.contextmanager
     def _lmdb_errors(self) -> Iterator[None]:
@@ -468,7 +486,7 @@ class Catalog:
                 ) from error
             if isinstance(error, _NO_DAMAGE):
                 raise CatalogError(f"catalog {self.path}: {error}") from error
-            if "mdb_txn_commit" in str(error):
+            if type(error) is lmdb.Error and "mdb_txn_commit" in str(error):
                 raise StorageError(
                     f"catalog {self.path}: {error}; nothing was committed: check the device, then try again"
                 ) from error
@@ -490,7 +508,7 @@ class Catalog:
             os.close(self._files.open_lock(self._damage_note))
 
     @contextlib.contextmanager
-    def _writer_lock(self) -> Iterator[None]:
+    def _writer_lock(self, *, gives_way: bool = False) -> Iterator[None]:
         # The lock of LMDB has no timeout and does not name its holder.
         timeout = self._config.lock_timeout_s
         if not self._thread_lock.acquire(timeout=timeout):
@@ -498,7 +516,7 @@ class Catalog:
                 f"catalog {self.path} was locked by another thread of this process for {timeout:g} s; try again"
             )
         try:
-            if not wait_lock(self._lock_descriptor, timeout, exclusive=True):
+            if not self._wait_lock(timeout, gives_way=gives_way):
                 raise LockTimeoutError(
                     f"catalog {self.path} was locked for {timeout:g} s by {self._holder()}; stop that process, or wait"
                 )
@@ -512,6 +530,16 @@ class Catalog:
                     unlock(self._lock_descriptor)
         finally:
             self._thread_lock.release()
+
+    def _wait_lock(self, timeout_s: float, *, gives_way: bool) -> bool:
+        if gives_way or try_lock(self._lock_descriptor, exclusive=True):
+            return wait_lock(self._lock_descriptor, timeout_s, exclusive=True)
+        # A collection that looks for waiting writers holds the exclusive lock for a moment.
+        wait_lock(self._waiting_descriptor, _GIVE_WAY_POLL_S, exclusive=False)
+        try:
+            return wait_lock(self._lock_descriptor, timeout_s, exclusive=True)
+        finally:
+            unlock(self._waiting_descriptor)
 
     def _holder(self) -> str:
         text = os.pread(self._lock_descriptor, 20, 0).decode(errors="replace").strip()
@@ -527,6 +555,7 @@ class Catalog:
         """
         with contextlib.ExitStack() as stack:
             stack.callback(DESCRIPTORS.close, self._lock_descriptor)
+            stack.callback(DESCRIPTORS.close, self._waiting_descriptor)
             stack.callback(self._marks.take_back)
             stack.callback(self._close_environment)
             try:

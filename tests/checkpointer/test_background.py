@@ -187,7 +187,7 @@ def test_a_state_that_is_refused_between_others_costs_nothing(store: Store, conf
         for step in range(5):
             loop.iterate(step)
             if step == 2:
-                loop.state["culprit"] = {1}
+                loop.state["culprit"] = object()
                 with pytest.raises(UnsupportedValueError, match="culprit"):
                     checkpointer.step(step)
                 del loop.state["culprit"]

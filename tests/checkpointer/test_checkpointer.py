@@ -275,7 +275,7 @@ def test_an_error_in_the_loop_comes_through(store: Store) -> None:
 
 def test_a_save_that_is_refused_can_be_repeated(store: Store) -> None:
     """Test a second save after the invalid value was removed from the state."""
-    state: dict[str, Any] = {**_state(), "culprit": {1}}
+    state: dict[str, Any] = {**_state(), "culprit": object()}
     checkpointer = Checkpointer(store, state, every=1, keep=None)
     with pytest.raises(UnsupportedValueError, match="culprit"):
         checkpointer.save(1)
@@ -288,7 +288,7 @@ def test_a_state_that_is_refused_abandons_nothing(store: Store) -> None:
     """Test that a start without a restore begins a new line only if its state can be stored."""
     _train(store, range(3))
     with pytest.raises(UnsupportedValueError, match="culprit"):
-        Checkpointer(store, {"culprit": {1}}, every=1, keep=None).save(1)
+        Checkpointer(store, {"culprit": object()}, every=1, keep=None).save(1)
     assert {checkpoint.on_line for checkpoint in store.checkpoints()} == {True}
     assert len(list((store.path / "heads" / "default").iterdir())) == 1
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from asymcheck.errors import ForeignFileError, NotFoundError
 from asymcheck.state.leaves import TensorBytes
-from asymcheck.storage.local_files import Files, translated
+from asymcheck.storage.local_files import OPEN_SOURCE, Files, translated
 
 _FILES = Files()
 
@@ -36,7 +36,7 @@ class SourceFile(contextlib.AbstractContextManager["SourceFile"]):
         self.path = path
         self._on_read = on_read
         try:
-            with translated("open", path):
+            with translated(OPEN_SOURCE, path):
                 # Without O_NONBLOCK, opening a named pipe blocks until a writer opens it.
                 self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError as error:

@@ -225,6 +225,8 @@ def _advance(buffers: list[memoryview], count: int) -> None:
         buffers[0] = buffers[0][count:]
 
 
+OPEN_SOURCE = "open source"
+"""Action of opening a file outside of a store, to which links may lead."""
 _ADVICE = {
     **dict.fromkeys(("open for reading", "read", "list", "access"), "this user has no permission to read it"),
     "create directory": "choose a directory where this user may write; to read a store, open it with read_only=True",
@@ -250,7 +252,8 @@ def translated(action: str, path: PurePath) -> Iterator[None]:
             raise ReadOnlyStoreError(f"{message}; {advice}") from error
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise TooManyFilesError(f"{message}; raise the limit of open files (ulimit -n)") from error
-        if error.errno == errno.ELOOP:
+        # Links to files outside of a store are followed. The path of such a file is a loop of links.
+        if error.errno == errno.ELOOP and action != OPEN_SOURCE:
             refuse_link(path)
         raise StorageError(message) from error
 

@@ -117,8 +117,8 @@ def recorded_catalog(log: list[Entry]) -> Iterator[None]:
         log.append(("catalog", (self.path / "data.mdb").read_bytes(), synced))
 
     @contextlib.contextmanager
-    def recording_write(self: Catalog) -> Iterator[Any]:
-        with write(self) as transaction:
+    def recording_write(self: Catalog, **options: bool) -> Iterator[Any]:
+        with write(self, **options) as transaction:
             yield transaction
         keep(self)
 

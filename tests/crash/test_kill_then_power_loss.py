@@ -66,10 +66,10 @@ class _MortalFiles(WatchedFiles, RecordingFiles):
         write = Catalog.write
 
         @contextlib.contextmanager
-        def mortal_write(catalog: Catalog) -> Iterator[object]:
+        def mortal_write(catalog: Catalog, **options: bool) -> Iterator[object]:
             if self.dead:
                 raise _Killed
-            with write(catalog) as transaction:
+            with write(catalog, **options) as transaction:
                 yield transaction
 
         with monkeypatch.context() as patch:

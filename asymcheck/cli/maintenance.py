@@ -255,15 +255,13 @@ def _summary(done: Collected, *, dry_run: bool) -> str:
         recyclable = (
             f"; {output.size(done.pool_bytes)} {would}stay recyclable for later saves (--empty-pool deletes them)"
         )
-    trimmed = ""
-    if done.trimmed_packs:
-        packs = output.count(done.trimmed_packs, "recyclable pack")
-        trimmed = f"; {'would delete' if dry_run else 'deleted'} {packs}, {output.size(done.trimmed_bytes)}"
+    if done.freed_packs or done.returned_bytes:
+        freed += f"; {output.size(done.returned_bytes)} {'would return' if dry_run else 'returned'} to the file system"
     if dry_run:
-        return f"would free {freed}{recyclable}{trimmed}; {remaining}"
+        return f"would free {freed}{recyclable}; {remaining}"
     busy = f"; skipped {output.count(done.busy_packs, 'pack')} in use" if done.busy_packs else ""
     removed = f"; removed {output.count(done.removed_temporaries, 'leftover file')}" if done.removed_temporaries else ""
-    return f"freed {freed}{recyclable}{trimmed}; {remaining}{busy}{removed}"
+    return f"freed {freed}{recyclable}; {remaining}{busy}{removed}"
 
 
 @command("Delete the checkpoints of a step.")

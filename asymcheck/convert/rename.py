@@ -39,22 +39,29 @@ def rename_tensors(state: object, renames: Renames, is_tensor: Callable[[object]
     metadata and files of an imported safetensors file keep their names.
 
     Raises:
-        InvalidInputError: two tensors would have the same name, or a name is impossible.
+        InvalidInputError: two tensors would have the same name, a name is impossible, or a pattern matches no name.
     """
     if not renames or not isinstance(state, dict):
         return state
     names: dict[str, tuple[Key, ...]] = {}
     targets: dict[tuple[Key, ...], tuple[Key, ...]] = {}
+    unused = {pattern.pattern: pattern for pattern, _ in renames}
     for path, leaf in leaves_of(state):
         old = new = join_name(path)
         if is_tensor(leaf) and path[0] != SOURCE:
             for pattern, replacement in renames:
+                if pattern.search(new):
+                    unused.pop(pattern.pattern, None)
                 new = pattern.sub(replacement, new)
         if new != old:
             targets[path] = _target(path, new)
         other = names.setdefault(new, path)
         if other != path and (other in targets or path in targets):
             _refuse(join_name(other), old, new)
+    if unused:
+        raise InvalidInputError(
+            f"cannot rename: {next(iter(unused))!r} matches no name of a tensor; --dry-run lists the names"
+        )
     moved: list[tuple[tuple[Key, ...], object, tuple[Key, ...]]] = []
     renamed: Any = _copied(state, (), targets, moved)
     for target, leaf, path in moved:

@@ -42,10 +42,8 @@ class Collected:
     """Bytes of the files of freed packs."""
     pooled_packs: int = 0
     """Number of freed packs moved to the pool. The other freed packs were unlinked."""
-    trimmed_packs: int = 0
-    """Number of packs that were deleted from the pool, because it was larger than its limit."""
-    trimmed_bytes: int = 0
-    """Bytes of those packs."""
+    returned_bytes: int = 0
+    """Bytes of deleted files, which the file system can use again: freed packs, and packs that exceed the pool."""
     pool_bytes: int = 0
     """Bytes in the pool after the collection, which later saves overwrite."""
     removed_temporaries: int = 0
@@ -168,8 +166,7 @@ class StoreSweep(Sweep):
             # A locked file is being taken from the pool by a writer.
             with self._tier.locked(path) as held:
                 if held:
-                    self.result.trimmed_packs += 1
-                    self.result.trimmed_bytes += size
+                    self.result.returned_bytes += size
                     if not self.dry_run:
                         self._tier.files.unlink(path)
 
@@ -200,7 +197,8 @@ class StoreSweep(Sweep):
             dead_pins = transaction.still_dead(self.dead_pins)
             pinned = pinned_packs(transaction, dead_pins)
         self._trim_pool()
-        room = space = self._tier.pool.room() + self.result.trimmed_bytes
+        trimmed = self.result.returned_bytes
+        room = space = self._tier.pool.room() + trimmed
         for pack_id in self.candidates:
             with self._tier.locked(_path(self._tier, pack_id)) as held:
                 if not held:
@@ -213,13 +211,14 @@ class StoreSweep(Sweep):
         for pack_id in itertools.chain(*plan.batches):
             space = self._count_pooled(pack_id, space)
         self._count_repacked(plan.expected)
-        self.result.pool_bytes = self._tier.pool.nbytes() - self.result.trimmed_bytes + int(room - space)
+        self.result.pool_bytes = self._tier.pool.nbytes() - trimmed + int(room - space)
 
     def _count_pooled(self, pack_id: PackId, space: float) -> float:
         """Count a pack that would be freed. Return the space left in the pool."""
         path = _path(self._tier, pack_id)
         self._count_freed(path.stat().st_size)
         if not self._tier.pool.would_keep(path, space):
+            self.result.returned_bytes += path.stat().st_size
             return space
         self.result.pooled_packs += 1
         return space - path.stat().st_size
@@ -270,8 +269,11 @@ class StoreSweep(Sweep):
         """Do step 5 of SPEC.md §8.3: move freed packs, which the caller has locked, to the pool."""
         for pack_id in freed:
             path = _path(self._tier, pack_id)
-            self._count_freed(path.stat().st_size)
-            self.result.pooled_packs += self._tier.pool.put(path)
+            size = path.stat().st_size
+            self._count_freed(size)
+            is_pooled = self._tier.pool.put(path)
+            self.result.pooled_packs += is_pooled
+            self.result.returned_bytes += 0 if is_pooled else size
             emit("gc.retired", path.name)
         if freed:
             self._tier.pool.sync()

@@ -150,6 +150,7 @@ class RemoteSweep(Sweep):
         if self._spared is not None:
             raise self._spared
         self.result.kept_packs = len(self.packs.keys() | self.doomed.keys()) - self.result.freed_packs
+        self.result.returned_bytes = self.result.freed_bytes
 
 
 class RemotePruner:

@@ -72,6 +72,8 @@ class InPlaceFill:
         self._problems: list[str] = []
         self.differences: list[str] = []
         """Differences between the given and the stored state that torch accepts in silence."""
+        self.omissions: list[str] = []
+        """Stored values that a partial state lacks."""
         self._stages = PipelineStages(parts.rank_of)
         stored = select_each(parts.shapes(), tensors)
         fillable = isinstance(state, (torch.Tensor, np.ndarray, TensorShard, Mapping, list, tuple, Stateful))
@@ -295,8 +297,10 @@ class InPlaceFill:
                 finishes[key] = self._match(value, values, (*path, key))
             else:
                 self._refuse((*path, key), f"is not in {self._stored_where}{did_you_mean(key, mappings[0], current)}")
-        if self._grows and not path and (unused := [key for key in mappings[0] if key not in current]):
-            self.differences.append(f"stored, but not in the given state: {listed(unused)}")
+        if not (self._grows and path) and (unused := [key for key in mappings[0] if key not in current]):
+            where = f"{join_name(path)}: " if path else ""
+            problems = self.differences if self._grows else self.omissions
+            problems.append(f"{where}stored, but not in the given state: {listed(unused)}")
         if self._grows and path:
             # Only entries of the own rank are added.
             for key in mappings[0]:

@@ -169,8 +169,9 @@ def _load_one(tier: ReadTier, wanted: LoadRequest, resolved: Resolved) -> object
     parts = ShardSet(resolved.manifests, [manifest.header.rank for manifest in resolved.manifests].index(own))
     with _with_advice(tier, resolved, parts, "\n"):
         filler = InPlaceFill(wanted.into, parts, wanted.tensors, grows=wanted.grows)
-    if filler.differences:
-        shown = "\n  ".join(filler.differences)
+    differences = [*filler.omissions, *filler.differences] if wanted.strict else filler.differences
+    if differences:
+        shown = "\n  ".join(differences)
         if wanted.strict:
             raise StateMismatchError(
                 f"the given state differs from {resolved.ref}; nothing was overwritten:\n  {shown}"

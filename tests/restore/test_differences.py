@@ -51,6 +51,15 @@ def test_differences_are_an_error_if_strict(path: Path) -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
+def test_strict_load_of_a_partial_state_is_refused(path: Path) -> None:
+    """Test stored values that the given state lacks, at the top and below."""
+    with Store.open(path, create=True) as store:
+        store.save({"plain": {"a": 1, "b": 2}, "other": 3}, step=2)
+        assert store.load(into={"plain": {"a": 0}}) == {"plain": {"a": 1}}
+        with pytest.raises(StateMismatchError, match=r"plain: stored, but not .*: b\n.*stored, but not .*: other"):
+            store.load(into={"plain": {"a": 0}}, strict=True)
+
+
 def test_equal_state_gives_no_warning(path: Path) -> None:
     """Test the same model and optimizer, with another learning rate, as a schedule leaves it."""
     state = _trained()

@@ -321,7 +321,7 @@ def convert(
 
 def _sources(src: Path, dst: Path, step: int | None, *, everything: bool) -> tuple[list[tuple[Path, int]], int]:
     """Return the files or folders to import with their steps, and the exit status."""
-    from asymcheck.convert.trainer_folder import trainer_folder, trainer_step
+    from asymcheck.convert.trainer_folder import is_checkpoint_folder, trainer_folder, trainer_step
 
     trainer = trainer_folder(src)
     if everything and step is not None:
@@ -339,6 +339,11 @@ def _sources(src: Path, dst: Path, step: int | None, *, everything: bool) -> tup
                 f"Import the newest with 'asymcheck convert {newest} {dst}', or all with --all"
             )
         default = trainer_step(src) if src.is_dir() else None
+        if default is None and step is None and is_checkpoint_folder(src):
+            output.note(
+                f"{src} has no valid trainer_state.json, so the Trainer may not have finished it. It is imported as "
+                "step 0; pass --step for another one"
+            )
         return [(src, (default or 0) if step is None else step)], exit_status.OK
     if trainer.incomplete:
         output.note(

@@ -38,6 +38,11 @@ def trainer_folder(folder: Path) -> TrainerFolder:
         return TrainerFolder(complete, incomplete, any(any(folder.glob(pattern)) for pattern in _WEIGHTS))
 
 
+def is_checkpoint_folder(path: Path) -> bool:
+    """Tell whether a path is a folder with the name of a Trainer's checkpoint."""
+    return path.is_dir() and _CHECKPOINT.fullmatch(path.name) is not None
+
+
 def trainer_step(folder: Path) -> int | None:
     """Return the step of a complete checkpoint folder of a Trainer; None for all other paths."""
     path = folder / _STATE

@@ -69,6 +69,16 @@ def test_unfinished_checkpoint_is_skipped(call: Call, tmp_path: Path, state: str
     assert not (tmp_path / "new").exists()
 
 
+def test_unfinished_checkpoint_that_is_asked_for_is_imported_with_a_message(call: Call, tmp_path: Path) -> None:
+    """Test a folder whose last file is missing, with and without a step."""
+    checkpoint(tmp_path / "out", 20, "")
+    outcome = call("convert", tmp_path / "out" / "checkpoint-20", tmp_path / "store")
+    assert "imported as step 0; pass --step" in outcome.err
+    assert steps(tmp_path / "store") == [0]
+    again = call("convert", tmp_path / "out" / "checkpoint-20", tmp_path / "other", "--step", 20)
+    assert (again.err, steps(tmp_path / "other")) == ("", [20])
+
+
 def test_all_checkpoints_are_imported_on_request(call: Call, tmp_path: Path) -> None:
     """Test --all, its document, and the options that contradict it."""
     for step in (10, 20):

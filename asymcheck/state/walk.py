@@ -130,7 +130,7 @@ class Walker:
         else:
             content = self.node(parts.content, name, depth + 1)
         if not is_typed_value(parts.kind, parts.parameter, content):
-            remedy = "use only integers, numbers, strings and tuples in it, or store list(value)"
+            remedy = "use only numbers, strings, paths, dates and tuples of them in it, or store list(value)"
             raise UnsupportedValueError(name or "", f"the items of a {parts.kind} cannot be stored; {remedy}")
         return ["x", parts.kind, self._scalar(parts.parameter, name), content]
 

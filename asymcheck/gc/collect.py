@@ -44,8 +44,8 @@ class Collected:
     """Number of freed packs moved to the pool. The other freed packs were unlinked."""
     returned_bytes: int = 0
     """Bytes of deleted files, which the file system can use again: freed packs, and packs that exceed the pool."""
-    pool_bytes: int = 0
-    """Bytes in the pool after the collection, which later saves overwrite."""
+    pool_bytes: int = dataclasses.field(default=0, compare=False)
+    """Bytes in the pool after the collection, which later saves overwrite. A dry run ignores repacks."""
     removed_temporaries: int = 0
     """Number of unfinished packs of dead writers that were removed."""
     busy_packs: int = 0
@@ -186,6 +186,7 @@ class StoreSweep(Sweep):
         _, self.stale = self.reachable.since(self._catalog)
         self.result.kept_packs = len(self.reachable.packs) - len(self.candidates) + self.reachable.unread
         self._tier.pool.capacity_bytes = self._pool_capacity()
+        self._trim_pool()
 
     def _refresh(self) -> None:
         self.reachable.refresh()
@@ -196,7 +197,6 @@ class StoreSweep(Sweep):
         with self._catalog.read() as transaction:
             dead_pins = transaction.still_dead(self.dead_pins)
             pinned = pinned_packs(transaction, dead_pins)
-        self._trim_pool()
         trimmed = self.result.returned_bytes
         room = space = self._tier.pool.room() + trimmed
         for pack_id in self.candidates:
@@ -291,7 +291,6 @@ class StoreSweep(Sweep):
         if self.dry_run:
             return
         self._count_repacked(repack(self._tier, self._catalog, self.reachable, self._retire))
-        self._trim_pool()
         self.result.pool_bytes = self._tier.pool.nbytes()
         manifests = self._tier.manifests
         empty = [(run, ref) for run in manifests.runs() for ref in manifests.empty(run)]

@@ -44,7 +44,7 @@ def _rows(out: str) -> list[list[str]]:
 def test_inspect_shows_the_number_of_ranks(shared: Path) -> None:
     """Test also the whole shape, the bytes, and the number of shards of a tensor."""
     rows = _rows(run_command("inspect", shared).out)
-    assert ["run", "step", "generation", "saved", "(UTC)", "ranks", "size", "status", "metrics"] in rows
+    assert ["run", "step", "generation", "saved", "(UTC)", "age", "ranks", "size", "status", "metrics"] in rows
     outcome = run_command("inspect", shared, "--step", "10", "--where")
     assert outcome.status == 0
     rows = _rows(outcome.out)

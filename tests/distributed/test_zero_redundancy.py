@@ -23,6 +23,7 @@ def _train(store: Path, last: int, ranks: int = 2) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.slow
 def test_resumed_training_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     """Test parts of the optimizer on two ranks, with a learning rate that a schedule has changed before the resume."""
     whole = _train(tmp_path / "whole", 8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shlex
 from functools import partial
 from pathlib import Path
 
@@ -12,11 +11,10 @@ import click
 
 from asymcheck.cli import exit_status, output
 from asymcheck.cli.options import Report
-from asymcheck.config import DEFAULT_RUN, ring_folder_of
 from asymcheck.errors import NotFoundError, StorageError
 from asymcheck.gc.collect import CollectedRing
 from asymcheck.storage.local_files import translated
-from asymcheck.storage.shm import RingCapture, RingFile
+from asymcheck.storage.shm import RingCapture, RingFile, restore_command
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint
 
@@ -78,10 +76,8 @@ def note_unflushed_captures(store: Store, run: str | None, ring_folder: Path) ->
 
 
 def _ring_advice(store: Path | str, run: str | None, ring_folder: Path) -> str:
-    words = ["asymcheck", "restore", str(store), "--tier", "memory"]
-    words += [] if run is None or run == DEFAULT_RUN else ["--run", run]
-    words += [] if ring_folder == ring_folder_of(None) else ["--ring-folder", str(ring_folder)]
-    return f"Checkpointer.restore() commits captures from memory. To write one to a file: {shlex.join(words)} --to FILE"
+    command = restore_command(store, run, ring_folder)
+    return f"Checkpointer.restore() commits captures from memory. To write one to a file: {command}"
 
 
 def report_rings(store: Store, run: str | None, ring_folder: Path) -> Report:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 from asymcheck.commit.encoder import Encoder
 from asymcheck.commit.save_request import LineagePosition
 from asymcheck.commit.transaction import RingTransaction
-from asymcheck.config import ring_folder_of
 from asymcheck.errors import (
     FormatError,
     InvalidInputError,
@@ -36,6 +35,7 @@ from asymcheck.storage.shm import (
     list_rings,
     open_orphaned_ring,
     remove_unreadable_ring,
+    restore_command,
     ring_run_and_store,
     wait_for_orphaned_ring,
 )
@@ -227,13 +227,12 @@ class _Adoption:
             self._note(run, step, str(error))
         except OutOfSpaceError as error:
             if self._raises:
-                store, rings = self._tier.root, capture.reader.path.parent
-                option = "" if rings == ring_folder_of(None) else f" --ring-folder {rings}"
+                store = self._tier.root
+                command = restore_command(store, run, capture.reader.path.parent, step)
                 raise OutOfSpaceError(
                     f"step {step} of run {run!r} is complete in memory, but the drive of store {store} is full. Free "
-                    f"space, for example with 'asymcheck gc {store} --keep-last 1', and start again. Or write the step "
-                    f"to another drive: 'asymcheck restore {store} --step {step} --tier memory{option} --to FILE'. "
-                    "Or continue from an older checkpoint: Checkpointer(on_error='warn')"
+                    "space, for example with asymcheck gc and its --keep rules, and start again. Or write the step to "
+                    f"another drive:\n  {command}\nOr continue from an older checkpoint: Checkpointer(on_error='warn')"
                 ) from error
             self._kept.add(capture.reader)
             self._note(run, step, f"{error}; {_KEPT}")

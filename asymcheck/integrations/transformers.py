@@ -32,15 +32,9 @@ from asymcheck.integrations.trainer_callback import Deferred, Groups, SavingCall
 from asymcheck.state.rng import RngState
 
 _LOAD_WEIGHTS_METHOD = "_load_from_checkpoint"
-# Sums of the Trainer between two logs. Releases before 5 keep the loss in a local variable.
-_LOSS, _SUMS = (
-    "_tr_loss",
-    {
-        "logged": "_globalstep_last_logged",
-        "total": "_total_loss_scalar",
-        "begun": "_initial_global_step",
-    },
-)
+# Sum of the losses since the last log. Releases before 5 keep it in a local variable.
+_LOSS = "_tr_loss"
+_SUMS = {"logged": "_globalstep_last_logged", "total": "_total_loss_scalar", "begun": "_initial_global_step"}
 _NO_METRICS = ("step", "epoch")
 _FOLDER = "asymcheck-resume"
 _RESUME = "trainer.train(resume_from_checkpoint=callback.resume(trainer))"

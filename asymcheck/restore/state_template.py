@@ -21,9 +21,11 @@ from asymcheck.state.typed_values import TypedValue, build
 
 _T = TypeVar("_T")
 _DIVISIBLE = ("defaultdict", "deque", "dataclass", "namedtuple")
+"""Types of typed values of which a part can be selected."""
 _METADATA = "_metadata"
-_WRAPPERS = ("_orig_mod", "module")
 """Attribute in which Module.state_dict() stores the versions of modules for Module.load_state_dict()."""
+_WRAPPERS = ("_orig_mod", "module")
+"""Parts of names that torch.compile and DistributedDataParallel add."""
 
 
 def _metadata(mapping: object) -> object:

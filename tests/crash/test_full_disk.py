@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch
 from asymcheck import Checkpointer
 from asymcheck.config import StoreConfig
 from asymcheck.errors import OutOfSpaceError, SkippedCheckpointWarning
+from asymcheck.storage.shm import restore_command
 from asymcheck.store import Store
 from tests.checkpointer.loops import linear_loop, rings
 from tests.crash.actions import open_store
@@ -261,13 +263,21 @@ def test_capture_in_memory_is_not_lost_on_a_full_disk(
         pytest.raises(OutOfSpaceError, match="step 1 of run 'default' is complete in memory, but the drive") as caught,
     ):
         checkpointer.restore()
-    command = re.search(r"'(asymcheck restore [^']*)'", str(caught.value))
+    command = re.search(r"^  (asymcheck restore .*)$", str(caught.value), re.MULTILINE)
     assert command is not None
     argv = command[1].replace("FILE", str(tmp_path / "out.safetensors")).split()
     subprocess.run([sys.executable, "-m", *argv], check=True, capture_output=True)
     assert (tmp_path / "out.safetensors").is_file()
     (small_disk / "ballast").unlink()
     assert_restored(folder, 1, 1)
+
+
+def test_command_that_saves_a_capture_names_run_and_folder(tmp_path: Path) -> None:
+    """Test a run with another name, and paths that need quotes."""
+    command = restore_command(tmp_path / "my store", "fine tuning", tmp_path / "my rings", 7)
+    words = ["asymcheck", "restore", str(tmp_path / "my store"), "--tier", "memory", "--step", "7"]
+    words += ["--run", "fine tuning", "--ring-folder", str(tmp_path / "my rings"), "--to", "FILE"]
+    assert shlex.split(command) == words
 
 
 @pytest.mark.slow

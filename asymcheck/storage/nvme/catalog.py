@@ -532,7 +532,9 @@ class Catalog:
             self._thread_lock.release()
 
     def _wait_lock(self, timeout_s: float, *, gives_way: bool) -> bool:
-        if gives_way or try_lock(self._lock_descriptor, exclusive=True):
+        if try_lock(self._lock_descriptor, exclusive=True):
+            return True
+        if gives_way:
             return wait_lock(self._lock_descriptor, timeout_s, exclusive=True)
         # A collection that looks for waiting writers holds the exclusive lock for a moment.
         wait_lock(self._waiting_descriptor, _GIVE_WAY_POLL_S, exclusive=False)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shlex
 import stat
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+from asymcheck.config import DEFAULT_RUN, ring_folder_of
 from asymcheck.errors import CaptureWarning, FormatError, LockTimeoutError, UnsupportedVersionError, warn_user
 from asymcheck.format.layout import parse_ring_name
 from asymcheck.format.manifest import Manifest
@@ -32,6 +34,15 @@ _ADOPTION_PATIENCE_S = 10.0
 _INSPECTION_S = 0.1
 _ADOPTION_S = 1800.0
 """Longer than writing all of the memory to a slow drive takes."""
+
+
+def restore_command(store: Path | str, run: str | None, ring_folder: Path, step: int | None = None) -> str:
+    """Return the command that writes a capture in memory to FILE, by default the newest one."""
+    words = ["asymcheck", "restore", str(store), "--tier", "memory"]
+    words += [] if step is None else ["--step", str(step)]
+    words += [] if run is None or run == DEFAULT_RUN else ["--run", run]
+    words += [] if ring_folder == ring_folder_of(None) else ["--ring-folder", str(ring_folder)]
+    return f"{shlex.join(words)} --to FILE"
 
 
 def list_rings(folder: Path, store_id: bytes | None) -> list[Path]:

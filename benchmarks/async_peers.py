@@ -119,13 +119,14 @@ class Ours(Saver):
         where: Path,
         schedule: Literal["asymmetric", "symmetric", "eager"] = "asymmetric",
         config: asymcheck.StoreConfig | None = None,
+        keep: asymcheck.Retention | None = None,
     ) -> None:
-        """Save with the given schedule, into a store with the given configuration."""
+        """Save with the given schedule, into a store with the given configuration, with retention ``keep``."""
         super().__init__(state, where)
         self.name = f"asymcheck {schedule}"
         self._store = asymcheck.Store.open(where, config=config, create=True)
         self._checkpointer = asymcheck.Checkpointer(
-            self._store, state, capture=CaptureConfig(schedule=schedule), every=1, keep=None
+            self._store, state, capture=CaptureConfig(schedule=schedule), every=1, keep=keep
         )
         self._counted = 0.0
 

@@ -1,43 +1,54 @@
-"""``gpu``: cost of checkpoints for a training on a GPU, and bandwidth of the capture.
+"""``gpu``: cost of checkpoints for a training on a GPU, beside other libraries, and restores onto the device.
 
 Train a GPT-2 with AdamW on the device. *Limit* is the bandwidth of plain copies from the device to pinned memory.
 *Capture* is the size of the state divided by the time from the call of ``step()`` until the last copy on the device, on
-an idle machine. *Visible stall* is the duration of an iteration with a checkpoint minus the median without, by the
-device's clock. *Host stall* is the host time in calls, hooks and fences. *Slowdown* is the mean iteration with
-checkpoints divided by the mean without. The workload needs CUDA.
+an idle machine. *Visible stall* is the duration of ten iterations, of which the first has a checkpoint, minus that of
+ten without, by the device's clock. Each checkpoint is durable before the next begins, so that the drive is not the
+limit. *Host stall* is the host time in calls, hooks and fences. *Restores* read from the drive, not from the page
+cache. The workload needs CUDA; ``measure()`` runs on any device, so that a test can run it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import gc
+import os
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 import asymcheck
 from asymcheck.config import CaptureConfig
-from benchmarks import environment
-from benchmarks.report import Report, Row, row
+from benchmarks import async_peers, coldness, environment, peers, raw
+from benchmarks.async_peers import ASYNC, SYNC, Factory, Ours, Saver
+from benchmarks.report import Report, Row, best, rotated, row
 
 _BYTES_PER_PARAMETER = 12
 """Weight and two moments in float32."""
 _VOCABULARY = 50_257
 _CHUNK = 256 << 20
-_ROUNDS = 5
+_LINK_ROUNDS = 5
+_LEAD = 2
+"""Iterations before each measurement, so that the host is ahead of the device, as in a training."""
 _WARM_UP = 7
-"""Number of warm-up checkpoints: the first creates the ring, and the plan follows after five measured iterations."""
-_OURS = "asymcheck asymmetric"
+"""Warm-up checkpoints of asymcheck: the first creates the ring, and the plan follows after five measured iterations."""
+_NEWEST = asymcheck.Retention(keep_last=1)
+OURS_NAME = "asymcheck asymmetric"
+OURS: dict[str, Factory] = {
+    f"asymcheck {schedule}": partial(Ours, schedule=schedule, keep=_NEWEST)
+    for schedule in ("asymmetric", "symmetric", "eager")
+}
+"""asymcheck, by schedule. Disks are small, so each keeps one checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +63,10 @@ class Shape:
     """Sequences in a batch."""
     context: int
     """Tokens in a sequence."""
-    steps: Mapping[int, int]
-    """Number of steps to train, by checkpoint interval in steps."""
+    rounds: int
+    """Measured checkpoints of each system."""
+    every: int = 10
+    """Iterations of one measurement. The first has a checkpoint."""
 
     @property
     def layers(self) -> int:
@@ -62,8 +75,8 @@ class Shape:
         return max(round(parameters / (12 * self.width**2)), 1)
 
 
-FULL = Shape(14.0, 1600, 8, 1024, {1: 20, 10: 41})
-QUICK = Shape(0.5, 256, 4, 256, {1: 8, 10: 21})
+FULL = Shape(14.0, 1600, 8, 1024, 3)
+QUICK = Shape(0.5, 768, 4, 256, 2)
 
 
 def run(folder: Path | None, *, quick: bool, gigabytes: float | None = None) -> Report:
@@ -77,8 +90,8 @@ def run(folder: Path | None, *, quick: bool, gigabytes: float | None = None) -> 
     shape = QUICK if quick else FULL
     shape = dataclasses.replace(shape, gigabytes=gigabytes or shape.gigabytes)
     device = torch.device("cuda")
-    report = measure(folder, shape, device)
     limit = pinned_limit(device)
+    report = measure(folder, shape, device, OURS | SYNC | ASYNC)
     report.environment["device"] = torch.cuda.get_device_name(device)
     report.results.append(row("limit", "device to pinned memory", "GB/s", limit))
     captured = next(one.median for one in report.results if one.metric == "capture")
@@ -91,7 +104,7 @@ def pinned_limit(device: torch.device) -> list[float]:
     source = torch.ones(_CHUNK, dtype=torch.uint8, device=device)
     target = torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True)
     rates = []
-    for _ in range(_ROUNDS + 1):
+    for _ in range(_LINK_ROUNDS + 1):
         began = _Mark(device)
         for _ in range(8):
             target.copy_(source, non_blocking=True)
@@ -100,43 +113,30 @@ def pinned_limit(device: torch.device) -> list[float]:
     return rates[1:]
 
 
-def measure(folder: Path | None, shape: Shape, device: torch.device) -> Report:
-    """Measure everything except the link, on any device, so that a test can run this function."""
+def measure(folder: Path | None, shape: Shape, device: torch.device, systems: dict[str, Factory]) -> Report:
+    """Measure ``systems`` on any device, without its link to the host."""
     loop = _Loop(shape, device)
-    results: list[Row] = []
-    ratios: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with tempfile.TemporaryDirectory(dir=folder) as scratch, async_peers.process_group():
         where = Path(scratch)
-        results.append(row(_OURS, "capture", "GB/s", _capture_rates(loop, where / "capture")))
-        for every, steps in shape.steps.items():
-            plain = loop.train(steps)
-            with _checkpointer(loop, where / f"every-{every}") as checkpointer:
-                loop.train(_WARM_UP, checkpointer, 1)
-                before = dataclasses.replace(checkpointer.statistics())
-                times = loop.train(steps, checkpointer, every)
-                after = checkpointer.statistics()
-                checkpointer.wait()
-            usual = statistics.median(plain)
-            stalls = [max(seconds - usual, 0.0) for seconds in times[::every]]
-            host = sum(getattr(after, name) - getattr(before, name) for name in ("step_s", "fence_s", "hooks_s"))
-            label = f"every {every}"
-            results.append(row("no checkpoints", f"iteration, {label}", "ms", [one * 1e3 for one in plain]))
-            results.append(row(_OURS, f"visible stall, {label}", "ms", [one * 1e3 for one in stalls]))
-            p95 = float(np.percentile(stalls, 95))
-            results.append(row(_OURS, f"visible stall p95, {label}", "ms", [p95 * 1e3]))
-            results.append(row(_OURS, f"host stall, {label}", "ms", [host / len(stalls) * 1e3]))
-            ratios[f"slowdown_every_{every}"] = statistics.mean(times) / statistics.mean(plain)
+        results = [row(OURS_NAME, "capture", "GB/s", _capture_rates(loop, where / "capture"))]
+        peers.remove(where / "capture")
+        stalls, ratios = _stalls(loop, where, systems)
+        restores, restore_ratios = _restores(loop, where / "restore", shape.rounds)
         described = environment.describe(where)
     described["state"] = loop.described
-    return Report("gpu", described, results, ratios)
+    return Report("gpu", described, [*results, *stalls, *restores], ratios | restore_ratios)
 
 
 def _capture_rates(loop: _Loop, where: Path) -> list[float]:
-    """Return GB/s of captures without training, for each round."""
+    """Return GB/s of captures without training, for each round after the fully compared ones."""
     rates = []
     # Disable staging. Otherwise, the clock would stop when a part has only been cloned on the device.
-    with _checkpointer(loop, where, CaptureConfig(staging_bytes=0)) as checkpointer:
-        for step in range(_ROUNDS + 1):
+    capture = CaptureConfig(staging_bytes=0)
+    with (
+        asymcheck.Store.open(where, create=True) as store,
+        asymcheck.Checkpointer(store, loop.state, capture=capture, every=1, keep=_NEWEST) as checkpointer,
+    ):
+        for step in range(loop.shape.rounds + 2):
             loop.iterate()
             _Mark(loop.device).wait()
             began = time.perf_counter()
@@ -146,30 +146,139 @@ def _capture_rates(loop: _Loop, where: Path) -> list[float]:
             _Mark(loop.device).wait()
             rates.append(loop.nbytes / 1e9 / (time.perf_counter() - began))
             checkpointer.wait()
-    # The first capture creates and pins the ring.
-    return rates[1:]
+    # The first two captures are compared byte by byte, and the first creates and pins the ring.
+    return rates[2:]
 
 
-@contextlib.contextmanager
-def _checkpointer(loop: _Loop, where: Path, capture: CaptureConfig | None = None) -> Iterator[asymcheck.Checkpointer]:
-    """Yield a Checkpointer of a new store, which deletes old checkpoints meanwhile because disks are small."""
-    over = threading.Event()
-    with asymcheck.Store.open(where, create=True) as store:
+@dataclasses.dataclass
+class _Costs:
+    """Measurements of one system."""
 
-        def collect() -> None:
-            while not over.wait(0.5):
-                for checkpoint in store.checkpoints()[:-1]:
-                    store.delete(checkpoint.step)
-                store.gc()
+    visible: list[float] = dataclasses.field(default_factory=list)
+    """Seconds by which ten iterations with a checkpoint took longer than without."""
+    first: float = 0.0
+    """The same for the first checkpoint."""
+    host: list[float] = dataclasses.field(default_factory=list)
+    durable: list[float] = dataclasses.field(default_factory=list)
 
-        collector = threading.Thread(target=collect)
-        collector.start()
-        try:
-            with asymcheck.Checkpointer(store, loop.state, capture=capture, every=1, keep=None) as checkpointer:
-                yield checkpointer
-        finally:
-            over.set()
-            collector.join()
+
+def _stalls(loop: _Loop, where: Path, systems: dict[str, Factory]) -> tuple[list[Row], dict[str, float]]:
+    every = loop.shape.every
+    plain: list[float] = []
+    found: dict[str, _Costs] = {}
+    for name, factory in systems.items():
+        found[name] = _costs(loop, factory, where / "store", plain, _WARM_UP if name in OURS else 1)
+        peers.remove(where / "store")
+        seconds = statistics.median(found[name].visible)
+        print(f"{name}: {seconds * 1e3:.1f} ms in {every} iterations", flush=True)
+    results = [row("no checkpoints", "iteration", "ms", [one * 1e3 for one in plain])]
+    for name, costs in found.items():
+        for metric, unit, factor, values in (
+            (f"visible stall, every {every}", "ms", 1e3, costs.visible),
+            ("visible stall of the first", "ms", 1e3, [costs.first]),
+            ("host stall", "ms", 1e3, costs.host),
+            ("time to durable", "s", 1, costs.durable),
+        ):
+            results.append(row(name, metric, unit, [one * factor for one in values]))
+    visible = {name: statistics.median(costs.visible) for name, costs in found.items()}
+    iterations = every * statistics.median(plain)
+    ratios = {f"slowdown_every_{every}": 1 + visible[OURS_NAME] / iterations}
+    background = [name for name in found if name in ASYNC]
+    if background:
+        peer = best(visible, background)
+        ratios[f"slowdown_every_{every}_of_best_peer"] = 1 + visible[peer] / iterations
+        ratios["stall/best_peer"] = visible[OURS_NAME] / visible[peer]
+    return results, ratios
+
+
+def _costs(loop: _Loop, factory: Factory, where: Path, plain: list[float], warm_up: int) -> _Costs:
+    """Train with one system, and add the iterations without checkpoints to ``plain``."""
+    costs, every = _Costs(), loop.shape.every
+    where.mkdir()
+    saver = factory(loop.state, where)
+    for number in range(warm_up + loop.shape.rounds):
+        # Of the warm-up checkpoints, only the first is measured.
+        if 0 < number < warm_up:
+            loop.train(1, saver, number)
+        else:
+            before = loop.train(every)
+            # Noise may make the iterations with the checkpoint the shorter ones.
+            costs.visible.append(max(sum(loop.train(every, saver, number)) - sum(before), 0.0))
+            plain += before
+        saver.drain()
+        peers.remove(where / str(number - 1))
+    costs.first = costs.visible.pop(0)
+    saver.finish()
+    costs.host, costs.durable = saver.stalls[warm_up:], saver.durable[warm_up:]
+    return costs
+
+
+def _restores(loop: _Loop, where: Path, rounds: int) -> tuple[list[Row], dict[str, float]]:
+    """Measure restores onto the device, by asymcheck and by other libraries, and raw reads of as many bytes."""
+    where.mkdir()
+    # Peers refuse tensors that share memory.
+    unique = {tensor.data_ptr(): (name, tensor) for name, tensor in async_peers.flat_tensors(loop.state).items()}
+    tensors = dict(unique.values())
+    limit = raw.Limit([tensor.cpu() for tensor in tensors.values()])
+    limit.write(where / "raw")
+    filled = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    systems: dict[str, tuple[Path, Callable[[], object]]] = {
+        "raw read": (where / "raw", lambda: limit.read(where / "raw")),
+        "asymcheck load": (where / "store", partial(_load, where / "store", device=loop.device)),
+        "asymcheck load into": (where / "store", partial(_load, where / "store", into=filled)),
+    }
+    with asymcheck.Store.open(where / "store", create=True) as store:
+        store.save(dict(tensors), step=1)
+    for peer in (peers.TorchSave(), peers.Safetensors(), peers.DistributedCheckpoint()):
+        saved = where / peer.name.replace(" ", "-")
+        peers.save_durably(peer, tensors, saved)
+        if isinstance(peer, peers.DistributedCheckpoint):
+            systems[f"{peer.name} into"] = saved, partial(_filled, peer, saved, filled)
+    torch_file, safetensors_file = where / "torch.save", where / "safetensors"
+    systems["torch.load mmap"] = torch_file, partial(torch.load, torch_file, map_location=loop.device, mmap=True)
+    systems["safetensors"] = safetensors_file, partial(load_file, safetensors_file, device=str(loop.device))
+    times: dict[str, list[float]] = {name: [] for name in systems}
+    for number in range(rounds):
+        for name, (path, read) in rotated(list(systems.items()), number):
+            os.sync()
+            coldness.make_cold(peers.files_in(path))
+            began = time.perf_counter()
+            restored = read()
+            _Mark(loop.device).wait()
+            times[name].append(time.perf_counter() - began)
+            if number == 0 and isinstance(restored, dict):
+                _check(name, tensors, restored)
+            # Otherwise the next restore could be compared with the tensors of this one.
+            for tensor in filled.values():
+                tensor.zero_()
+            del restored
+            gc.collect()
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    ours = min(medians["asymcheck load"], medians["asymcheck load into"])
+    rivals = [name for name in medians if not name.startswith(("raw", "asymcheck"))]
+    ratios = {
+        "restore/limit": medians["raw read"] / ours,
+        "restore/best_peer": medians[best(medians, rivals)] / ours,
+    }
+    return [row(name, "time to restore onto the device", "s", values) for name, values in times.items()], ratios
+
+
+def _filled(peer: peers.Peer, where: Path, tensors: dict[str, torch.Tensor]) -> object:
+    peer.fills()[peer.name](where, tensors)
+    return tensors
+
+
+def _load(where: Path, device: torch.device | None = None, into: dict[str, torch.Tensor] | None = None) -> object:
+    with asymcheck.Store.open(where, read_only=True) as store:
+        return store.load(into=into) if device is None else store.load(device=device)
+
+
+def _check(name: str, saved: dict[str, torch.Tensor], restored: dict[str, Any]) -> None:
+    """Raise RuntimeError unless all tensors were restored onto their device."""
+    for key, tensor in saved.items():
+        found = restored[key]
+        if found.device != tensor.device or not torch.equal(found, tensor):
+            raise RuntimeError(f"{name} restored a different tensor {key}")
 
 
 class _Mark:
@@ -199,7 +308,7 @@ class _Loop:
     def __init__(self, shape: Shape, device: torch.device) -> None:
         logging.set_verbosity_error()
         torch.manual_seed(0)
-        self.device, self._shape = device, shape
+        self.device, self.shape = device, shape
         config = GPT2Config(
             n_layer=shape.layers, n_embd=shape.width, n_head=max(shape.width // 64, 1), n_positions=shape.context
         )
@@ -207,7 +316,6 @@ class _Loop:
             self._model = GPT2LMHeadModel(config).train()
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5, fused=True)
         self.state: dict[str, Any] = {"model": self._model, "optimizer": self._optimizer}
-        self._step = 0
         self.train(2)
         self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
         self.nbytes = self.parameters * _BYTES_PER_PARAMETER
@@ -218,22 +326,25 @@ class _Loop:
         """Description of the saved state."""
         return f"GPT-2 of {self.parameters / 1e6:.0f} million parameters with AdamW, {self.nbytes / 1e9:.2f} GB"
 
-    def iterate(self) -> None:
+    def iterate(self, saver: Saver | None = None) -> None:
         """Enqueue the forward pass, the backward pass and an optimizer step."""
-        tokens = torch.randint(_VOCABULARY, (self._shape.batch, self._shape.context), device=self.device)
+        tokens = torch.randint(_VOCABULARY, (self.shape.batch, self.shape.context), device=self.device)
         self._optimizer.zero_grad()
         with torch.autocast(self.device.type, torch.bfloat16):
             loss = self._model(tokens, labels=tokens).loss
         loss.backward()
+        if saver is not None:
+            saver.before_optimizer()
         self._optimizer.step()
 
-    def train(self, steps: int, checkpointer: asymcheck.Checkpointer | None = None, every: int = 1) -> list[float]:
-        """Return the seconds of each iteration, including the checkpoint at its beginning if it has one."""
-        marks = [_Mark(self.device)]
-        for number in range(steps):
-            if checkpointer is not None and number % every == 0:
-                self._step += 1
-                checkpointer.step(self._step)
+    def train(self, iterations: int, saver: Saver | None = None, step: int = 0) -> list[float]:
+        """Return the seconds of each iteration. With ``saver``, the first one begins with a checkpoint of ``step``."""
+        for _ in range(_LEAD):
             self.iterate()
+        marks = [_Mark(self.device)]
+        for number in range(iterations):
+            if saver is not None and number == 0:
+                saver.save(step)
+            self.iterate(saver)
             marks.append(_Mark(self.device))
         return [after.seconds_after(before) for before, after in pairwise(marks)]

@@ -39,6 +39,7 @@ from benchmarks import (
     training,
 )
 from benchmarks import bytes as bytes_workload
+from benchmarks.async_peers import ASYNC, SYNC
 from benchmarks.plot import draw
 from benchmarks.report import Report, rotated, row, write_json
 from tests.architecture.source_tree import REPOSITORY
@@ -129,12 +130,17 @@ def test_without_cuda_the_gpu_workload_says_so(
 @pytest.mark.slow
 def test_gpu_workload_runs_on_any_device(tmp_path: Path) -> None:
     """Test everything except the link: the CPU replaces a device, with the smallest model."""
-    shape = gpu.Shape(0.0, 16, 1, 8, {1: 2, 10: 11})
-    report = gpu.measure(tmp_path, shape, torch.device("cpu"))
-    metrics = {item.metric: item.n for item in report.results}
-    assert metrics["visible stall, every 1"] == metrics["visible stall, every 10"] == 2
-    assert metrics["iteration, every 10"] == 11
-    assert metrics["capture"] == 5
+    shape = gpu.Shape(0.0, 16, 1, 8, rounds=2, every=3)
+    peer = "torch DCP async staged"
+    systems = gpu.OURS | {"torch.save sync": SYNC["torch.save sync"], peer: ASYNC[peer]}
+    report = gpu.measure(tmp_path, shape, torch.device("cpu"), systems)
+    counts = {(item.system, item.metric): item.n for item in report.results}
+    for system in systems:
+        for metric in ("visible stall, every 3", "host stall", "time to durable"):
+            assert counts[system, metric] == 2, (system, metric)
+    assert counts["asymcheck asymmetric", "capture"] == 2
+    assert counts["asymcheck load", "time to restore onto the device"] == 2
+    report.ratios["slowdown_every_10"] = report.ratios["slowdown_every_3"]
     document = dataclasses.asdict(report)
     with pytest.raises(jsonschema.ValidationError, match="capture/limit"):
         jsonschema.validate(document, SCHEMA)

@@ -191,6 +191,6 @@ def test_on_cuda_each_checkpoint_has_the_bytes_of_its_step(
             expected.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
         ckpt.wait()
         for step in range(STEPS):
-            loaded = store.load("model.*", step=step)["model"]
+            loaded = store.load(step=step, tensors="model.*")["model"]
             for name, tensor in expected[step].items():
                 assert torch.equal(loaded[name], tensor.cpu()), f"{name} of step {step}"

@@ -13,7 +13,7 @@ from asymcheck.format.digest import digest
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
     """Return the elements in row-major order."""
     values = tensor.detach().resolve_conj().resolve_neg().reshape(-1).clone(memory_format=torch.contiguous_format)
-    return values.view(torch.uint8).numpy().tobytes()
+    return values.view(torch.uint8).cpu().numpy().tobytes()
 
 
 def assert_same(actual: object, expected: object, path: str = "state") -> None:

@@ -227,7 +227,9 @@ class Background(Saver):
 
 def _dcp(kind: AsyncCheckpointerType, *, staged: bool = False) -> Begin:
     def begin(saver: Background, target: Path) -> Callable[[], object]:
-        stager = DefaultStager(StagingOptions(False, False, True, False)) if staged else None
+        # Pinned memory and copies that do not block, where the state is on a GPU.
+        on_gpu = any(tensor.is_cuda for tensor in saver.tensors().values())
+        stager = DefaultStager(StagingOptions(on_gpu, False, True, on_gpu)) if staged else None
         response = async_save(
             dict(saver.tensors()),
             storage_writer=FileSystemWriter(target, thread_count=peers.THREADS),

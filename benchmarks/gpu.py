@@ -197,7 +197,7 @@ def _costs(loop: _Loop, factory: Factory, where: Path, plain: list[float], warm_
     where.mkdir()
     saver = factory(loop.state, where)
     for number in range(warm_up + loop.shape.rounds):
-        # Of the warm-up checkpoints, only the first is measured.
+        # Only the first of the warm-up checkpoints is measured.
         if 0 < number < warm_up:
             loop.train(1, saver, number)
         else:

@@ -20,7 +20,20 @@ from benchmarks.schemes import SCHEMES
 
 TARGET = Path(__file__).parents[1] / "docs" / "results"
 WORKLOADS = (
-    *("models", "goodput", "durable", "restore", "small", "stall", "batch", "codec", "bytes", "catalog", "memory"),
+    *(
+        "models",
+        "goodput",
+        "durable",
+        "restore",
+        "small",
+        "stall",
+        "gpu",
+        "batch",
+        "codec",
+        "bytes",
+        "catalog",
+        "memory",
+    ),
     *("ranks", "reshard", "dedupe", "hdfs"),
 )
 OURS = "asymcheck +S+O"
@@ -58,6 +71,12 @@ _AIMS: Mapping[str, Mapping[str, tuple[Literal["≥", "≤"], float]]] = {
         "stall_p95/best_peer": ("≤", 0.1),
         "slowdown_every_10": ("≤", 1.02),
         "slowdown_every_10_of_1024_tokens": ("≤", 1.02),
+    },
+    "gpu": {
+        "slowdown_every_10": ("≤", 1.01),
+        "capture/limit": ("≥", 0.95),
+        "restore/limit": ("≥", 0.9),
+        "restore/best_peer": ("≥", 1),
     },
     "batch": {"batch_time_at_Bstar/best": ("≤", 1.1)},
     "codec": {

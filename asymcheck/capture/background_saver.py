@@ -318,6 +318,7 @@ class BackgroundSaver:
                     if target == "local" or not self._flusher.survives(capture):
                         capture.durable.wait()
             self._engine.fence()
+        self.detector.settle()
 
     def newest_in_ring(
         self, on_line: Callable[[CheckpointRef], bool]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -45,6 +45,17 @@ class DeviceQueue:
 
 
 Give = Callable[[bytes], None]
+Leaves = Sequence[Leaf] | Mapping[int, Leaf]
+"""Tensors by row."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Wanted:
+    """Requested bytes on a device."""
+
+    length: int
+    compute: Callable[[], torch.Tensor]
+    give: Give
 
 
 class DeviceQueues:
@@ -109,6 +120,11 @@ class Transfers:
         """Tell whether a part of a partition is on a device."""
         return any(self._lane_of[piece.row] is not None for piece in self._partitions[number].pieces)
 
+    def device_of(self, number: int) -> DeviceQueue | None:
+        """Return the device of a partition; None if a part is in host memory or on another device."""
+        lanes = {self._lane_of[piece.row] for piece in self._partitions[number].pieces}
+        return lanes.pop() if len(lanes) == 1 else None
+
     def is_staged(self, number: int) -> bool:
         """Tell whether a partition has been cloned into a staging buffer."""
         return number in self._regions
@@ -127,7 +143,7 @@ class Transfers:
         if region is None:
             return False
         try:
-            lane.link.run(partial(_gather, self._leaves, partition.pieces, region.memory))
+            lane.link.run(partial(_gather, partial(_views, self._leaves, partition.pieces), region.memory))
         except torch.cuda.OutOfMemoryError:
             # A strided tensor needs a contiguous copy first.
             lane.staging.give_back(region)
@@ -206,7 +222,7 @@ class Transfers:
         return partial(self._copy_pieces, parts)
 
     def _gather_and_fetch(self, pieces: Sequence[Piece], memory: torch.Tensor, payload: memoryview) -> None:
-        _gather(self._leaves, pieces, memory)
+        _gather(partial(_views, self._leaves, pieces), memory)
         _fetch(memory, payload)
 
     def _copy_pieces(self, parts: Sequence[tuple[Piece, memoryview]]) -> None:
@@ -259,17 +275,22 @@ class EagerCopies:
     def __init__(self, transfers: Transfers, leaves: Sequence[Leaf]) -> None:
         """Start without requests; ``leaves`` are those of ``transfers``."""
         self._transfers, self._leaves = transfers, leaves
-        self._wanted: dict[DeviceQueue, list[tuple[Piece, Give]]] = {}
+        self._wanted: dict[DeviceQueue, list[_Wanted]] = {}
         self._regions: dict[DeviceQueue, tuple[Staging, StagingRegion]] = {}
         self._fetched: list[tuple[DeviceQueue, memoryview, Mark]] = []
 
     def want(self, row: int, start: int, length: int, give: Give) -> None:
         """Request bytes of a tensor. ``give`` receives them, at once or in :meth:`settle`."""
         lane = self._transfers.lane_of(row)
+        piece = Piece(row, start, length)
         if lane is None:
-            self._read(Piece(row, start, length), give)
+            give(self._leaves[row].some_bytes(start, length))
         else:
-            self._wanted.setdefault(lane, []).append((Piece(row, start, length), give))
+            self.want_computed(lane, length, partial(_view, self._leaves, piece), give)
+
+    def want_computed(self, lane: DeviceQueue, length: int, compute: Callable[[], torch.Tensor], give: Give) -> None:
+        """Request ``length`` bytes that ``compute`` returns as a uint8 tensor of a device, after its queued work."""
+        self._wanted.setdefault(lane, []).append(_Wanted(length, compute, give))
 
     def want_whole(self, rows: Iterable[int], give: Callable[[int, bytes], None]) -> None:
         """Request all bytes of tensors. ``give`` receives row and bytes, at once or in :meth:`settle`."""
@@ -282,24 +303,20 @@ class EagerCopies:
         for row, data in zip(on_host, whole_bytes([self._leaves[row] for row in on_host]), strict=True):
             give(row, data)
 
-    def _read(self, piece: Piece, give: Give) -> None:
-        give(self._leaves[piece.row].some_bytes(piece.start, piece.length))
-
     def gather(self) -> None:
         """Gather the requested parts on each device; without space in a buffer, wait and read directly."""
         for lane, wanted in list(self._wanted.items()):
-            pieces = [piece for piece, _ in wanted]
-            length = sum(piece.length for piece in pieces)
+            length = sum(one.length for one in wanted)
             buffer, region = lane.aside, lane.aside.take(length)
             if region is None:
                 buffer, region = lane.staging, lane.staging.take(length)
             if region is None:
                 lane.link.mark().wait()
-                for piece, give in self._wanted.pop(lane):
-                    self._read(piece, give)
+                for one in self._wanted.pop(lane):
+                    one.give(one.compute().cpu().numpy().tobytes())
                 continue
             self._regions[lane] = buffer, region
-            lane.link.run(partial(_gather, self._leaves, pieces, region.memory))
+            lane.link.run(partial(_gather, partial(_computed, wanted), region.memory))
 
     def fetch(self, room: Callable[[int], memoryview]) -> None:
         """Queue the copies to host memory, which ``room`` allocates for each device."""
@@ -314,9 +331,9 @@ class EagerCopies:
             lane, data, end = self._fetched.pop()
             end.wait()
             start = 0
-            for piece, give in self._wanted.pop(lane):
-                give(bytes(data[start : start + piece.length]))
-                start += piece.length
+            for one in self._wanted.pop(lane):
+                one.give(bytes(data[start : start + one.length]))
+                start += one.length
             buffer, region = self._regions.pop(lane)
             buffer.give_back(region)
 
@@ -331,9 +348,27 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def _gather(leaves: Sequence[Leaf], pieces: Iterable[Piece], memory: torch.Tensor) -> None:
-    """Copy pieces of tensors into contiguous memory of the device."""
-    views = [leaves[piece.row].as_bytes()[piece.start : piece.start + piece.length] for piece in pieces]
+def gathered(leaves: Leaves, pieces: Sequence[Piece]) -> torch.Tensor:
+    """Return the bytes of pieces of tensors on one device: a view of a single piece, otherwise a copy."""
+    views = _views(leaves, pieces)
+    return views[0] if len(views) == 1 else torch.cat(views)
+
+
+def _view(leaves: Leaves, piece: Piece) -> torch.Tensor:
+    return leaves[piece.row].as_bytes()[piece.start : piece.start + piece.length]
+
+
+def _views(leaves: Leaves, pieces: Iterable[Piece]) -> list[torch.Tensor]:
+    return [_view(leaves, piece) for piece in pieces]
+
+
+def _computed(wanted: Iterable[_Wanted]) -> list[torch.Tensor]:
+    return [one.compute() for one in wanted]
+
+
+def _gather(parts: Callable[[], list[torch.Tensor]], memory: torch.Tensor) -> None:
+    """Copy uint8 tensors into contiguous memory of the device."""
+    views = parts()
     if all(view.device == memory.device for view in views):
         # One call replaces hundreds of small ones.
         torch.cat(views, out=memory)

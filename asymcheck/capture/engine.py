@@ -304,7 +304,7 @@ class CaptureEngine:
         return True
 
     def _check_copied(self, capture: Capture) -> None:
-        if capture.uncopied == 0 or capture.error is not None:
+        if (capture.uncopied == 0 or capture.error is not None) and not capture.copied.is_set():
             for leaf in capture.state.leaves:
                 leaf.release()
             capture.copied.set()
@@ -356,7 +356,7 @@ class CaptureEngine:
         asides = capture.asides
         asides.want_whole(capture.plan.cut.inline, capture.inline.__setitem__)
         save_id, leaves = capture.request.save_id, capture.state.leaves
-        self._detector.begin(capture.source_digests, save_id, leaves, deferred, capture.transfers, asides)
+        self._detector.begin(capture.source_digests, save_id, leaves, deferred, asides)
         asides.gather()
 
     def settle(self) -> None:

@@ -4,7 +4,8 @@ Tensors have marks: the version counter, which in-place operations raise, and th
 numpy view or another process leave the marks as they are, and only the bytes show them. The first captures digest all
 bytes, because a loop that changes a tensor usually does so in each iteration. Each later capture digests another part.
 The digests are compared with the captured bytes, and with the source at the fence. A change is therefore detected even
-if the copy was made before the change.
+if the copy was made before the change. A device computes checksums instead (see :mod:`asymcheck.capture.device_sums`),
+and those of the fence are compared after the next capture.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Literal
 
 import torch
 
-from asymcheck.capture.device_copy import EagerCopies, Transfers
+from asymcheck.capture.device_copy import DeviceQueue, EagerCopies, Transfers
+from asymcheck.capture.device_sums import DeviceSums, checksum
 from asymcheck.errors import CaptureWarning, TornCaptureError, warn_user
 from asymcheck.format.digest import digest
 from asymcheck.state.leaves import Leaf
@@ -36,12 +37,7 @@ Proof = Literal["full", "sampled", "off"]
 FIRST = 2
 """Number of fully digested captures, at the start and again after further tensors are deferred."""
 ROUND = 16
-"""Number of later captures that together digest all bytes in host memory."""
-_FIRST_DEVICE_BYTES = 4 << 30
-"""Limit of device bytes digested per fully digested capture; training waits for these copies."""
-_WITNESSES = 16
-_WITNESS_BYTES = 4096
-"""Number and size of the samples of tensors on devices in each capture."""
+"""Number of later captures that together digest all bytes."""
 _REMEMBERED = 1024
 """Number of recent captures that can be reported as suspects later."""
 _NAMED = 3
@@ -80,6 +76,7 @@ class SourceDigests:
         self._transfers, self._digests = transfers, digests
         self._leaves: dict[int, Leaf] = {}
         self._sources: dict[int, list[_SourceDigest]] = {}
+        self._sums: dict[int, DeviceSums] = {}
         self._marks: dict[int, int] = {}
         self._torn: dict[int, None] = {}
         self._counted: set[int] = set()
@@ -100,42 +97,36 @@ class SourceDigests:
         """Names and sizes of the tensors that have marks."""
         return {(self.names[row], leaf.nbytes) for row, leaf in self._leaves.items()}
 
-    def take(self, numbers: Iterable[int]) -> None:
-        """Digest whole partitions."""
+    def take(self, numbers: Iterable[int], asides: EagerCopies) -> None:
+        """Digest whole partitions. Those on one device are digested there, after its queued work."""
+        on_device: dict[DeviceQueue, list[int]] = {}
         for number in numbers:
-            for piece, position in self._placed(number):
-                self._keep(number, position, piece, _bytes_of(self._leaves[piece.row], piece))
-
-    def take_samples(self, asides: EagerCopies, numbers: Sequence[int], chance: random.Random) -> None:
-        """Request small random samples of the first piece of some partitions."""
-        for number in chance.sample(numbers, min(_WITNESSES, len(numbers))):
-            piece = self.partitions[number].pieces[0]
-            length = min(_WITNESS_BYTES, piece.length)
-            start = chance.randrange(piece.length - length + 1)
-            give = partial(self._keep, number, start, Piece(piece.row, piece.start + start, length))
-            asides.want(piece.row, piece.start + start, length, give)
-
-    def _keep(self, number: int, position: int, piece: Piece, data: bytes | memoryview) -> None:
-        self._sources.setdefault(number, []).append(_SourceDigest(piece, position, digest(data)))
-
-    def _placed(self, number: int) -> Iterator[tuple[Piece, int]]:
-        position = 0
-        for piece in self.partitions[number].pieces:
-            yield piece, position
-            position += piece.length
+            lane = self._transfers.device_of(number)
+            if lane is not None:
+                on_device.setdefault(lane, []).append(number)
+                continue
+            # A device failure is raised again by the code that waits for the copies.
+            with contextlib.suppress(RuntimeError):
+                self._transfers.catch_up([number])
+            position = 0
+            for piece in self.partitions[number].pieces:
+                kept = _SourceDigest(piece, position, digest(_bytes_of(self._leaves[piece.row], piece)))
+                self._sources.setdefault(number, []).append(kept)
+                position += piece.length
+        for lane, there in on_device.items():
+            sums = DeviceSums(lane, {number: self.partitions[number].pieces for number in there})
+            # A device without memory for the computation proves nothing in this capture.
+            with contextlib.suppress(RuntimeError):
+                sums.take(self._leaves, asides)
+                self._sums.update(dict.fromkeys(there, sums))
 
     def __contains__(self, number: int) -> bool:
         """Return whether a partition has a source digest."""
-        return number in self._sources
-
-    def _is_proven(self, number: int) -> bool:
-        """Return whether all bytes of a partition are compared; marks are ignored then."""
-        proven = sum(source_digest.piece.length for source_digest in self._sources.get(number, ()))
-        return proven == self.partitions[number].length
+        return number in self._sources or number in self._sums
 
     def check_marks(self, number: int) -> None:
         """Record the tensors of a partition as torn if their marks changed before the fence."""
-        if not self._is_proven(number):
+        if number not in self:
             moved = self._moved({piece.row for piece in self.partitions[number].pieces})
             # Read the flag after the marks, because the fence sets the flag before any tensor may change.
             if moved and not self._is_fenced:
@@ -147,10 +138,17 @@ class SourceDigests:
 
     def check(self, number: int, payload: memoryview) -> None:
         """Compare the captured bytes of a partition with the source digests, and record torn tensors."""
-        for source_digest in self._sources[number]:
+        if number in self._sums and self._sums[number].at_start[number] != checksum(payload):
+            for row in self._rows(number):
+                self._torn[row] = None
+                self._note_differing(number, row)
+        for source_digest in self._sources.get(number, ()):
             if digest(payload[source_digest.position :][: source_digest.piece.length]) != source_digest.digest:
                 self._torn[source_digest.piece.row] = None
                 self._note_differing(number, source_digest.piece.row)
+
+    def _rows(self, number: int) -> dict[int, None]:
+        return dict.fromkeys(piece.row for piece in self.partitions[number].pieces)
 
     def _note_differing(self, number: int, row: int) -> None:
         if not self._moved([row]) and row not in self._counted:
@@ -168,7 +166,7 @@ class SourceDigests:
         moved = self._counted = self._moved(self._marks)
         for number, partition in enumerate(self.partitions if moved else ()):
             rows = dict.fromkeys(piece.row for piece in partition.pieces if piece.row in moved)
-            if rows and not self._is_proven(number):
+            if rows and number not in self:
                 changed.update(rows)
                 # A pending device copy is only ordered after operations that were queued before.
                 if self._digests[number] is None and self._transfers.is_on_device(number):
@@ -176,8 +174,28 @@ class SourceDigests:
         for number in self._sources if compare else ():
             if not self._transfers.is_on_device(number):
                 changed.update(self._differing(number))
+        for sums in {*self._sums.values()} if compare else ():
+            with contextlib.suppress(RuntimeError):
+                sums.fence(self._leaves)
         # Replace the dict instead of clearing it, because the capture thread may be reading it.
         self._leaves = {}
+        return [self.names[row] for row in changed]
+
+    @property
+    def awaits_devices(self) -> bool:
+        """Whether devices compute checksums for :meth:`late`."""
+        return bool(self._sums)
+
+    def late(self) -> list[str]:
+        """Wait until devices have reached the fence; return the names of tensors that had changed there before."""
+        changed: dict[int, None] = {}
+        for sums in {*self._sums.values()}:
+            with contextlib.suppress(RuntimeError):
+                for number in sums.changed():
+                    changed.update(self._rows(number))
+                    for row in self._rows(number):
+                        self._note_differing(number, row)
+        self._sums = {}
         return [self.names[row] for row in changed]
 
     def _differing(self, number: int) -> Iterator[tuple[int, None]]:
@@ -203,7 +221,7 @@ class TearDetector:
         self.changing: set[str] = set()
         """Names of tensors that changed outside an optimizer step and must not be deferred again."""
         self._warned: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock, self._late_lock = threading.Lock(), threading.Lock()
         self.compared_s = 0.0
         """Seconds that fences spent comparing."""
         # The global generator belongs to the training.
@@ -211,8 +229,9 @@ class TearDetector:
         self._partitions: Sequence[Partition] = ()
         self._marked: set[tuple[str, int]] = set()
         self._full = 0
-        self._on_host: list[int] = []
-        self._on_device: list[int] = []
+        self._numbers: Sequence[int] = ()
+        self._late: deque[SourceDigests] = deque()
+        self._unwarned: dict[str, None] = {}
         self._due: list[int] = []
         self._begun = 0
         self._proven: dict[int, int] = {}
@@ -225,7 +244,6 @@ class TearDetector:
         save_id: SaveId,
         leaves: Sequence[Leaf],
         numbers: Sequence[int],
-        transfers: Transfers,
         asides: EagerCopies,
     ) -> None:
         """Take source digests for a capture of ``leaves`` whose partitions ``numbers`` are deferred."""
@@ -233,36 +251,31 @@ class TearDetector:
             return
         self._begun += 1
         source_digests.mark(leaves, numbers)
-        self._reset_for_plan(source_digests, numbers, transfers)
+        self._reset_for_plan(source_digests, numbers)
         if self._proof == "full":
-            transfers.catch_up(numbers)
-            source_digests.take(numbers)
+            source_digests.take(numbers, asides)
         elif self._full:
             self._full -= 1
-            self._prove(source_digests, self._on_host)
-            # A device failure is raised again by the code that waits for the copies.
-            with contextlib.suppress(RuntimeError):
-                transfers.catch_up(self._on_device)
-                source_digests.take(self._some(self._on_device, _FIRST_DEVICE_BYTES))
+            self._prove(source_digests, self._numbers, asides)
         else:
-            self._due = self._due or self._chance.sample(self._on_host, len(self._on_host))
-            part = self._some(self._due, sum(self._partitions[number].length for number in self._on_host) / ROUND)
+            self._due = self._due or self._chance.sample(self._numbers, len(self._numbers))
+            part = self._some(self._due, sum(self._partitions[number].length for number in self._numbers) / ROUND)
             del self._due[: len(part)]
             self._unproven.append((self._begun, save_id.hex()))
-            self._prove(source_digests, part)
-            source_digests.take_samples(asides, self._on_device, self._chance)
+            self._prove(source_digests, part, asides)
+        self._warn()
 
-    def _prove(self, source_digests: SourceDigests, numbers: Sequence[int]) -> None:
+    def _prove(self, source_digests: SourceDigests, numbers: Sequence[int], asides: EagerCopies) -> None:
         source_digests.before = {number: self._proven[number] for number in numbers}
-        self._proven.update(dict.fromkeys(numbers, self._begun))
-        source_digests.take(numbers)
+        source_digests.take(numbers, asides)
+        self._proven.update((number, self._begun) for number in numbers if number in source_digests)
 
     def _some(self, numbers: Sequence[int], length: float) -> Sequence[int]:
         """Return the first partitions that together have at least ``length`` bytes."""
         ends = [*itertools.accumulate(self._partitions[number].length for number in numbers)]
         return numbers[: bisect.bisect_left(ends, length) + 1]
 
-    def _reset_for_plan(self, source_digests: SourceDigests, numbers: Sequence[int], transfers: Transfers) -> None:
+    def _reset_for_plan(self, source_digests: SourceDigests, numbers: Sequence[int]) -> None:
         """Reset the comparison if the plan differs from that of the previous capture."""
         if source_digests.partitions is self._partitions:
             return
@@ -270,11 +283,9 @@ class TearDetector:
         if not source_digests.marked <= self._marked:
             self._full = FIRST
         self._marked, self._due = source_digests.marked, []
-        on_device = [number for number in numbers if transfers.is_on_device(number)]
-        self._on_device = self._chance.sample(on_device, len(on_device))
-        self._on_host = [number for number in numbers if not transfers.is_on_device(number)]
+        self._numbers = numbers
         # With new partitions, only the oldest comparison holds for every partition.
-        self._proven = dict.fromkeys(self._on_host, min(self._proven.values(), default=self._begun))
+        self._proven = dict.fromkeys(numbers, min(self._proven.values(), default=self._begun))
 
     def fence(self, source_digests: SourceDigests) -> None:
         """Release the tensors of a capture, and warn about tensors that changed before the fence."""
@@ -282,11 +293,18 @@ class TearDetector:
         # With "full", the captured bytes are compared anyway. Comparing the source would double the cost.
         # An optimizer of another thread must not step while bytes are compared.
         with self._lock:
-            names = [
-                name for name in source_digests.fence(compare=self._proof == "sampled") if name not in self._warned
-            ]
+            names = source_digests.fence(compare=self._proof == "sampled")
             self._suspect(source_digests)
+            if source_digests.awaits_devices:
+                self._late.append(source_digests)
+        self._unwarned.update(dict.fromkeys(names))
         self.compared_s += time.perf_counter() - began
+        self._warn()
+
+    def _warn(self) -> None:
+        """Warn about changed tensors; for the training thread."""
+        names = [name for name in self._unwarned if name not in self._warned]
+        self._unwarned.clear()
         if names:
             self._warned.update(names)
             self.changing.update(names)
@@ -299,6 +317,8 @@ class TearDetector:
 
     def verdict(self, source_digests: SourceDigests, step: int) -> TornCaptureError | None:
         """Return the error for a torn capture of ``step``; None if no tear was detected."""
+        # Its copies came after the fences of earlier captures.
+        self._compare_late(source_digests)
         names = source_digests.torn
         self._suspect(source_digests)
         self.changing.update(names)
@@ -310,6 +330,22 @@ class TearDetector:
             "changes them otherwise must come before step(), or call fence() first. What changed is copied inside "
             "step() from now on"
         )
+
+    def settle(self) -> None:
+        """Wait until devices have reached all fences, and warn about tensors that changed before; for the training."""
+        self._compare_late(None)
+        self._warn()
+
+    def _compare_late(self, current: SourceDigests | None) -> None:
+        """Compare what devices computed at the fences of captures before ``current``."""
+        with self._late_lock:
+            while self._late and self._late[0] is not current:
+                earlier = self._late.popleft()
+                # An error has named those that were torn.
+                names = [name for name in earlier.late() if name not in self.changing]
+                self.changing.update(names)
+                self._unwarned.update(dict.fromkeys(names))
+                self._suspect(earlier)
 
     def _suspect(self, source_digests: SourceDigests) -> None:
         """Record the captures that may be torn after a change without a version change."""

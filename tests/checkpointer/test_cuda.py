@@ -104,7 +104,7 @@ def test_a_change_before_the_fence_is_never_part_of_a_cuda_checkpoint(tmp_path: 
                 for parameter in model.parameters():
                     parameter.clamp_(-0.01, 0.01)
         checkpointer.wait()
-        kept = [checkpoint.step for checkpoint in store.checkpoints()]
+        kept = [checkpoint.step for checkpoint in store.checkpoints() if checkpoint.on_line]
         assert len(kept) >= STEPS - 2
         for step in kept:
             _check(store, step, expected[step])
@@ -127,7 +127,7 @@ def test_unversioned_change_on_cuda_is_detected_in_the_first_captures(tmp_path: 
             expected.append(_copies(model, optimizer))
             weight.data.view(-1)[12_345] += 1
         checkpointer.wait()
-        kept = [checkpoint.step for checkpoint in store.checkpoints()]
+        kept = [checkpoint.step for checkpoint in store.checkpoints() if checkpoint.on_line]
         for step in kept:
             _check(store, step, expected[step])
     assert any(issubclass(one.category, CaptureWarning | LostCheckpointWarning) for one in told)
@@ -200,7 +200,7 @@ def test_a_full_gpu_is_captured_without_a_staging_buffer(tmp_path: Path) -> None
 
 def test_a_killed_cuda_training_resumes_bit_for_bit(tmp_path: Path) -> None:
     """Test mixed precision, dropout, a scaler, an averaged model and a scheduler, against an uninterrupted run."""
-    steps = 120
+    steps = 60
 
     def train(name: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", cuda_trainer.__name__, str(tmp_path / name), str(tmp_path / f"{name}.txt")]
@@ -210,7 +210,7 @@ def test_a_killed_cuda_training_resumes_bit_for_bit(tmp_path: Path) -> None:
     killed = train("killed")
     losses = tmp_path / "killed.txt"
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and (not losses.exists() or len(losses.read_text().splitlines()) < 20):
+    while time.monotonic() < deadline and (not losses.exists() or len(losses.read_text().splitlines()) < 12):
         time.sleep(0.001)
     os.kill(killed.pid, signal.SIGKILL)
     killed.wait()
@@ -218,7 +218,7 @@ def test_a_killed_cuda_training_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert train("killed").wait() == 0
     whole = (tmp_path / "whole.txt").read_text().splitlines()
     resumed = losses.read_text().splitlines()
-    assert 20 <= before < steps
+    assert 12 <= before < steps
     assert len(resumed) > before
     assert set(resumed) == set(whole), "a loss differs from the uninterrupted run"
 

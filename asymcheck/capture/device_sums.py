@@ -1,0 +1,102 @@
+"""Checksums of device memory, computed on the device, so that neither the program nor the device waits for the host.
+
+A checksum treats the bytes as a matrix of 64-bit words. It has two sums of all words, modulo 2^64: one weighted by the
+row, the other by the column. A single change, and a swap of two words, changes at least one of them. The host computes
+the same checksum of captured bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from asymcheck.capture.device_copy import DeviceQueue, EagerCopies, gathered
+from asymcheck.state.leaves import Leaf
+from asymcheck.state.partition_plan import Piece
+from asymcheck.storage.gpu_staging import Mark
+
+_WORD = 8
+_WIDTH = 1024
+"""Words in a row."""
+_SUMS = 4
+"""Sums of a checksum: by row, by column, of the words after the last whole row, of the bytes after the last word."""
+
+Checksum = tuple[int, ...]
+_Words = TypeVar("_Words", npt.NDArray[np.int64], torch.Tensor)
+
+
+def checksum(data: memoryview) -> Checksum:
+    """Return the checksum of bytes in host memory. Releases the GIL for long ones."""
+    whole = len(data) // _WORD * _WORD
+    words, rest = np.frombuffer(data[:whole], dtype=np.int64), np.frombuffer(data[whole:], dtype=np.uint8)
+    rows, rest = _rows(words), rest.astype(np.int64)
+    parts = (rows.sum(1), rows.sum(0), words[rows.size :], rest)
+    return tuple(int((part * np.arange(1, len(part) + 1)).sum()) for part in parts)
+
+
+def _device_checksum(data: torch.Tensor) -> torch.Tensor:
+    """Return the same checksum of uint8 data on a device, as a tensor of int64."""
+    whole = len(data) // _WORD * _WORD
+    is_aligned = data.storage_offset() % _WORD == 0
+    words = (data[:whole] if is_aligned else data[:whole].clone()).view(torch.int64)
+    rows = _rows(words)
+    parts = (rows.sum(1), rows.sum(0), words[rows.numel() :], data[whole:].to(torch.int64))
+    return torch.stack([(part * torch.arange(1, len(part) + 1, device=data.device)).sum() for part in parts])
+
+
+def _rows(words: _Words) -> _Words:
+    return words[: len(words) // _WIDTH * _WIDTH].reshape(-1, _WIDTH)
+
+
+class DeviceSums:
+    """Checksums of partitions on one device, at the start of a capture and at its fence."""
+
+    def __init__(self, lane: DeviceQueue, pieces: Mapping[int, Sequence[Piece]]) -> None:
+        """Prepare; ``pieces`` are those of each partition, by number."""
+        self._lane, self._pieces = lane, pieces
+        self.at_start: dict[int, Checksum] = {}
+        """Checksums at the start, by number, once ``asides`` of :meth:`take` are settled."""
+        self._taken: list[torch.Tensor] = []
+        self._fenced: Mark | None = None
+
+    def take(self, leaves: Mapping[int, Leaf], asides: EagerCopies) -> None:
+        """Queue the checksums of the current bytes, and request them from ``asides``."""
+        self._queue(leaves)
+        length = len(self._pieces) * _SUMS * _WORD
+        asides.want_computed(self._lane, length, lambda: self._taken[0].view(-1).view(torch.uint8), self._started)
+
+    def _started(self, data: bytes) -> None:
+        sums = np.frombuffer(data, dtype=np.int64).reshape(-1, _SUMS).tolist()
+        self.at_start = dict(zip(self._pieces, map(tuple, sums), strict=True))
+
+    def fence(self, leaves: Mapping[int, Leaf]) -> None:
+        """Queue the checksums again, before the training changes the bytes."""
+        if not self._lane.link.is_recorded():
+            self._queue(leaves)
+            self._fenced = self._lane.link.mark()
+
+    def _queue(self, leaves: Mapping[int, Leaf]) -> None:
+        def work() -> None:
+            sums = [_device_checksum(gathered(leaves, pieces)) for pieces in self._pieces.values()]
+            self._taken.append(torch.stack(sums))
+
+        self._lane.link.run(work)
+
+    def changed(self) -> Iterable[int]:
+        """Return the partitions that changed between start and fence. Waits until the device has reached the fence."""
+        if self._fenced is None:
+            return []
+        found: list[bool] = []
+
+        def work() -> None:
+            start, fence = self._taken
+            found.extend((start != fence).any(1).tolist())
+
+        # On the copy queue, because the queue of the training has later work.
+        self._lane.link.queue(work, self._fenced).wait()
+        self._fenced = None
+        return [number for number, has_changed in zip(self._pieces, found, strict=True) if has_changed]

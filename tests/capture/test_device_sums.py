@@ -44,7 +44,7 @@ def test_a_checksum_shows_changes_and_swaps() -> None:
     """Test changes of each bit of some bytes, and swaps within a row, within a column, and of whole rows."""
     data = torch.randint(256, (5 * ROW + 13,), dtype=torch.uint8)
     original = _sums(data)
-    for place in (0, 7, ROW, 3 * ROW + 17, 5 * ROW + 3, 5 * ROW + 12):
+    for place in (0, 7, ROW, ROW + 8, ROW + 15, 3 * ROW + 17, 5 * ROW + 3, 5 * ROW + 12):
         for bit in range(8):
             changed = data.clone()
             changed[place] ^= 1 << bit
@@ -54,6 +54,12 @@ def test_a_checksum_shows_changes_and_swaps() -> None:
         swapped = data.clone()
         swapped[: 5 * ROW].view(torch.int64)[[one, other]] = words[[other, one]]
         assert _sums(swapped) != original, (one, other)
+    for place in (1, 1025, 3 * 1024 + 7):
+        flipped = data.clone()
+        flipped[: 5 * ROW].view(torch.int64)[[place, place + 2]] ^= -(2**63)
+        assert _sums(flipped) != original, place
+    numbers = torch.randn(5 * 1024, dtype=torch.float64)
+    assert _sums(numbers.view(torch.uint8)) != _sums(numbers.neg().view(torch.uint8))
     rows = data.clone()
     rows[: 5 * ROW] = data[: 5 * ROW].view(5, ROW).flip(0).reshape(-1)
     assert _sums(rows) != original

@@ -42,7 +42,7 @@ COMMIT_ORDER = (
     "manifest.committed",
     "catalog.committed",
 )
-"""Events of a save in the order of SPEC.md §8.1. Crash tests kill the process at each."""
+"""Events of a save in the order of SPEC.md §B2. Crash tests kill the process at each."""
 
 REMOTE_ORDER = (
     "remote.pack_begun",
@@ -54,7 +54,7 @@ REMOTE_ORDER = (
     "remote.head_renamed",
     "remote.manifest_renamed",
 )
-"""Events of a push in the order of their first occurrence (SPEC.md §8.6). Crash tests kill the process at each."""
+"""Events of a push in the order of their first occurrence (SPEC.md §C2). Crash tests kill the process at each."""
 
 Observer = Callable[[Event], None]
 _observers: list[Observer] = []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NewType, Protocol, TypeGuard, runtime_checkable
 
 Digest = NewType("Digest", bytes)
-"""16 bytes: XXH3-128 of the plain bytes of a partition (SPEC.md §5)."""
+"""16 bytes: XXH3-128 of the plain bytes of a partition (SPEC.md §A4)."""
 
 PackId = NewType("PackId", bytes)
 """16 random bytes that identify a pack; a recycled file gets a new id."""
@@ -56,7 +56,7 @@ def is_stateful(value: object) -> TypeGuard[Stateful]:
 
 @dataclasses.dataclass(frozen=True, order=True)
 class CheckpointRef:
-    """Identity of a checkpoint in its run; sorts by age within a line of training (SPEC.md §10.1)."""
+    """Identity of a checkpoint in its run; sorts by age within a line of training (SPEC.md §A11.1)."""
 
     generation: int
     """Generation, from 1."""

@@ -32,7 +32,7 @@ SIZES |= {2: "uint16 int16 float16 bfloat16", 4: "uint32 int32 float32 complex32
 SIZES |= {8: "uint64 int64 float64 complex64"}
 DTYPES = {name: size for size, names in SIZES.items() for name in names.split()}
 ROLES = ("weights", "first_moment", "second_moment", "gradient", "rng", "other")
-# The binary layouts of §7: fields as name:struct code, in order; then each magic and where the sum of the header lies.
+# The binary layouts of §A6: fields as name:struct code, in order; then each magic and where the sum of the header lies.
 _SHARED = "kind:B codec:B digest_algorithm:B"
 ENTRY = f"digest:16s base_digest:16s offset:Q stored_length:Q plain_length:Q {_SHARED} payload_shift:H reserved_a:3s"
 FRAME = f"magic:8s format:H {_SHARED} reserved_a:3s digest:16s plain_length:Q stored_length:Q stored_sum:8s"
@@ -44,7 +44,7 @@ PACK += " created_ns:Q writer:32s reserved_b:16s header_sum:8s"
 INDEX = "magic:8s format:H entry_size:H reserved_a:4s pack_id:16s entry_count:Q reserved_b:8s entries_sum:8s"
 INDEX += " header_sum:8s"
 MAGICS = {FRAME: (b"ASYMFRAM", 88), PACK: (b"ASYMPACK", 120), INDEX: (b"ASYMINDX", 56)}
-# The names of §4, and the types of the keys of JSON objects.
+# The names of §A3, and the types of the keys of JSON objects.
 HEX, RUN = "[0-9a-f]{32}", r"(?!.*\.tmp$)[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 DIRECTORY_NAME, HEAD_NAME = f"(?!0{{8}})([0-9]{{8}})-([0-9]{{12}})-({HEX})", r"(?!0{8})([0-9]{8})\.head"
 MANIFEST_NAME, PACK_NAME = rf"([0-9]{{5}})-of-([0-9]{{5}})-({HEX})\.manifest", rf"({HEX})\.pack"
@@ -56,13 +56,13 @@ MANIFEST_KEYS |= {"metrics": dict, "plan": dict, "packs": list, "tree": object}
 OWNER_KEYS = {"boot_id": str, "pid": int, "pid_namespace": str, "start_ticks": int}
 RING_KEYS = {"ring_id": str, "store_id": str, "store": str, "run": str, "rank": int, "owner": dict, "data_bytes": int}
 RING_KEYS |= {"created_ns": int, "writer": str}
-# Tree (§7.4): an integer node; string leaves with their count, joined by line feeds.
+# Tree (§A9): an integer node; string leaves with their count, joined by line feeds.
 INTEGER = "-?[1-9][0-9]*"
 BASE64 = "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?"
 LEAVES = {"f": (1, "[0-9a-f]{16}"), "c": (2, "[0-9a-f]{16}\n[0-9a-f]{16}"), "b": (1, BASE64), "v": (1, "(?s:.*)")}
 LEAVES["n"] = (2, "|".join(f"{name}\n[0-9a-f]{{{2 * size}}}" for name, size in DTYPES.items()))
 LEAVES["y"] = (1, "|".join(DTYPES))
-# Typed values (§7.4): the tag of the content of each type, and words that are parameters.
+# Typed values (§A9): the tag of the content of each type, and words that are parameters.
 TYPES = {"defaultdict": "d", "deque": "l", "namedtuple": "d", "dataclass": "d", "enum": "node", "numpy-generator": "d"}
 TYPES |= dict.fromkeys(("set", "frozenset", "timedelta", "range", "slice", "python-random"), "t")
 TYPES |= dict.fromkeys(("path", "pure-path", "date", "time", "datetime"), "string") | {"torch-generator": "T"}
@@ -73,7 +73,7 @@ WORDS |= {
     "numpy-generator": "MT19937 PCG64 PCG64DXSM Philox SFC64",
 }
 ITEM_TAGS, ITEM_TYPES = "ifcbznyv", {"frozenset", "path", "pure-path", "date", "time", "datetime", "timedelta", "range"}
-# The Arrow schema of a manifest (§7.3), as pyarrow writes types.
+# The Arrow schema of a manifest (§A8), as pyarrow writes types.
 _INTS, _TEXT = "list<item: int64 not null> not null", "string not null"
 _PLACE = "digest: fixed_size_binary[16] not null, offset: int64 not null, length: int64 not null"
 COLUMNS = f"name: {_TEXT}, aliases: list<item: {_TEXT}> not null, dtype: {_TEXT}, role: {_TEXT}, shape: {_INTS}, "
@@ -98,12 +98,12 @@ def need(condition: object, message: str, kind: str = "bad-structure") -> None:
 
 
 def digest(data: bytes | memoryview) -> str:
-    """The digest (§5) in hexadecimal; its last 16 digits are the sum8."""
+    """The digest (§A4) in hexadecimal; its last 16 digits are the sum8."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def frame_length(stored: int, shift: int) -> int:
-    """Bytes of a whole frame: header, gap, payload and padding (§7.1)."""
+    """Bytes of a whole frame: header, gap, payload and padding (§A6)."""
     return -(-((BLOCK + shift if stored >= ALIGNED_MIN else 128) + stored) // BLOCK) * BLOCK
 
 
@@ -129,7 +129,7 @@ def unpack(data: bytes, layout: str, what: str) -> dict[str, Any]:
 
 
 def decode_zstd(data: bytes, length: int, what: str) -> bytes:
-    """The content of one Zstandard frame (§12.1), which has this length."""
+    """The content of one Zstandard frame (§A10.1), which has this length."""
     need(data[:4] == b"\x28\xb5\x2f\xfd", f"{what}: not a Zstandard frame")
     try:
         about = zstandard.get_frame_parameters(data)
@@ -143,7 +143,7 @@ def decode_zstd(data: bytes, length: int, what: str) -> bytes:
 
 
 def read_tables(data: bytes, length: int, what: str) -> Iterator[tuple[int, int, int, list[tuple[int, int, int]]]]:
-    """Check the tables of a container (§12.2): each chunk's elements, width, float mark, and planes."""
+    """Check the tables of a container (§A10.2): each chunk's elements, width, float mark, and planes."""
     need(len(data) >= 16, f"{what}: {len(data)} bytes", "truncated")
     size, segments, count, reserved = struct.unpack_from("<4I", data)
     need(max(segments, count) <= PLANES_MAX and size <= CHUNK_MAX, f"{what}: {size, segments, count}", "limit-exceeded")
@@ -175,12 +175,12 @@ def read_tables(data: bytes, length: int, what: str) -> Iterator[tuple[int, int,
 
 
 def order(x: npt.NDArray[np.uint64], mask: np.uint64) -> npt.NDArray[np.uint64]:
-    """The order of floats given by their bits (§12.3); its own inverse."""
+    """The order of floats given by their bits (§A10.3); its own inverse."""
     return np.where(x > mask >> np.uint64(1), x ^ (mask >> np.uint64(1)), x)
 
 
 def decode_planes(data: bytes, length: int, base: bytes | None, what: str) -> bytes:
-    """The plain bytes of a payload of codec byte-planes (§12.2), or with a base of ordered-integer-delta (§12.3)."""
+    """The plain bytes of a payload of codec byte-planes (§A10.2), or with a base of ordered-integer-delta (§A10.3)."""
     need(base is None or len(base) == length, f"{what}: a base of another length")
     plain, one = bytearray(), np.uint64(1)
     for n, width, mark, places in read_tables(data, length, what):
@@ -200,7 +200,7 @@ def decode_planes(data: bytes, length: int, base: bytes | None, what: str) -> by
 
 
 def decode_derived(data: bytes, length: int, base: bytes, what: str) -> bytes:
-    """The plain bytes of a payload of codec derived-round-to-nearest (§12.4)."""
+    """The plain bytes of a payload of codec derived-round-to-nearest (§A10.4)."""
     need(len(data) >= 16, f"{what}: {len(data)} bytes", "truncated")
     dtype, reserved, offset = struct.unpack("<B7sQ", data[:16])
     need(len(data) == 16 and dtype in (1, 2) and not any(reserved), f"{what}: dtype {dtype}, {len(data)} bytes")
@@ -220,7 +220,7 @@ Bases = Callable[[str], "list[Callable[[list[dict[str, Any]]], bytes]]"]
 
 
 def read_base(h: dict[str, Any], above: list[dict[str, Any]], bases: Bases, what: str) -> bytes:
-    """The plain bytes of a frame's base (§12.5), from the first copy that is intact."""
+    """The plain bytes of a frame's base (§A10.5), from the first copy that is intact."""
     chain, name, kind = [*above, h], h["base_digest"], "damaged-base"
     need(h["kind"] == 1 or not above, f"{what}: a derived frame is a base", kind)
     need(sum(frame["kind"] == 1 for frame in chain) <= DELTAS_MAX, f"{what}: more than {DELTAS_MAX} deltas", kind)
@@ -235,7 +235,7 @@ def read_base(h: dict[str, Any], above: list[dict[str, Any]], bases: Bases, what
 
 
 def decode_payload(h: dict[str, Any], data: bytes, above: list[dict[str, Any]], bases: Bases, what: str) -> bytes:
-    """The plain bytes of a payload by its frame's codec (§12)."""
+    """The plain bytes of a payload by its frame's codec (§A10)."""
     base = read_base(h, above, bases, what) if h["kind"] else None
     if h["codec"] == 1:
         return decode_zstd(data, h["plain_length"], what)
@@ -245,7 +245,7 @@ def decode_payload(h: dict[str, Any], data: bytes, above: list[dict[str, Any]], 
 
 
 def check_encoding(h: dict[str, Any], what: str) -> None:
-    """Kind, codec, digest number, lengths and base of a frame or an index entry (§7.1)."""
+    """Kind, codec, digest number, lengths and base of a frame or an index entry (§A6)."""
     kind, codec, plain, stored = h["kind"], h["codec"], h["plain_length"], h["stored_length"]
     need(kind in CODECS, f"{what}: frame kind {kind}", "unsupported-codec")
     need(h["digest_algorithm"] == 1, f"{what}: digest algorithm {h['digest_algorithm']}", "unsupported-codec")
@@ -264,7 +264,7 @@ def decode_frame(
     bases: Bases = lambda _name: [],
     above: list[dict[str, Any]] | None = None,
 ) -> tuple[dict[str, Any], bytes]:
-    """Decode one frame (§7.1), with the checks in the order given there: its header fields and its plain bytes."""
+    """Decode one frame (§A6), with the checks in the order given there: its header fields and its plain bytes."""
     h, view = unpack(data, FRAME, what), memoryview(data)
     stored, start = h["stored_length"], h["payload_offset"]
     check_encoding(h, what)
@@ -286,7 +286,7 @@ def decode_frame(
 
 
 def decode_pack(read: Callable[[int, int], bytes], size: int, what: str) -> list[dict[str, Any]]:
-    """Decode header and index of a pack (§7.2): its entries."""
+    """Decode header and index of a pack (§A7): its entries."""
     block, pack_id = read(0, BLOCK), what.rsplit("/", 1)[-1].removesuffix(".pack")
     h = unpack(block, PACK, what)
     count, end, length, total = h["frame_count"], h["index_offset"], h["index_length"], h["pack_length"]
@@ -319,7 +319,7 @@ def decode_pack(read: Callable[[int, int], bytes], size: int, what: str) -> list
 
 
 def parse_json(text: bytes, what: str) -> object:
-    """The value of a JSON text (§5): no key twice in an object, no half of a pair of surrogates, no NaN."""
+    """The value of a JSON text (§A4): no key twice in an object, no half of a pair of surrogates, no NaN."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         need(len(dict(pairs)) == len(pairs), f"{what}: a key is there twice")
@@ -345,7 +345,7 @@ def parse_json(text: bytes, what: str) -> object:
 
 
 def decode_object(text: bytes, keys: dict[str, Any], expected: dict[str, Any], what: str) -> dict[str, Any]:
-    """Parse and check a JSON object of the format: version, keys, agreement with its place, features (§13)."""
+    """Parse and check a JSON object of the format: version, keys, agreement with its place, features (§A13)."""
     value = parse_json(text, what)
     if not isinstance(value, dict) or type(value.get("format")) is not int:
         raise SpecError(f"{what}: not an object with a format version")
@@ -370,7 +370,7 @@ def decode_object(text: bytes, keys: dict[str, Any], expected: dict[str, Any], w
 
 
 def decode_record(data: bytes, kind: str, keys: dict[str, Any], place: dict[str, Any], what: str) -> dict[str, Any]:
-    """Decode a record file (§6): the object of its first intact block."""
+    """Decode a record file (§A5): the object of its first intact block."""
     need(len(data) == 2 * BLOCK, f"{what}: {len(data)} bytes, not 8192", "truncated")
     for block in (data[:BLOCK], data[BLOCK:]):
         match = re.fullmatch(rb"(\{[ -~]*\})\n([0-9a-f]{32})\n *\n", block)
@@ -383,7 +383,7 @@ def decode_record(data: bytes, kind: str, keys: dict[str, Any], place: dict[str,
 
 
 def check_integer(node: object) -> str:
-    """Check an integer node (§7.4), which a key and a size of ``z`` is, too; return its decimal form."""
+    """Check an integer node (§A9), which a key and a size of ``z`` is, too; return its decimal form."""
     match node:
         case int() if type(node) is int and abs(node) < 2**53:
             return str(node)
@@ -396,7 +396,7 @@ def check_integer(node: object) -> str:
 
 
 def is_item(node: Any) -> bool:  # noqa: ANN401 - a checked node
-    """Whether a set may contain the value of a checked node (§7.4)."""
+    """Whether a set may contain the value of a checked node (§A9)."""
     match node:
         case ["t", items]:
             return all(is_item(item) for item in items)
@@ -413,14 +413,14 @@ def is_integer(node: object) -> bool:
 
 
 def is_typed(kind: str, parameter: object, content: Any) -> bool:  # noqa: ANN401 - a checked node
-    """Whether parameter and content of a typed value follow the tables of §7.4 and §15."""
+    """Whether parameter and content of a typed value follow the tables of §A9 and §A15."""
     tag = content[0] if isinstance(content, list) else "string" if isinstance(content, str) else ""
     items = content[1] if isinstance(content, list) and len(content) > 1 else []
     return TYPES[kind] in (tag, "node") and is_parameter(kind, parameter, items) and is_content(kind, content, items)
 
 
 def is_parameter(kind: str, parameter: Any, items: list[Any]) -> bool:  # noqa: ANN401 - any JSON
-    """Whether a parameter follows the table of §7.4."""
+    """Whether a parameter follows the table of §A9."""
     if kind in ("namedtuple", "dataclass", "enum"):
         return isinstance(parameter, str)
     if parameter is None:
@@ -433,7 +433,7 @@ def is_parameter(kind: str, parameter: Any, items: list[Any]) -> bool:  # noqa: 
 
 
 def is_content(kind: str, content: Any, items: list[Any]) -> bool:  # noqa: ANN401 - a checked node
-    """Whether the content of a typed value, whose tag is right, follows the table of §7.4."""
+    """Whether the content of a typed value, whose tag is right, follows the table of §A9."""
     good = True
     match kind:
         case "namedtuple" | "dataclass":
@@ -465,7 +465,7 @@ def is_iso(kind: str, text: str) -> bool:
 
 
 def check_tree(node: object, rows: int, depth: int = 1) -> set[int]:
-    """Check a node of the tree (§7.4) and all below it; return the rows that it names."""
+    """Check a node of the tree (§A9) and all below it; return the rows that it names."""
     need(depth <= DEPTH_MAX, f"the tree is deeper than {DEPTH_MAX}", "limit-exceeded")
     below: list[Any] = []
     match node:
@@ -524,7 +524,7 @@ def describe_tree(node: Any) -> dict[str, Any]:  # noqa: ANN401 - any JSON that 
 
 
 def check_row(row: dict[str, Any], lengths: dict[bytes, int], what: str) -> None:
-    """Check the rules of a row (§7.3); ``lengths`` holds the partition lengths that the manifest has named so far."""
+    """Check the rules of a row (§A8); ``lengths`` holds the partition lengths that the manifest has named so far."""
     nested = [row["aliases"], row["shape"], row["global_shape"], row["offset"], row["extents"]]
     flat = [value for key, value in row.items() if key not in ("inline", "inline_digest")]
     need(None not in flat and all(None not in part for part in nested), f"{what}: a null")
@@ -548,7 +548,7 @@ def check_row(row: dict[str, Any], lengths: dict[bytes, int], what: str) -> None
 
 
 def check_part(header: dict[str, Any], what: str) -> None:
-    """Check the keys of a manifest whose checkpoint is stored in several stores (SPEC.md 7.3)."""
+    """Check the keys of a manifest whose checkpoint is stored in several stores (§A8)."""
     spans, bits = header.get("store_ranks", [[0, header["world_size"] - 1]]), header.get("elsewhere", "")
     pairs = type(spans) is list and all(type(span) is list and len(span) == 2 for span in spans)
     numbers = [number for span in spans for number in span] if pairs else []
@@ -569,7 +569,7 @@ def is_finite(number: float) -> bool:
 
 
 def decode_manifest(data: bytes, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Decode the manifest (§7.3) named ``[[<run>/]<directory>/]<file>``: its header, and its rows by column."""
+    """Decode the manifest (§A8) named ``[[<run>/]<directory>/]<file>``: its header, and its rows by column."""
     run, directory, what = ("//" + name).rsplit("/", 3)[-3:]
     file, place = re.fullmatch(MANIFEST_NAME, what), re.fullmatch(DIRECTORY_NAME, directory)
     if file is None or (directory and place is None):
@@ -613,7 +613,7 @@ def decode_manifest(data: bytes, name: str) -> tuple[dict[str, Any], list[dict[s
 
 
 def decode_ring(data: bytes, name: str) -> dict[str, Any]:
-    """Decode the ring (§7.6) of this name: its header, the captures of its entries, and the frames in it."""
+    """Decode the ring (§B8) of this name: its header, the captures of its entries, and the frames in it."""
     named = re.fullmatch(rf"(?:.*/)?{RING_NAME}", name)
     if named is None:
         raise SpecError(f"{name}: not a ring's name")
@@ -645,7 +645,7 @@ def decode_ring(data: bytes, name: str) -> dict[str, Any]:
 
 @contextmanager
 def open_file(path: Path, limit: int = 2**63) -> Iterator[tuple[Callable[[int, int], bytes], int]]:
-    """Hold a shared lock on a file that its path still names (§8.3); give a function to read from it, and its size."""
+    """Hold a shared lock on a file that its path still names (§A12); give a function to read from it, and its size."""
     try:
         with path.open("rb", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_SH)
@@ -685,7 +685,7 @@ class Store:
         self.generation, self.checkpoints = self.read_line()
 
     def read_line(self) -> tuple[int, list[dict[str, Any]]]:
-        """The present generation, and all checkpoints, oldest first, with line (§10.1) and consistency (§10.2)."""
+        """The present generation, and all checkpoints, oldest first, with line (§A11.1) and consistency (§A11.2)."""
         heads = {int(p.stem): p for p in (self.path / "heads" / self.run).glob("*") if re.fullmatch(HEAD_NAME, p.name)}
         generation = present = max(heads, default=1)
         bounds = {present: (10**12, "")}
@@ -715,7 +715,7 @@ class Store:
         return present, checkpoints
 
     def manifests(self, checkpoint: dict[str, Any]) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-        """The manifests of all ranks of a checkpoint, which is refused unless it is consistent (§10.2)."""
+        """The manifests of all ranks of a checkpoint, which is refused unless it is consistent (§A11.2)."""
         directory = "{generation:08d}-{step:012d}-{save_id}".format_map(checkpoint)
         folder, result = self.path / "manifests" / self.run / directory, []
         names = [match for p in sorted(folder.glob("*")) if (match := re.fullmatch(MANIFEST_NAME, p.name))]
@@ -733,7 +733,7 @@ class Store:
         return result
 
     def is_there(self, name: str, depth: int = 0) -> bool:
-        """Whether a partition is in a pack, full, or with the bases that it needs (§10.2)."""
+        """Whether a partition is in a pack, full, or with the bases that it needs (§A11.2)."""
         entries = [entry for _, entry in self.locations.get(name, [])] if depth <= DELTAS_MAX + 1 else []
         return any(entry["kind"] == 0 or self.is_there(entry["base_digest"], depth + 1) for entry in entries)
 
@@ -748,7 +748,7 @@ class Store:
         return [functools.partial(self.read_frame, *place) for place in self.locations.get(name, [])]
 
     def read_partition(self, extent: dict[str, Any], hints: list[str]) -> bytes:
-        """The plain bytes of a partition, from the first copy that is intact, the hinted packs first (§10.3)."""
+        """The plain bytes of a partition, from the first copy that is intact, the hinted packs first (§A11.3)."""
         problem = SpecError(f"partition {extent['digest'].hex()} is in no complete pack", "not-found")
         places = self.locations.get(extent["digest"].hex(), [])
         for pack, entry in sorted(places, key=lambda place: place[0].stem not in hints):
@@ -768,7 +768,7 @@ class Store:
         return b"".join(parts)
 
     def resolve(self, step: int | None = None, rank: int = 0) -> dict[str, Any]:
-        """The newest candidate (§10.1) that can be read in full: of those on the line, or of that step."""
+        """The newest candidate (§A11.1) that can be read in full: of those on the line, or of that step."""
         named = [c for c in self.checkpoints[::-1] if step in (None, c["step"])]
         abandoned = [c for c in named if step is not None and c["generation"] == named[0]["generation"]]
         wanted = [c for c in named if c["on_line"]] or abandoned

@@ -1,4 +1,4 @@
-"""Encode payloads of SPEC.md §12 integer by integer, so that vectors do not depend on the library's codecs."""
+"""Encode payloads of SPEC.md §A10 integer by integer, so that vectors do not depend on the library's codecs."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def packed_planes(planes: Iterable[bytes]) -> list[tuple[int, int, bytes]]:
 
 
 def container(segments: Segments, rows: Sequence[tuple[int, int, bytes]], chunk_bytes: int = CHUNK) -> bytes:
-    """Return the payload of SPEC.md §12.2."""
+    """Return the payload of SPEC.md §A10.2."""
     head = struct.pack("<IIII", chunk_bytes, len(segments), len(rows), 0)
     table = b"".join(struct.pack("<IBBH", *segment, 0) for segment in segments)
     words = b"".join(struct.pack("<I", encoding << 24 | value) for encoding, value, _ in rows)

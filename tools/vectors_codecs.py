@@ -1,4 +1,4 @@
-"""Vectors of partitions in every codec (SPEC.md §12). They are packs, because a frame may need other frames."""
+"""Vectors of partitions in every codec (SPEC.md §A10). They are packs, because a frame may need other frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vectors of encoded partitions, each of which breaks one rule of SPEC.md §12."""
+"""Vectors of encoded partitions, each of which breaks one rule of SPEC.md §A10."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vectors of frames and packs, each of which breaks one rule (SPEC.md §7.1, §7.2)."""
+"""Vectors of frames and packs, each of which breaks one rule (SPEC.md §A6, §A7)."""
 
 from __future__ import annotations
 

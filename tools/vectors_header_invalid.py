@@ -1,4 +1,4 @@
-"""Vectors of manifests whose header breaks a rule (SPEC.md §7.3)."""
+"""Vectors of manifests whose header breaks a rule (SPEC.md §A8)."""
 
 from __future__ import annotations
 

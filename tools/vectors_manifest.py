@@ -1,4 +1,4 @@
-"""Vectors of well-formed manifests (SPEC.md §7.3)."""
+"""Vectors of well-formed manifests (SPEC.md §A8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vectors of manifests, each of which breaks one rule (SPEC.md §7.3). pyarrow writes most of them."""
+"""Vectors of manifests, each of which breaks one rule (SPEC.md §A8). pyarrow writes most of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vectors of names (SPEC.md §4, §7.6) and of catalog entries (SPEC.md §7.5)."""
+"""Vectors of names (SPEC.md §A3, §B8) and of catalog entries (SPEC.md §B3.1)."""
 
 from __future__ import annotations
 

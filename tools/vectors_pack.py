@@ -1,4 +1,4 @@
-"""Vectors of well-formed frames and packs (SPEC.md §7.1, §7.2)."""
+"""Vectors of well-formed frames and packs (SPEC.md §A6, §A7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vectors of record files: the store's descriptor and head records (SPEC.md §6)."""
+"""Vectors of record files: the store's descriptor and head records (SPEC.md §A5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vectors of rings (SPEC.md §7.6)."""
+"""Vectors of rings (SPEC.md §B8)."""
 
 from __future__ import annotations
 

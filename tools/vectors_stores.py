@@ -50,7 +50,7 @@ _STEPS = {
     "manifest.committed": (4, "the same, and the name is durable"),
     "catalog.committed": (5, "nothing is left to do"),
 }
-"""For each event, the step of SPEC.md §8.1 and the files that a crash right after it leaves."""
+"""For each event, the step of SPEC.md §B2 and the files that a crash right after it leaves."""
 
 
 def make_stores(out: Path) -> list[Path]:
@@ -141,7 +141,7 @@ def _make_store(path: Path) -> Facts:
 
 
 def _make_torn(store: Path, expected: Facts, frozen: Path, out: Path) -> None:
-    """Save step 50, and keep a copy of the store after each event of SPEC.md §8.1."""
+    """Save step 50, and keep a copy of the store after each event of SPEC.md §B2."""
     state = training_state(50)
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch) / "work"

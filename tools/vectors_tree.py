@@ -1,4 +1,4 @@
-"""Vectors of the tree of plain values (SPEC.md §7.4).
+"""Vectors of the tree of plain values (SPEC.md §A9).
 
 The decoded value is an object with one key, the kind of value. Floats are written as their bits, bytes in hexadecimal.
 """

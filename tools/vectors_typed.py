@@ -1,4 +1,4 @@
-"""Vectors of typed values in a tree (SPEC.md §7.4)."""
+"""Vectors of typed values in a tree (SPEC.md §A9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two-phase commit: the captures of all ranks become one checkpoint, or none does (SPEC.md §8.1).
+"""Two-phase commit: the captures of all ranks become one checkpoint, or none does (SPEC.md §C5).
 
 In ``step()``, rank 0 sends the save id and its partition plan, so that all ranks split replicas alike. In the first
 phase, on the commit thread, each rank writes its partitions, seals its packs and reports. In the second phase, each

@@ -1,1 +1,1 @@
-"""Codecs encode plain bytes into a payload and decode them again (SPEC.md §12). They are pure functions on buffers."""
+"""Codecs encode plain bytes into a payload and decode them again (SPEC.md §A10). They are pure functions on buffers."""

@@ -1,4 +1,4 @@
-"""Payload tables of the codecs byte-planes and ordered-integer-delta (SPEC.md §12.2).
+"""Payload tables of the codecs byte-planes and ordered-integer-delta (SPEC.md §A10.2).
 
 A payload has a table of segments, a table of planes, and the data of the planes. A reader checks both tables completely
 before it allocates memory or reads the data.

@@ -1,4 +1,4 @@
-"""Decode payloads into plain bytes, with the chain of bases of delta and derived frames (SPEC.md §12.5)."""
+"""Decode payloads into plain bytes, with the chain of bases of delta and derived frames (SPEC.md §A10.5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codec derived-round-to-nearest: round float32 elements of a base to bfloat16 or float16 (SPEC.md §12.4)."""
+"""Codec derived-round-to-nearest: round float32 elements of a base to bfloat16 or float16 (SPEC.md §A10.4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Byte planes of elements, and zig-zag differences of elements in value order (SPEC.md §12.2, §12.3)."""
+"""Byte planes of elements, and zig-zag differences of elements in value order (SPEC.md §A10.2, §A10.3)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The write path to the drive: encode partitions, build packs, and commit the manifest (SPEC.md §8.1)."""
+"""The write path to the drive: encode partitions, build packs, and commit the manifest (SPEC.md §B2)."""

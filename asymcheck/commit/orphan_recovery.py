@@ -1,4 +1,4 @@
-"""Commit the complete captures that a killed process left in its ring (SPEC.md §8.5)."""
+"""Commit the complete captures that a killed process left in its ring (SPEC.md §B9)."""
 
 from __future__ import annotations
 

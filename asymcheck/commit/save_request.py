@@ -23,7 +23,7 @@ class LineagePosition:
 
 
 def new_save_id() -> SaveId:
-    """Return a new save id: the time in nanoseconds, then 8 random bytes (SPEC.md §4)."""
+    """Return a new save id: the time in nanoseconds, then 8 random bytes (SPEC.md §A3)."""
     return SaveId(time.time_ns().to_bytes(8, "big") + os.urandom(8))
 
 

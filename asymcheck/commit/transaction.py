@@ -1,4 +1,4 @@
-"""Commit transactions: the only way to make a checkpoint on the drive (SPEC.md §8.1, steps 1 to 5).
+"""Commit transactions: the only way to make a checkpoint on the drive (SPEC.md §B2, steps 1 to 5).
 
 A save, a background capture, the adoption of a ring and a pull each run one transaction per rank and checkpoint.
 """
@@ -254,7 +254,7 @@ def _check_stored(names: Collection[Digest], packing: PackBuilder) -> None:
 
 
 class RingTransaction(CommitTransaction):
-    """Transaction of a capture whose frames are in the ring (SPEC.md §8.5)."""
+    """Transaction of a capture whose frames are in the ring (SPEC.md §B9)."""
 
     def __init__(self, tier: NvmeTier, catalog: Catalog, encoder: Encoder, save_id: SaveId, rank: int) -> None:
         """Start; see :class:`CommitTransaction`."""
@@ -339,7 +339,7 @@ class RingTransaction(CommitTransaction):
 
 
 def remove(tier: NvmeTier, catalog: Catalog, listing: CheckpointFiles) -> None:
-    """Delete a checkpoint durably (SPEC.md §8.2). Garbage collection frees what only this checkpoint needed."""
+    """Delete a checkpoint durably (SPEC.md §B4). Garbage collection frees what only this checkpoint needed."""
     tier.manifests.remove(listing.run, listing.ref)
     keys = [manifest_key(listing.run, listing.ref, name) for name in listing.manifests]
     with catalog.write() as transaction:

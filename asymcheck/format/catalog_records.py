@@ -1,4 +1,4 @@
-"""Encode and decode keys and values of the catalog (SPEC.md §7.5).
+"""Encode and decode keys and values of the catalog (SPEC.md §B3.1).
 
 Every value ends in a sum8 over its key and the rest of the value.
 """

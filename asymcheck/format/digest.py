@@ -1,4 +1,4 @@
-"""Compute digests (xxh3-128) and the checksum sum8 (SPEC.md §5)."""
+"""Compute digests (xxh3-128) and the checksum sum8 (SPEC.md §A4)."""
 
 from __future__ import annotations
 

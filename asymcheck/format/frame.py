@@ -1,4 +1,4 @@
-"""Encode and check frames: the stored form of a partition (SPEC.md §7.1)."""
+"""Encode and check frames: the stored form of a partition (SPEC.md §A6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Build and parse the names of files and directories in a store (SPEC.md §4)."""
+"""Build and parse the names of files and directories in a store (SPEC.md §A3)."""
 
 from __future__ import annotations
 

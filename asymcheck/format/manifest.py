@@ -1,4 +1,4 @@
-"""Build and encode manifests: Arrow IPC files with one row per tensor (SPEC.md §7.3)."""
+"""Build and encode manifests: Arrow IPC files with one row per tensor (SPEC.md §A8)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read manifests. Check every rule of SPEC.md §7.3, column by column, before any value is returned."""
+"""Read manifests. Check every rule of SPEC.md §A8, column by column, before any value is returned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encode and check the header and the index of packs (SPEC.md §7.2)."""
+"""Encode and check the header and the index of packs (SPEC.md §A7)."""
 
 from __future__ import annotations
 

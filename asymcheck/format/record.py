@@ -1,4 +1,4 @@
-"""Encode and decode record files: the store descriptor and head records (SPEC.md §6), with strict JSON (§5)."""
+"""Encode and decode record files: the store descriptor and head records (SPEC.md §A5), with strict JSON (§A4)."""
 
 from __future__ import annotations
 

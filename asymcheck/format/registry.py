@@ -1,4 +1,4 @@
-"""Numbers, names and limits of SPEC.md §15, and the supported features (§13).
+"""Numbers, names and limits of SPEC.md §A15, and the supported features (§A13).
 
 Tests compare these values with format_spec/registry.json.
 """

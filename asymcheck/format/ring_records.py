@@ -1,4 +1,4 @@
-"""Encode and decode the header and the capture entries of a ring (SPEC.md §7.6)."""
+"""Encode and decode the header and the capture entries of a ring (SPEC.md §B8)."""
 
 from __future__ import annotations
 

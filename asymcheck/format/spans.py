@@ -1,4 +1,4 @@
-"""Convert sets of ranks to and from inclusive ranges, as in ``store_ranks`` of a manifest (SPEC.md §7.3)."""
+"""Convert sets of ranks to and from inclusive ranges, as in ``store_ranks`` of a manifest (SPEC.md §A8)."""
 
 from __future__ import annotations
 

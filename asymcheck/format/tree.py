@@ -1,4 +1,4 @@
-"""Encode and decode the tree of a manifest: the structure and plain values of a state as JSON (SPEC.md §7.4)."""
+"""Encode and decode the tree of a manifest: the structure and plain values of a state as JSON (SPEC.md §A9)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asymcheck.format import registry
 from asymcheck.format.typed_value import is_typed_value
 
 Node = object
-"""A JSON value of the table of nodes in SPEC.md §7.4."""
+"""A JSON value of the table of nodes in SPEC.md §A9."""
 
 Key = str | int
 

@@ -1,4 +1,4 @@
-"""Check typed values of a tree: values of the standard library, torch and numpy (SPEC.md §7.4)."""
+"""Check typed values of a tree: values of the standard library, torch and numpy (SPEC.md §A9)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rebuild or correct the catalog from packs and manifests, which are authoritative (SPEC.md §10.4).
+"""Rebuild or correct the catalog from packs and manifests, which are authoritative (SPEC.md §B3.3).
 
 Other processes may save and collect at the same time. One write transaction compares and changes the catalog, so that
 it includes their changes.

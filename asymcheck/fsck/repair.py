@@ -1,4 +1,4 @@
-"""Repair a store: rebuild damaged data from intact data (SPEC.md §8.4). A repair deletes no checkpoint."""
+"""Repair a store: rebuild damaged data from intact data (SPEC.md §B7). A repair deletes no checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verify a store: check the invariants of SPEC.md §9 without changing anything.
+"""Verify a store: check the invariants of SPEC.md §B11 without changing anything.
 
 Two invariants have no check. If I5 was broken (a needed pack was freed), the check of I2 finds the lost partitions. I8
 (the catalog agrees with the packs) loses no checkpoint: reads do not use the catalog, and a save trusts an entry only
@@ -110,13 +110,13 @@ UNCHECKED = "unchecked-partitions"
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A violation of an invariant of SPEC.md §9, or a hint."""
+    """A violation of an invariant of SPEC.md §B11, or a hint."""
 
     kind: str
     """Stable code, for example ``damaged-frame``."""
     severity: Severity
     invariant: str
-    """Number of the broken invariant in SPEC.md §9; empty if no invariant is broken."""
+    """Number of the broken invariant in SPEC.md §B11; empty if no invariant is broken."""
     where: str
     """The file, and the position in the file."""
     message: str
@@ -233,7 +233,7 @@ class _Checker:
                 self._check_coverage(coverage, where)
 
     def _check_coverage(self, coverage: TensorCoverage, where: str) -> None:
-        """Check that parts cover their tensors (§10.5). No invariant: as many ranks can restore their parts."""
+        """Check that parts cover their tensors (§A11.4). No invariant: as many ranks can restore their parts."""
         incomplete = dict(coverage.incomplete())
         if incomplete:
             first, problem = next(iter(incomplete.items()))

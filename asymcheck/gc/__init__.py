@@ -1,1 +1,1 @@
-"""Garbage collection of packs and rings, repacking of packs, and retention (SPEC.md §8.3)."""
+"""Garbage collection of packs and rings, repacking of packs, and retention (SPEC.md §B5)."""

@@ -1,4 +1,4 @@
-"""Collect garbage: free packs that no manifest or pin needs (SPEC.md §8.3), and remove rings of killed processes."""
+"""Collect garbage: free packs that no manifest or pin needs (SPEC.md §B5), and remove rings of killed processes."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ class StoreSweep(Sweep):
         return _POOL_SHARE * live / count if count else _POOL_BYTES
 
     def _find_garbage(self) -> None:
-        """Do steps 1 to 3 of SPEC.md §8.3."""
+        """Do steps 1 to 3 of SPEC.md §B5."""
         # Find dead owners before listing manifests: a dead owner cannot commit any more, so the listing is complete.
         self.dead_pins = self._catalog.dead_pins()
         self._refresh()
@@ -246,7 +246,7 @@ class StoreSweep(Sweep):
         return True
 
     def _announce_freed(self, locked: Sequence[PackId], *, blocks_commits: bool) -> list[PackId] | None:
-        """Do step 4 of SPEC.md §8.3. Return None if a manifest or a pack is new since the mark."""
+        """Do step 4 of SPEC.md §B5. Return None if a manifest or a pack is new since the mark."""
         with self._catalog.write(gives_way=True) as transaction:
             if blocks_commits and not self.reachable.is_current(transaction, self.stale):
                 self._refresh()
@@ -266,7 +266,7 @@ class StoreSweep(Sweep):
         return freed
 
     def _retire(self, freed: Sequence[PackId]) -> None:
-        """Do step 5 of SPEC.md §8.3: move freed packs, which the caller has locked, to the pool."""
+        """Do step 5 of SPEC.md §B5: move freed packs, which the caller has locked, to the pool."""
         for pack_id in freed:
             path = _path(self._tier, pack_id)
             size = path.stat().st_size

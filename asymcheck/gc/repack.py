@@ -1,4 +1,4 @@
-"""Repack: copy the live frames of packs that are mostly garbage, then free those packs (SPEC.md §8.3)."""
+"""Repack: copy the live frames of packs that are mostly garbage, then free those packs (SPEC.md §B6)."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class RemotePresence:
 
 
 def _readable(entries: Entries) -> Entries:
-    """Return the frames that can be decoded from these frames alone (SPEC.md §12.5)."""
+    """Return the frames that can be decoded from these frames alone (SPEC.md §A10.5)."""
     bases = entries[entries["kind"] == registry.KIND_FULL]
     deltas = entries[entries["kind"] == registry.KIND_DELTA]
     for _ in range(registry.DELTA_DEPTH_MAX):

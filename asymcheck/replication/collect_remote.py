@@ -1,4 +1,4 @@
-"""Garbage collection and retention at a remote location, without locks: by age, in two steps (SPEC.md §8.6)."""
+"""Garbage collection and retention at a remote location, without locks: by age, in two steps (SPEC.md §C3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copy head records from a remote location into a store, if both belong to one training (SPEC.md §6.2)."""
+"""Copy head records from a remote location into a store, if both belong to one training (SPEC.md §A5.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pull: copy checkpoints from a remote location into a store on a local drive, in the order of SPEC.md §8.1."""
+"""Pull: copy checkpoints from a remote location into a store on a local drive, in the order of SPEC.md §B2."""
 
 from __future__ import annotations
 

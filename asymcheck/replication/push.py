@@ -1,4 +1,4 @@
-"""Push: copy checkpoints to a remote location, in the order of SPEC.md §8.6."""
+"""Push: copy checkpoints to a remote location, in the order of SPEC.md §C2."""
 
 from __future__ import annotations
 

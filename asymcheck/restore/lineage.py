@@ -1,4 +1,4 @@
-"""Line of training: the checkpoints that lead to the current state, without abandoned ones (SPEC.md §10.1)."""
+"""Line of training: the checkpoints that lead to the current state, without abandoned ones (SPEC.md §A11.1)."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ class PartitionLocator:
     ) -> dict[Digest, list[PartitionCopy]]:
         """Return the copies of partitions in some packs, and the copies of all their bases.
 
-        Bases beyond the maximum length of a chain are left out, because they are useless (SPEC.md §12.5).
+        Bases beyond the maximum length of a chain are left out, because they are useless (SPEC.md §A10.5).
         """
         bases: dict[Digest, list[PartitionCopy]] = {}
         for _ in range(_ROUNDS):

@@ -1,4 +1,4 @@
-"""Resharding: the tensors of a checkpoint over all ranks, and the stored parts of a box (SPEC.md §10.5)."""
+"""Resharding: the tensors of a checkpoint over all ranks, and the stored parts of a box (SPEC.md §A11.4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resolve: find the newest consistent checkpoint, and the reasons why newer ones were skipped (SPEC.md §10)."""
+"""Resolve: find the newest consistent checkpoint, and the reasons why newer ones were skipped (SPEC.md §A11)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch dtypes by their names in the format (SPEC.md §15)."""
+"""torch dtypes by their names in the format (SPEC.md §A15)."""
 
 from __future__ import annotations
 

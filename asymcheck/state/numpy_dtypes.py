@@ -1,4 +1,4 @@
-"""numpy dtypes by their names in the format (SPEC.md §15), for use without torch."""
+"""numpy dtypes by their names in the format (SPEC.md §A15), for use without torch."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ IMMUTABLE = (PurePath, dt.date, dt.time, dt.timedelta, range, slice, frozenset)
 
 @dataclasses.dataclass(frozen=True)
 class TypedValue:
-    """Parts of a typed value (SPEC.md §7.4)."""
+    """Parts of a typed value (SPEC.md §A9)."""
 
     kind: str
     parameter: str | int | None

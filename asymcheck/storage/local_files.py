@@ -259,7 +259,7 @@ def translated(action: str, path: PurePath) -> Iterator[None]:
 
 
 def refuse_link(path: PurePath) -> None:
-    """Raise StorageError if ``path``, a file or directory below a store, is a symbolic link (SPEC.md §4)."""
+    """Raise StorageError if ``path``, a file or directory below a store, is a symbolic link (SPEC.md §A3)."""
     if os.path.islink(path):
         raise StorageError(f"{path} is a symbolic link; a store has none: remove it, or replace it by its target")
 

@@ -1,4 +1,4 @@
-"""Listing and reading of manifests and head records, on any tier (SPEC.md §4)."""
+"""Listing and reading of manifests and head records, on any tier (SPEC.md §A3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Index of a pack: read from the file, or rebuilt by a scan of the frames if damaged (SPEC.md §7.2)."""
+"""Index of a pack: read from the file, or rebuilt by a scan of the frames if damaged (SPEC.md §A7)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _read_index(read: ReadRange, name: str, pack_id: PackId) -> tuple[PackHeader
 
 
 def _scan(read: ReadRange, name: str, pack_id: PackId, *, thorough: bool) -> Entries:
-    """Find the frames of a pack by their headers, as SPEC.md §7.2 allows if header or index is damaged.
+    """Find the frames of a pack by their headers, as SPEC.md §A7 allows if header or index is damaged.
 
     A thorough scan continues block by block after a damaged frame, so sequence numbers may have gaps.
 

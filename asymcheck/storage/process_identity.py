@@ -1,4 +1,4 @@
-"""Identity and liveness of the processes that own pins, locks and rings (SPEC.md §7.5)."""
+"""Identity and liveness of the processes that own pins, locks and rings (SPEC.md §B3.2)."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ NAMES = [
     f"locks/{_HEX}.tmp",
     f"{_HEX}.tmp",
 ]
-"""The names of SPEC.md §4 and §7.5."""
+"""The names of SPEC.md §A3 and §B3.1."""
 IGNORED = [f"pool/{_HEX * 2}.pack", "catalog/open/damaged"]
 """Names whose link causes no error, because it is passed over or removed."""
 _STATE: dict[str, object] = {"x": torch.ones(3)}

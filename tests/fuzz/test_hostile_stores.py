@@ -80,7 +80,7 @@ def test_a_tensor_that_this_program_cannot_make(tmp_path: Path, changed: TensorR
 
 
 def test_trees_that_no_writer_makes_are_found_by_verify_and_refused_by_load(tmp_path: Path) -> None:
-    """Test that a manifest is only intact if its tree is (§10.2): the load falls back, verify names the checkpoint."""
+    """Test that a manifest is only intact if its tree is (§A11.2): the load falls back, verify names the checkpoint."""
     for number, node in enumerate((["l", []], ["l", [ROW, ["T", 1]]], ["d", [["a", ROW], ["a", 1]]], ["q"])):
         with new_store(tmp_path / f"store{number}") as store:
             put_manifest(store, node)

@@ -74,5 +74,11 @@ def hex_text(data: bytes, start: int, end: int) -> str:
 
 
 def sections() -> set[str]:
-    """The numbers of all sections: `7`, `7.1`, ..."""
-    return set(re.findall(r"^#{2,3} (\d+(?:\.\d+)?)\.? ", text(), re.MULTILINE))
+    """The numbers of all sections: `A5`, `A5.1`, ..."""
+    return set(re.findall(r"^#{3,4} ([A-C]\d+(?:\.\d+)?)\.? ", text(), re.MULTILINE))
+
+
+def reading_words() -> int:
+    """The number of words of Part A, without the dumps in hexadecimal."""
+    part = text().partition("## Part A.")[2].partition("## Part B.")[0]
+    return len(re.findall(r"\S*\w\S*", _HEX.sub("", part)))

@@ -1,4 +1,4 @@
-"""Test that each invariant of SPEC.md §9, broken in a copy of the frozen store, is detected and named."""
+"""Test that each invariant of SPEC.md §B11, broken in a copy of the frozen store, is detected and named."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Test that SPEC.md §15, registry.json and the code have the same numbers."""
+"""Test that SPEC.md §A15, registry.json and the code have the same numbers."""
 
 import json
 from typing import Any
@@ -31,7 +31,7 @@ def test_registry_tables_are_the_registry() -> None:
 
 
 def test_numbers_of_other_sections_are_in_the_registry() -> None:
-    """Test the numbers of §7.6, §12.2 and §12.4 in registry.json and in the code."""
+    """Test the numbers of §B8, §A10.2 and §A10.4 in registry.json and in the code."""
     (state,) = (row["meaning"] for row in table("ring_capture") if row["field"] == "state")
     assert state.partition(":")[0] == _listed(REGISTRY["capture_states"])
     assert REGISTRY["capture_states"] == {str(ring_records.COMPLETE): "complete", str(ring_records.DURABLE): "durable"}
@@ -87,5 +87,5 @@ def test_the_registry_is_the_code() -> None:
 
 
 def test_the_format_version_is_stated() -> None:
-    """Test that §0 names the version that the code writes."""
+    """Test that the text names the version that the code writes."""
     assert f"Format version: **{registry.FORMAT_WRITE}**." in spec_text.text()

@@ -291,7 +291,7 @@ def test_the_keys_of_a_part_of_a_store_are_those_that_are_written() -> None:
 
 
 def test_record_matches_its_table() -> None:
-    """Test that a block built from the table of §6 equals the written block, twice."""
+    """Test that a block built from the table of §A5 equals the written block, twice."""
     assert [int(row["order"]) for row in table("record_block")] == list(range(1, 7))
     value = {"kind": "store", "format": 1, "b": ["\u00e4"]}
     text = b'{"b":["\\u00e4"],"format":1,"kind":"store"}'
@@ -335,7 +335,7 @@ def test_catalog_databases_are_those_of_the_code() -> None:
 
 
 def test_names_follow_the_grammar() -> None:
-    """Test that names built from §4 are parsed by the code, and that any other number of digits is foreign."""
+    """Test that names built from §A3 are parsed by the code, and that any other number of digits is foreign."""
     grammar = {row["part"]: row["grammar"] for row in table("name_grammar")}
     assert grammar["run"].startswith(f"`{layout._RUN.pattern.removesuffix(chr(92) + 'Z').split(')')[-1]}`")
     run = code(next(row["example"] for row in table("name_grammar") if row["part"] == "run"))
@@ -363,8 +363,8 @@ def test_names_follow_the_grammar() -> None:
 
 
 def test_the_layout_is_that_of_the_code() -> None:
-    """Test that the figure in §4 shows the names of the code."""
-    picture = spec_text.text().split("## 4. Layout and names")[1].split("```")[1]
+    """Test that the figure in §A3 shows the names of the code."""
+    picture = spec_text.text().split("### A3. Layout and names")[1].split("```")[1]
     shown = [line.strip().split("  ")[0] for line in picture.splitlines() if line.startswith("  ")]
     assert {path.split("/")[0] for path in shown} == layout.TOP_LEVEL
     ref = CheckpointRef(1, 2, SaveId(bytes(16)))
@@ -413,12 +413,26 @@ def test_each_invariant_is_checked_and_tested(number: str) -> None:
 
 def test_the_text_refers_to_sections_that_exist() -> None:
     """Test every § in the text, in the code and in the tests."""
-    own = re.findall(r"§(\d+(?:\.\d+)?)", spec_text.text())
+    own = re.findall(r"§([A-C]?\d+(?:\.\d+)?)", spec_text.text())
     assert len(own) > 20
     sources = [*(REPOSITORY / "asymcheck").rglob("*.py"), *(REPOSITORY / "tests").rglob("*.py")]
-    named = re.findall(r"SPEC\.md §(\d+(?:\.\d+)?)", "\n".join(path.read_text("utf-8") for path in sources))
+    named = re.findall(r"SPEC\.md §([A-C]?\d+(?:\.\d+)?)", "\n".join(path.read_text("utf-8") for path in sources))
     assert len(named) > 20
     assert {*own, *named} <= sections()
+
+
+def test_part_a_has_at_most_8000_words() -> None:
+    """Test that a reader can be written from a text of bounded length, which needs no section of Parts B and C."""
+    assert spec_text.reading_words() <= 8000
+
+
+def test_the_algorithm_names_its_sections() -> None:
+    """Test that the algorithm has fifteen numbered lines, and that every section that it names exists."""
+    lines = spec_text.text().split("### A1.")[1].split("```")[1].strip("\n").splitlines()
+    assert [int(line[:2]) for line in lines] == list(range(1, 16))
+    named = re.findall(r"\b[A-C]\d+(?:\.\d+)?\b", "\n".join(lines))
+    assert len(named) > 10
+    assert set(named) <= sections()
 
 
 def test_the_encodings_of_planes_are_the_code() -> None:

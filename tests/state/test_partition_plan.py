@@ -151,7 +151,7 @@ def test_resized_tensor_moves_only_its_bundle(
 
 
 def test_a_small_cut_by_hand() -> None:
-    """Test the rules of SPEC.md §11 on nine tensors against a manual result; one bundle is exactly full."""
+    """Test the rules of SPEC.md §B10 on nine tensors against a manual result; one bundle is exactly full."""
     config = StoreConfig(partition_bytes=8 * KIB, bundle_below_bytes=4 * KIB, inline_bytes=16, inline_total_bytes=20)
     sizes = [16, 3 * KIB, 20 * KIB + 1, 3 * KIB, 8, 4, 2 * KIB, 5 * KIB, 17]
     groups = ["a", "a", "a", "a", "b", "b", "a", "b", "a"]

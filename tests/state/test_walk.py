@@ -27,7 +27,7 @@ class Part:
 
 
 def test_the_tree_follows_the_table_of_nodes() -> None:
-    """Test one value of each kind, with its node of SPEC.md §7.4."""
+    """Test one value of each kind, with its node of SPEC.md §A9."""
     state = {
         "none": None,
         "yes": True,

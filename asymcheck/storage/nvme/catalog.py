@@ -1,4 +1,4 @@
-"""Catalog of a store: an LMDB index from digests to packs, never authoritative (SPEC.md §7.5).
+"""Catalog of a store: an LMDB index from digests to packs, never authoritative (SPEC.md §B3).
 
 LMDB maps its file without checksums. Damage can therefore read back as wrong values, or kill the process:
 

@@ -1,4 +1,4 @@
-"""Publication and removal of manifests and head records in a local store (SPEC.md §8)."""
+"""Publication and removal of manifests and head records in a local store (SPEC.md §B2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading of packs under a shared lock, with direct I/O (SPEC.md §7.2)."""
+"""Reading of packs under a shared lock, with direct I/O (SPEC.md §A7)."""
 
 from __future__ import annotations
 

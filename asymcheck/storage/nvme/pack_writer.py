@@ -1,4 +1,4 @@
-"""Writing of packs, and the pool of freed packs to overwrite (SPEC.md §7.2, §8)."""
+"""Writing of packs, and the pool of freed packs to overwrite (SPEC.md §A7, §B5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lock of a run, so that only one training at a time continues it (SPEC.md §4)."""
+"""Lock of a run, so that only one training at a time continues it (SPEC.md §B2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NVMe tier: a store directory on a local drive (SPEC.md §4)."""
+"""NVMe tier: a store directory on a local drive (SPEC.md §A3)."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ class NvmeTier(StoreTier):
 
     @property
     def may_shift(self) -> bool:
-        """Whether packs of this store may have shifted payloads for direct I/O without a copy (SPEC.md §7.1)."""
+        """Whether packs of this store may have shifted payloads for direct I/O without a copy (SPEC.md §A6)."""
         return SHIFTED_PAYLOAD in self.descriptor.reader_features
 
     def needs_slot(self, memory: memoryview) -> bool:

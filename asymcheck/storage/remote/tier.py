@@ -1,4 +1,4 @@
-"""Remote tier: the remote layout (SPEC.md §4.1) in HDFS, a shared file system, or an object store."""
+"""Remote tier: the remote layout (SPEC.md §C1) in HDFS, a shared file system, or an object store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Upload of packs to a remote location in large pieces (SPEC.md §8.6)."""
+"""Upload of packs to a remote location in large pieces (SPEC.md §C2)."""
 
 from __future__ import annotations
 

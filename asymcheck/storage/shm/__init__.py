@@ -1,4 +1,4 @@
-"""DRAM ring: a file in shared memory with captured frames, which survives its process (SPEC.md §7.6)."""
+"""DRAM ring: a file in shared memory with captured frames, which survives its process (SPEC.md §B8)."""
 
 from asymcheck.storage.shm.orphaned_rings import (
     RingCapture,

@@ -12,8 +12,9 @@ import os
 import re
 import struct
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import zstandard
 BLOCK, ALIGNED_MIN, PARTITION_MAX, STORED_MAX, INDEX_MAX, MANIFEST_MAX = 4096, 65536, 2**30, 1082130432, 2**28, 2**30
 INLINE_MAX, RECORD_MAX, DEPTH_MAX, METRICS_MAX, DIMENSIONS_MAX, DIGITS_MAX = 4096, 4000, 64, 256, 64, 65536
 PLANES_MAX, CHUNK_MAX, DELTAS_MAX = 65536, 2**23, 8
+WAIT_S, ATTEMPTS = 10, 8  # bounds of waiting for a lock, and of reading beside a writer
 CODECS = {0: (0, 1, 2), 1: (3,), 2: (4,)}  # of each frame kind
 SIZES = {1: "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"}
 SIZES |= {2: "uint16 int16 float16 bfloat16", 4: "uint32 int32 float32 complex32", 16: "complex128"}
@@ -37,7 +39,7 @@ _SHARED = "kind:B codec:B digest_algorithm:B"
 ENTRY = f"digest:16s base_digest:16s offset:Q stored_length:Q plain_length:Q {_SHARED} payload_shift:H reserved_a:3s"
 FRAME = f"magic:8s format:H {_SHARED} reserved_a:3s digest:16s plain_length:Q stored_length:Q stored_sum:8s"
 FRAME += (
-    " base_digest:16s payload_offset:I codec_parameters:12s descriptor_sum:8s place_id:16s sequence:Q placement_sum:8s"
+    " base_digest:16s payload_offset:I codec_parameters:12s content_sum:8s place_id:16s sequence:Q placement_sum:8s"
 )
 PACK = "magic:8s format:H reserved_a:6s pack_id:16s frame_count:Q index_offset:Q index_length:Q pack_length:Q"
 PACK += " created_ns:Q writer:32s reserved_b:16s header_sum:8s"
@@ -48,6 +50,7 @@ MAGICS = {FRAME: (b"ASYMFRAM", 88), PACK: (b"ASYMPACK", 120), INDEX: (b"ASYMINDX
 HEX, RUN = "[0-9a-f]{32}", r"(?!.*\.tmp$)[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 DIRECTORY_NAME, HEAD_NAME = f"(?!0{{8}})([0-9]{{8}})-([0-9]{{12}})-({HEX})", r"(?!0{8})([0-9]{8})\.head"
 MANIFEST_NAME, PACK_NAME = rf"([0-9]{{5}})-of-([0-9]{{5}})-({HEX})\.manifest", rf"({HEX})\.pack"
+DOOMED_NAME = rf"({HEX})\.{HEX}\.doomed"
 RING_NAME = rf"asymcheck-({HEX})-({HEX})\.ring"
 STORE_KEYS = {"store_id": str, "created_ns": int, "writer": str, "reader_features": list, "writer_features": list}
 HEAD_KEYS = {"run": str, "generation": int, "parent": dict | None, "created_ns": int, "writer": str}
@@ -287,7 +290,7 @@ def decode_frame(
 
 def decode_pack(read: Callable[[int, int], bytes], size: int, what: str) -> list[dict[str, Any]]:
     """Decode header and index of a pack (§A7): its entries."""
-    block, pack_id = read(0, BLOCK), what.rsplit("/", 1)[-1].removesuffix(".pack")
+    block, pack_id = read(0, BLOCK), what.rsplit("/", 1)[-1].partition(".")[0]
     h = unpack(block, PACK, what)
     count, end, length, total = h["frame_count"], h["index_offset"], h["index_length"], h["pack_length"]
     need(not any(block[128:]), f"{what}: padding is not zero")
@@ -344,23 +347,42 @@ def parse_json(text: bytes, what: str) -> object:
     return value
 
 
-def decode_object(text: bytes, keys: dict[str, Any], expected: dict[str, Any], what: str) -> dict[str, Any]:
-    """Parse and check a JSON object of the format: version, keys, agreement with its place, features (§A13)."""
+def parse_known(text: bytes, what: str, kind: dict[str, str], keys: dict[str, Any]) -> dict[str, Any]:
+    """Parse a JSON object and check its version, its kind and its features, which every version keeps (§A13)."""
     value = parse_json(text, what)
     if not isinstance(value, dict) or type(value.get("format")) is not int:
         raise SpecError(f"{what}: not an object with a format version")
     need(value["format"] == 1, f"{what}: format version {value['format']}, this reader knows 1", "unsupported-version")
+    need(kind.items() <= value.items(), f"{what}: kind {value.get('kind')!r}")
+    names = value.get("reader_features", [] if "reader_features" not in keys else None)
+    good = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    need(good, f"{what}: reader_features {names!r:.60}")
+    unknown = set(names) - {"shifted-payload", "typed-value"} if "reader_features" in keys else set()
+    need(not unknown, f"{what}: reader features {unknown}", "unsupported-feature")
+    return dict(value)
+
+
+def fields_below(fields: Iterable[pa.Field]) -> Iterator[pa.Field]:
+    """All fields of a schema, also those of nested types."""
+    for field in fields:
+        yield field
+        yield from fields_below(field.type.field(number) for number in range(field.type.num_fields))
+
+
+def decode_object(text: bytes, keys: dict[str, Any], expected: dict[str, Any], what: str) -> dict[str, Any]:
+    """Parse and check a JSON object of the format: version, keys, agreement with its place, features (§A13)."""
+    value = parse_known(text, what, {"kind": expected["kind"]} if "kind" in expected else {}, keys)
     for key, kind in keys.items():
         good = key in value and isinstance(value[key], kind) and (kind is not int or type(value[key]) is int)
         need(good and (kind is not int or 0 <= value[key] < 2**64), f"{what}: {key} is missing or malformed")
     for key, part in expected.items():
         need(value.get(key) == part, f"{what}: {key} is {value.get(key)!r}, its place says {part!r}")
-    listed = [(key, value[key]) for key in ("reader_features", "writer_features") if key in keys]
-    need(all(isinstance(name, str) for _, names in listed for name in names), f"{what}: features are not strings")
+    names = value.get("writer_features", [])
+    need(keys is not STORE_KEYS or all(isinstance(name, str) for name in names), f"{what}: features are not strings")
     ids = [value["store_id"]] if "store_id" in keys else value.get("packs", [])
     need(all(isinstance(i, str) and re.fullmatch(HEX, i) for i in ids), f"{what}: malformed ids")
-    unknown = set(value["reader_features"]) - {"shifted-payload", "typed-value"} if "reader_features" in keys else set()
-    need(not unknown, f"{what}: reader features {unknown}", "unsupported-feature")
+    good = keys is not STORE_KEYS or value.get("layout", "store") in ("store", "remote")
+    need(good, f"{what}: layout {value.get('layout')!r}")
     if (parent := value["parent"] if "parent" in keys else None) is not None:
         g, s = parent.get("generation"), parent.get("step")
         good = type(g) is type(s) is int and 1 <= g < value["generation"] + (keys is MANIFEST_KEYS)
@@ -370,16 +392,27 @@ def decode_object(text: bytes, keys: dict[str, Any], expected: dict[str, Any], w
 
 
 def decode_record(data: bytes, kind: str, keys: dict[str, Any], place: dict[str, Any], what: str) -> dict[str, Any]:
-    """Decode a record file (§A5): the object of its first intact block."""
+    """Decode a record file (§A5), with the checks in the order given there: the object of its first intact block."""
     need(len(data) == 2 * BLOCK, f"{what}: {len(data)} bytes, not 8192", "truncated")
+    texts = []
     for block in (data[:BLOCK], data[BLOCK:]):
-        match = re.fullmatch(rb"(\{[ -~]*\})\n([0-9a-f]{32})\n *\n", block)
+        match = re.fullmatch(rb"([^\n]*)\n([0-9a-f]{32})\n *\n", block)
         if match and len(match[1]) <= RECORD_MAX and digest(match[1]).encode() == match[2]:
-            value = decode_object(match[1], keys, {"kind": kind} | place, what)
-            canonical = json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-            need(canonical == match[1], f"{what}: not canonical JSON")
-            return value
-    raise SpecError(f"{what}: neither block is intact", "bad-checksum")
+            texts.append(match[1])
+    need(texts, f"{what}: neither block is intact", "bad-checksum")
+    need(texts[0] == texts[-1], f"{what}: both blocks are intact, and differ")
+    value = parse_json(texts[0], what)
+    need(isinstance(value, dict) and canonical_json(value) == texts[0], f"{what}: not canonical JSON of an object")
+    return decode_object(texts[0], keys, {"kind": kind} | place, what)
+
+
+def canonical_json(value: object) -> bytes:
+    """Canonical JSON (§A4), or no bytes for a value with a number that is no integer."""
+    below = [value]
+    for item in below:
+        below += [*item.values()] if isinstance(item, dict) else item if isinstance(item, list) else []
+    has_fraction = any(isinstance(item, float) for item in below)
+    return b"" if has_fraction else json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 def check_integer(node: object) -> str:
@@ -582,21 +615,26 @@ def decode_manifest(data: bytes, name: str) -> tuple[dict[str, Any], list[dict[s
         source = pa.py_buffer(data)
         reader = pa.ipc.open_file(source)
         metadata = dict(reader.schema.metadata or {})
+        need(b"asymcheck" in metadata, f"{what}: no header")
+        parse_known(metadata[b"asymcheck"], what, {}, MANIFEST_KEYS)
         columns = ", ".join(f"{f.name}: {f.type}{'' if f.nullable else ' not null'}" for f in reader.schema)
-        need(columns == COLUMNS and list(metadata) == [b"asymcheck"], f"{what}: the Arrow schema is {columns}")
-        first = pa.ipc.MessageReader.open_stream(pa.BufferReader(source.slice(8))).read_next_message()
+        plain = len(metadata) == 1 and not any(f.metadata for f in fields_below(reader.schema))
+        need(columns == COLUMNS and plain, f"{what}: the Arrow schema is {columns}")
+        messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(source.slice(8)))
+        first, second = messages.read_next_message(), messages.read_next_message()
         same = first.type == "schema" and pa.ipc.read_schema(first).equals(reader.schema, check_metadata=True)
         need(same, f"{what}: the schema in the footer is not that of the first message")
         # pyarrow gives metadata as a dict, which hides a key that is there twice: count the key's flatbuffer strings.
         keys = first.metadata.to_pybytes().count(b"\x09\0\0\0asymcheck\0")
         need(keys == 1, f"{what}: the metadata entry is there {keys} times")
         need(reader.num_record_batches == 1, f"{what}: {reader.num_record_batches} record batches")
-        batch = reader.get_batch(0)
+        need(second.type == "record batch", f"{what}: the second message is of type {second.type}")
+        batch = pa.ipc.read_record_batch(second, reader.schema)
         batch.validate(full=True)
         buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer and buffer.size]
         need(all(0 <= b.address - source.address < len(data) for b in buffers), f"{what}: the body is compressed")
         rows = batch.to_pylist()
-    except (pa.ArrowException, ValueError, OSError, MemoryError) as error:
+    except (pa.ArrowException, ValueError, OSError, MemoryError, StopIteration) as error:
         raise SpecError(f"{what}: {type(error).__name__}: {error}") from error
     header = decode_object(metadata[b"asymcheck"], MANIFEST_KEYS, expected, what)
     numbers = [value for value in header["metrics"].values() if value not in ("NaN", "Infinity", "-Infinity")]
@@ -644,22 +682,30 @@ def decode_ring(data: bytes, name: str) -> dict[str, Any]:
 
 
 @contextmanager
-def open_file(path: Path, limit: int = 2**63) -> Iterator[tuple[Callable[[int, int], bytes], int]]:
-    """Hold a shared lock on a file that its path still names (§A12); give a function to read from it, and its size."""
+def open_file(path: Path, missing: str, limit: int = 2**63) -> Iterator[tuple[Callable[[int, int], bytes], int]]:
+    """Hold a shared lock on a file that its path still names (§A12); give a function to read from it, and its size.
+
+    ``missing`` is the kind of the error if the file does not exist.
+    """
+    deadline = time.monotonic() + WAIT_S
     try:
-        with path.open("rb", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_SH)
-            status = os.fstat(file.fileno())
-            need(os.path.samestat(status, path.stat()), f"{path.name}: replaced meanwhile", "not-found")
-            need(status.st_size <= limit, f"{path.name}: more than {limit} bytes", "limit-exceeded")
-            yield lambda offset, length: os.pread(file.fileno(), length, offset), status.st_size
+        while True:
+            with path.open("rb", buffering=0) as file, suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                status = os.fstat(file.fileno())
+                if os.path.samestat(status, path.stat()):
+                    need(status.st_size <= limit, f"{path.name}: more than {limit} bytes", "limit-exceeded")
+                    yield lambda offset, length: os.pread(file.fileno(), length, offset), status.st_size
+                    return
+            need(time.monotonic() < deadline, f"{path.name}: locked for {WAIT_S} seconds", "lock-timeout")
+            time.sleep(0.01)
     except OSError as error:
-        raise SpecError(f"{path.name}: {error.strerror}", "not-found") from error
+        raise SpecError(f"{path.name}: {error.strerror}", missing) from error
 
 
-def read_file(path: Path, limit: int) -> bytes:
+def read_file(path: Path, missing: str, limit: int) -> bytes:
     """Read a whole file of at most ``limit`` bytes."""
-    with open_file(path, limit) as (read, size):
+    with open_file(path, missing, limit) as (read, size):
         return read(0, size)
 
 
@@ -668,69 +714,116 @@ class Store:
 
     def __init__(self, path: Path, run: str | None = None) -> None:
         """Read the descriptor, the index of every complete pack, the line, and all manifests of the run."""
-        descriptor = read_file(path / "asymcheck.store", 2 * BLOCK)
+        descriptor = read_file(path / "asymcheck.store", "store-not-found", 2 * BLOCK)
         self.path, self.descriptor = path, decode_record(descriptor, "store", STORE_KEYS, {}, "descriptor")
         self.locations: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
         self.damaged: dict[str, str] = {}
-        for pack in sorted(p for p in (path / "packs").glob("*.pack") if re.fullmatch(PACK_NAME, p.name)):
+        self.seen: set[str] = set()
+        self.unsupported: SpecError | None = None
+        lost = (path / "manifests").is_dir() or not any(re.fullmatch(PACK_NAME, p.name) for p in self.files("packs"))
+        need(lost, f"{path}: packs, but no manifests/")
+        runs = {p.name for part in ("heads", "manifests") for p in self.files(part) if re.fullmatch(RUN, p.name)}
+        self.run = run or "".join(sorted(runs)[:1])
+        named = self.run in runs and (run or len(runs) == 1)
+        need(named, f"run {run}: the store has {sorted(runs)}", "checkpoint-not-found")
+        self.read_line()
+
+    def files(self, *parts: str) -> list[Path]:
+        """The files in a directory below the store, in order of their names."""
+        return sorted(self.path.joinpath(*parts).glob("*"))
+
+    def read_packs(self) -> bool:
+        """Read the index of every pack that was not listed before; tell whether there was any (§A12)."""
+        pattern = PACK_NAME if self.descriptor.get("layout") == "store" else f"{PACK_NAME}|{DOOMED_NAME}"
+        packs = [p for p in self.files("packs") if p.name not in self.seen and re.fullmatch(pattern, p.name)]
+        for pack in sorted(packs, key=lambda pack: pack.suffix == ".doomed"):
+            self.seen.add(pack.name)
             try:
-                with open_file(pack) as (read, size):
+                with open_file(pack, "missing-partition") as (read, size):
                     for entry in decode_pack(read, size, pack.name):
                         self.locations.setdefault(entry["digest"], []).append((pack, entry))
             except SpecError as error:
                 self.damaged[pack.name] = str(error)
-        runs = {p.name for part in ("heads", "manifests") for p in (path / part).glob("*") if re.fullmatch(RUN, p.name)}
-        self.run = run or "".join(sorted(runs)[:1])
-        need(self.run in runs and (run or len(runs) == 1), f"run {run}: the store has {sorted(runs)}", "not-found")
-        self.generation, self.checkpoints = self.read_line()
+                if error.kind.startswith("unsupported"):
+                    self.unsupported = error
+        return bool(packs)
 
-    def read_line(self) -> tuple[int, list[dict[str, Any]]]:
-        """The present generation, and all checkpoints, oldest first, with line (§A11.1) and consistency (§A11.2)."""
-        heads = {int(p.stem): p for p in (self.path / "heads" / self.run).glob("*") if re.fullmatch(HEAD_NAME, p.name)}
-        generation = present = max(heads, default=1)
-        bounds = {present: (10**12, "")}
+    def directories(self) -> list[tuple[str, list[str]]]:
+        """The checkpoint directories of the run that have manifests (§A11.2), with the names of these."""
+        found = []
+        for folder in (p for p in self.files("manifests", self.run) if re.fullmatch(DIRECTORY_NAME, p.name)):
+            matches = [re.fullmatch(MANIFEST_NAME, p.name) for p in sorted(folder.glob("*"))]
+            names = [match[0] for match in matches if match and int(match[1]) < int(match[2])]
+            if names:
+                found.append((folder.name, names))
+        return found
+
+    def read_line(self) -> None:
+        """List all checkpoints, oldest first, with line (§A11.1) and consistency (§A11.2)."""
+        # Directories before head records, so that every listed generation has its record (§A12).
+        self.listed = self.directories()
+        self.checkpoints: list[dict[str, Any]] = []
+        self.problem: SpecError | None = None
+        try:
+            bounds = self.read_heads()
+            last = int(self.listed[-1][0][:8]) if self.listed else 0
+            need(last <= self.generation, f"no head record of generation {last}, which has a checkpoint", "head-record")
+        except SpecError as error:
+            self.generation, bounds, self.problem = 0, {}, error
+        self.read_packs()
+        for folder, names in self.listed:
+            generation, step, save_id = int(folder[:8]), int(folder[9:21]), folder[22:]
+            checkpoint: dict[str, Any] = {"generation": generation, "step": step, "save_id": save_id}
+            checkpoint |= {"world_size": None, "on_line": (step, save_id) <= bounds.get(generation, (-1, ""))}
+            checkpoint |= {"consistent": False, "reason": None, "names": names}
+            self.checkpoints.append(checkpoint)
+            try:
+                checkpoint |= {"world_size": len(self.manifests(checkpoint)), "consistent": True}
+            except SpecError as error:
+                checkpoint["reason"] = f"{error.kind}: {error}"
+
+    def read_heads(self) -> dict[int, tuple[int, str]]:
+        """The last (step, save id) of each generation on the line (§A11.1); find the present generation."""
+        heads = {int(p.stem): p for p in self.files("heads", self.run) if re.fullmatch(HEAD_NAME, p.name)}
+        generation = self.generation = max(heads, default=1)
+        bounds = {generation: (10**12, "")}
         while generation > 1 or generation in heads:
             what, place = f"head record {self.run}/{generation}", {"run": self.run, "generation": generation}
-            need(generation in heads, f"{what} is missing", "not-found")
-            head = decode_record(read_file(heads[generation], 2 * BLOCK), "head", HEAD_KEYS, place, what)
+            need(generation in heads, f"{what} is missing", "head-record")
+            try:
+                data = read_file(heads[generation], "head-record", 2 * BLOCK)
+                head = decode_record(data, "head", HEAD_KEYS, place, what)
+            except SpecError as error:
+                raise SpecError(f"{what}: {error.kind}: {error}", "head-record") from error
             if head["parent"] is None:
                 break
             generation = head["parent"]["generation"]
             bounds[generation] = (head["parent"]["step"], head["parent"]["save_id"])
-        checkpoints: list[dict[str, Any]] = []
-        for folder in sorted((self.path / "manifests" / self.run).glob("*")):
-            if match := re.fullmatch(DIRECTORY_NAME, folder.name):
-                generation, step, save_id = int(match[1]), int(match[2]), match[3]
-                if not any(re.fullmatch(MANIFEST_NAME, p.name) for p in folder.glob("*")):
-                    continue
-                need(generation <= present, f"{folder.name}: no head record of its generation", "inconsistent")
-                checkpoint: dict[str, Any] = {"generation": generation, "step": step, "save_id": save_id}
-                on_line = (step, save_id) <= bounds.get(generation, (-1, ""))
-                checkpoint |= {"world_size": None, "on_line": on_line, "consistent": False, "reason": None}
-                checkpoints.append(checkpoint)
-                try:
-                    checkpoint |= {"world_size": len(self.manifests(checkpoint)), "consistent": True}
-                except SpecError as error:
-                    checkpoint["reason"] = f"{error.kind}: {error}"
-        return present, checkpoints
+        return bounds
 
     def manifests(self, checkpoint: dict[str, Any]) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
         """The manifests of all ranks of a checkpoint, which is refused unless it is consistent (§A11.2)."""
         directory = "{generation:08d}-{step:012d}-{save_id}".format_map(checkpoint)
-        folder, result = self.path / "manifests" / self.run / directory, []
-        names = [match for p in sorted(folder.glob("*")) if (match := re.fullmatch(MANIFEST_NAME, p.name))]
-        ranks = [(int(match[1]), int(match[2])) for match in names if int(match[1]) < int(match[2])]
-        good = ranks and ranks == [(rank, ranks[0][1]) for rank in range(ranks[0][1])]
-        need(good, f"{directory}: manifests of (rank, world size) {ranks}", "inconsistent")
-        for match in (match for match in names if int(match[1]) < int(match[2])):
-            data = read_file(folder / match[0], MANIFEST_MAX)
-            result.append(decode_manifest(data, f"{self.run}/{directory}/{match[0]}"))
+        folder, result, kind = self.path / "manifests" / self.run / directory, [], "inconsistent-checkpoint"
+        ranks = [(int(name[:5]), int(name[9:14])) for name in checkpoint["names"]]
+        good = ranks == [(rank, ranks[0][1]) for rank in range(ranks[0][1])]
+        need(good, f"{directory}: manifests of (rank, world size) {ranks}", kind)
+        for name in checkpoint["names"]:
+            data = read_file(folder / name, kind, MANIFEST_MAX)
+            result.append(decode_manifest(data, f"{self.run}/{directory}/{name}"))
             for extent in (extent for row in result[-1][1] for extent in row["extents"]):
-                lengths = {entry["plain_length"] for _, entry in self.locations.get(extent["digest"].hex(), [])}
-                lost = f"partition {extent['digest'].hex()} is in no complete pack; refused packs: {self.damaged}"
-                need(extent["partition_length"] in lengths, lost, "inconsistent")
-                need(self.is_there(extent["digest"].hex()), f"{lost}, or its base is not", "inconsistent")
+                while not self.has(extent) and self.read_packs():
+                    pass
+                if self.unsupported is not None and not self.has(extent):
+                    raise self.unsupported
+                lost = f"partition {extent['digest'].hex()}, or its base, is in no complete pack"
+                need(self.has(extent), f"{lost}; refused packs: {self.damaged}", "missing-partition")
         return result
+
+    def has(self, extent: dict[str, Any]) -> bool:
+        """Whether a partition is in a pack with its length, full, or with the bases that it needs (§A11.2)."""
+        lengths = {entry["plain_length"] for _, entry in self.locations.get(extent["digest"].hex(), [])}
+        return extent["partition_length"] in lengths and self.is_there(extent["digest"].hex())
 
     def is_there(self, name: str, depth: int = 0) -> bool:
         """Whether a partition is in a pack, full, or with the bases that it needs (§A11.2)."""
@@ -739,7 +832,7 @@ class Store:
 
     def read_frame(self, pack: Path, entry: dict[str, Any], above: list[dict[str, Any]]) -> bytes:
         """The plain bytes of one frame."""
-        with open_file(pack) as (read, _):
+        with open_file(pack, "missing-partition") as (read, _):
             data = read(entry["offset"], length_of(entry))
         return decode_frame(data, f"{pack.name}, frame {entry['sequence']}", entry, self.bases, above)[1]
 
@@ -749,15 +842,20 @@ class Store:
 
     def read_partition(self, extent: dict[str, Any], hints: list[str]) -> bytes:
         """The plain bytes of a partition, from the first copy that is intact, the hinted packs first (§A11.3)."""
-        problem = SpecError(f"partition {extent['digest'].hex()} is in no complete pack", "not-found")
-        places = self.locations.get(extent["digest"].hex(), [])
-        for pack, entry in sorted(places, key=lambda place: place[0].stem not in hints):
-            try:
-                need(entry["plain_length"] == extent["partition_length"], f"{pack.name}: another plain_length")
-                return self.read_frame(pack, entry, [])
-            except SpecError as error:
-                problem = error
-        raise problem
+        tried: list[tuple[Path, dict[str, Any]]] = []
+        problem = SpecError(f"partition {extent['digest'].hex()} is in no complete pack", "missing-partition")
+        while True:
+            places = [place for place in self.locations.get(extent["digest"].hex(), []) if place not in tried]
+            for pack, entry in sorted(places, key=lambda place: place[0].name[:32] not in hints):
+                tried.append((pack, entry))
+                try:
+                    need(entry["plain_length"] == extent["partition_length"], f"{pack.name}: another plain_length")
+                    return self.read_frame(pack, entry, [])
+                except SpecError as error:
+                    # A copy that needs a newer program may be intact.
+                    problem = problem if problem.kind.startswith("unsupported") else error
+            if not self.read_packs():
+                raise problem
 
     def read_tensor(self, row: dict[str, Any], hints: list[str]) -> bytes:
         """The bytes of a row's tensor, every one of them verified."""
@@ -767,24 +865,48 @@ class Store:
             parts.append(bytes(data[extent["offset"] : extent["offset"] + extent["length"]]))
         return b"".join(parts)
 
-    def resolve(self, step: int | None = None, rank: int = 0) -> dict[str, Any]:
-        """The newest candidate (§A11.1) that can be read in full: of those on the line, or of that step."""
+    def candidates(self, step: int | None) -> list[dict[str, Any]]:
+        """The candidates (§A11.1), the preferred first: those on the line, or of that step."""
         named = [c for c in self.checkpoints[::-1] if step in (None, c["step"])]
+        if self.problem is not None and (step is None or len(named) != 1):
+            raise self.problem
         abandoned = [c for c in named if step is not None and c["generation"] == named[0]["generation"]]
-        wanted = [c for c in named if c["on_line"]] or abandoned
-        for checkpoint in wanted:
-            try:
-                need(checkpoint["consistent"] and rank < checkpoint["world_size"], "passed over", "inconsistent")
-                header, rows = self.manifests(checkpoint)[rank]
-                tensors = []
-                for row in rows:
-                    shown = {key: row[key] for key in ("name", "aliases", "dtype", "role", "shape", "nbytes")}
-                    tensors.append(shown | {"digest": digest(self.read_tensor(row, header["packs"]))})
-                return checkpoint | {"metrics": header["metrics"], "tree": header["tree"], "tensors": tensors}
-            except SpecError as error:
-                checkpoint["reason"] = checkpoint["reason"] or f"{error.kind}: {error}"
+        return [c for c in named if c["on_line"]] or abandoned
+
+    def resolve(self, step: int | None = None, rank: int = 0) -> dict[str, Any]:
+        """The newest candidate that can be read in full; list again before an older one is taken (§A12)."""
+        for _ in range(ATTEMPTS):
+            wanted = self.candidates(step)
+            for checkpoint in wanted:
+                if checkpoint is not wanted[0] and self.has_changed():
+                    break
+                try:
+                    return self.read(checkpoint, rank)
+                except SpecError as error:
+                    if error.kind.startswith("unsupported"):
+                        raise
+                    checkpoint["reason"] = checkpoint["reason"] or f"{error.kind}: {error}"
+            if not self.has_changed():
+                break
+            self.read_line()
         reasons = [f"step {c['step']}: {c['reason']}" for c in wanted]
-        raise SpecError(f"run {self.run}: no checkpoint to read; {reasons}", "inconsistent" if wanted else "not-found")
+        kind = "inconsistent-checkpoint" if wanted else "checkpoint-not-found"
+        raise SpecError(f"run {self.run}: no checkpoint to read; {reasons}", kind)
+
+    def has_changed(self) -> bool:
+        """Whether the run has a checkpoint that it lacked when it was listed."""
+        return any(found not in self.listed for found in self.directories())
+
+    def read(self, checkpoint: dict[str, Any], rank: int) -> dict[str, Any]:
+        """The tree of a checkpoint as one rank saved it, and the digests of its tensors."""
+        manifests = self.manifests(checkpoint)
+        need(rank < len(manifests), f"rank {rank} of {len(manifests)}", "inconsistent-checkpoint")
+        header, rows = manifests[rank]
+        tensors = []
+        for row in rows:
+            shown = {key: row[key] for key in ("name", "aliases", "dtype", "role", "shape", "nbytes")}
+            tensors.append(shown | {"digest": digest(self.read_tensor(row, header["packs"]))})
+        return checkpoint | {"metrics": header["metrics"], "tree": header["tree"], "tensors": tensors}
 
 
 def read_store(path: str | Path, run: str | None = None) -> Store:

@@ -64,8 +64,8 @@ def _frame(name: str, data: bytes, kind: str, why: str, **more: object) -> Vecto
 def _frame_headers() -> Iterator[Vector]:
     yield _frame("empty", b"", "truncated", "no bytes")
     yield _frame("short-header", _FRAME[:127], "truncated", "127 of 128 header bytes")
-    yield _frame("descriptor-sum", flipped(_FRAME, 88), "bad-checksum", "a bit of descriptor_sum is flipped")
-    yield _frame("digest-flipped", flipped(_FRAME, 16), "bad-checksum", "a bit under descriptor_sum is flipped")
+    yield _frame("content-sum", flipped(_FRAME, 88), "bad-checksum", "a bit of content_sum is flipped")
+    yield _frame("digest-flipped", flipped(_FRAME, 16), "bad-checksum", "a bit under content_sum is flipped")
     yield _frame("placement-sum", flipped(_FRAME, 120), "bad-checksum", "a bit of placement_sum is flipped")
     yield _frame("place-id-flipped", flipped(_FRAME, 96), "bad-checksum", "a bit under placement_sum is flipped")
     for name, frame, offset, change, kind, why in (

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import struct
 from collections.abc import Iterator, Mapping, Sequence
+
+import pyarrow as pa
 
 from asymcheck.format import registry
 from asymcheck.format.digest import digest
@@ -137,6 +140,45 @@ def header_json(header: ManifestHeader) -> dict[str, object]:
     }
 
 
+def _foreign_parts() -> Iterator[Vector]:
+    """Yield manifests with parts of an Arrow file that a reader must ignore."""
+    rows = [inline_row("a", "uint8", (1,))]
+    deep: object = []
+    for _ in range(253):
+        deep = [deep]
+    plan = {"number": 0, "kind": "deep", "further": deep}
+    header = header_for(["T", 0])
+    data = encode_manifest(header, rows)
+    with pa.ipc.open_file(pa.py_buffer(data)) as reader:
+        batch, schema = reader.get_batch(0), reader.schema
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema, metadata={b"footer": b"1"}) as writer:
+        writer.write_batch(batch, custom_metadata={b"batch": b"1"})
+    with_metadata = sink.getvalue().to_pybytes()
+    # The footer's block of the record batch: offset, metadata length, body length.
+    block = struct.pack("<qi4xq", *_block_of(data))
+    assert data.count(block) == 1
+    moved = data.replace(block, struct.pack("<qi4xq", 8, 8, 8))
+    for name, head, file, why in (
+        ("custom-metadata", header, with_metadata, "metadata of the footer and of the record batch is ignored"),
+        ("footer-offset", header, moved, "the batch is the second message, wherever the footer says that it begins"),
+        ("deep-plan", header_for(["T", 0], plan=plan), None, "256 levels of nesting, which every reader accepts"),
+    ):
+        whole = file or encode_manifest(head, rows)
+        value = {"header": header_json(head), "rows": [row_json(row) for row in rows]}
+        yield valid("manifest", name, whole, why, value, path=manifest_path(whole, head))
+
+
+def _block_of(data: bytes) -> tuple[int, int, int]:
+    """Return offset, length of metadata and length of body of the second message of an Arrow file."""
+    buffer = pa.py_buffer(data)
+    messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(buffer.slice(8)))
+    messages.read_next_message()
+    start = data.index(b"\xff\xff\xff\xff", 16)
+    metadata = 8 + int.from_bytes(data[start + 4 : start + 8], "little")
+    return start, metadata, messages.read_next_message().body.size
+
+
 def manifest_vectors() -> Iterator[Vector]:
     """Yield well-formed manifests."""
 
@@ -187,6 +229,7 @@ def manifest_vectors() -> Iterator[Vector]:
     tree = ["d", [["x", "deque"], ["window", ["x", "deque", 3, ["l", [["T", 0]]]]]]]
     typed = "a typed value in a list of a mapping, so that a feature is listed; the key x is none"
     yield manifest("typed-value", header_for(tree), [inline_row("window.0", "uint8", (1,))], typed)
+    yield from _foreign_parts()
     last = CheckpointRef(99999999, 999999999999, save_id("last"))
     limits = header_for(None, ref=last, rank=99998, world_size=99999, run="r" * 64)
     yield manifest("header-limits", limits, [], "the largest generation, step, rank and world size")

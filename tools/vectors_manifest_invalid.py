@@ -28,6 +28,9 @@ from tools.vectors_manifest import (
 
 Columns = dict[str, list[object]]
 
+_ITEM = pa.field("item", pa.int64(), nullable=False, metadata={"a": "b"})
+_SHAPE_WITH_METADATA = pa.field("shape", pa.list_(_ITEM), nullable=False)
+
 ROWS = [CUT_ROW, *BUNDLED_ROWS, inline_row("optimizer.state.0.step", "float32", (), b"\0\0\x80\x3f")]
 ROWS_HEADER = header_for(["l", [["T", row] for row in range(len(ROWS))]])
 _GOOD = encode_manifest(ROWS_HEADER, ROWS)
@@ -81,6 +84,7 @@ def manifest_damage_vectors() -> Iterator[Vector]:
     yield from _files()
     yield from _contradictions()
     yield from _schemas()
+    yield from _newer()
     yield from _paths()
     yield from _nulls()
     yield from _shapes()
@@ -120,6 +124,27 @@ def _contradictions() -> Iterator[Vector]:
         yield refused(f"{name}-in-footer", footer, "bad-structure", f"the footer has another {name}")
 
 
+def _newer() -> Iterator[Vector]:
+    """Yield manifests of newer programs, which break rules of version 1 that a reader must not check first."""
+    columns, more = columns_of(ROWS), {**columns_of(ROWS), "strides": [None] * len(ROWS)}
+    extra = SCHEMA.append(pa.field("strides", pa.int64(), nullable=True))
+    feature = header_bytes(reader_features=["a-feature-of-later"], parent=[])
+    version = canonical_json({"format": 2})
+    version_and_more = {METADATA_KEY: version, b"statistics": b"{}"}
+    for name, data, kind in (
+        ("column-and-feature", arrow_file(more, feature, extra), "unsupported-feature"),
+        ("column-and-version", arrow_file(more, version, extra), "unsupported-version"),
+        ("batches-and-feature", arrow_file(columns, feature, batches=2), "unsupported-feature"),
+        ("no-batch-and-version", arrow_file(columns, version, batches=0), "unsupported-version"),
+        ("metadata-and-version", arrow_file(columns, b"", metadata=version_and_more), "unsupported-version"),
+        ("compressed-and-feature", arrow_file(columns, feature, options=_LZ4), "unsupported-feature"),
+    ):
+        yield refused(f"newer-{name}", data, kind, "version and features are checked before any other rule")
+
+
+_LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")
+
+
 def _schemas() -> Iterator[Vector]:
     columns, header = columns_of(ROWS), header_bytes()
 
@@ -134,6 +159,8 @@ def _schemas() -> Iterator[Vector]:
         ("column-missing", SCHEMA.remove(SCHEMA.get_field_index("role")), "a column is missing"),
         ("column-order", backwards, "the columns are in another order"),
         ("column-more", extra, "a column that is not in the schema"),
+        ("field-metadata", replaced("name", SCHEMA.field("name").with_metadata({"a": "b"})), "metadata of a column"),
+        ("item-metadata", replaced("shape", _SHAPE_WITH_METADATA), "metadata of an item"),
         ("nullable", replaced("name", pa.field("name", pa.utf8(), nullable=True)), "a column that may be null"),
         ("int32", replaced("nbytes", pa.field("nbytes", pa.int32(), nullable=False)), "lengths of 32 bits"),
         ("large-utf8", replaced("name", pa.field("name", pa.large_utf8(), nullable=False)), "another string type"),

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 
 from asymcheck.format.digest import digest
-from asymcheck.format.record import Descriptor, HeadRecord, encode_descriptor, encode_head, encode_record
+from asymcheck.format.record import LAYOUTS, Descriptor, HeadRecord, encode_descriptor, encode_head, encode_record
 from asymcheck.types import CheckpointRef
 from tools.vectors_base import CREATED_NS, WRITER, Vector, fixed_bytes, flipped, invalid, patched, save_id, valid
 
@@ -64,6 +64,9 @@ def _well_formed() -> Iterator[Vector]:
     yield record("descriptor-not-ascii", _changed(DESCRIPTOR, writer="Käse \U0001f9c0"), "other characters are escaped")
     yield record("descriptor-writer-feature", encode_descriptor(features), "a reader may ignore writer features")
     yield record("descriptor-extra-key", _changed(DESCRIPTOR, remark=[1, {}]), "keys of later versions are ignored")
+    for layout in LAYOUTS:
+        changed = encode_descriptor(Descriptor(STORE_ID, CREATED_NS, WRITER, layout=layout))
+        yield record(f"descriptor-{layout}", changed, f"the directory has the layout {layout}")
     yield record("descriptor-first-copy-damaged", flipped(DESCRIPTOR, 40), "the second copy is read", damaged=1)
     yield record("descriptor-second-copy-damaged", flipped(DESCRIPTOR, _BLOCK + 40), "the first is read", damaged=1)
     torn = bytes(_BLOCK) + DESCRIPTOR[_BLOCK:]
@@ -91,6 +94,15 @@ def _damaged_blocks() -> Iterator[Vector]:
     yield both("no-line-feed", lambda block: patched(block, (len(text), b" ")), "no line feed after the JSON")
     yield both("padding-zero", lambda block: patched(block, (end, b"\0")), "the padding is not spaces")
     yield both("last-byte", lambda block: patched(block, (_BLOCK - 1, b" ")), "the last byte is no line feed")
+    other = _changed(DESCRIPTOR, store_id=fixed_bytes("another store", 16).hex())
+    yield invalid(
+        "descriptor",
+        "copies-differ",
+        DESCRIPTOR[:_BLOCK] + other[_BLOCK:],
+        "bad-structure",
+        "two intact copies that differ",
+        path=DESCRIPTOR_PATH,
+    )
     long = text[:-1] + b',"z":"' + b"z" * (4001 - len(text) - 7) + b'"}'
     yield invalid(
         "descriptor", "json-too-long", blocks(long), "bad-checksum", "4001 bytes of JSON", path=DESCRIPTOR_PATH
@@ -111,6 +123,9 @@ def _not_canonical() -> Iterator[Vector]:
         ("not-escaped", raw, "a character that is not ASCII is not escaped"),
         ("utf-16", text.decode().encode("utf-16-le"), "JSON that is not UTF-8"),
         ("nan", text[:-1] + b',"z":NaN}', "NaN is not JSON"),
+        ("fraction", text[:-1] + b',"z":1.5}', "a fraction: canonical JSON has integers only"),
+        ("exponent", text[:-1] + b',"z":1e+16}', "an exponent"),
+        ("minus-zero", text[:-1] + b',"z":-0}', "the integer 0 with a sign"),
     ):
         # A reader may also report such a block as damaged.
         data = blocks(changed)
@@ -132,6 +147,8 @@ def _bad_descriptors() -> Iterator[Vector]:
         ("store-id-list", {"store_id": [1]}, "bad-structure", "an id that is no string"),
         ("created-negative", {"created_ns": -1}, "bad-structure", "a negative time"),
         ("created-too-large", {"created_ns": 1 << 64}, "bad-structure", "a time of more than 64 bits"),
+        ("layout-unknown", {"layout": "stores"}, "bad-structure", "a layout that is not of version 1"),
+        ("layout-null", {"layout": None}, "bad-structure", "a layout that is no string"),
         ("writer-number", {"writer": 1}, "bad-structure", "a writer that is no string"),
         ("features-object", {"reader_features": {}}, "bad-structure", "features that are no list"),
         ("features-number", {"writer_features": [1]}, "bad-structure", "a feature that is no string"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import struct
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -156,16 +157,26 @@ def _open(data: Buffer, where: str, parse: Callable[[bytes, str], object]) -> tu
     if bytes(data[: len(_FILE_MAGIC)]) != _FILE_MAGIC:
         # Arrow checks only the magic at the end of the file.
         raise BadMagicError(f"{where}: not an Arrow IPC file")
+    buffer = pa.py_buffer(data)
     try:
-        schema, rows = _messages(data, where)
+        with pa.ipc.open_file(buffer) as reader:
+            schema, batches = reader.schema, reader.num_record_batches
+    except (pa.ArrowException, OSError, MemoryError) as error:
+        raise StructureError(f"{where}: {_INVALID}: {error}") from error
+    metadata = dict(schema.metadata or {})
+    if METADATA_KEY not in metadata:
+        raise StructureError(f"{where}: schema metadata has no entry 'asymcheck'")
+    # Version and features come before all other rules, so that no manifest of a newer program is taken for damaged.
+    fields = _known(parse(metadata[METADATA_KEY], f"{where}: header"), where)
+    try:
+        rows = _rows_message(buffer, schema, batches, where)
     except (pa.ArrowException, OSError, MemoryError, StopIteration) as error:
         # A message reader raises StopIteration when the file has too few messages.
         raise StructureError(f"{where}: {_INVALID}: {error}") from error
-    metadata = dict(schema.metadata or {})
     # The dict drops repeated keys. The comparison of schemas counts the entries.
-    if set(metadata) != {METADATA_KEY} or not schema.equals(SCHEMA.with_metadata(metadata), check_metadata=True):
-        raise StructureError(f"{where}: schema metadata is not exactly one entry 'asymcheck'")
-    return _decode_header(parse(metadata[METADATA_KEY], f"{where}: header"), where), rows
+    if len(metadata) != 1 or not schema.equals(SCHEMA.with_metadata(metadata), check_metadata=True):
+        raise StructureError(f"{where}: the schema has more metadata than one entry 'asymcheck'")
+    return _decode_header(fields, where), rows
 
 
 def _read_rows(rows: pa.Message, where: str) -> pa.RecordBatch:
@@ -178,12 +189,9 @@ def _read_rows(rows: pa.Message, where: str) -> pa.RecordBatch:
     return batch if batch.num_rows else pa.RecordBatch.from_pylist([], schema=SCHEMA)
 
 
-def _messages(data: Buffer, where: str) -> tuple[pa.Schema, pa.Message]:
+def _rows_message(buffer: pa.Buffer, schema: pa.Schema, batches: int, where: str) -> pa.Message:
     # Read the batch from the messages in file order and only compare the footer, because its offsets may be hostile.
     # Refuse a compressed body before it is read, because it could expand to any size.
-    buffer = pa.py_buffer(data)
-    with pa.ipc.open_file(buffer) as reader:
-        schema, batches = reader.schema, reader.num_record_batches
     messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(buffer.slice(len(_FILE_MAGIC))))
     first, second = messages.read_next_message(), messages.read_next_message()
     if (
@@ -197,7 +205,7 @@ def _messages(data: Buffer, where: str) -> tuple[pa.Schema, pa.Message]:
         second.metadata.to_pybytes(), where
     ):
         raise StructureError(f"{where}: footer and schema message disagree, or the record batch is compressed")
-    return schema, second
+    return second
 
 
 def _is_compressed(message: bytes, where: str) -> bool:
@@ -220,7 +228,8 @@ def _field(message: bytes, table: int, number: int) -> int:
     return table + int(offset) if offset else 0
 
 
-def _decode_header(fields: object, where: str) -> ManifestHeader:
+def _known(fields: object, where: str) -> dict[str, object]:
+    """Return the object of a header whose version and features this program knows."""
     if not isinstance(fields, dict):
         raise StructureError(f"{where}: manifest header is not an object")
     version = fields.get("format")
@@ -228,6 +237,10 @@ def _decode_header(fields: object, where: str) -> ManifestHeader:
         raise StructureError(f"{where}: manifest header has no format version")
     check_version(version, where)
     check_reader_features(strings(fields, "reader_features", where), where)
+    return fields
+
+
+def _decode_header(fields: dict[str, Any], where: str) -> ManifestHeader:
     if not isinstance(fields.get("packs"), list):
         raise StructureError(f"{where}: packs is not a list")
     try:

@@ -43,6 +43,8 @@ def _refuse_constant(name: str) -> object:
 
 
 RECORD_BYTES = 2 * registry.BLOCK_BYTES
+STORE_LAYOUT, REMOTE_LAYOUT = LAYOUTS = "store", "remote"
+"""Values of the key ``layout`` of a descriptor: a store on a local drive, or copies at a remote location."""
 _HEX32 = re.compile(r"[0-9a-f]{32}\Z")
 
 
@@ -55,6 +57,8 @@ class Descriptor:
     writer: str
     reader_features: tuple[str, ...] = ()
     writer_features: tuple[str, ...] = ()
+    layout: str | None = None
+    """``store`` or ``remote``; None in descriptors of early programs, which did not write the key."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +103,8 @@ def decode_record(data: Buffer, kind: str, where: str) -> tuple[dict[str, object
     texts = [text for text in map(_intact_text, blocks) if text is not None]
     if not texts:
         raise ChecksumError(f"{where}: both copies of the record are damaged")
+    if len(set(texts)) > 1:
+        raise StructureError(f"{where}: the two copies are intact but differ, and no program writes such a record")
     value = parse_json(texts[0], where)
     if not isinstance(value, dict) or not is_canonical(value, texts[0]):
         raise StructureError(f"{where}: record is not a JSON object in canonical form")
@@ -118,12 +124,17 @@ def repaired_record(data: bytes) -> bytes | None:
 
 
 def is_canonical(value: dict[str, object], text: bytes) -> bool:
-    """Tell whether ``text`` is the canonical JSON of ``value``."""
+    """Tell whether ``text`` is the canonical JSON of ``value``, in which all numbers are integers."""
     try:
+        json.loads(text, parse_float=_refuse_fraction)
         return canonical_json(value) == text
-    except (ValueError, RecursionError):
-        # A number beyond binary64, or nesting that the parser accepts but the encoder does not.
+    except (ValueError, RecursionError, StructureError):
+        # An integer with too many digits, or nesting that the parser accepts but the encoder does not.
         return False
+
+
+def _refuse_fraction(number: str) -> object:
+    raise StructureError(f"{number} is not an integer")
 
 
 def _intact_text(block: bytes) -> bytes | None:
@@ -138,6 +149,8 @@ def _intact_text(block: bytes) -> bytes | None:
 def encode_descriptor(descriptor: Descriptor) -> bytes:
     """Return the bytes of ``asymcheck.store``. The keys of a record are the names of the fields."""
     fields = {**vars(descriptor), "kind": "store", "format": registry.FORMAT_WRITE}
+    if descriptor.layout is None:
+        del fields["layout"]
     return encode_record({**fields, "store_id": descriptor.store_id.hex()})
 
 
@@ -148,7 +161,10 @@ def decode_descriptor(data: Buffer, where: str) -> tuple[Descriptor, int]:
     check_reader_features(readers, where)
     created = integer(value, "created_ns", where)
     store_id = parse_id(value.get("store_id"), where)
-    return Descriptor(store_id, created, string(value, "writer", where), readers, writers), damaged
+    layout = string(value, "layout", where) if "layout" in value else None
+    if layout not in (None, *LAYOUTS):
+        raise StructureError(f"{where}: layout {layout!r:.100} is none of {', '.join(LAYOUTS)}")
+    return Descriptor(store_id, created, string(value, "writer", where), readers, writers, layout), damaged
 
 
 def head_to_json(head: HeadRecord) -> dict[str, object]:

@@ -208,7 +208,16 @@ class _Checker:
 
     def _check_manifests(self, run: str) -> None:
         """Check I3 and I4. Record the needed partitions."""
-        for listing in self._listings(run):
+        refs = self.tier.manifests.refs(run) if self.step is None else []
+        listings = list(self._listings(run))
+        for ref in sorted(set(refs) - {listing.ref for listing in listings}):
+            # I10: a directory without a manifest. Readers ignore it.
+            where = f"{layout.MANIFESTS}/{run}/{layout.checkpoint_name(ref)}"
+            message = (
+                "no manifest: a save or a deletion was killed, and gc removes the directory; or manifests were lost"
+            )
+            self._add("empty-checkpoint", Severity.HINT, "I10", where, message)
+        for listing in listings:
             self.listings.append(listing)
             name = f"run {run}, {listing.ref}"
             where = f"{layout.MANIFESTS}/{run}/{layout.checkpoint_name(listing.ref)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from asymcheck.errors import (
     INCONCLUSIVE,
     AsymcheckError,
+    CheckpointNotFoundError,
     DamagedPartitionError,
     DigestMismatchError,
     FormatError,
@@ -105,38 +106,58 @@ def read_first(tier: ReadTier, run: str, step: int | str | None, read: Read, *, 
         InconsistentCheckpointError: no candidate can be restored; lists the reasons.
         HeadRecordError: the newest checkpoint is unknown, because a head record is damaged or lost.
     """
-    with timed("find", 0, lambda: {"run": run}):
-        listings = candidates(tier, run, step)
     skipped: list[str] = []
-    for _ in range(_ATTEMPTS):
+    for attempt in range(_ATTEMPTS):
+        with timed("find", 0, lambda: {"run": run}):
+            listings = candidates(tier, run, step)
         skipped.clear()
-        loaded = _first(tier, listings, skipped, read, fall_back=fall_back)
+        is_stale = partial(_has_more, tier, run, step, frozenset(listings)) if attempt + 1 < _ATTEMPTS else None
+        loaded = _first(tier, listings, skipped, read, fall_back=fall_back, is_stale=is_stale)
         if loaded is not None:
             return loaded
-        if step is not None:
-            break
-        # Since the listing, a running training may have deleted these checkpoints and saved others, or completed the
-        # newest one.
-        seen = set(listings)
-        listings = candidates(tier, run, step)
-        if seen.issuperset(listings):
+        if is_stale is None or not is_stale():
             break
     problem = f"no checkpoint of run {run!r} can be restored"
-    if step is not None:
+    if step is None:
+        # Raises CheckpointNotFoundError if all checkpoints were deleted meanwhile.
+        candidates(tier, run, step)
+    else:
         name = step if isinstance(step, str) else f"step {step}"
         problem = f"{name} of run {run!r} cannot be restored; other steps may be intact"
     message = f"store {tier.root}: {problem}; run asymcheck verify {tier.root} for a complete list of damage:"
     raise InconsistentCheckpointError(message, skipped)
 
 
+def _has_more(tier: ReadTier, run: str, step: int | str | None, seen: Collection[CheckpointFiles]) -> bool:
+    """Tell whether there is a candidate that was not ``seen``.
+
+    A training may delete the checkpoints of a listing and save others, or complete the newest one (SPEC.md §A12).
+    """
+    try:
+        return any(listing not in seen for listing in candidates(tier, run, step))
+    except CheckpointNotFoundError:
+        return False
+
+
 def _first(
-    tier: ReadTier, listings: list[CheckpointFiles], skipped: list[str], read: Read, *, fall_back: bool
+    tier: ReadTier,
+    listings: list[CheckpointFiles],
+    skipped: list[str],
+    read: Read,
+    *,
+    fall_back: bool,
+    is_stale: Callable[[], bool] | None,
 ) -> Loaded | None:
-    """Read the first readable checkpoint; append the reasons for skipped ones to ``skipped``."""
+    """Read the first readable checkpoint; append the reasons for skipped ones to ``skipped``.
+
+    Return None if no checkpoint is readable, or if one was skipped and ``is_stale`` tells of a newer listing.
+    """
     attempts = resolve_each(tier, listings, skipped)
     spoilt: PartialRestoreError | None = None
     for resolved in attempts:
         with resolved.sources:
+            if skipped and spoilt is None and is_stale is not None and is_stale():
+                return None
             try:
                 state = read(resolved)
             except (RefusedStateError, UnsupportedFormatError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,22 @@ def test_a_store_is_no_location(store: Path) -> None:
             opened.push(location)
     with Store.open(store, config=CONFIG, create=True) as opened:
         check_state(opened.load(), 2)
+
+
+def test_a_copied_store_without_empty_folders_is_no_location(store: Path) -> None:
+    """Test that the descriptor tells the layout of a copy that lacks the folders of a local store."""
+    for name in ("pool", "catalog"):
+        shutil.rmtree(store / name)
+    with pytest.raises(InvalidInputError, match=rf"a local store \(so its asymcheck.store says\).* path {store};"):
+        Store.open(f"file://{store}", config=CONFIG)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_location_is_no_store(pushed: Path, folder: str, *, read_only: bool) -> None:
+    """Test that a location is not opened as a store, which would ignore doomed packs and collect with locks."""
+    del pushed
+    with pytest.raises(InvalidInputError, match=f"a remote layout, not a local store. Open it as {folder}"):
+        Store.open(folder.removeprefix("file://"), config=CONFIG, read_only=read_only)
 
 
 def test_a_store_that_lost_its_descriptor_is_no_place_for_a_location(store: Path) -> None:

@@ -236,12 +236,13 @@ def test_i9_a_damaged_copy_in_a_record(store: Path, name: str, copy: int) -> Non
 
 
 def test_i10_files_that_are_not_the_stores(store: Path) -> None:
-    """Test I10, no foreign and no ownerless temporary files: both are hints, and only the latter are removed."""
+    """Test I10: foreign files, temporary files and empty directories are hints, and collection removes the last two."""
     for name in ("notes.txt", "packs/notes.txt"):
         (store / name).write_text("not ours")
     (store / "packs" / f"{'0' * 32}.tmp").write_bytes(b"")
-    hints = {("foreign-file", Severity.HINT), ("stale-temporary", Severity.HINT)}
-    assert findings(store) == {"I10": hints}
+    (store / "manifests" / "default" / f"00000002-{50:012d}-{'0' * 32}").mkdir()
+    kinds = ("foreign-file", "stale-temporary", "empty-checkpoint")
+    assert findings(store) == {"I10": {(kind, Severity.HINT) for kind in kinds}}
     with asymcheck.Store.open(store, create=True) as opened:
         opened.gc()
         check_everything(opened, FROZEN)

@@ -22,7 +22,15 @@ from asymcheck.errors import (
 )
 from asymcheck.format import layout
 from asymcheck.format.frame import FrameDescriptor
-from asymcheck.format.record import RECORD_BYTES, Descriptor, decode_descriptor, encode_descriptor, repaired_record
+from asymcheck.format.record import (
+    RECORD_BYTES,
+    REMOTE_LAYOUT,
+    STORE_LAYOUT,
+    Descriptor,
+    decode_descriptor,
+    encode_descriptor,
+    repaired_record,
+)
 from asymcheck.format.registry import SHIFTED_PAYLOAD, missing_writer_features
 from asymcheck.storage.interfaces import StoreTier
 from asymcheck.storage.limits import check_config
@@ -83,6 +91,11 @@ class NvmeTier(StoreTier):
                 with translated("access", root):
                     self._create_if_missing()
         self.descriptor, self.damaged_descriptor_copies = self._read_descriptor()
+        if self.descriptor.layout == REMOTE_LAYOUT:
+            # A store ignores doomed packs, and its collection relies on locks that uploads do not take.
+            raise InvalidInputError(
+                f"{root} is a remote layout, not a local store. Open it as {root.absolute().as_uri()}"
+            )
         if not read_only:
             # Also for an existing store: the process that created it may have been killed before its sync.
             self.files.sync_directory(root)
@@ -143,7 +156,7 @@ class NvmeTier(StoreTier):
         for path in (self.root, *self.root.absolute().parents):
             with contextlib.suppress(ReadOnlyStoreError):
                 self.files.sync_directory(path)
-        descriptor = Descriptor(os.urandom(16), time.time_ns(), WRITER, reader_features=(SHIFTED_PAYLOAD,))
+        descriptor = Descriptor(os.urandom(16), time.time_ns(), WRITER, (SHIFTED_PAYLOAD,), layout=STORE_LAYOUT)
         if self.files.publish_record(self.root / layout.DESCRIPTOR_NAME, encode_descriptor(descriptor)):
             _logger.info("created new store at %s", self.root)
 

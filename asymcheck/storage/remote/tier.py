@@ -13,7 +13,14 @@ from pathlib import PurePosixPath
 from asymcheck.config import WRITER, StoreConfig
 from asymcheck.errors import FormatError, InvalidInputError, MissingPartitionError, StoreNotFoundError, StructureError
 from asymcheck.format import layout
-from asymcheck.format.record import RECORD_BYTES, Descriptor, decode_descriptor, encode_descriptor
+from asymcheck.format.record import (
+    RECORD_BYTES,
+    REMOTE_LAYOUT,
+    STORE_LAYOUT,
+    Descriptor,
+    decode_descriptor,
+    encode_descriptor,
+)
 from asymcheck.storage.interfaces import StoreTier
 from asymcheck.storage.limits import check_remote
 from asymcheck.storage.pack_index import PackIndex
@@ -60,20 +67,20 @@ class RemoteTier(StoreTier):
         data = self.files.read_small(self._top / layout.DESCRIPTOR_NAME, RECORD_BYTES)
         if data is None:
             data = self._without_descriptor(create=create)
-        self._refuse_local_store()
         self.descriptor, self.damaged_descriptor_copies = decode_descriptor(data, f"store descriptor of {location}")
+        self._refuse_local_store()
         self.manifests = RemoteManifests(self.files)
         self.slots = SlotPool(config.slots, config.partition_bytes)
         self._ahead = ReadAhead(config.remote)
 
     def _refuse_local_store(self) -> None:
         """Raise if the location is a local store, because this tier ignores the pins and locks of such a store."""
-        if self.location.scheme != "file":
-            return
-        own = {layout.CATALOG, layout.POOL}.intersection(self.files.list(self._top))
-        if own:
+        # Descriptors of early programs do not name the layout.
+        own = set() if self.descriptor.layout else {layout.CATALOG, layout.POOL}.intersection(self._names(self._top))
+        if self.descriptor.layout == STORE_LAYOUT or own:
+            reason = f"it has a {min(own)}" if own else f"so its {layout.DESCRIPTOR_NAME} says"
             raise InvalidInputError(
-                f"{self.location} is a local store (it has a {min(own)}). To open it, give its "
+                f"{self.location} is a local store ({reason}). To open it, give its "
                 f"path {self._top}; to push, choose another directory"
             )
 
@@ -105,7 +112,7 @@ class RemoteTier(StoreTier):
     def _create(self) -> bytes:
         for name in (layout.HEADS, layout.MANIFESTS, layout.PACKS):
             self.files.make_directory(self._top / name)
-        data = encode_descriptor(Descriptor(os.urandom(16), time.time_ns(), WRITER))
+        data = encode_descriptor(Descriptor(os.urandom(16), time.time_ns(), WRITER, layout=REMOTE_LAYOUT))
         path = self._top / layout.DESCRIPTOR_NAME
         if self.files.put_small(path, data):
             return data

@@ -12,7 +12,7 @@ import numpy as np
 from asymcheck.format.digest import digest, sum8
 from asymcheck.format.frame import FrameDescriptor, encode_header, frame_length, payload_offset
 from asymcheck.format.pack import ENTRY_DTYPE, PackHeader, encode_index, encode_pack_header
-from asymcheck.types import Digest
+from asymcheck.types import Digest, PackId
 from tools.vectors_base import CREATED_NS, WRITER
 from tools.vectors_pack import PACK_ID, PackParts
 
@@ -54,21 +54,21 @@ def identity(plain: bytes) -> Stored:
     return Stored(plain, plain, 0, 0)
 
 
-def pack_of(stored: Sequence[Stored]) -> PackParts:
+def pack_of(stored: Sequence[Stored], place: PackId = PACK_ID) -> PackParts:
     """Return a pack of these partitions."""
     entries = np.zeros(len(stored), dtype=ENTRY_DTYPE)
     frames, offset = [], 4096
     for row, one in enumerate(stored):
         described = one.descriptor
         start, end = payload_offset(described.stored_length), frame_length(described.stored_length)
-        frames.append((encode_header(described, PACK_ID, row).ljust(start, b"\0") + one.payload).ljust(end, b"\0"))
+        frames.append((encode_header(described, place, row).ljust(start, b"\0") + one.payload).ljust(end, b"\0"))
         for field in ("stored_length", "plain_length", "kind", "codec", "digest_algorithm"):
             entries[row][field] = getattr(described, field)
         entries[row]["digest"], entries[row]["base_digest"] = np.void(described.digest), np.void(one.base)
         entries[row]["offset"] = offset
         offset += end
-    header = PackHeader(PACK_ID, len(stored), offset, CREATED_NS, WRITER)
-    return PackParts(encode_pack_header(header), tuple(frames), encode_index(PACK_ID, entries))
+    header = PackHeader(place, len(stored), offset, CREATED_NS, WRITER)
+    return PackParts(encode_pack_header(header), tuple(frames), encode_index(place, entries))
 
 
 def zstd_frame(length: int, blocks: Iterable[tuple[int, int, bytes]], flags: int = 0xA0) -> bytes:

@@ -14,6 +14,7 @@ from tools.vectors_base import Vector, write_vectors
 from tools.vectors_codecs import codec_vectors
 from tools.vectors_codecs_invalid import codec_damage_vectors
 from tools.vectors_damage import damage_vectors
+from tools.vectors_encoded_stores import make_encoded_stores
 from tools.vectors_header_invalid import header_damage_vectors
 from tools.vectors_manifest import manifest_vectors
 from tools.vectors_manifest_invalid import manifest_damage_vectors
@@ -51,7 +52,7 @@ def main() -> None:
     parser.add_argument("--stores", action="store_true", help="make the frozen stores instead, with new ids")
     options = parser.parse_args()
     if options.stores:
-        for path in make_stores(options.out / "stores"):
+        for path in [*make_stores(options.out / "stores"), *make_encoded_stores(options.out / "stores")]:
             print(path)
     else:
         count = write_vectors(all_vectors(), options.out / "vectors" / "v1")

@@ -62,8 +62,8 @@ def make_stores(out: Path) -> list[Path]:
     with tempfile.TemporaryDirectory() as scratch:
         store = Path(scratch) / "store"
         expected = _make_store(store)
-        _freeze(store, intact / "store", intact / "catalog.json")
-        _write_expected(intact, expected)
+        freeze(store, intact / "store", intact / "catalog.json")
+        write_expected(intact, expected)
         shutil.copyfile(REGISTRY, intact / "registry.json")
         _make_torn(store, expected, intact / "store", torn)
     return [intact, *sorted(torn.iterdir())]
@@ -169,16 +169,17 @@ def _make_torn(store: Path, expected: Facts, frozen: Path, out: Path) -> None:
                 "newest": checkpoint.save_id if committed else expected["newest"]["default"],  # type: ignore[index]  # made above
                 "checkpoints": [{**describe(checkpoint, state), "on_line": True}] if committed else [],
             }
-            _write_expected(target, facts)
+            write_expected(target, facts)
 
 
-def _write_expected(folder: Path, facts: Facts) -> None:
+def write_expected(folder: Path, facts: Facts) -> None:
     """Write one line for each fact. With one line for each number, the file would be larger than the store."""
     lines = (f"{json.dumps(key)}: {json.dumps(facts[key], sort_keys=True)}" for key in sorted(facts))
     (folder / "expected.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="ascii")
 
 
-def _freeze(store: Path, target: Path, dump: Path) -> None:
+def freeze(store: Path, target: Path, dump: Path) -> None:
+    """Copy a store without its catalog to ``target``, and write the entries of the catalog to ``dump``."""
     shutil.copytree(store, target, ignore=lambda _, names: {"catalog"} & set(names))
     dump.write_text(json_text(dump_catalog(store / "catalog")), encoding="ascii")
 
@@ -186,7 +187,7 @@ def _freeze(store: Path, target: Path, dump: Path) -> None:
 def _keep_differences(base: Path, crashed: Path, target: Path) -> list[str]:
     """Write the files that the crash added or changed, and the catalog; return the names of removed files."""
     intact = target / "whole"
-    _freeze(crashed, intact, target / "catalog.json")
+    freeze(crashed, intact, target / "catalog.json")
     files = {path.relative_to(intact) for path in intact.rglob("*") if path.is_file()}
     for name in sorted(files):
         if not (base / name).exists() or not filecmp.cmp(base / name, intact / name, shallow=False):

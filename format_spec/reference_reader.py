@@ -354,7 +354,7 @@ def parse_known(text: bytes, what: str, kind: dict[str, str], keys: dict[str, An
         raise SpecError(f"{what}: not an object with a format version")
     need(value["format"] == 1, f"{what}: format version {value['format']}, this reader knows 1", "unsupported-version")
     need(kind.items() <= value.items(), f"{what}: kind {value.get('kind')!r}")
-    names = value.get("reader_features", [] if "reader_features" not in keys else None)
+    names: Any = value.get("reader_features", [] if "reader_features" not in keys else None)
     good = isinstance(names, list) and all(isinstance(name, str) for name in names)
     need(good, f"{what}: reader_features {names!r:.60}")
     unknown = set(names) - {"shifted-payload", "typed-value"} if "reader_features" in keys else set()
@@ -720,6 +720,7 @@ class Store:
         self.damaged: dict[str, str] = {}
         self.seen: set[str] = set()
         self.unsupported: SpecError | None = None
+        self.generation = 0
         lost = (path / "manifests").is_dir() or not any(re.fullmatch(PACK_NAME, p.name) for p in self.files("packs"))
         need(lost, f"{path}: packs, but no manifests/")
         runs = {p.name for part in ("heads", "manifests") for p in self.files(part) if re.fullmatch(RUN, p.name)}
@@ -875,6 +876,7 @@ class Store:
 
     def resolve(self, step: int | None = None, rank: int = 0) -> dict[str, Any]:
         """The newest candidate that can be read in full; list again before an older one is taken (§A12)."""
+        wanted = []
         for _ in range(ATTEMPTS):
             wanted = self.candidates(step)
             for checkpoint in wanted:

@@ -126,7 +126,8 @@ def _contradictions() -> Iterator[Vector]:
 
 def _newer() -> Iterator[Vector]:
     """Yield manifests of newer programs, which break rules of version 1 that a reader must not check first."""
-    columns, more = columns_of(ROWS), {**columns_of(ROWS), "strides": [None] * len(ROWS)}
+    columns = columns_of(ROWS)
+    more: Columns = {**columns, "strides": [None] * len(ROWS)}
     extra = SCHEMA.append(pa.field("strides", pa.int64(), nullable=True))
     feature = header_bytes(reader_features=["a-feature-of-later"], parent=[])
     version = canonical_json({"format": 2})

@@ -391,6 +391,7 @@ def test_error_kinds_are_those_of_the_code() -> None:
     leaves = {leaf.kind for error in below for leaf in (error.__subclasses__() or [error])}
     assert kinds == leaves
     assert kinds == {vector.facts["error_kind"] for vector in vectors("invalid")}
+    assert {row["kind beyond it"].strip("`") for row in table("registry_limits")} - {"–"} <= kinds
 
 
 def test_kinds_of_missing_structures_are_those_of_the_code() -> None:

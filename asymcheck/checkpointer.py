@@ -139,7 +139,7 @@ class Checkpointer:
             every, None if self._coordinator is None else self._coordinator.broadcast
         )
         # Last, because it starts to push the checkpoints that an earlier training left in the store.
-        self._pusher = BackgroundPush(partial(store.push_in_background, run=run, poll_s=_POLL_S), push, found)
+        self._pusher = BackgroundPush(partial(store.training.push_in_background, run=run, poll_s=_POLL_S), push, found)
         self._maintenance = None if keep is None else MaintenanceThread(partial(self._pruner, keep))
 
     def __repr__(self) -> str:
@@ -151,7 +151,7 @@ class Checkpointer:
         return f"<Checkpointer of run {self._run!r} in {self._store.location}: {latest}, {interval}{pushes}>"
 
     def _pruner(self, keep: Retention) -> Pruner:
-        opened = self._store.training.opened
+        opened = self._store.resources
         return Pruner(opened.writable(), opened.catalog(), self._run, keep, self._pusher.held)
 
     def restore(self, step: int | None = None, *, strict: bool = False) -> Checkpoint | None:
@@ -216,7 +216,7 @@ class Checkpointer:
         Raises:
             RunInUseError: another process trains the run.
         """
-        self._run_lock.take(self._store.training.opened.nvme.config.lock_timeout_s, takeover=self._takeover)
+        self._run_lock.take(self._store.resources.nvme.config.lock_timeout_s, takeover=self._takeover)
         self._takeover = False
 
     def _check_may_save(self) -> None:
@@ -283,7 +283,7 @@ class Checkpointer:
 
     def _warn_of_empty_remote(self) -> None:
         """Warn if the remote is empty: it may be a mount point without its file system."""
-        remote = self._store.training.opened.remote
+        remote = self._store.resources.remote
         if remote is not None and remote.tier() is None:
             warn_user(
                 f"remote {remote.name} is empty; starting a new run. If you expected checkpoints there, stop and check "
@@ -447,7 +447,7 @@ class Checkpointer:
     def _opened(self) -> int:
         """Return the generation of this training; without a restore, open one that has no parent."""
         if self._generation is None:
-            self._generation = self._store.begin_generation(None, run=self._run)
+            self._generation = self._store.training.begin_generation(None, run=self._run)
         return self._generation
 
     def _opened_by_save(self) -> int:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from asymcheck.commit.encoder import Encoder
 from asymcheck.errors import CatalogError, InvalidInputError, ReadOnlyStoreError, RemoteCopyWarning, warn_user
-from asymcheck.fsck.rebuild_catalog import Rebuilt, rebuild
+from asymcheck.format import layout
+from asymcheck.fsck.rebuild_catalog import Rebuilt, rebuild, reconcile
+from asymcheck.inspect.history import describe_loaded
 from asymcheck.storage.fallback_tier import FallbackTier, OverlayTier, RemoteFallback
 from asymcheck.storage.interfaces import ReadTier, StoreTier
 from asymcheck.storage.nvme import Catalog, NvmeTier, Transaction
 from asymcheck.storage.remote import RemoteLocation, RemoteTier
 from asymcheck.storage.shm import RingPack
+from asymcheck.types import Restored, Usage
+from asymcheck.validation import check_glob, check_which
+
+if TYPE_CHECKING:
+    from asymcheck.restore.load import Loaded
 
 _T = TypeVar("_T")
 
@@ -92,9 +99,46 @@ class OpenedStore:
                 RemoteCopyWarning,
             )
 
+    def read(self, load: Callable[[ReadTier], Loaded], *, is_newest: bool) -> Restored:
+        """Call ``load`` with the tier to read from, and return its result with a description of the checkpoint.
+
+        Args:
+            load: reads a checkpoint.
+            is_newest: whether ``load`` reads the newest consistent checkpoint.
+        """
+        with self.source() as source:
+            return self.restored(load(source), is_newest=is_newest)
+
+    def restored(self, loaded: Loaded, *, is_newest: bool) -> Restored:
+        """Return a loaded state with a description of its checkpoint; see :meth:`read`."""
+        return Restored(loaded.state, describe_loaded(self.tier, loaded, is_newest=is_newest), loaded.skipped)
+
     def with_memory(self, tier: ReadTier) -> ReadTier:
         """Return ``tier`` with the packs in memory in front of its own."""
         return OverlayTier(tier, self.in_memory) if self.in_memory else tier
+
+    def checked(self, run: str, step: int | str | None, pattern: str = "*") -> int | str | None:
+        """Validate the selection of a checkpoint and its tensors; return the step."""
+        self.tier.check_usable()
+        layout.check_run(run)
+        check_glob(pattern)
+        return None if step is None else check_which(step)
+
+    def rebuild_catalog(self) -> Rebuilt:
+        """Rebuild the catalog from packs and manifests, and keep the pins of living processes.
+
+        If no other process has the catalog open, a new file replaces it; otherwise its entries are corrected.
+
+        Raises:
+            ReadOnlyStoreError: the store was opened read-only, or cannot be written.
+            CatalogError: the catalog is damaged and in use by other processes; the message names them.
+        """
+        return self.with_catalog(lambda catalog, made: made or reconcile(self.nvme, catalog), fresh=True)
+
+    def usage(self) -> Usage:
+        """Return the total bytes of the store, by kind of file."""
+        self.tier.check_usable()
+        return Usage(self.tier.descriptor.store_id.hex(), *self.tier.usage())
 
     def close(self) -> None:
         """Close the tier and the remote location."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from asymcheck.commit.save_request import LineagePosition, SaveRequest
 from asymcheck.commit.transaction import remove
-from asymcheck.config import DEFAULT_RUN, StoreConfig, ring_folder_of
+from asymcheck.config import DEFAULT_RUN, StoreConfig
 from asymcheck.errors import (
     CheckpointNotFoundError,
     InvalidInputError,
@@ -27,42 +26,31 @@ from asymcheck.errors import (
 )
 from asymcheck.events import timed
 from asymcheck.format import layout
-from asymcheck.fsck.rebuild_catalog import Rebuilt, reconcile
 from asymcheck.fsck.repair import Repaired, repair
 from asymcheck.fsck.verify import Finding, verify
-from asymcheck.gc.collect import Collected, CollectedRing, collect, collect_rings
+from asymcheck.gc.collect import Collected, collect
 from asymcheck.gc.retention_runner import Pruned, Pruner
 from asymcheck.inspect.diff import CheckpointDiff, compare
 from asymcheck.inspect.disk_usage import DiskUsage, account
-from asymcheck.inspect.history import History, describe, describe_loaded, is_on_line, known_line, read_history
+from asymcheck.inspect.history import History, describe, is_on_line, known_line, read_history
 from asymcheck.inspect.inventory import StoredTensor, StoredValue, inventory, values
-from asymcheck.inspect.sample import sample
-from asymcheck.measurement import NOISE, measure, noise_samples
 from asymcheck.opened_store import OpenedStore
-from asymcheck.policies.advice import Facts
-from asymcheck.policies.push_selection import Push, check_seconds
 from asymcheck.policies.retention import Retention
-from asymcheck.replication.background_push import PushJob, PushWorker
 from asymcheck.replication.collect_remote import collect_remote
 from asymcheck.replication.heal import can_be_healed, heal
 from asymcheck.replication.pull import pull
 from asymcheck.replication.push import push
-from asymcheck.replication.push_process import PushProcess
-from asymcheck.replication.push_thread import PushThread
 from asymcheck.replication.transfer_plan import selected
 from asymcheck.replication.transfer_stats import Moved
-from asymcheck.restore.lineage import begin_generation
-from asymcheck.restore.resolve import Resolved, available, candidates, check_run_exists
-from asymcheck.storage.interfaces import ReadTier, StoreTier
+from asymcheck.restore.resolve import available, candidates, check_run_exists
+from asymcheck.storage.interfaces import StoreTier
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.remote import RemoteLocation, RemoteTier, is_uri, parse_location
-from asymcheck.storage.shm import RingCapture, RingFile, newer_than_stored, survey_rings
 from asymcheck.training_services import TrainingServices, place
-from asymcheck.types import Checkpoint, CheckpointRef, Part, Progress, Restored, Usage
+from asymcheck.types import Checkpoint, CheckpointRef, Part, Progress, Restored
 from asymcheck.validation import (
     check_device,
     check_flag,
-    check_glob,
     check_kinds,
     check_location,
     check_rank,
@@ -72,12 +60,6 @@ from asymcheck.validation import (
 
 if TYPE_CHECKING:
     import torch
-
-    from asymcheck.restore.load import Loaded
-    from asymcheck.restore.tensor_stream import Sink
-
-_SAMPLE_BYTES = 8 << 20
-_QUICK_SAMPLE_BYTES = 1 << 20
 
 
 class Store:
@@ -132,9 +114,10 @@ class Store:
         if not isinstance(tier, (NvmeTier, RemoteTier)):
             raise InvalidInputError(f"Store({tier!r:.100}): use Store.open(location)")
         self._tier: StoreTier = tier
-        self._opened = OpenedStore(tier, behind)
-        self.training = TrainingServices(self._opened)
-        """Internal services for :class:`asymcheck.Checkpointer`."""
+        self.resources = OpenedStore(tier, behind)
+        """Internal: the tier, the catalog and the remote location, for other modules of asymcheck."""
+        self.training = TrainingServices(self.resources)
+        """Internal: services of :class:`asymcheck.Checkpointer`."""
 
     def __repr__(self) -> str:
         """Return the location and the mode."""
@@ -153,12 +136,7 @@ class Store:
         Raises:
             InvalidInputError: the store is at a remote location, see :attr:`location`.
         """
-        return self._opened.nvme.root
-
-    @property
-    def store_id(self) -> str:
-        """The id of the store, 32 hexadecimal digits; it never changes."""
-        return self._tier.descriptor.store_id.hex()
+        return self.resources.nvme.root
 
     def save(
         self,
@@ -191,13 +169,13 @@ class Store:
         from asymcheck.commit.synchronous_save import save
         from asymcheck.state.walk import flatten
 
-        tier = self._opened.writable()
+        tier = self.resources.writable()
         request = self.training.request(run, step, metrics, part)
         flat = flatten(state)
         placing = self._placing(tier, request, generation)
         with timed("save", 0, lambda: {"run": run, "step": request.step}):
             ref, state_bytes, written_bytes = save(
-                tier, self._opened.catalog(), self._opened.encoder, flat, request, placing
+                tier, self.resources.catalog(), self.resources.encoder, flat, request, placing
             )
         return Checkpoint.of(
             run,
@@ -302,100 +280,12 @@ class Store:
         """
         from asymcheck.restore.load import LoadRequest, load
 
-        step = self._checked(run, step, tensors)
+        step = self.resources.checked(run, step, tensors)
         wanted = LoadRequest(tensors, into, check_device(device), fall_back, check_rank(rank), grows, strict)
         if into is not None:
             self.training.fence()
-        with timed("restore", 0, lambda: {"run": run}), self._opened.source() as source:
-            return self._restored(load(source, run, step, wanted), step)
-
-    def read(
-        self,
-        read: Callable[[ReadTier, Resolved], object],
-        step: int | str | None = None,
-        *,
-        run: str = DEFAULT_RUN,
-    ) -> Restored:
-        """Call ``read`` on a consistent checkpoint; for integrations that need access to the read path.
-
-        Raises:
-            CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: as :meth:`load`.
-        """
-        from asymcheck.restore.load import read_first
-
-        step = self._checked(run, step)
-        with timed("restore", 0, lambda: {"run": run}), self._opened.source() as source:
-            return self._restored(read_first(source, run, step, partial(read, source)), step)
-
-    def stream(
-        self,
-        sink: Sink,
-        step: int | str | None = None,
-        *,
-        tensors: str = "*",
-        run: str = DEFAULT_RUN,
-        rank: int | None = None,
-        progress: Progress | None = None,
-    ) -> Restored:
-        """Stream a checkpoint to ``sink`` in bounded memory, and verify every byte.
-
-        A checkpoint of several ranks is merged into whole tensors, unless ``rank`` selects the part of one rank. The
-        state of the result is the return value of ``sink.finish()``.
-
-        Raises:
-            CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError: as :meth:`load`.
-        """
-        from asymcheck.restore.tensor_stream import stream
-
-        step = self._checked(run, step, tensors)
-        with self._opened.source() as source:
-            return self._restored(stream(source, run, step, tensors, sink, progress, rank=check_rank(rank)), step)
-
-    def stream_from_memory(
-        self,
-        sink: Sink,
-        step: int | str | None = None,
-        *,
-        tensors: str = "*",
-        run: str = DEFAULT_RUN,
-        ring_folder: str | os.PathLike[str] | None = None,
-        progress: Progress | None = None,
-    ) -> Restored:
-        """Stream a capture that a killed process left complete in memory, as :meth:`stream` does.
-
-        Reads only the rings in ``ring_folder``, and does not change them. If a capture is damaged and ``step`` is None,
-        an older one is read.
-
-        Raises:
-            CheckpointNotFoundError, InconsistentCheckpointError: as :meth:`stream`, for captures in memory.
-            LockTimeoutError: a living process uses the ring.
-        """
-        from asymcheck.restore.ring_stream import stream_from_rings
-
-        step = self._checked(run, step, tensors)
-        loaded = stream_from_rings(self._tier, ring_folder_of(ring_folder), run, step, tensors, sink, progress)
-        return self._restored(loaded, step=loaded.ref.step)
-
-    def _restored(self, loaded: Loaded, step: int | str | None) -> Restored:
-        return Restored(loaded.state, describe_loaded(self._tier, loaded, is_newest=step is None), loaded.skipped)
-
-    def begin_generation(self, parent: Checkpoint | None, *, run: str = DEFAULT_RUN) -> int:
-        """Record durably that training continues from ``parent``, or from nothing if that is None.
-
-        Checkpoints saved after ``parent`` stay in the store, but are abandoned.
-
-        Returns:
-            The number of the new generation.
-
-        Raises:
-            InvalidInputError: ``parent`` is not a checkpoint.
-        """
-        tier = self._opened.writable()
-        layout.check_run(run)
-        if parent is not None and not isinstance(parent, Checkpoint):
-            raise InvalidInputError(f"parent {parent!r:.100}: give one of checkpoints(), or None")
-        self.training.take_remote_heads(run, is_new=parent is None)
-        return begin_generation(tier, run, None if parent is None else parent.ref)
+        with timed("restore", 0, lambda: {"run": run}):
+            return self.resources.read(lambda source: load(source, run, step, wanted), is_newest=step is None)
 
     def delete(
         self, step: int, *, run: str = DEFAULT_RUN, generation: int | None = None, dry_run: bool = False
@@ -413,7 +303,7 @@ class Store:
         Raises:
             CheckpointNotFoundError: the run has no such checkpoint.
         """
-        tier = self._tier if dry_run or isinstance(self._tier, RemoteTier) else self._opened.writable()
+        tier = self._tier if dry_run or isinstance(self._tier, RemoteTier) else self.resources.writable()
         tier.check_usable()
         step = check_step(step)
         listed = tier.manifests.checkpoints(layout.check_run(run))
@@ -433,7 +323,7 @@ class Store:
             if isinstance(tier, RemoteTier):
                 tier.manifests.remove(run, listing.ref)
             else:
-                remove(self._opened.nvme, self._opened.catalog(), listing)
+                remove(self.resources.nvme, self.resources.catalog(), listing)
         return described
 
     def prune(self, retention: Retention, *, run: str = DEFAULT_RUN, dry_run: bool = False) -> Pruned:
@@ -451,11 +341,11 @@ class Store:
             CheckpointNotFoundError: the store has no such run.
             InconsistentCheckpointError: checkpoints were deleted, but a damaged manifest prevents garbage collection.
         """
-        tier = self._opened.writable()
+        tier = self.resources.writable()
         check_run_exists(self.location, layout.check_run(run), self.runs())
         if not isinstance(retention, Retention):
             raise InvalidInputError(f"retention {retention!r:.100}: give asymcheck.Retention(keep_last=…)")
-        pruner = Pruner(tier, self._opened.catalog(), run, retention, partial(self._may_be_lacking, run))
+        pruner = Pruner(tier, self.resources.catalog(), run, retention, partial(self._may_be_lacking, run))
         return pruner.prune(time.time_ns(), dry_run=dry_run, always_collect=True)
 
     def _may_be_lacking(self, run: str) -> dict[str, str]:
@@ -473,42 +363,7 @@ class Store:
         self._tier.check_usable()
         if isinstance(self._tier, RemoteTier):
             return collect_remote(self._tier, dry_run=dry_run)
-        return collect(self._opened.writable(), self._opened.catalog(), dry_run=dry_run)
-
-    def collect_rings(
-        self,
-        ring_folder: str | os.PathLike[str] | None = None,
-        *,
-        discard: bool = False,
-        dry_run: bool = False,
-    ) -> list[CollectedRing]:
-        """Remove rings of killed processes from memory that are no longer needed, and return the rings looked at.
-
-        Considers rings of this store, and of stores that no longer exist at their path. A ring is removed if all its
-        captures are durable or none is complete. Rings of living processes and of other users are ignored.
-
-        Args:
-            ring_folder: the folder of the rings, by default that of the configuration.
-            discard: also remove rings whose captures would be lost.
-            dry_run: remove nothing.
-
-        Raises:
-            StorageError: a ring could not be removed.
-        """
-        return collect_rings(self._opened.writable(), ring_folder_of(ring_folder), discard=discard, dry_run=dry_run)
-
-    def rebuild_catalog(self) -> Rebuilt:
-        """Rebuild the catalog from packs and manifests, and keep the pins of living processes.
-
-        If no other process has the catalog open, a new file replaces it; otherwise its entries are corrected.
-
-        Raises:
-            ReadOnlyStoreError: the store was opened with ``read_only=True``, or cannot be written.
-            CatalogError: the catalog is damaged and in use by other processes; the message names them.
-        """
-        return self._opened.with_catalog(
-            lambda catalog, made: made or reconcile(self._opened.nvme, catalog), fresh=True
-        )
+        return collect(self.resources.writable(), self.resources.catalog(), dry_run=dry_run)
 
     def repair(self, progress: Progress | None = None) -> Repaired:
         """Repair damaged files from intact copies; delete no checkpoint. Reads every byte of the packs.
@@ -522,16 +377,20 @@ class Store:
             StorageError: the drive is full or failed; nothing is lost, and the next repair continues.
             RemoteUnreachableError: partitions are lost, and the remote location does not answer.
         """
-        first = self._opened.with_catalog(lambda catalog, made: repair(self._opened.nvme, catalog, progress, made))
-        remote = self._opened.remote.tier() if self._opened.remote is not None and can_be_healed(first.left) else None
+        opened = self.resources
+
+        def repaired() -> Repaired:
+            return opened.with_catalog(lambda catalog, made: repair(opened.nvme, catalog, progress, made))
+
+        first = repaired()
+        remote = opened.remote.tier() if opened.remote is not None and can_be_healed(first.left) else None
         if remote is None:
             return first
-        healed = heal(remote, self._opened.writable(), self._opened.catalog(), first.left, progress)
+        healed = heal(remote, opened.writable(), opened.catalog(), first.left, progress)
         copied, nbytes = first.copied_partitions, first.copied_bytes
         if not healed.done:
             return Repaired(first.done, healed.with_reasons(first.left), copied, nbytes)
-        # Remove the damaged frames that were replaced.
-        second = self._opened.with_catalog(lambda catalog, made: repair(self._opened.nvme, catalog, progress, made))
+        second = repaired()  # Remove the damaged frames that were replaced.
         return Repaired((*first.done, *healed.done, *second.done), healed.with_reasons(second.left), copied, nbytes)
 
     def push(
@@ -588,53 +447,12 @@ class Store:
             CheckpointNotFoundError, InconsistentCheckpointError, DamagedPartitionError, MissingPartitionError,
             FormatError, RemoteUnreachableError, StorageError, InvalidInputError: as for :meth:`push`.
         """
-        tier = self._opened.writable()
+        tier = self.resources.writable()
         step = _selected_step(step, everything=everything)
         far = RemoteTier(parse_location(remote), tier.config)
         with contextlib.closing(far), timed("pull", 0, lambda: {"location": str(far.location)}):
             listings = selected(far, _known_run(run), step, everything=everything)
-            return pull(far, tier, self._opened.catalog(), listings, progress)
-
-    def push_in_background(
-        self,
-        remote: str | os.PathLike[str] | Push,
-        *,
-        run: str = DEFAULT_RUN,
-        every: int | None = None,
-        poll_s: float = 0.5,
-        prunes: bool = True,
-    ) -> PushWorker:
-        """Push checkpoints in the background, as they become durable. ``Checkpointer(push=…)`` calls this for you.
-
-        Use the result in a ``with`` block around a training, and close it before the store. Checkpoints that are in the
-        store already are pushed, too. An interrupted push continues by itself.
-
-        Args:
-            remote: a URI, or a :class:`Push` that selects checkpoints.
-            run: name of the run.
-            every: with a URI, push the checkpoints whose step is a multiple of this; by default all.
-            poll_s: seconds between two looks for new checkpoints of other processes.
-            prunes: remove checkpoints at the location that ``Push.keep`` does not keep. If several stores push one run
-                to one location, only one of them may prune.
-
-        Raises:
-            InvalidInputError: an argument is invalid. The location is not contacted.
-        """
-        self._tier.check_usable()
-        layout.check_run(run)
-        if not isinstance(remote, Push):
-            remote = Push(os.fspath(remote), every=1 if every is None else every, close_s=None)
-        elif every is not None:
-            raise InvalidInputError(f"every={every!r:.100} with a Push: give Push(…, every=…) instead")
-        if not check_seconds("poll_s", poll_s):
-            raise InvalidInputError("poll_s=0: give the seconds between two looks, more than 0")
-        parse_location(remote.remote)  # Refuse an invalid URI now, not on another thread.
-        source = self.location if isinstance(self._tier, RemoteTier) else os.path.abspath(self.location)
-        job = PushJob(source, self._tier.config, remote, run, poll_s, prunes)
-        # In a frozen program, sys.executable is the program itself instead of an interpreter.
-        if remote.own_process and sys.executable and not getattr(sys, "frozen", False):
-            return PushProcess(self._tier, job)
-        return PushThread(self._tier, job)
+            return pull(far, tier, self.resources.catalog(), listings, progress)
 
     def runs(self) -> list[str]:
         """Return the names of all runs."""
@@ -657,22 +475,15 @@ class Store:
         self, step: int | str | None = None, pattern: str = "*", *, run: str = DEFAULT_RUN
     ) -> tuple[Checkpoint, list[StoredTensor]]:
         """Return a checkpoint, by default the newest, and its tensors that match a glob; read no tensor bytes."""
-        ref, tensors = inventory(self._tier, run, self._checked(run, step, pattern), pattern)
+        ref, tensors = inventory(self._tier, run, self.resources.checked(run, step, pattern), pattern)
         return self._described(run, ref), tensors
 
     def values(
         self, step: int | str | None = None, pattern: str = "*", *, run: str = DEFAULT_RUN
     ) -> tuple[Checkpoint, list[StoredValue]]:
         """Return a checkpoint, by default the newest, and its plain values that match a glob, as texts."""
-        ref, plain_values = values(self._tier, run, self._checked(run, step, pattern), pattern)
+        ref, plain_values = values(self._tier, run, self.resources.checked(run, step, pattern), pattern)
         return self._described(run, ref), plain_values
-
-    def _checked(self, run: str, step: int | str | None, pattern: str = "*") -> int | str | None:
-        """Validate the selection of a checkpoint and its tensors; return the step."""
-        self._tier.check_usable()
-        layout.check_run(run)
-        check_glob(pattern)
-        return None if step is None else check_which(step)
 
     def _described(self, run: str, ref: CheckpointRef) -> Checkpoint:
         return describe(self._tier, self._tier.manifests.listing(run, ref), known_line(self._tier, run))
@@ -729,35 +540,7 @@ class Store:
             CheckpointNotFoundError: the store has other runs, but not this one.
         """
         self._tier.check_usable()
-        return account(self._opened.nvme, _known_run(run))
-
-    def rings(
-        self,
-        run: str | None = None,
-        *,
-        ring_folder: str | os.PathLike[str] | None = None,
-        check: bool = True,
-    ) -> list[RingFile]:
-        """Return the rings of this store in memory, of living and killed processes, with their captures.
-
-        With ``check``, read and verify every frame in rings of killed processes. Changes nothing.
-        """
-        self._tier.check_usable()
-        return survey_rings(self._tier, ring_folder_of(ring_folder), _known_run(run), check=check)
-
-    def captures_in_memory(
-        self, run: str | None = None, *, ring_folder: str | os.PathLike[str] | None = None
-    ) -> list[RingCapture]:
-        """Return the captures in memory that are newer than every checkpoint of their run in the store.
-
-        At most one for each run: the newest complete capture of a killed process. Does not check its frames.
-        """
-        return newer_than_stored(self._tier, self.rings(run, ring_folder=ring_folder, check=False))
-
-    def usage(self) -> Usage:
-        """Return the total bytes of the store on disk, by kind of file."""
-        self._tier.check_usable()
-        return Usage(self._tier.descriptor.store_id.hex(), *self._tier.usage())
+        return account(self.resources.nvme, _known_run(run))
 
     def verify(
         self,
@@ -791,30 +574,10 @@ class Store:
             check_run_exists(self.location, layout.check_run(run), self.runs())
         return verify(self._tier, run, step, progress, deep=deep)
 
-    def measure(self, *, quick: bool = False, ring_folder: str | os.PathLike[str] | None = None) -> Facts:
-        """Measure memory, codecs and the drive in about ten seconds, or with ``quick`` less precisely in one.
-
-        Measures codecs on tensors of the newest checkpoint. Writes some hundred MB into a temporary file inside the
-        store and removes it; after a kill, :meth:`gc` removes it. Does not change checkpoints.
-
-        Raises:
-            OutOfSpaceError: the drive has too little free space for the measurement.
-            ReadOnlyStoreError, StorageError: the store cannot be written.
-        """
-        tier = self._opened.nvme
-        tier.check_writable()
-        sampled = sample(tier, _QUICK_SAMPLE_BYTES if quick else _SAMPLE_BYTES)
-        if sampled is None or not sampled.samples:
-            samples, described = noise_samples(_QUICK_SAMPLE_BYTES if quick else _SAMPLE_BYTES), NOISE
-        else:
-            samples, described = sampled.samples, f"step {sampled.ref.step} of run {sampled.run}"
-        state_bytes = None if sampled is None else sampled.state_bytes
-        return measure(tier, samples, described, state_bytes, ring_folder_of(ring_folder), quick=quick)
-
     def close(self) -> None:
         """Finish background saves, and close the store. Closing twice is allowed."""
         self.training.close()
-        self._opened.close()
+        self.resources.close()
 
     def __enter__(self) -> Store:
         """Return itself."""

@@ -1,15 +1,16 @@
-"""Services of a store for a Checkpointer: background saves, recovery of captures, and generations."""
+"""Services of a store for a Checkpointer: background saves and pushes, recovery of captures, and generations."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from asymcheck.commit.save_request import LineagePosition, SaveRequest
-from asymcheck.config import CaptureConfig, ring_folder_of
+from asymcheck.config import DEFAULT_RUN, CaptureConfig, ring_folder_of
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError
 from asymcheck.events import timed
 from asymcheck.format import layout
@@ -17,12 +18,16 @@ from asymcheck.format.manifest import ManifestHeader
 from asymcheck.format.record import HeadRecord
 from asymcheck.opened_store import OpenedStore
 from asymcheck.policies.interval import TrainingPace
-from asymcheck.restore.lineage import intact_heads, read_line
+from asymcheck.policies.push_selection import Push
+from asymcheck.replication.background_push import PushJob, PushWorker
+from asymcheck.replication.push_process import PushProcess
+from asymcheck.replication.push_thread import PushThread
+from asymcheck.restore.lineage import begin_generation, intact_heads, read_line
 from asymcheck.storage.fallback_tier import RemoteFallback
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.nvme.run_lock import RunLock
-from asymcheck.storage.remote import RemoteTier
-from asymcheck.types import Part, SaveId
+from asymcheck.storage.remote import RemoteTier, parse_location
+from asymcheck.types import Checkpoint, Part, SaveId
 from asymcheck.validation import check_metrics, check_part, check_step
 
 if TYPE_CHECKING:
@@ -47,7 +52,7 @@ def place(tier: NvmeTier, run: str, generation: int | None, before: SaveId | Non
     if generation is None:
         generation = read_line(tier, run).generation
     elif type(generation) is not int or generation not in (1, *tier.manifests.heads(run)):
-        raise InvalidInputError(f"generation {generation!r} of run {run!r} was never begun; see begin_generation()")
+        raise InvalidInputError(f"generation {generation!r} of run {run!r} was never begun")
     parent = tier.manifests.newest(run, generation, before)
     if parent is None:
         head = tier.manifests.read_head(run, generation)
@@ -56,7 +61,7 @@ def place(tier: NvmeTier, run: str, generation: int | None, before: SaveId | Non
 
 
 class TrainingServices:
-    """Background saves and generations of an opened store."""
+    """Background saves, background pushes and generations of an opened store."""
 
     def __init__(self, opened: OpenedStore) -> None:
         """Serve one opened store."""
@@ -109,6 +114,51 @@ class TrainingServices:
         self._backgrounds.add(background)
         background.on_close = self._backgrounds.discard
         return background
+
+    def begin_generation(self, parent: Checkpoint | None, *, run: str = DEFAULT_RUN) -> int:
+        """Record durably that training continues from ``parent``, or from nothing if that is None.
+
+        Checkpoints saved after ``parent`` stay in the store, but are abandoned.
+
+        Returns:
+            The number of the new generation.
+
+        Raises:
+            InvalidInputError: ``parent`` is not a checkpoint.
+        """
+        tier = self.opened.writable()
+        layout.check_run(run)
+        if parent is not None and not isinstance(parent, Checkpoint):
+            raise InvalidInputError(f"parent {parent!r:.100}: give one of checkpoints(), or None")
+        self.take_remote_heads(run, is_new=parent is None)
+        return begin_generation(tier, run, None if parent is None else parent.ref)
+
+    def push_in_background(
+        self, rules: Push, *, run: str = DEFAULT_RUN, poll_s: float = 0.5, prunes: bool = True
+    ) -> PushWorker:
+        """Push checkpoints in the background, as they become durable. Close the result before the store.
+
+        Checkpoints that are in the store already are pushed, too. An interrupted push continues by itself.
+
+        Args:
+            rules: the remote location, and the checkpoints to push.
+            run: name of the run.
+            poll_s: seconds between two looks for new checkpoints of other processes.
+            prunes: remove checkpoints at the location that ``Push.keep`` does not keep. If several stores push one run
+                to one location, only one of them may prune.
+
+        Raises:
+            InvalidInputError: the run or the URI is invalid. The location is not contacted.
+        """
+        tier = self.opened.tier
+        tier.check_usable()
+        parse_location(rules.remote)  # Refuse an invalid URI now, not on another thread.
+        source = str(tier.root) if isinstance(tier, RemoteTier) else os.path.abspath(tier.root)
+        job = PushJob(source, tier.config, rules, layout.check_run(run), poll_s, prunes)
+        # In a frozen program, sys.executable is the program itself instead of an interpreter.
+        if rules.own_process and sys.executable and not getattr(sys, "frozen", False):
+            return PushProcess(tier, job)
+        return PushThread(tier, job)
 
     def run_lock(self, run: str) -> RunLock:
         """Return the lock of a run; :meth:`RunLock.take` takes it, and :meth:`close` releases it."""

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import asymcheck
+from asymcheck.config import ring_folder_of
+from asymcheck.inspect.sample import measure_store
 from asymcheck.policies.advice import Facts, Situation, flush_facts
 from asymcheck.policies.batching import batch_bytes, flush_s
 from benchmarks import environment, states
@@ -34,7 +36,7 @@ def run(
     total = sum(tensor.nbytes for tensor in states.tensors_of(state))
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         with asymcheck.Store.open(Path(scratch) / "measured", create=True) as store:
-            facts = store.measure(quick=quick)
+            facts = measure_store(store.resources.nvme, ring_folder_of(None), quick=quick)
         config = asymcheck.StoreConfig()
         situation = Situation(total, 1.0, config.partition_bytes, config.pack_bytes, max(sizes))
         flush = flush_facts(facts, situation)

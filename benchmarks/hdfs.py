@@ -243,7 +243,7 @@ class _TrainingSlowdown:
         url = f"{self._cluster.url}/trained"
         with (
             Store.open(self._where, create=True) as store,
-            store.push_in_background(Push(url, close_s=None)) as pushing,
+            store.training.push_in_background(Push(url, close_s=None)) as pushing,
         ):
             self._run.train(_PLAIN)
             self._plain(_PLAIN)

@@ -118,10 +118,10 @@ def _make_store(path: Path) -> Facts:
     with asymcheck.Store.open(path, config=LARGE, create=True) as store:
         save(store, "values", 1, 0, everything())
     with asymcheck.Store.open(path, config=CONFIG, create=True) as store:
-        first = store.begin_generation(None)
+        first = store.training.begin_generation(None)
         parent = save(store, "default", first, 20, training_state(20))
         save(store, "default", first, 30, training_state(30))
-        second = store.begin_generation(parent)
+        second = store.training.begin_generation(parent)
         save(store, "default", second, 30, training_state(31))
         # Free a larger pack, which the next pack overwrites. The next pack then ends with old bytes.
         save(store, "default", second, 35, training_state(35, change=0))

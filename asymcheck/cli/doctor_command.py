@@ -19,6 +19,7 @@ from asymcheck.cli.options import (
     store_argument,
 )
 from asymcheck.config import StoreConfig
+from asymcheck.inspect.sample import measure_store
 from asymcheck.measurement import planned_bytes
 from asymcheck.policies.advice import IDENTITY, Advice, Facts, Situation, advise
 
@@ -55,7 +56,7 @@ def doctor(store: str, quick: bool, mtbf: float, state_size: int | None, ring_fo
     with open_existing(store) as opened:
         written = output.size(planned_bytes(quick=quick))
         output.note(f"measuring: writes up to {written} to a temporary file in {store}, then deletes the file")
-        facts = opened.measure(quick=quick, ring_folder=ring_folder)
+        facts = measure_store(opened.resources.nvme, ring_folder, quick=quick)
     size = state_size or facts.state_bytes or 0
     # No setting matters to a state of a single partition.
     is_small = size <= StoreConfig.partition_bytes

@@ -94,7 +94,7 @@ def inspect(
 def _report_checkpoints(store: Store, run: str | None, locations: Locations | None) -> Report:
     if run is not None:
         check_run_exists(store.location, run, [*store.runs(), *(() if locations is None else locations.remote_runs)])
-    checkpoints, usage = store.checkpoints(run), store.usage()
+    checkpoints, usage = store.checkpoints(run), store.resources.usage()
     is_damaged = any(not item.complete or item.on_line is None for item in checkpoints)
     status = exit_status.WARNINGS if is_damaged else exit_status.OK
     document = {

@@ -14,7 +14,7 @@ from asymcheck.cli.options import Report
 from asymcheck.errors import NotFoundError, StorageError
 from asymcheck.gc.collect import CollectedRing
 from asymcheck.storage.local_files import translated
-from asymcheck.storage.shm import RingCapture, RingFile, restore_command
+from asymcheck.storage.shm import RingCapture, RingFile, newer_than_stored, restore_command, survey_rings
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint
 
@@ -68,7 +68,8 @@ def note_unflushed_captures(store: Store, run: str | None, ring_folder: Path) ->
     """Print a message for each run whose newest state is only in the ring of a killed process."""
     # An unreadable ring folder must not hide the checkpoints of the store.
     with contextlib.suppress(StorageError):
-        for capture in store.captures_in_memory(run, ring_folder=ring_folder):
+        rings = survey_rings(store.resources.tier, ring_folder, run, check=False)
+        for capture in newer_than_stored(store.resources.tier, rings):
             output.note(
                 f"step {capture.step} of run {capture.run} is in memory only. "
                 + _ring_advice(store.location, capture.run, ring_folder)
@@ -87,7 +88,7 @@ def report_rings(store: Store, run: str | None, ring_folder: Path) -> Report:
             raise NotFoundError(
                 f"ring folder {ring_folder} does not exist; pass the ring folder of the training as --ring-folder"
             )
-    rings = store.rings(run, ring_folder=ring_folder)
+    rings = survey_rings(store.resources.tier, ring_folder, run, check=True)
     document = {"store": store.location, "ring_folder": ring_folder, "rings": rings}
     of_run = "" if run is None else f" of run {run}"
     no_rings = f"no rings{of_run} of store {store.location} in {ring_folder}"

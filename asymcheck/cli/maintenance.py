@@ -26,7 +26,7 @@ from asymcheck.errors import InvalidInputError
 from asymcheck.fsck.rebuild_catalog import Rebuilt
 from asymcheck.fsck.repair import Repaired
 from asymcheck.fsck.verify import UNCHECKED, Finding, Severity
-from asymcheck.gc.collect import Collected
+from asymcheck.gc.collect import Collected, collect_rings
 from asymcheck.policies.retention import Best, Retention, Verdict
 from asymcheck.storage.remote import is_uri
 from asymcheck.store import Store
@@ -224,7 +224,9 @@ def gc(
     with open_existing(store, config) as opened:
         pruned = None if retention is None else opened.prune(retention, run=run, dry_run=dry_run)
         done = opened.gc(dry_run=dry_run) if pruned is None else pruned.collected
-        rings = [] if is_uri(store) else opened.collect_rings(ring_folder, discard=discard_rings, dry_run=dry_run)
+        rings = []
+        if not is_uri(store):
+            rings = collect_rings(opened.resources.writable(), ring_folder, discard=discard_rings, dry_run=dry_run)
     verdicts = () if pruned is None else pruned.verdicts
     document = {"store": store, "dry_run": dry_run, "verdicts": verdicts, "collected": done, "rings": rings}
     lines = [
@@ -317,7 +319,7 @@ def rebuild_catalog(store: str) -> Report:
     if a damaged pack was skipped.
     """
     with open_existing(store) as opened, output.progress("rebuild-catalog"):
-        rebuilt = opened.rebuild_catalog()
+        rebuilt = opened.resources.rebuild_catalog()
     status = exit_status.WARNINGS if rebuilt.left_out else exit_status.OK
     return Report({"store": store, "rebuilt": rebuilt}, partial(_show_rebuilt, rebuilt), status)
 

@@ -21,11 +21,14 @@ from asymcheck.convert.safetensors_format import FileTensor, read_header
 from asymcheck.convert.source_file import SourceFile, refused
 from asymcheck.convert.torch_file import TORCH_MARKS, TorchSink, read_torch_file
 from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, UnsupportedValueError
+from asymcheck.restore.ring_stream import stream_from_rings
+from asymcheck.restore.tensor_stream import stream
 from asymcheck.state.leaves import TensorBytes
 from asymcheck.state.walk import flatten
 from asymcheck.storage.local_files import translated
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint, Progress
+from asymcheck.validation import check_rank
 
 SHARD_BYTES = 5_000_000_000  # default maximum of tensor bytes in one file of a model folder, as in transformers
 _HEAD_BYTES = 9
@@ -132,12 +135,14 @@ def export_checkpoint(  # noqa: PLR0913 - options of the command
         OutOfSpaceError: the disk has too little free space; nothing was written.
     """
     sink = output.sink(part)
+    step, rank = store.resources.checked(run, step, tensors), check_rank(rank)
     if ring_folder is None:
-        restored = store.stream(sink, step, tensors=tensors, run=run, rank=rank, progress=progress)
-    else:
-        restored = store.stream_from_memory(
-            sink, step, tensors=tensors, run=run, ring_folder=ring_folder, progress=progress
+        restored = store.resources.read(
+            lambda source: stream(source, run, step, tensors, sink, progress, rank=rank), is_newest=step is None
         )
+    else:
+        loaded = stream_from_rings(store.resources.tier, ring_folder, run, step, tensors, sink, progress)
+        restored = store.resources.restored(loaded, is_newest=False)
     done = Exported(
         path=output.path,
         format=format_of(output.path),

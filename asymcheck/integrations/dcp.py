@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,9 +47,10 @@ from asymcheck.errors import (
     UnsupportedValueError,
     warn_user,
 )
+from asymcheck.events import timed
 from asymcheck.format.tree import Key, join_name
 from asymcheck.restore.assemble import Assembly
-from asymcheck.restore.load import fetch_in_place
+from asymcheck.restore.load import fetch_in_place, read_first
 from asymcheck.restore.read_plan import Demand
 from asymcheck.restore.reshard import ShardSet
 from asymcheck.restore.resolve import Resolved
@@ -58,7 +60,7 @@ from asymcheck.state.dtypes import TORCH_DTYPES
 from asymcheck.state.shards import TensorShard
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.store import Store
-from asymcheck.types import Checkpoint, CheckpointRef, Part
+from asymcheck.types import Checkpoint, CheckpointRef, Part, Restored
 
 _CPU = torch.device("cpu")
 _COLLECTIVES = (
@@ -225,13 +227,21 @@ class AsymcheckReader(_StoreUser, StorageReader):
         Warns:
             SkippedCheckpointWarning: a newer checkpoint was skipped.
         """
-        restored = self._store.read(self._metadata, self._step, run=self._run)
+        restored = self._read(self._metadata, self._step)
         for reason in restored.skipped:
             warn_user(f"run {self._run!r}: skipped {reason}", SkippedCheckpointWarning)
         self.checkpoint = restored.checkpoint
         metadata = restored.state
         assert isinstance(metadata, Metadata)  # noqa: S101 - result of _metadata
         return metadata
+
+    def _read(self, read: Callable[[ReadTier, Resolved], object], step: int | None) -> Restored:
+        resources, run = self._store.resources, self._run
+        which = resources.checked(run, step)
+        with timed("restore", 0, lambda: {"run": run}):
+            return resources.read(
+                lambda source: read_first(source, run, which, partial(read, source)), is_newest=which is None
+            )
 
     def _metadata(self, _tier: ReadTier, resolved: Resolved) -> Metadata:
         self._ref = resolved.ref
@@ -271,7 +281,7 @@ class AsymcheckReader(_StoreUser, StorageReader):
                 raise InconsistentCheckpointError(f"{ref} was replaced by {resolved.ref} during the load; load again")
             _read(tier, resolved, plan, planner)
 
-        self._store.read(read, ref.step, run=self._run)
+        self._read(read, ref.step)
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -88,7 +88,12 @@ class ResumeCoordinator:
         """Return the session of the ranks; the first call is the rendezvous."""
         if self._session is None:
             terms = {"ranks": str(self._ranks.world_size)}
-            home = RankLocation(self._store.store_id, self._ranks.node, this_process().boot_id, self._pushes)
+            home = RankLocation(
+                self._store.resources.tier.descriptor.store_id.hex(),
+                self._ranks.node,
+                this_process().boot_id,
+                self._pushes,
+            )
             session = Session.join(self._ranks, self._run, terms, home)
             session.is_ending = self._is_ending
             if session.store_ranks is not None:
@@ -168,7 +173,7 @@ class ResumeCoordinator:
     ) -> Iterator[CheckpointRef]:
         prepare()
         is_any = False
-        with self._store.training.opened.source() as source:
+        with self._store.resources.source() as source:
             for resolved in resolve_each(source, candidates(source, self._run, step), skipped):
                 resolved.sources.close()
                 is_any = True
@@ -240,7 +245,7 @@ class ResumeCoordinator:
             outcomes: list[Mapping[str, object]] = [json.loads(report) for report in reports]
             failed = [f"rank {rank}: {it['failed']}" for rank, it in enumerate(outcomes) if it["failed"] is not None]
             if not failed and checkpoint is not None:
-                generation = self._store.begin_generation(checkpoint, run=self._run)
+                generation = self._store.training.begin_generation(checkpoint, run=self._run)
                 head = None
                 if session.store_ranks is not None:
                     heads = self._store.training.heads(self._run)
@@ -262,7 +267,7 @@ class ResumeCoordinator:
             raise RankFailedError(f"{record['failed']}; no rank may continue from it")
         if record["head"] is not None:
             head = head_from_json(record["head"], _WHERE)
-            self._store.training.opened.writable().manifests.take_head(head)
+            self._store.resources.writable().manifests.take_head(head)
         return ResumePoint(checkpoint, record["generation"], ())
 
     def rollback(self, background: BackgroundSaver | None, into: object, report: Callable[[], object]) -> ResumePoint:
@@ -281,7 +286,7 @@ class ResumeCoordinator:
 
         def decide(reports: Sequence[bytes]) -> bytes:
             everywhere = set.intersection(*({_ref_of(one) for one in json.loads(report)} for report in reports))
-            line = read_line(self._store.training.opened.tier, self._run)
+            line = read_line(self._store.resources.tier, self._run)
             newest = max((ref for ref in everywhere if ref is not None and ref in line), default=None)
             return json.dumps(_named(newest)).encode()
 
@@ -314,7 +319,7 @@ def _restored_part(store: Store, run: str, ref: CheckpointRef, wanted: LoadReque
         StateMismatchError, RefusedStateError: the state does not fit, or an object refused its own.
     """
     store.training.fence()
-    opened = store.training.opened
+    opened = store.resources
     problems: list[str] = []
     # The local store first, so that an intact part needs no remote access.
     local, remote = opened.nvme, opened.remote
@@ -390,7 +395,7 @@ def restored_alone(
             raise
         return None
     warn_of_skipped(restored.skipped)
-    return ResumePoint(restored.checkpoint, store.begin_generation(restored.checkpoint, run=run), ())
+    return ResumePoint(restored.checkpoint, store.training.begin_generation(restored.checkpoint, run=run), ())
 
 
 def rolled_back_alone(store: Store, run: str, background: BackgroundSaver | None, into: object) -> ResumePoint:
@@ -402,12 +407,12 @@ def rolled_back_alone(store: Store, run: str, background: BackgroundSaver | None
         StateMismatchError: the state does not fit; nothing was overwritten.
         DigestMismatchError: the memory has changed; tensors may have been overwritten.
     """
-    line = read_line(store.training.opened.tier, run)
+    line = read_line(store.resources.tier, run)
     capture = None if background is None else background.newest_in_ring(line.__contains__)
     if capture is None:
         raise CheckpointNotFoundError(f"no checkpoint of run {run!r} is in memory; restore() reads the store")
     checkpoint = _loaded_from_ring(*capture, into)
-    return ResumePoint(checkpoint, store.begin_generation(checkpoint, run=run), ())
+    return ResumePoint(checkpoint, store.training.begin_generation(checkpoint, run=run), ())
 
 
 def _named(ref: CheckpointRef | None) -> list[object] | None:
@@ -441,7 +446,7 @@ def align(session: Session, store: Store, run: str) -> None:
     mine = [head_to_json(head) for head in heads]
     decide = partial(_merged, session.groups)
     for record in json.loads(session.agree((number, 1), json.dumps(mine).encode(), decide, what)):
-        store.training.opened.writable().manifests.take_head(head_from_json(record, _WHERE))
+        store.resources.writable().manifests.take_head(head_from_json(record, _WHERE))
 
 
 def _heads(session: Session, store: Store, run: str) -> list[HeadRecord]:
@@ -495,7 +500,7 @@ class _Proposals:
     def _of_this_store(self) -> list[tuple[CheckpointRef, bool]]:
         """Return the checkpoints, and for each whether all ranks of this store have a part."""
         ranks = ranks_in(self._session.groups[0])
-        with self._store.training.opened.source() as source, contextlib.suppress(CheckpointNotFoundError):
+        with self._store.resources.source() as source, contextlib.suppress(CheckpointNotFoundError):
             return [
                 (
                     listing.ref,

@@ -195,7 +195,7 @@ class SaveReporting:
         if first is None:
             return None
         parent = lineage[first - 1] if first else None
-        opened = None if stay else store.begin_generation(parent, run=self._run)
+        opened = None if stay else store.training.begin_generation(parent, run=self._run)
         since = "" if parent is None else f", and training continues from step {parent.step}"
         consequence = "Delete them, or a restore may choose them" if stay else f"They are abandoned{since}"
         steps = ", ".join(str(checkpoint.step) for checkpoint in lineage[first:])

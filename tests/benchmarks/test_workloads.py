@@ -333,7 +333,7 @@ def test_the_size_of_a_pack_is_that_of_a_batch(tmp_path: Path) -> None:
     with Store.open(tmp_path / "store", config=config, create=True) as store:
         with asymcheck.events.observe(lambda event: synced.append(event.name)):
             store.save(states.small(8), step=1)
-        assert store.usage().packs == synced.count("pack.synced") >= 4
+        assert store.resources.usage().packs == synced.count("pack.synced") >= 4
 
 
 @pytest.mark.parametrize("packer", packers.packers(), ids=lambda packer: packer.name)

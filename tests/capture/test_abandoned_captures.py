@@ -70,15 +70,15 @@ def test_a_save_that_was_given_up_begins_no_further_pack(store_path: os.PathLike
     """Test that no new pack is begun that nobody would seal or remove until the process ends."""
     with Store.open(store_path, create=True) as store:
         packing, before = (
-            PackBuilder(store.training.opened.nvme, store.training.opened.catalog()),
+            PackBuilder(store.resources.nvme, store.resources.catalog()),
             set(DESCRIPTORS._open),
         )
         packing.expect(1 << 20)
-        _write(packing, store.training.opened.nvme)
+        _write(packing, store.resources.nvme)
         packing.abandon()
         with pytest.raises(StorageError, match="abandoned"):
-            _write(packing, store.training.opened.nvme)
-        assert os.listdir(store.training.opened.nvme.packs) == []
+            _write(packing, store.resources.nvme)
+        assert os.listdir(store.resources.nvme.packs) == []
         assert before == DESCRIPTORS._open
 
 
@@ -90,8 +90,8 @@ def test_nothing_stays_of_a_capture_that_was_given_up_for_whatever_reason(
     data = os.urandom(100_000)
     descriptor = FrameDescriptor.identity(digest(data), len(data))
     with Store.open(store_path, create=True) as store:
-        tier, catalog, before = store.training.opened.nvme, store.training.opened.catalog(), set(DESCRIPTORS._open)
-        transaction = RingTransaction(tier, catalog, store.training.opened.encoder, new_save_id(), 0)
+        tier, catalog, before = store.resources.nvme, store.resources.catalog(), set(DESCRIPTORS._open)
+        transaction = RingTransaction(tier, catalog, store.resources.encoder, new_save_id(), 0)
         transaction.expect(frame_length(len(data)))
         with tier.slots.slot(len(data)) as slot:
             slot.payload(len(data))[:] = data

@@ -184,7 +184,7 @@ def test_checkpoint_committed_during_a_collection_survives(store_path: Path) -> 
     ):
         store.save({"old": old}, step=1)
         store.delete(1)
-        real = other.training.opened.tier.open_pack
+        real = other.resources.tier.open_pack
         saved = []
 
         def open_pack(pack_id: PackId, *, wait: bool = True) -> PackFile:
@@ -193,7 +193,7 @@ def test_checkpoint_committed_during_a_collection_survives(store_path: Path) -> 
                 store.save({"old": old}, step=2)
             return real(pack_id, wait=wait)
 
-        other.training.opened.tier.open_pack = open_pack  # type: ignore[method-assign]  # between listing and locking
+        other.resources.tier.open_pack = open_pack  # type: ignore[method-assign]  # between listing and locking
         collected = other.gc()
         assert collected.freed_packs == 0
         assert_same(store.load(), {"old": old})

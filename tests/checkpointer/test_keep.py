@@ -24,7 +24,7 @@ def _steps(store: Store) -> list[int]:
 
 
 def _disk_bytes(store: Store) -> int:
-    usage = store.usage()
+    usage = store.resources.usage()
     return usage.pack_bytes + usage.pooled_bytes
 
 

@@ -55,7 +55,7 @@ def store(store_path: Path) -> Path:
             moment = torch.full((3000,), float(step))
             state = {"model": {"weight": weight, "tied": weight}, "optimizer": {0: {"exp_avg": moment}}, "lr": 0.1}
             opened.save(state, step=step, metrics={"loss": 1.0 / step, "bad": float("nan")})
-        generation = opened.begin_generation(opened.checkpoints()[1])
+        generation = opened.training.begin_generation(opened.checkpoints()[1])
         opened.save({"model": {"weight": weight + 1}}, step=25, generation=generation)
         opened.save({"x": torch.ones(5)}, step=1, run="other")
     return store_path

@@ -14,7 +14,7 @@ from tests.storage.ring_cases import make_ring, put
 def leave_ring(store: Path, folder: Path) -> Path:
     """Create a ring with a durable and an unreadable capture, and return its path."""
     with Store.open(store, read_only=True) as opened:
-        store_id = bytes.fromhex(opened.usage().store_id)
+        store_id = bytes.fromhex(opened.resources.usage().store_id)
     ring = make_ring(folder, ring_id=os.urandom(16), store_id=store_id, store=str(store), run="default")
     checkpoints = (
         sorted((store / "manifests" / "default").iterdir()) if (store / "manifests" / "default").exists() else []

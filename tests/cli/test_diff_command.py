@@ -95,7 +95,7 @@ def test_damage_while_reading(call: Call, store: Path) -> None:
         (tensor,) = opened.tensors(10, "optimizer.*")[1]
         place = next(part for part in tensor.partitions if part.digest not in changed)
         assert place.pack is not None
-        pack = opened.training.opened.tier.open_pack(PackId(bytes.fromhex(place.pack)))
+        pack = opened.resources.tier.open_pack(PackId(bytes.fromhex(place.pack)))
         start = int(pack.entries["offset"][place.frame])
         pack.close()
     path = store / "packs" / f"{place.pack}.pack"

@@ -9,6 +9,8 @@ import pytest
 
 from asymcheck import CaptureConfig, Store
 from asymcheck.cli import exit_status
+from asymcheck.config import ring_folder_of
+from asymcheck.storage.shm import survey_rings
 from tests.cli.conftest import Outcome
 from tests.cli.rings import leave_ring
 
@@ -45,5 +47,5 @@ def test_environment_names_the_ring_folder_at_use(
     assert CaptureConfig().ring_folder == str(folder)
     assert str(folder) in call("inspect", store, "--tier", "memory").out
     with Store.open(store, read_only=True) as opened:
-        assert len(opened.rings()) == 1
+        assert len(survey_rings(opened.resources.tier, ring_folder_of(None), None, check=True)) == 1
     assert "--ring-folder" not in call("inspect", store).err

@@ -69,7 +69,7 @@ def test_a_pack_that_is_gone_or_changed_is_not_believed(
     store: Store, state: dict[str, torch.Tensor], lose: Callable[[Path], object]
 ) -> None:
     """Test that the save writes its partitions again, and so repairs the checkpoint."""
-    (pack,) = store.training.opened.nvme.packs.iterdir()
+    (pack,) = store.resources.nvme.packs.iterdir()
     lose(pack)
     assert store.save(state, step=2).written_bytes == STATE_BYTES
     assert torch.equal(store.load(step=2)["w"], state["w"])  # type: ignore[index]  # as saved

@@ -46,9 +46,9 @@ def test_a_partition_in_a_pack_that_cannot_be_read_now_is_not_nowhere(
         name = Digest(bytes.fromhex(tensor.partitions[0].digest))
         transactions = [
             RingTransaction(
-                store.training.opened.nvme,
-                store.training.opened.catalog(),
-                store.training.opened.encoder,
+                store.resources.nvme,
+                store.resources.catalog(),
+                store.resources.encoder,
                 new_save_id(),
                 0,
             )
@@ -57,7 +57,7 @@ def test_a_partition_in_a_pack_that_cannot_be_read_now_is_not_nowhere(
         transactions[0].reuse(name, tensor.partitions[0].length)
         monkeypatch.setattr(NvmeTier, "open_pack", refuse)
         # The index of a changed pack is read again.
-        for pack in store.training.opened.nvme.packs.iterdir():
+        for pack in store.resources.nvme.packs.iterdir():
             pack.touch()
         with pytest.raises(told):
             transactions[1].reuse(name, tensor.partitions[0].length)

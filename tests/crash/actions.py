@@ -83,7 +83,7 @@ def take(store: Store, journal: Journal, actions: Iterable[Action]) -> None:
             store.repair()
             journal.note("repaired")
         elif word == "rebuild":
-            store.rebuild_catalog()
+            store.resources.rebuild_catalog()
             journal.note("rebuilt")
         else:
             raise AssertionError(f"no such action: {word}")

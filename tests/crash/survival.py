@@ -97,7 +97,7 @@ def check_goes_on(path: Path, promised: Promises) -> None:
                 _check_bytes(store, (run, step), promised)
         # Save once more, because the next save may reuse a partition of a leftover pack, and so keep the pack.
         most = ROOM_BYTES * (1 + sum(map(len, steps_by_run.values())))
-        assert store.usage().pack_bytes <= most, "packs take more than the checkpoints need"
+        assert store.resources.usage().pack_bytes <= most, "packs take more than the checkpoints need"
     pooled = sum(file.stat().st_size for file in (path / layout.POOL).iterdir())
     assert pooled <= CONFIG.pool_bytes, "the pool outgrew its limit"
 
@@ -119,7 +119,7 @@ def leftovers(store: Store) -> list[str]:
 
     A store that another process uses may have some.
     """
-    tier, root = store.training.opened.tier, store.path
+    tier, root = store.resources.tier, store.path
     needed: set[Digest] = set()
     expected = {root / layout.DESCRIPTOR_NAME, root / layout.CATALOG}
     expected |= {root / name for name in (layout.HEADS, layout.MANIFESTS, layout.PACKS, layout.POOL)}
@@ -146,7 +146,7 @@ def leftovers(store: Store) -> list[str]:
         pack.close()
         expected.add(path)
     expected |= set(tier.pool.sizes())
-    with store.training.opened.catalog().read() as transaction:
+    with store.resources.catalog().read() as transaction:
         unexpected += [f"pin {key.hex()}" for key in transaction.pins()]
         unexpected += [f"freed pack {pack_id.hex()}" for pack_id in transaction.freed_packs()]
         unexpected += [f"row of {key.decode()}" for key in transaction.manifests() - manifests]

@@ -84,7 +84,7 @@ def read_meanwhile(path: str) -> None:
     """Keep a read transaction open while a commit fails and the next one begins. Runs in a child."""
     with open_store(Path(path)) as store:
         store.save(make_state(1), step=1)
-        catalog = store.training.opened.catalog()
+        catalog = store.resources.catalog()
         reading, done = threading.Event(), threading.Event()
         seen: list[int] = []
 

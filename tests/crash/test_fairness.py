@@ -69,7 +69,7 @@ def test_two_collections_in_loops_starve_no_writer(zygote: Zygote, tmp_path: Pat
 def commit(path: str, name: str, gives_way: bool) -> None:
     """Wait for the writer lock, and note when it was taken. Runs in a child."""
     with open_store(Path(path) / "store") as store:
-        catalog = store.training.opened.catalog()
+        catalog = store.resources.catalog()
         _begin(Path(path), name)
         if not gives_way:
             # The collections come first.
@@ -83,7 +83,7 @@ def commit(path: str, name: str, gives_way: bool) -> None:
 def test_waiting_writers_precede_collections(zygote: Zygote, tmp_path: Path) -> None:
     """Test that two writers take turns, and are not behind two collections that came first."""
     with open_store(tmp_path / "store") as store:
-        catalog = store.training.opened.catalog()
+        catalog = store.resources.catalog()
         children = [
             zygote.start(commit, path=str(tmp_path), name=name, gives_way=name.startswith("gc"))
             for name in ("gc-1", "gc-2", "a", "b")

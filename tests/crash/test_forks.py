@@ -152,7 +152,7 @@ def _check_forked(store: Store, inherited: Checkpointer, path: Path) -> None:
         store.usage,
         store.tensors,
         lambda: store.delete(0),
-        lambda: store.begin_generation(None),
+        lambda: store.training.begin_generation(None),
         lambda: Checkpointer(store, make_state(5)),
         lambda: inherited.save(5),
         inherited.restore,

@@ -147,7 +147,8 @@ def test_deleting_and_collecting_on_a_full_disk(small_disk: Path) -> None:
             promised.deleted.add(("default", step))
         store.gc()
         assert leftovers(store) == []
-        assert store.usage().pooled_bytes <= shutil.disk_usage(small_disk).free, "the pool keeps what others need"
+        pooled = store.resources.usage().pooled_bytes
+        assert pooled <= shutil.disk_usage(small_disk).free, "the pool keeps what others need"
         _save(store, promised, 13)
         _save(store, promised, 14)
     check_unrepaired(path, promised)

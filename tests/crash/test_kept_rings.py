@@ -53,7 +53,7 @@ def test_a_capture_of_another_line_of_the_same_number_is_not_committed(zygote: Z
     (ring,) = rings(tmp_path)
     (tmp_path / "store/heads/default/00000002.head").unlink()
     with Store.open(tmp_path / "store", create=True) as store:
-        assert store.begin_generation(store.checkpoints()[-1]) == 2
+        assert store.training.begin_generation(store.checkpoints()[-1]) == 2
         with store.training.adopting(ring.parent) as adopted:
             (kept,) = adopted
             assert (kept.step, kept.ref) == (1, None)

@@ -114,7 +114,7 @@ def test_killed_in_a_rebuild(kill: str, zygote: Zygote, template: Copy, tmp_path
     lose_catalog(copy / "store")
     zygote.start(perform, path=str(copy), actions=[["rebuild"]], kill=kill, number=1).wait_killed()
     with open_store(copy / "store") as store:
-        rebuilt = store.rebuild_catalog()
+        rebuilt = store.resources.rebuild_catalog()
         assert rebuilt.manifests == len(READABLE)
         assert store.save(make_state(2), step=9).written_bytes == 0
     assert readable(copy / "store", range(9)) == READABLE

@@ -140,8 +140,8 @@ def test_training_keeps_a_checkpoint_that_is_read(tmp_path: Path) -> None:
         ) as checkpointer:
             loop.iterate(0)
             checkpointer.save(0)
-            (listing,) = other.training.opened.tier.manifests.checkpoints("default")
-            with resolve_one(other.training.opened.tier, listing).sources:
+            (listing,) = other.resources.tier.manifests.checkpoints("default")
+            with resolve_one(other.resources.tier, listing).sources:
                 for step in range(1, 5):
                     loop.iterate(step)
                     checkpointer.save(step)

@@ -158,7 +158,7 @@ def test_several_processes_create_one_store(zygote: Zygote, tmp_path: Path) -> N
 
 def hold_the_catalog(path: str) -> None:
     """Hold the writer lock until killed. Runs in a child."""
-    with open_store(Path(path)) as store, store.training.opened.catalog().write():
+    with open_store(Path(path)) as store, store.resources.catalog().write():
         (Path(path) / "held").touch()
         time.sleep(600)
 

@@ -144,7 +144,7 @@ def test_two_saves_store_the_same_bytes(stores: tuple[Store, Store]) -> None:
     store, other = stores
     with at_first("pack.sealed", lambda: other.save(make_state(0), step=0)):
         store.save(make_state(0), step=1)
-    assert store.usage().pack_bytes > 200_000
+    assert store.resources.usage().pack_bytes > 200_000
     store.delete(0)
     check_steps(store, {1: 0})
 
@@ -203,7 +203,7 @@ def test_head_record_collected_before_its_lock(store_path: Path) -> None:
         checkpoint = store.save(make_state(0), step=0)
         removed = []
         files.act = lambda: removed.append(other.gc().removed_temporaries)
-        assert store.begin_generation(checkpoint) == 2
+        assert store.training.begin_generation(checkpoint) == 2
         assert removed == [1]
         check_steps(store, {0: 0})
 
@@ -253,8 +253,8 @@ def test_two_restores_at_once(store_path: Path) -> None:
     with open_store(store_path, files=files) as store, open_store(store_path) as other:
         first, second = store.save(make_state(0), step=0), store.save(make_state(1), step=1)
         begun = []
-        files.act = lambda: begun.append(other.begin_generation(second))
-        assert store.begin_generation(first) == 3
+        files.act = lambda: begun.append(other.training.begin_generation(second))
+        assert store.training.begin_generation(first) == 3
         assert begun == [2]
         assert store.restore().checkpoint.step == 0
         check_steps(store, {0: 0, 1: 1})

@@ -25,7 +25,7 @@ WRITES: dict[str, Callable[[Store], object]] = {
     "save": lambda store: store.save(make_state(7), step=7),
     "delete": lambda store: store.delete(1),
     "gc": lambda store: store.gc(),
-    "begin_generation": lambda store: store.begin_generation(None),
+    "begin_generation": lambda store: store.training.begin_generation(None),
 }
 
 

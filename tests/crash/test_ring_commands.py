@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from asymcheck import Store
+from asymcheck.convert.convert import Output, export_checkpoint
 from asymcheck.errors import CheckpointNotFoundError, FormatError
 from asymcheck.format.frame import HEADER_BYTES, decode_header, encode_header, payload_offset
 from asymcheck.format.layout import parse_ring_name
@@ -249,8 +250,9 @@ def test_empty_memory_is_reported(tmp_path: Path) -> None:
         True,
         True,
     )
+    output = Output(tmp_path / "x.pt")
     with Store.open(tmp_path / "store", create=True) as store, pytest.raises(CheckpointNotFoundError):
-        store.stream_from_memory(None, ring_folder=tmp_path / "nowhere")  # type: ignore[arg-type]  # not reached
+        export_checkpoint(store, output, ring_folder=tmp_path / "nowhere")
 
 
 # ------------------------------------------------------------------------------------------------------------------- gc

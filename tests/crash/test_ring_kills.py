@@ -18,6 +18,7 @@ from asymcheck.events import COMMIT_ORDER
 from asymcheck.format.frame import payload_offset
 from asymcheck.format.record import RECORD_BYTES
 from asymcheck.format.ring_records import CAPTURES_OFFSET, COMPLETE, ENTRY_BYTES, CaptureEntry, encode_entry
+from asymcheck.gc.collect import collect_rings
 from asymcheck.storage.shm import RingReader, orphaned_rings
 from asymcheck.types import SaveId
 from tests.checkpointer.loops import linear_loop, rings
@@ -167,7 +168,7 @@ def test_a_copy_of_a_store_leaves_the_ring_to_its_store(folder: Path, tmp_path: 
             restored = checkpointer.restore()
         assert restored is not None
         assert restored.step == DURABLE - 1
-        assert store.collect_rings(ring.parent, discard=True) == []
+        assert collect_rings(store.resources.writable(), ring.parent, discard=True, dry_run=False) == []
     assert ring.read_bytes() == before
     assert_restored(folder, CAPTURED - 1)
 

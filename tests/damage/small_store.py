@@ -95,10 +95,10 @@ def make_store(path: Path, steps: int = 2, config: StoreConfig = CONFIG, *, tiny
     states: dict[int, object] = {step: tiny_state(step) if tiny else small_state(step) for step in range(1, steps + 1)}
     with Store.open(path, config=config, create=True) as store, warnings.catch_warnings():
         warnings.simplefilter("error", StepOrderWarning)
-        generation, last = store.begin_generation(None), None
+        generation, last = store.training.begin_generation(None), None
         for step, state in states.items():
             if step == steps:
-                generation = store.begin_generation(last)
+                generation = store.training.begin_generation(last)
             last = store.save(state, step=step, generation=generation)
     return SmallStore(path, states, config)
 

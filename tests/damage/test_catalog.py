@@ -222,7 +222,7 @@ def test_a_damaged_entry_of_a_manifest_counts_as_absent(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with Store.open(path, config=CONFIG, create=True) as store:
         store.save(state(1, TENSORS), step=1)
-        catalog = store.training.opened.catalog()
+        catalog = store.resources.catalog()
         with catalog.read() as transaction:
             before = transaction.manifests()
         with catalog.write() as transaction:

@@ -89,7 +89,7 @@ def test_a_scan_ends_where_frames_of_another_life_begin(tmp_path: Path) -> None:
     small = make_store(tmp_path / "store", steps=2)
     with small.open() as store:
         packs = {
-            path: store.training.opened.tier.open_pack(PackId(bytes.fromhex(path.stem)))
+            path: store.resources.tier.open_pack(PackId(bytes.fromhex(path.stem)))
             for path in small.files("packs/*.pack")
         }
         first, other = [path for path, pack in packs.items() if len(pack.digests()) > 1][:2]
@@ -98,7 +98,7 @@ def test_a_scan_ends_where_frames_of_another_life_begin(tmp_path: Path) -> None:
             pack.close()
         # The next frame also has number 1, but belongs to another pack.
         with content(first, bytes(4096) + first.read_bytes()[4096:end] + other.read_bytes()[begin:]):
-            scanned = store.training.opened.tier.open_pack(packs[first].header.pack_id)
+            scanned = store.resources.tier.open_pack(packs[first].header.pack_id)
             scanned.close()
             assert scanned.damage is not None
             assert scanned.digests() == packs[first].digests()[:1]

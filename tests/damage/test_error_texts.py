@@ -40,7 +40,7 @@ def small(tmp_path: Path) -> SmallStore:
 def _frame_of(small: SmallStore, step: int, tensor: str) -> tuple[Path, int, int]:
     """Return the pack with the first bytes of a tensor, the number of the frame, and its offset."""
     with small.open() as store:
-        tier = store.training.opened.tier
+        tier = store.resources.tier
         (listing,) = (listing for listing in tier.manifests.checkpoints("default") if listing.ref.step == step)
         manifest = tier.manifests.read("default", listing.ref, listing.manifests[0])
         name = manifest.extents(manifest.names().index(tensor))[0].digest

@@ -210,8 +210,8 @@ def test_a_manifest_in_the_folder_of_another_checkpoint_is_refused(small: SmallS
 def test_a_head_record_of_another_run_or_generation_is_refused(small: SmallStore) -> None:
     """Test that the record names its run and generation, and that the newest checkpoint is an error, not a guess."""
     with small.open(read_only=False) as store:
-        store.begin_generation(None, run="other")
-        store.begin_generation(None, run="other")
+        store.training.begin_generation(None, run="other")
+        store.training.begin_generation(None, run="other")
     heads = small.path / "heads"
     for stranger in (heads / "other" / "00000002.head", heads / "default" / "00000001.head"):
         with content(heads / "default" / "00000002.head", stranger.read_bytes()):
@@ -311,7 +311,7 @@ def test_a_file_where_a_folder_belongs_gives_named_errors(small: SmallStore, nam
                 store.checkpoints,
                 lambda: store.save(small.states[1], step=9),
                 lambda: store.delete(9),
-                lambda: store.begin_generation(None, run="other"),
+                lambda: store.training.begin_generation(None, run="other"),
                 store.gc,
             ):
                 with contextlib.suppress(AsymcheckError):

@@ -66,13 +66,11 @@ def test_flip_in_a_shared_partition_loses_all_its_checkpoints(small: SmallStore)
     with small.open() as store:
         (shared,) = {
             name
-            for listing in store.training.opened.tier.manifests.checkpoints("default")
-            for name in store.training.opened.tier.manifests.read(
-                "default", listing.ref, listing.manifests[0]
-            ).partitions()
+            for listing in store.resources.tier.manifests.checkpoints("default")
+            for name in store.resources.tier.manifests.read("default", listing.ref, listing.manifests[0]).partitions()
             if all(
                 name in _digests(store, other.ref.step)
-                for other in store.training.opened.tier.manifests.checkpoints("default")
+                for other in store.resources.tier.manifests.checkpoints("default")
             )
         }
         path, bit = _place(store, shared)
@@ -89,17 +87,15 @@ def test_flip_in_a_shared_partition_loses_all_its_checkpoints(small: SmallStore)
 
 def _digests(store: Store, step: int) -> set[bytes]:
     listings = [
-        listing for listing in store.training.opened.tier.manifests.checkpoints("default") if listing.ref.step == step
+        listing for listing in store.resources.tier.manifests.checkpoints("default") if listing.ref.step == step
     ]
-    return set(
-        store.training.opened.tier.manifests.read("default", listings[0].ref, listings[0].manifests[0]).partitions()
-    )
+    return set(store.resources.tier.manifests.read("default", listings[0].ref, listings[0].manifests[0]).partitions())
 
 
 def _place(store: Store, name: bytes) -> tuple[Path, int]:
     """Return a bit in the payload of the frame with a partition."""
-    for pack_id in store.training.opened.tier.pack_ids():
-        pack = store.training.opened.tier.open_pack(pack_id)
+    for pack_id in store.resources.tier.pack_ids():
+        pack = store.resources.tier.open_pack(pack_id)
         pack.close()
         if name in pack.digests():
             return pack.path, (int(pack.entries[pack.digests().index(name)]["offset"]) + 200) * 8

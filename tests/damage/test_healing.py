@@ -93,7 +93,7 @@ def test_copies_damaged_in_different_frames_complete_each_other(twice: SmallStor
     """Test that single frames are read from the other pack."""
     first, second = twice.files("packs/*.pack")
     with twice.open() as store:
-        places = [store.training.opened.tier.open_pack(bytes.fromhex(path.stem)) for path in (first, second)]  # type: ignore[arg-type]  # JSON or a stand-in, untyped on purpose
+        places = [store.resources.tier.open_pack(bytes.fromhex(path.stem)) for path in (first, second)]  # type: ignore[arg-type]  # JSON or a stand-in, untyped on purpose
     names = places[0].digests()
     assert len(names) > 1
     for place, name in zip(places, names, strict=False):
@@ -123,7 +123,7 @@ def test_a_second_copy_in_the_same_pack_is_read_too(tmp_path: Path) -> None:
         store.save(state, step=1)
         (own,) = (path / "packs").iterdir()
         data = state["w"].numpy().tobytes()
-        writer = store.training.opened.tier.start_pack(len(data))
+        writer = store.resources.tier.start_pack(len(data))
         for _ in range(2):
             slot = Slot(len(data))
             slot.payload(len(data))[:] = data

@@ -35,7 +35,7 @@ def path(store_path: Path) -> Path:
 
 
 def _rows(store: Store) -> tuple[dict[bytes, Location | None], dict[PackId, int | None], set[bytes]]:
-    with store.training.opened.catalog().read() as transaction:
+    with store.resources.catalog().read() as transaction:
         return dict(transaction.locations()), transaction.pack_states(), transaction.manifests()
 
 
@@ -45,7 +45,7 @@ def test_lost_catalog_is_rebuilt_exactly(path: Path) -> None:
         before = _rows(store)
     lose_catalog(path)
     with open_store(path) as store:
-        rebuilt = store.rebuild_catalog()
+        rebuilt = store.resources.rebuild_catalog()
         assert _rows(store) == before
     assert (rebuilt.packs, rebuilt.partitions, rebuilt.manifests) == (len(before[1]), len(before[0]), len(before[2]))
     assert rebuilt.left_out == ()
@@ -58,7 +58,7 @@ def test_catalog_file_is_replaced_if_unused(path: Path) -> None:
     keep = path / "catalog" / "keep"
     keep.hardlink_to(data)  # Keep the old inode, so that the new file gets another one.
     with open_store(path) as store:
-        store.rebuild_catalog()
+        store.resources.rebuild_catalog()
         assert data.stat().st_ino != before
         check_idle(store)
 
@@ -95,15 +95,15 @@ def test_wrong_catalog_is_corrected(path: Path, lie: Callable[[Transaction], Non
     """Test wrong entries with valid checksums, while the store is open."""
     with open_store(path) as store:
         before = _rows(store)
-        with store.training.opened.catalog().write() as transaction:
+        with store.resources.catalog().write() as transaction:
             lie(transaction)
         assert _rows(store) != before
         if how == "repair":
             assert [one.kind for one in store.repair().done] == ["catalog"]
         else:
-            assert store.rebuild_catalog().changed > 0
+            assert store.resources.rebuild_catalog().changed > 0
         assert _rows(store) == before
-        assert store.rebuild_catalog().changed == 0
+        assert store.resources.rebuild_catalog().changed == 0
         check_idle(store)
 
 
@@ -111,12 +111,12 @@ def test_pins_of_the_living_are_kept(path: Path) -> None:
     """Test that pins of dead processes are removed."""
     living, dead = pin_key(SaveId(b"a" * 16), 0), pin_key(SaveId(b"b" * 16), 0)
     with open_store(path) as store:
-        with store.training.opened.catalog().write() as transaction:
+        with store.resources.catalog().write() as transaction:
             transaction.put_pin(living, Owner(1, _start_of_init(), this_process().boot_id, _namespace()), [])
             transaction.put_pin(dead, _DEAD, [])
-        rebuilt = store.rebuild_catalog()
+        rebuilt = store.resources.rebuild_catalog()
         assert rebuilt.kept_pins == 1
-        with store.training.opened.catalog().read() as transaction:
+        with store.resources.catalog().read() as transaction:
             assert set(transaction.pins()) == {living}
 
 
@@ -134,7 +134,7 @@ def test_a_damaged_pack_is_left_out(path: Path) -> None:
     names = {name for name, _, _ in frames(pack)}
     flip_index(pack)
     with open_store(path) as store:
-        rebuilt = store.rebuild_catalog()
+        rebuilt = store.resources.rebuild_catalog()
         assert len(rebuilt.left_out) == 1
         assert pack.name in rebuilt.left_out[0]
         assert not names & _rows(store)[0].keys()
@@ -150,10 +150,10 @@ def test_checkpoint_committed_during_a_rebuild_is_kept(path: Path, monkeypatch: 
             other.save(make_state(5), step=5)
             return found
 
-        with store.training.opened.catalog().write() as transaction:
+        with store.resources.catalog().write() as transaction:
             _forget_all(transaction)
         monkeypatch.setitem(reconcile.__globals__, "_manifest_sizes", manifests)
-        assert store.rebuild_catalog().manifests == 3
+        assert store.resources.rebuild_catalog().manifests == 3
         monkeypatch.undo()
         assert len(_rows(store)[2]) == 3
         assert other.save(make_state(5), step=6).written_bytes == 0
@@ -174,7 +174,7 @@ def test_pack_collected_during_a_rebuild_is_not_entered(path: Path, monkeypatch:
             return found
 
         monkeypatch.setitem(reconcile.__globals__, "_manifest_sizes", manifests)
-        store.rebuild_catalog()
+        store.resources.rebuild_catalog()
         monkeypatch.undo()
         assert _rows(store) == ({}, {}, set())
         assert store.save(make_state(0), step=0).written_bytes > 0
@@ -191,7 +191,7 @@ def test_pack_held_by_collection_is_not_entered(path: Path) -> None:
 
         def rebuild(event: events.Event) -> None:
             if event.name == "gc.marked_freed":
-                rebuilt = other.rebuild_catalog()
+                rebuilt = other.resources.rebuild_catalog()
                 states.append((rebuilt.packs, len(rebuilt.left_out), set(_rows(other)[1].values())))
 
         with events.observe(rebuild):
@@ -206,7 +206,7 @@ def test_pack_marked_after_its_index_was_read_is_not_entered(path: Path, monkeyp
     pack = packs(path)[0]
     pack_id = PackId(bytes.fromhex(pack.stem))
     with open_store(path) as store, contextlib.ExitStack() as stack:
-        catalog = store.training.opened.catalog()
+        catalog = store.resources.catalog()
         original = reconcile.__globals__["_manifest_sizes"]
 
         def manifests(tier: NvmeTier) -> object:
@@ -216,7 +216,7 @@ def test_pack_marked_after_its_index_was_read_is_not_entered(path: Path, monkeyp
             return original(tier)
 
         monkeypatch.setitem(reconcile.__globals__, "_manifest_sizes", manifests)
-        rebuilt = store.rebuild_catalog()
+        rebuilt = store.resources.rebuild_catalog()
         assert [pack.name in reason for reason in rebuilt.left_out] == [True]
         assert _rows(store)[1][pack_id] == registry.PACK_FREED
 
@@ -228,8 +228,8 @@ def test_packs_put_back_are_known_again(path: Path) -> None:
     for pack in packs(path):
         pack.unlink()
     with open_store(path) as store:
-        assert store.rebuild_catalog().packs == 0
+        assert store.resources.rebuild_catalog().packs == 0
         for pack in away.iterdir():
             shutil.copy(pack, path / "packs")
-        assert store.rebuild_catalog().packs == len(packs(path))
+        assert store.resources.rebuild_catalog().packs == len(packs(path))
         assert fingerprint(store.load(1)) == fingerprint(make_state(1))

@@ -44,7 +44,7 @@ def path(store_path: Path) -> Path:
     with open_store(store_path) as store:
         store.save(make_state(0), step=0)
         second = store.save(make_state(1), step=1)
-        generation = store.begin_generation(second)
+        generation = store.training.begin_generation(second)
         store.save(make_state(2), step=2, generation=generation)
     return store_path
 
@@ -147,7 +147,7 @@ def test_damaged_frame_costs_only_itself(path: Path) -> None:
         missing = {one.checkpoints[0].split()[3] for one in repaired.left}
         assert missing == {str(step) for step in {0, 1, 2} - before}
         assert all(one.kind == "lost-partitions" and lost.hex() in one.message for one in repaired.left)
-        with store.training.opened.catalog().read() as transaction:
+        with store.resources.catalog().read() as transaction:
             assert transaction.location(lost) is None
             assert all(transaction.location(name) is not None for name in others)
         check_idle(store)
@@ -228,7 +228,7 @@ def test_frames_behind_a_damaged_one_are_found_without_an_index(path: Path) -> N
     flip_index(pack)
     with open_store(path) as store:
         assert store.repair().copied_partitions == len(names) - 1
-        with store.training.opened.catalog().read() as transaction:
+        with store.resources.catalog().read() as transaction:
             assert [transaction.location(name) is not None for name in names] == [False] + [True] * (len(names) - 1)
 
 
@@ -267,7 +267,7 @@ def test_unreadable_data_may_return(path: Path) -> None:
         assert repaired.copied_partitions == len(frames(pack)) - 1
         assert pack.exists()
         assert "unreadable-pack" in {one.kind for one in repaired.left}
-        with store.training.opened.catalog().read() as transaction:
+        with store.resources.catalog().read() as transaction:
             assert transaction.location(name) is None
         check_idle(store)
     assert readable(path) == {0, 1, 2}

@@ -126,7 +126,7 @@ def test_copy_is_collected_before_it_is_relied_on(path: Path, monkeypatch: pytes
         seen = []
 
         def enter(self: Replacement, *arguments: object) -> str:
-            with store.training.opened.catalog().write() as transaction:
+            with store.resources.catalog().write() as transaction:
                 for pack_id in {location.pack_id for location in self._replacements.values()}:
                     transaction.put_pack(pack_id, 2, 0, 0)
             reason = original(self, *arguments)  # type: ignore[arg-type]  # passed on as they are
@@ -138,7 +138,7 @@ def test_copy_is_collected_before_it_is_relied_on(path: Path, monkeypatch: pytes
         (path / "packs").rename(away)
         (path / "packs").mkdir()
         with open_store(path) as fresh:
-            fresh.rebuild_catalog()
+            fresh.resources.rebuild_catalog()
             fresh.save(make_state(0), step=5)
             fresh.save(make_state(1), step=6)
         for pack in away.iterdir():

@@ -35,7 +35,7 @@ def put_manifest(
     store: Store, tree: Node, rows: list[TensorRow] | None = None, rank: int = 0, packs: Sequence[PackId] = ()
 ) -> Path:
     """Replace the manifest of an intact checkpoint by one with another tree or rows, and a valid name."""
-    manifests = store.training.opened.tier.manifests
+    manifests = store.resources.tier.manifests
     *_, listing = manifests.checkpoints("default")
     name = listing.manifests[rank]
     folder = manifests.directory("default", listing.ref)
@@ -63,7 +63,7 @@ def open_large_claims(path: str) -> list[str]:
         ):
             header = encode_pack_header(PackHeader(PACK_ID, count, index_offset, time.time_ns(), "test"))
             (packs / pack_name(PACK_ID)).write_bytes(header + bytes(1 << 16))
-            refused.append(_open(store.training.opened.tier))
+            refused.append(_open(store.resources.tier))
     return refused
 
 

@@ -286,7 +286,7 @@ def test_step_means_the_restorable_one(store_path: Path) -> None:
     with asymcheck.Store.open(store_path, config=CONFIG, create=True) as store:
         first = store.save({"x": torch.zeros(2)}, step=1)
         old = store.save({"x": torch.ones(2)}, step=2)
-        generation = store.begin_generation(first)
+        generation = store.training.begin_generation(first)
         new = store.save({"x": torch.ones(2) * 2}, step=2, generation=generation)
         store.save({"x": torch.ones(2) * 3}, step=2, run="other")
         found = store.diff(1, 2)

@@ -34,8 +34,8 @@ def trained(path: Path) -> asymcheck.Store:
 def frames_of(store: asymcheck.Store) -> dict[bytes, int]:
     """Return the bytes of all frames of each partition, read from the packs."""
     found: dict[bytes, int] = {}
-    for pack_id in store.training.opened.tier.pack_ids():
-        pack = store.training.opened.tier.open_pack(pack_id)
+    for pack_id in store.resources.tier.pack_ids():
+        pack = store.resources.tier.open_pack(pack_id)
         for name, stored in zip(pack.digests(), pack.entries["stored_length"].tolist(), strict=True):
             found[name] = found.get(name, 0) + frame_length(stored)
         pack.close()
@@ -45,10 +45,10 @@ def frames_of(store: asymcheck.Store) -> dict[bytes, int]:
 def needs_of(store: asymcheck.Store) -> dict[str, set[bytes]]:
     """Return the partitions of each checkpoint, by save id."""
     found = {}
-    for run in store.training.opened.tier.manifests.runs():
-        for listing in store.training.opened.tier.manifests.checkpoints(run):
+    for run in store.resources.tier.manifests.runs():
+        for listing in store.resources.tier.manifests.checkpoints(run):
             (name,) = listing.manifests
-            manifest = store.training.opened.tier.manifests.read(run, listing.ref, name)
+            manifest = store.resources.tier.manifests.read(run, listing.ref, name)
             found[listing.ref.save_id.hex()] = {bytes(digest) for digest in manifest.partitions()}
     return found
 
@@ -197,8 +197,8 @@ def test_a_damaged_manifest_makes_nothing_freeable(store_path: Path) -> None:
     with trained(store_path) as store:
         store.delete(5)
         assert store.disk_usage().locked_bytes + store.disk_usage().freeable_bytes > 0
-        listing = store.training.opened.tier.manifests.checkpoints("default")[0]
-        path = store.training.opened.tier.manifests.directory("default", listing.ref) / str(listing.manifests[0])
+        listing = store.resources.tier.manifests.checkpoints("default")[0]
+        path = store.resources.tier.manifests.directory("default", listing.ref) / str(listing.manifests[0])
         path.write_bytes(path.read_bytes()[:-1])
         found = store.disk_usage()
     assert (found.unreadable_manifests, found.freeable_packs, found.freeable_bytes) == (1, 0, 0)
@@ -233,7 +233,7 @@ def test_partitions_in_two_packs_count_twice(store_path: Path, tmp_path: Path) -
             twin.save({"model": {"0": torch.full((3000,), 0.0), "1": torch.full((3000,), 1.0)}}, step=0)
             (pack,) = (tmp_path / "twin" / "packs").iterdir()
         (store_path / "packs" / pack.name).write_bytes(pack.read_bytes())
-        store.rebuild_catalog()
+        store.resources.rebuild_catalog()
         after = store.disk_usage()
         dry = store.gc(dry_run=True)
     shared = sum(one.stored_bytes for one in after.checkpoints) > sum(one.stored_bytes for one in before.checkpoints)

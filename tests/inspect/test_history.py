@@ -20,10 +20,10 @@ def store(store_path: Path) -> asymcheck.Store:
     with asymcheck.Store.open(store_path, create=True) as opened:
         for step in (10, 20, 30, 40):
             opened.save({"x": torch.full((4,), float(step))}, step=step, metrics={"loss": 1 / step})
-        generation = opened.begin_generation(opened.checkpoints()[1])
+        generation = opened.training.begin_generation(opened.checkpoints()[1])
         for step in (25, 35):
             opened.save({"x": torch.ones(4)}, step=step, generation=generation)
-        generation = opened.begin_generation(opened.checkpoints()[-2])
+        generation = opened.training.begin_generation(opened.checkpoints()[-2])
         opened.save({"x": torch.ones(4)}, step=30, generation=generation)
     return asymcheck.Store.open(store_path, read_only=True)
 
@@ -70,7 +70,7 @@ def test_training_from_nothing(store_path: Path) -> None:
     """Test that all earlier checkpoints are abandoned, and that the first one has no predecessor."""
     with asymcheck.Store.open(store_path, create=True) as store:
         store.save({"x": 1}, step=5)
-        generation = store.begin_generation(None)
+        generation = store.training.begin_generation(None)
         store.save({"x": 1}, step=1, generation=generation)
         history = store.history()
     assert steps(history) == [(2, 1)]
@@ -82,8 +82,8 @@ def test_a_generation_off_the_line_is_an_opening_of_everything(store_path: Path)
     """Test generation 2, and generation 3 that continues from before it."""
     with asymcheck.Store.open(store_path, create=True) as store:
         first = store.save({"x": 1}, step=1)
-        store.begin_generation(first)
-        store.begin_generation(first)
+        store.training.begin_generation(first)
+        store.training.begin_generation(first)
         assert [opening.generation for opening in store.history().openings] == [3]
         found = store.history(everything=True).openings
     assert [(opening.generation, opening.on_line, opening.abandoned) for opening in found] == [

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import asymcheck
-from asymcheck.inspect.sample import sample
+from asymcheck.config import ring_folder_of
+from asymcheck.inspect.sample import measure_store, sample
 from asymcheck.measurement import NOISE, QUICK, measure_drive, planned_bytes
 from asymcheck.storage.nvme import Files, NvmeTier, scratch
 
@@ -43,7 +44,7 @@ def test_facts_of_a_store(store_path: Path) -> None:
         for step in (1, 2):
             store.save(_state(step), step=step)
         before = _files(store_path)
-        facts = store.measure(quick=True)
+        facts = measure_store(store.resources.nvme, ring_folder_of(None), quick=True)
         assert _files(store_path) == before
         assert store.verify() == []
     assert facts.sample == "step 2 of run default"
@@ -72,7 +73,7 @@ def store_bytes(step: int) -> int:
 def test_an_empty_store_is_measured_on_noise(store_path: Path) -> None:
     """Test that the facts report the noise."""
     with asymcheck.Store.open(store_path, create=True) as store:
-        facts = store.measure(quick=True)
+        facts = measure_store(store.resources.nvme, ring_folder_of(None), quick=True)
     assert facts.sample == NOISE
     assert "synthetic" in NOISE
     assert facts.state_bytes is None
@@ -90,7 +91,7 @@ def test_samples_are_bytes_of_the_newest_checkpoint(store_path: Path) -> None:
             store.save(_state(step), step=step)
         store.save({"model": {"weight": torch.zeros(5000)}}, step=9, run="older")
         store.save(_state(4), step=4)
-        sampled = sample(store.training.opened.tier, 100_000)
+        sampled = sample(store.resources.tier, 100_000)
     assert sampled is not None
     assert (sampled.run, sampled.ref.step) == ("default", 4)
     found = {(one.role, one.dtype): one for one in sampled.samples}
@@ -112,7 +113,7 @@ def test_a_sample_takes_several_tensors(store_path: Path) -> None:
     tensors = {f"t{number}": torch.full((100_000,), float(number)) for number in range(3)}
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         store.save({"model": tensors}, step=1)
-        sampled = sample(store.training.opened.tier, 150_000)
+        sampled = sample(store.resources.tier, 150_000)
     assert sampled is not None
     (only,) = sampled.samples
     assert set(np.frombuffer(only.plain, dtype=np.float32).tolist()) == {0.0, 1.0, 2.0}
@@ -125,7 +126,7 @@ def test_a_sample_of_tensors_that_share_a_partition(store_path: Path) -> None:
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         store.save({"model": tensors}, step=1)
         assert len({one.partitions[0].digest for one in store.tensors()[1]}) == 1
-        sampled = sample(store.training.opened.tier, 1 << 20)
+        sampled = sample(store.resources.tier, 1 << 20)
     assert sampled is not None
     assert sampled.samples[0].plain == b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
 
@@ -140,8 +141,8 @@ def test_a_damaged_partition_is_no_sample(store_path: Path) -> None:
     data[3 * 4096 + 100] ^= 1
     pack.write_bytes(data)
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
-        assert sample(store.training.opened.tier, 1 << 20) is None
-        assert store.measure(quick=True).sample == NOISE
+        assert sample(store.resources.tier, 1 << 20) is None
+        assert measure_store(store.resources.nvme, ring_folder_of(None), quick=True).sample == NOISE
 
 
 def test_full_drive_is_reported_first(store_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_a_store_that_is_only_read_is_not_measured(store_path: Path) -> None:
         asymcheck.Store.open(store_path, read_only=True) as store,
         pytest.raises(asymcheck.errors.ReadOnlyStoreError),
     ):
-        store.measure(quick=True)
+        measure_store(store.resources.nvme, ring_folder_of(None), quick=True)
 
 
 def test_a_failing_drive_leaves_no_file(store_path: Path) -> None:
@@ -189,7 +190,7 @@ def test_a_failing_drive_leaves_no_file(store_path: Path) -> None:
 def test_collection_leaves_a_file_in_use_alone(store_path: Path) -> None:
     """Test a temporary file whose lock is held, like a pack in progress."""
     with asymcheck.Store.open(store_path, create=True) as store:
-        with scratch(store.training.opened.tier) as file:
+        with scratch(store.resources.tier) as file:
             assert store.gc().removed_temporaries == 0
             assert file.path.exists()
         assert not file.path.exists()
@@ -199,7 +200,7 @@ KILLED = """
 import os, signal, sys
 import asymcheck
 from asymcheck.storage.nvme import scratch
-with asymcheck.Store.open(sys.argv[1], create=True) as store, scratch(store.training.opened.tier):
+with asymcheck.Store.open(sys.argv[1], create=True) as store, scratch(store.resources.tier):
     os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -35,7 +35,7 @@ def test_the_best_is_the_same_one_on_all_machines(tmp_path: Path) -> None:
                 for step, loss in enumerate(LOSSES[rank]):
                     weight += 1
                     checkpointer.save(step, {"loss": loss, **({} if rank else {"accuracy": float(step == 1)})})
-            with store.push_in_background(Push(location, best=("accuracy", 1, "max"))):
+            with store.training.push_in_background(Push(location, best=("accuracy", 1, "max"))):
                 pass
             return [(one.step, dict(one.metrics)) for one in store.checkpoints()]
 

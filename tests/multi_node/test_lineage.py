@@ -27,7 +27,7 @@ def test_a_store_that_cannot_be_read_ends_the_start_of_all_at_once(tmp_path: Pat
 
     def work(rank: int) -> AsymcheckError | None:
         with Store.open(tmp_path / f"machine-{rank}", config=CONFIG, create=True) as store:
-            home = RankLocation(store.store_id, f"node-{rank}", "boot")
+            home = RankLocation(store.resources.tier.descriptor.store_id.hex(), f"node-{rank}", "boot")
             session = Session.join(Ranks(rank, 2, keys, timeout_s=60.0), "run", {}, home)
             if rank == broken:
                 store.training.heads = heads  # type: ignore[method-assign, assignment]  # a device that fails
@@ -51,7 +51,7 @@ def aligned(folder: Path) -> list[list[int] | AsymcheckError]:
 
     def work(rank: int) -> list[int] | AsymcheckError:
         with Store.open(folder / f"machine-{rank}", config=CONFIG, create=True) as store:
-            home = RankLocation(store.store_id, f"node-{rank}", "boot")
+            home = RankLocation(store.resources.tier.descriptor.store_id.hex(), f"node-{rank}", "boot")
             session = Session.join(Ranks(rank, 2, keys, timeout_s=60.0), "run", {}, home)
             try:
                 align(session, store, "run")
@@ -66,7 +66,7 @@ def begun(folder: Path, machine: int, count: int) -> Path:
     """Open so many generations in the store of a machine; return the folder of their records."""
     with Store.open(folder / f"machine-{machine}", config=CONFIG, create=True) as store:
         for _ in range(count):
-            store.begin_generation(None, run="run")
+            store.training.begin_generation(None, run="run")
     return folder / f"machine-{machine}" / "heads" / "run"
 
 
@@ -97,4 +97,4 @@ def test_stores_of_two_trainings_do_not_save_together(tmp_path: Path) -> None:
         Store.open(tmp_path / "machine-0", config=CONFIG, create=True) as one,
         pytest.raises(HeadRecordError, match="has another generation 1 of run 'run'"),
     ):
-        one.training.opened.nvme.manifests.take_head(theirs)
+        one.resources.nvme.manifests.take_head(theirs)

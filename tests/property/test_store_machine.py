@@ -121,7 +121,7 @@ class StoreMachine(RuleBasedStateMachine):
         model = self.runs[run]
         listed = self.store.checkpoints(run)
         index = data.draw(st.sampled_from([None, *range(len(listed))]))
-        generation = self.store.begin_generation(None if index is None else listed[index], run=run)
+        generation = self.store.training.begin_generation(None if index is None else listed[index], run=run)
         known = [*model.parents, *(one.generation for one in model.saved)]
         assert generation == max(known, default=0) + 1
         model.parents[generation] = None if index is None else sorted(model.saved)[index]
@@ -147,7 +147,7 @@ class StoreMachine(RuleBasedStateMachine):
         expected = self.store.gc(dry_run=True)
         assert self.store.gc() == expected
         assert expected.removed_temporaries == leftover
-        tier = self.store.training.opened.tier
+        tier = self.store.resources.tier
         live = {
             digest
             for run in RUNS

@@ -73,8 +73,8 @@ def check_location(location: str, *steps: int) -> None:
 
 
 def by_process(store: Store, location: str, **rules: object) -> PushProcess:
-    """Return a push process like that of :meth:`Store.push_in_background`."""
-    pushing = store.push_in_background(Push(location, **{"close_s": None, **rules}))  # type: ignore[arg-type]  # as named
+    """Return a push process like that of ``push_in_background``."""
+    pushing = store.training.push_in_background(Push(location, **{"close_s": None, **rules}))  # type: ignore[arg-type]  # as named
     assert isinstance(pushing, PushProcess)
     return pushing
 

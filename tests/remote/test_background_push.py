@@ -42,9 +42,9 @@ IMPATIENT = config(deadline_s=20.0, options={"dfs.client.failover.max.attempts":
 
 
 def by_thread(store: Store, location: str | Push, every: int | None = None, poll_s: float = 0.5) -> PushThread:
-    """Return a push thread like that of :meth:`Store.push_in_background`, in this process."""
+    """Return a push thread like that of ``push_in_background``, in this process."""
     rules = location if isinstance(location, Push) else Push(location, every=every, close_s=None)
-    pushing = store.push_in_background(dataclasses.replace(rules, own_process=False), poll_s=poll_s)
+    pushing = store.training.push_in_background(dataclasses.replace(rules, own_process=False), poll_s=poll_s)
     assert isinstance(pushing, PushThread)
     return pushing
 
@@ -197,7 +197,7 @@ def test_damaged_remote_head_record_is_no_local_damage(
     """Test that the backlog waits for a repair of the location."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     with Store.open(store, config=CONFIG, create=True) as opened:
-        opened.begin_generation(opened.checkpoints()[-1])
+        opened.training.begin_generation(opened.checkpoints()[-1])
         opened.push(folder, 1)
         (head,) = (Path(folder.removeprefix("file://")) / "heads/default").iterdir()
         head.write_bytes(bytes(head.stat().st_size))
@@ -259,7 +259,7 @@ def test_head_record_is_pushed_before_the_next_checkpoint(store: Path, folder: s
     """Test that a machine lost right after a rollback does not bring back abandoned checkpoints."""
     with Store.open(store, config=CONFIG, create=True) as opened, by_thread(opened, folder, poll_s=0.05) as pushing:
         pushing.wait()
-        opened.begin_generation(opened.checkpoints()[0])
+        opened.training.begin_generation(opened.checkpoints()[0])
         heads = Path(folder.removeprefix("file://")) / "heads/default"
         wait_until(lambda: heads.exists() and len(list(heads.glob("*.head"))) == 1, "the head record to arrive")
     with Store.open(folder, config=CONFIG, create=True) as remote:
@@ -272,7 +272,7 @@ def test_abandoned_checkpoint_is_not_the_newest_remote_one(store: Path, folder: 
         opened.push(folder, everything=True)
     with Store.open(tmp_path / "new", config=CONFIG, create=True) as opened:
         opened.pull(folder, 1)
-        opened.begin_generation(opened.checkpoints()[0])
+        opened.training.begin_generation(opened.checkpoints()[0])
         with by_thread(opened, folder) as pushing:
             wait_until(lambda: pushing.statistics().newest_step is not None, "the location to be looked into")
             assert pushing.statistics().newest_step == 1
@@ -287,7 +287,7 @@ def test_abandoned_checkpoint_is_not_the_best(store_path: Path, folder: str) -> 
         opened.push(folder, everything=True)
         with by_thread(opened, Push(folder, best=("loss", 1))) as pushing:
             pushing.wait()
-            opened.begin_generation(opened.checkpoints()[0])
+            opened.training.begin_generation(opened.checkpoints()[0])
             opened.delete(2)
             opened.save(state_of(3), step=3, metrics={"loss": 2.0})
         assert pushing.statistics().newest_step == 3
@@ -298,7 +298,7 @@ def test_store_with_an_older_line_decides_nothing(store: Path, folder: str, tmp_
     """Test a store that does not know that another machine has restored an older step."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, everything=True)
-        opened.begin_generation(opened.checkpoints()[0])
+        opened.training.begin_generation(opened.checkpoints()[0])
         opened.push(folder)
     with Store.open(tmp_path / "new", config=CONFIG, create=True) as opened:
         opened.save(state_of(1), step=1)
@@ -330,20 +330,6 @@ def test_the_location_is_let_go_when_the_store_was_closed(
             pushing.close()
 
 
-@pytest.mark.parametrize("every", [0, True, 1.5])
-def test_an_interval_that_is_none(store: Path, folder: str, every: object) -> None:
-    """Test that the call raises the error."""
-    with Store.open(store, config=CONFIG, create=True) as opened, pytest.raises(InvalidInputError, match="every="):
-        opened.push_in_background(folder, every=every)  # type: ignore[arg-type]  # wrong on purpose
-
-
-@pytest.mark.parametrize("poll_s", [0, -1, "x", None, float("nan"), 1e10])
-def test_a_pause_that_no_thread_can_make(store: Path, folder: str, poll_s: object) -> None:
-    """Test that the error is raised before the thread starts, which would otherwise end, or never pause."""
-    with Store.open(store, config=CONFIG, create=True) as opened, pytest.raises(InvalidInputError, match="poll_s="):
-        opened.push_in_background(folder, poll_s=poll_s)  # type: ignore[arg-type]  # wrong on purpose
-
-
 @pytest.mark.slow(quick=["10000000000.0"])
 @pytest.mark.parametrize("timeout_s", [-1, "x", 1e10])
 def test_a_time_that_no_end_can_take(store: Path, folder: str, timeout_s: object) -> None:
@@ -353,12 +339,3 @@ def test_a_time_that_no_end_can_take(store: Path, folder: str, timeout_s: object
             pushing.close(timeout_s)  # type: ignore[arg-type]  # wrong on purpose
         pushing.wait()
     check_location(folder, 1, 2)
-
-
-def test_an_interval_beside_rules_is_refused(store: Path, folder: str) -> None:
-    """Test an interval in addition to rules, which would be ignored because rules have their own."""
-    with (
-        Store.open(store, config=CONFIG, create=True) as opened,
-        pytest.raises(InvalidInputError, match=r"every=5 with a Push"),
-    ):
-        opened.push_in_background(Push(folder), every=5)

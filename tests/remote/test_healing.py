@@ -201,13 +201,13 @@ def test_a_location_that_goes_away_ends_a_pull(pushed: Path, folder: str, tmp_pa
         raise RemoteUnreachableError("nobody answers")
 
     with Store.open(tmp_path / "new", config=CONFIG, create=True) as opened, pytest.MonkeyPatch.context() as patched:
-        catalog = opened.training.opened.catalog()
+        catalog = opened.resources.catalog()
         patched.setattr("asymcheck.replication.pull.read_manifests", away)
         patched.setattr("asymcheck.storage.manifests.ManifestReader.runs", away)
         remote = RemoteTier(parse_location(folder), CONFIG)
         listings = remote.manifests.checkpoints("default")
         with pytest.raises(RemoteUnreachableError):
-            pull(remote, opened.training.opened.nvme, catalog, listings)
+            pull(remote, opened.resources.nvme, catalog, listings)
         remote.close()
     assert len(asked) == 2
 
@@ -220,7 +220,7 @@ def test_head_records_are_brought_back(store: Path, folder: str, lose: Callable[
     """Test a repair when nothing else is lost, and a pull over a damaged head record."""
     head = store / "heads" / "default" / "00000002.head"
     with Store.open(store, config=CONFIG, create=True) as opened:
-        opened.save(state_of(3), step=3, generation=opened.begin_generation(opened.checkpoints()[0]))
+        opened.save(state_of(3), step=3, generation=opened.training.begin_generation(opened.checkpoints()[0]))
         opened.push(folder, everything=True)
     before = head.read_bytes()
     lose(head)
@@ -242,7 +242,7 @@ def test_a_head_record_of_another_training_is_not_brought(store: Path, folder: s
     save_steps(tmp_path / "other", 1)
     for path in (store, tmp_path / "other"):
         with Store.open(path, config=CONFIG, create=True) as opened:
-            opened.save(state_of(3), step=3, generation=opened.begin_generation(None))
+            opened.save(state_of(3), step=3, generation=opened.training.begin_generation(None))
     with Store.open(tmp_path / "other", config=CONFIG, create=True) as opened:
         opened.push(folder, 3)
     head = store / "heads" / "default" / "00000002.head"

@@ -48,8 +48,8 @@ def death(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str, int
 def store_with_heads(store: Path) -> Path:
     """Return a store with steps 1 and 2, and the head record of a second generation that continues from step 2."""
     with Store.open(store, config=CONFIG, create=True) as opened:
-        opened.begin_generation(opened.checkpoints()[-1])
-        opened.begin_generation(opened.checkpoints()[-1])
+        opened.training.begin_generation(opened.checkpoints()[-1])
+        opened.training.begin_generation(opened.checkpoints()[-1])
     return store
 
 

@@ -37,7 +37,7 @@ TRAINER = """
 import os, sys, time
 from asymcheck import Push, Store
 store = Store.open(sys.argv[1], create=True)
-pushing = store.push_in_background(Push(sys.argv[2], close_s=None))
+pushing = store.training.push_in_background(Push(sys.argv[2], close_s=None))
 pushing.wait()
 holding = os.fork()
 if not holding:
@@ -73,7 +73,10 @@ def stopped(pushing: PushProcess) -> Iterator[None]:
 def test_every_so_many_steps_arrive(store_path: Path, any_location: str, *, own_process: bool) -> None:
     """Test that every n-th step is pushed during background saves, and that other steps are not."""
     state, push = dict(state_of(0)), Push(any_location, every=2, close_s=None, own_process=own_process)
-    with Store.open(store_path, config=CONFIG, create=True) as store, store.push_in_background(push) as pushing:
+    with (
+        Store.open(store_path, config=CONFIG, create=True) as store,
+        store.training.push_in_background(push) as pushing,
+    ):
         assert type(pushing) is (PushProcess if own_process else PushThread)
         with Checkpointer(store, state, every=1, keep=None) as checkpointer:
             for step in range(5):
@@ -95,7 +98,7 @@ def test_each_push_is_traced(store: Path, folder: str, *, own_process: bool) -> 
     push = Push(folder, close_s=None, own_process=own_process)
     began = time.perf_counter()
     with watch(intervals.append), Store.open(store, config=CONFIG, create=True) as opened:
-        statistics = opened.push_in_background(push).close()
+        statistics = opened.training.push_in_background(push).close()
         sent = {one.detail["step"]: one for one in intervals if one.name == "push"}
         assert sorted(sent) == [1, 2]
         assert sum(int(one.detail["sent"]) for one in sent.values()) == statistics.sent_bytes > 0
@@ -104,7 +107,7 @@ def test_each_push_is_traced(store: Path, folder: str, *, own_process: bool) -> 
         lose_packs(store)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UnreachableRemoteWarning)
-            opened.push_in_background(push).close()
+            opened.training.push_in_background(push).close()
         (failed,) = (one for one in intervals if one.name == "push")
         assert (failed.detail["step"], failed.detail["failed"]) == (3, "MissingPartitionError")
     for one in (*sent.values(), failed):

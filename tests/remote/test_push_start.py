@@ -59,7 +59,10 @@ def test_a_process_that_cannot_be_begun(store: Path, folder: str, monkeypatch: p
 def test_without_an_interpreter_a_thread_pushes(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test Python embedded in another program, where the command of an interpreter is unknown."""
     monkeypatch.setattr(sys, "executable", "")
-    with Store.open(store, config=CONFIG, create=True) as opened, opened.push_in_background(Push(folder)) as pushing:
+    with (
+        Store.open(store, config=CONFIG, create=True) as opened,
+        opened.training.push_in_background(Push(folder)) as pushing,
+    ):
         assert isinstance(pushing, PushThread)
     check_location(folder, 1, 2)
 

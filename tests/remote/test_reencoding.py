@@ -226,7 +226,7 @@ def test_background_push_keeps_its_measurements(store: Path, folder: str, monkey
     rules = Push(folder, own_process=False)
     with (
         Store.open(store, config=changed(compression="auto"), create=True) as opened,
-        opened.push_in_background(rules) as pushing,
+        opened.training.push_in_background(rules) as pushing,
     ):
         pass
     assert pushing.statistics().pushed == 3

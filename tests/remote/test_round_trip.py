@@ -79,7 +79,7 @@ def test_the_line_goes_with_the_checkpoints(store: Path, any_location: str) -> N
     """Test a restore of step 1: the remote step 2 is abandoned, too, and the new step 2 is the newest."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(any_location, everything=True)
-        generation = opened.begin_generation(opened.checkpoints()[0])
+        generation = opened.training.begin_generation(opened.checkpoints()[0])
         opened.save(state_of(7), step=2, generation=generation)
         opened.push(any_location)
         local = [(one.step, one.generation, one.on_line) for one in opened.checkpoints()]
@@ -93,7 +93,7 @@ def test_the_line_goes_also_when_no_checkpoint_does(store: Path, folder: str) ->
     """Test a restore of step 1 without a new checkpoint: step 2 is abandoned at the location, too."""
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(folder, everything=True)
-        opened.begin_generation(opened.checkpoints()[0])
+        opened.training.begin_generation(opened.checkpoints()[0])
         assert opened.push(folder).present == 1
     with Store.open(folder, config=CONFIG, create=True) as remote:
         assert [(one.step, one.on_line) for one in remote.checkpoints()] == [(1, True), (2, False)]
@@ -106,7 +106,7 @@ def test_two_trainings_of_one_name_are_kept_apart(any_location: str, tmp_path: P
     for name, parent in (("a", 0), ("b", 1)):
         save_steps(tmp_path / name, 1, 2)
         with Store.open(tmp_path / name, config=CONFIG, create=True) as opened:
-            generation = opened.begin_generation(opened.checkpoints()[parent])
+            generation = opened.training.begin_generation(opened.checkpoints()[parent])
             opened.save(state_of(3), step=3, generation=generation)
             if name == "a":
                 opened.push(any_location)
@@ -121,7 +121,7 @@ def test_two_trainings_from_nothing_are_kept_apart(any_location: str, tmp_path: 
     """Test trainings without a parent that began at different times, for example after the loss of a store."""
     for name in ("a", "b"):
         with Store.open(tmp_path / name, config=CONFIG, create=True) as opened:
-            opened.save(state_of(1), step=1, generation=opened.begin_generation(None))
+            opened.save(state_of(1), step=1, generation=opened.training.begin_generation(None))
             if name == "a":
                 opened.push(any_location)
             else:
@@ -266,7 +266,7 @@ def test_foreign_run_does_not_stop_other_runs(tmp_path: Path, folder: str) -> No
     """Test that nothing of the foreign run is sent."""
     for name in ("a", "b"):
         with Store.open(tmp_path / name, config=CONFIG, create=True) as opened:
-            opened.save(state_of(1), step=1, generation=opened.begin_generation(None))
+            opened.save(state_of(1), step=1, generation=opened.training.begin_generation(None))
             if name == "a":
                 opened.push(folder)
             else:

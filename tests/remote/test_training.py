@@ -212,7 +212,7 @@ def test_the_location_has_a_retention_of_its_own(store_path: Path, any_location:
         Store.open(store_path, config=CONFIG, create=True) as store,
     ):
         assert remote.gc(dry_run=True).freed_packs == 0
-        assert remote.usage().pack_bytes < 3 * 4 * 60_000
+        assert remote.resources.usage().pack_bytes < 3 * 4 * 60_000
 
 
 @pytest.mark.slow
@@ -270,7 +270,7 @@ def test_a_training_that_was_lost_before_its_first_checkpoint_begins_again(tmp_p
     """Test a generation that only the location knows; another training of that name is refused."""
     state = state_of(9)
     with Store.open(tmp_path / "lost", config=CONFIG, create=True) as store:
-        store.save(state, step=0, generation=store.begin_generation(None))
+        store.save(state, step=0, generation=store.training.begin_generation(None))
         store.push(folder)
     with Store.open(folder, config=CONFIG, create=True) as remote:
         # A push that is killed before its first manifest leaves this state.

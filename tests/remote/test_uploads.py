@@ -72,7 +72,7 @@ def test_corrupted_upload_gets_no_name(
         with pytest.raises(StorageError, match=r"upload of .*\.pack, attempt 2 of 2: "):
             opened.push(any_location)
     with Store.open(any_location, config=CONFIG, create=True) as remote:
-        assert remote.usage().packs == 0
+        assert remote.resources.usage().packs == 0
         assert remote.checkpoints() == []
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(any_location)

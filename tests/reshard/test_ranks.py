@@ -271,7 +271,7 @@ def _damage(store: Store, step: int, rank: int) -> str:
     tensor = next(one for one in tensors if one.rank == rank and one.partitions)
     place = tensor.partitions[0]
     path = store.path / "packs" / f"{place.pack}.pack"
-    with contextlib.closing(store.training.opened.nvme.open_pack(PackId(bytes.fromhex(str(place.pack))))) as pack:
+    with contextlib.closing(store.resources.nvme.open_pack(PackId(bytes.fromhex(str(place.pack))))) as pack:
         entry = pack.entries[place.frame]
         offset = int(entry["offset"]) + 4096
     data = bytearray(path.read_bytes())
@@ -349,7 +349,7 @@ def test_checkpoint_deleted_during_a_read_is_not_blamed(store_path: Path, monkey
         Store.open(store_path, config=SMALL, create=True) as other,
     ):
         save_ranks(store, [{"w": _part(full, 0, 2)}, {"w": _part(full, 2, 4)}], 1)
-        manifests = store.training.opened.tier.manifests
+        manifests = store.resources.tier.manifests
         read, seen = manifests.read, []
 
         def read_and_delete(run: str, ref: CheckpointRef, name: ManifestName) -> Manifest:

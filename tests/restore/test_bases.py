@@ -96,7 +96,7 @@ def swap(path: Path, *encoded: Encoded) -> list[Path]:
         made.append(write_pack(path, one))
         old.unlink()
     with Store.open(path, config=CONFIG, create=True) as store:
-        store.rebuild_catalog()
+        store.resources.rebuild_catalog()
     return made
 
 
@@ -214,8 +214,8 @@ def test_chain_is_followed_up_to_its_limit(store_path: Path, monkeypatch: pytest
     write_pack(store_path, *(delta_of(step, step - 1) for step in range(1 if ends else 30, 60)))
     listings = []
     with Store.open(store_path, config=CONFIG, read_only=True) as store:
-        listed = store.training.opened.tier.pack_ids
-        monkeypatch.setattr(store.training.opened.tier, "pack_ids", lambda: listings.append(1) or listed())
+        listed = store.resources.tier.pack_ids
+        monkeypatch.setattr(store.resources.tier, "pack_ids", lambda: listings.append(1) or listed())
         with pytest.raises(InconsistentCheckpointError, match="more than 8 deltas"):
             store.load(60)
         assert len(listings) < 40

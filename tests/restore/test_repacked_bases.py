@@ -37,15 +37,15 @@ def store_of(path: Path, steps: tuple[int, ...], *packs: list[Encoded]) -> Path:
     for encoded in packs:
         write_pack(path, *encoded)
     with Store.open(path, config=CONFIG, create=True) as store:
-        store.rebuild_catalog()
+        store.resources.rebuild_catalog()
     return path
 
 
 def entries_of(store: Store, step: int) -> list[Entries]:
     """Return the index entries of every copy of the weights of a step."""
     found = []
-    for pack_id in store.training.opened.tier.pack_ids():
-        pack = store.training.opened.tier.open_pack(pack_id)
+    for pack_id in store.resources.tier.pack_ids():
+        pack = store.resources.tier.open_pack(pack_id)
         found += [entry for entry in pack.entries if Digest(entry["digest"].tobytes()) == digest(plain_of(step))]
         pack.close()
     return found
@@ -59,7 +59,7 @@ def test_copied_frame_keeps_codec_and_base(store_path: Path) -> None:
     with Store.open(path, config=CONFIG, create=True) as store:
         before = [entries_of(store, step)[0] for step in range(3)]
         assert store.gc().repacked_packs == 3
-        assert store.usage().packs == 1
+        assert store.resources.usage().packs == 1
         for step, old in enumerate(before):
             (new,) = entries_of(store, step)
             fields = ("base_digest", "stored_length", "plain_length", "kind", "codec", "digest_algorithm")
@@ -98,7 +98,7 @@ def test_a_full_frame_stands_for_a_delta(store_path: Path) -> None:
         done = store.gc()
         assert (done.repacked_packs, done.copied_bytes) == (1, 0)
         assert store.gc().freed_packs == 1
-        assert store.usage().packs == 1
+        assert store.resources.usage().packs == 1
     check_loads(path, 1)
 
 

@@ -141,7 +141,7 @@ def test_a_copy_without_its_empty_folders_works(frozen: Frozen, store_path: Path
     shutil.rmtree(store_path / "heads")
     with asymcheck.Store.open(store_path, create=True) as store:
         values = store.restore(run="values")
-        assert store.begin_generation(values.checkpoint, run="values") == 2
+        assert store.training.begin_generation(values.checkpoint, run="values") == 2
         store.save(NEW_STATE, step=1, run="values")
         store.delete(1, run="values")
         assert store.gc().freed_packs == 1

@@ -137,7 +137,7 @@ def test_reference_reader_reads_current_stores(store_path: Path) -> None:
     with asymcheck.Store.open(store_path, config=config, create=True) as store:
         first = store.save(state, step=1, metrics={"loss": float("nan"), "lr": 1e-3})
         store.save({**state, "late": torch.ones(50_000)}, step=2)
-        assert store.begin_generation(first) == 2
+        assert store.training.begin_generation(first) == 2
         state["array"] = numbers.integers(0, 9, (5, 6))
         store.save(state, step=2, metrics={"loss": float("-inf")})
         loaded = store.load()
@@ -159,7 +159,7 @@ def test_a_step_of_another_training_stands_in_for_none(store_path: Path) -> None
     with asymcheck.Store.open(store_path, create=True) as store:
         first = store.save({"a": 1}, step=1)
         store.save({"a": 2}, step=2)
-        store.begin_generation(first)
+        store.training.begin_generation(first)
         store.save({"a": 3}, step=2)
         _flip(next(iter(_newest(store_path).iterdir())), 3000)
         with pytest.raises(InconsistentCheckpointError, match="step 2"):

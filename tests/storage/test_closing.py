@@ -24,20 +24,20 @@ Closing = Callable[[], object]
 
 def _pack_being_written(folder: Path) -> tuple[Closing, Closing]:
     with Store.open(folder / "store", create=True) as store:
-        writer = store.training.opened.nvme.start_pack(1)
+        writer = store.resources.nvme.start_pack(1)
     return writer.close, writer.close
 
 
 def _pack_given_up(folder: Path) -> tuple[Closing, Closing]:
     with Store.open(folder / "store", create=True) as store:
-        writer = store.training.opened.nvme.start_pack(1)
+        writer = store.resources.nvme.start_pack(1)
     return writer.abandon, writer.close
 
 
 def _pack(folder: Path) -> tuple[Closing, Closing]:
     with Store.open(folder / "store", create=True) as store:
         store.save({"w": torch.arange(3000)}, step=0)
-        pack = store.training.opened.nvme.open_pack(store.training.opened.nvme.pack_ids()[0])
+        pack = store.resources.nvme.open_pack(store.resources.nvme.pack_ids()[0])
     return pack.close, pack.close
 
 
@@ -80,7 +80,7 @@ def test_second_close_does_not_close_another_file(
 def test_a_late_write_goes_into_no_other_file(tmp_path: Path) -> None:
     """Test a write to an abandoned pack by a thread that was still encoding."""
     with Store.open(tmp_path / "store", create=True) as store:
-        tier: NvmeTier = store.training.opened.nvme
+        tier: NvmeTier = store.resources.nvme
         writer, data = tier.start_pack(1), b"late" * 1000
         with _opened_instead(writer.abandon, tmp_path / "other") as other, tier.slots.slot(len(data)) as slot:
             slot.payload(len(data))[:] = data

@@ -35,13 +35,13 @@ def store(store_path: Path) -> Iterator[Store]:
 
 def pin(store: Store, owner: Owner) -> None:
     """Pin all packs."""
-    with store.training.opened.catalog().write() as transaction:
-        transaction.put_pin(PIN, owner, store.training.opened.nvme.pack_ids())
+    with store.resources.catalog().write() as transaction:
+        transaction.put_pin(PIN, owner, store.resources.nvme.pack_ids())
 
 
 def pins(store: Store) -> dict[bytes, Owner]:
     """Return the owners of all pins."""
-    with store.training.opened.catalog().read() as transaction:
+    with store.resources.catalog().read() as transaction:
         return {key: owner for key, (owner, _) in transaction.pins().items()}
 
 
@@ -73,9 +73,9 @@ def test_a_pin_that_is_taken_up_stays(
         pin(store, living)
 
     once(monkeypatch, StoreReachability, "refresh", take_up)
-    packs = store.training.opened.nvme.pack_ids()
+    packs = store.resources.nvme.pack_ids()
     assert store.gc().freed_packs == 0
-    assert store.training.opened.nvme.pack_ids() == packs
+    assert store.resources.nvme.pack_ids() == packs
     assert pins(store) == {PIN: living}
     let_go(PIN)
     if living == this_process():
@@ -90,7 +90,7 @@ def test_a_pin_that_is_taken_up_stays_when_the_catalog_is_compared(
     pin(store, DEAD)
     hold(PIN)
     once(monkeypatch, rebuild_module, "read_indexes", lambda: pin(store, this_process()))
-    assert store.rebuild_catalog().kept_pins == 1
+    assert store.resources.rebuild_catalog().kept_pins == 1
     assert pins(store) == {PIN: this_process()}
     let_go(PIN)
 
@@ -103,8 +103,8 @@ def location(tmp_path: Path) -> str:
 
 def lose_manifest(store: Store, step: int) -> None:
     """Delete only the manifest, like a deletion that is killed before it updates the catalog."""
-    (listing,) = (one for one in store.training.opened.nvme.manifests.checkpoints("default") if one.ref.step == step)
-    store.training.opened.nvme.manifests.remove("default", listing.ref)
+    (listing,) = (one for one in store.resources.nvme.manifests.checkpoints("default") if one.ref.step == step)
+    store.resources.nvme.manifests.remove("default", listing.ref)
 
 
 def test_a_checkpoint_that_comes_back_keeps_its_packs(
@@ -125,7 +125,7 @@ def test_a_checkpoint_that_comes_back_between_two_batches_keeps_its_packs(
 ) -> None:
     """Test a manifest that reappears after the first batch has removed it from the catalog."""
     monkeypatch.setattr(collect_module, "_BATCH", 1)
-    garbage = set(store.training.opened.nvme.pack_ids())
+    garbage = set(store.resources.nvme.pack_ids())
     store.save({"w": torch.rand(100_000)}, step=1)
     store.push(location)
     lose_manifest(store, 1)
@@ -177,10 +177,10 @@ def test_deletion_keeps_a_returned_manifest_in_the_catalog(
     """Test a manifest that reappears between its removal and the transaction."""
     store.save({"w": torch.rand(100)}, step=1)
     store.push(location)
-    (listing,) = store.training.opened.nvme.manifests.checkpoints("default")
-    once(monkeypatch, type(store.training.opened.nvme.manifests), "remove", lambda: store.pull(location, 1))
+    (listing,) = store.resources.nvme.manifests.checkpoints("default")
+    once(monkeypatch, type(store.resources.nvme.manifests), "remove", lambda: store.pull(location, 1))
     store.delete(1)
-    with store.training.opened.catalog().read() as transaction:
+    with store.resources.catalog().read() as transaction:
         assert transaction.manifests() == {manifest_key("default", listing.ref, name) for name in listing.manifests}
 
 

@@ -53,7 +53,7 @@ def test_one_generation_of_a_step_can_be_deleted(store: Store) -> None:
     """Test that without a generation, all saves of the step are deleted."""
     for seed in (1, 2):
         store.save(_state(seed), step=5)
-        store.begin_generation(None)
+        store.training.begin_generation(None)
     store.save(_state(3), step=5)
     assert [checkpoint.generation for checkpoint in store.delete(5, generation=2)] == [2]
     assert [checkpoint.generation for checkpoint in store.checkpoints()] == [1, 3]
@@ -64,7 +64,7 @@ def test_one_generation_of_a_step_can_be_deleted(store: Store) -> None:
 def test_dry_run_of_a_deletion_changes_nothing(store: Store) -> None:
     """Test the returned checkpoints, also in a read-only store, and the error that lists the generations."""
     store.save(_state(1), step=5)
-    store.begin_generation(None)
+    store.training.begin_generation(None)
     store.save(_state(2), step=5)
     with Store.open(store.path, read_only=True) as reader:
         assert [checkpoint.generation for checkpoint in reader.delete(5, dry_run=True)] == [1, 2]
@@ -136,7 +136,7 @@ def test_pool_is_trimmed_when_checkpoints_become_smaller(store: Store) -> None:
     assert collected == expected
     pooled = sum(_inodes(store.path / "pool").values())
     assert collected.pool_bytes == pooled
-    assert pooled <= 1.25 * store.usage().pack_bytes / 2
+    assert pooled <= 1.25 * store.resources.usage().pack_bytes / 2
     with Store.open(store.path, config=StoreConfig(pool_bytes=0)) as emptying:
         emptied = emptying.gc()
     assert (emptied.returned_bytes, emptied.pool_bytes) == (pooled, 0)
@@ -146,8 +146,8 @@ def test_a_dry_run_sees_packs_that_are_in_use(store: Store) -> None:
     """Test that both count a pack as busy while a reader uses it, and free it later."""
     store.save(_state(1), step=1)
     store.delete(1)
-    (pack,) = store.training.opened.tier.pack_ids()
-    reader = store.training.opened.tier.open_pack(pack)
+    (pack,) = store.resources.tier.pack_ids()
+    reader = store.resources.tier.open_pack(pack)
     try:
         expected = store.gc(dry_run=True)
         assert store.gc() == expected == Collected(busy_packs=1)
@@ -229,7 +229,7 @@ def test_collected_partition_is_written_again(store: Store) -> None:
         assert store.save(_state(1), step=step).written_bytes == 4 * MIB
         store.delete(step)
         store.gc()
-        with store.training.opened.catalog().read() as transaction:
+        with store.resources.catalog().read() as transaction:
             assert list(transaction.locations()) == []
             assert transaction.pins() == {}
             assert transaction.manifests() == set()

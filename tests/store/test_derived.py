@@ -56,9 +56,9 @@ def test_derived_partition_is_no_base_when_it_is_saved_again(store_path: Path) -
 def test_second_of_two_copies_in_one_save_is_not_derived(store_path: Path, first: tuple[Digest, Digest]) -> None:
     """Test two copies that threads encode in any order."""
     with Store.open(store_path, config=CONFIG, create=True) as store:
-        tier = store.training.opened.tier
+        tier = store.resources.tier
         assert isinstance(tier, NvmeTier)
-        packing = PackBuilder(tier, store.training.opened.catalog())
+        packing = PackBuilder(tier, store.resources.catalog())
         assert all(map(packing.claim, (A, B, C)))
         (second,) = {(B, A), (C, B)} - {first}
         assert packing.rely(*first, CODEC_DERIVED)

@@ -65,7 +65,7 @@ def test_invalid_parent_is_refused(store: Store) -> None:
     """Test that a parent given by step is refused, because a step may have several checkpoints."""
     _save(store, 5)
     with pytest.raises(InvalidInputError, match=r"parent 5: give one of checkpoints\(\)"):
-        store.begin_generation(5)  # type: ignore[arg-type]  # wrong on purpose
+        store.training.begin_generation(5)  # type: ignore[arg-type]  # wrong on purpose
     assert _listing(store) == [(1, 5, True)]
 
 
@@ -73,7 +73,7 @@ def test_resuming_from_an_older_step_abandons_later_ones(store: Store) -> None:
     """Test that the newest checkpoint is on the new line, and that abandoned steps can be loaded by step."""
     for step in range(1, 6):
         _save(store, step)
-    assert store.begin_generation(_checkpoint(store, 1, 2)) == 2
+    assert store.training.begin_generation(_checkpoint(store, 1, 2)) == 2
     assert _listing(store) == [(1, 1, True), (1, 2, True), (1, 3, False), (1, 4, False), (1, 5, False)]
     assert _value(store.load()) == "2"
     _save(store, 3, "again")
@@ -88,7 +88,7 @@ def test_resuming_from_an_older_step_abandons_later_ones(store: Store) -> None:
 def test_a_new_line_from_nothing_abandons_everything(store: Store) -> None:
     """Test that the first save on the new line is the newest checkpoint, although its step is lower."""
     _save(store, 100)
-    store.begin_generation(None)
+    store.training.begin_generation(None)
     with pytest.raises(CheckpointNotFoundError, match=r"all 1 checkpoints .* up to step 100, are abandoned.*step=100"):
         store.load()
     _save(store, 1, "new")
@@ -103,7 +103,7 @@ def test_the_line_is_followed_through_many_generations(store: Store) -> None:
         base = 10 * generation
         for step in range(base, base + 4):
             _save(store, step)
-        store.begin_generation(_checkpoint(store, generation, base + 1))
+        store.training.begin_generation(_checkpoint(store, generation, base + 1))
     assert [step for _, step, on_line in _listing(store) if on_line] == [10, 11, 20, 21, 30, 31, 40, 41, 50, 51]
     assert _value(store.load()) == "51"
 
@@ -112,9 +112,9 @@ def test_an_abandoned_branch_can_be_taken_up_again(store: Store) -> None:
     """Test that the branch is on the line again, and that the other branch is abandoned."""
     for step in (1, 2, 3):
         _save(store, step)
-    store.begin_generation(_checkpoint(store, 1, 1))
+    store.training.begin_generation(_checkpoint(store, 1, 1))
     _save(store, 2, "other")
-    store.begin_generation(_checkpoint(store, 1, 3))
+    store.training.begin_generation(_checkpoint(store, 1, 3))
     assert _listing(store) == [(1, 1, True), (1, 2, True), (1, 3, True), (2, 2, False)]
     assert _value(store.load()) == "3"
     assert _value(store.load(2)) == "2"
@@ -124,7 +124,7 @@ def test_step_off_the_line_comes_from_its_newest_generation(store: Store) -> Non
     """Test two abandoned branches with the same step; the later one is returned."""
     for generation in (1, 2):
         _save(store, 7, f"branch {generation}")
-        store.begin_generation(None)
+        store.training.begin_generation(None)
     assert _value(store.load(7)) == "branch 2"
 
 
@@ -132,7 +132,7 @@ def test_saves_of_the_limiting_step_are_distinct(store: Store) -> None:
     """Test that the line ends at one save of a step, so that a later save of this step is abandoned."""
     first = _save(store, 5, "first")
     _save(store, 5, "second")
-    store.begin_generation(first)
+    store.training.begin_generation(first)
     assert _value(store.load()) == _value(store.load(5)) == "first"
 
 
@@ -140,7 +140,7 @@ def test_deleting_the_parent_keeps_the_line(store: Store) -> None:
     """Test that the head record stays, and that the previous checkpoint is the newest."""
     for step in (1, 2, 3):
         _save(store, step)
-    store.begin_generation(_checkpoint(store, 1, 2))
+    store.training.begin_generation(_checkpoint(store, 1, 2))
     store.delete(2)
     assert _value(store.load()) == "1"
     _save(store, 3, "new")
@@ -150,7 +150,7 @@ def test_deleting_the_parent_keeps_the_line(store: Store) -> None:
 def test_a_save_can_go_to_an_abandoned_generation_and_says_so(store: Store) -> None:
     """Test that the saves of an outdated trainer are kept, and not on the line."""
     _save(store, 1)
-    store.begin_generation(None)
+    store.training.begin_generation(None)
     assert not _save(store, 2, "stale", generation=1).on_line
     assert _save(store, 1, "present", generation=2).on_line
     assert _value(store.load()) == "present"
@@ -174,7 +174,7 @@ def test_generations_that_are_opened_at_once_get_different_numbers(store: Store)
 
     def open_some() -> None:
         start.wait()
-        numbers.extend([store.begin_generation(None) for _ in range(5)])
+        numbers.extend([store.training.begin_generation(None) for _ in range(5)])
 
     threads = [threading.Thread(target=open_some) for _ in range(8)]
     for thread in threads:
@@ -188,7 +188,7 @@ def test_runs_have_lines_of_their_own(store: Store) -> None:
     """Test that a new generation of one run does not change the other run."""
     for run in ("a", "b"):
         store.save({"value": run}, step=1, run=run)
-    store.begin_generation(None, run="a")
+    store.training.begin_generation(None, run="a")
     with pytest.raises(CheckpointNotFoundError):
         store.load(run="a")
     assert _value(store.load(run="b")) == "b"
@@ -238,9 +238,9 @@ def test_asked_for_a_step_no_other_is_given(store: Store) -> None:
 def test_a_lost_head_record_is_not_guessed_at(store: Store) -> None:
     """Test that the newest checkpoint is unknown, and that a unique step can still be loaded."""
     _save(store, 1)
-    store.begin_generation(None)
+    store.training.begin_generation(None)
     _save(store, 2)
-    store.begin_generation(_checkpoint(store, 2, 2))
+    store.training.begin_generation(_checkpoint(store, 2, 2))
     heads = sorted((store.path / "heads" / "default").iterdir())
     heads[0].unlink()
     with pytest.raises(HeadRecordError, match="generation 2 has no head record"):
@@ -256,7 +256,7 @@ def test_with_a_lost_head_record_no_step_of_another_training_is_given(store: Sto
     """Test a step of two generations, of which the wanted one is unknown."""
     first = _save(store, 1)
     _save(store, 2)
-    store.begin_generation(first)
+    store.training.begin_generation(first)
     _save(store, 2)
     (head,) = (store.path / "heads" / "default").iterdir()
     head.unlink()
@@ -269,7 +269,7 @@ def test_one_of_several_saves_of_a_step_is_named_by_its_save_id(store: Store) ->
     """Test with and without a known line, for every method that reads one checkpoint."""
     first = _save(store, 1)
     saves = [_save(store, 2)]
-    store.begin_generation(first)
+    store.training.begin_generation(first)
     saves.append(_save(store, 2))
     (head,) = (store.path / "heads" / "default").iterdir()
     head.unlink()
@@ -289,9 +289,9 @@ def test_one_of_several_saves_of_a_step_is_named_by_its_save_id(store: Store) ->
 def test_parent_is_the_previous_checkpoint_on_the_line(store: Store) -> None:
     """Test parents within a generation, and across a restore."""
     refs = [_save(store, step).ref for step in (1, 2, 3)]
-    store.begin_generation(_checkpoint(store, 1, 2))
+    store.training.begin_generation(_checkpoint(store, 1, 2))
     refs.append(_save(store, 3).ref)
-    manifests = store.training.opened.tier.manifests
+    manifests = store.resources.tier.manifests
     parents = [
         manifests.read(listing.run, listing.ref, listing.manifests[0]).header.parent
         for listing in manifests.checkpoints("default")

@@ -72,7 +72,7 @@ def test_moved_manifests_are_not_taken_for_deleted(
     store: Store, steps: tuple[int, ...], lose: Callable[[Path], None]
 ) -> None:
     """Test a training that prunes after each commit, and reads only new manifests."""
-    pruner = Pruner(store.training.opened.nvme, store.training.opened.catalog(), "default", Retention(keep_last=2))
+    pruner = Pruner(store.resources.nvme, store.resources.catalog(), "default", Retention(keep_last=2))
     for step in steps:
         store.save(_state(step), step=step)
         pruner.prune(0, always_collect=True)
@@ -133,6 +133,6 @@ def test_manually_removed_manifests_are_forgotten_on_request(store: Store) -> No
         shutil.rmtree(folder)
     with pytest.raises(StructureError, match=f"removed on purpose, run asymcheck rebuild-catalog {store.path}"):
         store.gc()
-    store.rebuild_catalog()
+    store.resources.rebuild_catalog()
     assert store.gc().kept_packs == 0
     assert store.disk_usage().locked_bytes == 0

@@ -183,7 +183,7 @@ def test_a_store_opened_for_reading_changes_nothing(store_path: Path) -> None:
             lambda: store.delete(1),
             store.gc,
             lambda: store.gc(dry_run=True),
-            lambda: store.begin_generation(saved),
+            lambda: store.training.begin_generation(saved),
         ):
             with pytest.raises(ReadOnlyStoreError, match="read_only=True"):
                 call()
@@ -212,7 +212,7 @@ def test_a_closed_store_says_so(store: Store) -> None:
         lambda: store.delete(1),
         store.gc,
         store.verify,
-        lambda: store.begin_generation(saved),
+        lambda: store.training.begin_generation(saved),
     ):
         with pytest.raises(ClosedStoreError, match="is closed"):
             call()

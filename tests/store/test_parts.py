@@ -31,7 +31,7 @@ def test_parent_of_a_part_precedes_its_checkpoint(tmp_path: Path) -> None:
     with asymcheck.Store.open(tmp_path / "store", create=True) as store:
         for step, rank in ((1, 0), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)):
             store.save({"w": torch.ones(4)}, step=step, part=Part(rank, 2, begun[step - 1]))
-        manifests = store.training.opened.nvme.manifests
+        manifests = store.resources.nvme.manifests
         parents = {}
         for files in manifests.checkpoints("default"):
             read = [manifests.read("default", files.ref, name).header for name in files.manifests]

@@ -113,12 +113,12 @@ def test_nothing_goes_while_none_is_consistent(store: Store) -> None:
 def test_abandoned_checkpoints_stay_by_default(store: Store) -> None:
     """Test after a restore of an older step, also before the new line has a newer checkpoint."""
     _save(store, 1, 2, 3)
-    generation = store.begin_generation(store.checkpoints()[0])
+    generation = store.training.begin_generation(store.checkpoints()[0])
     store.save(_state(9), step=2, generation=generation)
     assert [(one.step, one.generation) for one in store.prune(Retention(keep_last=1)).removed] == [(1, 1)]
     gone = store.prune(Retention(keep_last=1, keep_abandoned=False)).removed
     assert [(one.step, one.generation) for one in gone] == [(2, 1), (3, 1)]
-    store.begin_generation(None)
+    store.training.begin_generation(None)
     pruned = store.prune(Retention(keep_last=1, keep_abandoned=False))
     assert [one.reasons for one in pruned.verdicts] == [("none on the line is consistent",)]
 
@@ -126,8 +126,8 @@ def test_abandoned_checkpoints_stay_by_default(store: Store) -> None:
 def test_nothing_goes_while_the_line_cannot_be_known(store: Store) -> None:
     """Test a lost head record, after which the line is unknown."""
     _save(store, 1, 2)
-    store.begin_generation(store.checkpoints()[0])
-    store.begin_generation(store.checkpoints()[0])
+    store.training.begin_generation(store.checkpoints()[0])
+    store.training.begin_generation(store.checkpoints()[0])
     max((store.path / "heads/default").iterdir()).write_bytes(b"")
     pruned = store.prune(Retention(keep_last=1, keep_abandoned=False))
     assert pruned.removed == []
@@ -141,7 +141,7 @@ def test_young_checkpoints_stay(store: Store) -> None:
     between_ns = time.time_ns()
     _save(store, 2, 3)
     keep = Retention(keep_for=timedelta(milliseconds=10))
-    pruner = Pruner(store.training.opened.nvme, store.training.opened.catalog(), "default", keep)
+    pruner = Pruner(store.resources.nvme, store.resources.catalog(), "default", keep)
     assert [one.step for one in pruner.prune(between_ns).removed] == [1]
     assert [one.step for one in store.prune(Retention(keep_for=timedelta(hours=1))).removed] == []
 
@@ -162,7 +162,7 @@ import sys
 from asymcheck import Store
 from asymcheck.restore.resolve import resolve_one
 store = Store.open(sys.argv[1], read_only=True)
-tier = store.training.opened.tier
+tier = store.resources.tier
 listing = next(one for one in tier.manifests.checkpoints("default") if one.ref.step == int(sys.argv[2]))
 with resolve_one(tier, listing).sources:
     print("reading", flush=True)
@@ -201,7 +201,7 @@ def test_rollback_during_pruning_loses_nothing(store: Store, monkeypatch: pytest
     def judge_and_go_back(*arguments: object) -> object:
         verdicts = choose_kept(*arguments)  # type: ignore[arg-type]  # as it was called
         if not begun and any(not verdict.stays for verdict in verdicts):
-            begun.append(store.begin_generation(first))
+            begun.append(store.training.begin_generation(first))
         return verdicts
 
     monkeypatch.setattr("asymcheck.gc.retention_runner.choose_kept", judge_and_go_back)
@@ -214,17 +214,17 @@ def test_rollback_during_pruning_loses_nothing(store: Store, monkeypatch: pytest
 def test_pruning_reads_only_new_manifests(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test that the cost does not depend on the number of kept checkpoints."""
     keep = Retention(keep_last=1, keep_every=2)
-    pruner = Pruner(store.training.opened.nvme, store.training.opened.catalog(), "default", keep)
+    pruner = Pruner(store.resources.nvme, store.resources.catalog(), "default", keep)
     _save(store, *range(10))
     pruner.prune(0)
     read: list[int] = []
-    original = type(store.training.opened.tier.manifests).read_bytes
+    original = type(store.resources.tier.manifests).read_bytes
 
     def counted(self: object, run: str, ref: object, name: object) -> bytes:
         read.append(ref.step)  # type: ignore[attr-defined]  # a CheckpointRef
         return original(self, run, ref, name)  # type: ignore[arg-type]  # as it was called
 
-    monkeypatch.setattr(type(store.training.opened.tier.manifests), "read_bytes", counted)
+    monkeypatch.setattr(type(store.resources.tier.manifests), "read_bytes", counted)
     for step in range(10, 14):
         _save(store, step)
         read.clear()

@@ -157,7 +157,7 @@ def test_a_pack_with_a_damaged_frame_is_not_copied_again_and_again(store_path: P
         data = bytearray(path.read_bytes())
         data[int(entries["offset"][entries["plain_length"] == 240_000].max()) + 100_000] ^= 1
         path.write_bytes(data)
-        pruner = Pruner(store.training.opened.nvme, store.training.opened.catalog(), "default", Retention(keep_last=5))
+        pruner = Pruner(store.resources.nvme, store.resources.catalog(), "default", Retention(keep_last=5))
         written = []
         for _ in range(2):
             copied: list[int] = []

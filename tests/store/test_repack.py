@@ -83,7 +83,7 @@ def test_the_manifest_is_not_touched_and_its_hint_fails_softly(store: Store) -> 
     store.gc()
     assert {path: path.read_bytes() for path in (store.path / "manifests").rglob("*.manifest")} == before
     assert store.save({"shared": SHARED}, step=5).written_bytes == 0
-    store.rebuild_catalog()
+    store.resources.rebuild_catalog()
     assert store.save({"shared": SHARED}, step=6).written_bytes == 0
     assert_same(store.load(1), _state(1))
 
@@ -96,7 +96,7 @@ def test_half_of_a_pack_may_be_garbage(store_path: Path) -> None:
             store.save({"shared": SHARED, "own": _bytes(1, 1)}, step=1)
             store.delete(0)
             assert store.gc(dry_run=True) == store.gc()
-            assert store.usage().packs == 2
+            assert store.resources.usage().packs == 2
             assert (store.disk_usage().locked_bytes == 0) == bool(repacked)
 
 
@@ -108,7 +108,7 @@ def test_rest_of_many_packs_goes_into_one(store: Store) -> None:
     for step in range(5):
         store.delete(step)
     done = store.gc()
-    assert (done.freed_packs, done.repacked_packs, store.usage().packs) == (5, 5, 2)
+    assert (done.freed_packs, done.repacked_packs, store.resources.usage().packs) == (5, 5, 2)
     # A frame has one more block if its payload is shifted, which depends on the address of the tensor.
     assert done.copied_bytes in range(5 * (MIB + 4096), 5 * (MIB + 8192) + 1, 4096)
     assert store.verify() == []
@@ -134,7 +134,7 @@ def test_a_pack_that_is_read_stays_until_the_next_time(store: Store) -> None:
     _save(store, 0, 1)
     store.delete(0)
     packs = _names(store.path / "packs")
-    readers = [store.training.opened.tier.open_pack(pack_id) for pack_id in store.training.opened.tier.pack_ids()]
+    readers = [store.resources.tier.open_pack(pack_id) for pack_id in store.resources.tier.pack_ids()]
     try:
         assert store.gc(dry_run=True) == store.gc() == Collected(busy_packs=1, kept_packs=1)
         assert _names(store.path / "packs") == packs
@@ -176,8 +176,8 @@ def test_pinned_pack_stays(store: Store, meanwhile: Callable[[Meanwhile], None])
     def pin(one: Store) -> None:
 
         hold(PIN)
-        with one.training.opened.catalog().write() as transaction:
-            transaction.put_pin(PIN, this_process(), one.training.opened.tier.pack_ids())
+        with one.resources.catalog().write() as transaction:
+            transaction.put_pin(PIN, this_process(), one.resources.tier.pack_ids())
 
     meanwhile(pin)
     assert store.gc() == Collected(kept_packs=2)
@@ -272,11 +272,11 @@ def test_relied_copy_must_be_live(store: Store, meanwhile: Callable[[Meanwhile],
     store.gc()
     for path, data in packs.items():
         path.write_bytes(data)
-    store.rebuild_catalog()
+    store.resources.rebuild_catalog()
     copy = next(path for path in (store.path / "packs").iterdir() if path not in packs)
 
     def take(one: Store) -> None:
-        with one.training.opened.catalog().write() as transaction:
+        with one.resources.catalog().write() as transaction:
             transaction.put_pack(PackId(bytes.fromhex(copy.stem)), registry.PACK_FREED, 0, 0)
 
     meanwhile(take)
@@ -301,7 +301,7 @@ def test_two_collections_at_once_lose_nothing(store: Store, monkeypatch: pytest.
     monkeypatch.setattr(repack_module._Batch, "carry_out", carry_out)
     assert store.gc().repacked_packs == 0
     assert results[1].repacked_packs == 1
-    assert store.usage().packs == 2
+    assert store.resources.usage().packs == 2
     _whole(store, 1)
 
 
@@ -327,8 +327,8 @@ def test_a_second_copy_needs_no_third(store: Store) -> None:
     store.gc()
     for path, data in packs.items():
         path.write_bytes(data)
-    store.rebuild_catalog()
-    assert store.usage().packs == 3
+    store.resources.rebuild_catalog()
+    assert store.resources.usage().packs == 3
     done = store.gc()
     assert (done.freed_packs, done.repacked_packs, done.copied_bytes) == (1, 1, 0)
     _whole(store, 1)

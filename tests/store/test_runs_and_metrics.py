@@ -21,7 +21,7 @@ def test_a_run_can_be_named_so(store: Store, run: str) -> None:
     store.save({"x": 1}, step=1, run=run)
     assert store.load(run=run) == {"x": 1}
     assert [checkpoint.run for checkpoint in store.checkpoints()] == [run]
-    assert store.begin_generation(None, run=run) == 2
+    assert store.training.begin_generation(None, run=run) == 2
     assert store.verify() == []
 
 
@@ -35,7 +35,7 @@ def test_a_run_cannot_be_named_so(store: Store, run: str) -> None:
         lambda: store.restore(run=run),
         lambda: store.checkpoints(run),
         lambda: store.delete(1, run=run),
-        lambda: store.begin_generation(None, run=run),
+        lambda: store.training.begin_generation(None, run=run),
     ]
     for call in calls:
         with pytest.raises(InvalidInputError, match="run name"):

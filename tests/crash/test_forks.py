@@ -149,7 +149,7 @@ def _check_forked(store: Store, inherited: Checkpointer, path: Path) -> None:
         store.checkpoints,
         store.verify,
         store.gc,
-        store.usage,
+        store.resources.usage,
         store.tensors,
         lambda: store.delete(0),
         lambda: store.training.begin_generation(None),

@@ -302,7 +302,7 @@ def test_a_read_only_store_is_refused(path: Path) -> None:
     """Test a clear error, and that nothing is changed."""
     flip_header(packs(path)[0])
     with open_store(path, read_only=True) as store:
-        for refused in (store.repair, store.rebuild_catalog):
+        for refused in (store.repair, store.resources.rebuild_catalog):
             with pytest.raises(ReadOnlyStoreError, match="read_only=True"):
                 refused()
 

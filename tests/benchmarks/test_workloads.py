@@ -83,8 +83,10 @@ RUNS: dict[str, Callable[[Path], Report]] = {
     "goodput": _goodput,
 }
 QUICK = ("goodput", "catalog", "bytes")
-"""Workloads that take a second or two; `make check` runs all of them."""
-MARKS = {name: pytest.mark.slow for name in RUNS if name not in QUICK} | {
+"""Workloads that take a second or two; `make test` runs them."""
+LONG = ("models", "reshard", "small", "dedupe", "ranks", "memory")
+"""Workloads that start many processes; `make check` runs all but these."""
+MARKS = {name: pytest.mark.long if name in LONG else pytest.mark.slow for name in RUNS if name not in QUICK} | {
     "gpu": pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 }
 
@@ -158,7 +160,7 @@ def test_the_state_of_the_gpu_workload_has_the_size_that_was_asked_for() -> None
         assert abs(12 * parameters - gigabytes * 1e9) < 0.51 * 12 * 12 * shape.width**2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_workload_hdfs_on_a_real_cluster(tmp_path: Path) -> None:
     """Test pushes, restores and counts, and that the files are removed."""
     shape = hdfs.Shape(1, 1, (1,), TINY, 2)

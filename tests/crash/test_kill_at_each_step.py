@@ -166,7 +166,7 @@ def test_killed_right_after_a_restore(zygote: Zygote, template: Copy, tmp_path: 
 
 
 @pytest.mark.slow(quick=["a deletion-transaction-some"])
-@visiting(12)
+@visiting(6)
 @pytest.mark.parametrize("kill", ["operation", "transaction"])
 @pytest.mark.parametrize("scene", BEFORE)
 def test_killed_before_an_operation(

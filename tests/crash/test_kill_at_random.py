@@ -107,12 +107,6 @@ def _check_goes_on(folder: Path, runs: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_one_writer(zygote: Zygote, tmp_path: Path) -> None:
-    """Test that a training killed twenty times in its saves loses no promised checkpoint."""
-    _kill_repeatedly(zygote, tmp_path, ["default"], kills=20, seed=1)
-
-
-@pytest.mark.slow
 def test_two_writers(zygote: Zygote, tmp_path: Path) -> None:
     """Test two runs in one store, with overlapping saves and collections, killed together."""
     _kill_repeatedly(zygote, tmp_path, ["default", "other"], kills=12, seed=2)

@@ -28,7 +28,8 @@ def main(address: str) -> None:
     """Serve on the socket ``address`` until standard input ends."""
     import torch
 
-    importlib.import_module("asymcheck.cli.main")
+    for name in ("asymcheck.cli.main", "torch.distributed.run"):
+        importlib.import_module(name)
     torch.set_num_threads(
         1
     )  # Each page must compute in the same way, and a fork must not wait for threads that it lacks.
@@ -69,10 +70,14 @@ def _handle(connection: socket.socket) -> int:
 
 
 def _command(words: list[str]) -> int:
-    """Run ``asymcheck …`` or ``python SCRIPT.py …``."""
+    """Run ``asymcheck …``, ``python SCRIPT.py …`` or ``python -m torch.distributed.run …``."""
     sys.argv = list(words)
     if words[0] == "asymcheck":
         importlib.import_module("asymcheck.cli.main").main()
+        return 0
+    if words[1] == "-m":
+        # The launcher forks the ranks, so that they do not import torch again.
+        importlib.import_module(words[2]).main(["--run-path", "--start-method", "fork", *words[3:]])
         return 0
     sys.argv = words[1:]
     sys.path.insert(0, str(Path(words[1]).resolve().parent))

@@ -13,6 +13,7 @@ import os
 import runpy
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -102,6 +103,25 @@ class Zygote:
     def start_program(self, module: str, words: Sequence[object], environment: dict[str, str], output: Path) -> Child:
         """Run ``python -m module words...`` in a new process, with its output in ``output``."""
         return self._start(output, run_program, {"words": [module, *map(str, words)], "environment": environment})
+
+    def start_ranks(self, count: int, module: str, words: Sequence[object], folder: Path) -> list[Child]:
+        """Run ``python -m module words...`` on ``count`` ranks, with the environment of torchrun."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        # Use one thread each, and do not wait for a missing network.
+        common |= {"OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo"}
+        ranks = []
+        for rank in range(count):
+            names = {**common, "RANK": rank, "LOCAL_RANK": rank}
+            environment = {**os.environ, **{name: str(value) for name, value in names.items()}}
+            ranks.append(self.start_program(module, words, environment, folder / f"output-{rank}.txt"))
+        return ranks
+
+    def run_ranks(self, count: int, module: str, words: Sequence[object], folder: Path) -> None:
+        """Run a program on several ranks as :meth:`start_ranks` does, and wait for all."""
+        for rank in self.start_ranks(count, module, words, folder):
+            rank.finish()
 
     def _start(self, output: Path, function: Callable[..., None], arguments: dict[str, object]) -> Child:
         reply = self.ask(

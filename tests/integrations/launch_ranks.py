@@ -2,65 +2,45 @@
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from asymcheck import Store
+from tests.zygote import Zygote
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240
-
-
-def _command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", *map(str, arguments)]
-
-
-def _environment(**more: object) -> dict[str, str]:
-    # Use one thread each, and do not wait for a missing network.
-    given = {"OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT, "GLOO_SOCKET_IFNAME": "lo", **more}
-    return {**os.environ, **{name: str(value) for name, value in given.items()}}
-
-
-def run(command: list[str], expect: int = 0) -> None:
-    """Run the launcher, and wait for it."""
-    done = subprocess.run(
-        command, env=_environment(), cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S
-    )
-    assert done.returncode == expect, done.stderr[-6000:]
+_PROGRAM = "tests.integrations.trainer_ranks"
 
 
 def by_lightning(folder: Path, what: str, *steps: int, expect: int = 0) -> None:
     """Launch the other rank with Lightning, which ends both by SIGKILL when one has ended."""
-    run(_command("tests.integrations.trainer_ranks", "lightning", what, folder, *steps), expect)
+    command = [sys.executable, "-m", _PROGRAM, "lightning", what, str(folder), *map(str, steps)]
+    # Use one thread each, and do not wait for a missing network.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )
+    assert done.returncode == expect, done.stderr[-6000:]
 
 
-def by_torchrun(folder: Path, what: str, *steps: int) -> None:
-    """Launch both ranks with torchrun."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    run(_command(*launcher, "tests.integrations.trainer_ranks", "transformers", what, folder, *steps))
-
-
-def one_is_killed(folder: Path, step: int) -> None:
+def one_is_killed(zygote: Zygote, folder: Path, step: int) -> None:
     """Launch both ranks; when one has killed itself, kill the other, as a launcher finally does."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    command = _command("tests.integrations.trainer_ranks", "transformers", "kill", folder, step)
-    ranks = []
-    for rank in range(2):
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-        environment = _environment(**names, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        with (folder / f"output-{rank}.txt").open("wb") as output:
-            ranks.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=output, stderr=output))
+    ranks = zygote.start_ranks(2, _PROGRAM, ["transformers", "kill", folder, step], folder)
     try:
-        assert ranks[1].wait(LIMIT_S) == -signal.SIGKILL, (folder / "output-1.txt").read_text()[-6000:]
+        assert ranks[1].has_ended(LIMIT_S), ranks[1].output.read_text()[-6000:]
+        ranks[1].wait_killed()
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+def compare(zygote: Zygote, folder: Path, *steps: int) -> None:
+    """Launch both ranks to resume, and to compare the results."""
+    zygote.run_ranks(2, _PROGRAM, ["transformers", "compare", folder, *steps], folder)
 
 
 def reports(folder: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,5 @@
 """Test torch.distributed.checkpoint with a store, for any number of ranks."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,8 +23,8 @@ from asymcheck.convert.convert import import_checkpoint
 from asymcheck.errors import InconsistentCheckpointError, InvalidInputError, SkippedCheckpointWarning
 from asymcheck.integrations.dcp import AsymcheckReader, AsymcheckWriter
 from asymcheck.types import CheckpointRef, SaveId
-from tests.integrations import dcp_ranks
 from tests.store.equality import assert_same
+from tests.zygote import Zygote
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -213,20 +211,17 @@ def in_order(value: object) -> object:
     return [in_order(item) for item in value] if isinstance(value, list) else value
 
 
-def ranks(count: int, what: str, folder: Path) -> dict[str, Any]:
+def ranks(zygote: Zygote, count: int, what: str, folder: Path) -> dict[str, Any]:
     """Save or load on that many ranks; return their whole state."""
-    script = str(Path(dcp_ranks.__file__).resolve())
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    done = subprocess.run([*launcher, script, what, str(folder)], check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    zygote.run_ranks(count, "tests.integrations.dcp_ranks", [what, folder], folder)
     return torch.load(folder / f"{what}-{count}.pt", weights_only=True)
 
 
 @pytest.mark.slow
-def test_saved_by_four_ranks_and_loaded_by_two(tmp_path: Path) -> None:
+def test_saved_by_four_ranks_and_loaded_by_two(zygote: Zygote, tmp_path: Path) -> None:
     """Test FSDP2 with save and async_save; one process can also load the state."""
-    saved = ranks(4, "save", tmp_path)
-    assert_same(ranks(2, "load", tmp_path), saved)
+    saved = ranks(zygote, 4, "save", tmp_path)
+    assert_same(ranks(zygote, 2, "load", tmp_path), saved)
     with Store.open(tmp_path / "store", read_only=True) as store:
         assert [(item.step, item.world_size, item.complete) for item in store.checkpoints()] == [
             (3, 4, True),

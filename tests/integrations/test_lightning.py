@@ -163,7 +163,7 @@ def test_several_optimizers_are_saved_as_often_as_one(tmp_path: Path) -> None:
         assert [item.step for item in store.checkpoints()] == [11, 21, 31, 35]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path) -> None:
     """Test DDP by Lightning's own launcher: one of two ranks is killed, which ends the other; every bit is equal."""
     launch_ranks.by_lightning(tmp_path, "kill", 7, expect=-signal.SIGKILL)

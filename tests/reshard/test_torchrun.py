@@ -1,4 +1,4 @@
-"""Test FSDP2 with torchrun: saved by four ranks, restored by four, two and one."""
+"""Test FSDP2: saved by four ranks, restored by four, by two of torchrun, and by one."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from asymcheck import Store
 from asymcheck.format.digest import digest
 from tests.reshard import trainer
 from tests.store.equality import tensor_bytes
+from tests.zygote import Zygote
 
 # Starting the common runs takes longer than the tests.
 pytestmark = pytest.mark.xdist_group("torchrun")
@@ -38,10 +39,12 @@ def _run(ranks: int, action: str, store: Path, out: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def trained(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Return a store, and the results of the four saving ranks and of four restoring ranks."""
     folder = tmp_path_factory.mktemp("saved")
-    return folder / "store", _run(4, "save", folder / "store", folder / "out.json")
+    words = ["save", folder / "store", folder / "out.json"]
+    zygote.run_ranks(4, "tests.reshard.trainer", words, folder)
+    return folder / "store", json.loads((folder / "out.json").read_text())
 
 
 @pytest.fixture(scope="module")

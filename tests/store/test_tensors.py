@@ -180,13 +180,14 @@ def test_reader_with_small_partitions_reads_large_ones(store: Store) -> None:
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_tensors(store: Store) -> None:
+def test_twenty_thousand_tensors(store: Store) -> None:
     """Test that small tensors share partitions: many rows and names, few partitions."""
-    values = torch.arange(100_000, dtype=torch.int64)
-    state = {"model": {f"layer.{i}.weight": values[i : i + 1].clone() for i in range(100_000)}}
+    values = torch.arange(20_000, dtype=torch.int64)
+    # Tensors of at most 1 KiB would be stored in the manifest.
+    state = {"model": {f"layer.{i}.weight": torch.full((129,), i) for i in range(20_000)}}
     store.save(state, step=1)
     loaded = store.load()
     assert isinstance(loaded, dict)
     assert list(loaded["model"]) == list(state["model"])
-    assert torch.equal(torch.cat(list(loaded["model"].values())), values)
+    assert torch.equal(torch.stack(list(loaded["model"].values())), values[:, None].expand(-1, 129))
     assert len(list((store.path / "packs").iterdir())) == 1

@@ -1,5 +1,6 @@
 """Common fixtures: one compute thread, interrupts, hypothesis profiles, other processes, and a folder."""
 
+import fnmatch
 import os
 import shutil
 import signal
@@ -36,12 +37,16 @@ settings.load_profile("ci")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Remove the mark ``slow`` from the parameter sets that it lists as ``quick``."""
+    """Remove the mark ``slow`` from the parameter sets that it lists as ``quick``, and mark others as ``long``."""
     for item in items:
         mark = item.get_closest_marker("slow")
-        quick = mark.kwargs.get("quick", ()) if mark is not None else ()
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.callspec.id in quick:
+        if mark is None or not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+            continue
+        name = item.callspec.id
+        if name in mark.kwargs.get("quick", ()):
             item.own_markers[:] = [own for own in item.own_markers if own.name != "slow"]
+        elif any(fnmatch.fnmatchcase(name, pattern) for pattern in mark.kwargs.get("long", ())):
+            item.add_marker(pytest.mark.long)
 
 
 def pytest_sessionfinish() -> None:

@@ -107,7 +107,11 @@ def check(location: Path) -> None:
                 assert tensor.eq(step + 1).all(), f"buffer {name} of step {step}: {tensor.unique()}"
 
 
-@pytest.mark.slow(quick=["in time-default", "late copies-default"])
+@pytest.mark.slow(
+    quick=["in time-default", "late copies-default"],
+    # Each capture is tested with one delay, and each delay with the default.
+    long=["in time-[!d]*", "late copies-[rsfte]*"],
+)
 @pytest.mark.filterwarnings("ignore:the ring of:asymcheck.errors.CaptureWarning")
 @pytest.mark.parametrize(
     "capture",

@@ -181,7 +181,7 @@ def try_to_save(path: str, step: int) -> None:
         return
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=["ext4-there", "tmpfs-lost"])
 @pytest.mark.parametrize("catalog", ["there", "lost"])
 def test_nearly_full(small_disk: Path, catalog: str, zygote: Zygote) -> None:
     """Test that a process that opens the store and saves is refused, and not killed by a signal.

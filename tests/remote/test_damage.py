@@ -65,7 +65,7 @@ def damaged(any_location: str, store: Path) -> Callable[[Callable[[bytes], bytes
 Damaged = Callable[[Callable[[bytes], bytes]], str]
 
 
-@pytest.mark.slow(quick=["file-flipped"])
+@pytest.mark.slow(quick=["file-flipped"], long=["hdfs-[!c]*"])
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
@@ -91,7 +91,7 @@ def test_a_damaged_pack_costs_its_checkpoint_and_no_other(
     assert all("step 2" in name for one in lost for name in one.checkpoints)
 
 
-@pytest.mark.slow(quick=["file"])
+@pytest.mark.slow(quick=["file"], long=["hdfs"])
 def test_a_pack_without_its_index_is_scanned(damaged: Damaged) -> None:
     """Test that no checkpoint is lost, and that the damage is reported."""
     location = damaged(without_index)
@@ -113,7 +113,7 @@ def test_files_between_the_runs_are_no_runs(store: Path, folder: str) -> None:
         assert remote.gc().freed_packs == 0
 
 
-@pytest.mark.slow(quick=["file-without_index"])
+@pytest.mark.slow(quick=["file-without_index"], long=["hdfs-*"])
 @pytest.mark.parametrize("change", [without_index, cut, empty])
 def test_another_push_restores_lost_packs(damaged: Damaged, change: Callable[[bytes], bytes], store: Path) -> None:
     """Test a checkpoint with manifests but without packs."""
@@ -127,7 +127,7 @@ def test_another_push_restores_lost_packs(damaged: Damaged, change: Callable[[by
     check_location(location, 1, 2)
 
 
-@pytest.mark.slow(quick=["file-cut"])
+@pytest.mark.slow(quick=["file-cut"], long=["hdfs-*"])
 @pytest.mark.parametrize("change", [cut, empty])
 def test_another_push_brings_back_a_manifest(any_location: str, store: Path, change: Callable[[bytes], bytes]) -> None:
     """Test a manifest whose bytes differ from its digest, which keeps its name in use and the checkpoint unreadable."""

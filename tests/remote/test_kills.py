@@ -18,8 +18,6 @@ from tests.zygote import Zygote
 STEPS = [(event, count) for event in events.REMOTE_ORDER for count in ((1, 2) if "manifest" not in event else (1,))]
 QUICK = [
     ("remote.piece_sent", 2),
-    ("remote.pack_closed", 1),
-    ("remote.pack_renamed", 1),
     ("remote.manifest_renamed", 1),
 ]
 """Kills that also run on HDFS, where each takes seconds."""

@@ -60,7 +60,7 @@ torch.set_num_threads(1)
 path, part = sys.argv[1], sys.argv[2]
 shapes = [(16 << 20,)] * 15 + [(1 << 12, 1 << 12)] + [(1000,)] * 3000
 if part == "strided":
-    shapes = [(1 << 12, 1 << 12)] * 16
+    shapes = [(1 << 12, 1 << 12)] * 10
 make = (lambda shape: torch.ones(shape).t()) if part == "strided" else torch.ones
 state = {"model": [make(shape) for shape in shapes]}
 state_bytes = sum(tensor.numel() * 4 for tensor in state["model"])
@@ -112,6 +112,6 @@ def test_strided_tensors_cost_a_copy_of_one_at_a_time(large_path: Path) -> None:
     """Test that the memory of each gathered tensor is freed before the next."""
     state_bytes, saving, filling, _loading, right = _memory(large_path, "strided")
     assert right
-    assert state_bytes == GIB
-    assert saving < 512 * MIB
-    assert filling < 512 * MIB
+    assert state_bytes == 640 * MIB
+    assert saving < 384 * MIB
+    assert filling < 384 * MIB

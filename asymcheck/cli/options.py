@@ -1,21 +1,23 @@
-"""Command decorator, shared options and option parsers of the command line."""
+"""Command decorator, shared options, option parsers and shell completion of the command line."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from asymcheck.cli import exit_status, output
-from asymcheck.cli.completion import add_completion
-from asymcheck.config import RING_FOLDER, RING_FOLDER_VARIABLE, StoreConfig
-from asymcheck.errors import InvalidInputError
+from asymcheck.config import DEFAULT_RUN, RING_FOLDER, RING_FOLDER_VARIABLE, StoreConfig
+from asymcheck.errors import AsymcheckError, InvalidInputError
 from asymcheck.policies.retention import Best
 from asymcheck.store import Store
 from asymcheck.validation import check_which
@@ -73,7 +75,7 @@ def command(short_help: str) -> Callable[[Callable[..., Report]], click.Command]
         json_help = "Print one JSON document instead of text."
         command.params.append(click.Option(["--json", "as_json"], is_flag=True, help=json_help))
         for parameter in command.params:
-            add_completion(parameter)
+            _add_completion(parameter)
         return command
 
     return decorate
@@ -161,3 +163,45 @@ def parse_age(_ctx: click.Context, _param: click.Parameter, text: str | None) ->
     if match is None:
         raise click.BadParameter(f"{text!r} is not a duration; give a number with s, min, h, d or w, such as 7d")
     return timedelta(**{_UNITS[match[2]]: int(match[1])})
+
+
+def _add_completion(parameter: click.Parameter) -> None:
+    """Complete a parameter that names a step, a run or a part, if the command line has a store before it."""
+    values = _VALUES.get(parameter.name or "")
+    if values is not None:
+        parameter.shell_complete = functools.partial(_complete, values)  # type: ignore[method-assign]  # for this parameter only
+
+
+def _complete(
+    values: Callable[[Store, str], Iterator[CompletionItem]], ctx: click.Context, incomplete: str
+) -> list[CompletionItem]:
+    if all(parameter.name != "store" for parameter in ctx.command.params):
+        return []
+    # click leaves the arguments unparsed if the command line ends with an option without its value.
+    location = ctx.params.get("store") or next(iter(ctx.args), None)
+    if location is None:
+        return []
+    # An error message would damage the command line that is being completed.
+    with contextlib.suppress(AsymcheckError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Store.open(location, read_only=True) as store:
+            items = values(store, ctx.params.get("run") or DEFAULT_RUN)
+            return [item for item in items if str(item.value).startswith(incomplete)]
+    return []
+
+
+def _steps(store: Store, run: str) -> Iterator[CompletionItem]:
+    for checkpoint in reversed(store.checkpoints(run)):
+        yield CompletionItem(str(checkpoint.step), help=output.age(checkpoint.created_ns))
+
+
+def _runs(store: Store, _run: str) -> Iterator[CompletionItem]:
+    yield from map(CompletionItem, store.runs())
+
+
+def _parts(store: Store, run: str) -> Iterator[CompletionItem]:
+    _, tensors = store.tensors(run=run)
+    yield from map(CompletionItem, dict.fromkeys(tensor.name.split(".")[0] for tensor in tensors))
+
+
+_VALUES = {"step": _steps, "a": _steps, "b": _steps, "run": _runs, "part": _parts}

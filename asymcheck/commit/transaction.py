@@ -217,7 +217,7 @@ class CommitTransaction:
         name = self._tier.manifests.publish(run, ref, self._rank, world_size, data)
         with self._catalog.write() as transaction:
             transaction.put_manifest(manifest_key(run, ref, name), len(data))
-            transaction.delete_pin(self._pin)
+            transaction.delete("pins", self._pin)
         emit("catalog.committed", str(ref))
         self._is_committed = True
         self._release()
@@ -240,7 +240,7 @@ class CommitTransaction:
         with contextlib.suppress(AsymcheckError), self._catalog.write() as transaction:
             # The packs of a manifest that cannot be removed stay.
             if self._published is None or not self._tier.manifests.listing(*self._published).has(self._rank):
-                transaction.delete_pin(self._pin)
+                transaction.delete("pins", self._pin)
 
     def _release(self) -> None:
         self.packing.abandon()
@@ -346,4 +346,4 @@ def remove(tier: NvmeTier, catalog: Catalog, listing: CheckpointFiles) -> None:
         # A pull may have restored a manifest in the meantime.
         for key in keys:
             if is_manifest_deleted(tier, key):
-                transaction.delete_manifest(key)
+                transaction.delete("manifests", key)

@@ -22,7 +22,6 @@ PACK_INDEX_MAGIC: Final = b"ASYMINDX"
 DIGEST_XXH3_128: Final = 1
 DIGESTS: Final = {1: "xxh3-128", 2: "blake3-128", 3: "sha2-256-128"}
 DIGEST_BYTES: Final = 16
-ID_BYTES: Final = 16
 
 KIND_FULL: Final = 0
 KIND_DELTA: Final = 1

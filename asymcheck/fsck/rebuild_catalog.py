@@ -170,13 +170,13 @@ class _Changes:
         # Saves rely on entered packs, but a process may have been killed between the rename of a pack and the sync.
         self._tier.files.sync_directory(self._tier.packs)
         for name in self._delete_locations:
-            transaction.delete_location(name)
+            transaction.delete("partitions", name)
         for pack_id in self._delete_packs:
-            transaction.delete_pack(pack_id)
+            transaction.delete("packs", pack_id)
         for key in self._delete_manifests:
-            transaction.delete_manifest(key)
+            transaction.delete("manifests", key)
         for key in self._delete_pins:
-            transaction.delete_pin(key)
+            transaction.delete("pins", key)
         for pack_id in self._put_packs:
             header = self._live[pack_id].header
             transaction.put_pack(pack_id, registry.PACK_LIVE, header.frame_count, header.pack_length)

@@ -329,7 +329,7 @@ class Replacement:
         self.copied, self.changed, self.removed = locations, True, not self._keep
         if self.removed:
             with self._catalog.write() as transaction:
-                transaction.delete_pack(self._pack_id)
+                transaction.delete("packs", self._pack_id)
             emit("repair.forgotten", self._path.name)
         return ""
 

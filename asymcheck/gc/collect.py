@@ -253,9 +253,9 @@ class StoreSweep(Sweep):
             if not self.reachable.is_current(transaction, self.stale):
                 return None
             for key in self.stale:
-                transaction.delete_manifest(key)
+                transaction.delete("manifests", key)
             for key in transaction.still_dead(self.dead_pins):
-                transaction.delete_pin(key)
+                transaction.delete("pins", key)
             pinned = pinned_packs(transaction)
             freed = [pack_id for pack_id in locked if pack_id in self.candidates and pack_id not in pinned]
             for pack_id in freed:
@@ -283,7 +283,7 @@ class StoreSweep(Sweep):
             # Include packs that an earlier collection retired before it was killed.
             for pack_id in transaction.freed_packs():
                 if pack_id not in present:
-                    transaction.delete_pack(pack_id)
+                    transaction.delete("packs", pack_id)
         emit("gc.forgotten", f"{len(freed)} packs")
 
     def _finish(self) -> None:

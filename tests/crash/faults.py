@@ -37,11 +37,7 @@ CATALOG_CHANGES = (
     "put_pin",
     "put_manifest",
     "put_store_id",
-    "delete_pin",
-    "forget_location",
-    "delete_location",
-    "delete_manifest",
-    "delete_pack",
+    "delete",
 )
 """Changes inside a catalog transaction, before it is committed."""
 

@@ -146,7 +146,7 @@ def test_a_catalog_that_refuses(scene: str, fresh: Callable[[str], Path]) -> Non
     counter = Counter(CATALOG_CHANGES)
     with faults.watched_catalog(counter), open_store(fresh(scene) / "store") as store:
         store.save(make_state(NEXT), step=NEXT)
-    assert counter.seen[-2:] == ["put_manifest", "delete_pin"]
+    assert counter.seen[-2:] == ["put_manifest", "delete"]
     for at in range(1, len(counter.seen) + 1):
         folder = fresh(scene)
         promised = Journal(folder / "journal").promises()

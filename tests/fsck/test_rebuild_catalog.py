@@ -65,11 +65,11 @@ def test_catalog_file_is_replaced_if_unused(path: Path) -> None:
 
 def _forget_all(transaction: Transaction) -> None:
     for name, _ in list(transaction.locations()):
-        transaction.delete_location(name)
+        transaction.delete("partitions", name)
     for pack_id in transaction.pack_states():
-        transaction.delete_pack(pack_id)
+        transaction.delete("packs", pack_id)
     for key in transaction.manifests():
-        transaction.delete_manifest(key)
+        transaction.delete("manifests", key)
 
 
 def _misplace(transaction: Transaction) -> None:

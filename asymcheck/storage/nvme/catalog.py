@@ -92,11 +92,11 @@ class Transaction:
         """Remove the entry of a partition if it points into ``pack_id``."""
         location = self.location(digest)
         if location is None or location.pack_id == pack_id:
-            self._txn.delete(digest, db=self._db["partitions"])
+            self.delete("partitions", digest)
 
-    def delete_location(self, digest: Digest) -> None:
-        """Remove the entry of a partition."""
-        self._txn.delete(digest, db=self._db["partitions"])
+    def delete(self, database: str, key: bytes) -> None:
+        """Remove an entry of ``partitions``, ``packs``, ``manifests`` or ``pins``."""
+        self._txn.delete(key, db=self._db[database])
 
     def pack_state(self, pack_id: PackId) -> int | None:
         """Return the state number of a pack; None if it is unknown or the entry is damaged."""
@@ -106,10 +106,6 @@ class Transaction:
     def put_pack(self, pack_id: PackId, state: int, frame_count: int, pack_length: int) -> None:
         """Set the entry of a pack."""
         self._txn.put(pack_id, codec.encode_pack_entry(pack_id, state, frame_count, pack_length), db=self._db["packs"])
-
-    def delete_pack(self, pack_id: PackId) -> None:
-        """Remove the entry of a pack."""
-        self._txn.delete(pack_id, db=self._db["packs"])
 
     def pack_states(self) -> dict[PackId, int | None]:
         """Return the state numbers of all packs; None for a damaged entry."""
@@ -124,22 +120,14 @@ class Transaction:
         """Add a committed manifest."""
         self._txn.put(key, codec.encode_manifest_entry(key, size), db=self._db["manifests"])
 
-    def delete_manifest(self, key: bytes) -> None:
-        """Remove the entry of a manifest."""
-        self._txn.delete(key, db=self._db["manifests"])
-
     def manifests(self) -> set[bytes]:
         """Return the keys of all manifests. Damaged entries count as absent."""
         cursor = self._txn.cursor(db=self._db["manifests"])
         return {bytes(key) for key, value in cursor if codec.unseal(bytes(key), bytes(value)) is not None}
 
     def put_pin(self, key: bytes, owner: Owner, packs: Iterable[PackId]) -> None:
-        """Pin packs, so that collection keeps them until :meth:`delete_pin` or the death of the owner."""
+        """Pin packs, so that collection keeps them until the entry is deleted or the death of the owner."""
         self._txn.put(key, codec.encode_pin(key, owner, list(packs)), db=self._db["pins"])
-
-    def delete_pin(self, key: bytes) -> None:
-        """Remove a pin."""
-        self._txn.delete(key, db=self._db["pins"])
 
     def pins(self) -> dict[bytes, tuple[Owner, list[PackId]]]:
         """Return all pins.

@@ -110,7 +110,8 @@ class Checkpointer:
                 with the same steps.
             takeover: continue the run even if another process trains it. That training ends with an error at its next
                 step. By default, this training waits up to ``StoreConfig.lock_timeout_s`` seconds for its end, and
-                then raises an error.
+                then raises an error. With ``push``, the same holds for a process on another machine, for which this
+                training waits up to ``RemoteConfig.lease_s`` seconds.
 
         Raises:
             InvalidInputError: an argument is invalid.
@@ -211,18 +212,20 @@ class Checkpointer:
         return checkpoint
 
     def _lock_run(self) -> None:
-        """Lock the run for this training, on the first rank of each store.
+        """Lock the run for this training: on the first rank of each store there, on rank 0 at the remote location.
 
         Raises:
             RunInUseError: another process trains the run.
         """
         self._run_lock.take(self._store.resources.nvme.config.lock_timeout_s, takeover=self._takeover)
+        self._pusher.guard(self._store.store_id, takeover=self._takeover)
         self._takeover = False
 
     def _check_may_save(self) -> None:
         """Raise, on all ranks, if the last restore failed halfway, or if another training has taken the run over."""
         try:
             self._run_lock.check()
+            self._pusher.check()
             if self._partial_restore is not None:
                 raise PartialRestoreError(
                     f"the state of run {self._run} is not saved, because restore() failed after it had overwritten "

@@ -75,6 +75,12 @@ class RemoteConfig:
     """Whether an uploaded pack is read back completely before its rename; otherwise length, header and index are."""
     grace_s: float = 86_400.0
     """Minimum age of garbage that is collected [s]: younger files may belong to an upload in progress."""
+    lease_s: float = 30.0
+    """Time after which a silent training on another machine counts as dead [s]; give all machines the same.
+
+    ``Checkpointer(push=…)`` holds a lease of its run at the location, and renews it three times as often. A training
+    that finds the lease of another one waits for up to this time at its start.
+    """
 
 
 @dataclasses.dataclass(frozen=True)

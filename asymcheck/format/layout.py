@@ -17,7 +17,7 @@ POOL = "pool"
 CATALOG = "catalog"
 LOCKS = "locks"
 TOP_LEVEL = frozenset({DESCRIPTOR_NAME, HEADS, MANIFESTS, PACKS, POOL, CATALOG, LOCKS})
-REMOTE_TOP_LEVEL = frozenset({DESCRIPTOR_NAME, HEADS, MANIFESTS, PACKS})
+REMOTE_TOP_LEVEL = frozenset({DESCRIPTOR_NAME, HEADS, MANIFESTS, PACKS, LOCKS})
 TEMPORARY = ".tmp"
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z", re.ASCII)
@@ -27,6 +27,7 @@ _PACK_TEMPORARY = re.compile(r"([0-9a-f]{32})\.tmp\Z")
 _RECORD_TEMPORARY = re.compile(r"[0-9a-f]{16}\.tmp\Z")
 _CATALOG_SET_ASIDE = re.compile(r"catalog\.damaged-[0-9]+\.tmp\Z", re.ASCII)
 _HEAD = re.compile(r"([0-9]{8})\.head\Z", re.ASCII)
+_LEASE = re.compile(r"([0-9]{12})\.lease\Z", re.ASCII)
 _CHECKPOINT = re.compile(r"([0-9]{8})-([0-9]{12})-([0-9a-f]{32})\Z", re.ASCII)
 _RING = re.compile(r"asymcheck-([0-9a-f]{32})-([0-9a-f]{32})\.ring\Z")
 _MANIFEST = re.compile(r"([0-9]{5})-of-([0-9]{5})-([0-9a-f]{32})\.manifest\Z", re.ASCII)
@@ -115,6 +116,17 @@ def head_name(generation: int) -> str:
 def lock_name(run: str) -> str:
     """Return the file name of the lock of a run."""
     return f"{run}.lock"
+
+
+def lease_name(number: int) -> str:
+    """Return the file name of a lease in a remote layout."""
+    return f"{number:012d}.lease"
+
+
+def parse_lease_name(name: str) -> int | None:
+    """Return the number in the name of a lease, or None for another name."""
+    match = _LEASE.match(name)
+    return int(match[1]) if match and int(match[1]) else None
 
 
 def parse_head_name(name: str) -> int | None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,14 +23,17 @@ from asymcheck.errors import (
     InvalidInputError,
     OutOfSpaceError,
     ReadOnlyStoreError,
+    RunInUseError,
     UnreachableRemoteWarning,
     warn_user,
 )
 from asymcheck.gc.retention_runner import MaintenanceThread
 from asymcheck.policies.push_selection import Push, check_push, check_seconds, due, held
 from asymcheck.replication.checkpoint_cache import CheckpointCache
+from asymcheck.replication.run_lease import LeaseClaim, LeaseStatus
 from asymcheck.replication.transfer_stats import PushStatistics
 from asymcheck.storage.interfaces import ReadTier
+from asymcheck.storage.nvme.run_lock import Trainer
 from asymcheck.types import Checkpoint
 
 if TYPE_CHECKING:
@@ -35,9 +41,12 @@ if TYPE_CHECKING:
 
 BLOCKING_ERRORS = (
     *(*INCONCLUSIVE, OutOfSpaceError, ReadOnlyStoreError, ClosedStoreError, ForkedStoreError),
-    *(GivenUpError, HeadRecordError, InvalidInputError),
+    *(GivenUpError, HeadRecordError, InvalidInputError, RunInUseError),
 )
 """Errors that every other checkpoint would raise as well. InvalidInputError: another training has the run name."""
+
+_logger = logging.getLogger(__name__)
+_WAIT_S = 0.5
 
 _DAMAGED_RETRY_S = 600.0
 """Seconds until a damaged checkpoint is tried again, because a repair is not announced."""
@@ -96,7 +105,8 @@ class UploadQueue:
         return [*self.known.placed(remote_only, self.generation), *present]
 
 
-class PushJob(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class PushJob:
     """Parameters of a background push."""
 
     store: str
@@ -108,6 +118,8 @@ class PushJob(NamedTuple):
     """Seconds between two listings of the store."""
     prunes: bool
     """Whether to apply the retention of the remote location."""
+    claim: LeaseClaim | None = None
+    """Claim to the lease of the run, if a training has made one."""
 
 
 class PushWorker(abc.ABC):
@@ -124,6 +136,8 @@ class PushWorker(abc.ABC):
         """Checkpoints to upload."""
         self.sending: str | None = None
         """Save id of the checkpoint that is being uploaded."""
+        self.lease = LeaseStatus()
+        """Lease of the run at the remote location. While another training has it, nothing is pushed."""
         self._run, self._job = job.run, job
         self._failure: Exception | None = None
         self._turn = threading.Condition()
@@ -150,6 +164,36 @@ class PushWorker(abc.ABC):
             InconsistentCheckpointError: some checkpoints of the store are damaged; the others were uploaded.
         """
 
+    @abc.abstractmethod
+    def claim(self, claim: LeaseClaim) -> None:
+        """Begin to take the lease of the run; :attr:`lease` has the outcome."""
+
+    def await_lease(self) -> None:
+        """Wait until a claim is decided, at most ``deadline_s`` without an answer of the location."""
+        deadline_s = self._job.config.remote.deadline_s
+        limit, is_logged = time.monotonic() + deadline_s, False
+        with self._turn:
+            while not self.lease.is_decided and self._thread.is_alive() and (now := time.monotonic()) < limit:
+                if self.lease.until and not is_logged:
+                    limit, is_logged = self.lease.until + deadline_s, True
+                    holder = f"run {self._run} at {self.rules.remote} may be in use by {self.lease.other}"
+                    _logger.info("%s; waiting up to %.0f s for a sign of life", holder, self.lease.until - now)
+                self._turn.wait(_WAIT_S)
+            problem = self.lease.problem if self.lease.is_decided else "no answer in time"
+        if problem:
+            _logger.warning("run %s is not guarded against other machines: %s", self._run, problem)
+
+    def check_lease(self) -> None:
+        """Raise if another training has the lease of the run.
+
+        Raises:
+            RunInUseError: another training trains the run, or has taken it over.
+        """
+        lease = self.lease
+        if lease.is_taken:
+            trainer = f"{lease.other or 'another process'}, which pushes to {self.rules.remote}"
+            raise RunInUseError(self._run, trainer, lease.last_step, taken_over=lease.phase == "lost")
+
     def close(self, timeout_s: float | None = None) -> PushStatistics:
         """Push the remaining checkpoints once, end, and return the statistics. Closing twice is no error.
 
@@ -172,7 +216,7 @@ class PushWorker(abc.ABC):
                     "asymcheck push --all does",
                     UnreachableRemoteWarning,
                 )
-            elif now.problem:
+            elif now.problem and self.lease.phase != "refused":
                 warn_user(f"run {self._run!r}, pushed to {self.rules.remote}: {now.problem}", UnreachableRemoteWarning)
         return self.statistics()
 
@@ -224,6 +268,34 @@ class BackgroundPush:
         if self._push is not None and self._open is None:
             self._open = self._worker = self._make(self._push, prunes=self._prunes)
 
+    def guard(self, store_id: str, *, takeover: bool) -> None:
+        """Take the lease of the run at the remote location, on rank 0. Call it with the lock of the run in the store.
+
+        Args:
+            store_id: id of the store, in hexadecimal digits.
+            takeover: take the run over from a living training on another machine.
+
+        Raises:
+            RunInUseError: another training has the lease.
+        """
+        if self._push is None or not self._prunes:
+            return
+        self.start()
+        worker = self._open
+        if worker is not None and (worker.lease.phase == "none" or worker.lease.is_taken):
+            worker.claim(LeaseClaim(Trainer.this(), store_id, os.urandom(16).hex(), takeover))
+            worker.await_lease()
+        self.check()
+
+    def check(self) -> None:
+        """Raise if another training has the lease of the run.
+
+        Raises:
+            RunInUseError: another training trains the run, or has taken it over.
+        """
+        if self._open is not None:
+            self._open.check_lease()
+
     def after_commit(self, upkeep: MaintenanceThread | None) -> None:
         """Prune, then count the backlog. Runs on its own thread; never raises."""
         if upkeep is not None:
@@ -261,7 +333,8 @@ class BackgroundPush:
 
     def warn(self) -> None:
         """Warn of a problem, once per kind of problem until the push works again."""
-        if self._worker is None:
+        # The next step reports a lost lease.
+        if self._worker is None or self._worker.lease.is_taken:
             return
         now = self._worker.statistics()
         if not now.problem:

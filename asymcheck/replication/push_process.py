@@ -31,6 +31,7 @@ from asymcheck.events import Interval, relay, watch
 from asymcheck.executor import NICE, begin
 from asymcheck.replication.background_push import Damaged, PushJob, PushWorker
 from asymcheck.replication.push_thread import GIVE_UP_S, RETRY_S, PushThread
+from asymcheck.replication.run_lease import LeaseClaim, LeaseStatus
 from asymcheck.replication.transfer_stats import PushStatistics
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.nvme import NvmeTier
@@ -73,6 +74,12 @@ class WaitRequest(NamedTuple):
     number: int
 
 
+class ClaimRequest(NamedTuple):
+    """Request to take the lease of the run. Each :class:`StatusReply` has the outcome so far."""
+
+    claim: LeaseClaim
+
+
 class CloseRequest(NamedTuple):
     """Request to push the remaining checkpoints and end."""
 
@@ -90,6 +97,8 @@ class StatusReply(NamedTuple):
     """Whether the remote location was listed."""
     is_well: bool
     """Whether the last round had no failure."""
+    lease: LeaseStatus
+    """Lease of the run at the remote location."""
     generation: int
     """Newest generation at the remote location."""
     damaged: Damaged
@@ -179,6 +188,23 @@ class PushProcess(PushWorker):
         if error is not None:
             raise error
 
+    def claim(self, claim: LeaseClaim) -> None:
+        """Begin to take the lease of the run; see :meth:`PushWorker.claim`."""
+        with self._turn:
+            self.lease = LeaseStatus("undecided", claim.token)
+            self._job = dataclasses.replace(self._job, claim=claim)
+            self._send(ClaimRequest(claim))
+
+    def _apply_lease(self, lease: LeaseStatus) -> None:
+        """Apply the status of the present claim. A child that replaces a killed one goes on with its lease."""
+        claim = self._job.claim
+        if claim is not None and lease.token == claim.token:
+            self.lease = lease
+            if lease.phase == "held":
+                self._job = dataclasses.replace(
+                    self._job, claim=dataclasses.replace(claim, was_held=True, takeover=False)
+                )
+
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition. The caller holds ``_turn``."""
         while not condition():
@@ -234,6 +260,8 @@ class PushProcess(PushWorker):
                 self._child = self._process = self.sending = None
                 self._is_looking = self._looks_again = self._has_begun = False
                 if failure is not None:
+                    if not self.lease.is_decided:
+                        self.lease = dataclasses.replace(self.lease, phase="unguarded", problem=str(failure))
                     self._ends += 1
                     self._failure = failure
                     now = self.statistics()
@@ -314,6 +342,8 @@ class PushProcess(PushWorker):
         self._count_backlog()
         with self._turn:
             self._now, self.sending, self._has_begun = message.statistics, message.sending, True
+            self._apply_lease(message.lease)
+            self._turn.notify_all()
             if message.is_well or message.statistics.problem:
                 self._failure = None
             if message.has_looked:
@@ -438,6 +468,8 @@ class _Server:
         """Begin what a request asks for; return whether it was a StatusRequest."""
         if isinstance(message, WaitRequest):
             begin(partial(self._wait, message.number), "push-wait")
+        elif isinstance(message, ClaimRequest):
+            self._worker.claim(message.claim)
         elif isinstance(message, CloseRequest):
             begin(partial(self._close, message.limit_s), "push-close")
         else:
@@ -461,7 +493,7 @@ class _Server:
     def _report(self, *, has_looked: bool) -> None:
         """Send changes. Statistics are read first, so that each checkpoint counted as pushed is in ``sent``."""
         worker, queue = self._worker, self._worker.queue
-        facts = worker.statistics(), worker.sending, worker.is_connected, worker.is_well
+        facts = worker.statistics(), worker.sending, worker.is_connected, worker.is_well, worker.lease
         with queue.lock:
             state = *facts, queue.generation, dict(queue.damaged)
             report = state, len(queue.sent)

@@ -23,6 +23,7 @@ from asymcheck.replication.checkpoint_cache import CheckpointCache, RemotePresen
 from asymcheck.replication.collect_remote import RemotePruner
 from asymcheck.replication.cross_node_dedup import SentParts, begun_first
 from asymcheck.replication.push import encoder_for, publish_heads, push
+from asymcheck.replication.run_lease import LeaseClaim, LeaseStatus, RunLease
 from asymcheck.replication.transfer_stats import Moved, PushStatistics
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
@@ -63,6 +64,9 @@ class PushThread(PushWorker):
         self._prune_failure: Exception | None = None
         self._is_called = self._is_awaited = False
         self._closing, self._stop = threading.Event(), threading.Event()
+        self._lease: RunLease | None = None
+        if job.claim is not None:
+            self.claim(job.claim)
         self._thread.start()
 
     def statistics(self) -> PushStatistics:
@@ -74,6 +78,24 @@ class PushThread(PushWorker):
         with contextlib.suppress(AsymcheckError):
             self._note(backlog=len(self._due()))
         self._call()
+
+    def claim(self, claim: LeaseClaim) -> None:
+        """Begin to take the lease of the run; see :meth:`PushWorker.claim`."""
+        if self._lease is not None:
+            self._lease.close()
+        self.lease = LeaseStatus("undecided", claim.token)
+        location, config = parse_location(self.rules.remote), self._job.config.remote
+        self._lease = RunLease(location, config, self._run, claim, self._last_step, self._note_lease)
+
+    def _last_step(self) -> int | None:
+        with self._queue_lock:
+            newest = max((checkpoint.ref for checkpoint in self.queue.known.refresh()), default=None)
+        return None if newest is None else newest.step
+
+    def _note_lease(self, status: LeaseStatus) -> None:
+        with self._turn:
+            self.lease = status
+            self._turn.notify_all()
 
     @property
     def is_connected(self) -> bool:
@@ -145,6 +167,7 @@ class PushThread(PushWorker):
         tried: set[str] = set()
         failed = False
         try:
+            self._await_turn()
             while (checkpoint := self._next(tried)) is not None or self._unverified:
                 if self._remote is None:
                     self._remote = self._connect()
@@ -166,6 +189,14 @@ class PushThread(PushWorker):
             self._note()
             self._turn.notify_all()
         return not failed
+
+    def _await_turn(self) -> None:
+        """Wait until it is known whether another training has the lease of the run; raise if so."""
+        self._check_stop(0, 0)
+        while not self.lease.is_decided:
+            with self._turn:
+                self._turn.wait(_WAIT_S)
+            self._check_stop(0, 0)
 
     def _next(self, tried: set[str]) -> Checkpoint | None:
         due = self._due()
@@ -308,6 +339,7 @@ class PushThread(PushWorker):
     def _check_stop(self, _done: int, _total: int) -> None:
         if self._stop.is_set():
             raise GivenUpError("upload cancelled: the time limit of close() has passed")
+        self.check_lease()
 
     def _note(self, *, pushed: int = 0, backlog: int | None = None, sent: int = 0, failures: int = 0) -> None:
         with self._turn:
@@ -342,3 +374,5 @@ class PushThread(PushWorker):
             self._stop.set()
             # A thread that waits for a response ends with its deadline, or with the process.
             self._thread.join(GIVE_UP_S)
+        if self._lease is not None:
+            self._lease.close()

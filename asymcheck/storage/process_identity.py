@@ -22,14 +22,19 @@ def this_process() -> Owner:
 
 def is_dead(owner: Owner) -> bool:
     """Tell whether a process is certainly dead. A process in another PID namespace of this boot counts as alive."""
-    if owner.boot_id != _boot_id():
+    if not is_of_this_boot(owner):
         return True
     return is_visible(owner) and _start_ticks(owner.pid) not in (owner.start_ticks, _HIDDEN)
 
 
 def is_visible(owner: Owner) -> bool:
-    """Tell whether a process of this boot is in this PID namespace, so that its state is known."""
-    return owner.pid_namespace == _pid_namespace()
+    """Tell whether a process is of this boot and in this PID namespace, so that its state is known."""
+    return is_of_this_boot(owner) and owner.pid_namespace == _pid_namespace()
+
+
+def is_of_this_boot(owner: Owner) -> bool:
+    """Tell whether a process belongs to this machine, and to the time since its last boot."""
+    return owner.boot_id == _boot_id()
 
 
 def hold(pin: bytes) -> None:

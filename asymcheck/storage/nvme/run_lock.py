@@ -23,6 +23,7 @@ from asymcheck.types import Owner
 _logger = logging.getLogger(__name__)
 _POLL_S = 0.05
 _BYTES_MAX = 4096
+_NS_MAX = 1 << 63
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,28 +40,34 @@ class Trainer:
         """Return the calling process."""
         return cls(process_identity.this_process(), socket.gethostname(), time.time_ns())
 
-    def encode(self) -> bytes:
-        """Return the content of a lock file."""
-        return json.dumps({**dataclasses.asdict(self.owner), "host": self.host, "started_ns": self.started_ns}).encode()
+    def encode(self, **facts: str | int | None) -> bytes:
+        """Return the content of a lock file, or of a lease with further ``facts``."""
+        entry = {**dataclasses.asdict(self.owner), "host": self.host, "started_ns": self.started_ns, **facts}
+        return json.dumps(entry).encode()
 
     @classmethod
     def decode(cls, data: bytes | None) -> Trainer | None:
-        """Return the trainer that a lock file names; None if the content cannot be read."""
+        """Return the trainer that a lock file or a lease names; None if the content cannot be read."""
         try:
             entry = json.loads(data or b"")
             owner = Owner(
                 int(entry["pid"]), int(entry["start_ticks"]), str(entry["boot_id"]), str(entry["pid_namespace"])
             )
-            return cls(owner, str(entry["host"]), int(entry["started_ns"]))
-        except (ValueError, KeyError, TypeError):
+            trainer = cls(owner, str(entry["host"]), int(entry["started_ns"]))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return None
+        # A hostile lease may have a time without a date, or a host name that controls the terminal.
+        return trainer if trainer.host.isprintable() and 0 <= trainer.started_ns < _NS_MAX else None
 
     def __str__(self) -> str:
         """Return process, host and start for a message."""
         if self.owner == process_identity.this_process():
             return "another Checkpointer of this process"
-        is_visible = process_identity.is_visible(self.owner)
-        name = process_identity.describe(self.owner) if is_visible else f"process {self.owner.pid} of another container"
+        name = f"process {self.owner.pid}"
+        if process_identity.is_visible(self.owner):
+            name = process_identity.describe(self.owner)
+        elif process_identity.is_of_this_boot(self.owner):
+            name += " of another container"
         start = dt.datetime.fromtimestamp(self.started_ns / 1e9, dt.timezone.utc)
         return f"{name} on host {self.host} since {start:%Y-%m-%d %H:%M:%S} UTC"
 

@@ -43,6 +43,7 @@ _FULL = ("quotaexceeded", "quota of", "quota is exceeded", "no space left", "not
 _DENIED = ("permission denied", "accesscontrol", "access denied", "unauthorized", "forbidden")
 _SAFE_MODE = ("safemode", "safe mode")
 _DAMAGED = ("checksum",)
+_SMALL_CLOSED = "remote.small_closed"
 _READS = ("access ", "list ", "read ")
 _UNREACHABLE = {
     *(errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN),
@@ -237,19 +238,21 @@ class RemoteFiles:
         """Rename a file within its directory to an unused name; return False if the file does not exist."""
         return self._unless_gone("rename", source, partial(self._client.rename, str(source), str(target)))
 
-    def put_small(self, path: PurePosixPath, data: bytes) -> bool:
+    def put_small(self, path: PurePosixPath, data: bytes, *, event: str = _SMALL_CLOSED) -> bool:
         """Write a small temporary file, read it back, and rename it; return False if the name is taken."""
-        return self.attempt(path, lambda temporary: self.publish(self._write_small(temporary, path, data), path))
+        return self.attempt(path, lambda temporary: self.publish(self._write_small(temporary, path, data, event), path))
 
     def stage_small(self, path: PurePosixPath, data: bytes) -> PurePosixPath:
         """Write a small temporary file and read it back; return its path."""
         return self.attempt(path, lambda temporary: self._write_small(temporary, path, data))
 
-    def _write_small(self, temporary: PurePosixPath, path: PurePosixPath, data: bytes) -> PurePosixPath:
+    def _write_small(
+        self, temporary: PurePosixPath, path: PurePosixPath, data: bytes, event: str = _SMALL_CLOSED
+    ) -> PurePosixPath:
         # Repeat before each attempt, because an aborted upload may have removed the empty directory.
         self.make_directory(path.parent)
         self.write(temporary, [data])
-        emit("remote.small_closed", path.name, len(data))
+        emit(event, path.name, len(data))
         if self.read_small(temporary, len(data)) != data:
             raise StorageError(f"{self.url(temporary)}: the content read back differs from the content written")
         return temporary

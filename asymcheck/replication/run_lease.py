@@ -177,9 +177,11 @@ class RunLease:
         facts = {"run": self._run, "store_id": self._claim.store_id, "token": self._claim.token}
         data = self._claim.trainer.encode(**facts, last_step=self._last_step())
         path = self._folder(files) / layout.lease_name(number)
+        # A process may be stopped during the upload, so the time before the upload counts.
+        began = time.monotonic()
         if not files.put_small(path, data, event="remote.lease_closed"):
             return
-        self._own, self._renewed = number, time.monotonic()
+        self._own, self._renewed = number, began
         if self._status.phase != "held":
             self._note("held")
         for old in older:

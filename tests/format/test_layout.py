@@ -43,6 +43,7 @@ def test_packs_and_heads_go_round(pack_id: PackId, generation: int) -> None:
     """Test the names of packs and head records, and of an unfinished pack, which is not a pack."""
     assert layout.parse_pack_name(layout.pack_name(pack_id)) == pack_id
     assert layout.parse_head_name(layout.head_name(generation)) == generation
+    assert layout.parse_lease_name(layout.lease_name(generation)) == generation
     unfinished = layout.pack_temporary_name(pack_id)
     assert layout.is_pack_temporary(unfinished)
     assert layout.parse_pack_name(unfinished) is None
@@ -58,7 +59,9 @@ def test_parsing_is_strict(name: str) -> None:
     """Test that for any text, the parsed result formats to the same text."""
     pack_id, generation = layout.parse_pack_name(name), layout.parse_head_name(name)
     ref, manifest = layout.parse_checkpoint_name(name), layout.parse_manifest_name(name)
+    lease = layout.parse_lease_name(name)
     made = [
+        None if lease is None else layout.lease_name(lease),
         None if pack_id is None else layout.pack_name(pack_id),
         None if generation is None else layout.head_name(generation),
         None if ref is None else layout.checkpoint_name(ref),
@@ -67,7 +70,7 @@ def test_parsing_is_strict(name: str) -> None:
     assert set(made) <= {None, name}
 
 
-@given(st.from_regex(r"\A[0-9a-f+ _-]{0,34}(\.pack|\.head|\.manifest)?\n?\Z"))
+@given(st.from_regex(r"\A[0-9a-f+ _-]{0,34}(\.pack|\.head|\.lease|\.manifest)?\n?\Z"))
 def test_similar_names_are_refused(name: str) -> None:
     """Test signs, underscores and line feeds that int() or a regex would accept."""
     test_parsing_is_strict.hypothesis.inner_test(name)  # type: ignore[attr-defined]  # hypothesis adds it

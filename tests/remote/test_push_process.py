@@ -30,6 +30,7 @@ from asymcheck.events import Interval, watch
 from asymcheck.replication import push_process as module
 from asymcheck.replication.push_process import PushProcess, StatusReply
 from asymcheck.replication.push_thread import PushThread
+from asymcheck.replication.run_lease import LeaseStatus
 from tests.remote.conftest import CONFIG, by_process, check_location, lose_packs, state_of
 from tests.zygote import REPOSITORY, wait_until
 
@@ -216,7 +217,7 @@ def test_new_process_decides_once_it_has_listed_the_location(store: Path, folder
         pushing.wait()
         now, sent = pushing.statistics(), dict(pushing.queue.sent)
         with stopped(pushing):
-            news = StatusReply(now, None, is_connected, False, 1, {}, {}, (), has_looked=False)
+            news = StatusReply(now, None, is_connected, False, LeaseStatus(), 1, {}, {}, (), has_looked=False)
             pushing._apply(news, {})
             assert (pushing.statistics().backlog, len(pushing.held())) == ((2, 2) if is_connected else (0, 0))
             # All checkpoints are at the location.

@@ -10,15 +10,17 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from asymcheck import Checkpointer, Push, Store, events
+from asymcheck import Checkpointer, Push, Ranks, Store, events
 from asymcheck.errors import RunInUseError, UnreachableRemoteWarning
 from asymcheck.format import layout
 from asymcheck.replication import push_process
+from asymcheck.replication.background_push import BackgroundPush
 from asymcheck.replication.run_lease import LeaseClaim, LeaseStatus, RunLease
 from asymcheck.storage.nvme.run_lock import Trainer
 from asymcheck.storage.remote import parse_location
@@ -240,6 +242,17 @@ def test_unreachable_location_is_no_obstacle(store_path: Path, caplog: pytest.Lo
         assert "127.0.0.1" in lines[0]
         with pytest.warns(UnreachableRemoteWarning):
             checkpointer.close()
+
+
+def test_only_rank_0_takes_a_lease(store: Path, folder: str) -> None:
+    """Test that another rank of a job that pushes from its machine does not even connect."""
+    with Store.open(store, config=config()) as opened:
+        for rank in (1, 0):
+            ranks = Ranks(rank, 2, torch.distributed.HashStore())
+            pusher = BackgroundPush(partial(opened.push_in_background, poll_s=1.0), Push(folder, every=1), ranks)
+            pusher.guard(opened.store_id, takeover=False)
+            assert (pusher._open is None) == (rank > 0)
+            pusher.close()
 
 
 # Trainings in processes of their own.

@@ -92,18 +92,22 @@ def _checkpointer(store: Store, location: str, *, takeover: bool = False) -> Che
     return Checkpointer(store, {"w": torch.ones(8)}, every=1, keep=None, push=push, takeover=takeover)
 
 
-def test_lease_of_a_living_training_is_refused(pushed: Path, folder: str) -> None:
+@pytest.mark.slow(quick=["file"])
+def test_lease_of_a_living_training_is_refused(store: Path, any_location: str) -> None:
     """Test that the newcomer learns process, host and last step from the lease, and the holder goes on."""
-    del pushed
-    with _holder(folder, _ELSEWHERE, lease_s=3.0) as first:
+    with Store.open(store, config=config()) as opened:
+        opened.push(any_location, 1)
+    with _holder(any_location, _ELSEWHERE, lease_s=6.0) as first:
         first.wait_for("held")
-        with _holder(folder, store="b", lease_s=3.0) as second:
+        with _holder(any_location, store="b", lease_s=6.0) as second:
             second.wait_for("refused")
         assert second.phases == ["watching", "refused"]
         assert second.states[-1].other == _ELSEWHERE
         assert second.states[-1].last_step == 7
         assert first.phases == ["held"]
-        assert len(_leases(folder)) == 1
+    with _holder(any_location) as third:
+        third.wait_for("held")
+        assert third.phases == ["held"]
 
 
 @pytest.mark.parametrize("trainer", [_HERE, _ENDED], ids=["same process", "dead process"])

@@ -27,7 +27,8 @@ def train(folder: str, location: str, lease_s: float, *, takeover: bool, own_pro
                 restored = checkpointer.restore()
                 for step in itertools.count(restored.step + 1 if restored else 0):
                     checkpointer.step(step)
-                    checkpointer.wait("remote")
+                    # Later uploads go on in the background, so that only step() can raise.
+                    checkpointer.wait("remote" if step == 0 else "local")
                     print(json.dumps({"step": step}), flush=True)  # noqa: T201 - output for the test
                     if stop.exists():
                         return

@@ -20,13 +20,14 @@ from asymcheck import Checkpointer, Push, Ranks, Store, events
 from asymcheck.errors import RunInUseError, UnreachableRemoteWarning
 from asymcheck.format import layout
 from asymcheck.replication import push_process
-from asymcheck.replication.background_push import BackgroundPush
+from asymcheck.replication.background_push import BackgroundPush, PushJob
+from asymcheck.replication.push_thread import PushThread
 from asymcheck.replication.run_lease import LeaseClaim, LeaseStatus, RunLease
 from asymcheck.storage.nvme.run_lock import Trainer
 from asymcheck.storage.remote import parse_location
 from tests.remote.conftest import REMOTE, check_state, config
 from tests.remote.lease_trainer import train
-from tests.zygote import Child, Zygote, wait_until
+from tests.zygote import PATIENCE_S, Child, Zygote, wait_until
 
 _LONG_S = 600.0
 """Lease time that no test waits for."""
@@ -248,6 +249,21 @@ def test_unreachable_location_is_no_obstacle(store_path: Path, caplog: pytest.Lo
             checkpointer.close()
 
 
+def test_nothing_is_pushed_while_another_training_has_the_lease(store: Path, folder: str) -> None:
+    """Test checkpoints that wait in the store of a training that is refused."""
+    _leave(folder, _ENDED)
+    with _holder(folder, _ELSEWHERE, lease_s=3.0) as holder, Store.open(store, config=config(lease_s=3.0)) as opened:
+        holder.wait_for("held")
+        claim = LeaseClaim(_HERE, opened.store_id, "mine", takeover=False)
+        push = Push(folder, every=1)
+        job = PushJob(str(store), config(lease_s=3.0), push, "default", poll_s=1.0, prunes=False, claim=claim)
+        worker = PushThread(opened.training.opened.tier, job)
+        with pytest.raises(RunInUseError, match="process 77 on host another-host"):
+            worker.wait()
+        worker.close_in(0)
+        assert not (Path(folder.removeprefix("file://")) / layout.MANIFESTS).exists()
+
+
 def test_only_rank_0_takes_a_lease(store: Path, folder: str) -> None:
     """Test that another rank of a job that pushes from its machine does not even connect."""
     with Store.open(store, config=config()) as opened:
@@ -285,6 +301,7 @@ class _Training:
 
     def refusal(self) -> dict[str, object]:
         """Return the error that ends the training."""
+        assert self.child.has_ended(PATIENCE_S), "the training goes on"
         self.child.finish()
         return self.output()[-1]
 
@@ -404,23 +421,33 @@ def test_stopped_training_learns_that_another_one_came_and_went(tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_killed_push_process_keeps_the_lease(store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Test that the next push process of the training renews the lease, without a refusal."""
-    monkeypatch.setattr(push_process, "RETRY_S", 0.05)
-    with (
-        Store.open(store_path, create=True, config=config(lease_s=1.0)) as store,
-        _checkpointer(store, folder) as checkpointer,
-    ):
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_killed_push_process_keeps_the_lease(
+    store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    """Test that the next push process of the training renews the lease, or finds that the run was taken over."""
+    monkeypatch.setattr(push_process, "RETRY_S", 2.0)
+    with contextlib.ExitStack() as held:
+        store = held.enter_context(Store.open(store_path, create=True, config=config(lease_s=1.0)))
+        # A takeover by the next push process would go unnoticed.
+        checkpointer = _checkpointer(store, folder, takeover=True)
         checkpointer.save(1)
-        wait_until(lambda: bool(_leases(folder)), "the lease")
         worker = checkpointer._pusher._open
         assert isinstance(worker, push_process.PushProcess)
         wait_until(lambda: worker.lease.phase == "held", "the training to learn of the lease")
         assert worker._process is not None
         worker._process.kill()
-        number = layout.parse_lease_name(_leases(folder)[-1].name)
-        wait_until(lambda: layout.parse_lease_name(_leases(folder)[-1].name) != number, "the next lease")
-        with pytest.warns(UnreachableRemoteWarning, match="was killed"):
+        worker._process.wait()
+        number = _leases(folder)[-1]
+        if is_lost:
+            held.enter_context(_holder(folder, _ELSEWHERE, takeover=True))
+            wait_until(lambda: worker.lease.phase == "lost", "the loss to be noticed")
+            with pytest.raises(RunInUseError, match="taken over by process 77 on host another"):
+                checkpointer.step(2)
+            held.enter_context(pytest.warns(UnreachableRemoteWarning, match="taken over"))
+        else:
+            wait_until(lambda: bool(_leases(folder)) and _leases(folder)[-1] != number, "the next lease")
+            wait_until(lambda: not worker.statistics().problem, "the next process to push")
             checkpointer.save(2)
-        checkpointer.wait("remote")
-    assert not _leases(folder)
+        checkpointer.close()
+        assert bool(_leases(folder)) == is_lost

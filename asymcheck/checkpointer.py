@@ -217,8 +217,9 @@ class Checkpointer:
         Raises:
             RunInUseError: another process trains the run.
         """
-        self._run_lock.take(self._store.resources.nvme.config.lock_timeout_s, takeover=self._takeover)
-        self._pusher.guard(self._store.store_id, takeover=self._takeover)
+        nvme = self._store.resources.nvme
+        self._run_lock.take(nvme.config.lock_timeout_s, takeover=self._takeover)
+        self._pusher.guard(nvme.descriptor.store_id.hex(), takeover=self._takeover)
         self._takeover = False
 
     def _check_may_save(self) -> None:

@@ -254,10 +254,10 @@ def test_nothing_is_pushed_while_another_training_has_the_lease(store: Path, fol
     _leave(folder, _ENDED)
     with _holder(folder, _ELSEWHERE, lease_s=3.0) as holder, Store.open(store, config=config(lease_s=3.0)) as opened:
         holder.wait_for("held")
-        claim = LeaseClaim(_HERE, opened.store_id, "mine", takeover=False)
+        claim = LeaseClaim(_HERE, "a", "mine", takeover=False)
         push = Push(folder, every=1)
         job = PushJob(str(store), config(lease_s=3.0), push, "default", poll_s=1.0, prunes=False, claim=claim)
-        worker = PushThread(opened.training.opened.tier, job)
+        worker = PushThread(opened.resources.tier, job)
         with pytest.raises(RunInUseError, match="process 77 on host another-host"):
             worker.wait()
         worker.close_in(0)
@@ -269,8 +269,10 @@ def test_only_rank_0_takes_a_lease(store: Path, folder: str) -> None:
     with Store.open(store, config=config()) as opened:
         for rank in (1, 0):
             ranks = Ranks(rank, 2, torch.distributed.HashStore())
-            pusher = BackgroundPush(partial(opened.push_in_background, poll_s=1.0), Push(folder, every=1), ranks)
-            pusher.guard(opened.store_id, takeover=False)
+            pusher = BackgroundPush(
+                partial(opened.training.push_in_background, poll_s=1.0), Push(folder, every=1), ranks
+            )
+            pusher.guard("a", takeover=False)
             assert (pusher._open is None) == (rank > 0)
             pusher.close()
 

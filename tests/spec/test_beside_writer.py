@@ -80,7 +80,7 @@ class Writer:
         self.store.gc()
 
     def _generation(self, step: str = "") -> None:
-        self.generation = self.store.begin_generation(self.saved[int(step)][0] if step else None)
+        self.generation = self.store.training.begin_generation(self.saved[int(step)][0] if step else None)
 
 
 _at_open: list[Callable[[str], None]] = []

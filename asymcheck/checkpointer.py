@@ -180,7 +180,7 @@ class Checkpointer:
         Warns:
             SkippedCheckpointWarning: a newer checkpoint was skipped.
             StateDifferenceWarning: the state differs from the checkpoint in a way that torch accepts in silence: a
-                stored part that it lacks, converted tensors, another class of optimizer, other hyperparameters.
+                stored part that it lacks, converted tensors, other hyperparameters.
             UnreachableRemoteWarning: the run has no checkpoint, and the ``remote`` of the store is empty.
         """
         try:

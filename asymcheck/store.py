@@ -244,7 +244,7 @@ class Store:
         Warns:
             SkippedCheckpointWarning: a newer checkpoint was skipped.
             StateDifferenceWarning: ``into`` differs from the checkpoint in a way that torch accepts in silence, for
-                instance another dtype or another class of optimizer.
+                instance another dtype or other hyperparameters.
         """
         restored = self.restore(step, tensors=tensors, into=into, device=device, run=run, rank=rank, strict=strict)
         for reason in restored.skipped:

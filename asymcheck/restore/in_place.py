@@ -299,8 +299,12 @@ class InPlaceFill:
                 self._refuse((*path, key), f"is not in {self._stored_where}{did_you_mean(key, mappings[0], current)}")
         if not (self._grows and path) and (unused := [key for key in mappings[0] if key not in current]):
             where = f"{join_name(path)}: " if path else ""
-            problems = self.differences if self._grows else self.omissions
-            problems.append(f"{where}stored, but not in the given state: {listed(unused)}")
+            # Nobody asks for a part of a state with an empty mapping, so this is reported even if not strict.
+            problems = self.differences if self._grows or not current else self.omissions
+            advice = (
+                "" if self._grows or current or not path else "; give None instead of an empty mapping to create it"
+            )
+            problems.append(f"{where}stored, but not in the given state: {listed(unused)}{advice}")
         if self._grows and path:
             # Only entries of the own rank are added.
             for key in mappings[0]:
@@ -338,17 +342,28 @@ class InPlaceFill:
     def _match_other_sequence(
         self, current: list[object] | tuple[object, ...], stored: Sequence[object], path: tuple[Key, ...]
     ) -> Finish:
-        """Replace a list of plain values by one of another length, such as a longer history."""
+        """Replace a list of plain values by one of another length, or extend a shorter list of other values."""
         value = next((value for value in stored if type(value) is type(current)), None)
-        may_be = self._grows and isinstance(value, list)
-        if not may_be or not isinstance(current, list) or not all(map(_is_plain, current)):
+        grows = self._grows and isinstance(current, list) and isinstance(value, list)
+        is_plain = all(map(_is_plain, current))
+        if not grows or not isinstance(current, list) or not isinstance(value, list):
             kept = f"a {type(value).__name__} of {len(value)}" if isinstance(value, (list, tuple)) else "no such"
-            self._refuse(path, f"a {type(current).__name__} of {len(current)} is given, but {kept} is stored")
+            advice = "; give None to create it" if value is not None and path else ""
+            self._refuse(path, f"a {type(current).__name__} of {len(current)} is given, but {kept} is stored{advice}")
             return lambda _assembly: current
-        make = self._made(value, path)
+        if not is_plain and len(current) > len(value):
+            surplus = f"remove the last {len(current) - len(value)} before the restore"
+            self._refuse(path, f"a list of {len(current)} is given, but a list of {len(value)} is stored; {surplus}")
+            return lambda _assembly: current
+        kept_items = 0 if is_plain else len(current)
+        alike = [item[:kept_items] for item in stored if isinstance(item, list) and _is_like(item, value)]
+        fill = self._match_sequence(current, alike, path) if kept_items else None
+        make = self._made(value[kept_items:], path)
 
         def finish(assembly: Assembly) -> object:
-            current[:] = make(assembly)  # type: ignore[call-overload]  # a list, as it was stored
+            if fill is not None:
+                fill(assembly)
+            current[kept_items:] = make(assembly)  # type: ignore[call-overload]  # a list, as it was stored
             return current
 
         return finish

@@ -48,6 +48,8 @@ def misfits(current: object, stored: Mapping[Key, object], row_of: Callable[[int
         given, kept = _group_sizes(current.param_groups), _group_sizes(stored.get("param_groups"))
         if given != kept:
             yield f"param_groups: groups of {given} parameters are given, but of {kept} are stored"
+        else:
+            yield from _class_misfits(current, stored)
 
 
 def differences(current: object, stored: Mapping[Key, object], row_of: Callable[[int], TensorRow]) -> Iterator[str]:
@@ -72,17 +74,37 @@ def _conversions(
             yield f"{count:,} tensor{'s are' if count > 1 else ' is'} converted from {kept} to {given}"
 
 
+def _class_misfits(optimizer: torch.optim.Optimizer, stored: Mapping[Key, object]) -> Iterator[str]:
+    """Yield the evidence that an optimizer of another class was stored, whose state fails at the next step."""
+    groups = zip(optimizer.param_groups, _items(stored["param_groups"]), strict=False)
+    options = (_unlike("param_groups", given, kept) for given, kept in groups)
+    states, given_states = stored.get("state"), optimizer.state_dict()["state"]
+    pairs = [(given_states.get(key), kept) for key, kept in states.items()] if isinstance(states, dict) else []
+    evidence = next(filter(None, (*options, *(_unlike("state", given, kept) for given, kept in pairs))), None)
+    if evidence is not None:
+        yield (
+            f"{evidence}. An optimizer of another class than {type(optimizer).__qualname__} was saved: construct that "
+            "class, or leave the optimizer out of the state to start with a new one"
+        )
+
+
+def _unlike(what: str, given: object, kept: object) -> str:
+    """Return how two mappings differ if each has keys that the other lacks; a newer torch only adds options."""
+    if not isinstance(given, Mapping) or not isinstance(kept, Mapping):
+        return ""
+    lacking, extra = (
+        ", ".join(sorted(repr(key) for key in keys - _SCHEDULER_OPTIONS))
+        for keys in (given.keys() - kept.keys(), kept.keys() - given.keys())
+    )
+    return f"{what}: {lacking} given, but not stored; {extra} stored, but not given" if lacking and extra else ""
+
+
 def _group_differences(given: Mapping[str, object], kept: object) -> Iterator[str]:
     """Yield the differences between the options of a group of parameters."""
     if not isinstance(kept, dict):
         return
-    lacking, extra = (
-        sorted(keys - _SCHEDULER_OPTIONS) for keys in (given.keys() - kept.keys(), kept.keys() - given.keys())
-    )
-    # A newer torch only adds options, for which it has defaults.
-    if lacking and extra:
-        names, others = (", ".join(map(repr, options)) for options in (lacking, extra))
-        yield f"{names} given, but not stored; {others} stored, but not given. Was it an optimizer of another class?"
+    if unlike := _unlike("options", given, kept):
+        yield f"{unlike}. Was it an optimizer of another class?"
     for key in sorted(given.keys() & kept.keys() - _SCHEDULED_OPTIONS):
         if key in _IMPLEMENTATION_OPTIONS and None in (given[key], kept[key]):
             continue

@@ -74,12 +74,53 @@ def test_forgotten_part_is_named(path: Path) -> None:
     assert "stored, but not in the given state: optimizer" in _warning(path, {"model": torch.nn.Linear(4, 2)})
 
 
-def test_optimizer_of_another_class_is_named(path: Path) -> None:
-    """Test the state of AdamW in SGD, which raises KeyError at the first step."""
-    text = _warning(path, _trained(torch.optim.SGD, momentum=0.9))
-    assert "optimizer: param_groups.0" in text
-    assert "'momentum'" in text
-    assert "'betas'" in text
+@pytest.mark.parametrize(
+    ("optimizer_class", "evidence"),
+    [
+        (torch.optim.SGD, r"optimizer\.param_groups: .*'momentum'.* given, but not stored; .*'betas'"),
+        (torch.optim.Adamax, r"optimizer\.state: 'exp_inf' given, but not stored; 'exp_avg_sq' stored"),
+    ],
+)
+def test_optimizer_of_another_class_is_refused(
+    path: Path, optimizer_class: type[torch.optim.Optimizer], evidence: str
+) -> None:
+    """Test the state of AdamW in other optimizers, which would raise KeyError at the next step."""
+    state = _trained(optimizer_class)
+    before = [parameter.clone() for parameter in state["model"].parameters()]  # type: ignore[attr-defined]  # a module
+    with Store.open(path) as store, pytest.raises(StateMismatchError, match=rf"(?s){evidence}.*construct that class"):
+        Checkpointer(store, state).restore()
+    after = state["model"].parameters()  # type: ignore[attr-defined]  # as above
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_related_class_of_optimizer_is_restored_with_a_warning(path: Path) -> None:
+    """Test the state of AdamW in Adam, which has the same options and state."""
+    assert "decoupled_weight_decay is False" in _warning(path, _trained(torch.optim.Adam))
+
+
+def test_empty_mapping_that_stays_empty_is_named(path: Path) -> None:
+    """Test Store.load(into=…) of a mapping that a program expects to be filled."""
+    with Store.open(path, create=True) as store:
+        store.save({"plain": {"a": 1}}, step=2)
+        with pytest.warns(StateDifferenceWarning, match="plain: stored, but not in the given state: a; give None"):
+            assert store.load(into={"plain": {}}) == {"plain": {}}
+        assert store.load(into={"plain": None}) == {"plain": {"a": 1}}
+
+
+def test_list_of_tensors_grows_to_its_stored_length(store_path: Path) -> None:
+    """Test a list that the training extends: its tensors are filled in place, and the others are added."""
+    with Store.open(store_path, create=True) as store:
+        store.save({"averages": [torch.full((3,), float(number)) for number in range(3)]}, step=1)
+        for length in range(4):
+            averages = [torch.zeros(3) for _ in range(length)]
+            filled = list(averages)
+            Checkpointer(store, {"averages": averages}).restore()
+            assert [tensor[0].item() for tensor in averages] == [0, 1, 2]
+            assert all(one is other for one, other in zip(averages, filled, strict=False))
+        with pytest.raises(StateMismatchError, match=r"a list of 5 is given, but .* 3 is stored; remove the last 2"):
+            Checkpointer(store, {"averages": [torch.zeros(3) for _ in range(5)]}).restore()
+        with pytest.raises(StateMismatchError, match=r"averages: a list of 2 is given.*; give None to create it"):
+            store.load(into={"averages": [torch.zeros(3), torch.zeros(3)]})
 
 
 def test_conversions_of_tensors_are_counted(path: Path) -> None:

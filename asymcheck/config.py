@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
+
+from asymcheck.errors import InvalidInputError
+from asymcheck.format import registry
 
 __version__ = "0.1.0"
 WRITER = f"asymcheck {__version__}"
@@ -21,6 +25,58 @@ RING_FOLDER = "/dev/shm"
 
 Compression = Literal["auto", "smallest", "off"]
 COMPRESSIONS: tuple[Compression, ...] = ("auto", "smallest", "off")
+
+
+_INDEX_ENTRY_BYTES = 64
+"""Size of an entry of a pack index [B], as in SPEC.md §7.2."""
+# Half of the capacity of a pack index if every frame has one block.
+_PACK_BYTES_MAX = registry.PACK_INDEX_BYTES_MAX // _INDEX_ENTRY_BYTES * registry.BLOCK_BYTES // 2
+
+_STORE_LIMITS: dict[str, tuple[float, float]] = {
+    "partition_bytes": (registry.BLOCK_BYTES, registry.PARTITION_BYTES_MAX),
+    "bundle_below_bytes": (0, registry.PARTITION_BYTES_MAX),
+    "deferred_bytes_min": (registry.BLOCK_BYTES, registry.PARTITION_BYTES_MAX // 2),
+    "deferred_bytes_max": (2 * registry.BLOCK_BYTES, registry.PARTITION_BYTES_MAX),
+    "inline_bytes": (0, registry.INLINE_BYTES_MAX),
+    "inline_total_bytes": (0, registry.MANIFEST_BYTES_MAX // 4),
+    "slots": (1, 1024),
+    "pack_bytes": (1, _PACK_BYTES_MAX),
+    "pool_bytes": (0, math.inf),
+    "repack_waste": (0, 1),
+    "catalog_map_bytes": (MIB, 1 << 46),
+    "catalog_readers": (1, 1 << 20),
+    "lock_timeout_s": (0, math.inf),
+    "read_lock_timeout_s": (0, math.inf),
+    "commit_attempts": (1, math.inf),
+}
+_REMOTE_LIMITS: dict[str, tuple[float, float]] = {
+    "attempts": (1, 1000),
+    "pack_bytes": (1, 1 << 40),
+    "encoded_bytes": (1, 1 << 40),
+    "uploads": (1, 256),
+    "reads": (1, 256),
+    "piece_bytes": (registry.BLOCK_BYTES, 1 << 30),
+    "gap_bytes": (0, 1 << 30),
+    "deadline_s": (1e-3, 1e12),
+    "grace_s": (0, 1e12),
+    "retry_s": (0, 1e12),
+}
+_CHECKED_OTHERWISE = {"compression", "remote", "client", "options", "bytes_per_s", "read_back"}
+
+
+def _check_bounds(config: StoreConfig | RemoteConfig, bounds: Mapping[str, tuple[float, float]]) -> None:
+    if config.compression not in COMPRESSIONS:
+        raise InvalidInputError(f"compression {config.compression!r}: give {', '.join(map(repr, COMPRESSIONS))}")
+    for field in dataclasses.fields(config):
+        if field.name not in _CHECKED_OTHERWISE:
+            value = getattr(config, field.name)
+            if value is None and field.default is None:
+                continue
+            least, most = bounds[field.name]
+            kinds = (int, float) if isinstance(field.default, float) else (int,)
+            if type(value) not in kinds or not least <= value <= most:
+                kind = "a number" if float in kinds else "an integer"
+                raise InvalidInputError(f"{field.name} {value!r}: give {kind} from {least} to {most}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +137,18 @@ class RemoteConfig:
     ``Checkpointer(push=…)`` holds a lease of its run at the location, and renews it three times as often. A training
     that finds the lease of another one waits for up to this time at its start.
     """
+
+    def __post_init__(self) -> None:
+        """Raise InvalidInputError, naming the field, if a remote location cannot work with a value."""
+        if self.client not in (None, "hdfs-native", "libhdfs"):
+            raise InvalidInputError(f"client {self.client!r}: give 'hdfs-native', 'libhdfs' or None")
+        options: object = self.options
+        words = [word for item in options.items() for word in item] if isinstance(options, Mapping) else [options]
+        if not all(isinstance(word, str) for word in words):
+            raise InvalidInputError(f"options {self.options!r:.100}: give a mapping of strings to strings")
+        _check_bounds(self, _REMOTE_LIMITS)
+        if self.bytes_per_s is not None and (type(self.bytes_per_s) is not int or self.bytes_per_s < 1):
+            raise InvalidInputError(f"bytes_per_s {self.bytes_per_s!r}: give an integer from 1, or None")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +211,27 @@ class StoreConfig:
     """Attempts of a save to rewrite partitions that a concurrent garbage collection removed."""
     remote: RemoteConfig = RemoteConfig()
     """Configuration of remote locations for push, pull and reads."""
+
+    def __post_init__(self) -> None:
+        """Raise InvalidInputError, naming the field, if a store cannot work with a value."""
+        _check_bounds(self, _STORE_LIMITS)
+        for name in ("partition_bytes", "deferred_bytes_min", "deferred_bytes_max"):
+            if getattr(self, name) % registry.BLOCK_BYTES:
+                raise InvalidInputError(f"{name} {getattr(self, name)}: give a multiple of {registry.BLOCK_BYTES}")
+        if self.deferred_bytes_max < 2 * self.deferred_bytes_min:
+            # Otherwise a size could be too large for one partition and too small for two.
+            raise InvalidInputError(
+                f"deferred_bytes_max {self.deferred_bytes_max}: give at least twice deferred_bytes_min, "
+                f"{self.deferred_bytes_min}"
+            )
+        if self.bundle_below_bytes > self.partition_bytes:
+            raise InvalidInputError(
+                f"bundle_below_bytes {self.bundle_below_bytes}: give at most partition_bytes, {self.partition_bytes}"
+            )
+        if not isinstance(self.remote, RemoteConfig):
+            raise InvalidInputError(
+                f"remote {self.remote!r:.100}: give asymcheck.RemoteConfig(…); pass a URI as Store.open(…, remote=…)"
+            )
 
 
 def ring_folder_of(given: str | os.PathLike[str] | None) -> Path:

@@ -94,7 +94,7 @@ class Store:
             StoreNotFoundError: the directory is no store, and ``create`` is False or the directory is not empty.
             UnsupportedFileSystemError: the directory is on a network file system.
             FormatError: the store is damaged, or needs a version or feature that this program does not know.
-            InvalidInputError: ``location``, a value of ``config`` or a combination of arguments is invalid.
+            InvalidInputError: ``location``, or a combination of arguments, is invalid.
             RemoteUnreachableError: a remote location did not answer.
         """
         if check_flag("create", create) and check_flag("read_only", read_only):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
-from asymcheck.config import CaptureConfig, RemoteConfig, StoreConfig
+from asymcheck.config import CaptureConfig, StoreConfig
 from asymcheck.errors import InvalidInputError, NotFoundError
 from asymcheck.format import registry
 from asymcheck.types import Part
@@ -141,19 +141,15 @@ def check_glob(pattern: object) -> None:
 
 
 def check_kinds(config: StoreConfig | None) -> StoreConfig:
-    """Return ``config``, by default ``StoreConfig()``; the tiers check its values.
+    """Return ``config``, by default ``StoreConfig()``.
 
     Raises:
-        InvalidInputError: ``config`` or ``config.remote`` has another type.
+        InvalidInputError: ``config`` has another type.
     """
     if config is None:
         return StoreConfig()
     if not isinstance(config, StoreConfig):
         raise InvalidInputError(f"config={config!r:.100}: give asymcheck.StoreConfig(…), or None")
-    if not isinstance(config.remote, RemoteConfig):
-        raise InvalidInputError(
-            f"remote {config.remote!r:.100}: give asymcheck.RemoteConfig(…); pass a URI as Store.open(…, remote=…)"
-        )
     return config
 
 

@@ -62,9 +62,10 @@ LAYERS = (
     # `measurement` asks storage and codecs, and gives facts to policies, which may not meet those.
     Layer(4, ("measurement", "distributed"), siblings_allowed=False),
     Layer(3, ("policies", "state", "storage", "codecs", "validation", "tracing"), siblings_allowed=False),
-    Layer(2, ("format",), siblings_allowed=False),
+    # `config` checks its values against the limits of the format.
+    Layer(2, ("format", "config"), siblings_allowed=True),
     # What may meet on the lowest layer is narrower than "anything", see `lowest_layer`.
-    Layer(1, ("errors", "types", "config", "events", "executor"), siblings_allowed=True),
+    Layer(1, ("errors", "types", "events", "executor"), siblings_allowed=True),
 )
 
 LAYER_OF = {f"{PACKAGE}.{package}": layer for layer in LAYERS for package in layer.packages}
@@ -135,7 +136,7 @@ def siblings_do_not_import(tree: SourceTree) -> Iterator[Violation]:
 
 
 def lowest_layer(tree: SourceTree) -> Iterator[Violation]:
-    """An import in errors, types, config or events of anything but the standard library and `types`."""
+    """An import in errors, types or events of anything but the standard library and `types`."""
     types = f"{PACKAGE}.types"
     for module in tree.package:
         layer = LAYER_OF.get(package_of(module.name) or "")
@@ -248,7 +249,7 @@ IMPORT_RULES = (
     ),
     Rule(
         "lowest_layer",
-        "errors, types, config and events are imported by everyone, so they import nothing of ours except types: "
+        "errors, types and events are imported by everyone, so they import nothing of ours except types: "
         "anything more, and importing an error class would load an engine.",
         lowest_layer,
     ),

@@ -39,7 +39,6 @@ BROKEN: dict[str, list[Sources]] = {
         {"asymcheck/errors.py": "import numpy"},
         {"asymcheck/events.py": "from asymcheck.errors import Failure"},
         {"asymcheck/types.py": "from asymcheck.config import Config"},
-        {"asymcheck/config.py": "from asymcheck.format.digest import Digest"},
     ],
     "no_import_of_the_public_interface": [
         {"asymcheck/cli/inspect.py": "from asymcheck import Store"},

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath, PurePosixPath
 
 import pytest
 
-from asymcheck import RemoteConfig, Store, StoreConfig
+from asymcheck import RemoteConfig, Store
 from asymcheck.commit.save_request import new_save_id
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError, StorageError
 from asymcheck.format.layout import ManifestName
@@ -235,8 +235,7 @@ def test_a_limit_is_for_all_threads_together(monkeypatch: pytest.MonkeyPatch) ->
     ],
     ids=str,
 )
-def test_settings_that_cannot_work_are_refused(settings: dict[str, object], folder: str) -> None:
+def test_settings_that_cannot_work_are_refused(settings: dict[str, object]) -> None:
     """Test that the error names the setting."""
-    remote = RemoteConfig(**settings)  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(InvalidInputError, match=next(iter(settings))):
-        Store.open(folder, config=StoreConfig(remote=remote), create=True)
+        RemoteConfig(**settings)  # type: ignore[arg-type]  # wrong on purpose

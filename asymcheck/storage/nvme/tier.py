@@ -33,7 +33,6 @@ from asymcheck.format.record import (
 )
 from asymcheck.format.registry import SHIFTED_PAYLOAD, missing_writer_features
 from asymcheck.storage.interfaces import StoreTier
-from asymcheck.storage.limits import check_config
 from asymcheck.storage.local_files import DESCRIPTORS, Files, OpenFile, is_same_file, translated, try_lock
 from asymcheck.storage.nvme.catalog import Catalog, Populate, open_catalog, release_catalog
 from asymcheck.storage.nvme.drives import needs_slot, refuse_network
@@ -71,10 +70,8 @@ class NvmeTier(StoreTier):
             UnsupportedFileSystemError: the store is writable and on a network file system.
             FormatError: the descriptor is damaged or of another version.
             ReadOnlyStoreError: the store has a writer feature that this program lacks.
-            InvalidInputError: a value of ``config`` cannot be used.
         """
         super().__init__()
-        check_config(config)
         self.root = root
         self.config = config
         self.files = files or Files()

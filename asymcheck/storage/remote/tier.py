@@ -22,7 +22,6 @@ from asymcheck.format.record import (
     encode_descriptor,
 )
 from asymcheck.storage.interfaces import StoreTier
-from asymcheck.storage.limits import check_remote
 from asymcheck.storage.pack_index import PackIndex
 from asymcheck.storage.remote.client_interface import Entry
 from asymcheck.storage.remote.location import RemoteLocation
@@ -51,7 +50,6 @@ class RemoteTier(StoreTier):
             InvalidInputError: no client supports the location.
         """
         super().__init__()
-        check_remote(config.remote)
         self.root = str(location)
         self.location = location
         self.config = config

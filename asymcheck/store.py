@@ -200,8 +200,9 @@ class Store:
         parent = placed.parent
         if parent is not None and parent.generation == placed.generation and parent.step > step:
             warn_user(
-                f"run {run!r} already has step {parent.step}, so step {step} will not be its newest checkpoint. To "
-                "continue from an earlier step, restore that step with a Checkpointer first",
+                f"run {run!r} already has step {parent.step}, so step {step} will not be its newest checkpoint. If it "
+                "is an import or of another training, choose another run. To continue a training from an earlier "
+                "step, restore that step with a Checkpointer first",
                 StepOrderWarning,
             )
         return lambda: placed

@@ -194,7 +194,7 @@ def _show_tensors(checkpoint: Checkpoint, tensors: list[StoredTensor], missing: 
         {
             "tensor": " = ".join((shards[0].name, *shards[0].aliases)),
             "dtype": shards[0].dtype,
-            "shape": "×".join(map(str, shards[0].global_shape)) or "scalar",
+            "shape": output.shape(shards[0].global_shape),
             "shards": len(_distinct(shards)) if checkpoint.world_size > 1 else None,
             "size": output.size(_nbytes(shards)),
             "role": shards[0].role,

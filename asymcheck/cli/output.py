@@ -154,6 +154,11 @@ def count(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
+def shape(sizes: Sequence[int]) -> str:
+    """Format a shape, for example ``64×16``."""
+    return "×".join(map(str, sizes)) or "scalar"
+
+
 def metrics(values: Mapping[str, float], shown: int) -> str:
     """Format the first ``shown`` metrics of a checkpoint."""
     first = list(values.items())[:shown]

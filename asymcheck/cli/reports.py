@@ -326,7 +326,7 @@ def _from_to(a: str | None, b: str | None) -> str:
 
 
 def _shape(shape: tuple[int, ...] | None) -> str | None:
-    return None if shape is None else "×".join(map(str, shape)) or "scalar"
+    return None if shape is None else output.shape(shape)
 
 
 def _show_norms(changes: tuple[TensorChange, ...], *, is_shared: bool) -> None:

@@ -394,7 +394,7 @@ def _import(
 
 def _show_planned(planned: Planned) -> None:
     rows = [
-        {"tensor": item.name, "dtype": item.dtype, "shape": list(item.shape), "size": output.size(item.nbytes)}
+        {"tensor": item.name, "dtype": item.dtype, "shape": output.shape(item.shape), "size": output.size(item.nbytes)}
         for item in planned.tensors
     ]
     output.print_table(rows, numbers=("size",))
@@ -403,8 +403,10 @@ def _show_planned(planned: Planned) -> None:
 
 
 def _written(store: Store, saved: Checkpoint) -> str:
-    if not saved.written_bytes and saved.state_bytes:
+    written = saved.written_bytes or 0
+    if not written and saved.state_bytes:
         _, tensors = store.tensors(f"save:{saved.save_id}", run=saved.run)
         if all(tensor.inline for tensor in tensors):
-            return "all in the manifest"
-    return f"{output.size(saved.written_bytes or 0)} newly stored"
+            # The bytes are in the manifest, which every checkpoint writes.
+            written = saved.state_bytes
+    return f"{output.size(written)} newly stored"

@@ -37,7 +37,11 @@ class Retention:
     keep_for: timedelta | None = None
     """Keep checkpoints whose save began within this time."""
     keep_abandoned: bool = True
-    """Keep all checkpoints that are not on the line of training; if False, only ``keep_for`` keeps them."""
+    """Keep all checkpoints that are not on the line of training; if False, only ``keep_for`` keeps them.
+
+    By default they stay, because a return to an older step may be a mistake. Each return leaves at most the checkpoints
+    that the rules had kept until then.
+    """
 
     def __post_init__(self) -> None:
         """Refuse invalid rules."""

@@ -174,11 +174,10 @@ class _Adoption:
 
     def commit_all(self, readers: Sequence[RingReader]) -> None:
         """Commit the complete captures of ``readers``, and remove the rings that are not kept."""
-        catalog = self._open_catalog()
         captures = [capture for reader in readers for capture in self._captures_in(reader)]
         captures.sort(key=lambda capture: (capture.header.ref, capture.header.rank))
         for capture in captures:
-            self._commit(catalog, capture, captures)
+            self._commit(capture, captures)
         for reader in readers:
             if reader not in self._kept:
                 reader.unlink()
@@ -197,7 +196,7 @@ class _Adoption:
             except FormatError as error:
                 self._note(run, None, str(error))
 
-    def _commit(self, catalog: Catalog, capture: _RingCapture, captures: Sequence[_RingCapture]) -> None:
+    def _commit(self, capture: _RingCapture, captures: Sequence[_RingCapture]) -> None:
         header = capture.header
         run, step = header.run, header.ref.step
         stored = self._tier.manifests.listing(run, header.ref)
@@ -215,9 +214,11 @@ class _Adoption:
                 )
                 self._note(run, step, problem)
             return
-        transaction = RingTransaction(self._tier, catalog, self._encoder, header.ref.save_id, header.rank)
+        ref = header.ref
         try:
-            with transaction:
+            # A full drive may have no space for a new catalog, either.
+            catalog = self._open_catalog()
+            with RingTransaction(self._tier, catalog, self._encoder, ref.save_id, header.rank) as transaction:
                 # Check the lineage before the write, so that a rejected capture is not written at each start.
                 self._placing(header)
                 _check_line(self._tier, header)

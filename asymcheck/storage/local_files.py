@@ -274,7 +274,12 @@ def reserve(path: Path, size: int) -> None:
         status = os.fstat(descriptor)
         size = status.st_size or size
         if status.st_blocks * 512 < size:
-            os.posix_fallocate(descriptor, 0, size)
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+            except OSError:
+                # ext4 keeps the blocks that it could allocate on a full drive.
+                os.ftruncate(descriptor, status.st_size)
+                raise
     finally:
         os.close(descriptor)
 

@@ -237,8 +237,8 @@ def test_freed_packs_make_space_for_a_larger_one(small_disk: Path) -> None:
         assert torch.equal(store.load()["own"], state)
 
 
-@pytest.fixture
-def dead_with_capture(small_disk: Path, tmp_path: Path, zygote: Zygote) -> Path:
+@pytest.fixture(params=["catalog there", "catalog lost"])
+def dead_with_capture(request: pytest.FixtureRequest, small_disk: Path, tmp_path: Path, zygote: Zygote) -> Path:
     """A killed training whose last capture is only in memory, and a disk that is full meanwhile."""
     folder = tmp_path / "training"
     folder.mkdir()
@@ -248,6 +248,8 @@ def dead_with_capture(small_disk: Path, tmp_path: Path, zygote: Zygote) -> Path:
     for ring in rings(folder):
         ring.unlink()
     zygote.start(train, path=str(folder), kill="capture.complete", number=1).wait_killed()
+    if request.param == "catalog lost":
+        shutil.rmtree(small_disk / "store" / "catalog")
     _fill(small_disk, 64 << 10)
     return folder
 

@@ -15,6 +15,7 @@ from asymcheck.capture.signals import ExitHandler
 from asymcheck.config import DEFAULT_RUN, CaptureConfig
 from asymcheck.distributed.ranks import RanksGiven, find_ranks
 from asymcheck.errors import (
+    ClosedStoreError,
     InvalidInputError,
     PartialRestoreError,
     RanksError,
@@ -130,6 +131,7 @@ class Checkpointer:
         self._background: BackgroundSaver | None = None
         self._run_lock = store.training.run_lock(run)
         self._takeover = check_flag("takeover", takeover)
+        self._is_closed = False
         self._statistics = Statistics()
         self._exit_handler = ExitHandler(self.close)
         found = find_ranks(ranks)
@@ -175,6 +177,7 @@ class Checkpointer:
             InconsistentCheckpointError, StateMismatchError, PartialRestoreError, HeadRecordError: see
                 :meth:`Store.load`.
             RunInUseError: another process trains the run.
+            ClosedStoreError: the Checkpointer or the store was closed.
             LockTimeoutError: another process is recovering this run's captures from memory, and does not end.
 
         Warns:
@@ -183,6 +186,7 @@ class Checkpointer:
                 stored part that it lacks, converted tensors, other hyperparameters.
             UnreachableRemoteWarning: the run has no checkpoint, and the ``remote`` of the store is empty.
         """
+        self._check_open()
         try:
             checkpoint = self._restore(step, strict=check_flag("strict", strict))
         except PartialRestoreError as error:
@@ -222,8 +226,16 @@ class Checkpointer:
         self._pusher.guard(nvme.descriptor.store_id.hex(), takeover=self._takeover)
         self._takeover = False
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedStoreError(
+                f"the Checkpointer of run {self._run!r} was closed; call close() after the last step, or create "
+                "another Checkpointer and call its restore()"
+            )
+
     def _check_may_save(self) -> None:
         """Raise, on all ranks, if the last restore failed halfway, or if another training has taken the run over."""
+        self._check_open()
         try:
             self._run_lock.check()
             self._pusher.check()
@@ -305,6 +317,7 @@ class Checkpointer:
             LostCheckpointError, PruneError: as :meth:`restore`.
             StateMismatchError, DigestMismatchError
         """
+        self._check_open()
         with self._exit_handler:
             if self._coordinator is not None:
                 self._store.training.settle()
@@ -340,6 +353,7 @@ class Checkpointer:
             RanksError: other ranks are missing or at another step; after the first checkpoint, unless ``on_error`` is
                 ``"warn"``.
             RunInUseError: another process trains the run, or has taken it over.
+            ClosedStoreError: the Checkpointer or the store was closed.
             PartialRestoreError: the last :meth:`restore` failed halfway, so the state is a mixture.
             UnsupportedValueError, InvalidInputError: the state or an argument cannot be stored.
         """
@@ -516,6 +530,8 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until all checkpoints are durable, and free the memory. The caller closes the store.
 
+        After that, the Checkpointer neither saves nor restores.
+
         Pending uploads of ``push`` continue for at most ``Push.close_s``.
 
         Raises:
@@ -524,6 +540,7 @@ class Checkpointer:
         Warns:
             UnreachableRemoteWarning: some checkpoints were not pushed; the next training sends them.
         """
+        self._is_closed = True
         try:
             with self._exit_handler:
                 self._exit_handler.disarm()

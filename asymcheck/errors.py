@@ -309,7 +309,7 @@ class CatalogError(StorageError, kind="catalog"):
 
 
 class ClosedStoreError(StorageError, kind="closed"):
-    """The store object was closed."""
+    """The store or the Checkpointer was closed."""
 
 
 class ForkedStoreError(StorageError, kind="forked"):

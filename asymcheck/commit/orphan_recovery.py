@@ -214,11 +214,11 @@ class _Adoption:
                 )
                 self._note(run, step, problem)
             return
-        ref = header.ref
         try:
             # A full drive may have no space for a new catalog, either.
             catalog = self._open_catalog()
-            with RingTransaction(self._tier, catalog, self._encoder, ref.save_id, header.rank) as transaction:
+            transaction = RingTransaction(self._tier, catalog, self._encoder, header.ref.save_id, header.rank)
+            with transaction:
                 # Check the lineage before the write, so that a rejected capture is not written at each start.
                 self._placing(header)
                 _check_line(self._tier, header)

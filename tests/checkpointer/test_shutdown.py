@@ -43,6 +43,29 @@ def test_a_store_that_is_closed_first_has_everything(disk: Disk, store_path: Pat
         assert [checkpoint.step for checkpoint in store.checkpoints()] == [0, 1, 2]
 
 
+def test_closed_checkpointer_saves_and_restores_nothing(store_path: Path, config: CaptureConfig) -> None:
+    """Test each method that would start the background thread and take the lock of the run again."""
+    _, _, loop = linear_loop()
+    with Store.open(store_path, create=True) as store:
+        checkpointer = Checkpointer(store, loop.state, capture=config, every=1, keep=None)
+        loop.iterate(0)
+        checkpointer.step(0)
+        for _ in range(2):
+            checkpointer.close()
+        calls = [
+            lambda: checkpointer.step(1),
+            lambda: checkpointer.save(1),
+            checkpointer.restore,
+            checkpointer.rollback,
+        ]
+        for call in calls:
+            with pytest.raises(ClosedStoreError, match="Checkpointer of run 'default' was closed; call close"):
+                call()
+        assert checkpointer.latest_step == 0
+        with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as another:
+            assert another.restore() is not None
+
+
 @pytest.mark.slow
 def test_a_checkpointer_that_is_dropped_finishes_with_the_store(
     disk: Disk, store_path: Path, config: CaptureConfig

@@ -7,6 +7,8 @@ Therefore no class of torch is called with content of the file.
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from asymcheck.convert.pickle_limits import scan_pickle, tensors_max
 from asymcheck.convert.source_file import SourceFile
 from asymcheck.convert.torch_file import read_torch_slice
 from asymcheck.errors import ForeignFileError, TruncatedError
@@ -27,6 +30,9 @@ from asymcheck.state.leaves import TensorBytes, flat_bytes
 from asymcheck.storage.local_files import translated
 
 _METADATA = ".metadata"
+_METADATA_BYTES_MAX = 1 << 30
+_OBJECT_BYTES = 16
+"""Bytes of metadata for each object; torch writes about 24."""
 # A tensor in row-major order is TensorBytes; other tensors are views of the mapped file.
 _Piece = TensorBytes | torch.Tensor
 _REWRITE = "save the checkpoint again, or load it with torch.distributed.checkpoint"
@@ -219,17 +225,29 @@ class _Unpickler(pickle.Unpickler):
 def _read_metadata(path: Path) -> _Folder:
     try:
         with translated("read", path), path.open("rb") as file:
-            metadata: object = _Unpickler(file).load()
+            if os.fstat(file.fileno()).st_size > _METADATA_BYTES_MAX:
+                raise TruncatedError(f"it is larger than {_METADATA_BYTES_MAX:,} bytes")
+            content = file.read()
+        _check_cost(content)
+        metadata: object = _Unpickler(io.BytesIO(content)).load()
         return _folder_of(metadata)
     except _ERRORS as error:
         raise ForeignFileError(path, str(error) or type(error).__name__, _REMEDY) from error
+
+
+def _check_cost(content: bytes) -> None:
+    """Scan a pickle before it is loaded, and raise if loading costs more than a file of this size justifies."""
+    size = len(content)
+    scan = scan_pickle(content, 0, size, tensors_max(0) + size // _OBJECT_BYTES)
+    if scan.problem or not scan.is_whole:
+        raise TruncatedError(scan.problem or f"its pickle ends at byte {scan.end:,}, or is not one of DCP")
 
 
 def _folder_of(metadata: object) -> _Folder:
     if type(metadata) is not _MetadataStandIn:
         raise TruncatedError("it does not hold metadata of DCP")
     entries = {
-        (index.field("fqn"), None if index.field("offset") is None else tuple(index.field("offset"))): _entry(info)
+        (index.field("fqn"), None if index.field("offset") is None else _sizes(index.field("offset"))): _entry(info)
         for index, info in metadata.field("storage_data").items()
     }
     tensors: dict[str, _Tensor] = {}
@@ -241,7 +259,7 @@ def _folder_of(metadata: object) -> _Folder:
             values[name] = entries[name, None]
     planner_data = metadata.field("planner_data")
     planned = planner_data if isinstance(planner_data, dict) else {}
-    paths = {name: tuple(planned.get(name, (name,))) for name in (*tensors, *values)}
+    paths = {name: _sizes(planned.get(name, (name,))) for name in (*tensors, *values)}
     _check_paths(list(paths.values()))
     return _Folder(tensors, values, paths)
 
@@ -270,13 +288,13 @@ def _entry(info: _StandIn) -> _Entry:
 def _described(
     name: str, description: _StandIn, entries: Mapping[tuple[str, tuple[int, ...] | None], _Entry]
 ) -> _Tensor:
-    shape = tuple(description.field("size"))
+    shape = _sizes(description.field("size"))
     # Properties are pickled as a tuple that begins with the dtype; before torch 2.3, as attributes.
     state = description.field("properties").state
     dtype = state["dtype"] if isinstance(state, dict) else state[0]
     pieces = []
     for chunk in description.field("chunks"):
-        box = Box(shape, tuple(chunk.field("offsets")), tuple(chunk.field("sizes")))
+        box = Box(shape, _sizes(chunk.field("offsets")), _sizes(chunk.field("sizes")))
         if not all(map(_is_natural, (*box.whole, *box.offset, *box.shape))) or not box.is_valid:
             raise TruncatedError(f"a piece of {name} is outside of the tensor")
         pieces.append((box, entries[name, box.offset]))
@@ -287,6 +305,13 @@ def _described(
     if type(dtype) is not str or not is_complete:
         raise TruncatedError(f"the pieces of {name} do not cover the tensor")
     return _Tensor(dtype, shape, pieces)
+
+
+def _sizes(values: Any) -> tuple[Any, ...]:  # noqa: ANN401 - any content of the file
+    """Return a short sequence as a tuple. Many objects may share a long one, and each would copy it."""
+    if len(values) > TREE_DEPTH_MAX:
+        raise TruncatedError("a shape or a name of its state is invalid")
+    return tuple(values)
 
 
 def _is_natural(value: object) -> bool:

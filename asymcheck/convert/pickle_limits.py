@@ -1,7 +1,8 @@
 """Bounds on what unpickling an untrusted file costs. The pickle is scanned first, and nothing is built.
 
-A pickle of a few kilobytes can describe millions of tensors, and tuples that are nested so deeply that hashing one of
-them overflows the stack of the process. Compression makes such files even smaller.
+A pickle of a few kilobytes can describe millions of tensors, tuples that contain each other so often that hashing one
+takes years, and tuples that are nested so deeply that hashing one overflows the stack of the process. Compression makes
+such files even smaller.
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ _CONSTANTS: Final = {
     ord("G"): 8,
 }
 _TUPLES: Final = {0x85: 1, 0x86: 2, 0x87: 3}  # values of a tuple, by operation
-_LENGTHS: Final = {ord("X"): "<I", ord("U"): "<B", 0x8A: "<B"}  # form of the length of a string or a large integer
+_LENGTHS: Final = {ord("X"): "<I", ord("U"): "<B", 0x8A: "<B", 0x8C: "<B"}  # form of the length of a string or integer
 _GETS: Final = {ord("h"): "<B", ord("j"): "<I"}
 _PUTS: Final = {ord("q"): "<B", ord("r"): "<I"}
-_PROTOCOL: Final = 0x80
-_CLASS: Final = -1  # stands for a class or function on the stack; all other values are depths of tuples
+_SKIPPED: Final = {0x80: 1, 0x95: 8}  # bytes of the argument of each operation without effect
+_MEMOIZE: Final = 0x94
+_STACK_GLOBAL: Final = 0x93
+_FLAT: Final = (0, 0)  # stands for a value other than a tuple: depth and size of nested tuples
+_CLASS: Final = (-1, 0)  # stands for a class or function on the stack
 _CHEAP: Final = ("collections", "builtins", "_codecs")
 
 
@@ -46,7 +50,7 @@ class PickleScan(NamedTuple):
     end: int  # offset of the first byte after the pickle
     classes: frozenset[str]  # dotted names of all classes and functions
     problem: str  # reason to refuse the file, or empty
-    is_whole: bool  # False if the pickle ends early
+    is_whole: bool  # False if the pickle ends early, or has an operation that torch does not write
 
 
 def tensors_max(file_bytes: int) -> int:
@@ -54,32 +58,39 @@ def tensors_max(file_bytes: int) -> int:
     return _TENSORS_MAX + file_bytes // _TENSOR_BYTES
 
 
-def scan_pickle(content: bytes, start: int, file_bytes: int) -> PickleScan:
-    """Scan the pickle of protocol 2 that begins at byte ``start``, as ``torch.save`` writes it.
+def scan_pickle(content: bytes, start: int, file_bytes: int, tensors: int | None = None) -> PickleScan:
+    """Scan the pickle that begins at byte ``start``, as ``torch.save`` or ``torch.distributed.checkpoint`` writes it.
 
-    The scan ends at the first operation that ``torch.load(weights_only=True)`` refuses.
+    The scan ends at the first operation that neither writes. ``torch.load(weights_only=True)`` refuses it, too.
+
+    Args:
+        content: the bytes.
+        start: first byte of the pickle.
+        file_bytes: size of the file [B].
+        tensors: the number of tensors and objects that the file may describe, by default :func:`tensors_max`.
     """
-    scan = _Scan(content, start, file_bytes)
+    scan = _Scan(content, start, file_bytes, tensors_max(file_bytes) if tensors is None else tensors)
     try:
-        problem, is_whole = scan.run(), True
+        problem = scan.run()
+        is_whole = bool(problem) or content[scan.position - 1] == ord(".")
     except (LookupError, struct.error, ValueError):
         problem, is_whole = "", False  # Torch reports a damaged pickle itself, at the same operation.
     return PickleScan(scan.position, frozenset(scan.classes), problem, is_whole)
 
 
 class _Scan:
-    """Interpreter that replaces each value by the depth of its tuples."""
+    """Interpreter that replaces each value by the depth and the size of its tuples."""
 
-    def __init__(self, content: bytes, start: int, file_bytes: int) -> None:
+    def __init__(self, content: bytes, start: int, file_bytes: int, tensors: int) -> None:
         self.position = start
         self.classes: set[str] = set()
         self._content = content
-        self._values_left = _VALUES_MAX + file_bytes
-        self._objects_left = tensors_max(file_bytes)
+        self._number_max = self._values_left = _VALUES_MAX + file_bytes
+        self._objects_left = tensors
         self._names = 0
-        self._stack: list[int] = []
-        self._outer: list[list[int]] = []
-        self._memo: dict[int, int] = {}
+        self._stack: list[tuple[int, int]] = []
+        self._outer: list[list[tuple[int, int]]] = []
+        self._memo: dict[int, tuple[int, int]] = {}
 
     def run(self) -> str:
         content, operation = self._content, 0
@@ -89,15 +100,15 @@ class _Scan:
             size = _CONSTANTS.get(operation)
             if size is not None:
                 self.position += size
-                self._stack.append(0)
+                self._stack.append(_FLAT)
             elif operation in _LENGTHS:
                 length = self._number(_LENGTHS[operation])
                 self.position += length
-                self._stack.append(0)
+                self._stack.append(_FLAT)
             elif operation in _GETS:
                 self._stack.append(self._memo[self._number(_GETS[operation])])
             elif operation in _PUTS:
-                self._memo[self._number(_PUTS[operation])] = self._stack[-1]
+                self._put(self._number(_PUTS[operation]))
             elif not self._apply(operation):
                 return ""
             self._values_left -= 1
@@ -105,7 +116,7 @@ class _Scan:
                 return f"its pickle describes more than {_VALUES_MAX:,} values"
             if self._objects_left < 0:
                 return f"it describes more than {_TENSORS_MAX:,} tensors or objects, and most of them are tiny"
-            if self._stack and self._stack[-1] > _DEPTH_MAX:
+            if self._stack and self._stack[-1][0] > _DEPTH_MAX:
                 return f"its tuples are nested deeper than {_DEPTH_MAX:,}"
             if self._names > _CLASSES_MAX:
                 return f"it names classes more than {_CLASSES_MAX:,} times"
@@ -118,11 +129,9 @@ class _Scan:
             self._outer.append(stack)
             self._stack = []
         elif operation in _TUPLES:
-            items = [stack.pop() for _ in range(_TUPLES[operation])]
-            stack.append(1 + max(0, *items))
+            self._push_tuple([stack.pop() for _ in range(_TUPLES[operation])])
         elif operation == ord("t"):
-            items = self._pop_mark()
-            self._stack.append(1 + max(items, default=0))
+            self._push_tuple(self._pop_mark())
         elif operation in b"eu":
             self._pop_mark()
         elif operation in b"asb":
@@ -131,23 +140,42 @@ class _Scan:
         elif operation in b"R\x81":
             arguments = stack.pop()
             self._objects_left -= stack[-1] == _CLASS
-            stack[-1] = max(0, arguments)
+            stack[-1] = max(_FLAT, arguments)
         elif operation == ord("Q"):
-            stack[-1] = 0
+            stack[-1] = _FLAT
+        elif operation == _MEMOIZE:
+            self._put(len(self._memo))
+        elif operation == _STACK_GLOBAL:
+            stack.pop()
+            stack[-1] = _CLASS
+            self._names += 1
         elif operation == ord("c"):
             module, name = self._line(), self._line()
             # Protocol 2 uses the names of Python 2.
             module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
             self.classes.add(f"{module}.{name}")
             self._names += 1
-            stack.append(0 if module in _CHEAP else _CLASS)
-        elif operation == _PROTOCOL:
-            self.position += 1
+            stack.append(_FLAT if module in _CHEAP else _CLASS)
+        elif operation in _SKIPPED:
+            self.position += _SKIPPED[operation]
         else:
             return False
         return True
 
-    def _pop_mark(self) -> list[int]:
+    def _put(self, number: int) -> None:
+        self._memo[number] = self._stack[-1]
+        if number > self._number_max:
+            # Python would reserve memory for all smaller numbers.
+            self._values_left = 0
+
+    def _push_tuple(self, items: list[tuple[int, int]]) -> None:
+        depth = 1 + max((depth for depth, _ in items), default=0)
+        size = 1 + sum(size for _, size in items)
+        # Shared tuples count each time, because Python visits them each time that it hashes the new tuple.
+        self._values_left -= size
+        self._stack.append((max(1, depth), size))
+
+    def _pop_mark(self) -> list[tuple[int, int]]:
         items = self._stack
         self._stack = self._outer.pop()
         return items

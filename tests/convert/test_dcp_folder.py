@@ -6,6 +6,8 @@ import os
 import pickle
 import random
 import shutil
+import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,6 +231,59 @@ def test_damaged_metadata_is_refused(folder: Path) -> None:
         except AsymcheckError:
             refused += 1
     assert refused > 300
+
+
+SHARED_KEY = b"\x80\x04})" + b"\x94h%c\x86" * 40 % tuple(range(40)) + b"K\x01s."
+MANY_OBJECTS = (
+    b"\x80\x04](\x8c\x25torch.distributed.checkpoint.metadata\x8c\x0dMetadataIndex\x93\x94)\x94"
+    + b"h\x00h\x01\x81" * 300_000
+    + b"e."
+)
+FAR_NUMBER = b"\x80\x02]r\xff\xff\xff\x7f."
+LONG_BYTES = b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b"."
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (SHARED_KEY, "more than 500,000 values"),
+        (MANY_OBJECTS, "more than 20,000 tensors or objects"),
+        (FAR_NUMBER, "more than 500,000 values"),
+        (LONG_BYTES, "is not one of DCP"),
+    ],
+    ids=["shared key", "objects", "number", "bytes"],
+)
+def test_hostile_metadata_is_refused_in_bounded_time_and_memory(folder: Path, content: bytes, problem: str) -> None:
+    """Test a key whose hash takes days, objects of few bytes, and memory that Python would reserve first."""
+    (folder / _METADATA).write_bytes(content)
+    tracemalloc.start()
+    start = time.process_time()
+    with pytest.raises(ForeignFileError, match=problem):
+        _read_metadata(folder / _METADATA)
+    duration = time.process_time() - start
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert duration < 5
+    assert peak < 4 * len(content) + (16 << 20)
+
+
+def test_huge_metadata_is_not_read(folder: Path) -> None:
+    """Test a sparse file of 4 TiB."""
+    os.truncate(folder / _METADATA, 1 << 42)
+    with pytest.raises(ForeignFileError, match=r"larger than 1,073,741,824 bytes"):
+        _read_metadata(folder / _METADATA)
+
+
+def test_long_shape_that_pieces_share_is_refused(folder: Path) -> None:
+    """Test a shape that each piece of a tensor would copy."""
+
+    def lengthen(metadata: Metadata) -> None:
+        chunks = next(iter(metadata.state_dict_metadata.values())).chunks  # type: ignore[union-attr]  # of a tensor
+        chunks[0].offsets = [0] * 100_000  # type: ignore[assignment]  # wrong on purpose
+
+    changed(folder, lengthen)
+    with pytest.raises(ForeignFileError, match="a shape or a name of its state is invalid"):
+        _read_metadata(folder / _METADATA)
 
 
 def test_unfinished_dcp_save_is_recognised(folder: Path, store_path: Path) -> None:

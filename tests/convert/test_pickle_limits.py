@@ -25,6 +25,7 @@ TENSOR = b"h\x01h\x02R"
 """Operations that build one more empty tensor, in five bytes."""
 MANY_TENSORS = PROTOCOL + b"](" + REBUILD + ARGUMENTS + b"R" + TENSOR * 600_000 + b"e."
 DEEP_KEY = PROTOCOL + b"})" + b"\x85" * 3_000_000 + b"K\x01s."
+SHARED_KEY = PROTOCOL + b"})" + b"".join(b"q%ch%c\x86" % (number, number) for number in range(40)) + b"K\x01s."
 MANY_LISTS = PROTOCOL + b"(" + b"]" * 15_000_000 + b"l."
 
 
@@ -47,13 +48,17 @@ def archive(path: Path, content: bytes, *, legacy: bool = False) -> Path:
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize(
     ("content", "problem"),
-    [(MANY_TENSORS, "more than 20,000 tensors"), (DEEP_KEY, "tuples are nested deeper")],
-    ids=["tensors", "key"],
+    [
+        (MANY_TENSORS, "more than 20,000 tensors"),
+        (DEEP_KEY, "tuples are nested deeper"),
+        (SHARED_KEY, "more than 500,000 values"),
+    ],
+    ids=["tensors", "key", "shared key"],
 )
 def test_hostile_pickle_is_refused_in_bounded_time_and_memory(
     tmp_path: Path, content: bytes, problem: str, *, legacy: bool
 ) -> None:
-    """Test 600,000 empty tensors, and a key whose hash overflows the stack of the process."""
+    """Test 600,000 empty tensors, a key whose hash overflows the stack, and a key whose hash takes days."""
     path = archive(tmp_path / "a.pt", content, legacy=legacy)
     tracemalloc.start()
     start = time.process_time()

@@ -26,7 +26,7 @@ _CLASSES_MAX: Final = 500
 
 # Bytes of the argument of each operation that pushes a value without a reference to other values.
 _CONSTANTS: Final = {
-    **dict.fromkeys(b"N\x88\x89)]}\x8f", 0),
+    **dict.fromkeys(b"N\x88\x89)}\x8f", 0),
     ord("K"): 1,
     ord("M"): 2,
     ord("J"): 4,
@@ -40,6 +40,7 @@ _SKIPPED: Final = {0x80: 1, 0x95: 8}  # bytes of the argument of each operation 
 _MEMOIZE: Final = 0x94
 _STACK_GLOBAL: Final = 0x93
 _FLAT: Final = (0, 0)  # stands for a value other than a tuple: depth and size of nested tuples
+_LIST: Final = (-2, 0)  # stands for a list
 _CLASS: Final = (-1, 0)  # stands for a class or function on the stack
 _CHEAP: Final = ("collections", "builtins", "_codecs")
 
@@ -50,7 +51,10 @@ class PickleScan(NamedTuple):
     end: int  # offset of the first byte after the pickle
     classes: frozenset[str]  # dotted names of all classes and functions
     problem: str  # reason to refuse the file, or empty
-    is_whole: bool  # False if the pickle ends early, or has an operation that torch does not write
+    foreign_appends: tuple[int, ...]
+    """Offsets of the operations that append to an object other than a list."""
+    is_whole: bool
+    """False if the pickle ends early, or has an operation that torch does not write."""
 
 
 def tensors_max(file_bytes: int) -> int:
@@ -75,7 +79,19 @@ def scan_pickle(content: bytes, start: int, file_bytes: int, tensors: int | None
         is_whole = bool(problem) or content[scan.position - 1] == ord(".")
     except (LookupError, struct.error, ValueError):
         problem, is_whole = "", False  # Torch reports a damaged pickle itself, at the same operation.
-    return PickleScan(scan.position, frozenset(scan.classes), problem, is_whole)
+    return PickleScan(scan.position, frozenset(scan.classes), problem, tuple(scan.foreign_appends), is_whole)
+
+
+def without_appends(content: bytes, appends: tuple[int, ...]) -> bytes:
+    """Return a pickle with these operations replaced by others that pass the values to ``__setstate__``.
+
+    Torch appends only to lists, and not to stand-ins for a deque or for an object of a subclass of list.
+    """
+    pieces, start = [], 0
+    for position in appends:
+        pieces += [content[start:position], b"b" if content[position] == ord("a") else b"tb"]
+        start = position + 1
+    return b"".join((*pieces, content[start:]))
 
 
 class _Scan:
@@ -84,6 +100,7 @@ class _Scan:
     def __init__(self, content: bytes, start: int, file_bytes: int, tensors: int) -> None:
         self.position = start
         self.classes: set[str] = set()
+        self.foreign_appends: list[int] = []
         self._content = content
         self._number_max = self._values_left = _VALUES_MAX + file_bytes
         self._objects_left = tensors
@@ -132,9 +149,11 @@ class _Scan:
             self._push_tuple([stack.pop() for _ in range(_TUPLES[operation])])
         elif operation == ord("t"):
             self._push_tuple(self._pop_mark())
-        elif operation in b"eu":
+        elif operation in b"]ea":
+            self._apply_to_list(operation)
+        elif operation == ord("u"):
             self._pop_mark()
-        elif operation in b"asb":
+        elif operation in b"sb":
             self._objects_left -= operation == ord("b")
             del stack[-2 if operation == ord("s") else -1 :]
         elif operation in b"R\x81":
@@ -143,11 +162,30 @@ class _Scan:
             stack[-1] = max(_FLAT, arguments)
         elif operation == ord("Q"):
             stack[-1] = _FLAT
-        elif operation == _MEMOIZE:
+        elif operation in _SKIPPED:
+            self.position += _SKIPPED[operation]
+        else:
+            return self._apply_name(operation)
+        return True
+
+    def _apply_to_list(self, operation: int) -> None:
+        if operation == ord("]"):
+            self._stack.append(_LIST)
+            return
+        if operation == ord("e"):
+            self._pop_mark()
+        else:
+            self._stack.pop()
+        if self._stack[-1] is not _LIST:
+            self.foreign_appends.append(self.position - 1)
+
+    def _apply_name(self, operation: int) -> bool:
+        """Apply an operation that names a class or the last value; return False for other operations."""
+        if operation == _MEMOIZE:
             self._put(len(self._memo))
         elif operation == _STACK_GLOBAL:
-            stack.pop()
-            stack[-1] = _CLASS
+            self._stack.pop()
+            self._stack[-1] = _CLASS
             self._names += 1
         elif operation == ord("c"):
             module, name = self._line(), self._line()
@@ -155,9 +193,7 @@ class _Scan:
             module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
             self.classes.add(f"{module}.{name}")
             self._names += 1
-            stack.append(_FLAT if module in _CHEAP else _CLASS)
-        elif operation in _SKIPPED:
-            self.position += _SKIPPED[operation]
+            self._stack.append(_FLAT if module in _CHEAP else _CLASS)
         else:
             return False
         return True

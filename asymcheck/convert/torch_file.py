@@ -31,7 +31,7 @@ import torch
 
 from asymcheck.convert.export_target import DraftSink, TargetFile
 from asymcheck.convert.part import keep_parts, leaves_of
-from asymcheck.convert.pickle_limits import PickleScan, scan_pickle, tensors_max
+from asymcheck.convert.pickle_limits import PickleScan, scan_pickle, tensors_max, without_appends
 from asymcheck.convert.source_file import SourceFile, first_line, refused
 from asymcheck.errors import ForeignFileError, InvalidInputError, StorageError, listed
 from asymcheck.format.manifest import TensorRow
@@ -181,7 +181,8 @@ def read_torch_slice(file: SourceFile, start: int, length: int, parts: Sequence[
         refused(file.path, _damage, _FETCH, *_DAMAGE_ERRORS),
     ):
         if magic != _LOCAL_MAGIC:
-            outline = _Outline(file.path, length, lambda: _load_legacy(source), _scan_legacy(file.path, source, length))
+            classes = _scan_legacy(file.path, source, length)
+            outline = _Outline(file.path, length, lambda _: _load_legacy(source), classes)
             state = outline.load(parts)
             leaves = {id(leaf): leaf for leaf in _leaves_within(file.path, state, length)}
             _check_claim(file.path, (leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor)), length)
@@ -208,7 +209,7 @@ class _Outline(NamedTuple):
 
     path: Path
     file_bytes: int
-    load_all: Callable[[], object]
+    load_all: Callable[[bool], object]  # called with True if classes have stand-ins
     classes: frozenset[str]  # dotted names in the pickle
 
     def load(self, parts: Sequence[str]) -> object:
@@ -225,7 +226,7 @@ class _Outline(NamedTuple):
                 raise ForeignFileError(self.path, problem, _REMEDY)
             return state
         try:
-            state = self.load_all()
+            state = self.load_all(False)
         except pickle.UnpicklingError as error:
             if not (supported := self._supported_parts()):
                 raise
@@ -237,7 +238,7 @@ class _Outline(NamedTuple):
 
     def _load_with_stand_ins(self) -> object:
         with _replaced(self.path, {name: _Inert("Inert", (_StandIn,), {"name": name}) for name in self.classes}):
-            return self.load_all()
+            return self.load_all(True)
 
     def _unsupported(self, state: object) -> str:
         """Return the dotted name of a class that has a stand-in in the state, or an empty string."""
@@ -363,27 +364,42 @@ class _Archive:
             members = self._members_by_name(packed.infolist())
         self._check_byte_order(members)
         content = {name: self._content(name, members[name]) for name in _COPIED if name in members}
-        self.classes = _check_scan(path, content[_PICKLE], 0, self._size).classes
+        self._scan = _check_scan(path, content[_PICKLE], 0, self._size)
+        self.classes = self._scan.classes
         content[_BYTE_ORDER] = sys.byteorder.encode()
-        names = [name for name in members | content if name not in _LEFT_OUT]
-        self._outline = io.BytesIO()
-        with zipfile.ZipFile(self._outline, "w") as outline:
-            for name in names:
-                outline.writestr(_FOLDER + name, content.get(name, b""))
-        starts = [_data_start(path, member, self._outline) for member in outline.infolist()]
-        self._members = {
-            start: (name, members[name]) for start, name in zip(starts, names, strict=True) if name in members
-        }
+        self._by_name, self._copied = members, content
+        self._members: dict[int, tuple[str, zipfile.ZipInfo]] = {}
 
-    def load_faked(self) -> object:
+    def load_faked(self, has_stand_ins: bool = False) -> object:  # noqa: FBT001, FBT002 - the only argument
         """Return the state in the file, with tensors without memory."""
-        self._outline.seek(0)
+        outline = self._outlined(
+            without_appends(self._copied[_PICKLE], self._scan.foreign_appends)
+            if has_stand_ins
+            else self._copied[_PICKLE]
+        )
         if _meta_has_offsets():
-            return torch.load(self._outline, map_location="meta", weights_only=True)
+            return torch.load(outline, map_location="meta", weights_only=True)
         from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
         with FakeTensorMode():
-            return torch.load(self._outline, map_location="cpu", weights_only=True)
+            return torch.load(outline, map_location="cpu", weights_only=True)
+
+    def _outlined(self, pickled: bytes) -> io.BytesIO:
+        """Return the outline with this pickle, and note the offsets of its storages."""
+        content = self._copied | {_PICKLE: pickled}
+        names = [name for name in self._by_name | content if name not in _LEFT_OUT]
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w") as outline:
+            for name in names:
+                outline.writestr(_FOLDER + name, content.get(name, b""))
+        starts = [_data_start(self._path, member, file) for member in outline.infolist()]
+        self._members = {
+            start: (name, self._by_name[name])
+            for start, name in zip(starts, names, strict=True)
+            if name in self._by_name
+        }
+        file.seek(0)
+        return file
 
     def record_of(self, tensor: torch.Tensor) -> tuple[str, int, int]:
         """Return the name, the first byte and the length of the record with the storage of a faked tensor."""

@@ -16,10 +16,13 @@ from asymcheck.config import DEFAULT_RUN, CaptureConfig
 from asymcheck.distributed.ranks import RanksGiven, find_ranks
 from asymcheck.errors import (
     ClosedStoreError,
+    ForkedStoreError,
     InvalidInputError,
     PartialRestoreError,
     RanksError,
+    ReadOnlyStoreError,
     RunInUseError,
+    StorageError,
     UnreachableRemoteWarning,
     warn_user,
 )
@@ -43,6 +46,8 @@ KEEP_NEWEST = Retention(keep_last=3)
 
 _NONE_RESTORED = "all are abandoned, so none is restored; call restore(step=…) to continue from one of them"
 _POLL_S = 2.0  # Commits of other ranks are found by polling; those of this process are pushed at once.
+_LASTING = (ReadOnlyStoreError, ClosedStoreError, ForkedStoreError)
+"""Errors of the store that no later step can be free of."""
 _RESTORE_FIRST = "call restore() first to continue from the newest"
 _logger = logging.getLogger(__name__)
 
@@ -372,7 +377,13 @@ class Checkpointer:
                 if self._reporting.raises or self._background is None:
                     raise
                 is_begun = False
-                self._reporting.warn_of_ranks(step, error)
+                self._reporting.warn_of_step(step, error)
+            except StorageError as error:
+                # For instance a full drive at the start. Other ranks wait for this one, and some errors stay.
+                if self._reporting.raises or self._coordinator is not None or isinstance(error, _LASTING):
+                    raise
+                is_begun = False
+                self._reporting.warn_of_step(step, error)
             self._unsaved = None if is_begun else (step, metrics)
             if is_begun:
                 self._reporting.warn_of_order(newest, step)

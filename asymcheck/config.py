@@ -28,7 +28,7 @@ COMPRESSIONS: tuple[Compression, ...] = ("auto", "smallest", "off")
 
 
 _INDEX_ENTRY_BYTES = 64
-"""Size of an entry of a pack index [B], as in SPEC.md §7.2."""
+"""Size of an entry of a pack index [B], as in SPEC.md §A7."""
 # Half of the capacity of a pack index if every frame has one block.
 _PACK_BYTES_MAX = registry.PACK_INDEX_BYTES_MAX // _INDEX_ENTRY_BYTES * registry.BLOCK_BYTES // 2
 

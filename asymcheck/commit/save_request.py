@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from collections.abc import Mapping
 
 from asymcheck.format.spans import Spans
 from asymcheck.policies.interval import TrainingPace
+from asymcheck.storage.clock import now_ns
 from asymcheck.types import CheckpointRef, SaveId
 
 
@@ -24,7 +24,7 @@ class LineagePosition:
 
 def new_save_id() -> SaveId:
     """Return a new save id: the time in nanoseconds, then 8 random bytes (SPEC.md §A3)."""
-    return SaveId(time.time_ns().to_bytes(8, "big") + os.urandom(8))
+    return SaveId(now_ns().to_bytes(8, "big") + os.urandom(8))
 
 
 @dataclasses.dataclass(frozen=True)

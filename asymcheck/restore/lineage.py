@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Iterable
 
 from asymcheck.config import WRITER
@@ -19,6 +18,7 @@ from asymcheck.errors import (
 )
 from asymcheck.format import registry
 from asymcheck.format.record import HeadRecord
+from asymcheck.storage.clock import now_ns
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import NvmeTier
@@ -122,6 +122,6 @@ def begin_generation(tier: NvmeTier, run: str, parent: CheckpointRef | None) -> 
         generation = max([0, *heads, *listed, *([parent.generation] if parent else [])]) + 1
         if generation > registry.GENERATION_MAX:
             raise HeadRecordError(f"run {run} has generation {generation - 1}, the maximum; use another run name")
-        head = HeadRecord(run, generation, parent, time.time_ns(), WRITER)
+        head = HeadRecord(run, generation, parent, now_ns(), WRITER)
         if tier.manifests.publish_head(head):
             return generation

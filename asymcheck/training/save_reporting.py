@@ -15,7 +15,6 @@ from asymcheck.errors import (
     LostCheckpointWarning,
     PruneError,
     PruneWarning,
-    RanksError,
     SilentDivergenceWarning,
     SkippedCheckpointWarning,
     StaleStateWarning,
@@ -206,8 +205,8 @@ class SaveReporting:
         )
         return opened
 
-    def warn_of_ranks(self, step: int, error: RanksError) -> None:
-        """Warn of a step that is not saved because other ranks are missing or at another step."""
+    def warn_of_step(self, step: int, error: AsymcheckError) -> None:
+        """Warn of a step that is not saved because its save could not begin."""
         warn_user(f"step {step} of run {self._run!r} was not saved: {error}", LostCheckpointWarning)
 
     def _lost(self, captures: Sequence[Capture]) -> str:

@@ -1,7 +1,8 @@
 // Preloaded library that makes system calls on files below a folder fail at random.
 //
 // FAULT_FOLDER   the folder
-// FAULT_KIND     eio, enospc, eintr or short
+// FAULT_KIND     eio, enospc, edquot, eintr or short
+// FAULT_CLOCK_S  seconds by which the clock is set
 // FAULT_EVERY    mean number of calls between two faults
 // FAULT_SEED     start of the random numbers
 #define _GNU_SOURCE
@@ -14,6 +15,7 @@
 #include <string.h>
 #include <sys/types.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 static atomic_ulong counter;
@@ -49,7 +51,7 @@ static const char *kind(void) { return getenv("FAULT_KIND") ? getenv("FAULT_KIND
 
 static int fails(void) {
     if (strcmp(kind(), "short") == 0 || !is_due()) return 0;
-    errno = strcmp(kind(), "enospc") == 0 ? ENOSPC : strcmp(kind(), "eintr") == 0 ? EINTR : EIO;
+    errno = strcmp(kind(), "enospc") == 0 ? ENOSPC : strcmp(kind(), "edquot") == 0 ? EDQUOT : strcmp(kind(), "eintr") == 0 ? EINTR : EIO;
     return 1;
 }
 
@@ -120,4 +122,13 @@ int rename(const char *source, const char *target) {
     REAL("rename", rename_type);
     if (is_below(target) && fails_whole()) return -1;
     return real(source, target);
+}
+
+int clock_gettime(clockid_t clock, struct timespec *time) {
+    typedef int (*type)(clockid_t, struct timespec *);
+    REAL("clock_gettime", type);
+    const char *shift = getenv("FAULT_CLOCK_S");
+    int status = real(clock, time);
+    if (status == 0 && clock == CLOCK_REALTIME && shift) time->tv_sec += strtol(shift, NULL, 10);
+    return status;
 }

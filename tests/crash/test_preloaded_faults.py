@@ -52,7 +52,9 @@ def _check(library: Path, folder: Path, *, kind: str, seed: int, steps: int, eve
 
 
 @pytest.mark.slow(quick=["eio"])
-@pytest.mark.parametrize(("kind", "fails"), [("eio", True), ("enospc", True), ("eintr", False), ("short", None)])
+@pytest.mark.parametrize(
+    ("kind", "fails"), [("eio", True), ("enospc", True), ("edquot", True), ("eintr", False), ("short", None)]
+)
 def test_system_calls_that_fail_cost_no_durable_checkpoint(
     library: Path, tmp_path: Path, kind: str, fails: bool | None
 ) -> None:

@@ -28,7 +28,14 @@ from typing import Any
 import lmdb
 
 from asymcheck.config import StoreConfig
-from asymcheck.errors import CatalogError, ForkedStoreError, LockTimeoutError, OutOfSpaceError, StorageError
+from asymcheck.errors import (
+    CatalogError,
+    ForkedStoreError,
+    LockTimeoutError,
+    OutOfSpaceError,
+    ReadOnlyStoreError,
+    StorageError,
+)
 from asymcheck.events import emit
 from asymcheck.format import catalog_records as codec
 from asymcheck.format import layout, registry
@@ -225,7 +232,8 @@ class CatalogUsers:
             path, descriptor = self._own
             self._own = None
             try:
-                self._files.unlink(path)
+                with contextlib.suppress(StorageError):
+                    self._files.unlink(path)
             finally:
                 DESCRIPTORS.close(descriptor)
 
@@ -472,6 +480,16 @@ class Catalog:
                 raise OutOfSpaceError(
                     f"catalog {self.path}: {error}; free space, or delete checkpoints and run gc"
                 ) from error
+            if "Read-only file system" in str(error):
+                raise ReadOnlyStoreError(
+                    f"catalog {self.path}: {error}; Linux does this after an error of the drive: check the drive, and "
+                    "mount it again"
+                ) from error
+            if isinstance(error, lmdb.MemoryError):
+                raise CatalogError(
+                    f"catalog {self.path}: {error}; its map needs {self._config.catalog_map_bytes:,} bytes of address "
+                    "space: raise the limit (ulimit -v), or give StoreConfig(catalog_map_bytes=…)"
+                ) from error
             if isinstance(error, _NO_DAMAGE):
                 raise CatalogError(f"catalog {self.path}: {error}") from error
             if type(error) is lmdb.Error and "mdb_txn_commit" in str(error):
@@ -542,6 +560,7 @@ class Catalog:
 
         Raises:
             CatalogError: the sync failed; the next start rebuilds the catalog.
+            ReadOnlyStoreError: the file system became read-only.
         """
         with contextlib.ExitStack() as stack:
             stack.callback(DESCRIPTORS.close, self._lock_descriptor)

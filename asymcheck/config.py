@@ -60,6 +60,7 @@ _REMOTE_LIMITS: dict[str, tuple[float, float]] = {
     "deadline_s": (1e-3, 1e12),
     "grace_s": (0, 1e12),
     "retry_s": (0, 1e12),
+    "lease_s": (0.1, 86_400),
 }
 _CHECKED_OTHERWISE = {"compression", "remote", "client", "options", "bytes_per_s", "read_back"}
 

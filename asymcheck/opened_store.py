@@ -15,7 +15,7 @@ from asymcheck.storage.fallback_tier import FallbackTier, OverlayTier, RemoteFal
 from asymcheck.storage.interfaces import ReadTier, StoreTier
 from asymcheck.storage.nvme import Catalog, NvmeTier, Transaction
 from asymcheck.storage.remote import RemoteLocation, RemoteTier
-from asymcheck.storage.shm import RingPack
+from asymcheck.storage.shm.ring_reader import RingPack
 from asymcheck.types import Restored, Usage
 from asymcheck.validation import check_glob, check_which
 

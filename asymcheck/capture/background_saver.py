@@ -41,7 +41,7 @@ from asymcheck.state.partition_plan import Plan, PlanInput
 from asymcheck.storage.available_memory import available_bytes
 from asymcheck.storage.nvme import Catalog, NvmeTier
 from asymcheck.storage.process_identity import this_process
-from asymcheck.storage.shm import Ring
+from asymcheck.storage.shm.ring_writer import Ring
 from asymcheck.types import CheckpointRef, Digest
 
 WaitTarget = Literal["memory", "local"]

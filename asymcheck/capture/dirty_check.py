@@ -16,7 +16,7 @@ from asymcheck.capture.inflight import Capture
 from asymcheck.events import timed
 from asymcheck.executor import together
 from asymcheck.format.digest import digest
-from asymcheck.storage.shm import Ring, RingSlot
+from asymcheck.storage.shm.ring_writer import Ring, RingSlot
 from asymcheck.types import Digest
 
 _REMEMBERED = 4

@@ -25,7 +25,7 @@ from asymcheck.events import emit, timed
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.state.leaves import copy_partition
-from asymcheck.storage.shm import Ring, RingSlot
+from asymcheck.storage.shm.ring_writer import Ring, RingSlot
 
 _ROOM_POLL_S = 0.05
 _FENCE_POLL_S = 0.1

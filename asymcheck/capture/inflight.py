@@ -20,7 +20,7 @@ from asymcheck.policies.interval import TrainingPace
 from asymcheck.state.partition_plan import Partition, Plan
 from asymcheck.state.roles import role_of
 from asymcheck.state.walk import FlatState
-from asymcheck.storage.shm import RingSlot
+from asymcheck.storage.shm.ring_writer import RingSlot
 from asymcheck.types import CheckpointRef, Digest, readable_size
 
 

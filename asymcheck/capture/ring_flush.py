@@ -24,7 +24,7 @@ from asymcheck.format.manifest import encode, manifest_of
 from asymcheck.format.registry import CODEC_DELTA, CODEC_DERIVED
 from asymcheck.state.partition_plan import Originals, Plan
 from asymcheck.storage.nvme import Catalog, NvmeTier
-from asymcheck.storage.shm import Ring, RingSlot
+from asymcheck.storage.shm.ring_writer import Ring, RingSlot
 from asymcheck.types import Digest
 
 Placing = Callable[[Capture], LineagePosition]

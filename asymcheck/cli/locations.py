@@ -14,7 +14,7 @@ from asymcheck.cli.options import Report
 from asymcheck.errors import NotFoundError, StorageError
 from asymcheck.gc.collect import CollectedRing
 from asymcheck.storage.local_files import translated
-from asymcheck.storage.shm import RingCapture, RingFile, newer_than_stored, restore_command, survey_rings
+from asymcheck.storage.shm.orphaned_rings import RingCapture, RingFile, newer_than_stored, restore_command, survey_rings
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint
 

@@ -29,9 +29,7 @@ from asymcheck.format.record import RECORD_BYTES, decode_descriptor
 from asymcheck.format.ring_records import COMPLETE
 from asymcheck.format.spans import ranks_in
 from asymcheck.storage.nvme import Catalog, CheckpointFiles, NvmeTier, run_with_slots
-from asymcheck.storage.shm import (
-    RingPack,
-    RingReader,
+from asymcheck.storage.shm.orphaned_rings import (
     list_rings,
     open_orphaned_ring,
     remove_unreadable_ring,
@@ -39,6 +37,7 @@ from asymcheck.storage.shm import (
     ring_run_and_store,
     wait_for_orphaned_ring,
 )
+from asymcheck.storage.shm.ring_reader import RingPack, RingReader
 from asymcheck.storage.slots import Slot
 from asymcheck.types import CheckpointRef, Digest, SaveId
 

@@ -17,7 +17,13 @@ from asymcheck.format import layout, registry
 from asymcheck.gc.repack import Repacked, plan_repack, repack
 from asymcheck.storage.nvme import Catalog, NvmeTier
 from asymcheck.storage.reachability import NamedCheckpoint, Reachability, StoreReachability, pinned_packs
-from asymcheck.storage.shm import RingFile, inspect_ring, list_rings, open_orphaned_ring, remove_unreadable_ring
+from asymcheck.storage.shm.orphaned_rings import (
+    RingFile,
+    inspect_ring,
+    list_rings,
+    open_orphaned_ring,
+    remove_unreadable_ring,
+)
 from asymcheck.types import PackId
 
 _ATTEMPTS = 8

@@ -22,7 +22,8 @@ from asymcheck.restore.tensor_stream import Sink, hand_on
 from asymcheck.storage.interfaces import StoreTier
 from asymcheck.storage.process_identity import describe as describe_owner
 from asymcheck.storage.process_identity import is_dead
-from asymcheck.storage.shm import RingReader, list_rings
+from asymcheck.storage.shm.orphaned_rings import list_rings
+from asymcheck.storage.shm.ring_reader import RingReader
 from asymcheck.types import CheckpointRef, Digest, Progress
 
 

@@ -16,7 +16,7 @@ from asymcheck import Checkpointer, Store, StoreConfig
 from asymcheck.capture.schedule import CaptureSchedule
 from asymcheck.config import CaptureConfig
 from asymcheck.state.partition_plan import Plan, PlanInput
-from asymcheck.storage.shm import RingReader
+from asymcheck.storage.shm.ring_reader import RingReader
 from asymcheck.types import Stateful
 from tests.store.equality import assert_same
 

@@ -26,7 +26,7 @@ from asymcheck.errors import (
     StateMismatchError,
     TornCaptureError,
 )
-from asymcheck.storage.shm import Ring
+from asymcheck.storage.shm.ring_writer import Ring
 from tests.checkpointer.loops import CONFIG, copy_of, folder_for_rings
 from tests.checkpointer.random_loops import RandomLoop, mutate
 from tests.store.equality import assert_same

@@ -10,7 +10,7 @@ import pytest
 from asymcheck import CaptureConfig, Store
 from asymcheck.cli import exit_status
 from asymcheck.config import ring_folder_of
-from asymcheck.storage.shm import survey_rings
+from asymcheck.storage.shm.orphaned_rings import survey_rings
 from tests.cli.conftest import Outcome
 from tests.cli.rings import leave_ring
 

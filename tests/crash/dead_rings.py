@@ -10,7 +10,7 @@ from pathlib import Path
 from asymcheck.errors import UnsupportedFeatureError
 from asymcheck.format.record import RECORD_BYTES
 from asymcheck.format.ring_records import decode_ring_header, encode_ring_header
-from asymcheck.storage.shm import RingReader
+from asymcheck.storage.shm.ring_reader import RingReader
 from tests.checkpointer.loops import rings
 from tests.crash.states import Journal
 from tests.zygote import Child, wait_until

@@ -19,7 +19,7 @@ import torch
 from asymcheck import Checkpointer
 from asymcheck.config import StoreConfig
 from asymcheck.errors import OutOfSpaceError, SkippedCheckpointWarning
-from asymcheck.storage.shm import restore_command
+from asymcheck.storage.shm.orphaned_rings import restore_command
 from asymcheck.store import Store
 from tests.checkpointer.loops import linear_loop, rings
 from tests.crash.actions import open_store

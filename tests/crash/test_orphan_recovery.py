@@ -12,7 +12,9 @@ import pytest
 
 from asymcheck import Store
 from asymcheck.errors import CaptureWarning, LockTimeoutError, warn_user
-from asymcheck.storage.shm import RingReader, open_orphaned_ring, orphaned_rings
+from asymcheck.storage.shm import orphaned_rings
+from asymcheck.storage.shm.orphaned_rings import open_orphaned_ring
+from asymcheck.storage.shm.ring_reader import RingReader
 from tests.checkpointer.loops import folder_for_rings, rings
 from tests.crash.dead_rings import CAPTURED, DURABLE, kill_when_ready
 from tests.crash.trainer import assert_restored, train_two_runs

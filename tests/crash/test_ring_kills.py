@@ -19,7 +19,8 @@ from asymcheck.format.frame import payload_offset
 from asymcheck.format.record import RECORD_BYTES
 from asymcheck.format.ring_records import CAPTURES_OFFSET, COMPLETE, ENTRY_BYTES, CaptureEntry, encode_entry
 from asymcheck.gc.collect import collect_rings
-from asymcheck.storage.shm import RingReader, orphaned_rings
+from asymcheck.storage.shm import orphaned_rings
+from asymcheck.storage.shm.ring_reader import RingReader
 from asymcheck.types import SaveId
 from tests.checkpointer.loops import linear_loop, rings
 from tests.crash.dead_rings import CAPTURED, DURABLE, copied, flip, kill_when_ready, partition_of_newest

@@ -9,7 +9,7 @@ import pytest
 
 from asymcheck import Checkpointer, Store
 from asymcheck.storage.nvme.pack_reader import PackFile
-from asymcheck.storage.shm import RingPack
+from asymcheck.storage.shm.ring_reader import RingPack
 from asymcheck.storage.slots import Slot
 from tests.checkpointer.loops import copy_of, linear_loop
 from tests.crash.dead_rings import CAPTURED

@@ -14,7 +14,7 @@ import pytest
 from asymcheck import Store
 from asymcheck.cli import exit_status
 from asymcheck.format import manifest_reader
-from asymcheck.storage.shm import RingCapture, newer_than_stored, survey_rings
+from asymcheck.storage.shm.orphaned_rings import RingCapture, newer_than_stored, survey_rings
 from tests.cli.conftest import run_command
 from tests.crash.dead_rings import copied, refuse_rings
 from tests.distributed.job import LIMIT_S, Job, Meeting

@@ -30,7 +30,7 @@ from asymcheck.restore.partition_locator import PartitionCopy
 from asymcheck.restore.state_template import RowRef, read_shape
 from asymcheck.state.typed_values import TypedValue
 from asymcheck.storage.nvme import NvmeTier, PackFile, Slot
-from asymcheck.storage.shm import RingReader
+from asymcheck.storage.shm.ring_reader import RingReader
 from asymcheck.types import CheckpointRef, Digest, PackId
 
 FORMAT_SPEC = Path(__file__).resolve().parents[2] / "format_spec"

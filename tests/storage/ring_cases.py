@@ -6,7 +6,8 @@ from pathlib import Path
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.ring_records import RingHeader
-from asymcheck.storage.shm import Ring, RingReader, RingSlot
+from asymcheck.storage.shm.ring_reader import RingReader
+from asymcheck.storage.shm.ring_writer import Ring, RingSlot
 from asymcheck.types import Owner, SaveId
 
 BLOCK = 4096

@@ -16,7 +16,7 @@ from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.storage.local_files import DESCRIPTORS
 from asymcheck.storage.nvme import NvmeTier
-from asymcheck.storage.shm import RingReader
+from asymcheck.storage.shm.ring_reader import RingReader
 from tests.storage.ring_cases import make_ring
 
 Closing = Callable[[], object]

@@ -13,8 +13,9 @@ import pytest
 
 from asymcheck.errors import OutOfSpaceError
 from asymcheck.format.ring_records import DATA_OFFSET
-from asymcheck.storage.shm import Ring, RingReader
 from asymcheck.storage.shm import ring_writer as ring_module
+from asymcheck.storage.shm.ring_reader import RingReader
+from asymcheck.storage.shm.ring_writer import Ring
 from tests.storage.ring_cases import BLOCK, HEADER, found, make_ring, put
 
 PIECE = 8 * BLOCK

@@ -28,7 +28,9 @@ from asymcheck.format.ring_records import (
     encode_entry,
     encode_ring_header,
 )
-from asymcheck.storage.shm import RingReader, remove_unreadable_ring, ring_reader
+from asymcheck.storage.shm import ring_reader
+from asymcheck.storage.shm.orphaned_rings import remove_unreadable_ring
+from asymcheck.storage.shm.ring_reader import RingReader
 from asymcheck.types import SaveId
 from tests.storage.ring_cases import BLOCK, HEADER, SAVE, found, make_ring, payloads, put
 

@@ -17,8 +17,10 @@ from asymcheck.format.layout import ring_name
 from asymcheck.format.ring_records import CAPTURES_MAX, COMPLETE, DATA_OFFSET, DURABLE, CaptureEntry
 from asymcheck.storage import local_files
 from asymcheck.storage.local_files import try_lock
-from asymcheck.storage.shm import Ring, RingReader, list_rings
 from asymcheck.storage.shm import ring_writer as ring_module
+from asymcheck.storage.shm.orphaned_rings import list_rings
+from asymcheck.storage.shm.ring_reader import RingReader
+from asymcheck.storage.shm.ring_writer import Ring
 from asymcheck.types import SaveId
 from tests.storage.ring_cases import BLOCK, HEADER, SAVE, found, make_ring, payloads, put
 
@@ -225,7 +227,7 @@ def test_a_folder_that_cannot_be_used_is_an_error_of_ours(tmp_path: Path) -> Non
 READ_IN_CHILD = """
 import sys
 from pathlib import Path
-from asymcheck.storage.shm import RingReader
+from asymcheck.storage.shm.ring_reader import RingReader
 with RingReader(Path(sys.argv[1])) as reader:
     print(reader.is_owned, len(reader.entries), len(reader.captures))
 """

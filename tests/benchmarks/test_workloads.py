@@ -84,8 +84,8 @@ RUNS: dict[str, Callable[[Path], Report]] = {
 }
 QUICK = ("goodput", "catalog", "bytes")
 """Workloads that take a second or two; `make test` runs them."""
-LONG = ("models", "reshard", "small", "dedupe", "ranks", "memory")
-"""Workloads that start many processes; `make check` runs all but these."""
+LONG = ("models", "reshard", "small", "dedupe", "ranks", "memory", "stall")
+"""Workloads that start many processes or train; `make check` runs all but these."""
 MARKS = {name: pytest.mark.long if name in LONG else pytest.mark.slow for name in RUNS if name not in QUICK} | {
     "gpu": pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 }
@@ -177,7 +177,7 @@ def test_workload_hdfs_on_a_real_cluster(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_dcp_through_fsspec_writes_a_checkpoint(tmp_path: Path) -> None:
     """Test that the checkpoint that the workload ``hdfs`` counts can be fetched and loaded by torch."""
     # Skip only this test if the client is not installed.

@@ -77,13 +77,28 @@ def _command(words: list[str]) -> int:
         return 0
     if words[1] == "-m":
         # The launcher forks the ranks, so that they do not import torch again.
-        importlib.import_module(words[2]).main(["--run-path", "--start-method", "fork", *words[3:]])
+        launcher: Any = importlib.import_module(words[2])
+        launcher.run_script_path = _rank
+        launcher.main(["--run-path", "--start-method", "fork", *words[3:]])
         return 0
     sys.argv = words[1:]
     sys.path.insert(0, str(Path(words[1]).resolve().parent))
     warnings.simplefilter("error")
     runpy.run_path(words[1], run_name="__main__")
     return 0
+
+
+def _rank(script: str, *words: str) -> None:
+    """Run a script as one rank, and return at its end, because the launcher waits for a return value."""
+    leave, os._exit = os._exit, sys.exit  # type: ignore[assignment]  # until the return
+    sys.argv = [script, *words]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            leave(1)
+    finally:
+        os._exit = leave
 
 
 def _session(connection: socket.socket) -> int:

@@ -15,7 +15,7 @@ from tools import libhdfs
 from tools.local_hdfs import LocalHdfs
 
 ROOT = Path(__file__).parents[2]
-SUITES = ("test_remote_files.py", "test_round_trip.py")
+SUITES = ("test_remote_files.py", "test_round_trip.py::test_push_and_pull_of_the_newest")
 
 
 @pytest.mark.slow

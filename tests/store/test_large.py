@@ -58,7 +58,7 @@ def reset():
 
 torch.set_num_threads(1)
 path, part = sys.argv[1], sys.argv[2]
-shapes = [(16 << 20,)] * 15 + [(1 << 12, 1 << 12)] + [(1000,)] * 3000
+shapes = [(16 << 20,)] * 9 + [(1 << 12, 1 << 12)] + [(1000,)] * 3000
 if part == "strided":
     shapes = [(1 << 12, 1 << 12)] * 10
 make = (lambda shape: torch.ones(shape).t()) if part == "strided" else torch.ones
@@ -98,10 +98,10 @@ def _memory(path: Path, part: str) -> list[int]:
 
 @pytest.mark.slow
 def test_the_peak_of_memory_is_the_state_and_little_more(large_path: Path) -> None:
-    """Test 1 GiB: saving and filling use at most 256 MiB more, and a load of new tensors 256 MiB beyond these."""
+    """Test 640 MiB: saving and filling use at most 256 MiB more, and a load of new tensors 256 MiB beyond these."""
     state_bytes, saving, filling, loading, right = _memory(large_path, "plain")
     assert right
-    assert state_bytes > GIB
+    assert state_bytes > 640 * MIB
     assert saving < 256 * MIB
     assert filling < 256 * MIB
     assert loading < state_bytes + 256 * MIB

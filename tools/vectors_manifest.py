@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 
 import pyarrow as pa
@@ -155,28 +154,13 @@ def _foreign_parts() -> Iterator[Vector]:
     with pa.ipc.new_file(sink, schema, metadata={b"footer": b"1"}) as writer:
         writer.write_batch(batch, custom_metadata={b"batch": b"1"})
     with_metadata = sink.getvalue().to_pybytes()
-    # The footer's block of the record batch: offset, metadata length, body length.
-    block = struct.pack("<qi4xq", *_block_of(data))
-    assert data.count(block) == 1
-    moved = data.replace(block, struct.pack("<qi4xq", 8, 8, 8))
     for name, head, file, why in (
         ("custom-metadata", header, with_metadata, "metadata of the footer and of the record batch is ignored"),
-        ("footer-offset", header, moved, "the batch is the second message, wherever the footer says that it begins"),
         ("deep-plan", header_for(["T", 0], plan=plan), None, "256 levels of nesting, which every reader accepts"),
     ):
         whole = file or encode_manifest(head, rows)
         value = {"header": header_json(head), "rows": [row_json(row) for row in rows]}
         yield valid("manifest", name, whole, why, value, path=manifest_path(whole, head))
-
-
-def _block_of(data: bytes) -> tuple[int, int, int]:
-    """Return offset, length of metadata and length of body of the second message of an Arrow file."""
-    buffer = pa.py_buffer(data)
-    messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(buffer.slice(8)))
-    messages.read_next_message()
-    start = data.index(b"\xff\xff\xff\xff", 16)
-    metadata = 8 + int.from_bytes(data[start + 4 : start + 8], "little")
-    return start, metadata, messages.read_next_message().body.size
 
 
 def manifest_vectors() -> Iterator[Vector]:

@@ -1,4 +1,4 @@
-"""Lease of a run at a remote location, so that only one training at a time continues the run (SPEC.md §4.1)."""
+"""Lease of a run at a remote location, so that only one training at a time continues the run (SPEC.md §C7)."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_after_a_kill_all_machines_resume_from_the_last_common_commit(
     chance = random.Random(rounds)
     least = -1
     for _ in range(rounds):
-        for path in tmp_path.glob("reports-*.json"):
+        for path in tmp_path.glob("report-*.json"):
             path.unlink()
         job = launch("trained", tmp_path, 200, world_size=2, PER_MACHINE=1)
         for rank in range(2):

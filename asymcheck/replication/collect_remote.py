@@ -83,6 +83,7 @@ class RemoteSweep(Sweep):
         self._before_ns = time.time_ns() - int(remote.config.remote.grace_s * 1e9)
         self._name = os.urandom(16)
         self._spared: AsymcheckError | None = None
+        self._announced: dict[PackId, list[Entry]] = {}
 
     def _remove_temporaries(self) -> None:
         for entry in self._remote.temporaries():
@@ -95,6 +96,9 @@ class RemoteSweep(Sweep):
         """Find old packs that are garbage."""
         # Packs are listed before manifests: an upload that commits later checks its packs again.
         self.packs = self._remote.lasting_packs()
+        if not self._remote.files.renames:
+            self.doomed = self._remote.doomed_packs()
+            self._announced = self._remote.announcements()
         self.reachable.refresh()
         self.candidates = self._garbage(
             [pack_id for pack_id, entry in self.packs.items() if entry.is_older(self._before_ns)]
@@ -119,6 +123,9 @@ class RemoteSweep(Sweep):
         for pack_id, entry in self.packs.items():
             if pack_id in self.candidates and self._remote.doom(entry, pack_id, self._name):
                 emit("remote.pack_doomed", entry.path.name)
+        if not self._remote.files.renames:
+            self._free_announced()
+            return True
         for pack_id, entry in self._remote.doomed_packs().items():
             # Another collection that announced a pack may have been killed, so the pack is renamed. A running
             # collection only removes packs under its own name, so it skips the renamed pack.
@@ -137,6 +144,26 @@ class RemoteSweep(Sweep):
         if needed:
             self._remote.reprieve(needed)
         return True
+
+    def _free_announced(self) -> None:
+        """Remove garbage that was announced before all running uploads began; reprieve packs in use.
+
+        An object store has no rename that a push could undo. Pushes therefore rely on no announced pack, and an
+        announcement becomes effective in a later collection, after the longest upload.
+        """
+        garbage = self._garbage(self.doomed)
+        if self._spared is not None:
+            return
+        for pack_id, announced in self._announced.items():
+            is_effective = min(entry.mtime_ns for entry in announced) <= self._before_ns
+            if pack_id in garbage and is_effective:
+                self._remote.files.delete(self.doomed[pack_id].path)
+                emit("remote.pack_removed", pack_id.hex())
+                self._count_freed(self.doomed[pack_id].size)
+            # A pack that was in no listing was removed by another collection, or is only being announced.
+            if is_effective or (pack_id in self.doomed and pack_id not in garbage):
+                for entry in announced:
+                    self._remote.files.delete(entry.path)
 
     def _is_own(self, pack_id: PackId, entry: Entry) -> bool:
         return entry.path.name == layout.doomed_name(pack_id, self._name)

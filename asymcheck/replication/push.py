@@ -58,6 +58,8 @@ _ATTEMPTS = 8
 _OLDER_TRIED = 8
 _PACK_BYTES_MIN = 64 << 20
 """Packs are not made smaller than this to use more streams."""
+_OBJECT_BYTES = 64 << 20
+"""Maximum size of a pack in an object store, because each upload has a whole pack in memory."""
 _PROBE_BYTES = 32 << 20
 """Bytes that are sent first to measure the speed of the location, which decides whether the rest is encoded."""
 _MAKE_BYTES_PER_S = 1e9
@@ -219,7 +221,9 @@ class _Push:
         staged: dict[ManifestName, PurePosixPath] = {}
         try:
             for name, content in data.items():
-                staged[name] = self.remote.manifests.stage(self.listing.run, self.listing.ref, name, content)
+                path = self.remote.manifests.stage(self.listing.run, self.listing.ref, name, content)
+                if path is not None:
+                    staged[name] = path
         except BaseException:
             self._unstage([], staged)
             raise
@@ -249,7 +253,7 @@ class _Push:
                 self.publish_heads(run)
                 self._remove_damaged(data)
                 for name in data:
-                    self.remote.manifests.publish(run, ref, name, data[name], staged.pop(name))
+                    self.remote.manifests.publish(run, ref, name, data[name], staged.pop(name, None))
                 committed = True
             # A collection that listed the manifests earlier may have removed a pack by now. A collection that begins
             # later sees the manifest, and reprieves the pack.
@@ -315,8 +319,9 @@ class _Push:
     ) -> set[PackId]:
         # Listed at each attempt, to find the packs of earlier attempts.
         needs = all_needs(local, manifests, older.manifests)
-        self.remote.read_indexes(self.remote.pack_ids())
-        with PartitionLocator(self.remote, needs, (), must_be_complete=False) as remote:
+        kept = self.remote.without_doomed()
+        kept.read_indexes(kept.pack_ids())
+        with PartitionLocator(kept, needs, (), must_be_complete=False) as remote:
             planner = TransferPlanner(local, remote, self.damaged)
             planner.choose(names)
             reencoder = None
@@ -374,7 +379,7 @@ class PackSender:
     def _pack_bytes(self, frames: Sequence[Frame], uploads: int) -> int:
         """Return the pack size for which the last byte arrives soonest."""
         pace, piece = self._remote.pace, self._config.piece_bytes
-        limit = self._config.pack_bytes
+        limit = self._config.pack_bytes if self._remote.files.renames else min(self._config.pack_bytes, _OBJECT_BYTES)
         if self._reencoder is not None:
             # Encoded frames stay in memory until they are sent.
             limit = min(limit, max(self._config.encoded_bytes // uploads, 1))

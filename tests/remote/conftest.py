@@ -15,6 +15,7 @@ import torch
 from asymcheck import Push, RemoteConfig, Store, StoreConfig
 from asymcheck.replication.push_process import PushProcess
 from tools.local_hdfs import LocalHdfs
+from tools.local_objects import LocalObjects
 
 CLUSTER = "ASYMCHECK_TEST_HDFS"
 CLIENT = "ASYMCHECK_TEST_CLIENT"
@@ -89,6 +90,13 @@ def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalHdfs]:
     """Return a NameNode and one DataNode."""
     with LocalHdfs(tmp_path_factory.mktemp("hdfs")) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalObjects]:
+    """Return an S3 server."""
+    with LocalObjects(tmp_path_factory.mktemp("objects") / "server") as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

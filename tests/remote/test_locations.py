@@ -120,7 +120,7 @@ def test_a_bucket_is_the_first_part_of_a_path(store: Path, tmp_path: Path, monke
     (tmp_path / "bucket").mkdir()
     buckets = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
     monkeypatch.setattr(clients, "_by_pyarrow", lambda *_: (buckets, "bucket/runs/a b"))
-    location = "s3://bucket/runs/a%20b"
+    location = "abfs://bucket/runs/a%20b"
     with pytest.raises(StoreNotFoundError, match=f"{location} does not exist"):
         Store.open(location, config=CONFIG, create=True)
     with Store.open(store, config=CONFIG, create=True) as opened:

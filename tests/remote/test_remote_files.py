@@ -151,7 +151,7 @@ def test_a_folder_that_was_taken_back_is_made_again(files: RemoteFiles, monkeypa
     taken: list[PurePath] = []
     write: Write = RemoteFiles.write
 
-    def take_back(self: RemoteFiles, path: PurePath, pieces: list[bytes]) -> int:
+    def take_back(self: RemoteFiles, path: PurePath, pieces: list[bytes], _: object) -> int:
         if not taken:
             taken.append(path)
             self.delete_empty(path.parent)
@@ -262,7 +262,7 @@ def test_another_attempt_takes_another_name(files: RemoteFiles, monkeypatch: pyt
     names: list[str] = []
     original: Write = RemoteFiles.write
 
-    def first_fails(self: RemoteFiles, path: PurePath, pieces: list[bytes]) -> int:
+    def first_fails(self: RemoteFiles, path: PurePath, pieces: list[bytes], _: object) -> int:
         names.append(path.name)
         if len(names) == 1:
             original(self, path, [b"half"])
@@ -280,7 +280,7 @@ def test_another_attempt_takes_another_name(files: RemoteFiles, monkeypatch: pyt
 def test_mismatch_after_read_back_is_never_renamed(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test that the error names file and attempt."""
     original: Write = RemoteFiles.write
-    monkeypatch.setattr(RemoteFiles, "write", lambda self, path, _: original(self, path, [b"other"]))
+    monkeypatch.setattr(RemoteFiles, "write", lambda self, path, *_: original(self, path, [b"other"]))
     with pytest.raises(StorageError, match=rf"upload of .*/name, attempt {REMOTE.attempts} of {REMOTE.attempts}: "):
         files.put_small(top(files) / "name", b"whole")
     assert files.list(top(files)) == []

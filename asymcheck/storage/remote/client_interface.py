@@ -47,12 +47,15 @@ class Readable(Protocol):
 
 
 class Client(abc.ABC):
-    """Client of a remote file system. Operations have no deadline, and may raise any exception.
+    """Client of a remote location. Operations have no deadline, and may raise any exception.
 
     Callers distinguish only FileNotFoundError (the path does not exist) and FileExistsError (the name is taken).
+
+    Every location offers one way to make a file: a create-only put of the whole file. An object store has it as an
+    operation. A file system has it as a rename of a complete temporary file to an unused name.
     """
 
-    kind: Literal["local", "hdfs-native", "libhdfs", "other"]
+    kind: Literal["local", "hdfs-native", "libhdfs", "other", "objects"]
     top: str
     """Path of the location in the file system."""
     keeps_files = False
@@ -78,8 +81,31 @@ class Client(abc.ABC):
         return entries
 
     @abc.abstractmethod
-    def reading(self, path: str) -> contextlib.AbstractContextManager[Readable]:
-        """Open a complete file for the ``with`` block; see :attr:`keeps_files`."""
+    def reading(self, path: str, offset: int, length: int) -> contextlib.AbstractContextManager[Readable]:
+        """Open a complete file for the ``with`` block; see :attr:`keeps_files`.
+
+        The caller will first read ``length`` bytes from ``offset``. A client that pays for each request reads them now.
+        """
+
+    @abc.abstractmethod
+    def delete(self, path: str) -> None:
+        """Remove a file."""
+
+
+class ObjectStore(Client):
+    """Client of an object store: its directories are only prefixes of names, and nothing can be renamed."""
+
+    @abc.abstractmethod
+    def put(self, path: str, data: bytes | bytearray) -> bool:
+        """Put a whole file create-only; return False if the name is taken by a file with other bytes.
+
+        Raises:
+            RemoteUnreachableError: the service refused the put, but no such file exists; the caller may try again.
+        """
+
+
+class FileSystem(Client):
+    """Client of a file system: files are written under temporary names, and published by a rename."""
 
     @abc.abstractmethod
     def create(self, path: str) -> Writable:
@@ -96,10 +122,6 @@ class Client(abc.ABC):
     @abc.abstractmethod
     def rename(self, source: str, target: str) -> None:
         """Rename a file durably within its directory. The target does not exist."""
-
-    @abc.abstractmethod
-    def delete(self, path: str) -> None:
-        """Remove a file."""
 
     @abc.abstractmethod
     def delete_empty(self, path: str) -> None:

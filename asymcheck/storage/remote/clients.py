@@ -1,4 +1,4 @@
-"""Clients of remote locations: a local folder, HDFS by hdfs-native or libhdfs, and object stores by pyarrow."""
+"""Clients of remote locations: a local folder, HDFS, object stores, and other file systems of pyarrow."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from pyarrow import fs
 
 from asymcheck.config import RemoteConfig
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError
-from asymcheck.storage.remote import hdfs_native
-from asymcheck.storage.remote.client_interface import Client, Entry, Readable, Writable
+from asymcheck.storage.remote import hdfs_native, object_stores
+from asymcheck.storage.remote.client_interface import Client, Entry, FileSystem, Readable, Writable
 from asymcheck.storage.remote.deadline import within
-from asymcheck.storage.remote.location import RemoteLocation, unknown_scheme
+from asymcheck.storage.remote.location import OBJECT_SCHEMES, RemoteLocation, unknown_scheme
 
 _PROBE_S = 3.0
 """Timeout for a connection to a NameNode. A NameNode that takes longer may be busy, so the client waits further."""
@@ -35,7 +35,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
 """Errors of a file system without hard links."""
 
 
-class _LocalClient(Client):
+class _LocalClient(FileSystem):
     kind = "local"
 
     def __init__(self, top: str) -> None:
@@ -60,7 +60,7 @@ class _LocalClient(Client):
         return [self.stat(child) or Entry(PurePosixPath(child), False, 0, 0) for child in paths]
 
     @contextlib.contextmanager
-    def reading(self, path: str) -> Iterator[Readable]:
+    def reading(self, path: str, offset: int, length: int) -> Iterator[Readable]:  # noqa: ARG002 - used by others
         with io.FileIO(path) as file:
             yield _SeekableFile(file, os.fstat(file.fileno()).st_size)
 
@@ -145,8 +145,8 @@ class _SeekableFile:
         return int(self._file.readinto(memory))
 
 
-class _PyarrowClient(Client):
-    """Client for a pyarrow file system: HDFS by libhdfs, or an object store."""
+class _PyarrowClient(FileSystem):
+    """Client for a pyarrow file system: HDFS by libhdfs, or another one."""
 
     def __init__(self, filesystem: fs.FileSystem, kind: Literal["libhdfs", "other"], top: str) -> None:
         self._filesystem = filesystem
@@ -191,7 +191,7 @@ class _PyarrowClient(Client):
         return Entry(path, is_file, info.size or 0 if is_file else 0, info.mtime_ns or 0)
 
     @contextlib.contextmanager
-    def reading(self, path: str) -> Iterator[Readable]:
+    def reading(self, path: str, offset: int, length: int) -> Iterator[Readable]:  # noqa: ARG002 - used by others
         try:
             file = self._filesystem.open_input_file(path)
         except FileNotFoundError:
@@ -231,6 +231,8 @@ def connect(location: RemoteLocation, config: RemoteConfig) -> Client:
         RemoteUnreachableError: no NameNode listens at the host and port.
     """
     options = {**config.options, **location.options}
+    if location.scheme in OBJECT_SCHEMES:
+        return object_stores.connect(location, options, config.deadline_s)
     for name in ("dfs.replication", "dfs.blocksize"):
         number = options.get(name, "1")
         if not (number.isascii() and number.isdigit() and int(number)):

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from asymcheck.storage.remote.client_interface import Client, Entry, Readable, Writable
+from asymcheck.storage.remote.client_interface import Entry, FileSystem, Readable, Writable
 
 _NS_PER_MS = 1_000_000
 
@@ -76,7 +76,7 @@ def _keep_in_child() -> None:
 os.register_at_fork(after_in_child=_keep_in_child)
 
 
-class _HdfsClient(Client):
+class _HdfsClient(FileSystem):
     kind = "hdfs-native"
     keeps_files = True
 
@@ -99,7 +99,12 @@ class _HdfsClient(Client):
         # Do not use the recursive listing of the client, which fails if any directory is removed meanwhile.
         return [_entry(status) for status in self._client.list_status(path, recursive=False)]
 
-    def reading(self, path: str) -> contextlib.AbstractContextManager[Readable]:
+    def reading(
+        self,
+        path: str,
+        offset: int,  # noqa: ARG002 - used by other clients
+        length: int,  # noqa: ARG002 - as above
+    ) -> contextlib.AbstractContextManager[Readable]:
         return contextlib.nullcontext(_Reader(self._client.read(path)))
 
     def create(self, path: str) -> Writable:
@@ -132,7 +137,7 @@ def _entry(status: Any) -> Entry:  # noqa: ANN401 - the client has no stable typ
     return Entry(PurePosixPath(status.path), not status.isdir, size, status.modification_time * _NS_PER_MS)
 
 
-def connect(authority: str, top: str, options: Mapping[str, str]) -> Client:
+def connect(authority: str, top: str, options: Mapping[str, str]) -> FileSystem:
     """Return the client for a directory of the NameNode, or name service, ``authority``.
 
     Raises:

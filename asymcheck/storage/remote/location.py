@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from asymcheck.errors import InvalidInputError
 
-_SCHEMES = "hdfs, file, s3, gs, abfs, viewfs"
+_SCHEMES = "hdfs, file, s3, gs, az, abfs, viewfs"
+OBJECT_SCHEMES = ("s3", "gs", "az")
+"""Schemes of object stores: S3, Google Cloud Storage and Azure Blob Storage."""
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _UNQUOTED = "/:@=+,~"
 """Characters, besides letters and digits, that are not percent-encoded in the path of a URI."""
+_SECRET = re.compile(r"secret|token|key|passw|credential|(^|_)sas|^sig$", re.IGNORECASE)
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -35,7 +38,7 @@ class RemoteLocation:
     """Parsed URI of a remote location."""
 
     scheme: str
-    """``hdfs``, ``file``, or another scheme of pyarrow."""
+    """``hdfs``, ``file``, one of :data:`OBJECT_SCHEMES`, or another scheme of pyarrow."""
     authority: str
     """Host and port, a name service, or a bucket; empty for ``file``."""
     path: str
@@ -52,6 +55,26 @@ class RemoteLocation:
         return f"{self}/{quote(str(path), _UNQUOTED)}" if path.parts else str(self)
 
 
+def refuse_credentials(uri: str, options: Iterable[str] = ()) -> None:
+    """Raise InvalidInputError if a URI for an object store, or a name of its options, has credentials.
+
+    The message does not repeat them.
+    """
+    parts = urlsplit(uri)
+    scheme = parts.scheme.lower()
+    if scheme not in OBJECT_SCHEMES:
+        return
+    has_user = "@" in parts.netloc
+    names = (*(pair.partition("=")[0] for pair in parts.query.split("&")), *options)
+    secret = next((name for name in names if _SECRET.search(name)), None)
+    if has_user or secret is not None:
+        what = "a user name" if has_user else f"the option {secret!r:.50}"
+        raise InvalidInputError(
+            f"location {scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}: {what} is not allowed, because URIs "
+            "and options are printed in messages; give credentials by the usual environment variables of the provider"
+        )
+
+
 def parse_location(location: str | os.PathLike[str]) -> RemoteLocation:
     """Parse the URI of a remote location.
 
@@ -63,6 +86,7 @@ def parse_location(location: str | os.PathLike[str]) -> RemoteLocation:
         raise InvalidInputError(
             f"location {text!r:.100}: give a URI, such as hdfs://namenode:8020/checkpoints or file:///mnt/checkpoints"
         )
+    refuse_credentials(text)
     if "#" in text:
         raise InvalidInputError(f"location {text!r:.100}: write %23 for the # in the path")
     if _CONTROL_CHARACTERS.search(text):
@@ -81,6 +105,8 @@ def parse_location(location: str | os.PathLike[str]) -> RemoteLocation:
         raise InvalidInputError(f"location {text!r:.100}: a file URI has three slashes, as in file:///mnt/checkpoints")
     if scheme == "hdfs" and not parts.netloc:
         raise InvalidInputError(f"location {text!r:.100}: name the NameNode, as in hdfs://namenode:8020{path}")
+    if scheme in OBJECT_SCHEMES and not parts.netloc:
+        raise InvalidInputError(f"location {text!r:.100}: name the bucket, as in {scheme}://bucket{path}")
     authority = "" if scheme == "file" else parts.netloc
     return RemoteLocation(scheme, authority, path, _options(text, parts.query))
 

@@ -63,7 +63,7 @@ def read_range(
             return _read(file, offset, length, memory), file.size
         except Exception:  # noqa: BLE001 - blocks move and access tokens expire, so any error means to reopen the file
             kept.file = None
-    with client.reading(path) as file:
+    with client.reading(path, offset, length) as file:
         data = _read(file, offset, length, memory)
         if client.keeps_files:
             kept.file = file

@@ -1,7 +1,7 @@
 """File operations at a remote location, with deadlines, retries and translated errors.
 
-Paths are absolute paths in the file system of the location. Only two assumptions are made about clients: a closed file
-has all or a prefix of the written bytes, and a renamed file keeps its bytes.
+Paths are absolute paths in the file system of the location. Three assumptions are made about clients: a closed file has
+all or a prefix of the written bytes, a renamed file keeps its bytes, and a put object has all of its bytes.
 
 Clients do not raise specific error classes: hdfs-native raises OSError and RuntimeError, and libhdfs passes on Java
 messages. Errors are therefore classified by their text. Any other error is "unreachable", and never taken for damage.
@@ -13,10 +13,10 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import PurePath, PurePosixPath
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from asymcheck.config import RemoteConfig
 from asymcheck.errors import (
@@ -30,20 +30,26 @@ from asymcheck.errors import (
 from asymcheck.events import emit
 from asymcheck.executor import begin
 from asymcheck.format import layout
-from asymcheck.storage.remote.client_interface import Entry, Writable
+from asymcheck.storage.remote.client_interface import Entry, FileSystem, ObjectStore, Writable
 from asymcheck.storage.remote.clients import connect
 from asymcheck.storage.remote.deadline import tried, within
 from asymcheck.storage.remote.location import RemoteLocation
+from asymcheck.storage.remote.object_stores import short_text
 from asymcheck.storage.remote.ranges import OpenedFile, RangeMemory, read_range
 from asymcheck.storage.remote.throughput import Throughput
 
 _T = TypeVar("_T")
+
+Content = tuple[Iterable[bytes | memoryview], Callable[[], None] | None]
+"""Pieces of a file, and a function that a file system calls after the last write, before the file is complete."""
 
 _FULL = ("quotaexceeded", "quota of", "quota is exceeded", "no space left", "not enough space")
 _DENIED = ("permission denied", "accesscontrol", "access denied", "unauthorized", "forbidden")
 _SAFE_MODE = ("safemode", "safe mode")
 _DAMAGED = ("checksum",)
 _SMALL_CLOSED = "remote.small_closed"
+_SLOW_BYTES_PER_S = 1e6
+"""Throughput of a slow link: the deadline of a put grows by the time of its bytes."""
 _READS = ("access ", "list ", "read ")
 _UNREACHABLE = {
     *(errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN),
@@ -68,13 +74,21 @@ class RemoteFiles:
         """
         self.location = location
         self.config = config
-        self._client = connect(location, config)
+        self._client = client = connect(location, config)
+        self._objects = client if isinstance(client, ObjectStore) else None
+        # Object stores have none of its operations, which only their own callers use.
+        self._files = cast("FileSystem", client)
         self.kind: str = self._client.kind
         """Kind of the client."""
         self.top = PurePosixPath(self._client.top)
         """Path of the location in the file system."""
         self.pace = Throughput()
         """Measured throughput."""
+
+    @property
+    def renames(self) -> bool:
+        """Whether the location is a file system, which can rename files; object stores cannot."""
+        return self._objects is None
 
     def url(self, path: PurePath) -> str:
         """Return the URI of a file for messages."""
@@ -91,7 +105,11 @@ class RemoteFiles:
         except (FileNotFoundError, FileExistsError, AsymcheckError):
             raise
         except Exception as error:
-            raise refusal(described, error, is_local=self.kind == "local") from error
+            refused = refusal(described, error, is_local=self.kind == "local")
+            if self.renames:
+                raise refused from error
+            # The text of an error of an object store may have credentials.
+            raise refused from None
         except BaseException as error:
             # A panic in a Rust client raises this class, which cannot be imported.
             if type(error).__name__ != "PanicException":
@@ -165,8 +183,10 @@ class RemoteFiles:
         Raises:
             StorageError: the location refuses, or a file has the name of a directory.
         """
+        if not self.renames:
+            return
         try:
-            self._do("create directory", path, partial(self._client.make_directory, str(path)))
+            self._do("create directory", path, partial(self._files.make_directory, str(path)))
         except (FileNotFoundError, FileExistsError) as error:
             message = f"{self.url(path)}: cannot create this directory ({error}); choose another location"
             raise StorageError(message) from error
@@ -177,7 +197,8 @@ class RemoteFiles:
 
     def delete_empty(self, path: PurePath) -> None:
         """Remove a directory if it is empty and the client can ensure this atomically."""
-        self._unless_gone("remove directory", path, partial(self._client.delete_empty, str(path)))
+        if self.renames:
+            self._unless_gone("remove directory", path, partial(self._files.delete_empty, str(path)))
 
     def _unless_gone(self, action: str, path: PurePath, call: Callable[[], object]) -> bool:
         """Run an operation on ``path``; return False if ``path`` does not exist."""
@@ -200,7 +221,7 @@ class RemoteFiles:
         Call ``written`` after the last write, before the file is closed. After a failure the file may have any length,
         and must never be renamed.
         """
-        file = self._do("create", path, partial(self._client.create, str(path)))
+        file = self._do("create", path, partial(self._files.create, str(path)))
         try:
             count = 0
             for piece in pieces:
@@ -227,7 +248,7 @@ class RemoteFiles:
         clients check for the target first. If two programs do this at once, the later one wins.
         """
         try:
-            if self._do("rename", target, partial(self._client.publish, str(source), str(target))):
+            if self._do("rename", target, partial(self._files.publish, str(source), str(target))):
                 return True
         except FileExistsError:
             pass
@@ -236,26 +257,72 @@ class RemoteFiles:
 
     def rename(self, source: PurePath, target: PurePath) -> bool:
         """Rename a file within its directory to an unused name; return False if the file does not exist."""
-        return self._unless_gone("rename", source, partial(self._client.rename, str(source), str(target)))
+        return self._unless_gone("rename", source, partial(self._files.rename, str(source), str(target)))
+
+    def put(
+        self,
+        path: PurePosixPath,
+        content: Callable[[PurePosixPath], contextlib.AbstractContextManager[Content]],
+        check: Callable[[PurePosixPath, int], object],
+        random_bytes: int = 8,
+    ) -> bool:
+        """Put a whole file create-only; return False if the name is taken. Retry transient failures.
+
+        A file system writes a temporary file, checks it, and renames it. An object store has this operation. Its
+        objects are only checked with ``read_back``, and an object that has the same bytes already is no conflict.
+
+        Args:
+            path: name of the file.
+            content: called in each attempt, with the name under which the bytes are written.
+            check: called in each attempt with a readable copy of the file and its size in bytes.
+            random_bytes: random bytes in the names of temporary files.
+        """
+
+        def upload(temporary: PurePosixPath) -> bool:
+            if self._objects is None:
+                with content(temporary) as (pieces, written):
+                    count = self.write(temporary, pieces, written)
+                check(temporary, count)
+                return self.publish(temporary, path)
+            with content(path) as (pieces, _):
+                data = bytearray().join(pieces)
+                # A large object may take longer than other operations.
+                seconds = self.config.deadline_s + len(data) / _SLOW_BYTES_PER_S
+                began = time.perf_counter()
+                is_new = self._do("put", path, partial(self._objects.put, str(path), data), seconds)
+                self.pace.writing.note(len(data), time.perf_counter() - began)
+            if is_new and self.config.read_back:
+                check(path, len(data))
+            return is_new
+
+        return self.attempt(path, upload, random_bytes)
 
     def put_small(self, path: PurePosixPath, data: bytes, *, event: str = _SMALL_CLOSED) -> bool:
-        """Write a small temporary file, read it back, and rename it; return False if the name is taken."""
-        return self.attempt(path, lambda temporary: self.publish(self._write_small(temporary, path, data, event), path))
+        """Put a small file create-only, and read it back in a file system; return False if the name is taken."""
+        return self.put(path, partial(self._small, path, data), partial(self._check_small, path, data, event))
 
-    def stage_small(self, path: PurePosixPath, data: bytes) -> PurePosixPath:
-        """Write a small temporary file and read it back; return its path."""
-        return self.attempt(path, lambda temporary: self._write_small(temporary, path, data))
+    def stage_small(self, path: PurePosixPath, data: bytes) -> PurePosixPath | None:
+        """Write a small temporary file and read it back; return its path, or None if the location cannot rename."""
+        if not self.renames:
+            return None
 
-    def _write_small(
-        self, temporary: PurePosixPath, path: PurePosixPath, data: bytes, event: str = _SMALL_CLOSED
-    ) -> PurePosixPath:
+        def upload(temporary: PurePosixPath) -> PurePosixPath:
+            with self._small(path, data, temporary) as (pieces, _):
+                self._check_small(path, data, _SMALL_CLOSED, temporary, self.write(temporary, pieces))
+            return temporary
+
+        return self.attempt(path, upload)
+
+    @contextlib.contextmanager
+    def _small(self, path: PurePosixPath, data: bytes, _: PurePosixPath) -> Iterator[Content]:
         # Repeat before each attempt, because an aborted upload may have removed the empty directory.
         self.make_directory(path.parent)
-        self.write(temporary, [data])
-        emit(event, path.name, len(data))
-        if self.read_small(temporary, len(data)) != data:
-            raise StorageError(f"{self.url(temporary)}: the content read back differs from the content written")
-        return temporary
+        yield [data], None
+
+    def _check_small(self, path: PurePosixPath, data: bytes, event: str, stored: PurePosixPath, count: int) -> None:
+        emit(event, path.name, count)
+        if self.read_small(stored, len(data)) != data:
+            raise StorageError(f"{self.url(stored)}: the content read back differs from the content written")
 
     def attempt(self, path: PurePosixPath, upload: Callable[[PurePosixPath], _T], random_bytes: int = 8) -> _T:
         """Upload a file under a random temporary name. Retry under another name after a transient failure."""
@@ -265,8 +332,9 @@ class RemoteFiles:
             try:
                 return upload(temporary)
             except BaseException as error:
-                with contextlib.suppress(AsymcheckError):
-                    self.delete(temporary)
+                if self.renames:
+                    with contextlib.suppress(AsymcheckError):
+                        self.delete(temporary)
                 if not isinstance(error, (StorageError, FileNotFoundError)):
                     raise
                 if isinstance(error, (ReadOnlyStoreError, OutOfSpaceError)) or number >= self.config.attempts:
@@ -314,7 +382,8 @@ def refusal(action: str, error: Exception, *, is_local: bool) -> StorageError:
 
 
 def _short(text: str) -> str:
-    """Return the message without the Java stack trace."""
+    """Return the message without the Java stack trace or debugging output."""
+    text = short_text(text)
     for sign in ("\\n\\tat ", "\n\tat "):
         text = text.split(sign, 1)[0]
     return " ".join(text.replace("\\n", " ").split())[:500] or "no reason given"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import threading
 import time
@@ -61,6 +62,8 @@ class RemoteTier(StoreTier):
         """Folder of packs."""
         self._indexes: dict[PackId, PackIndex] = {}
         self._doomed: dict[PackId, Entry] = {}
+        self._announced: dict[PackId, list[Entry]] = {}
+        self._reads_doomed = True
         self._lock = threading.Lock()
         data = self.files.read_small(self._top / layout.DESCRIPTOR_NAME, RECORD_BYTES)
         if data is None:
@@ -110,23 +113,47 @@ class RemoteTier(StoreTier):
     def _create(self) -> bytes:
         for name in (layout.HEADS, layout.MANIFESTS, layout.PACKS):
             self.files.make_directory(self._top / name)
+        self._check_puts()
         data = encode_descriptor(Descriptor(os.urandom(16), time.time_ns(), WRITER, layout=REMOTE_LAYOUT))
         path = self._top / layout.DESCRIPTOR_NAME
         if self.files.put_small(path, data):
             return data
         return self.files.read_small(path, RECORD_BYTES) or data
 
+    def _check_puts(self) -> None:
+        """Raise InvalidInputError if an object store replaces files, although the client forbids it."""
+        if self.files.renames:
+            return
+        path = self._top / f"{os.urandom(16).hex()}{layout.TEMPORARY}"
+        try:
+            if self.files.put_small(path, b"first") and not self.files.put_small(path, b"second"):
+                return
+        finally:
+            self.files.delete(path)
+        raise InvalidInputError(
+            f"{self.location}: the service ignores conditional puts (If-None-Match), so two trainings could overwrite "
+            "each other's files; use a service or version that supports them"
+        )
+
     def _packs(self) -> tuple[dict[PackId, Entry], dict[PackId, Entry]]:
-        """Return complete and doomed packs by one listing, so that a renamed pack is in at least one of them."""
+        """Return complete and doomed packs by one listing, so that a renamed pack is in at least one of them.
+
+        In an object store, a doomed pack keeps its name, and has announcements beside it.
+        """
         lasting: dict[PackId, Entry] = {}
         doomed: dict[PackId, Entry] = {}
+        announced: dict[PackId, list[Entry]] = {}
         # Newest first, because the newest checkpoint needs them.
         for entry in sorted(self.files.walk(self.packs), key=lambda entry: -entry.mtime_ns):
             if (pack_id := layout.parse_pack_name(entry.path.name)) is not None:
                 lasting[pack_id] = entry
             elif (pack_id := layout.parse_doomed_name(entry.path.name)) is not None:
                 doomed[pack_id] = entry
+                announced.setdefault(pack_id, []).append(entry)
+        if not self.files.renames:
+            doomed = {pack_id: lasting.pop(pack_id) for pack_id in announced if pack_id in lasting}
         with self._lock:
+            self._announced = announced
             self._doomed = doomed
             # Forget the indexes of removed packs, because a training may push for weeks.
             for pack_id in self._indexes.keys() - lasting.keys() - doomed.keys():
@@ -144,10 +171,23 @@ class RemoteTier(StoreTier):
     def pack_ids(self) -> list[PackId]:
         """Return the ids of all readable packs, newest first."""
         lasting, doomed = self._packs()
-        return [*lasting, *doomed]
+        return [*lasting, *(doomed if self._reads_doomed else ())]
+
+    def without_doomed(self) -> RemoteTier:
+        """Return a view without the packs that a push cannot reprieve. It shares everything with this tier."""
+        view = copy.copy(self)
+        view.__dict__["_reads_doomed"] = self.files.renames
+        return view
+
+    def announcements(self) -> dict[PackId, list[Entry]]:
+        """Return the announced removals in an object store, as of the last listing of packs."""
+        with self._lock:
+            return self._announced
 
     def doom(self, entry: Entry, pack_id: PackId, collection: bytes) -> bool:
         """Announce that ``collection`` will remove a pack; return False if the pack was removed or renamed."""
+        if not self.files.renames:
+            return self.files.put_small(self.packs / layout.doomed_name(pack_id, collection), b"")
         return self.files.rename(entry.path, self.packs / layout.doomed_name(pack_id, collection))
 
     def reprieve(self, pack_ids: Iterable[PackId]) -> set[PackId]:
@@ -157,7 +197,11 @@ class RemoteTier(StoreTier):
 
     def _restore_name(self, pack_id: PackId, doomed: Mapping[PackId, Entry]) -> bool:
         entry = doomed.get(pack_id)
-        return entry is not None and self.files.rename(entry.path, self.packs / layout.pack_name(pack_id))
+        return (
+            entry is not None
+            and self.files.renames
+            and self.files.rename(entry.path, self.packs / layout.pack_name(pack_id))
+        )
 
     def _paths(self, pack_id: PackId) -> Iterator[PurePosixPath]:
         """Yield possible paths of a pack, likely ones first. Collections rename the packs that they will remove."""

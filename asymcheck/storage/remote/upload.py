@@ -22,7 +22,7 @@ from asymcheck.format import layout, registry
 from asymcheck.format.frame import FrameDescriptor, check_frame, frame_length
 from asymcheck.format.pack import ENTRY_DTYPE, Entries, PackHeader, encode_index, encode_pack_header, entry_length
 from asymcheck.storage.remote.pack_reader import read_pack_index
-from asymcheck.storage.remote.remote_files import RemoteFiles
+from asymcheck.storage.remote.remote_files import Content, RemoteFiles
 from asymcheck.storage.remote.throughput import RateLimit
 from asymcheck.storage.slots import Slot
 from asymcheck.types import PackId
@@ -91,22 +91,24 @@ class PackUpload:
         header = PackHeader(PackId(os.urandom(16)), len(entries), end, time.time_ns(), WRITER)
         final = self._packs / layout.pack_name(header.pack_id)
 
-        def attempt(temporary: PurePosixPath) -> None:
-            emit("remote.pack_begun", temporary.name)
+        @contextlib.contextmanager
+        def content(path: PurePosixPath) -> Iterator[Content]:
+            emit("remote.pack_begun", path.name)
             with contextlib.ExitStack() as turn:
                 turn.enter_context(self._streams)
                 turn.callback(written)
                 # Read ahead, so that the drive and the location work at the same time.
                 with contextlib.closing(ahead(self._pieces(header, entries, read, sent))) as pieces:
-                    count = self._files.write(temporary, pieces, turn.close)
-            emit("remote.pack_closed", temporary.name, count)
-            self._check(temporary, header, entries, count)
-            emit("remote.pack_checked", temporary.name)
-            # An existing file with this random name is this pack, renamed by an attempt whose answer was lost.
-            self._files.publish(temporary, final)
-            emit("remote.pack_renamed", final.name, count)
+                    yield pieces, turn.close
 
-        self._files.attempt(final, attempt, random_bytes=16)
+        def check(path: PurePosixPath, count: int) -> None:
+            emit("remote.pack_closed", path.name, count)
+            self._check(path, header, entries, count)
+            emit("remote.pack_checked", path.name)
+
+        # An existing file with this random name is this pack, put by an attempt whose answer was lost.
+        self._files.put(final, content, check, random_bytes=16)
+        emit("remote.pack_renamed", final.name, end)
         return header, entries
 
     def _pieces(

@@ -1,0 +1,178 @@
+"""Client of object stores, based on obstore: S3, Google Cloud Storage and Azure Blob Storage."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import PurePosixPath
+from typing import Any
+
+from asymcheck.errors import InvalidInputError, RemoteUnreachableError, StorageError
+from asymcheck.storage.remote.client_interface import Entry, ObjectStore, Readable
+from asymcheck.storage.remote.location import RemoteLocation, refuse_credentials
+
+_STORES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
+_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+_CHUNK_BYTES = 1 << 20
+"""Bytes of a response that are copied at a time, while they are in the processor's cache."""
+_NO_BUCKET = ("NoSuchBucket", "InvalidBucketName", "ContainerNotFound", "bucket does not exist")
+_REASON = re.compile(r"<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", re.DOTALL)
+_QUERY = re.compile(r"(https?://[^\s?\"']*)\?[^\s\"',)]*")
+
+
+class _Object:
+    """Complete object, read by position. Holds no connection once the first range was read."""
+
+    def __init__(self, client: _ObstoreClient, path: str, first: Any, offset: int, size: int) -> None:  # noqa: ANN401 - obstore
+        self._client = client
+        self._path = path
+        self._first = first
+        self._offset = offset
+        self.size = size
+
+    def read_into(self, memory: memoryview, offset: int) -> int:
+        first, self._first = self._first, None
+        with self._client.translated():
+            if first is None or offset != self._offset or len(memory) > first.range[1] - first.range[0]:
+                first = self._client.get(self._path, offset, len(memory))
+            done = 0
+            for chunk in first.stream(min_chunk_size=_CHUNK_BYTES):
+                count = min(len(chunk), len(memory) - done)
+                memory[done : done + count] = memoryview(chunk)[:count]
+                done += count
+        return done
+
+
+class _ObstoreClient(ObjectStore):
+    kind = "objects"
+    keeps_files = True
+
+    def __init__(self, location: RemoteLocation, store: Any) -> None:  # noqa: ANN401 - obstore
+        self._obstore: Any = importlib.import_module("obstore")
+        self._exceptions: Any = importlib.import_module("obstore.exceptions")
+        self._store = store
+        self._bucket = f"{location.scheme}://{location.authority}"
+        self.top = location.path
+
+    @contextlib.contextmanager
+    def translated(self) -> Iterator[None]:
+        """Shorten the text of "not found", and raise StorageError if the bucket does not exist."""
+        try:
+            yield
+        except (FileNotFoundError, self._exceptions.GenericError) as error:
+            text = short_text(str(error))
+            if any(sign in text for sign in _NO_BUCKET):
+                raise StorageError(
+                    f"bucket {self._bucket} does not exist; create it, or correct location, endpoint and region"
+                ) from None
+            if isinstance(error, FileNotFoundError):
+                error.args = (text,)
+            raise
+
+    def stat(self, path: str) -> Entry | None:
+        with self.translated():
+            try:
+                return _entry(self._obstore.head(self._store, _key(path)))
+            except FileNotFoundError:
+                pass
+            for _ in self._obstore.list(self._store, f"{_key(path)}/", chunk_size=1):
+                return Entry(PurePosixPath(path), False, 0, 0)
+        return None
+
+    def children(self, path: str) -> list[Entry]:
+        with self.translated():
+            listed = self._obstore.list_with_delimiter(self._store, f"{_key(path)}/")
+        folders = [Entry(PurePosixPath("/", prefix), False, 0, 0) for prefix in listed["common_prefixes"]]
+        return [*folders, *map(_entry, listed["objects"])]
+
+    def walk(self, path: str) -> list[Entry]:
+        """Return the files in and below a directory, by one request for each 1,000 files."""
+        with self.translated():
+            return [_entry(meta) for chunk in self._obstore.list(self._store, f"{_key(path)}/") for meta in chunk]
+
+    def get(self, path: str, offset: int, length: int) -> Any:  # noqa: ANN401 - obstore
+        """Request a range."""
+        return self._obstore.get(self._store, _key(path), options={"range": (offset, offset + length)})
+
+    @contextlib.contextmanager
+    def reading(self, path: str, offset: int, length: int) -> Iterator[Readable]:
+        first = None
+        with self.translated():
+            if length:
+                # An object that ends before the range is an error of the service.
+                with contextlib.suppress(self._exceptions.GenericError):
+                    first = self.get(path, offset, length)
+            meta = self._obstore.head(self._store, _key(path)) if first is None else first.meta
+        yield _Object(self, path, first, offset, meta["size"])
+
+    def put(self, path: str, data: bytes | bytearray) -> bool:
+        with self.translated():
+            try:
+                self._obstore.put(self._store, _key(path), data, mode="create", use_multipart=False)
+            except self._exceptions.AlreadyExistsError:
+                pass
+            else:
+                return True
+            try:
+                # An earlier request may have stored the object, although its answer was lost.
+                return memoryview(self._obstore.get(self._store, _key(path)).bytes()) == memoryview(data)
+            except FileNotFoundError:
+                # S3 answers "conflict" while another put of the name is in progress, which may fail.
+                pass
+        raise RemoteUnreachableError(
+            f"{self._bucket}{path}: the service refused a put because of another one; try again"
+        )
+
+    def delete(self, path: str) -> None:
+        with self.translated():
+            self._obstore.delete(self._store, _key(path))
+
+
+def short_text(text: str) -> str:
+    """Return the text of an error without debugging output, and without queries of URLs, which may have signatures."""
+    text = _QUERY.sub(r"\1", text.partition("\n\nDebug source")[0])
+    reason = _REASON.search(text)
+    return text.partition("<?xml")[0] + (f"{reason[1]}: {reason[2]}" if reason else "")
+
+
+def _key(path: str) -> str:
+    return path.lstrip("/")
+
+
+def _entry(meta: Any) -> Entry:  # noqa: ANN401 - obstore
+    return Entry(PurePosixPath("/", meta["path"]), True, meta["size"], int(meta["last_modified"].timestamp() * 1e9))
+
+
+def connect(location: RemoteLocation, options: Mapping[str, str], deadline_s: float) -> ObjectStore:
+    """Return the client for a location. Sends no request.
+
+    Raises:
+        InvalidInputError: obstore is not installed, or refuses an option; or an option is a credential.
+    """
+    refuse_credentials(str(location), options)
+    if importlib.util.find_spec("obstore") is None:
+        raise InvalidInputError(f"location {location}: obstore is not installed; install asymcheck[objects]")
+    stores: Any = importlib.import_module("obstore.store")
+    exceptions: Any = importlib.import_module("obstore.exceptions")
+    endpoints = (*(os.environ.get(name, "") for name in _ENDPOINTS), *options.values())
+    seconds = timedelta(seconds=deadline_s)
+    try:
+        store = getattr(stores, _STORES[location.scheme])(
+            location.authority,
+            config=dict(options),
+            client_options={
+                "allow_http": any(endpoint.startswith("http://") for endpoint in endpoints),
+                "connect_timeout": min(seconds, timedelta(seconds=5)),
+                "timeout": seconds,
+            },
+            retry_config={"max_retries": 10, "retry_timeout": min(seconds / 2, timedelta(minutes=3))},
+        )
+    except (exceptions.BaseError, ValueError, TypeError) as error:
+        reason = short_text(str(error))
+        raise InvalidInputError(f"location {location}: obstore refuses the configuration: {reason}") from None
+    return _ObstoreClient(location, store)

@@ -29,6 +29,7 @@ WORKLOADS = (
     "codec",
     "bytes",
     "hdfs",
+    "objects",
     "reshard",
     "dedupe",
     "ranks",

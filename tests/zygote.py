@@ -129,6 +129,8 @@ class Zygote:
             module=function.__module__,
             function=function.__qualname__,
             arguments=arguments,
+            # Variables that a fixture has set for the clients of a location.
+            environment={name: value for name, value in os.environ.items() if name.startswith("AWS_")},
             output=str(output),
         )
         return Child(self, int(str(reply["pid"])), output)
@@ -201,6 +203,7 @@ def _fork(request: dict[str, object]) -> int:
         os.dup2(nothing, 0)
         os.dup2(out, 1)
         os.dup2(out, 2)
+        os.environ.update(request["environment"])  # type: ignore[call-overload]  # a JSON object
         module = importlib.import_module(str(request["module"]))
         getattr(module, str(request["function"]))(**request["arguments"])  # type: ignore[arg-type]  # a JSON object
         status = 0

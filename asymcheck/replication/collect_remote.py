@@ -84,6 +84,8 @@ class RemoteSweep(Sweep):
         self._name = os.urandom(16)
         self._spared: AsymcheckError | None = None
         self._announced: dict[PackId, list[Entry]] = {}
+        self.has_announced = False
+        """Whether a later collection will remove packs whose removal was announced."""
 
     def _remove_temporaries(self) -> None:
         for entry in self._remote.temporaries():
@@ -151,6 +153,7 @@ class RemoteSweep(Sweep):
         An object store has no rename that a push could undo. Pushes therefore rely on no announced pack, and an
         announcement becomes effective in a later collection, after the longest upload.
         """
+        self.has_announced = bool(self.candidates)
         garbage = self._garbage(self.doomed)
         if self._spared is not None:
             return
@@ -161,6 +164,7 @@ class RemoteSweep(Sweep):
                 emit("remote.pack_removed", pack_id.hex())
                 self._count_freed(self.doomed[pack_id].size)
             # A pack that was in no listing was removed by another collection, or is only being announced.
+            self.has_announced |= not is_effective
             if is_effective or (pack_id in self.doomed and pack_id not in garbage):
                 for entry in announced:
                     self._remote.files.delete(entry.path)
@@ -232,10 +236,11 @@ class RemotePruner:
 
     def _collect(self, *, found_more: bool) -> None:
         try:
-            collected = collect_remote(self._remote)
+            sweep = RemoteSweep(self._remote, dry_run=False)
+            collected = sweep.carry_out()
         except AsymcheckError as error:
             self.failure = error
         else:
             self.failure = None
             # Younger garbage needs a later collection.
-            self._has_garbage = found_more or collected.freed_packs > 0
+            self._has_garbage = found_more or collected.freed_packs > 0 or sweep.has_announced

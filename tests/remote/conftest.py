@@ -15,7 +15,7 @@ import torch
 from asymcheck import Push, RemoteConfig, Store, StoreConfig
 from asymcheck.replication.push_process import PushProcess
 from tools.local_hdfs import LocalHdfs
-from tools.local_objects import LocalObjects
+from tools.local_objects import BUCKET, LocalObjects, variables
 
 CLUSTER = "ASYMCHECK_TEST_HDFS"
 CLIENT = "ASYMCHECK_TEST_CLIENT"
@@ -111,11 +111,25 @@ def hdfs_url(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(params=["file", "hdfs"])
-def any_location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return an empty location, in a folder and on HDFS."""
+def any_file_system(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return an empty location that can rename files, in a folder and on HDFS."""
+    return _location(request, tmp_path)
+
+
+def _location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "file":
         return f"file://{tmp_path}/remote"
     return f"{request.getfixturevalue('hdfs_url')}/tests/{uuid.uuid4().hex}"
+
+
+@pytest.fixture(params=["file", "hdfs", pytest.param("objects", marks=pytest.mark.slow)])
+def any_location(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return an empty location, in a folder, on HDFS, and in an object store."""
+    if request.param == "objects":
+        for name, value in variables(request.getfixturevalue("objects").endpoint).items():
+            monkeypatch.setenv(name, value)
+        return f"s3://{BUCKET}/tests/{uuid.uuid4().hex}"
+    return _location(request, tmp_path)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ def replace(files: RemoteFiles, path: PurePosixPath, data: bytes) -> None:
     """Replace the bytes of a file at the location."""
     files.delete(path)
     if data:
-        files.write(path, [data])
+        assert files.put_small(path, data)
 
 
 def flipped(data: bytes) -> bytes:

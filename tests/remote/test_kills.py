@@ -109,6 +109,9 @@ def test_collection_removes_a_killed_push(zygote: Zygote, store: Path, any_locat
         useless = remote.gc(dry_run=True).freed_packs
         assert useless >= 1
         assert files.list(packs) == before
+        if not files.renames:
+            # The first collection in an object store announces the removal.
+            assert remote.gc().freed_packs == 0
         done = remote.gc()
         assert remote.gc().freed_packs == 0
     assert (done.freed_packs, done.kept_packs) == (useless, young.kept_packs - useless)

@@ -34,6 +34,14 @@ def files(any_location: str) -> RemoteFiles:
     return found
 
 
+@pytest.fixture
+def file_system(any_file_system: str) -> RemoteFiles:
+    """Return a location that can rename files, with a folder in it."""
+    found = RemoteFiles(parse_location(any_file_system), REMOTE)
+    found.make_directory(top(found))
+    return found
+
+
 def top(files: RemoteFiles) -> PurePosixPath:
     """Return the folder."""
     return PurePosixPath(files.location.path)
@@ -50,15 +58,15 @@ def test_missing_entries_are_none(files: RemoteFiles) -> None:
         files.read_range(nowhere, 0, 1)
 
 
-def test_a_file_is_read_by_ranges(files: RemoteFiles) -> None:
+def test_a_file_is_read_by_ranges(file_system: RemoteFiles) -> None:
     """Test ranges within written pieces, across them, at the end, and beyond it."""
-    path = top(files) / "a.tmp"
-    assert files.write(path, [b"0123", memoryview(b"456"), b"789"]) == 10
+    path = top(file_system) / "a.tmp"
+    assert file_system.write(path, [b"0123", memoryview(b"456"), b"789"]) == 10
     for offset, length in ((0, 10), (2, 4), (8, 2), (8, 100), (10, 1), (11, 5), (0, 0)):
-        data, size = files.read_range(path, offset, length)
+        data, size = file_system.read_range(path, offset, length)
         assert (bytes(data), size) == (b"0123456789"[offset : offset + length], 10)
-    assert files.read_small(path, 3) == b"0123"
-    found = files.stat(path)
+    assert file_system.read_small(path, 3) == b"0123"
+    found = file_system.stat(path)
     assert found is not None
     assert (found.is_file, found.size) == (True, 10)
     assert found.mtime_ns > 0
@@ -123,12 +131,12 @@ def test_one_of_racing_writers_wins(files: RemoteFiles) -> None:
     assert won == [files.read_small(top(files) / "name", 10)]
 
 
-def test_rename_reports_whether_the_file_existed(files: RemoteFiles) -> None:
+def test_rename_reports_whether_the_file_existed(file_system: RemoteFiles) -> None:
     """Test that the bytes are renamed, too."""
-    files.put_small(top(files) / "old", b"bytes")
-    assert files.rename(top(files) / "old", top(files) / "new") is True
-    assert files.rename(top(files) / "old", top(files) / "newer") is False
-    assert files.read_small(top(files) / "new", 10) == b"bytes"
+    file_system.put_small(top(file_system) / "old", b"bytes")
+    assert file_system.rename(top(file_system) / "old", top(file_system) / "new") is True
+    assert file_system.rename(top(file_system) / "old", top(file_system) / "newer") is False
+    assert file_system.read_small(top(file_system) / "new", 10) == b"bytes"
 
 
 def test_a_folder_that_is_not_empty_any_more_stays(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +154,7 @@ def test_a_folder_that_is_not_empty_any_more_stays(files: RemoteFiles, monkeypat
 Write = Callable[[RemoteFiles, PurePath, list[bytes]], int]
 
 
-def test_a_folder_that_was_taken_back_is_made_again(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_was_taken_back_is_made_again(file_system: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test a folder that was removed before its file was created."""
     taken: list[PurePath] = []
     write: Write = RemoteFiles.write
@@ -158,9 +166,9 @@ def test_a_folder_that_was_taken_back_is_made_again(files: RemoteFiles, monkeypa
         return write(self, path, pieces)
 
     monkeypatch.setattr(RemoteFiles, "write", take_back)
-    assert files.put_small(top(files) / "folder" / "name", b"whole") is True
+    assert file_system.put_small(top(file_system) / "folder" / "name", b"whole") is True
     assert taken
-    assert files.read_small(top(files) / "folder" / "name", 10) == b"whole"
+    assert file_system.read_small(top(file_system) / "folder" / "name", 10) == b"whole"
 
 
 @pytest.mark.parametrize("refused", [errno.EPERM, errno.ENOTSUP], ids=errno.errorcode.get)
@@ -257,7 +265,7 @@ def test_a_drive_that_does_not_write_a_piece(folder: str, monkeypatch: pytest.Mo
     released.set()
 
 
-def test_another_attempt_takes_another_name(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_attempt_takes_another_name(file_system: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test that the file of the failed attempt is never renamed, and is removed."""
     names: list[str] = []
     original: Write = RemoteFiles.write
@@ -270,20 +278,20 @@ def test_another_attempt_takes_another_name(files: RemoteFiles, monkeypatch: pyt
         return original(self, path, pieces)
 
     monkeypatch.setattr(RemoteFiles, "write", first_fails)
-    assert files.put_small(top(files) / "name", b"whole") is True
+    assert file_system.put_small(top(file_system) / "name", b"whole") is True
     assert len(set(names)) == 2
-    assert files.read_small(top(files) / "name", 10) == b"whole"
-    assert files.list(top(files)) == ["name"]
+    assert file_system.read_small(top(file_system) / "name", 10) == b"whole"
+    assert file_system.list(top(file_system)) == ["name"]
 
 
 @pytest.mark.slow
-def test_mismatch_after_read_back_is_never_renamed(files: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mismatch_after_read_back_is_never_renamed(file_system: RemoteFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test that the error names file and attempt."""
     original: Write = RemoteFiles.write
     monkeypatch.setattr(RemoteFiles, "write", lambda self, path, *_: original(self, path, [b"other"]))
     with pytest.raises(StorageError, match=rf"upload of .*/name, attempt {REMOTE.attempts} of {REMOTE.attempts}: "):
-        files.put_small(top(files) / "name", b"whole")
-    assert files.list(top(files)) == []
+        file_system.put_small(top(file_system) / "name", b"whole")
+    assert file_system.list(top(file_system)) == []
 
 
 @pytest.mark.parametrize("client", ["hdfs-native"])

@@ -58,7 +58,7 @@ def flipped(piece: bytes, offset: int) -> bytes:
 )
 def test_corrupted_upload_gets_no_name(
     store: Path,
-    any_location: str,
+    any_file_system: str,
     monkeypatch: pytest.MonkeyPatch,
     spoil: Callable[[list[bytes]], list[bytes]],
     settings: dict[str, bool],
@@ -70,13 +70,13 @@ def test_corrupted_upload_gets_no_name(
     ):
         spoil_packs(patch, spoil)
         with pytest.raises(StorageError, match=r"upload of .*\.pack, attempt 2 of 2: "):
-            opened.push(any_location)
-    with Store.open(any_location, config=CONFIG, create=True) as remote:
+            opened.push(any_file_system)
+    with Store.open(any_file_system, config=CONFIG, create=True) as remote:
         assert remote.resources.usage().packs == 0
         assert remote.checkpoints() == []
     with Store.open(store, config=CONFIG, create=True) as opened:
-        opened.push(any_location)
-    check_location(any_location, 2)
+        opened.push(any_file_system)
+    check_location(any_file_system, 2)
 
 
 def test_a_pack_is_written_while_others_are_being_completed(

@@ -45,6 +45,8 @@ Content = tuple[Iterable[bytes | memoryview], Callable[[], None] | None]
 
 _FULL = ("quotaexceeded", "quota of", "quota is exceeded", "no space left", "not enough space")
 _DENIED = ("permission denied", "accesscontrol", "access denied", "unauthorized", "forbidden")
+_NO_CREDENTIALS = ("169.254.169.254", "metadata.google.internal")
+"""Addresses of the service that gives credentials to cloud machines. Clients ask there last."""
 _SAFE_MODE = ("safemode", "safe mode")
 _DAMAGED = ("checksum",)
 _SMALL_CLOSED = "remote.small_closed"
@@ -372,6 +374,8 @@ def refusal(action: str, error: Exception, *, is_local: bool) -> StorageError:
             advice = "; this user has no permission to read it"
         else:
             kind, advice = ReadOnlyStoreError, "; this user has no permission to do this"
+    elif says(*_NO_CREDENTIALS):
+        advice = "; no credentials were found: set the environment variables of the provider"
     elif number in (errno.EMFILE, errno.ENFILE):
         kind, advice = TooManyFilesError, "; raise the limit of open files (ulimit -n)"
     elif number == errno.ENOTDIR:

@@ -97,12 +97,9 @@ class LocalObjects:
                 [
                     *(weed, "-logtostderr=true", "server", f"-dir={self._folder / 'data'}", "-filer", "-s3", *ports),
                     *("-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-s3.config={self._folder / 'users.json'}"),
-                    *(
-                        "-master.volumeSizeLimitMB=256",
-                        "-volume.max=100",
-                        "-master.telemetry=false",
-                        "-s3.port.iceberg=0",
-                    ),
+                    *("-master.volumeSizeLimitMB=256", "-volume.max=100", "-master.telemetry=false"),
+                    # These interfaces have fixed ports, which another server may use.
+                    *("-s3.port.iceberg=0", "-s3.port.lance=0"),
                 ],
                 stdout=log,
                 stderr=log,
@@ -134,6 +131,9 @@ class LocalObjects:
             self._server.send_signal(signal.SIGKILL)
             self._server.wait()
             self._server = None
+            for socket_file in Path("/tmp").glob("seaweedfs-*.sock"):  # noqa: S108 - where the server makes them
+                if int(socket_file.stem.rpartition("-")[2]) in self._ports:
+                    socket_file.unlink(missing_ok=True)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -256,7 +256,8 @@ class CaptureConfig:
     """How much of the source is digested in ``step()`` and compared with the captured bytes, to detect torn captures.
 
     ``sampled`` digests all bytes of the first two captures, and a sixteenth in later ones. A device computes checksums
-    instead. Version counters and addresses of all tensors are compared, too. Tensors that have changed are copied inside ``step()`` from then on. ``full`` digests everything in each
+    instead. Version counters and addresses of all tensors are compared, too. Tensors that have changed are copied
+    inside ``step()`` from then on. ``full`` digests everything in each
     capture. ``off`` compares nothing.
     """
     schedule: Literal["asymmetric", "symmetric", "eager"] = "asymmetric"

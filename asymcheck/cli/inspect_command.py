@@ -230,28 +230,36 @@ def _nbytes(shards: list[StoredTensor]) -> int:
 
 
 def _show_encodings(tensors: list[StoredTensor]) -> None:
-    """Print the stored bytes per role and codec, if any partition is encoded."""
-    encoded: dict[tuple[str, str], dict[str, StoredPartition]] = {}
-    reasons = {(tensor.role, codec): why for tensor in tensors for codec, why in tensor.why.items()}
+    """Print the stored bytes per role and codec, if any partition is encoded.
+
+    A partition with bytes of several roles is counted once, in a row of these roles.
+    """
+    roles: dict[str, dict[str, None]] = {}
+    stored_partitions: dict[str, StoredPartition] = {}
     for tensor in tensors:
         for partition in tensor.partitions:
-            if partition.codec is not None:
-                encoded.setdefault((tensor.role, partition.codec), {})[partition.digest] = partition
+            roles.setdefault(partition.digest, {})[tensor.role] = None
+            stored_partitions[partition.digest] = partition
+    encoded: dict[tuple[tuple[str, ...], str], list[StoredPartition]] = {}
+    for digest, partition in stored_partitions.items():
+        if partition.codec is not None:
+            encoded.setdefault((tuple(roles[digest]), partition.codec), []).append(partition)
     if all(codec == "identity" for _, codec in encoded):
         return
+    reasons = {(tensor.role, codec): why for tensor in tensors for codec, why in tensor.why.items()}
     rows = []
-    for (role, codec), partitions in encoded.items():
-        plain = sum(partition.partition_length for partition in partitions.values())
-        stored = sum(partition.stored_length or 0 for partition in partitions.values())
+    for (names, codec), partitions in encoded.items():
+        plain = sum(partition.partition_length for partition in partitions)
+        stored = sum(partition.stored_length or 0 for partition in partitions)
         rows.append(
             {
-                "role": role,
+                "role": ", ".join(names),
                 "codec": codec,
                 "partitions": len(partitions),
                 "plain": output.size(plain),
                 "stored": output.size(stored),
                 "ratio": f"{plain / stored:,.2f}" if stored else "",
-                "reason": reasons.get((role, codec), ""),
+                "reason": ", ".join(dict.fromkeys(reasons[name, codec] for name in names if (name, codec) in reasons)),
             }
         )
     output.print_table(rows, numbers=("partitions", "plain", "stored", "ratio"))

@@ -119,8 +119,9 @@ class _Changes:
                     if not free:
                         self._locked.add(pack_id)
                         continue
-                self._put_packs.append(pack_id)
             self._live[pack_id] = pack
+            if not self._transaction.has_pack(pack_id, pack.header.frame_count, pack.header.pack_length):
+                self._put_packs.append(pack_id)
 
     def _compare_locations(self, transaction: Transaction) -> None:
         sequences = {
@@ -145,15 +146,18 @@ class _Changes:
             return location.pack_id in self._pack_ids and location.pack_id not in self._scan.packs
         if sequence is None:
             return False
-        entry = pack.entries[sequence]
-        return (location.offset, location.plain_length) == (int(entry["offset"]), int(entry["plain_length"]))
+        return location == pack.location(sequence)
 
     def _compare_manifests(self, listed: Mapping[bytes, int], entered: set[bytes]) -> None:
         # Keep manifests committed since the listing, because collection relies on them. Remove deleted manifests.
         root = self._tier.root / layout.MANIFESTS
         keys = entered | listed.keys()
         gone = {key for key in keys if not os.path.lexists(os.path.normpath(root / os.fsdecode(key)))}
-        self._put_manifests = {key: size for key, size in listed.items() if key not in entered and key not in gone}
+        self._put_manifests = {
+            key: size
+            for key, size in listed.items()
+            if key not in gone and not self._transaction.has_manifest(key, size)
+        }
         self._delete_manifests = sorted(entered & gone)
         self._manifests = keys - gone
 

@@ -293,18 +293,18 @@ class StoreSweep(Sweep):
         emit("gc.forgotten", f"{len(freed)} packs")
 
     def _finish(self) -> None:
-        """Repack, and remove empty directories of saves that were killed before the commit."""
+        """Repack, and remove the files of saves that were killed before the commit (SPEC.md §B5, step 6)."""
         if self.dry_run:
             return
         self._count_repacked(repack(self._tier, self._catalog, self.reachable, self._retire))
         self.result.pool_bytes = self._tier.pool.nbytes()
         manifests = self._tier.manifests
-        empty = [(run, ref) for run in manifests.runs() for ref in manifests.empty(run)]
+        unfinished = [(run, *found) for run in manifests.runs() for found in manifests.unfinished(run)]
         with self._catalog.read() as transaction:
             saving = {key[: registry.DIGEST_BYTES] for key in transaction.pins()}
-        for run, ref in empty:
+        for run, ref, names in unfinished:
             if ref.save_id not in saving:
-                manifests.remove_empty(run, ref)
+                manifests.remove_unfinished(run, ref, names)
 
 
 def _path(tier: NvmeTier, pack_id: PackId) -> Path:

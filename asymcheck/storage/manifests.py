@@ -103,10 +103,6 @@ class ManifestReader:
         listings = (self.listing(run, ref) for ref in self.refs(run))
         return [listing for listing in listings if listing.manifests]
 
-    def empty(self, run: str) -> list[CheckpointRef]:
-        """Return the checkpoints whose folder has no manifest."""
-        return [ref for ref in self.refs(run) if not self.listing(run, ref).manifests]
-
     def refs(self, run: str) -> list[CheckpointRef]:
         """Return the checkpoints of a run that have a folder, oldest first. Lists one directory."""
         refs = map(layout.parse_checkpoint_name, self._names(self._root / layout.MANIFESTS / run))

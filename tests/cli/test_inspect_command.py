@@ -120,6 +120,17 @@ def test_tensors_by_glob_of_the_newest(call: Call, store: Path) -> None:
     assert [item["name"] for item in document["tensors"]] == ["model.weight"]  # type: ignore[attr-defined]  # JSON
 
 
+def test_partition_of_two_roles_is_counted_once(call: Call, store_path: Path) -> None:
+    """Test the row of a partition with equal bytes of a model and of an optimizer."""
+    config = asymcheck.StoreConfig(compression="smallest")
+    same = torch.zeros(100_000)
+    state = {"model": {"weight": same}, "optimizer": {0: {"exp_avg": same.clone()}}}
+    with asymcheck.Store.open(store_path, config=config, create=True) as opened:
+        opened.save(state, step=1)
+    (row,) = [line for line in call("inspect", store_path, "--step", 1).out.splitlines() if "byte-planes" in line]
+    assert row.split()[:4] == ["weights,", "first_moment", "byte-planes", "1"]
+
+
 def test_a_missing_partition_is_shown(call: Call, store: Path) -> None:
     """Test that tensors of a lost pack are listed with the missing bytes."""
     for pack in (store / "packs").iterdir():

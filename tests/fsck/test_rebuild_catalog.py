@@ -107,6 +107,33 @@ def test_wrong_catalog_is_corrected(path: Path, lie: Callable[[Transaction], Non
         check_idle(store)
 
 
+@pytest.mark.parametrize("database", ["partitions", "packs", "manifests"])
+def test_wrong_number_in_an_entry_is_corrected(path: Path, database: str) -> None:
+    """Test a codec, a frame count and a file size that are wrong, although the checksum of the entry is valid."""
+    with open_store(path) as store:
+        catalog = store.resources.catalog()
+        with catalog.read() as transaction:
+            before = _entries(transaction)
+        with catalog.write() as transaction:
+            if database == "partitions":
+                name, location = next(transaction.locations())
+                assert location is not None
+                transaction.put_location(name, dataclasses.replace(location, codec=registry.CODEC_ZSTD))
+            elif database == "packs":
+                transaction.put_pack(next(iter(transaction.pack_states())), registry.PACK_LIVE, 9, 9 << 12)
+            else:
+                transaction.put_manifest(next(iter(transaction.manifests())), 9)
+            assert _entries(transaction) != before
+        (repaired,) = store.repair().done
+        assert repaired.found.startswith("1 entry was")
+        with catalog.read() as transaction:
+            assert _entries(transaction) == before
+
+
+def _entries(transaction: Transaction) -> dict[str, dict[bytes, bytes]]:
+    return {name: dict(transaction._txn.cursor(db=database)) for name, database in transaction._db.items()}
+
+
 def test_pins_of_the_living_are_kept(path: Path) -> None:
     """Test that pins of dead processes are removed."""
     living, dead = pin_key(SaveId(b"a" * 16), 0), pin_key(SaveId(b"b" * 16), 0)

@@ -247,3 +247,9 @@ def test_i10_files_that_are_not_the_stores(store: Path) -> None:
         opened.gc()
         check_everything(opened, FROZEN)
     assert findings(store) == {"I10": {("foreign-file", Severity.HINT)}}
+
+
+def test_i10_temporary_file_that_no_collection_removes(store: Path) -> None:
+    """Test I10: a temporary file with a name that no writer gives (§B1) is reported as foreign."""
+    (store / "asymcheck.store.17.tmp").write_bytes(b"")
+    assert findings(store) == {"I10": {("foreign-file", Severity.HINT)}}

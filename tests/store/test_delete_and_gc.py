@@ -1,13 +1,18 @@
 """Test deletion and garbage collection: unreferenced packs are recycled, and no other file is changed."""
 
+import dataclasses
+import fcntl
 from pathlib import Path
 
 import pytest
 import torch
 
-from asymcheck import Store, StoreConfig
+from asymcheck import Store, StoreConfig, events
 from asymcheck.errors import CheckpointNotFoundError, InconsistentCheckpointError
+from asymcheck.format.catalog_records import pin_key
 from asymcheck.gc.collect import Collected
+from asymcheck.storage.process_identity import this_process
+from asymcheck.types import SaveId
 from tests.store.equality import assert_same, directory_content
 
 MIB = 1 << 20
@@ -238,6 +243,51 @@ def test_collected_partition_is_written_again(store: Store) -> None:
 def test_collecting_an_empty_store_is_nothing(store: Store) -> None:
     """Test a store without checkpoints and packs: all numbers are zero."""
     assert store.gc() == store.gc(dry_run=True) == Collected()
+
+
+def test_temporary_manifests_without_a_pin_are_removed(store: Store) -> None:
+    """Test a temporary file beside a manifest, as a killed rank leaves it, and an unfinished folder."""
+    saved = store.save(_state(1), step=1)
+    (manifest,) = (store.path / "manifests").rglob("*.manifest")
+    unfinished = manifest.parent.with_name(f"00000001-000000000002-{'ab' * 16}")
+    unfinished.mkdir()
+    left = [manifest.with_name("00001-0.tmp"), unfinished / "00000-0.tmp"]
+    for path in left:
+        path.write_bytes(b"left by a crash")
+    keys = [pin_key(SaveId(bytes.fromhex(save_id)), 1) for save_id in (saved.save_id, "ab" * 16)]
+    alive = dataclasses.replace(this_process(), pid_namespace="another")
+    mark = store.path / "catalog" / "open" / f"{alive.pid}-{alive.start_ticks}-{alive.boot_id}-another"
+    with mark.open("x") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with store.resources.catalog().write() as transaction:
+            for key in keys:
+                transaction.put_pin(key, alive, [])
+        store.gc()
+        assert all(path.exists() for path in left)
+    store.gc()
+    assert [path.exists() for path in (*left, unfinished, manifest)] == [False, False, False, True]
+
+
+def test_freed_pack_that_a_killed_collection_left_is_freed_again(store: Store) -> None:
+    """Test a pack that is still among the packs, without and with a live partition (SPEC.md §B5, step 5)."""
+    for saves in (0, 1):
+        store.save(_state(1), step=1)
+        store.delete(1)
+        (pack,) = (store.path / "packs").iterdir()
+        with pytest.raises(KeyboardInterrupt), events.observe(_stop_after_the_mark):
+            store.gc()
+        assert pack.exists()
+        if saves:
+            assert store.save(_state(1), step=1).written_bytes == 4 * MIB
+        assert store.gc().freed_packs == 1
+        assert not pack.exists()
+        assert len(list((store.path / "packs").iterdir())) == saves
+    assert_same(store.load(), _state(1))
+
+
+def _stop_after_the_mark(event: events.Event) -> None:
+    if event.name == "gc.marked_freed":
+        raise KeyboardInterrupt
 
 
 def test_a_damaged_manifest_stops_the_collection(store: Store) -> None:

@@ -119,6 +119,11 @@ class Transaction:
         cursor = self._txn.cursor(db=self._db["packs"])
         return {PackId(bytes(key)): codec.decode_pack_state(bytes(key), bytes(value)) for key, value in cursor}
 
+    def has_pack(self, pack_id: PackId, frame_count: int, pack_length: int) -> bool:
+        """Tell whether the entry of a live pack has these numbers."""
+        entry = codec.encode_pack_entry(pack_id, registry.PACK_LIVE, frame_count, pack_length)
+        return self._get(pack_id, "packs") == entry
+
     def freed_packs(self) -> list[PackId]:
         """Return the packs that are marked freed."""
         return [pack_id for pack_id, state in self.pack_states().items() if state == registry.PACK_FREED]
@@ -126,6 +131,10 @@ class Transaction:
     def put_manifest(self, key: bytes, size: int) -> None:
         """Add a committed manifest."""
         self._txn.put(key, codec.encode_manifest_entry(key, size), db=self._db["manifests"])
+
+    def has_manifest(self, key: bytes, size: int) -> bool:
+        """Tell whether the entry of a manifest has this size."""
+        return self._get(key, "manifests") == codec.encode_manifest_entry(key, size)
 
     def manifests(self) -> set[bytes]:
         """Return the keys of all manifests. Damaged entries count as absent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePath
 
 from asymcheck.errors import (
@@ -21,7 +22,7 @@ from asymcheck.format.layout import ManifestName
 from asymcheck.format.record import RECORD_BYTES, HeadRecord, encode_head, repaired_record
 from asymcheck.format.spans import Spans, ranks_in
 from asymcheck.storage.local_files import Files, translated
-from asymcheck.storage.manifests import CheckpointFiles, ManifestReader, decode_head_of
+from asymcheck.storage.manifests import CheckpointFiles, ManifestReader, decode_head_of, listed
 from asymcheck.types import CheckpointRef
 
 
@@ -130,17 +131,24 @@ class ManifestFiles(ManifestReader):
         except FileNotFoundError:
             # A collection or another deletion has removed the folder. Make the removal durable.
             self._files.sync_directory(directory.parent)
-        self.remove_empty(run, ref)
+        temporary = [name for name in self._files.list(directory) if name.endswith(layout.TEMPORARY)]
+        self.remove_unfinished(run, ref, temporary)
 
-    def remove_empty(self, run: str, ref: CheckpointRef) -> None:
-        """Remove the folder of a checkpoint without manifests, including temporary files of a crash."""
+    def unfinished(self, run: str) -> Iterator[tuple[CheckpointRef, list[str]]]:
+        """Yield the checkpoints whose folder has temporary files or no manifest, with these temporary files."""
+        for ref in self.refs(run):
+            names = self._names(self.directory(run, ref))
+            temporary = [name for name in names if name.endswith(layout.TEMPORARY)]
+            if temporary or not listed(run, ref, names).manifests:
+                yield ref, temporary
+
+    def remove_unfinished(self, run: str, ref: CheckpointRef, names: Iterable[str]) -> None:
+        """Remove temporary files in the folder of a checkpoint, and the folder if it is empty then."""
         directory = self.directory(run, ref)
-        names = self._files.list(directory)
-        if all(name.endswith(layout.TEMPORARY) for name in names):
-            for name in names:
-                self._files.unlink(directory / name)
-            if self._files.remove_directory(directory):
-                self._files.sync_directory(directory.parent)
+        for name in names:
+            self._files.unlink(directory / name)
+        if self._files.remove_directory(directory):
+            self._files.sync_directory(directory.parent)
 
     def temporary_heads(self) -> list[Path]:
         """Return the temporary files of head records, of running and of killed writers."""

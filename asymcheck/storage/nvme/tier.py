@@ -307,7 +307,8 @@ class NvmeTier(StoreTier):
     def foreign(self) -> list[str]:
         """Return the paths, relative to the store, of files that do not belong to the store."""
         names = self._names()
-        foreign = [name for name in names if name not in layout.TOP_LEVEL and not name.endswith(layout.TEMPORARY)]
+        known = (layout.TOP_LEVEL.__contains__, layout.is_record_temporary, layout.is_catalog_set_aside)
+        foreign = [name for name in names if not any(is_known(name) for is_known in known)]
         return foreign + [
             f"{layout.PACKS}/{name}"
             for name in self.files.list(self.packs)

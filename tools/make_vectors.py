@@ -24,6 +24,7 @@ from tools.vectors_record import record_vectors
 from tools.vectors_ring import ring_vectors
 from tools.vectors_stores import make_stores
 from tools.vectors_tree import tree_vectors
+from tools.vectors_typed_store import make_typed_store
 
 FORMAT_SPEC = Path(__file__).resolve().parents[1] / "format_spec"
 
@@ -52,7 +53,8 @@ def main() -> None:
     parser.add_argument("--stores", action="store_true", help="make the frozen stores instead, with new ids")
     options = parser.parse_args()
     if options.stores:
-        for path in [*make_stores(options.out / "stores"), *make_encoded_stores(options.out / "stores")]:
+        out = options.out / "stores"
+        for path in [*make_stores(out), *make_encoded_stores(out), make_typed_store(out)]:
             print(path)
     else:
         count = write_vectors(all_vectors(), options.out / "vectors" / "v1")

@@ -89,7 +89,7 @@ class Frozen:
                         transaction.put(bytes.fromhex(key), bytes.fromhex(value), db=databases[name])
 
 
-OTHERS = ("-torn", "-codecs", "-remote")
+OTHERS = ("-torn", "-codecs", "-remote", "-typed-value")
 """Ends of the names of folders with other contents than the run ``default`` and the run ``values``."""
 
 
@@ -100,7 +100,12 @@ def whole_stores() -> list[Frozen]:
 
 def encoded_stores() -> list[Frozen]:
     """Return every store, and every remote layout, with all codecs and a checkpoint of several ranks."""
-    return [Frozen(path) for path in sorted(STORES.iterdir()) if path.name.endswith(OTHERS[1:])]
+    return [Frozen(path) for path in sorted(STORES.iterdir()) if path.name.endswith(OTHERS[1:3])]
+
+
+def typed_stores() -> list[Frozen]:
+    """Return every store of typed values."""
+    return [Frozen(path) for path in sorted(STORES.iterdir()) if path.name.endswith(OTHERS[3])]
 
 
 def torn_stores() -> list[Frozen]:

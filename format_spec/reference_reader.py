@@ -357,7 +357,7 @@ def parse_known(text: bytes, what: str, kind: dict[str, str], keys: dict[str, An
     names: Any = value.get("reader_features", [] if "reader_features" not in keys else None)
     good = isinstance(names, list) and all(isinstance(name, str) for name in names)
     need(good, f"{what}: reader_features {names!r:.60}")
-    unknown = set(names) - {"shifted-payload", "typed-value"} if "reader_features" in keys else set()
+    unknown = set(names) - {"shifted-payload", "typed-value", "enum-item"} if "reader_features" in keys else set()
     need(not unknown, f"{what}: reader features {unknown}", "unsupported-feature")
     return dict(value)
 
@@ -433,8 +433,8 @@ def is_item(node: Any) -> bool:  # noqa: ANN401 - a checked node
     match node:
         case ["t", items]:
             return all(is_item(item) for item in items)
-        case ["x", kind, *_]:
-            return kind in ITEM_TYPES
+        case ["x", kind, _, content]:
+            return kind in ITEM_TYPES or (kind == "enum" and is_item(content))
         case [tag, *_]:
             return tag in ITEM_TAGS
     return True

@@ -12,7 +12,7 @@ from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName, checkpoint_name
 from asymcheck.format.manifest import Extent, ManifestHeader, TensorRow
 from asymcheck.format.record import parent_to_json
-from asymcheck.format.tree import Node, encode_metric, has_typed_values
+from asymcheck.format.tree import Node, encode_metric, value_features
 from asymcheck.types import CheckpointRef
 from tools.manifest_files import encode_manifest
 from tools.vectors_base import (
@@ -120,7 +120,7 @@ def header_json(header: ManifestHeader) -> dict[str, object]:
     """Return a header in the layout of vectors, with the keys of SPEC.md's table of the header."""
     return {
         "format": 1,
-        "reader_features": [registry.TYPED_VALUE] if has_typed_values(header.tree) else [],
+        "reader_features": sorted(value_features(header.tree)),
         "run": header.run,
         "generation": header.ref.generation,
         "step": header.ref.step,
@@ -213,6 +213,9 @@ def manifest_vectors() -> Iterator[Vector]:
     tree = ["d", [["x", "deque"], ["window", ["x", "deque", 3, ["l", [["T", 0]]]]]]]
     typed = "a typed value in a list of a mapping, so that a feature is listed; the key x is none"
     yield manifest("typed-value", header_for(tree), [inline_row("window.0", "uint8", (1,))], typed)
+    tree = ["l", [["T", 0], ["x", "set", None, ["t", [["t", [["x", "enum", "Level.LOW", 1]]]]]]]]
+    why = "a set with a member of an enumeration, so that a second feature is listed"
+    yield manifest("enum-item", header_for(tree), [inline_row("0", "uint8", (1,))], why)
     yield from _foreign_parts()
     last = CheckpointRef(99999999, 999999999999, save_id("last"))
     limits = header_for(None, ref=last, rank=99998, world_size=99999, run="r" * 64)

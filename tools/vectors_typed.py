@@ -61,6 +61,11 @@ def _containers() -> Iterator[Vector]:
     yield _typed("set", "set", None, node, value, "items in the order of their JSON")
     empty: Value = {"typed": {"type": "frozenset", "parameter": None, "content": {"tuple": []}}}
     node = ["t", [["x", "frozenset", None, ["t", []]]]]
+    member: Node = ["x", "enum", "Level.LOW", 1]
+    pair: Node = ["t", [["t", [member, 1]], member]]
+    low: Value = {"typed": {"type": "enum", "parameter": "Level.LOW", "content": _ONE}}
+    members: Value = {"tuple": [{"tuple": [low, _ONE]}, low]}
+    yield _typed("set-of-members", "set", None, pair, members, "members of enumerations, one of them in a tuple")
     yield _typed("frozenset", "frozenset", None, node, {"tuple": [empty]}, "a set in a set")
 
 
@@ -124,6 +129,11 @@ def _broken() -> Iterator[Vector]:
         ("set-of-list", ["x", "set", None, ["t", [["l", []]]]], "a list is no item"),
         ("set-of-tuple", ["x", "set", None, ["t", [["t", [["d", []]]]]]], "an item contains a mapping"),
         ("set-of-sets", ["x", "set", None, ["t", [["x", "set", None, ["t", []]]]]], "a set is no item"),
+        (
+            "set-of-member",
+            ["x", "set", None, ["t", [["x", "enum", "A.B", ["l", []]]]]],
+            "a member whose value is no item",
+        ),
         ("set-parameter", ["x", "set", 1, ["t", []]], "a parameter that is not null"),
         ("fields-number", ["x", "dataclass", "A", ["d", [[1, 1]]]], "a field whose name is no string"),
         ("fields-class", ["x", "namedtuple", None, ["d", []]], "no name of the class"),

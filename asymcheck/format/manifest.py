@@ -15,7 +15,7 @@ from asymcheck.format import registry
 from asymcheck.format.digest import digest
 from asymcheck.format.record import canonical_json, parent_to_json
 from asymcheck.format.spans import Spans
-from asymcheck.format.tree import Node, encode_metric, has_typed_values
+from asymcheck.format.tree import Node, encode_metric, value_features
 from asymcheck.types import CheckpointRef, Digest, PackId
 
 # Many methods of Arrow's arrays import pyarrow.compute, and pyarrow.array() of a numpy array imports numpy.ma. Both
@@ -332,6 +332,5 @@ def _encode_header(header: ManifestHeader) -> bytes:
         fields["elsewhere"] = header.elsewhere.hex()
     text = canonical_json(fields)
     # Most states have no typed value. The search in the text costs less than a walk over the tree.
-    if _TYPED_VALUE not in text or not has_typed_values(header.tree):
-        return text
-    return canonical_json({**fields, "reader_features": [registry.TYPED_VALUE]})
+    features = value_features(header.tree) if _TYPED_VALUE in text else ()
+    return canonical_json({**fields, "reader_features": sorted(features)}) if features else text

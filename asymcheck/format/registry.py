@@ -47,7 +47,8 @@ SUPPORTED_DIGESTS: Final = frozenset({DIGEST_XXH3_128})
 
 SHIFTED_PAYLOAD: Final = "shifted-payload"
 TYPED_VALUE: Final = "typed-value"
-READER_FEATURES: Final = frozenset({SHIFTED_PAYLOAD, TYPED_VALUE})
+ENUM_ITEM: Final = "enum-item"
+READER_FEATURES: Final = frozenset({SHIFTED_PAYLOAD, TYPED_VALUE, ENUM_ITEM})
 WRITER_FEATURES: Final[frozenset[str]] = frozenset()
 
 PACK_LIVE: Final = 1

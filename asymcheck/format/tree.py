@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 from asymcheck.errors import LimitError, StructureError, UnsupportedFeatureError
 from asymcheck.format import registry
-from asymcheck.format.typed_value import is_typed_value
+from asymcheck.format.typed_value import SETS, is_typed_value
 
 Node = object
 """A JSON value of the table of nodes in SPEC.md §A9."""
@@ -297,17 +297,21 @@ class _Decoder:
         return self.build.typed(kind, cast("str | int | None", parameter), value)
 
 
-def has_typed_values(node: Node) -> bool:
-    """Tell whether a tree contains a typed value."""
+def value_features(node: Node, *, in_set: bool = False) -> set[str]:
+    """Return the reader features of a manifest with this tree. ``in_set``: the node belongs to an item of a set."""
     if not isinstance(node, list) or not node:
-        return False
+        return set()
     tag, *parts = node
+    found: set[str] = set()
     children: list[Any] = []
     if tag in ("l", "t"):
         children = parts[0]
     elif tag in ("d", "o", "m"):
         children = [*(value for _, value in parts[0]), *parts[1:]]
-    return tag == "x" or any(map(has_typed_values, children))
+    elif tag == "x":
+        found = {registry.TYPED_VALUE, *([registry.ENUM_ITEM] if in_set and parts[0] == "enum" else [])}
+        children, in_set = [parts[2]], in_set or parts[0] in SETS
+    return found.union(*(value_features(child, in_set=in_set) for child in children))
 
 
 def join_name(path: Sequence[Key]) -> str:

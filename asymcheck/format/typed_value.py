@@ -14,6 +14,8 @@ FACTORIES: Final = ("bool", "bytes", "complex", "dict", "float", "frozenset", "i
 BIT_GENERATORS: Final = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 MAXLEN_MAX: Final = (1 << 53) - 1
 
+SETS: Final = ("set", "frozenset")
+
 _FLAVOURS = ("posix", "windows")
 _HASHABLE_LEAVES = frozenset("ifcbznyv")
 _HASHABLE_TYPES = frozenset({"frozenset", "path", "pure-path", "date", "time", "datetime", "timedelta", "range"})
@@ -34,6 +36,8 @@ def is_item(node: object) -> bool:
     tag, content = node[0], node[-1]
     if tag == "t":
         return all(map(is_item, content))
+    if tag == "x" and node[1] == "enum":
+        return is_item(content)
     return tag in _HASHABLE_LEAVES or (tag == "x" and node[1] in _HASHABLE_TYPES)
 
 

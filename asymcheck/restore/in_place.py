@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from asymcheck.errors import InvalidInputError, RefusedStateError, StateMismatchError, UnsupportedValueError, listed
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.tree import Key, join_name
+from asymcheck.format.typed_value import SETS
 from asymcheck.restore.assemble import Assembly
 from asymcheck.restore.read_plan import Demand
 from asymcheck.restore.reshard import ShardSet
@@ -26,12 +28,29 @@ from asymcheck.restore.state_dict_check import (
     state_for,
     with_classes,
 )
-from asymcheck.restore.state_template import RowRef, merge, rows_in, select_each, with_names_of, with_tensors
+from asymcheck.restore.state_template import (
+    RowRef,
+    merge,
+    replace_rows,
+    rows_in,
+    select_each,
+    with_names_of,
+    with_tensors,
+)
 from asymcheck.state.boxes import Box
 from asymcheck.state.leaves import identity_key, make_leaf
 from asymcheck.state.names import did_you_mean
 from asymcheck.state.shards import Distributed, TensorShard, is_dtensor, like, shard_of
-from asymcheck.state.typed_values import IMMUTABLE, TypedValue, build, misfit, typed_value
+from asymcheck.state.typed_values import (
+    IMMUTABLE,
+    TypedValue,
+    build,
+    enum_classes,
+    misfit,
+    typed_value,
+    with_members,
+    without_class,
+)
 from asymcheck.state.zero_redundancy import local_part, share_options
 from asymcheck.types import Stateful
 
@@ -45,6 +64,9 @@ _PLAIN = (
     *IMMUTABLE,
 )
 """Types of values that stored values replace."""
+
+_WITH_MEMBERS = ("enum", *SETS)
+"""Types of typed values that may have Enum members."""
 
 Finish = Callable[[Assembly], object]
 """Set plain values and load objects, given the filled tensors; return the value for the container above."""
@@ -65,6 +87,7 @@ class InPlaceFill:
         Raises:
             StateMismatchError: lists all entries that do not fit, or were not saved.
         """
+        self._state = state
         self._parts = parts
         self._grows = grows
         self._demands: dict[tuple[int, Box], Demand] = {}
@@ -121,13 +144,32 @@ class InPlaceFill:
             return self._match_sequence(current, _contents(stored), path)  # type: ignore[arg-type]  # the type was just compared
         if not isinstance(current, _PLAIN):
             self._refuse(path, f"{type(current).__qualname__} cannot be filled; give None to create it")
-        return self._made(merge(stored), path)
+        shape = merge(stored)
+        if isinstance(current, frozenset):
+            self._check_members(shape, path)
+        return self._made(shape, path)
+
+    @functools.cached_property
+    def _enums(self) -> dict[str, type[Enum]]:
+        return enum_classes(self._state)
+
+    def _check_members(self, shape: object, path: tuple[Key, ...]) -> None:
+        """Refuse a stored set whose members cannot be restored, because their values alone would differ from them."""
+        unknown = without_class(with_members(shape, self._enums))
+        if unknown:
+            advice = "add a member of the class to the given state, or give None to get the values of members"
+            self._refuse(path, f"the stored set has {listed(unknown)}, of which no class is given; {advice}")
 
     def _refuse(self, path: tuple[Key, ...], problem: str) -> None:
         self._problems.append(f"{join_name(path) or '<root>'}: {problem}")
 
     def _made(self, shape: object, path: tuple[Key, ...]) -> Finish:
-        """Create a stored value, including its tensors."""
+        """Create a stored value, including its tensors and the members of given Enum classes."""
+        shape = replace_rows(
+            shape,
+            lambda ref: ref,
+            lambda value: with_members(value, self._enums) if value.kind in _WITH_MEMBERS else value,
+        )
         tensors = self._want(shape, path, {})
         return lambda assembly: _put_in(shape, tensors, assembly)
 
@@ -197,6 +239,8 @@ class InPlaceFill:
         if found is None or problem:
             self._refuse(path, problem if found else f"a {parts.kind} is given, {problem}")
             return lambda _assembly: current
+        if parts.kind == "set":
+            self._check_members(found, path)
         contents = [value.content for value in stored if isinstance(value, TypedValue) and value.kind == found.kind]
         items = parts.content
         # A set or an Enum member is replaced as a whole, and a deque of another length, too.
@@ -228,7 +272,7 @@ class InPlaceFill:
         if not path and state and fitting and state.keys().isdisjoint(mappings[0]):
             self._refuse(path, f"an object is given that fits {fitting[0]!r}: give {{{fitting[0]!r}: …}}")
             return lambda _assembly: current
-        shape = with_classes(state_for(current, mappings, state), state)
+        shape = with_classes(state_for(current, mappings, state), state, lambda: enum_classes(self._state, state))
         self._problems += [
             ".".join(filter(None, (name, problem))) for problem in misfits(current, shape, self._parts.row)
         ]

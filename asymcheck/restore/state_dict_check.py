@@ -7,16 +7,18 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
 
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.tree import Key
+from asymcheck.format.typed_value import SETS
 from asymcheck.restore.state_template import RowRef, like_mapping, merge, rows_in
 from asymcheck.state.names import did_you_mean
 from asymcheck.state.shards import Distributed
-from asymcheck.state.typed_values import TypedValue, misfit, typed_value
+from asymcheck.state.typed_values import TypedValue, misfit, typed_value, with_members
 
 # torch has no public names for these. An object with hooks, or its own load_state_dict(), may accept differences.
 _MODULE_HOOKS = "_load_state_dict_pre_hooks"
@@ -161,26 +163,33 @@ def state_for(current: object, stored: Sequence[dict[Key, object]], state: Mappi
     return like_mapping(merged, {key: value for key, value in merged.items() if key in state})
 
 
-def with_classes(stored: dict[Key, object], current: object) -> dict[Key, Any]:
-    """Return a stored value with those classes of ``current`` that are not stored: Counter, dataclass, Enum …."""
+def with_classes(
+    stored: dict[Key, object], current: object, enums: Callable[[], dict[str, type[Enum]]]
+) -> dict[Key, Any]:
+    """Return a stored value with those classes of ``current`` that are not stored: Counter, dataclass, Enum ….
+
+    ``enums`` gives the classes of members in sets.
+    """
     given = current if isinstance(current, dict) else {}
-    items: dict[Key, Any] = {key: _with_classes(value, given.get(key)) for key, value in stored.items()}
+    items: dict[Key, Any] = {key: _with_classes(value, given.get(key), enums) for key, value in stored.items()}
     return Counter(items) if type(current) is Counter else like_mapping(stored, items)
 
 
-def _with_classes(stored: object, current: object) -> object:
+def _with_classes(stored: object, current: object, enums: Callable[[], dict[str, type[Enum]]]) -> object:
     if isinstance(stored, dict):
-        return with_classes(stored, current)
+        return with_classes(stored, current, enums)
     if isinstance(stored, TypedValue):
+        if stored.kind in SETS:
+            return with_members(stored, enums())
         parts = typed_value(current)
         if parts is None or misfit(current, parts, stored):
             return stored
         like = copy.copy(current) if stored.kind in ("dataclass", "enum", "namedtuple") else None
-        return dataclasses.replace(stored, content=_with_classes(stored.content, parts.content), like=like)
+        return dataclasses.replace(stored, content=_with_classes(stored.content, parts.content, enums), like=like)
     if type(stored) in (list, tuple):
         given: Sequence[object] = current if isinstance(current, (list, tuple)) else ()
         pairs = itertools.zip_longest(stored, given[: len(stored)])  # type: ignore[arg-type, call-overload]  # the type was just compared
-        return type(stored)(_with_classes(*pair) for pair in pairs)  # type: ignore[call-arg]  # as above
+        return type(stored)(_with_classes(*pair, enums) for pair in pairs)  # type: ignore[call-arg]  # as above
     return stored
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from asymcheck.errors import RefusedStateError
-from asymcheck.format.typed_value import BIT_GENERATORS, FACTORIES, MAXLEN_MAX
+from asymcheck.format.typed_value import BIT_GENERATORS, FACTORIES, MAXLEN_MAX, SETS
 
 _MT19937_WORDS = 624
 _PHILOX_WORDS = 4
@@ -148,6 +148,52 @@ def build(parts: TypedValue) -> object:
         return _BUILDERS[parts.kind](parts, parts.content)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise RefusedStateError(f"a {parts.kind} refused the stored content: {error!r}", (), None) from error
+
+
+def enum_classes(*states: object) -> dict[str, type[enum.Enum]]:
+    """Return the classes of all Enum members in the containers of states, by name.
+
+    A name that several classes have is left out.
+    """
+    found: dict[str, set[type[enum.Enum]]] = {}
+    seen: set[int] = set()
+    values = [*states]
+    while values:
+        value = values.pop()
+        if isinstance(value, enum.Enum):
+            found.setdefault(type(value).__name__, set()).add(type(value))
+        elif id(value) not in seen:
+            seen.add(id(value))
+            if isinstance(value, Mapping):
+                values += value.values()
+            elif isinstance(value, (list, tuple, deque, set, frozenset)):
+                values += value
+            elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+                values += [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return {name: next(iter(kinds)) for name, kinds in found.items() if len(kinds) == 1}
+
+
+def with_members(shape: object, classes: Mapping[str, type[enum.Enum]]) -> object:
+    """Return an Enum member, a set, or an item of a set, with those classes of members that are given by name."""
+    if type(shape) is tuple:
+        return tuple(with_members(item, classes) for item in shape)
+    if not isinstance(shape, TypedValue):
+        return shape
+    if shape.kind == "enum":
+        kind = classes.get(str(shape.parameter).partition(".")[0])
+        return shape if kind is None else dataclasses.replace(shape, like=_member(kind, shape))
+    return dataclasses.replace(shape, content=with_members(shape.content, classes)) if shape.kind in SETS else shape
+
+
+def without_class(shape: object) -> list[str]:
+    """Return the names of the Enum members in a set whose class is not known."""
+    if type(shape) is tuple:
+        return [name for item in shape for name in without_class(item)]
+    if not isinstance(shape, TypedValue):
+        return []
+    if shape.kind == "enum":
+        return [] if isinstance(shape.like, enum.Enum) else [str(shape.parameter)]
+    return without_class(shape.content)
 
 
 def _member(kind: type[enum.Enum], stored: TypedValue) -> enum.Enum | None:

@@ -15,7 +15,7 @@ import torch
 from asymcheck.errors import LimitError, StructureError, UnsupportedValueError
 from asymcheck.format.registry import TREE_DEPTH_MAX
 from asymcheck.format.tree import Node, encode_integer, encode_plain, join_name
-from asymcheck.format.typed_value import in_order, is_typed_value
+from asymcheck.format.typed_value import SETS, in_order, is_typed_value
 from asymcheck.state.boxes import Box
 from asymcheck.state.dtypes import TORCH_NAMES
 from asymcheck.state.leaves import PLAIN_TENSORS, Leaf, Source, TensorBytes, identity_key, make_leaf
@@ -122,7 +122,7 @@ class Walker:
         return self._plain(value, name) if parts is None else self._typed(parts, name, depth)
 
     def _typed(self, parts: TypedValue, name: str | None, depth: int) -> Node:
-        if parts.kind in ("set", "frozenset"):
+        if parts.kind in SETS:
             # The order of a set differs from process to process, so items are named like the set.
             items: Any = parts.content
             nodes = [self.node(item, name, depth + 2) for item in items]
@@ -130,7 +130,9 @@ class Walker:
         else:
             content = self.node(parts.content, name, depth + 1)
         if not is_typed_value(parts.kind, parts.parameter, content):
-            remedy = "use only numbers, strings, paths, dates and tuples of them in it, or store list(value)"
+            remedy = (
+                "use only numbers, strings, paths, dates, Enum members and tuples of them in it, or store list(value)"
+            )
             raise UnsupportedValueError(name or "", f"the items of a {parts.kind} cannot be stored; {remedy}")
         return ["x", parts.kind, self._scalar(parts.parameter, name), content]
 

@@ -30,7 +30,7 @@ from asymcheck.format.record import (
     encode_record,
 )
 from asymcheck.format.record import decode_descriptor as read_descriptor
-from asymcheck.format.tree import has_typed_values
+from asymcheck.format.tree import value_features
 from asymcheck.state.typed_values import TypedValue, build
 from asymcheck.state.walk import flatten
 from asymcheck.storage.nvme import Slot
@@ -190,7 +190,7 @@ def test_an_encoded_partition_is_read(vector: Vector, tmp_path: Path) -> None:
 
 def _manifest_value(manifest: Manifest) -> dict[str, Any]:
     header = manifest.header
-    features = ["typed-value"] if has_typed_values(header.tree) else []
+    features = sorted(value_features(header.tree))
     fields: dict[str, Any] = {"format": 1, "reader_features": features, **dataclasses.asdict(header)}
     ref = fields.pop("ref")
     fields.update(generation=ref["generation"], step=ref["step"], save_id=ref["save_id"].hex())

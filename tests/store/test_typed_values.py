@@ -46,6 +46,12 @@ class Access(enum.Flag):
     WRITE = 2
 
 
+class Odd(enum.Enum):
+    """A member whose value is no item of a set."""
+
+    LIST = [1]  # noqa: RUF012 - a value that is not hashable
+
+
 class Pair(NamedTuple):
     """Two values with names."""
 
@@ -105,6 +111,8 @@ GIVEN: dict[str, Callable[[], object]] = {
     "dataclass in a dataclass": lambda: Averages(Pair(Fixed(0.25), Level.LOW), 1),
     "enum": lambda: Level.HIGH,
     "flags": lambda: Access.READ | Access.WRITE,
+    "set of members": lambda: [{Level.HIGH, ("a", Access.WRITE), frozenset({Level.LOW}), 7}, Level.LOW, Access.READ],
+    "frozenset of members": lambda: frozenset({Level.HIGH, (Access.READ, 1)}),
     "list of members": lambda: [Level.LOW, Level.HIGH],
     "counter": lambda: Counter("aab"),
 }
@@ -163,6 +171,39 @@ def _clear(value: object) -> None:
         for key, item in value.items():
             value[key] = -1 if type(item) is int else item
             _clear(item)
+
+
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_members_in_a_set_get_classes_of_the_whole_state(store: Store, kind: type) -> None:
+    """Test an empty set at the start of a training, whose classes occur elsewhere in the given state."""
+    seen = kind({Level.HIGH, ("a", Level.LOW), Access.READ | Access.WRITE})
+    phases = [Averages(Level.LOW), deque([Access.READ])]
+    state = {"seen": kind(), "phases": phases, "window": deque(), "new": None}
+    store.save({"seen": seen, "phases": phases, "window": deque([seen]), "new": {"a": [seen]}}, step=1)
+    store.load(into=state)
+    for found in (state["seen"], state["window"][0], state["new"]["a"][0]):  # type: ignore[index]  # containers
+        assert type(found) is kind
+        assert {*map(repr, found)} == {*map(repr, seen)}
+    given = {"object": Object(Level.LOW), "level": Level.LOW}
+    given["object"].state["seen"] = kind()  # type: ignore[union-attr]  # an Object
+    store.save({**given, "object": {**Object(Level.LOW).state, "seen": seen}}, step=2)
+    store.load(into=given)
+    assert {*map(repr, given["object"].state["seen"])} == {*map(repr, seen)} - {repr(Access.READ | Access.WRITE)} | {
+        "3"
+    }  # type: ignore[union-attr]  # as above
+
+
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_members_of_an_unknown_class_in_a_set_are_refused(store: Store, kind: type) -> None:
+    """Test that a set never gets plain values in place of members, unless no set is given."""
+    store.save({"seen": kind({Level.HIGH, ("a", Level.LOW)})}, step=1)
+    namesake = enum.Enum("Level", {"HIGH": 2, "LOW": 1})
+    for given in ({"seen": kind()}, {"seen": kind({Other.MIDDLE})}, {"seen": kind({Level.LOW, namesake.LOW})}):  # type: ignore[attr-defined]  # a member
+        with pytest.raises(StateMismatchError, match=r"seen: the stored set has Level\.\w+.*add a member of the class"):
+            store.load(into=given)
+    with pytest.raises(StateMismatchError, match=r"has Level.HIGH, of which"):
+        store.load(into={"seen": kind({enum.IntEnum("Level", {"LOW": 1}).LOW})})  # type: ignore[attr-defined]  # a member
+    assert store.load()["seen"] == store.load(into={"seen": None})["seen"] == kind({2, ("a", 1)})
 
 
 def test_containers_are_filled_in_place(store: Store) -> None:
@@ -356,7 +397,7 @@ def test_field_that_was_not_saved_is_named(store: Store) -> None:
         (max, "leave the function out of the state"),
         (LabelError, "store its name as a string"),
         ({object()}, r"state at x: .*object"),
-        ({Level.LOW}, "the items of a set cannot be stored"),
+        ({Odd.LIST}, "the items of a set cannot be stored; .*Enum members"),
         ({True: 1}, r"mapping key True is neither str nor int; use str\(key\) or int\(key\)"),
         (defaultdict(int, {False: 1}), "mapping key False"),
         (Averages(object()), r"state at x\.weight: values of type object"),
@@ -407,6 +448,19 @@ def test_feature_is_listed_only_for_typed_values(value: object, *, has_feature: 
     data = encode_manifest(header_for(["l", [["T", 0], flatten(value).tree]]), rows)
     assert (b'"reader_features":["typed-value"]' in data) == has_feature
     assert (b'"reader_features":[]' in data) != has_feature
+
+
+@pytest.mark.parametrize(
+    ("value", "has_feature"),
+    [({Level.LOW}, True), ({(1, frozenset({Level.LOW}))}, True), ([{1}, Level.LOW, Averages([Level.LOW])], False)],
+    ids=["set", "tuple", "no set"],
+)
+def test_feature_of_members_in_sets_is_listed_only_for_them(value: object, *, has_feature: bool) -> None:
+    """Test that programs which know other typed values read all manifests without members in sets."""
+    rows = [inline_row("w", "uint8", (1,))]
+    data = encode_manifest(header_for(["l", [["T", 0], flatten(value).tree]]), rows)
+    features = b'["enum-item","typed-value"]' if has_feature else b'["typed-value"]'
+    assert b'"reader_features":' + features in data
 
 
 def _store_with(store_path: Path, tree: Node) -> Store:
@@ -497,6 +551,7 @@ def test_values_are_shown_readably(store: Store) -> None:
         {
             "hist": defaultdict(int, a=1),
             "set": {2, 1},
+            "levels": {Level.LOW, ("a", Level.HIGH)},
             "none": set(),
             "path": Path("a/b"),
             "level": Level.LOW,
@@ -511,6 +566,7 @@ def test_values_are_shown_readably(store: Store) -> None:
     assert {value.name: value.text for value in store.values(1)[1]} == {
         "hist.a": "1",
         "set": "set(1, 2)",
+        "levels": "set('a', Level.HIGH (2), Level.LOW (1))",
         "none": "set()",
         "path": "path('a/b')",
         "level": "Level.LOW (1)",

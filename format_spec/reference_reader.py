@@ -68,13 +68,16 @@ LEAVES["y"] = (1, "|".join(DTYPES))
 # Typed values (§A9): the tag of the content of each type, and words that are parameters.
 TYPES = {"defaultdict": "d", "deque": "l", "namedtuple": "d", "dataclass": "d", "enum": "node", "numpy-generator": "d"}
 TYPES |= dict.fromkeys(("set", "frozenset", "timedelta", "range", "slice", "python-random"), "t")
-TYPES |= dict.fromkeys(("path", "pure-path", "date", "time", "datetime"), "string") | {"torch-generator": "T"}
+TYPES |= dict.fromkeys(("path", "pure-path", "date", "time", "datetime"), "string")
+TYPES |= dict.fromkeys(("torch-generator", "device-generator"), "T")
 WORDS = {"defaultdict": "bool bytes complex dict float frozenset int list set str tuple", "torch-generator": "cpu"}
 WORDS |= {
+    "device-generator": "cuda",
     "path": "posix windows",
     "pure-path": "posix windows",
     "numpy-generator": "MT19937 PCG64 PCG64DXSM Philox SFC64",
 }
+FEATURES = {"shifted-payload", "typed-value", "enum-item", "device-generator"}
 ITEM_TAGS, ITEM_TYPES = "ifcbznyv", {"frozenset", "path", "pure-path", "date", "time", "datetime", "timedelta", "range"}
 # The Arrow schema of a manifest (§A8), as pyarrow writes types.
 _INTS, _TEXT = "list<item: int64 not null> not null", "string not null"
@@ -357,7 +360,7 @@ def parse_known(text: bytes, what: str, kind: dict[str, str], keys: dict[str, An
     names: Any = value.get("reader_features", [] if "reader_features" not in keys else None)
     good = isinstance(names, list) and all(isinstance(name, str) for name in names)
     need(good, f"{what}: reader_features {names!r:.60}")
-    unknown = set(names) - {"shifted-payload", "typed-value", "enum-item"} if "reader_features" in keys else set()
+    unknown = set(names) - FEATURES if "reader_features" in keys else set()
     need(not unknown, f"{what}: reader features {unknown}", "unsupported-feature")
     return dict(value)
 

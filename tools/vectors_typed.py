@@ -96,6 +96,7 @@ def _generators() -> Iterator[Vector]:
     # No generator accepts such a state, but the form is right.
     opaque = {"read_only": True}
     yield _typed("torch-generator", "torch-generator", "cpu", ["T", 0], {"tensor": 0}, "a generator", 1, **opaque)
+    yield _typed("device-generator", "device-generator", "cuda", ["T", 0], {"tensor": 0}, "of a device", 1, **opaque)
     state: Node = ["d", [["bit_generator", "MT19937"], ["state", ["d", [["key", ["N", 0]], ["pos", 1]]]]]]
     inner: Value = {"dict": [[{"str": "key"}, {"array": 0}], [{"str": "pos"}, _ONE]]}
     value: Value = {"dict": [[{"str": "bit_generator"}, {"str": "MT19937"}], [{"str": "state"}, inner]]}
@@ -162,6 +163,7 @@ def _broken() -> Iterator[Vector]:
     ):
         yield _refused(name, node, why)
     yield _refused("torch-device", ["x", "torch-generator", "cuda", ["T", 0]], "a device other than the CPU", rows=1)
+    yield _refused("device-cpu", ["x", "device-generator", "cpu", ["T", 0]], "the CPU is no device", rows=1)
     yield _refused("random-version", ["x", "python-random", None, ["t", [True, ["N", 0], None]]], "no version", rows=1)
 
 

@@ -48,7 +48,8 @@ SUPPORTED_DIGESTS: Final = frozenset({DIGEST_XXH3_128})
 SHIFTED_PAYLOAD: Final = "shifted-payload"
 TYPED_VALUE: Final = "typed-value"
 ENUM_ITEM: Final = "enum-item"
-READER_FEATURES: Final = frozenset({SHIFTED_PAYLOAD, TYPED_VALUE, ENUM_ITEM})
+READER_FEATURES: Final = frozenset({SHIFTED_PAYLOAD, TYPED_VALUE, ENUM_ITEM, "device-generator"})
+"""Supported features. A type of typed values that is younger than the others has a feature of its name."""
 WRITER_FEATURES: Final[frozenset[str]] = frozenset()
 
 PACK_LIVE: Final = 1
@@ -97,6 +98,7 @@ VALUE_TYPES: Final = {
     "range": "t",
     "slice": "t",
     "torch-generator": "T",
+    "device-generator": "T",
     "numpy-generator": "d",
     "python-random": "t",
 }

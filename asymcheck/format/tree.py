@@ -309,7 +309,9 @@ def value_features(node: Node, *, in_set: bool = False) -> set[str]:
     elif tag in ("d", "o", "m"):
         children = [*(value for _, value in parts[0]), *parts[1:]]
     elif tag == "x":
-        found = {registry.TYPED_VALUE, *([registry.ENUM_ITEM] if in_set and parts[0] == "enum" else [])}
+        found = {registry.TYPED_VALUE, *({parts[0]} & registry.READER_FEATURES)}
+        if in_set and parts[0] == "enum":
+            found.add(registry.ENUM_ITEM)
         children, in_set = [parts[2]], in_set or parts[0] in SETS
     return found.union(*(value_features(child, in_set=in_set) for child in children))
 

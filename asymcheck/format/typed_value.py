@@ -129,6 +129,7 @@ _RULES: dict[str, Callable[[Any, Any], bool]] = {
     "range": _is_range,
     "slice": _is_slice,
     "torch-generator": lambda parameter, _row: parameter == "cpu",
+    "device-generator": lambda parameter, _row: parameter == "cuda",
     "numpy-generator": lambda parameter, _pairs: parameter in BIT_GENERATORS,
     "python-random": _is_random,
 }

@@ -185,6 +185,9 @@ def _with_classes(stored: object, current: object, enums: Callable[[], dict[str,
         if parts is None or misfit(current, parts, stored):
             return stored
         like = copy.copy(current) if stored.kind in ("dataclass", "enum", "namedtuple") else None
+        if stored.kind == "device-generator":
+            # A generator of a device cannot be copied, so the generator of the object takes the state itself.
+            like = current
         return dataclasses.replace(stored, content=_with_classes(stored.content, parts.content, enums), like=like)
     if type(stored) in (list, tuple):
         given: Sequence[object] = current if isinstance(current, (list, tuple)) else ()

@@ -27,6 +27,9 @@ _PATHS: dict[type, tuple[str, str]] = {
     PurePosixPath: ("pure-path", "posix"),
     PureWindowsPath: ("pure-path", "windows"),
 }
+_GENERATORS = {"cpu": "torch-generator", "cuda": "device-generator"}
+"""Types of generators of torch by the type of their device."""
+_STATE_OF = {"torch-generator": "a new generator", "device-generator": "its state as a tensor"}
 IMMUTABLE = (PurePath, dt.date, dt.time, dt.timedelta, range, slice, frozenset)
 """Types of immutable typed values: a stored value replaces the given one."""
 
@@ -78,7 +81,9 @@ def _datetime(value: dt.time | dt.datetime) -> TypedValue | None:
 
 
 def _torch_generator(value: torch.Generator) -> TypedValue | None:
-    return TypedValue("torch-generator", "cpu", value.get_state()) if value.device.type == "cpu" else None
+    kind = _GENERATORS.get(value.device.type)
+    # The state of a generator of a CUDA device is in host memory, too, and the number of the device is no part of it.
+    return None if kind is None else TypedValue(kind, value.device.type, value.get_state())
 
 
 def _numpy_generator(value: np.random.Generator) -> TypedValue | None:
@@ -112,6 +117,10 @@ _PARTS: dict[type, Callable[[Any], TypedValue | None]] = {
 
 def misfit(given: object, parts: TypedValue, stored: TypedValue) -> str:
     """Return the reason why a given value with these parts cannot be restored from a stored one; empty if it can."""
+    if {stored.kind, parts.kind} == {*_GENERATORS.values()}:
+        device = stored.parameter
+        advice = f'give torch.Generator(device="{device}"), or None to get {_STATE_OF[stored.kind]}'
+        return f"a generator of {parts.parameter} is given, but one of {device} is stored; {advice}"
     if stored.kind != parts.kind:
         return f"a {parts.kind} is given, but a {stored.kind} is stored"
     content = stored.content
@@ -139,7 +148,7 @@ def build(parts: TypedValue) -> object:
     """Return the value of its parts: the object ``like`` with the stored content, if it is given.
 
     Without ``like``, a namedtuple or dataclass becomes a dict, and an Enum member its value, because no class is
-    imported by its name.
+    imported by its name. A generator of a CUDA device becomes its state.
 
     Raises:
         RefusedStateError: the class, or a random number generator, refused the content.
@@ -256,6 +265,9 @@ def _build_path(parts: TypedValue, content: Any) -> object:  # noqa: ANN401 - a 
 
 
 def _build_torch_generator(parts: TypedValue, content: Any) -> object:  # noqa: ANN401 - a tensor
+    if not isinstance(parts.like, torch.Generator) and parts.kind == "device-generator":
+        # This machine may lack the device, so only a given generator takes the state.
+        return content
     generator = parts.like if isinstance(parts.like, torch.Generator) else torch.Generator()
     generator.set_state(content.cpu())
     return generator
@@ -304,6 +316,7 @@ _BUILDERS: dict[str, Callable[[TypedValue, Any], object]] = {
     "range": lambda _parts, content: range(*content),
     "slice": lambda _parts, content: slice(*content),
     "torch-generator": _build_torch_generator,
+    "device-generator": _build_torch_generator,
     "numpy-generator": _build_numpy_generator,
     "python-random": _build_python_random,
 }
@@ -313,7 +326,7 @@ _REMEDIES: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (defaultdict, "its default_factory is no builtin type such as int or list; store dict(value)"),
     (deque, "its maxlen is too large; use maxlen=None"),
     ((dt.datetime, dt.time), "use a plain datetime, with a fixed offset from UTC or no tzinfo"),
-    (torch.Generator, "only CPU generators can be stored; store its get_state()"),
+    (torch.Generator, "only generators of the CPU and of CUDA devices can be stored; store its get_state()"),
     (np.random.Generator, "its bit generator is not one of numpy; store the bit generator's state"),
     (np.random.RandomState, "store its get_state(), or use numpy.random.default_rng()"),
     (np.random.BitGenerator, "store its state, or a numpy.random.Generator of it"),

@@ -24,6 +24,7 @@ from asymcheck.format.digest import digest
 from asymcheck.format.manifest import encode
 from asymcheck.format.manifest_reader import decode_manifest
 from asymcheck.format.tree import Node
+from asymcheck.state import typed_values
 from asymcheck.state.walk import flatten
 from asymcheck.types import CheckpointRef, Part
 from tests.store.equality import assert_same
@@ -266,6 +267,97 @@ def test_generator_continues_its_numbers(store: Store, name: str, *, is_given: b
     loaded = store.load(into=given) if is_given else store.load()
     assert (loaded["generator"] is generator) == is_given
     assert _draw(loaded["generator"]) == expected
+
+
+class CudaGenerator(torch.Generator):
+    """Stand-in for a generator of a CUDA device, because these tests run without one: a CPU generator in disguise.
+
+    It shows which device type is stored and which generator takes the state. A state of a real CUDA generator, which
+    get_state() also returns as a uint8 tensor in host memory, has 16 bytes and is not tested.
+    """
+
+    number = 0
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]  # read-only on purpose
+        """Device of the disguise."""
+        return torch.device("cuda", self.number)
+
+
+def _generator_of(state: torch.Tensor) -> CudaGenerator:
+    """Return a generator with a state."""
+    generator = CudaGenerator()
+    generator.set_state(state)
+    return generator
+
+
+@pytest.fixture
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(typed_values._PARTS, CudaGenerator, typed_values._PARTS[torch.Generator])
+
+
+@pytest.mark.usefixtures("_stand_in")
+def test_cuda_generator_continues_its_numbers_on_another_device(store: Store) -> None:
+    """Test the stored device type and feature, and a restore into a generator of a device with another number."""
+    generator = CudaGenerator()
+    generator.manual_seed(5)
+    _draw(generator)
+    tree = flatten({"generator": generator}).tree
+    assert tree == ["d", [["generator", ["x", "device-generator", "cuda", ["T", 0]]]]]
+    assert b'"reader_features":["device-generator","typed-value"]' in encode_manifest(
+        header_for(tree), [inline_row("generator", "uint8", (4,))]
+    )
+    store.save({"generator": generator}, step=1)
+    state = generator.get_state()
+    expected = _draw(generator)
+    other = CudaGenerator()
+    other.number = 1
+    assert store.load(into={"generator": other})["generator"] is other
+    assert _draw(other) == expected
+    holder = Object(Level.LOW)
+    holder.state = {"generator": CudaGenerator()}
+    store.save({"object": {"generator": _generator_of(state)}}, step=2)
+    assert isinstance(store.load(into={"object": holder})["object"].state["generator"], CudaGenerator)
+    assert _draw(holder.state["generator"]) == expected
+    assert torch.equal(store.load(1)["generator"], state)
+    assert torch.equal(store.load(1, into={"generator": None})["generator"], state)
+    assert store.verify() == []
+
+
+@pytest.mark.usefixtures("_stand_in")
+@pytest.mark.parametrize(
+    ("stored", "given", "named"),
+    [
+        (
+            CudaGenerator,
+            torch.Generator,
+            r'of cpu is given, but one of cuda .* give torch.Generator\(device="cuda"\), or N',
+        ),
+        (
+            torch.Generator,
+            CudaGenerator,
+            r'of cuda is given, but one of cpu .* give torch.Generator\(device="cpu"\), or N',
+        ),
+        (CudaGenerator, random.Random, r"a python-random is given, but a device-generator is stored"),
+    ],
+)
+def test_state_of_a_generator_on_another_type_of_device_is_refused(
+    store: Store, stored: type, given: type, named: str
+) -> None:
+    """Test that the error of a machine without the device says what to give, before anything is overwritten."""
+    store.save({"x": stored(), "weight": torch.ones(2)}, step=1)
+    state = {"x": given(), "weight": torch.zeros(2)}
+    with pytest.raises(StateMismatchError, match=f"x: .*{named}"):
+        store.load(into=state)
+    assert state["weight"].tolist() == [0, 0]
+
+
+def test_generator_of_another_device_is_refused_with_advice(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a device type whose states are unknown, with the same stand-in."""
+    monkeypatch.setitem(typed_values._PARTS, CudaGenerator, typed_values._PARTS[torch.Generator])
+    monkeypatch.setattr(CudaGenerator, "device", torch.device("xpu"))
+    with pytest.raises(UnsupportedValueError, match=r"of the CPU and of CUDA devices .*store its get_state\(\)"):
+        store.save({"x": CudaGenerator()}, step=1)
 
 
 def test_selection_keeps_the_chosen_parts_of_containers(store: Store) -> None:

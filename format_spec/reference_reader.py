@@ -69,15 +69,16 @@ LEAVES["y"] = (1, "|".join(DTYPES))
 TYPES = {"defaultdict": "d", "deque": "l", "namedtuple": "d", "dataclass": "d", "enum": "node", "numpy-generator": "d"}
 TYPES |= dict.fromkeys(("set", "frozenset", "timedelta", "range", "slice", "python-random"), "t")
 TYPES |= dict.fromkeys(("path", "pure-path", "date", "time", "datetime"), "string")
-TYPES |= dict.fromkeys(("torch-generator", "device-generator"), "T")
+TYPES |= dict.fromkeys(("torch-generator", "device-generator"), "T") | {"nested-tensor": "l"}
 WORDS = {"defaultdict": "bool bytes complex dict float frozenset int list set str tuple", "torch-generator": "cpu"}
 WORDS |= {
     "device-generator": "cuda",
+    "nested-tensor": "jagged strided",
     "path": "posix windows",
     "pure-path": "posix windows",
     "numpy-generator": "MT19937 PCG64 PCG64DXSM Philox SFC64",
 }
-FEATURES = {"shifted-payload", "typed-value", "enum-item", "device-generator"}
+FEATURES = {"shifted-payload", "typed-value", "enum-item", "device-generator", "nested-tensor"}
 ITEM_TAGS, ITEM_TYPES = "ifcbznyv", {"frozenset", "path", "pure-path", "date", "time", "datetime", "timedelta", "range"}
 # The Arrow schema of a manifest (§A8), as pyarrow writes types.
 _INTS, _TEXT = "list<item: int64 not null> not null", "string not null"
@@ -463,6 +464,8 @@ def is_parameter(kind: str, parameter: Any, items: list[Any]) -> bool:  # noqa: 
         return kind not in WORDS or kind == "defaultdict"
     if kind == "deque":
         return type(parameter) is int and len(items) <= parameter < 2**53
+    if kind == "nested-tensor" and parameter == "jagged":
+        return len(items) in (2, 3)
     if kind in ("time", "datetime"):
         return type(parameter) is int and parameter == 1
     return isinstance(parameter, str) and parameter in WORDS.get(kind, "").split()
@@ -479,6 +482,8 @@ def is_content(kind: str, content: Any, items: list[Any]) -> bool:  # noqa: ANN4
             good = all(map(is_item, items)) and texts == sorted(set(texts))
         case "date" | "time" | "datetime":
             good = is_iso(kind, content)
+        case "nested-tensor":
+            good = len(items) > 0 and all(isinstance(item, list) and item[0] == "T" for item in items)
         case "timedelta":
             good = [type(item) for item in items] == [int] * 3 and abs(items[0]) < 10**9
             good = good and 0 <= items[1] < 86400 and 0 <= items[2] < 10**6

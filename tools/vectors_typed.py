@@ -97,6 +97,13 @@ def _generators() -> Iterator[Vector]:
     opaque = {"read_only": True}
     yield _typed("torch-generator", "torch-generator", "cpu", ["T", 0], {"tensor": 0}, "a generator", 1, **opaque)
     yield _typed("device-generator", "device-generator", "cuda", ["T", 0], {"tensor": 0}, "of a device", 1, **opaque)
+    rows: Node = ["l", [["T", 0], ["T", 1]]]
+    both: Value = {"list": [{"tensor": 0}, {"tensor": 1}]}
+    yield _typed("nested-jagged", "nested-tensor", "jagged", rows, both, "values and offsets", 2, **opaque)
+    rows, both = ["l", [["T", 0], ["T", 1], ["T", 1]]], {"list": [{"tensor": 0}, {"tensor": 1}, {"tensor": 1}]}
+    yield _typed("nested-lengths", "nested-tensor", "jagged", rows, both, "lengths, too", 2, **opaque)
+    rows, both = ["l", [["T", 0]]], {"list": [{"tensor": 0}]}
+    yield _typed("nested-strided", "nested-tensor", "strided", rows, both, "one component", 1, **opaque)
     state: Node = ["d", [["bit_generator", "MT19937"], ["state", ["d", [["key", ["N", 0]], ["pos", 1]]]]]]
     inner: Value = {"dict": [[{"str": "key"}, {"array": 0}], [{"str": "pos"}, _ONE]]}
     value: Value = {"dict": [[{"str": "bit_generator"}, {"str": "MT19937"}], [{"str": "state"}, inner]]}
@@ -164,6 +171,14 @@ def _broken() -> Iterator[Vector]:
         yield _refused(name, node, why)
     yield _refused("torch-device", ["x", "torch-generator", "cuda", ["T", 0]], "a device other than the CPU", rows=1)
     yield _refused("device-cpu", ["x", "device-generator", "cpu", ["T", 0]], "the CPU is no device", rows=1)
+    for name, layout, items, why in (
+        ("offsets", "jagged", [["T", 0]], "no offsets"),
+        ("four", "jagged", [["T", 0]] * 4, "a fourth tensor"),
+        ("empty", "strided", [], "no component"),
+        ("array", "strided", [["N", 0]], "a component that is an array"),
+        ("layout", "sparse", [["T", 0]], "an unknown layout"),
+    ):
+        yield _refused(f"nested-{name}", ["x", "nested-tensor", layout, ["l", items]], why, rows=min(len(items), 1))
     yield _refused("random-version", ["x", "python-random", None, ["t", [True, ["N", 0], None]]], "no version", rows=1)
 
 

@@ -48,7 +48,7 @@ SUPPORTED_DIGESTS: Final = frozenset({DIGEST_XXH3_128})
 SHIFTED_PAYLOAD: Final = "shifted-payload"
 TYPED_VALUE: Final = "typed-value"
 ENUM_ITEM: Final = "enum-item"
-READER_FEATURES: Final = frozenset({SHIFTED_PAYLOAD, TYPED_VALUE, ENUM_ITEM, "device-generator"})
+READER_FEATURES: Final = frozenset({SHIFTED_PAYLOAD, TYPED_VALUE, ENUM_ITEM, "device-generator", "nested-tensor"})
 """Supported features. A type of typed values that is younger than the others has a feature of its name."""
 WRITER_FEATURES: Final[frozenset[str]] = frozenset()
 
@@ -99,6 +99,7 @@ VALUE_TYPES: Final = {
     "slice": "t",
     "torch-generator": "T",
     "device-generator": "T",
+    "nested-tensor": "l",
     "numpy-generator": "d",
     "python-random": "t",
 }

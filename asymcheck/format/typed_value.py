@@ -112,6 +112,12 @@ def _is_random(parameter: object, items: list[Any]) -> bool:
     return type(version) is int and isinstance(words, list) and words[0] == "N" and (gauss is None or is_float)
 
 
+def _is_nested(parameter: object, items: list[object]) -> bool:
+    counts: dict[object, bool] = {"jagged": len(items) in (2, 3), "strided": bool(items)}
+    are_rows = all(isinstance(item, list) and item[0] == "T" for item in items)
+    return isinstance(parameter, str) and counts.get(parameter, False) and are_rows
+
+
 _RULES: dict[str, Callable[[Any, Any], bool]] = {
     "defaultdict": _is_factory,
     "deque": _is_deque,
@@ -130,6 +136,7 @@ _RULES: dict[str, Callable[[Any, Any], bool]] = {
     "slice": _is_slice,
     "torch-generator": lambda parameter, _row: parameter == "cpu",
     "device-generator": lambda parameter, _row: parameter == "cuda",
+    "nested-tensor": _is_nested,
     "numpy-generator": lambda parameter, _pairs: parameter in BIT_GENERATORS,
     "python-random": _is_random,
 }

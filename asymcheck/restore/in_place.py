@@ -46,6 +46,7 @@ from asymcheck.state.typed_values import (
     TypedValue,
     build,
     enum_classes,
+    is_nested,
     misfit,
     typed_value,
     with_members,
@@ -130,7 +131,7 @@ class InPlaceFill:
     # ``stored`` has the entries of all ranks at one path; it is never empty, and starts with the own rank.
 
     def _match(self, current: object, stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
-        if isinstance(current, (torch.Tensor, np.ndarray, TensorShard)):
+        if isinstance(current, (torch.Tensor, np.ndarray, TensorShard)) and not is_nested(current):
             self._match_tensor(current, stored, path)
             return lambda _assembly: current
         if isinstance(current, Stateful) and not isinstance(current, (Mapping, type)):
@@ -243,8 +244,8 @@ class InPlaceFill:
             self._check_members(found, path)
         contents = [value.content for value in stored if isinstance(value, TypedValue) and value.kind == found.kind]
         items = parts.content
-        # A set or an Enum member is replaced as a whole, and a deque of another length, too.
-        is_whole = parts.kind in ("set", "enum") or (
+        # A set, an Enum member or a nested tensor is restored as a whole, and a deque of another length, too.
+        is_whole = parts.kind in ("set", "enum", "nested-tensor") or (
             isinstance(items, list) and not any(_is_like(items, value) for value in contents)  # type: ignore[arg-type]  # lists
         )
         make = self._made(merge(contents), path) if is_whole else self._match(items, contents, path)
@@ -419,6 +420,8 @@ def _contents(stored: Sequence[object]) -> list[object]:
 
 
 def _noun(stored: object) -> str:
+    if isinstance(stored, RowRef):
+        return "a tensor"
     return f"a {stored.kind}" if isinstance(stored, TypedValue) else type(stored).__name__
 
 

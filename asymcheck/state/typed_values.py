@@ -8,6 +8,7 @@ import dataclasses
 import datetime as dt
 import enum
 import random
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
@@ -48,6 +49,8 @@ class TypedValue:
 def typed_value(value: object) -> TypedValue | None:
     """Return the parts of a value; None if it is no typed value, or not one that can be stored."""
     kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return _nested_tensor(value) if value.is_nested else None
     if isinstance(value, enum.Enum):
         return TypedValue("enum", f"{kind.__name__}.{value.name}", value.value)
     if isinstance(value, tuple):
@@ -84,6 +87,22 @@ def _torch_generator(value: torch.Generator) -> TypedValue | None:
     kind = _GENERATORS.get(value.device.type)
     # The state of a generator of a CUDA device is in host memory, too, and the number of the device is no part of it.
     return None if kind is None else TypedValue(kind, value.device.type, value.get_state())
+
+
+def is_nested(value: object) -> bool:
+    """Tell whether a value is a nested tensor, which is stored as several tensors."""
+    return isinstance(value, torch.Tensor) and value.is_nested
+
+
+def _nested_tensor(value: torch.Tensor) -> TypedValue | None:
+    nested: Any = value.detach()
+    if nested.layout == torch.strided:
+        components = list(nested.unbind())
+        return TypedValue("nested-tensor", "strided", components) if components else None
+    if not isinstance(nested.shape[1], torch.SymInt):
+        return None
+    parts = [nested.values(), nested.offsets(), nested.lengths()]
+    return TypedValue("nested-tensor", "jagged", [part for part in parts if part is not None])
 
 
 def _numpy_generator(value: np.random.Generator) -> TypedValue | None:
@@ -139,6 +158,8 @@ def misfit(given: object, parts: TypedValue, stored: TypedValue) -> str:
         count = len(cast("list[object]", content))
         if isinstance(parts.parameter, int) and count > parts.parameter:
             return f"a deque of at most {parts.parameter} items is given, but {count} are stored"
+    elif parts.parameter != stored.parameter and parts.kind == "nested-tensor":
+        return f"a nested tensor of layout {parts.parameter} is given, but one of layout {stored.parameter} is stored"
     elif parts.parameter != stored.parameter and parts.kind == "numpy-generator":
         return f"a generator of {parts.parameter} is given, but one of {stored.parameter} is stored"
     return ""
@@ -273,6 +294,41 @@ def _build_torch_generator(parts: TypedValue, content: Any) -> object:  # noqa: 
     return generator
 
 
+def _build_nested(parts: TypedValue, content: Any) -> object:  # noqa: ANN401 - a list of tensors
+    given = parts.like
+    if isinstance(given, torch.Tensor):
+        own: Any = cast("TypedValue", typed_value(given)).content
+        content = [part.to(given.device) for part in content]
+        # The first tensor of the jagged layout has the elements, and the others say where each component is.
+        filled = 1 if parts.parameter == "jagged" else len(own)
+        pairs = [*zip(own, content, strict=False)]
+        fits = len(own) == len(content) and all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
+        if fits and all(torch.equal(a, b) for a, b in pairs[filled:]):
+            for a, b in pairs[:filled]:
+                a.copy_(b)
+            return given
+        if isinstance(given, torch.nn.Parameter):
+            raise RefusedStateError("the components of the given nested parameter have other shapes", (), None)
+    if parts.parameter == "jagged":
+        _check_offsets(*content)
+        return torch.nested.nested_tensor_from_jagged(content[0], *content[1:])
+    with warnings.catch_warnings():
+        # torch calls the layout a prototype.
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.nested.nested_tensor(content)
+
+
+def _check_offsets(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor | None = None) -> None:
+    """Refuse components outside of the values, which torch would read from foreign memory."""
+    known = offsets.dtype in (torch.int32, torch.int64) and offsets.dim() == 1 and len(offsets) > 1 and values.dim() > 0
+    sizes = offsets.diff() if known and lengths is None else lengths
+    if not known or sizes is None or sizes.shape != (len(offsets) - 1,) or sizes.dtype != offsets.dtype:
+        raise RefusedStateError("the offsets or lengths of a nested-tensor are malformed", (), None)
+    ends = offsets[:-1] + sizes
+    if offsets.min() < 0 or sizes.min() < 0 or sizes.max() > len(values) or ends.max() > len(values):
+        raise RefusedStateError("a component of a nested-tensor is outside of its values", (), None)
+
+
 def _build_numpy_generator(parts: TypedValue, content: Any) -> object:  # noqa: ANN401 - a dict
     # numpy does not check these positions, with which it reads from memory.
     positions = [
@@ -317,6 +373,7 @@ _BUILDERS: dict[str, Callable[[TypedValue, Any], object]] = {
     "slice": lambda _parts, content: slice(*content),
     "torch-generator": _build_torch_generator,
     "device-generator": _build_torch_generator,
+    "nested-tensor": _build_nested,
     "numpy-generator": _build_numpy_generator,
     "python-random": _build_python_random,
 }
@@ -341,6 +398,8 @@ _REMEDIES: tuple[tuple[type | tuple[type, ...], str], ...] = (
 
 def remedy_for(value: object) -> str:
     """Return advice for a value that cannot be stored."""
+    if is_nested(value):
+        return "use a nested tensor with components, whose second dimension is the ragged one, or store its unbind()"
     if type(value).__name__ in ("Decimal", "Fraction", "UUID"):
         return "store str(value)"
     if callable(value) and not isinstance(value, type):

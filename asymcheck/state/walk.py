@@ -21,7 +21,7 @@ from asymcheck.state.dtypes import TORCH_NAMES
 from asymcheck.state.leaves import PLAIN_TENSORS, Leaf, Source, TensorBytes, identity_key, make_leaf
 from asymcheck.state.numpy_dtypes import numpy_name
 from asymcheck.state.shards import TensorShard, is_dtensor, shard_of
-from asymcheck.state.typed_values import TypedValue, remedy_for, typed_value
+from asymcheck.state.typed_values import TypedValue, is_nested, remedy_for, typed_value
 from asymcheck.state.zero_redundancy import local_part
 from asymcheck.types import Stateful, is_stateful
 
@@ -105,7 +105,7 @@ class Walker:
         if depth == 1:
             self._group = name or ""
         # Frequent types come first. Comparing types is faster than isinstance().
-        if kind in PLAIN_TENSORS:
+        if kind in PLAIN_TENSORS and not value.is_nested:  # type: ignore[attr-defined]  # as below
             return self._tensor(value, name or "", value)  # type: ignore[arg-type]  # the type was just compared
         if kind in _MAPPINGS:
             return self._mapping(value, name, depth)  # type: ignore[arg-type]  # as above
@@ -114,7 +114,7 @@ class Walker:
             return ["l" if kind is list else "t", items]
         if kind is TensorShard or is_dtensor(value):
             return self._shard(value, name or "")
-        if isinstance(value, (torch.Tensor, np.ndarray, TensorBytes)):
+        if isinstance(value, (torch.Tensor, np.ndarray, TensorBytes)) and not is_nested(value):
             return self._tensor(value, name or "", value)
         if is_to_be_called(value):
             return self._stateful(value, name, depth)

@@ -119,3 +119,23 @@ def test_generator_is_rolled_back_in_memory(store_path: Path) -> None:
         expected = torch.rand(4, generator=state["generator"])
         checkpointer.rollback()
         assert torch.equal(torch.rand(4, generator=state["generator"]), expected)
+
+
+def test_nested_tensor_is_captured_in_each_step(store_path: Path) -> None:
+    """Test steps whose state is compared with a template: new elements in place, and then other lengths."""
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    state = {"nested": nested, "weight": torch.zeros(1000)}
+    with (
+        Store.open(store_path, create=True) as store,
+        Checkpointer(store, state, every=1, keep=None) as checkpointer,
+    ):
+        for step in range(4):
+            state["nested"].values().fill_(step)
+            checkpointer.step(step)
+            checkpointer.wait()
+        state["nested"] = torch.nested.nested_tensor([torch.ones(5, 3)], layout=torch.jagged)
+        checkpointer.step(4)
+        checkpointer.wait()
+        found = [store.load(step)["nested"].unbind() for step in range(5)]
+    assert [[tuple(part.shape) for part in parts] for parts in found] == [[(2, 3), (4, 3)]] * 4 + [[(5, 3)]]
+    assert [parts[0].unique().tolist() for parts in found] == [[0], [1], [2], [3], [1]]

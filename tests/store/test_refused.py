@@ -76,7 +76,7 @@ def _deep() -> object:
 REFUSED: dict[str, Callable[[], object]] = {
     "object": object,
     "set of objects": lambda: {object()},
-    "set of enum members": lambda: {Level.LOW},
+    "set of enum members": lambda: {enum.Enum("Level", {"LOW": [1]}).LOW},  # type: ignore[attr-defined]  # a member
     "frozenset of functions": lambda: frozenset({_deep}),
     "function": lambda: _deep,
     "lambda": lambda: lambda: None,
@@ -127,8 +127,10 @@ STORAGELESS: dict[str, Callable[[], object]] = {
     "sparse": lambda: torch.eye(3).to_sparse(),
     "sparse CSR": lambda: torch.eye(3).to_sparse_csr(),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
-    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "nested without components": lambda: torch.nested.nested_tensor([]),
+    "jagged in another dimension": lambda: torch.nested.nested_tensor(
+        [torch.ones(2, 3)], layout=torch.jagged
+    ).transpose(1, 2),
 }
 """Tensors whose creation warns, because torch has deprecated them or calls them a prototype."""
 

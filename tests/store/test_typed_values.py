@@ -23,7 +23,7 @@ from asymcheck.format import layout
 from asymcheck.format.digest import digest
 from asymcheck.format.manifest import encode
 from asymcheck.format.manifest_reader import decode_manifest
-from asymcheck.format.tree import Node
+from asymcheck.format.tree import Node, value_features
 from asymcheck.state import typed_values
 from asymcheck.state.walk import flatten
 from asymcheck.types import CheckpointRef, Part
@@ -358,6 +358,68 @@ def test_generator_of_another_device_is_refused_with_advice(store: Store, monkey
     monkeypatch.setattr(CudaGenerator, "device", torch.device("xpu"))
     with pytest.raises(UnsupportedValueError, match=r"of the CPU and of CUDA devices .*store its get_state\(\)"):
         store.save({"x": CudaGenerator()}, step=1)
+
+
+def _jagged(first: float = 1.0) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.full((2, 3), first), torch.ones(4, 3)], layout=torch.jagged)
+
+
+NESTED: dict[str, Callable[[], torch.Tensor]] = {
+    "jagged": _jagged,
+    "jagged with lengths": lambda: torch.nested.narrow(
+        torch.arange(24.0).reshape(2, 6, 2), 1, torch.tensor([0, 1]), torch.tensor([3, 2]), layout=torch.jagged
+    ),
+    "strided": lambda: torch.nested.nested_tensor([torch.arange(6).reshape(2, 3), torch.ones(4, 1, dtype=torch.int64)]),
+    "strided and transposed": lambda: torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 1)]).transpose(1, 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_tensor_comes_back(store: Store, name: str) -> None:
+    """Test the components as a new tensor, in place, and into a tensor of other shapes."""
+    stored = NESTED[name]()
+    store.save({"x": stored}, step=1)
+    other = torch.nested.nested_tensor([torch.ones(1, 3)], layout=stored.layout)
+    given = {"x": NESTED[name]() * 0}
+    kept = given["x"]
+    for loaded in (store.load(), store.load(into=given), store.load(into={"x": other}), store.load(into={"x": None})):
+        assert loaded["x"].is_nested
+        assert loaded["x"].layout == stored.layout
+        for found, expected in zip(loaded["x"].unbind(), stored.unbind(), strict=True):
+            assert_same(found, expected)
+    assert given["x"] is kept
+    assert store.verify() == []
+    features = value_features(flatten({"x": stored}).tree)
+    assert features == {"typed-value", "nested-tensor"}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensor_of_another_form_is_refused(store: Store) -> None:
+    """Test another layout, a dense tensor on either side, and a parameter of other shapes."""
+    store.save({"x": _jagged(), "y": torch.ones(2)}, step=1)
+    for given, named in (
+        (NESTED["strided"](), "x: a nested tensor of layout strided is given, but one of layout jagged is stored"),
+        (torch.ones(2, 4, 3), "x: a tensor is given, but a nested-tensor is stored"),
+    ):
+        with pytest.raises(StateMismatchError, match=named):
+            store.load(into={"x": given, "y": torch.ones(2)})
+    with pytest.raises(StateMismatchError, match="y: a nested-tensor is given, but a tensor is stored"):
+        store.load(into={"x": None, "y": _jagged()})
+    with pytest.raises(RefusedStateError, match="x: the components of the given nested parameter have other shapes"):
+        store.load(into={"x": torch.nn.Parameter(torch.nested.nested_tensor([torch.ones(2, 3)], layout=torch.jagged))})
+    parameter = torch.nn.Parameter(_jagged(5.0))
+    assert store.load(into={"x": parameter})["x"] is parameter
+    assert torch.equal(parameter.detach().values(), torch.ones(6, 3))  # type: ignore[attr-defined]  # a nested tensor
+
+
+@pytest.mark.parametrize("offsets", [[0, 2, 99], [-1, 2, 3], [0, 3, 1], [[0, 1, 2]], [0.0, 1.0], []])
+def test_hostile_offsets_of_a_nested_tensor_are_refused(offsets: list[Any]) -> None:
+    """Test that no component is read from outside of the values."""
+    for lengths in ([], [torch.tensor([1, 1 << 62])], [torch.tensor([-5, 1])]):
+        content = [torch.ones(4, 3), torch.tensor(offsets), *lengths]
+        with pytest.raises(RefusedStateError, match="nested-tensor"):
+            typed_values.build(typed_values.TypedValue("nested-tensor", "jagged", content))
 
 
 def test_selection_keeps_the_chosen_parts_of_containers(store: Store) -> None:

@@ -24,7 +24,7 @@ from tools.vectors_record import record_vectors
 from tools.vectors_ring import ring_vectors
 from tools.vectors_stores import make_stores
 from tools.vectors_tree import tree_vectors
-from tools.vectors_typed_store import make_typed_store
+from tools.vectors_typed_store import make_typed_stores
 
 FORMAT_SPEC = Path(__file__).resolve().parents[1] / "format_spec"
 
@@ -54,7 +54,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.stores:
         out = options.out / "stores"
-        for path in [*make_stores(out), *make_encoded_stores(out), make_typed_store(out)]:
+        for path in [*make_stores(out), *make_encoded_stores(out), *make_typed_stores(out)]:
             print(path)
     else:
         count = write_vectors(all_vectors(), options.out / "vectors" / "v1")

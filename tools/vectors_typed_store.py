@@ -1,4 +1,7 @@
-"""Create the frozen store of typed values: one checkpoint with every type (SPEC.md §A9)."""
+"""Create the frozen stores of typed values (SPEC.md §A9), each with one checkpoint.
+
+Generators of devices are left out, because they need a device.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import random
 import shutil
 import tempfile
 from collections import defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath
 from typing import NamedTuple
 
@@ -61,12 +65,16 @@ class Rate:
     value: float
 
 
-def make_typed_store(out: Path) -> Path:
-    """Write the store below ``out``, replacing that of this version; return its path."""
-    folder = out / f"v1-by-{asymcheck.__version__}-{TYPED_VALUE}"
+def make_typed_stores(out: Path) -> list[Path]:
+    """Write the stores below ``out``, replacing those of this version; return their paths."""
+    return [_make_typed_store(out, name) for name in STATES]
+
+
+def _make_typed_store(out: Path, name: str) -> Path:
+    folder = out / f"v1-by-{asymcheck.__version__}-{name}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    state = typed_state(0)
+    state = STATES[name](0)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "store"
         with asymcheck.Store.open(path, config=CONFIG, create=True) as store:
@@ -74,7 +82,12 @@ def make_typed_store(out: Path) -> Path:
         freeze(path, folder / "store", folder / "catalog.json")
     newest = {"default": facts["save_id"]}
     write_expected(
-        folder, {"why": "typed values of every type", "checkpoints": [{**facts, "on_line": True}], "newest": newest}
+        folder,
+        {
+            "why": f"typed values up to the feature {name}",
+            "checkpoints": [{**facts, "on_line": True}],
+            "newest": newest,
+        },
     )
     shutil.copyfile(REGISTRY, folder / "registry.json")
     return folder
@@ -98,6 +111,25 @@ def typed_state(change: int) -> dict[str, object]:
             "numpy": {name: np.random.Generator(getattr(np.random, name)(change)) for name in BIT_GENERATORS},
         },
     }
+
+
+def nested_state(change: int) -> dict[str, object]:
+    """Return a state with members in sets and nested tensors."""
+    values = torch.arange(24, dtype=torch.float32).reshape(2, 6, 2) + change
+    starts, lengths = torch.tensor([0, 1]), torch.tensor([3, 2])
+    components = [torch.arange(6).reshape(2, 3) + change, torch.ones(4, 1, dtype=torch.int64)]
+    return {
+        "phases": [Phase.WARM, Access.READ],
+        "seen": {Phase.WARM if change else Phase.MAIN, ("a", Access.READ), frozenset({Access.WRITE}), 7},
+        "chosen": frozenset({Phase.MAIN, (change, Phase.WARM)}),
+        "jagged": torch.nested.nested_tensor([values[0], values[1, :3]], layout=torch.jagged),
+        "lengths": torch.nested.narrow(values, 1, starts, lengths, layout=torch.jagged),
+        "strided": torch.nested.nested_tensor(components),
+    }
+
+
+STATES: dict[str, Callable[[int], dict[str, object]]] = {TYPED_VALUE: typed_state, "nested-tensor": nested_state}
+"""States of the stores, by the last feature that they need."""
 
 
 def _containers(change: int, weight: torch.Tensor) -> dict[str, object]:

@@ -89,7 +89,7 @@ class Frozen:
                         transaction.put(bytes.fromhex(key), bytes.fromhex(value), db=databases[name])
 
 
-OTHERS = ("-torn", "-codecs", "-remote", "-typed-value")
+OTHERS = ("-torn", "-codecs", "-remote", "-typed-value", "-nested-tensor")
 """Ends of the names of folders with other contents than the run ``default`` and the run ``values``."""
 
 
@@ -105,7 +105,7 @@ def encoded_stores() -> list[Frozen]:
 
 def typed_stores() -> list[Frozen]:
     """Return every store of typed values."""
-    return [Frozen(path) for path in sorted(STORES.iterdir()) if path.name.endswith(OTHERS[3])]
+    return [Frozen(path) for path in sorted(STORES.iterdir()) if path.name.endswith(OTHERS[3:])]
 
 
 def torn_stores() -> list[Frozen]:

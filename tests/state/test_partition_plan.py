@@ -20,7 +20,7 @@ def configs(draw: st.DrawFn) -> StoreConfig:
     return StoreConfig(
         partition_bytes=blocks * 4096,
         bundle_below_bytes=draw(st.integers(0, blocks * 4096)),
-        inline_bytes=draw(st.integers(0, 6000)),
+        inline_bytes=draw(st.integers(0, 4096)),
         inline_total_bytes=draw(st.integers(0, 9000)),
     )
 

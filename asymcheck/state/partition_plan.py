@@ -106,7 +106,8 @@ def _pieces(size: int, width: int, most: int) -> list[tuple[int, int]]:
     elements, limit = -(-size // width), most // (_MASTER_WIDTH if width == _COPY_WIDTH else width)
     count = -(-elements // limit)
     granule = min(BLOCK_BYTES, limit)
-    length = -(-elements // (count * granule)) * granule * width
+    # Rounding up may exceed a limit that is no multiple of the granule.
+    length = min(-(-elements // (count * granule)), limit // granule) * granule * width
     return [(start, min(length, size - start)) for start in range(0, size, length)]
 
 

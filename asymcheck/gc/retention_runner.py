@@ -108,6 +108,9 @@ class Pruner:
         if to_delete and known_line(self._tier, self._run) != line:
             # Training went back to an earlier checkpoint meanwhile, perhaps to one of these.
             return self.prune(now_ns, always_collect=always_collect)
+        if to_delete:
+            kept = [verdict.checkpoint.ref for verdict in verdicts if verdict.stays]
+            self._tier.manifests.sync_checkpoints(self._run, kept)
         for ref in to_delete:
             remove(self._tier, self._catalog, listings[ref])
         if to_delete or always_collect or self._is_unfinished:

@@ -164,6 +164,8 @@ class StoreReachability(Reachability):
             StructureError: the folder of manifests is missing.
         """
         keys = super()._read_manifests()
+        # A manifest must not return after a power loss, once its packs are freed.
+        self.tier.manifests.sync_deletions()
         for key in self._digests.keys() - keys:
             self._count(self._digests.pop(key), -1)
         # Check after reading: the folder may have been moved away since the store was opened.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Iterable, Iterator
@@ -149,6 +150,20 @@ class ManifestFiles(ManifestReader):
             self._files.unlink(directory / name)
         if self._files.remove_directory(directory):
             self._files.sync_directory(directory.parent)
+
+    def sync_deletions(self) -> None:
+        """Make deletions durable whose process was killed between the removal of a manifest and the sync."""
+        for run in self.runs():
+            incomplete = [listing.ref for listing in self.checkpoints(run) if not listing.is_whole]
+            self.sync_checkpoints(run, [*incomplete, *self.empty(run)])
+
+    def sync_checkpoints(self, run: str, refs: Iterable[CheckpointRef]) -> None:
+        """Make the names of manifests durable whose process was killed between the rename and the sync."""
+        for ref in refs:
+            # Another process may remove the folder.
+            with contextlib.suppress(FileNotFoundError):
+                self._files.sync_directory(self.directory(run, ref))
+        self._files.sync_directory(self._manifests / run)
 
     def temporary_heads(self) -> list[Path]:
         """Return the temporary files of head records, of running and of killed writers."""

@@ -218,6 +218,10 @@ class Pool:
         target = packs / layout.pack_temporary_name(pack_id)
         try:
             if pooled is not None:
+                # The collection that freed the pack may have been killed before its sync. After a power loss, the
+                # file would then have its old name again, with the frames of the new pack.
+                self.sync()
+                self._files.sync_directory(packs)
                 self._files.rename(pooled, target)
             return PackWriter(self._files, packs, pack_id, descriptor, recycled=pooled is not None)
         except BaseException:

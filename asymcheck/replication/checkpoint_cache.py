@@ -125,14 +125,20 @@ class CheckpointCache:
 
 
 class RemotePresence:
-    """Content of a remote location. Indexes are read on demand, each at most once. For one thread."""
+    """Content of a remote location. Indexes are read on demand, and kept until a collection removes a pack.
+
+    For one thread.
+    """
 
     def __init__(self, remote: RemoteTier) -> None:
         self._remote = remote
-        self._unread: list[PackId] | None = None
-        self._read = 0
-        self._entries: Entries = np.empty(0, dtype=ENTRY_DTYPE)
-        self._readable = self._entries
+        self._unread: list[PackId] = []
+        self._read: set[PackId] = set()
+        self._set_entries(np.empty(0, dtype=ENTRY_DTYPE))
+
+    def _set_entries(self, entries: Entries) -> None:
+        self._entries = entries
+        self._readable = _readable(entries)
         self._digests = DigestSet(self._readable["digest"])
 
     def has(self, listing: CheckpointFiles) -> bool:
@@ -149,6 +155,13 @@ class RemotePresence:
             raise
         except (FormatError, MissingPartitionError):
             return False
+        # Packs are listed after the manifests were read. A collection that has not announced a pack by then will see
+        # these manifests, and keep the pack.
+        lasting = self._remote.lasting_packs()
+        if not self._read <= lasting.keys():
+            self._read = set()
+            self._set_entries(self._entries[:0])
+        self._unread = [pack_id for pack_id in lasting if pack_id not in self._read]
         while not self._holds(needs):
             if not self._read_more():
                 return False
@@ -163,18 +176,14 @@ class RemotePresence:
 
     def _read_more(self) -> bool:
         """Double the number of indexes that were read; return False if none is left."""
-        if self._unread is None:
-            self._unread = list(self._remote.lasting_packs())
-        count = max(self._read, _FIRST_PACKS)
+        count = max(len(self._read), _FIRST_PACKS)
         packs, self._unread = self._unread[:count], self._unread[count:]
         if not packs:
             return False
-        self._read += len(packs)
+        self._read.update(packs)
         indexes = self._remote.read_indexes(packs).values()
         new = [index.entries for index in indexes if index is not None and index.damage is None]
-        self._entries = np.concatenate([self._entries, *new])
-        self._readable = _readable(self._entries)
-        self._digests = DigestSet(self._readable["digest"])
+        self._set_entries(np.concatenate([self._entries, *new]))
         return True
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from asymcheck import Store, events
+from asymcheck.replication.checkpoint_cache import RemotePresence
 from asymcheck.storage.remote import RemoteTier
 from asymcheck.storage.remote.client_interface import Entry
+from asymcheck.storage.remote.location import parse_location
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from asymcheck.types import PackId
 from tests.remote.child import push
@@ -151,3 +153,20 @@ def test_run_continues_during_pushes(store: Path, folder: str) -> None:
     with Store.open(store, config=CONFIG, create=True) as opened:
         assert opened.push(folder, everything=True).present == 1
     check_location(folder, 1, 2, 3)
+
+
+def test_pack_removed_between_two_comparisons(store: Path, folder: str) -> None:
+    """Test that a push lists the packs again for each checkpoint that it finds at the location.
+
+    Otherwise, it would report a checkpoint that another push has committed without its last check.
+    """
+    with Store.open(store, config=CONFIG, create=True) as opened:
+        opened.push(folder, 1)
+        opened.push(folder, 2)
+    remote = RemoteTier(parse_location(folder), CONFIG)
+    first, second = remote.manifests.checkpoints("default")[:2]
+    present = RemotePresence(remote)
+    assert present.has(first)
+    for pack in (Path(folder.removeprefix("file://")) / "packs").iterdir():
+        announce(pack)
+    assert not present.has(second)

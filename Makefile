@@ -1,5 +1,5 @@
 # Every target that needs Python sets up .venv first, so each of them works in a fresh clone.
-#   make demo | test | check | long | lint | vectors | report | docs | clean
+#   make demo | node | test | check | long | lint | vectors | report | docs | clean
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 
 .DELETE_ON_ERROR:
-.PHONY: venv demo test check long lint vectors report docs clean
+.PHONY: venv node demo test check long lint vectors report docs clean
 
 venv: $(STAMP)
 
@@ -26,6 +26,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@DS_BUILD_OPS=0 $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation deepspeed
 	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt zipnn 2>/dev/null || echo "zipnn could not be compiled here: the workload codec leaves it out"
 	@touch $@
+
+# Node and the packages of the reader in JavaScript. Without them, its tests are skipped.
+node:
+	@command -v npm >/dev/null || (apt-get -qq update && apt-get -qq install -y --no-install-recommends nodejs npm)
+	@npm ci --prefix format_spec/js --no-audit --no-fund --ignore-scripts --silent
 
 demo: $(STAMP)
 	@$(PY) -m tools.demo

@@ -141,6 +141,26 @@ function readIndex(bytes, packId, count, indexOffset) {
   return entries;
 }
 
+// §7.2: finds the frames of a pack whose header or index is damaged.
+export function scanPack(bytes, packId) {
+  const entries = [];
+  for (let offset = 4096; offset < bytes.length; ) {
+    try {
+      const frame = readFrameHeader(bytes.subarray(offset));
+      const fields = new Fields(bytes.subarray(offset, offset + 128));
+      must(sum8(fields.bytes.subarray(88, 120)) === fields.hex(120, 8), "placement_sum is wrong", "bad-checksum");
+      must(fields.hex(96, 16) === packId && fields.u64(112) === BigInt(entries.length), "a frame of another place");
+      must(offset + frame.length <= bytes.length, "the frame is cut", "truncated");
+      entries.push({ ...frame, offset, sequence: entries.length });
+      offset += frame.length;
+    } catch (error) {
+      if (!error.kind || error.kind.startsWith("unsupported")) throw error;
+      break;
+    }
+  }
+  return { packId, entries };
+}
+
 export function readEntry(bytes, pack, entry) {
   const frame = readStored(bytes.subarray(entry.offset, entry.offset + entry.length), pack.packId, entry.sequence);
   const shared = ["name", "base", "storedLength", "plainLength", "kind", "codec", "algorithm", "shift"];

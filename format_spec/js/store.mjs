@@ -3,7 +3,7 @@ import { readdirSync, readFileSync, statSync } from "node:fs";
 import { join } from "node:path";
 import { digest, isRun, must, plain, readDescriptor, readHead } from "./basics.mjs";
 import { parseCheckpointName, parseManifestName, readManifest } from "./manifest.mjs";
-import { Partitions, readPack } from "./packs.mjs";
+import { Partitions, readPack, scanPack } from "./packs.mjs";
 
 function names(path) {
   try {
@@ -25,17 +25,26 @@ export class Store {
     const hasManifests = statSync(join(root, "manifests"), { throwIfNoEntry: false })?.isDirectory();
     must(hasManifests || packs.length === 0, "the store has lost its manifests");
     this.partitions = new Partitions();
-    this.problems = [];
+    this.unsupported = null;
     for (const name of packs) {
-      try {
-        const bytes = readFileSync(join(root, "packs", name));
-        this.partitions.add(readPack(bytes, name.slice(0, 32)), bytes);
-      } catch (error) {
-        if (!error.kind) throw error;
-        if (error.kind.startsWith("unsupported")) throw error;
-        this.problems.push(`${name}: ${error.message}`);
-      }
+      this.addPack(name.slice(0, 32), readFileSync(join(root, "packs", name)));
     }
+  }
+
+  addPack(packId, bytes) {
+    try {
+      this.partitions.add(readPack(bytes, packId), bytes);
+    } catch (error) {
+      if (!error.kind) throw error;
+      // A pack of a newer program may have any partition.
+      if (error.kind.startsWith("unsupported")) this.unsupported = error;
+      else this.partitions.add(scanPack(bytes, packId), bytes);
+    }
+  }
+
+  mustHave(condition, message) {
+    if (!condition && this.unsupported) throw this.unsupported;
+    must(condition, message);
   }
 
   runs() {
@@ -96,8 +105,8 @@ export class Store {
     must(isWhole && found.every(({ header }) => Number(header.get("world_size")) === size), "ranks are missing");
     for (const { lengths } of found)
       for (const [name, length] of lengths) {
-        must(this.partitions.has(name, Number(length)), `partition ${name} is missing`);
-        must(this.partitions.isDecodable(name), `a base of partition ${name} is missing`);
+        this.mustHave(this.partitions.has(name, Number(length)), `partition ${name} is missing`);
+        this.mustHave(this.partitions.isDecodable(name), `a base of partition ${name} is missing`);
       }
     return found.sort((one, other) => Number(one.header.get("rank") - other.header.get("rank")));
   }
@@ -125,13 +134,20 @@ export class Store {
   // Everything in the store, as JSON.
   listing() {
     const checkpoints = [];
-    const newest = {};
+    const [newest, problems] = [{}, {}];
     for (const run of this.runs()) {
       const found = this.checkpoints(run);
-      const line = this.line(run, found);
+      let line = null;
+      try {
+        line = this.line(run, found);
+      } catch (error) {
+        if (!error.kind) throw error;
+        // The checkpoints can still be read, but none of them is known to be the newest.
+        problems[run] = error.message;
+      }
       for (const checkpoint of found) {
         const { generation, step, saveId } = checkpoint;
-        const facts = { run, generation, step, save_id: saveId, on_line: this.isOnLine(line, checkpoint) };
+        const facts = { run, generation, step, save_id: saveId, on_line: line && this.isOnLine(line, checkpoint) };
         try {
           const ranks = this.manifests(checkpoint);
           facts.metrics = plain(ranks[0].header.get("metrics"));
@@ -140,12 +156,12 @@ export class Store {
           facts.ranks = ranks.slice(1).map((manifest) => this.tensors(manifest));
           if (facts.on_line) newest[run] = saveId;
         } catch (error) {
-          if (!error.kind || error.kind.startsWith("unsupported")) throw error;
+          if (!error.kind) throw error;
           facts.problem = error.message;
         }
         checkpoints.push(facts);
       }
     }
-    return { checkpoints, newest };
+    return { checkpoints, newest, problems };
   }
 }

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -11,6 +12,9 @@ from typing import Any
 
 import pytest
 
+import asymcheck
+from asymcheck.errors import AsymcheckError
+from asymcheck.fsck.verify import Severity
 from tests.spec.corpus import FORMAT_SPEC, Vector, vectors
 from tests.spec.frozen import Frozen, torn_stores, whole_stores
 from tests.spec.test_readers_agree import (
@@ -30,6 +34,8 @@ FOLDER = FORMAT_SPEC / "js"
 NODE = shutil.which("node")
 
 pytestmark = [
+    # torch warns once in a process, when the first complex32 tensor is created.
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
     pytest.mark.skipif(NODE is None, reason="Node is not installed; install it, and run make node"),
     pytest.mark.skipif(not (FOLDER / "node_modules").exists(), reason="packages are missing; run make node"),
 ]
@@ -172,3 +178,55 @@ def test_both_say_the_same_of_changed_headers(count: int) -> None:
     ]
     assert differing == []
     assert count * 0.02 < sum(library) < count * 0.98
+
+
+def changed_store(source: Path, target: Path, numbers: random.Random) -> str:
+    """Copy a store, damage one of its files, and return a description."""
+    shutil.copytree(source, target, copy_function=os.link)
+    path = numbers.choice(sorted(path for path in target.rglob("*") if path.is_file() and path.parent.name != "pool"))
+    data, act = bytearray(path.read_bytes()), numbers.choice(["flip", "flip", "flip", "zero", "cut", "remove", "swap"])
+    path.unlink()
+    at = numbers.choice([numbers.randrange(len(data)), numbers.randrange(min(len(data), 8192))])
+    if act == "flip":
+        data[at] ^= 1 << numbers.randrange(8)
+    elif act == "zero":
+        data[at : at + 512] = bytes(len(data[at : at + 512]))
+    elif act == "cut":
+        del data[at:]
+    elif act == "swap":
+        data[at : at + 64] = data[at : at + 64][::-1]
+    if act != "remove":
+        path.write_bytes(data)
+    return f"{act} at {at} of {path.relative_to(target)}"
+
+
+def damaged_checkpoints(path: Path) -> set[str] | None:
+    """Return the first digits of the save ids that the library calls lost; None if it refuses the store."""
+    try:
+        with asymcheck.Store.open(path, read_only=True) as store:
+            findings = [finding for finding in store.verify() if finding.severity is Severity.ERROR]
+    except AsymcheckError:
+        return None
+    return {text[-13:-1] for finding in findings for text in finding.checkpoints}
+
+
+@pytest.mark.parametrize(
+    "count", [pytest.param(60, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.long)]
+)
+def test_both_say_the_same_of_damaged_stores(count: int, tmp_path: Path) -> None:
+    """Test stores with one damaged file: both refuse them, or name the same checkpoints as lost."""
+    numbers = random.Random(count)
+    whole = numbers.choice(whole_stores()).whole / "store"
+    paths = [tmp_path / str(number) for number in range(count)]
+    acts = [changed_store(whole, path, numbers) for path in paths]
+    lost = 0
+    for act, path, answer in zip(acts, paths, answers([{"store": str(path)} for path in paths]), strict=True):
+        library = damaged_checkpoints(path)
+        checkpoints = answer["value"]["checkpoints"] if answer["kind"] is None else None
+        found = None if checkpoints is None else {one["save_id"][:12] for one in checkpoints if "problem" in one}
+        if found is not None and library is not None and found != library:
+            # Without a manifest, a directory names no checkpoint.
+            library &= {one["save_id"][:12] for one in checkpoints}
+        assert found == library, (act, answer["kind"], answer.get("message"), checkpoints)
+        lost += library is None or bool(library)
+    assert count * 0.2 < lost < count

@@ -19,11 +19,16 @@ SCENARIOS = {**protocol_store.SCENARIOS, **protocol_remote.SCENARIOS}
 
 
 class Model(Protocol):
-    """A protocol to explore."""
+    """A protocol to explore. States are hashable."""
 
-    def first(self) -> Any: ...  # noqa: ANN401, D102 - any hashable state
-    def moves(self, world: Any) -> Iterator[tuple[str, Any]]: ...  # noqa: ANN401, D102
-    def problem(self, world: Any) -> str: ...  # noqa: ANN401, D102
+    def first(self) -> Any:  # noqa: ANN401 - each model has its own states
+        """Return the first state."""
+
+    def moves(self, world: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - as above
+        """Yield the text of each next step, and the state after it."""
+
+    def problem(self, world: Any) -> str:  # noqa: ANN401 - as above
+        """Return the invariant that a state breaks, or an empty string."""
 
 
 class Result(NamedTuple):

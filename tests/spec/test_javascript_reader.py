@@ -60,7 +60,7 @@ def request_of(vector: Vector) -> dict[str, Any]:
     structure = facts.get("structure", vector.folder)
     if structure == "record":
         structure = "head" if facts["path"].endswith(".head") else "descriptor"
-    context = {key: facts[key] for key in ("path", "place_id", "rows") if key in facts}
+    context: dict[str, Any] = {key: facts[key] for key in ("path", "place_id", "rows") if key in facts}
     if "sequence" in facts:
         # JSON.parse rounds integers above 2^53.
         context["sequence"] = str(facts["sequence"])
@@ -221,12 +221,13 @@ def test_both_say_the_same_of_damaged_stores(count: int, tmp_path: Path) -> None
     acts = [changed_store(whole, path, numbers) for path in paths]
     lost = 0
     for act, path, answer in zip(acts, paths, answers([{"store": str(path)} for path in paths]), strict=True):
-        library = damaged_checkpoints(path)
-        checkpoints = answer["value"]["checkpoints"] if answer["kind"] is None else None
-        found = None if checkpoints is None else {one["save_id"][:12] for one in checkpoints if "problem" in one}
-        if found is not None and library is not None and found != library:
+        library, checkpoints = damaged_checkpoints(path), None
+        found = None
+        if answer["kind"] is None:
+            checkpoints = answer["value"]["checkpoints"]
+            found = {one["save_id"][:12] for one in checkpoints if "problem" in one}
             # Without a manifest, a directory names no checkpoint.
-            library &= {one["save_id"][:12] for one in checkpoints}
+            library = library and library & {one["save_id"][:12] for one in checkpoints}
         assert found == library, (act, answer["kind"], answer.get("message"), checkpoints)
         lost += library is None or bool(library)
     assert count * 0.2 < lost < count

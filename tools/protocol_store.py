@@ -277,7 +277,8 @@ class StoreModel:
         """Return the invariant that a state breaks, or an empty string."""
         if world.problem:
             return world.problem
-        have = readable(safe_frames(world)) | world.lost
+        # A frame that was written on a base with unnoticed damage is lost with the base.
+        have = readable({*safe_frames(world), *world.lost})
         problem = self._problem_of_manifests(world, have)
         return problem or self._problem_of_packs(world)
 

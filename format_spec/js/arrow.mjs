@@ -77,6 +77,7 @@ function root(bytes) {
   return new Table(view, view.getUint32(0, true));
 }
 
+const isMagic = (bytes) => Buffer.from(bytes).toString("latin1") === "ARROW1";
 const text = (bytes) => new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(bytes);
 const pairs = (table, field) => table.tables(field).map((pair) => [text(pair.bytes(0)), pair.bytes(1)]);
 
@@ -194,41 +195,8 @@ class Batch {
   }
 }
 
-function read(bytes) {
-  const magic = (part) => Buffer.from(part).toString("latin1") === "ARROW1";
-  must(magic(bytes.subarray(0, 6)), "no Arrow file", "bad-magic");
-  must(bytes.length >= 18 && magic(bytes.subarray(-6)), "the Arrow file has no end");
-  const footerLength = new Fields(bytes).view.getInt32(bytes.length - 10, true);
-  must(footerLength >= 4 && footerLength <= bytes.length - 18, "no length of the footer");
-  const footer = root(bytes.subarray(bytes.length - 10 - footerLength, bytes.length - 10));
-  must(footer.vector(2, 24).length === 0, "the file has dictionaries");
-  const blocks = footer.vector(3, 24);
-  must(blocks.length === 1, "the file has not exactly one record batch");
-  const schemas = [readSchema(footer.table(1))];
-  const first = readMessage(bytes, 8);
-  must(first.kind === 1, "the first message is no schema");
-  schemas.push(readSchema(first.header));
-  for (const schema of schemas) {
-    must(same(schema.fields, SCHEMA), "the columns are others");
-    must(schema.metadata.length === 1 && schema.metadata[0][0] === "asymcheck", "the metadata is other");
-  }
-  const [[, header], [, other]] = schemas.map(({ metadata }) => metadata[0]);
-  must(Buffer.from(header).equals(Buffer.from(other)), "the headers of the two schemas differ");
-  const message = readMessage(bytes, first.end);
-  must(footer.view.getBigInt64(blocks[0], true) === BigInt(first.end), "the record batch is elsewhere");
-  must(message.kind === 3, "the second message is no record batch");
-  const batch = new Batch(message);
-  must(batch.length >= 0, "a negative number of rows");
-  const columns = SCHEMA.map((field) => [field.name, batch.column(field, batch.length, true)]);
-  must(batch.node === batch.nodes.length && batch.buffer === batch.buffers.length, "further nodes or buffers");
-  const rows = Array.from({ length: batch.length }, (_, index) =>
-    Object.fromEntries(columns.map(([name, value]) => [name, value(index)])),
-  );
-  return { header, rows };
-}
-
-// Returns the bytes of the header, and the rows.
-export function readArrow(bytes) {
+// Turns any fault of a flatbuffer into bad-structure.
+function guarded(read, bytes) {
   try {
     return read(bytes);
   } catch (error) {
@@ -236,3 +204,42 @@ export function readArrow(bytes) {
     throw error;
   }
 }
+
+// Returns the header, the value of the metadata entry `asymcheck`, without any other check of the schema.
+function metadata(bytes) {
+  must(isMagic(bytes.subarray(0, 6)), "no Arrow file", "bad-magic");
+  const first = readMessage(bytes, 8);
+  must(first.kind === 1, "the first message is no schema");
+  const entry = pairs(first.header, 2).find(([key]) => key === "asymcheck");
+  must(entry, "the schema has no header");
+  return entry[1];
+}
+
+function rows(bytes) {
+  must(bytes.length >= 18 && isMagic(bytes.subarray(-6)), "the Arrow file has no end");
+  const footerLength = new Fields(bytes).view.getInt32(bytes.length - 10, true);
+  must(footerLength >= 4 && footerLength <= bytes.length - 18, "no length of the footer");
+  const footer = root(bytes.subarray(bytes.length - 10 - footerLength, bytes.length - 10));
+  must(footer.vector(2, 24).length === 0, "the file has dictionaries");
+  must(footer.vector(3, 24).length === 1, "the file has not exactly one record batch");
+  const first = readMessage(bytes, 8);
+  const schemas = [footer.table(1), first.header].map(readSchema);
+  for (const schema of schemas) {
+    must(same(schema.fields, SCHEMA), "the columns are others");
+    must(schema.metadata.length === 1 && schema.metadata[0][0] === "asymcheck", "the metadata is other");
+  }
+  const [header, other] = schemas.map(({ metadata: [[, value]] }) => Buffer.from(value));
+  must(header.equals(other), "the headers of the two schemas differ");
+  const message = readMessage(bytes, first.end);
+  must(message.kind === 3, "the second message is no record batch");
+  const batch = new Batch(message);
+  must(batch.length >= 0, "a negative number of rows");
+  const columns = SCHEMA.map((field) => [field.name, batch.column(field, batch.length, true)]);
+  must(batch.node === batch.nodes.length && batch.buffer === batch.buffers.length, "further nodes or buffers");
+  return Array.from({ length: batch.length }, (_, index) =>
+    Object.fromEntries(columns.map(([name, value]) => [name, value(index)])),
+  );
+}
+
+export const readMetadata = (bytes) => guarded(metadata, bytes);
+export const readRows = (bytes) => guarded(rows, bytes);

@@ -8,6 +8,8 @@ export class SpecError extends Error {
   }
 }
 
+export const isUnsupported = (error) => error.kind?.startsWith("unsupported");
+
 export function refuse(kind, message) {
   throw new SpecError(kind, message);
 }
@@ -174,6 +176,7 @@ export function canonical(value) {
     const items = [...value].sort(compare);
     return `{${items.map(([key, item]) => `${canonical(key)}:${canonical(item)}`).join(",")}}`;
   }
+  must(typeof value !== "number", "canonical JSON has integers only");
   return String(value);
 }
 
@@ -187,31 +190,18 @@ export function plain(value) {
 // §6: returns the object of a record file.
 export function readRecord(bytes, kind) {
   must(bytes.length === 8192, `the record has ${bytes.length} bytes`, "truncated");
-  let problem;
-  for (const start of [0, 4096]) {
-    const block = bytes.subarray(start, start + 4096);
-    const end = block.indexOf(10);
-    const isForm =
-      end >= 0 &&
-      block[end + 33] === 10 &&
-      block[4095] === 10 &&
-      block.subarray(end + 34, 4095).every((byte) => byte === 32);
-    const text = block.subarray(0, end);
-    // A longer text is not of this form.
-    if (!isForm || text.length > LIMITS.recordJson || Buffer.from(block.subarray(end + 1, end + 33)).toString("latin1") !== digest(text)) {
-      problem ??= new SpecError("bad-checksum", "no copy of the record is intact");
-      continue;
-    }
-    const record = parseJson(text, "record");
-    must(isObject(record), "a record is no object");
-    must(canonical(record) === Buffer.from(text).toString("latin1"), "the JSON of a record is not canonical");
-    const format = record.get("format");
-    must(isInteger(format), "a record has no format");
-    must(format === 1n, `a record has format ${format}`, "unsupported-version");
-    must(record.get("kind") === kind, `the record is no ${kind}`);
-    return record;
-  }
-  throw problem;
+  const [first, second] = [0, 4096].map((start) => blockText(bytes.subarray(start, start + 4096)));
+  const text = first ?? second;
+  must(text !== null, "no copy of the record is intact", "bad-checksum");
+  must(second === null || text.equals(second), "the copies of the record differ");
+  const record = parseJson(text, "record");
+  must(isObject(record), "a record is no object");
+  must(canonical(record) === text.toString("latin1"), "the JSON of a record is not canonical");
+  const format = record.get("format");
+  must(isInteger(format), "a record has no format");
+  must(format === 1n, `a record has format ${format}`, "unsupported-version");
+  must(record.get("kind") === kind, `the record is no ${kind}`);
+  return record;
 }
 
 export function checkTime(record) {
@@ -230,10 +220,11 @@ export function checkFeatures(record, key, known) {
 
 export function readDescriptor(bytes) {
   const record = readRecord(bytes, "store");
-  must(isHex(record.get("store_id"), 32), "store_id is no id");
-  checkTime(record);
-  checkFeatures(record, "writer_features", null);
   checkFeatures(record, "reader_features", ["shifted-payload"]);
+  checkFeatures(record, "writer_features", null);
+  must(isHex(record.get("store_id"), 32), "store_id is no id");
+  must(!record.has("layout") || ["store", "remote"].includes(record.get("layout")), "the layout is unknown");
+  checkTime(record);
   return record;
 }
 

@@ -3,7 +3,7 @@ import {
   checkFeatures, checkParent, checkTime, digest, inRange, isHex, isInteger, isList, isObject, isRun, isString, LIMITS,
   must, parseJson,
 } from "./basics.mjs";
-import { readArrow } from "./arrow.mjs";
+import { readMetadata, readRows } from "./arrow.mjs";
 import { checkTree, DTYPES } from "./tree.mjs";
 
 const ROLES = "weights first_moment second_moment gradient rng other".split(" ");
@@ -43,12 +43,17 @@ function checkStoreRanks(spans, rank, worldSize) {
   must(hasOwn, "store_ranks does not have the rank");
 }
 
-function readHeader(bytes) {
+// Steps 2 and 3 of §A8: a newer program may break any other rule.
+function readVersion(bytes) {
   const header = parseJson(bytes, "header");
   must(isObject(header), "the header is no object");
   must(isInteger(header.get("format")), "the header has no format");
   must(header.get("format") === 1n, `the manifest has format ${header.get("format")}`, "unsupported-version");
   checkFeatures(header, "reader_features", ["typed-value"]);
+  return header;
+}
+
+function checkHeader(header) {
   must(isRun(header.get("run")), "the header has no run");
   must(inRange(header.get("generation"), 1, LIMITS.generation), "the header has no generation");
   must(inRange(header.get("step"), 0, LIMITS.step), "the header has no step");
@@ -69,7 +74,6 @@ function readHeader(bytes) {
   if (header.has("store_ranks")) checkStoreRanks(header.get("store_ranks"), header.get("rank"), header.get("world_size"));
   if (header.has("elsewhere"))
     must(isString(header.get("elsewhere")) && /^([0-9a-f]{2})*$/.test(header.get("elsewhere")), "no elsewhere");
-  return header;
 }
 
 function checkRow(row, lengths) {
@@ -107,8 +111,9 @@ export function readManifest(bytes, path) {
   must(ref && name && isRun(run), `${path} is no name of a manifest`);
   must(bytes.length <= LIMITS.manifest, "the manifest is too long", "limit-exceeded");
   must(digest(bytes) === name.digest, "the digest is not that of the name", "bad-checksum");
-  const arrow = readArrow(bytes);
-  const header = readHeader(arrow.header);
+  const header = readVersion(readMetadata(bytes));
+  const rows = readRows(bytes);
+  checkHeader(header);
   const expected = {
     run,
     generation: BigInt(ref.generation),
@@ -119,7 +124,7 @@ export function readManifest(bytes, path) {
   };
   for (const [key, value] of Object.entries(expected)) must(header.get(key) === value, `${key} is not that of the path`);
   const lengths = new Map();
-  for (const row of arrow.rows) checkRow(row, lengths);
-  checkTree(header.get("tree"), arrow.rows.length);
-  return { header, rows: arrow.rows, lengths };
+  for (const row of rows) checkRow(row, lengths);
+  checkTree(header.get("tree"), rows.length);
+  return { header, rows, lengths };
 }

@@ -154,7 +154,7 @@ export function scanPack(bytes, packId) {
       entries.push({ ...frame, offset, sequence: entries.length });
       offset += frame.length;
     } catch (error) {
-      if (!error.kind || error.kind.startsWith("unsupported")) throw error;
+      if (!error.kind) throw error;
       break;
     }
   }
@@ -174,10 +174,11 @@ export class Partitions {
     this.places = new Map();
   }
 
-  add(pack, bytes) {
+  // Adds a pack. load reads its file again: a writer may have overwritten the file while it was read.
+  add(pack, bytes, load = () => null) {
     for (const entry of pack.entries) {
       if (!this.places.has(entry.name)) this.places.set(entry.name, []);
-      this.places.get(entry.name).push({ pack, bytes, entry });
+      this.places.get(entry.name).push({ pack, bytes, entry, load });
     }
   }
 
@@ -201,14 +202,25 @@ export class Partitions {
         return this.readPlace(place, chain);
       } catch (error) {
         if (!error.kind) throw error;
-        problem ??= error;
+        // A copy that needs a newer program may be the only intact one (§A11.3).
+        if (!problem || isUnsupported(error)) problem = error;
       }
     }
-    throw problem ?? refuse("damaged-base", `partition ${name} is missing`);
+    throw problem ?? new SpecError("missing-partition", `partition ${name} is missing`);
   }
 
-  readPlace({ pack, bytes, entry }, chain = []) {
-    const frame = readEntry(bytes, pack, entry);
+  readFrame({ pack, bytes, entry, load }) {
+    try {
+      return readEntry(bytes, pack, entry);
+    } catch (error) {
+      const again = error.kind ? load() : null;
+      if (!again || again.equals(bytes)) throw error;
+      return readEntry(again, pack, entry);
+    }
+  }
+
+  readPlace(place, chain = []) {
+    const frame = this.readFrame(place);
     const deltas = [...chain, frame].filter(({ kind }) => kind === 1).length;
     must(deltas <= LIMITS.chain, "the chain is too long", "damaged-base");
     must(chain.length === 0 || frame.kind !== 2, "a base is derived", "damaged-base");
@@ -217,7 +229,7 @@ export class Partitions {
       try {
         return this.read(base, [...chain, frame]);
       } catch (error) {
-        if (!error.kind || error.kind.startsWith("unsupported")) throw error;
+        if (!error.kind || isUnsupported(error)) throw error;
         return refuse("damaged-base", error.message);
       }
     });

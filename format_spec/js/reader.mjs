@@ -14,7 +14,7 @@ function readAllOfPack(bytes, path) {
   const pack = readPack(bytes, path.split("/").at(-1).slice(0, 32));
   const partitions = new Partitions();
   partitions.add(pack, bytes);
-  return pack.entries.map((entry) => partitions.readPlace({ pack, bytes, entry }));
+  return pack.entries.map((entry) => partitions.readPlace({ pack, bytes, entry, load: () => null }));
 }
 
 const READERS = {

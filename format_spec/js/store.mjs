@@ -1,7 +1,7 @@
 // Stores of SPEC.md §4 and §10: lists checkpoints, the line, and the digests of all tensors.
 import { readdirSync, readFileSync, statSync } from "node:fs";
 import { join } from "node:path";
-import { digest, isRun, must, plain, readDescriptor, readHead } from "./basics.mjs";
+import { digest, isRun, isUnsupported, must, plain, readDescriptor, readHead, SpecError } from "./basics.mjs";
 import { parseCheckpointName, parseManifestName, readManifest } from "./manifest.mjs";
 import { Partitions, readPack, scanPack } from "./packs.mjs";
 
@@ -17,34 +17,65 @@ function names(path) {
 const order = ({ generation, step, saveId }) =>
   `${String(generation).padStart(8, "0")}-${String(step).padStart(12, "0")}-${saveId}`;
 
+const PACK = /^([0-9a-f]{32})\.pack$/;
+const DOOMED = /^([0-9a-f]{32})\.[0-9a-f]{32}\.doomed$/;
+
 export class Store {
   constructor(root) {
     this.root = root;
-    this.descriptor = readDescriptor(readFileSync(join(root, "asymcheck.store")));
-    const packs = names(join(root, "packs")).filter((name) => /^[0-9a-f]{32}\.pack$/.test(name));
-    const hasManifests = statSync(join(root, "manifests"), { throwIfNoEntry: false })?.isDirectory();
-    must(hasManifests || packs.length === 0, "the store has lost its manifests");
+    const descriptor = this.load("asymcheck.store");
+    must(descriptor !== null, "no descriptor", "store-not-found");
+    this.isRemote = readDescriptor(descriptor).get("layout") !== "store";
     this.partitions = new Partitions();
+    this.packs = new Set();
     this.unsupported = null;
-    for (const name of packs) {
-      this.addPack(name.slice(0, 32), readFileSync(join(root, "packs", name)));
+    this.addPacks();
+    const hasManifests = statSync(join(root, "manifests"), { throwIfNoEntry: false })?.isDirectory();
+    must(hasManifests || this.packs.size === 0, "the store has lost its manifests");
+  }
+
+  // Returns the bytes of a file, or null if the file has disappeared.
+  load(...path) {
+    try {
+      return readFileSync(join(this.root, ...path));
+    } catch (error) {
+      if (error.code === "ENOENT") return null;
+      throw error;
     }
   }
 
-  addPack(packId, bytes) {
+  // Reads the packs that are new since the last listing, and in a remote layout the doomed packs last.
+  addPacks() {
+    const listed = names(join(this.root, "packs")).filter((name) => !this.packs.has(name));
+    const found = [...listed.filter((name) => PACK.test(name)), ...listed.filter((name) => this.isRemote && DOOMED.test(name))];
+    for (const name of found) {
+      this.packs.add(name);
+      this.addPack(name.slice(0, 32), () => this.load("packs", name));
+    }
+    return found.length > 0;
+  }
+
+  addPack(packId, load, before = null) {
+    const bytes = load();
+    if (bytes === null) return;
     try {
-      this.partitions.add(readPack(bytes, packId), bytes);
+      this.partitions.add(readPack(bytes, packId), bytes, load);
     } catch (error) {
       if (!error.kind) throw error;
+      // Without a lock, a writer may have overwritten the file while it was read (§A12).
+      if (!before?.equals(bytes)) this.addPack(packId, load, bytes);
       // A pack of a newer program may have any partition.
-      if (error.kind.startsWith("unsupported")) this.unsupported = error;
-      else this.partitions.add(scanPack(bytes, packId), bytes);
+      else if (isUnsupported(error)) this.unsupported = error;
+      else this.partitions.add(scanPack(bytes, packId), bytes, load);
     }
   }
 
-  mustHave(condition, message) {
-    if (!condition && this.unsupported) throw this.unsupported;
-    must(condition, message);
+  // Checks that a partition is found; a writer may have moved it to a pack that is not listed yet.
+  mustFind(isFound, message) {
+    while (!isFound()) {
+      if (this.addPacks()) continue;
+      throw this.unsupported ?? new SpecError("missing-partition", message);
+    }
   }
 
   runs() {
@@ -72,19 +103,26 @@ export class Store {
     });
     const line = new Map();
     let generation = Math.max(1, ...numbers);
-    must(checkpoints.every((one) => one.generation <= generation), "a manifest is of a later generation");
+    must(checkpoints.every((one) => one.generation <= generation), "a manifest is of a later generation", "head-record");
     let limit = null;
     for (;;) {
       line.set(generation, limit);
       if (!numbers.includes(generation)) {
-        must(generation === 1, `the head record of generation ${generation} is missing`);
+        must(generation === 1, `the head record of generation ${generation} is missing`, "head-record");
         return line;
       }
-      const path = join(folder, `${String(generation).padStart(8, "0")}.head`);
-      const parent = readHead(readFileSync(path), run, generation).get("parent");
+      const parent = this.head(run, generation).get("parent");
       if (parent === null) return line;
       generation = Number(parent.get("generation"));
       limit = order({ generation, step: parent.get("step"), saveId: parent.get("save_id") });
+    }
+  }
+
+  head(run, generation) {
+    try {
+      return readHead(this.load("heads", run, `${String(generation).padStart(8, "0")}.head`), run, generation);
+    } catch (error) {
+      throw error.kind ? new SpecError("head-record", error.message) : error;
     }
   }
 
@@ -95,26 +133,37 @@ export class Store {
 
   // §10.2: returns the manifests of a consistent checkpoint, by rank.
   manifests({ run, folder, files }) {
-    const found = files.map((file) => {
-      const path = ["manifests", run, folder, file];
-      return readManifest(readFileSync(join(this.root, ...path)), path.join("/"));
-    });
-    const size = Number(found[0].header.get("world_size"));
-    const ranks = found.map(({ header }) => Number(header.get("rank"))).sort((one, other) => one - other);
-    const isWhole = ranks.length === size && ranks.every((rank, index) => rank === index);
-    must(isWhole && found.every(({ header }) => Number(header.get("world_size")) === size), "ranks are missing");
+    const named = files.map(parseManifestName).sort((one, other) => one.rank - other.rank);
+    const isWhole = named.every(({ rank, worldSize }, index) => rank === index && worldSize === named.length);
+    must(isWhole, "the manifests are not one of each rank", "inconsistent-checkpoint");
+    const found = [];
+    for (const file of files) {
+      const bytes = this.load("manifests", run, folder, file);
+      if (bytes === null) return null;
+      found.push(readManifest(bytes, ["manifests", run, folder, file].join("/")));
+    }
     for (const { lengths } of found)
       for (const [name, length] of lengths) {
-        this.mustHave(this.partitions.has(name, Number(length)), `partition ${name} is missing`);
-        this.mustHave(this.partitions.isDecodable(name), `a base of partition ${name} is missing`);
+        this.mustFind(() => this.partitions.has(name, Number(length)), `partition ${name} is missing`);
+        this.mustFind(() => this.partitions.isDecodable(name), `a base of partition ${name} is missing`);
       }
-    return found.sort((one, other) => Number(one.header.get("rank") - other.header.get("rank")));
+    return found;
+  }
+
+  partition(name) {
+    for (;;) {
+      try {
+        return this.partitions.read(name);
+      } catch (error) {
+        if (!error.kind || !this.addPacks()) throw error;
+      }
+    }
   }
 
   tensorBytes(row) {
     if (row.inline !== null) return row.inline;
     const parts = row.extents.map(({ digest: name, offset, length }) =>
-      this.partitions.read(name).subarray(Number(offset), Number(offset + length)),
+      this.partition(name).subarray(Number(offset), Number(offset + length)),
     );
     return Buffer.concat(parts);
   }
@@ -131,36 +180,58 @@ export class Store {
     }));
   }
 
+  // Returns the facts of a checkpoint: tree and tensors of each rank, or a problem; null if it has disappeared.
+  facts(checkpoint, line) {
+    const { run, generation, step, saveId, files } = checkpoint;
+    const isOnLine = line && this.isOnLine(line, checkpoint);
+    const facts = { run, generation, step, save_id: saveId, on_line: isOnLine, world_size: files.length };
+    try {
+      const ranks = this.manifests(checkpoint);
+      if (ranks === null) return null;
+      facts.metrics = plain(ranks[0].header.get("metrics"));
+      facts.parts = ranks.map((manifest) => ({ tree: plain(manifest.header.get("tree")), tensors: this.tensors(manifest) }));
+    } catch (error) {
+      if (!error.kind) throw error;
+      facts.problem = error.message;
+      facts.is_unsupported = isUnsupported(error);
+    }
+    return facts;
+  }
+
+  // Returns the facts of all checkpoints of a run, and the newest that can be restored, or why none is known.
+  run(run) {
+    const found = this.checkpoints(run);
+    let [line, problem] = [null, null];
+    try {
+      line = this.line(run, found);
+    } catch (error) {
+      if (!error.kind) throw error;
+      // The checkpoints can still be read.
+      problem = error.message;
+    }
+    const checkpoints = found.map((checkpoint) => this.facts(checkpoint, line)).filter((facts) => facts !== null);
+    // A checkpoint of a newer program stops the search for the newest (§A11.3).
+    const newest = checkpoints.findLast((facts) => facts.on_line && (!facts.problem || facts.is_unsupported));
+    if (newest?.is_unsupported) problem = newest.problem;
+    // When checkpoints are passed over, a newer one may have appeared (§A12).
+    const isPassedOver = checkpoints.length < found.length || (line && checkpoints.at(-1) !== newest);
+    const listed = isPassedOver ? this.checkpoints(run) : [];
+    const isNew = listed.some(({ folder }) => !found.some((one) => one.folder === folder));
+    return { checkpoints, newest: problem ? null : newest?.save_id, problem, isNew };
+  }
+
   // Everything in the store, as JSON.
   listing() {
-    const checkpoints = [];
-    const [newest, problems] = [{}, {}];
-    for (const run of this.runs()) {
-      const found = this.checkpoints(run);
-      let line = null;
-      try {
-        line = this.line(run, found);
-      } catch (error) {
-        if (!error.kind) throw error;
-        // The checkpoints can still be read, but none of them is known to be the newest.
-        problems[run] = error.message;
+    const [checkpoints, newest, problems] = [[], {}, {}];
+    for (const name of this.runs()) {
+      let run = this.run(name);
+      for (let attempt = 1; run.isNew; attempt += 1) {
+        must(attempt < 10, "the store changes while it is read", "inconsistent-checkpoint");
+        run = this.run(name);
       }
-      for (const checkpoint of found) {
-        const { generation, step, saveId } = checkpoint;
-        const facts = { run, generation, step, save_id: saveId, on_line: line && this.isOnLine(line, checkpoint) };
-        try {
-          const ranks = this.manifests(checkpoint);
-          facts.metrics = plain(ranks[0].header.get("metrics"));
-          facts.tree = plain(ranks[0].header.get("tree"));
-          facts.tensors = this.tensors(ranks[0]);
-          facts.ranks = ranks.slice(1).map((manifest) => this.tensors(manifest));
-          if (facts.on_line) newest[run] = saveId;
-        } catch (error) {
-          if (!error.kind) throw error;
-          facts.problem = error.message;
-        }
-        checkpoints.push(facts);
-      }
+      checkpoints.push(...run.checkpoints);
+      if (run.problem) problems[name] = run.problem;
+      else if (run.newest) newest[name] = run.newest;
     }
     return { checkpoints, newest, problems };
   }

@@ -16,7 +16,7 @@ import asymcheck
 from asymcheck.errors import AsymcheckError
 from asymcheck.fsck.verify import Severity
 from tests.spec.corpus import FORMAT_SPEC, Vector, vectors
-from tests.spec.frozen import Frozen, torn_stores, whole_stores
+from tests.spec.frozen import Frozen, encoded_stores, torn_stores, whole_stores
 from tests.spec.test_readers_agree import (
     COLUMNS,
     NODES,
@@ -91,8 +91,10 @@ def test_every_sound_vector_is_read() -> None:
 
 def check_listing(found: dict[str, Any], frozen: Frozen) -> None:
     """Compare a listing with what was saved: trees, tensors and their digests, the line, and the newest checkpoints."""
-    keys = ("run", "generation", "step", "save_id", "on_line", "metrics", "tree", "tensors")
-    expected = [{key: facts[key] for key in keys} for facts in frozen.checkpoints]
+    keys = ("run", "generation", "step", "save_id", "on_line", "world_size", "metrics", "parts")
+    parts = [[{key: facts[key] for key in ("tree", "tensors")}] for facts in frozen.checkpoints]
+    complete = [{"parts": part, **facts} for part, facts in zip(parts, frozen.checkpoints, strict=True)]
+    expected = [{key: facts[key] for key in keys} for facts in complete]
     listed = [{key: checkpoint.get(key) for key in keys} for checkpoint in found["checkpoints"]]
 
     def identity(facts: dict[str, Any]) -> str:
@@ -104,9 +106,9 @@ def check_listing(found: dict[str, Any], frozen: Frozen) -> None:
     assert found["newest"] == {run: save_id for run, _, _, save_id in sorted(order)}
 
 
-@pytest.mark.parametrize("frozen", whole_stores(), ids=str)
+@pytest.mark.parametrize("frozen", [*whole_stores(), *encoded_stores()], ids=str)
 def test_frozen_store_is_read(frozen: Frozen) -> None:
-    """Test every bit of every checkpoint."""
+    """Test every bit of every checkpoint and rank, in stores and in a remote layout."""
     command = [str(NODE), str(FOLDER / "reader.mjs"), str(frozen.whole / "store")]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     check_listing(json.loads(run.stdout), frozen)

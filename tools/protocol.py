@@ -1,7 +1,7 @@
-"""Explore the write protocol of SPEC.md §8 exhaustively: ``python -m tools.protocol [SCENARIO] [--without RULE]``.
+"""Explore the write protocol of SPEC.md exhaustively: ``python -m tools.protocol [SCENARIO] [--without RULE]``.
 
 The explorer visits all interleavings of some processes breadth-first, with a kill or a power loss between any two
-steps, and checks the invariants of SPEC.md §9 in every state. If a rule of the protocol is left out, it prints the
+steps, and checks the invariants of SPEC.md §B11 in every state. If a rule of the protocol is left out, it prints the
 shortest trace to a broken invariant.
 """
 
@@ -9,26 +9,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from tools import protocol_remote, protocol_store
+from tools.protocol_model import Model
 
 RULES = {**protocol_store.RULES, **protocol_remote.RULES}
 SCENARIOS = {**protocol_store.SCENARIOS, **protocol_remote.SCENARIOS}
-
-
-class Model(Protocol):
-    """A protocol to explore. States are hashable."""
-
-    def first(self) -> Any:  # noqa: ANN401 - each model has its own states
-        """Return the first state."""
-
-    def moves(self, world: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - as above
-        """Yield the text of each next step, and the state after it."""
-
-    def problem(self, world: Any) -> str:  # noqa: ANN401 - as above
-        """Return the invariant that a state breaks, or an empty string."""
 
 
 class Result(NamedTuple):
@@ -44,14 +32,13 @@ class Result(NamedTuple):
 def explore(model: Model, states_max: int) -> Result:
     """Visit states breadth-first, until an invariant is broken or ``states_max`` states are known."""
     first = model.first()
-    came_from: dict[int, tuple[int, str]] = {hash(first): (0, "")}
-    level, depth = [first], 0
+    level, depth = [(hash(first.key()), first)], 0
+    came_from: dict[int, tuple[int, str]] = {level[0][0]: (0, "")}
     while level:
         depth, following = depth + 1, []
-        for world in level:
-            at = hash(world)
+        for at, world in level:
             for text, after in model.moves(world):
-                key = hash(after)
+                key = hash(after.key())
                 if key in came_from:
                     continue
                 came_from[key] = at, text
@@ -61,7 +48,7 @@ def explore(model: Model, states_max: int) -> Result:
                         key, step = came_from[key]
                         trace.append(step)
                     return Result(len(came_from), depth, is_complete=False, trace=trace[::-1])
-                following.append(after)
+                following.append((key, after))
             if len(came_from) >= states_max:
                 return Result(len(came_from), depth, is_complete=False, trace=[])
         level = following
@@ -70,10 +57,11 @@ def explore(model: Model, states_max: int) -> Result:
 
 def model(name: str, without: Iterable[str] = (), **more: int) -> Model:
     """Return the model of a scenario without some rules, and with ``more`` events of a budget."""
-    scenario: Any = SCENARIOS[name]
     is_remote = name in protocol_remote.SCENARIOS
-    budgets = (protocol_remote if is_remote else protocol_store).BUDGETS
-    left = tuple(count + more.get(budget, 0) for budget, count in zip(budgets, scenario.left, strict=True))
+    scenario = (protocol_remote if is_remote else protocol_store).SCENARIOS[name]
+    left = scenario.left.copy()
+    for budget, count in more.items():
+        setattr(left, budget, getattr(left, budget) + count)
     make = protocol_remote.RemoteModel if is_remote else protocol_store.StoreModel
     return make(scenario._replace(left=left), without)
 

@@ -1,4 +1,4 @@
-// The Arrow IPC file of SPEC.md §7.3: one schema, one record batch, every offset checked.
+// The Arrow IPC file of SPEC.md §A8: one schema, one record batch, every offset checked.
 import { Fields, must } from "./basics.mjs";
 
 const list = (item) => ({ type: 12, children: [{ name: "item", nullable: false, ...item }] });

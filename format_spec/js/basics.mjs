@@ -1,4 +1,4 @@
-// Errors, digests, integers and JSON of SPEC.md §5, §6 and §14.
+// Errors, digests, integers and JSON of SPEC.md §A4, §A5 and §A14.
 import { createXXHash128, createXXHash64 } from "hash-wasm";
 
 export class SpecError extends Error {
@@ -59,7 +59,7 @@ export class Fields {
   isZero = (at, end) => this.bytes.subarray(at, end).every((byte) => byte === 0);
 }
 
-// §10.3: an unknown version whose checksum is right with a known version is damage of the version field.
+// §A11.3: an unknown version whose checksum is right with a known version is damage of the version field.
 export function checkVersion(bytes, at, sumAt, what) {
   const fields = new Fields(bytes);
   if (fields.u16(at) === 1) return;
@@ -81,7 +81,7 @@ export const isRun = (value) =>
   isString(value) && /^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$/.test(value) && !value.endsWith(".tmp");
 const isSurrogateFree = (text) => !/[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]/.test(text);
 
-// JSON of §5: integers are BigInt, numbers with a fraction or an exponent are Number, and objects are Map.
+// JSON of §A4: integers are BigInt, numbers with a fraction or an exponent are Number, and objects are Map.
 export function parseJson(bytes, what) {
   let text;
   try {
@@ -187,7 +187,21 @@ export function plain(value) {
   return isObject(value) ? Object.fromEntries([...value].map(([key, item]) => [key, plain(item)])) : value;
 }
 
-// §6: returns the object of a record file.
+// Returns the JSON of a block of a record, or null if the block is not intact.
+function blockText(block) {
+  const end = block.indexOf(10);
+  const isForm =
+    end >= 0 &&
+    end <= LIMITS.recordJson &&
+    block[end + 33] === 10 &&
+    block[4095] === 10 &&
+    block.subarray(end + 34, 4095).every((byte) => byte === 32);
+  const text = block.subarray(0, Math.max(end, 0));
+  const stated = Buffer.from(block.subarray(end + 1, end + 33)).toString("latin1");
+  return isForm && stated === digest(text) ? Buffer.from(text) : null;
+}
+
+// §A5: returns the object of a record file.
 export function readRecord(bytes, kind) {
   must(bytes.length === 8192, `the record has ${bytes.length} bytes`, "truncated");
   const [first, second] = [0, 4096].map((start) => blockText(bytes.subarray(start, start + 4096)));

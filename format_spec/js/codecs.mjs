@@ -1,8 +1,8 @@
-// Payloads of SPEC.md §12.
+// Payloads of SPEC.md §A10.
 import { Decompress } from "fzstd";
 import { Fields, LIMITS, must, refuse, xxh64Low } from "./basics.mjs";
 
-// §12.1: one Zstandard frame that states its content size, names no dictionary, and has nothing behind it.
+// §A10.1: one Zstandard frame that states its content size, names no dictionary, and has nothing behind it.
 export function unzstd(bytes, length) {
   must(bytes.length >= 4 && new Fields(bytes).u32(0) === 0xfd2fb528, "no Zstandard frame");
   must(bytes.length >= 6, "the Zstandard frame ends early");
@@ -48,7 +48,7 @@ export function unzstd(bytes, length) {
   return plain;
 }
 
-// §12.2: returns the elements of each chunk as [isFloat, width, planes], where a plane is one byte for each element.
+// §A10.2: returns the elements of each chunk as [isFloat, width, planes], where a plane is one byte for each element.
 function readPlanes(payload, plainLength) {
   const fields = new Fields(payload);
   must(payload.length >= 16, "the header of planes is cut", "truncated");

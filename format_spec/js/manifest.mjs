@@ -1,4 +1,4 @@
-// Manifests of SPEC.md §7.3, and the names of §4.
+// Manifests of SPEC.md §A8, and the names of §A3.
 import {
   checkFeatures, checkParent, checkTime, digest, inRange, isHex, isInteger, isList, isObject, isRun, isString, LIMITS,
   must, parseJson,

@@ -1,5 +1,5 @@
-// Frames and packs of SPEC.md §7.1 and §7.2.
-import { checkVersion, digest, Fields, LIMITS, must, refuse, sum8 } from "./basics.mjs";
+// Frames and packs of SPEC.md §A6 and §A7.
+import { checkVersion, digest, Fields, isUnsupported, LIMITS, must, refuse, SpecError, sum8 } from "./basics.mjs";
 import { decode } from "./codecs.mjs";
 
 const ZERO = "0".repeat(32);
@@ -23,7 +23,7 @@ function checkLengths({ kind, codec, plainLength, storedLength, base, name }) {
   must(base !== name, "the frame is its own base");
 }
 
-// Checks 1 and 2 of §7.1 on the 128 bytes of a header.
+// Checks 1 and 2 of §A6 on the 128 bytes of a header.
 export function readFrameHeader(bytes) {
   must(bytes.length >= 128, "the header of a frame is cut", "truncated");
   const fields = new Fields(bytes);
@@ -80,7 +80,7 @@ export function plainBytes(frame, baseOf) {
   return plain;
 }
 
-// §7.2: returns the id and the entries of a pack.
+// §A7: returns the id and the entries of a pack.
 export function readPack(bytes, packId) {
   must(bytes.length >= 4096, "the header of a pack is cut", "truncated");
   const header = new Fields(bytes);
@@ -141,7 +141,7 @@ function readIndex(bytes, packId, count, indexOffset) {
   return entries;
 }
 
-// §7.2: finds the frames of a pack whose header or index is damaged.
+// §A7: finds the frames of a pack whose header or index is damaged.
 export function scanPack(bytes, packId) {
   const entries = [];
   for (let offset = 4096; offset < bytes.length; ) {
@@ -168,7 +168,7 @@ export function readEntry(bytes, pack, entry) {
   return frame;
 }
 
-// Decodes partitions of several packs, with the bases of §12.5.
+// Decodes partitions of several packs, with the bases of §A10.5.
 export class Partitions {
   constructor() {
     this.places = new Map();

@@ -1,4 +1,4 @@
-// Rings of SPEC.md §7.6.
+// Rings of SPEC.md §B8.
 import { checkTime, Fields, inRange, isHex, isInteger, isObject, isRun, isString, LIMITS, must, readRecord, sum8 } from "./basics.mjs";
 import { plainBytes, readFrameHeader, readStored } from "./packs.mjs";
 

@@ -1,4 +1,4 @@
-// Stores of SPEC.md §4 and §10: lists checkpoints, the line, and the digests of all tensors.
+// Stores of SPEC.md §A3 and §A11: lists checkpoints, the line, and the digests of all tensors.
 import { readdirSync, readFileSync, statSync } from "node:fs";
 import { join } from "node:path";
 import { digest, isRun, isUnsupported, must, plain, readDescriptor, readHead, SpecError } from "./basics.mjs";
@@ -94,7 +94,7 @@ export class Store {
     return found.sort((one, other) => (order(one) < order(other) ? -1 : 1));
   }
 
-  // §10.1: for each generation on the line, the greatest checkpoint that belongs to it.
+  // §A11.1: for each generation on the line, the greatest checkpoint that belongs to it.
   line(run, checkpoints) {
     const folder = join(this.root, "heads", run);
     const numbers = names(folder).flatMap((name) => {
@@ -131,7 +131,7 @@ export class Store {
     return line.has(generation) && (line.get(generation) === null || order(checkpoint) <= line.get(generation));
   }
 
-  // §10.2: returns the manifests of a consistent checkpoint, by rank.
+  // §A11.2: returns the manifests of a consistent checkpoint, by rank; null if one has disappeared.
   manifests({ run, folder, files }) {
     const named = files.map(parseManifestName).sort((one, other) => one.rank - other.rank);
     const isWhole = named.every(({ rank, worldSize }, index) => rank === index && worldSize === named.length);

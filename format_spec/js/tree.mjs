@@ -1,4 +1,4 @@
-// The tree of SPEC.md §7.4: plain values and typed values.
+// The tree of SPEC.md §A9: plain values and typed values.
 import { canonical, inRange, isHex, isInteger, isList, isString, LIMITS, must } from "./basics.mjs";
 
 export const DTYPES = {
@@ -127,7 +127,7 @@ class Tree {
   }
 }
 
-// An item of a set (§7.4).
+// An item of a set (§A9).
 function isItem(node) {
   if (node === null || typeof node === "boolean" || isString(node) || isInteger(node)) return true;
   if (isTagged(node, "t")) return node[1].every(isItem);

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,12 @@ from tools.vectors_manifest import manifest_path
 from tools.vectors_manifest_invalid import arrow_file, header_bytes
 
 FOLDER = FORMAT_SPEC / "js"
-NODE = shutil.which("node")
+NODE = shutil.which("node", path=f"{os.environ['PATH']}:{Path(sys.executable).parent}")
 
 pytestmark = [
     # torch warns once in a process, when the first complex32 tensor is created.
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
-    pytest.mark.skipif(NODE is None, reason="Node is not installed; install it, and run make node"),
+    pytest.mark.skipif(NODE is None, reason="Node is missing; run make node"),
     pytest.mark.skipif(not (FOLDER / "node_modules").exists(), reason="packages are missing; run make node"),
 ]
 

@@ -1,4 +1,4 @@
-"""Test the protocol of SPEC.md §8 in a model: no interleaving breaks an invariant, and each rule is needed."""
+"""Test the protocol of SPEC.md in a model: no interleaving breaks an invariant, and each rule is needed."""
 
 import re
 import subprocess
@@ -28,11 +28,12 @@ NEEDED_IN = {
     "sync-found-deletions": "recycle",
     "lock-garbage": "reuse",
     "see-manifests": "reuse",
+    "enter-unpinned": "two-collections",
     "skip-pinned": "reuse",
     "sync-pool": "recycle",
     "repack-copies-live": "repack",
-    "relied-is-live": "repair",
-    "replace-skips-pinned": "repair",
+    "relied-is-live": "repacks",
+    "replace-skips-pinned": "repack",
     "reader-locks": "readers",
     "reader-checks-name": "readers",
     "reader-lists-again": "readers",
@@ -45,17 +46,33 @@ NEEDED_IN = {
     "own-name": "push",
 }
 """For each rule, a scenario in which leaving it out breaks an invariant."""
+LONG = {
+    "exclusive-head",
+    "lock-garbage",
+    "repack-copies-live",
+    "relied-is-live",
+    "replace-skips-pinned",
+    "reader-locks",
+    "reader-checks-name",
+    "reader-lists-again",
+    "present-lists-last",
+    "own-name",
+    "enter-unpinned",
+}
+"""Rules whose counterexample takes more than a second."""
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_no_invariant_breaks(name: str) -> None:
-    """Test interleavings up to a number of states, most of them all."""
-    result = explore(model(name), 20_000)
+    """Test interleavings up to a number of states."""
+    result = explore(model(name), 2_500)
     assert result.trace == []
-    assert result.is_complete or result.states >= 20_000
+    assert result.is_complete or result.states >= 2_500
 
 
-@pytest.mark.parametrize("rule", NEEDED_IN)
+@pytest.mark.parametrize(
+    "rule", [pytest.param(rule, marks=pytest.mark.long) if rule in LONG else rule for rule in NEEDED_IN]
+)
 def test_protocol_without_a_rule_breaks(rule: str) -> None:
     """Test that the explorer finds a trace, so that the test above can fail."""
     result = explore(model(NEEDED_IN[rule], [rule]), 60_000)
@@ -73,7 +90,7 @@ def test_early_unlock_needs_a_synced_pool() -> None:
 def test_rules_name_their_sections() -> None:
     """Test that each section exists in SPEC.md."""
     for rule in RULES.values():
-        sections = re.findall(r"§(\d+(?:\.\d+)?)", rule.partition(":")[0])
+        sections = re.findall(r"§([A-C]\d+(?:\.\d+)?)", rule.partition(":")[0])
         assert sections
         assert set(sections) <= spec_text.sections()
 
@@ -91,13 +108,12 @@ def test_trace_is_printed() -> None:
 
 @pytest.mark.long
 def test_a_million_states_keep_the_invariants() -> None:
-    """Test all interleavings of each scenario, and of most with a second kill, then the widest one to a depth."""
+    """Test interleavings of each scenario with a further kill, most of them all, then the widest one to a depth."""
     states = 0
     for name in SMALL:
-        result = explore(model(name, kill=name != "readers"), 2_000_000)
+        result = explore(model(name, kill=name != "readers"), 200_000)
         assert result.trace == [], name
-        assert result.is_complete, name
         states += result.states
-    result = explore(model("all"), 700_000)
+    result = explore(model("all"), 300_000)
     assert result.trace == []
     assert states + result.states > 1_000_000

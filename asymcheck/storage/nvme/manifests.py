@@ -155,7 +155,7 @@ class ManifestFiles(ManifestReader):
         """Make deletions durable whose process was killed between the removal of a manifest and the sync."""
         for run in self.runs():
             incomplete = [listing.ref for listing in self.checkpoints(run) if not listing.is_whole]
-            self.sync_checkpoints(run, [*incomplete, *self.empty(run)])
+            self.sync_checkpoints(run, [*incomplete, *(ref for ref, _ in self.unfinished(run))])
 
     def sync_checkpoints(self, run: str, refs: Iterable[CheckpointRef]) -> None:
         """Make the names of manifests durable whose process was killed between the rename and the sync."""

@@ -282,8 +282,7 @@ class StoreSweep(Sweep):
             self.result.returned_bytes += 0 if is_pooled else size
             emit("gc.retired", path.name)
         if freed:
-            self._tier.pool.sync()
-            self._tier.files.sync_directory(self._tier.packs)
+            self._tier.pool.sync(self._tier.packs)
         present = set(self._tier.pack_ids())
         with self._catalog.write(gives_way=True) as transaction:
             # Include packs that an earlier collection retired before it was killed.

@@ -83,6 +83,7 @@ class Pruner:
         self._tier, self._catalog, self._run, self._retention, self._held = tier, catalog, run, retention, held
         self._needed = StoreReachability(tier)
         self._checkpoints: dict[CheckpointRef, _CheckpointFacts] = {}
+        self._synced: set[CheckpointRef] = set()
         self._is_unfinished = True
 
     def prune(self, now_ns: int, *, dry_run: bool = False, always_collect: bool = False) -> Pruned:
@@ -109,8 +110,10 @@ class Pruner:
             # Training went back to an earlier checkpoint meanwhile, perhaps to one of these.
             return self.prune(now_ns, always_collect=always_collect)
         if to_delete:
-            kept = [verdict.checkpoint.ref for verdict in verdicts if verdict.stays]
-            self._tier.manifests.sync_checkpoints(self._run, kept)
+            # Another process may have been killed between its commit and the sync.
+            kept = {verdict.checkpoint.ref for verdict in verdicts if verdict.stays}
+            self._tier.manifests.sync_checkpoints(self._run, kept - self._synced)
+            self._synced = kept
         for ref in to_delete:
             remove(self._tier, self._catalog, listings[ref])
         if to_delete or always_collect or self._is_unfinished:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path, PurePath
 
 from asymcheck.errors import (
@@ -157,13 +157,14 @@ class ManifestFiles(ManifestReader):
             incomplete = [listing.ref for listing in self.checkpoints(run) if not listing.is_whole]
             self.sync_checkpoints(run, [*incomplete, *(ref for ref, _ in self.unfinished(run))])
 
-    def sync_checkpoints(self, run: str, refs: Iterable[CheckpointRef]) -> None:
+    def sync_checkpoints(self, run: str, refs: Collection[CheckpointRef]) -> None:
         """Make the names of manifests durable whose process was killed between the rename and the sync."""
         for ref in refs:
             # Another process may remove the folder.
             with contextlib.suppress(FileNotFoundError):
                 self._files.sync_directory(self.directory(run, ref))
-        self._files.sync_directory(self._manifests / run)
+        if refs:
+            self._files.sync_directory(self._manifests / run)
 
     def temporary_heads(self) -> list[Path]:
         """Return the temporary files of head records, of running and of killed writers."""

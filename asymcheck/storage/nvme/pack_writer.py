@@ -167,6 +167,7 @@ class Pool:
         """Keep freed packs in ``directory``."""
         self._files = files
         self._directory = directory
+        self._durable: frozenset[Path] = frozenset()
         self.capacity_bytes: float = math.inf
         """Maximum size of the pool; each collection sets it."""
 
@@ -220,8 +221,8 @@ class Pool:
             if pooled is not None:
                 # The collection that freed the pack may have been killed before its sync. After a power loss, the
                 # file would then have its old name again, with the frames of the new pack.
-                self.sync()
-                self._files.sync_directory(packs)
+                if pooled not in self._durable:
+                    self.sync(packs)
                 self._files.rename(pooled, target)
             return PackWriter(self._files, packs, pack_id, descriptor, recycled=pooled is not None)
         except BaseException:
@@ -282,6 +283,9 @@ class Pool:
         self._files.rename(path, self._directory / path.name)
         return True
 
-    def sync(self) -> None:
-        """Make the directory entries of the pool durable."""
+    def sync(self, packs: Path) -> None:
+        """Make moves from ``packs`` into the pool durable."""
+        present = frozenset(self.sizes())
         self._files.sync_directory(self._directory)
+        self._files.sync_directory(packs)
+        self._durable = present

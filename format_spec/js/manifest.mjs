@@ -49,7 +49,7 @@ function readVersion(bytes) {
   must(isObject(header), "the header is no object");
   must(isInteger(header.get("format")), "the header has no format");
   must(header.get("format") === 1n, `the manifest has format ${header.get("format")}`, "unsupported-version");
-  checkFeatures(header, "reader_features", ["typed-value"]);
+  checkFeatures(header, "reader_features", ["typed-value", "enum-item", "device-generator", "nested-tensor"]);
   return header;
 }
 

@@ -131,7 +131,7 @@ class Tree {
 function isItem(node) {
   if (node === null || typeof node === "boolean" || isString(node) || isInteger(node)) return true;
   if (isTagged(node, "t")) return node[1].every(isItem);
-  if (isTagged(node, "x")) return ITEM_TYPES.includes(node[1]);
+  if (isTagged(node, "x")) return ITEM_TYPES.includes(node[1]) || (node[1] === "enum" && isItem(node[3]));
   return ["i", "f", "c", "b", "z", "n", "y", "v"].includes(node[0]);
 }
 
@@ -201,6 +201,12 @@ const TYPES = {
   slice: (parameter, content) =>
     parameter === null && tuple(content)?.length === 3 && tuple(content).every(isNullable),
   "torch-generator": (parameter, content) => parameter === "cpu" && isTagged(content, "T"),
+  "device-generator": (parameter, content) => parameter === "cuda" && isTagged(content, "T"),
+  "nested-tensor": (parameter, content) => {
+    if (!isTagged(content, "l") || !content[1].every((item) => isTagged(item, "T"))) return false;
+    const count = content[1].length;
+    return parameter === "jagged" ? count === 2 || count === 3 : parameter === "strided" && count >= 1;
+  },
   "numpy-generator": (parameter, content) => GENERATORS.includes(parameter) && isTagged(content, "d"),
   "python-random": (parameter, content) => {
     const items = tuple(content);

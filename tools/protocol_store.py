@@ -30,7 +30,7 @@ RULES = {
     "sync-found-deletions": "§B5 step 2: folders of manifests that others deleted are synced",
     "lock-garbage": "§B5 step 3: a pack is locked before it is freed",
     "see-manifests": "§B5 step 4: the catalog names no manifest that the collection did not see",
-    "enter-unpinned": "§B5 step 4: a manifest that has appeared is seen, also when its dead pin was dropped",
+    "enter-unpinned": "§B5 step 4.4: with the dead pin of a save, its manifest is entered",
     "skip-pinned": "§B5 step 4: pinned packs are skipped",
     "lock-until-synced": "§B5 step 5: the lock on a freed pack is held until both folders are synced",
     "sync-pool": "§B5: the pool is synced before one of its files is overwritten",

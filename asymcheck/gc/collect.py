@@ -260,7 +260,11 @@ class StoreSweep(Sweep):
                 return None
             for key in self.stale:
                 transaction.delete("manifests", key)
-            for key in transaction.still_dead(self.dead_pins):
+            dead = transaction.still_dead(self.dead_pins)
+            if dead:
+                # Another collection may have listed the manifests before these saves were committed.
+                self.reachable.enter_manifests(transaction)
+            for key in dead:
                 transaction.delete("pins", key)
             pinned = pinned_packs(transaction)
             freed = [pack_id for pack_id in locked if pack_id in self.candidates and pack_id not in pinned]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import os
 import time
 from collections.abc import Collection
@@ -266,6 +267,15 @@ class StoreReachability(Reachability):
         return not any(
             transaction.pack_state(pack_id) != registry.PACK_FREED and self._is_file(pack_id) for pack_id in unseen
         )
+
+    def enter_manifests(self, transaction: Transaction) -> None:
+        """Enter the manifests that the last :meth:`refresh` found and the catalog lacks: their writers were killed."""
+        for key in self._digests.keys() - transaction.manifests():
+            path = _path_of(key)
+            # A deletion removes the file first, and the entry later.
+            with contextlib.suppress(FileNotFoundError):
+                if path is not None:
+                    transaction.put_manifest(key, (self.tier.root / path).stat().st_size)
 
     def _is_file(self, pack_id: PackId) -> bool:
         """Tell whether a pack is a file, and not a folder or a dangling link."""

@@ -12,6 +12,7 @@ import torch
 from asymcheck import Store
 from asymcheck.format.catalog_records import manifest_key, pin_key
 from asymcheck.fsck import rebuild_catalog as rebuild_module
+from asymcheck.fsck.verify import Severity
 from asymcheck.gc import collect as collect_module
 from asymcheck.storage import reachability as reachability_module
 from asymcheck.storage.process_identity import hold, let_go, this_process
@@ -81,6 +82,34 @@ def test_a_pin_that_is_taken_up_stays(
     if living == this_process():
         assert store.gc().freed_packs == len(packs)
         assert pins(store) == {}
+
+
+def test_two_collections_keep_the_checkpoint_of_a_killed_save(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a save that commits after the first collection listed manifests, and is killed before it enters its own.
+
+    The second collection drops the pin of the save, before the first one frees packs.
+    """
+    nvme, catalog = store.resources.nvme, store.resources.catalog()
+    store.save({"w": torch.rand(100_000)}, step=1)
+    (listing,) = nvme.manifests.checkpoints("default")
+    (manifest,) = nvme.manifests.directory("default", listing.ref).glob("*.manifest")
+    hidden = manifest.with_suffix(".tmp")
+    manifest.rename(hidden)
+    with catalog.write() as transaction:
+        for key in transaction.manifests():
+            transaction.delete("manifests", key)
+    pin(store, FIRST)
+
+    def commit_die_and_collect() -> None:
+        hidden.rename(manifest)
+        pin(store, DEAD)
+        collect_module.collect(nvme, catalog)
+
+    once(monkeypatch, StoreReachability, "refresh", commit_die_and_collect)
+    store.gc()
+    assert pins(store) == {}
+    assert not [one for one in store.verify() if one.severity == Severity.ERROR]
+    store.load(step=1)
 
 
 def test_a_pin_that_is_taken_up_stays_when_the_catalog_is_compared(

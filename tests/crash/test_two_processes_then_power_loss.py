@@ -38,6 +38,10 @@ class _DyingFiles(RecordingFiles):
             raise _Killed
         super().sync_directory(path)
 
+    def revive(self) -> None:
+        """Refuse nothing any more."""
+        self._is_dead, self.dies_at = False, lambda _path: False
+
     def unlink(self, path: Path) -> None:
         """Unlink, unless dead."""
         if self._is_dead:
@@ -62,6 +66,12 @@ class _Processes:
         with pytest.raises(_Killed):
             act(self._dying)
 
+    def close(self) -> None:
+        """Close the catalog, which both stores of this process share."""
+        self._files.revive()
+        self._dying.close()
+        self.living.close()
+
     def power_losses(self, act: Callable[[], object]) -> Iterator[tuple[Path, Promises]]:
         """Run an operation of the living process; yield the store after a power loss at each of its syncs."""
         start = len(self._log)
@@ -75,9 +85,11 @@ class _Processes:
 
 
 @pytest.fixture
-def processes(tmp_path: Path) -> _Processes:
+def processes(tmp_path: Path) -> Iterator[_Processes]:
     """Return two processes at a new store."""
-    return _Processes(tmp_path / "base")
+    found = _Processes(tmp_path / "base")
+    yield found
+    found.close()
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -24,7 +24,8 @@ from asymcheck.errors import (
 )
 from asymcheck.format.layout import ManifestName
 from asymcheck.gc.collect import Collected
-from asymcheck.replication import background_push, collect_remote
+from asymcheck.replication import background_push
+from asymcheck.replication.collect_remote import RemoteSweep
 from asymcheck.replication.push_thread import PushThread
 from asymcheck.replication.transfer_stats import Moved
 from asymcheck.storage.interfaces import ReadTier
@@ -224,14 +225,14 @@ def test_failed_remote_deletion_blocks_nothing(
     (manifest,) = (Path(folder.removeprefix("file://")) / "manifests/other").rglob("*.manifest")
     manifest.write_bytes(b"x")
     save_steps(store, 3, 4)
-    begun: list[RemoteTier] = []
-    original = collect_remote.collect_remote
+    begun: list[RemoteSweep] = []
+    original = RemoteSweep.carry_out
 
-    def collect(remote: RemoteTier) -> Collected:
-        begun.append(remote)
-        return original(remote)
+    def collect(sweep: RemoteSweep) -> Collected:
+        begun.append(sweep)
+        return original(sweep)
 
-    monkeypatch.setattr(collect_remote, "collect_remote", collect)
+    monkeypatch.setattr(RemoteSweep, "carry_out", collect)
     with Store.open(store, config=CONFIG, create=True) as opened:
         pushing = by_thread(opened, Push(folder, keep=Retention(keep_last=3)))
         with pytest.warns(UnreachableRemoteWarning, match="nothing was removed"):

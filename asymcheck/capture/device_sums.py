@@ -1,9 +1,9 @@
 """Checksums of device memory, computed on the device, so that neither the program nor the device waits for the host.
 
 A checksum treats the bytes as a matrix of 64-bit words. It has two sums of all words, modulo 2^64: one weighted by the
-row, the other by the column. The upper half of each word is first folded into the lower half, because a product with an
-even weight loses the highest bits. Each change of one word, and each swap of two, changes a sum. The host computes the
-same checksum of captured bytes.
+row, the other by the column. The words are mixed first, so that high bits count as much as low ones. Weights are odd,
+so each change of one word changes both sums. Other changes are missed by chance only. The host computes the same
+checksum of captured bytes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,13 @@ _WORD = 8
 _WIDTH = 1024
 """Words in a row."""
 _BLOCK = 32
-"""Rows that the host folds and adds at once."""
+"""Rows that the host mixes and adds at once."""
 _SUMS = 4
 """Sums of a checksum: by row, by column, of the words after the last whole row, of the bytes after the last word."""
+
+_FACTOR = 0x9E37_79B9_7F4A_7C15 - (1 << 64)
+"""Odd factor with irregular bits, as a signed word."""
+_LOW = (1 << 32) - 1
 
 Checksum = tuple[int, ...]
 _Words = TypeVar("_Words", npt.NDArray[np.int64], torch.Tensor)
@@ -40,25 +44,27 @@ def checksum(data: memoryview) -> Checksum:
     by_row, by_column = np.empty(len(rows), dtype=np.int64), np.zeros(_WIDTH, dtype=np.int64)
     for start in range(0, len(rows), _BLOCK):
         # Small enough for the processor's cache.
-        block = _folded(rows[start : start + _BLOCK])
+        block = _mixed(rows[start : start + _BLOCK])
         by_row[start : start + _BLOCK] = block.sum(1)
         by_column += block.sum(0)
-    parts = (by_row, by_column, _folded(words[rows.size :]), rest)
-    return tuple(int((part * np.arange(1, len(part) + 1)).sum()) for part in parts)
+    parts = (by_row, by_column, _mixed(words[rows.size :]), rest)
+    return tuple(int((part * np.arange(1, 2 * len(part) + 1, 2)).sum()) for part in parts)
 
 
 def _device_checksum(data: torch.Tensor) -> torch.Tensor:
     """Return the same checksum of uint8 data on a device, as a tensor of int64."""
     whole = len(data) // _WORD * _WORD
     is_aligned = data.storage_offset() % _WORD == 0
-    words = _folded((data[:whole] if is_aligned else data[:whole].clone()).view(torch.int64))
+    words = _mixed((data[:whole] if is_aligned else data[:whole].clone()).view(torch.int64))
     rows = _rows(words)
     parts = (rows.sum(1), rows.sum(0), words[rows.numel() :], data[whole:].to(torch.int64))
-    return torch.stack([(part * torch.arange(1, len(part) + 1, device=data.device)).sum() for part in parts])
+    return torch.stack([(part * torch.arange(1, 2 * len(part) + 1, 2, device=data.device)).sum() for part in parts])
 
 
-def _folded(words: _Words) -> _Words:
-    return words ^ (words >> 32)
+def _mixed(words: _Words) -> _Words:
+    """Return a one-to-one function of each word. The mask makes the shift of a signed word a logical one."""
+    words = (words ^ ((words >> 32) & _LOW)) * _FACTOR
+    return words ^ ((words >> 32) & _LOW)
 
 
 def _rows(words: _Words) -> _Words:

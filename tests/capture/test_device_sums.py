@@ -58,6 +58,17 @@ def test_a_checksum_shows_changes_and_swaps() -> None:
         flipped = data.clone()
         flipped[: 5 * ROW].view(torch.int64)[[place, place + 2]] ^= -(2**63)
         assert _sums(flipped) != original, place
+    for place in (1, 511, 1024 * 511 % 5000):
+        inverted = data.clone()
+        inverted[: 5 * ROW].view(torch.int64)[place] = ~words[place]
+        assert _sums(inverted) != original, place
+    # Both halves differ in the same high bit, at a distance that is a power of two.
+    pair = torch.tensor([1.5, -2.5, 3.0, -5.0]).view(torch.int64)
+    halves = data.clone()
+    halves[: 5 * ROW].view(torch.int64)[[7, 519]] = pair
+    exchanged = halves.clone()
+    exchanged[: 5 * ROW].view(torch.int64)[[519, 7]] = pair
+    assert _sums(exchanged) != _sums(halves)
     numbers = torch.randn(5 * 1024, dtype=torch.float64)
     assert _sums(numbers.view(torch.uint8)) != _sums(numbers.neg().view(torch.uint8))
     rows = data.clone()

@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = _parsed(argv_list)
     print_environment(environment.describe(arguments.folder or Path(tempfile.gettempdir())))
     more = {"gigabytes": arguments.size, "source": arguments.source, "model": arguments.model, "trace": arguments.trace}
+    more["cells"] = arguments.cells
     workload = importlib.import_module(f"benchmarks.{arguments.workload}")
     known = {name: value for name, value in more.items() if value is not None}
     try:
@@ -92,6 +93,7 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
         "--folder", type=Path, help="measure in this folder's file system [default: the temporary folder]"
     )
     parser.add_argument("--size", type=float, metavar="GB", help="for `gpu` only: size of the state [default: 14]")
+    parser.add_argument("--cells", type=Path, help="for `models` only: keep finished cells here, and continue there")
     parser.add_argument("--from", dest="source", type=Path, help="for `goodput` only: a report of `models`")
     parser.add_argument("--model", help="for `goodput` only: model of the report [default: the first]")
     parser.add_argument("--trace", type=Path, help="for `goodput` only: also replay the failures of this file")
@@ -100,6 +102,8 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--size is a positive number, and for the workload gpu")
     if arguments.folder is not None and not arguments.folder.is_dir():
         parser.error(f"--folder {arguments.folder} is no folder")
+    if arguments.cells is not None and arguments.workload != "models":
+        parser.error("--cells is for the workload models")
     if (arguments.source or arguments.model or arguments.trace) and arguments.workload != "goodput":
         parser.error("--from, --model and --trace are for the workload goodput")
     if arguments.workload == "goodput" and arguments.source is None:

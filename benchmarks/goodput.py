@@ -202,11 +202,27 @@ def run(
             results.append(row(scheme, f"best interval, {name}", "iterations", [float(every)]))
             if name == "16384 GPUs":
                 ratios[f"goodput_at_16384: {scheme}"] = sum(runs) / len(runs)
+    results += _lost(measured, model)
     described = environment.describe(folder or Path())
     described["state"] = f"{measured.environment['state']}; measured {measured.environment['date']}"
     return Report("goodput", described, results, ratios)
 
 
+def _lost(measured: Report, model: str | None) -> Iterator[Row]:
+    """Yield the GPU-hours that each scheme loses in a month by checkpoints and failures, by the formula."""
+    by_value = [costs_of(measured, model, value) for value in _VALUES]
+    for scheme in by_value[0]:
+        for gpus in _LOST_GPUS:
+            failures = llama3(gpus)
+            costs = [one[scheme] for one in by_value]
+            shares = [1 - formula(one, failures, best_interval(one, failures)) for one in costs]
+            hours = [share * gpus * _MONTH_H for share in shares]
+            yield row(scheme, f"lost in a month, {gpus:,} GPUs", "GPU-hours", hours)
+
+
+_VALUES: Sequence[Literal["median", "min", "max"]] = ("median", "min", "max")
+_LOST_GPUS = (512, 2048, 16_384)
+_MONTH_H = 730
 _SPOT = Failures(3600, {"dram": 0.0, "nvme": 0.0, "remote": 1.0}, restart_s=120.0)
 """Failures of a spot instance, which remove the node and all its data."""
 
@@ -228,13 +244,20 @@ _REMOTE_SHARE = 4.0
 """Ratio of the write time to a remote tier and to the drive: a network file system is slower."""
 
 
-def costs_of(measured: Report, model: str | None = None) -> dict[str, Costs]:
-    """Return the costs of the schemes of a report, for one model; by default, for the first model."""
-    rows = {(one.system, one.metric): one.median for one in measured.results}
+def costs_of(
+    measured: Report, model: str | None = None, value: Literal["median", "min", "max"] = "median"
+) -> dict[str, Costs]:
+    """Return the costs of the schemes of a report, for one model; by default, for the first model.
+
+    ``value`` says which of the measured costs are taken. Schemes that were not measured are left out.
+    """
+    rows: dict[tuple[str, str], float] = {(one.system, one.metric): getattr(one, value) for one in measured.results}
     model = model or next(metric for _, metric in rows if metric.startswith("steps lost, ")).partition(", ")[2]
     costs = {}
     for scheme in dict.fromkeys(one.system for one in measured.results):
         found = {metric: value for (system, metric), value in rows.items() if system == scheme}
+        if f"recovery, {model}" not in found or f"visible stall, {model}, every 10" not in found:
+            continue
         durable = found.get(f"time to durable, {model}, every 10")
         stall, iteration = found[f"visible stall, {model}, every 10"], found[f"iteration, {model}, every 10"]
         recovery = found[f"recovery, {model}"]

@@ -3,12 +3,17 @@
 Run each cell in a separate process. The model trains without checkpoints, then with checkpoints, then once more until
 SIGKILL ends the process in the middle of the loop. Another process resumes from the surviving files. The resumed state
 is compared, bit for bit, with the state of the killed process after that step.
+
+The whole grid takes many hours. ``--cells FILE`` keeps each finished cell, and a later run continues there. Ctrl-C ends
+a run early, with a report of the finished cells.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import json
 import multiprocessing
 import os
 import random
@@ -16,7 +21,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -25,11 +30,21 @@ from typing import Any
 from benchmarks import environment, models_child, peers
 from benchmarks.models_child import Cell, Measured, Recovered
 from benchmarks.report import Report, Row, row
-from benchmarks.schemes import NONE, SCHEMES, Scheme
-from benchmarks.zoo import MODELS
+from benchmarks.schemes import SCHEMES
+from benchmarks.zoo import MODELS, SizeName
 
-_TIMEOUT_S = 600
+_TIMEOUT_S = 900
 OURS = "asymcheck +S+O"
+_KILL = 0
+"""Stands for the interval in the cell of a recovery after a kill."""
+_RATIOS = {
+    "stall_p95/best_peer_every_10": "visible stall p95, {}, every 10",
+    "slowdown/best_peer_every_10": "slowdown, {}, every 10",
+    "durable/best_peer": "time to durable, {}, every 10",
+    "recovery/best_peer": "recovery, {}",
+    "bytes/best_lossless": "bytes a checkpoint, {}, every 10",
+}
+"""Ratios and the metrics that they compare with the best library, by model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,62 +53,120 @@ class Grid:
 
     models: Sequence[str]
     """Names of models."""
-    size: str
-    """Size of all models, a key of :mod:`benchmarks.zoo`."""
-    steps: dict[int, int]
-    """Number of steps in each round, by checkpoint interval in steps."""
+    size: SizeName
+    """Size of all models."""
+    steps: Mapping[int, int]
+    """Number of steps in each round, by checkpoint interval in steps, the most important first."""
     schemes: Sequence[str]
     """Names of schemes."""
     kills: int = 1
-    """Number of kills of each cell."""
+    """Number of kills for each model and scheme."""
+
+    def cells(self) -> Iterator[Cell]:
+        """Yield all cells, those of the first interval and of the kills first, so that an unfinished run is useful."""
+        for number, (every, steps) in enumerate(self.steps.items()):
+            for scheme in self.schemes:
+                for model in self.models:
+                    yield Cell(model, self.size, scheme, every, steps)
+                    if number == 0:
+                        yield Cell(model, self.size, scheme, _KILL, self.kills)
 
 
-_ALL = tuple(scheme.name for scheme in SCHEMES)
-FULL = Grid(MODELS, "base", {1: 10, 10: 30, 25: 50, 50: 100, 100: 200}, _ALL, kills=3)
-QUICK = Grid(MODELS, "tiny", {1: 10, 10: 20, 50: 50}, _ALL, kills=3)
+_FIRST = ("asymcheck +S+O", "torch DCP async staged", "torch DCP async process", "torchsnapshot async", "safetensors")
+_ALL = (*_FIRST, *(scheme.name for scheme in SCHEMES if scheme.name not in _FIRST))
+FULL = Grid(MODELS, "real", {10: 20, 1: 6, 50: 50}, _ALL, kills=2)
+QUICK = Grid(MODELS, "tiny", {10: 20, 1: 10, 50: 50}, _ALL, kills=3)
 
 
-def run(folder: Path | None, *, quick: bool, grid: Grid | None = None) -> Report:
-    """Measure in a temporary folder inside ``folder``."""
+def run(folder: Path | None, *, quick: bool, grid: Grid | None = None, cells: Path | None = None) -> Report:
+    """Measure in a temporary folder inside ``folder``; continue with the finished cells in the file ``cells``."""
     grid = _runnable(grid or (QUICK if quick else FULL))
-    chosen = [scheme for scheme in SCHEMES if scheme.name in grid.schemes]
+    finished = _Finished(cells)
     # Fork from a process that has imported all libraries and started no thread, so that no cell imports them again.
     context = multiprocessing.get_context("forkserver")
     # Missing libraries are skipped. This setting hides the warning of DeepSpeed about a missing GPU.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     context.set_forkserver_preload([models_child.__name__, "benchmarks.deepspeed_engines"])
-    results: list[Row] = []
-    slow: dict[tuple[str, str, int], float] = {}
-    stall: dict[tuple[str, str, int], float] = {}
-    sizes: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        for model in grid.models:
-            for scheme in chosen:
-                for every, steps in grid.steps.items():
-                    cell = Cell(model, grid.size, scheme.name, every, steps)
-                    measured = _measured(context, cell, Path(scratch))
-                    sizes[model] = f"{model} {measured.parameters / 1e6:.1f} M, {measured.state_bytes / 1e6:.0f} MB"
-                    results += _rows(cell, measured)
-                    slow[scheme.name, model, every] = statistics.median(measured.slowdowns)
-                    stall[scheme.name, model, every] = _p95(measured.stalls)
-                recovered = [
-                    _killed(context, Cell(model, grid.size, scheme.name, min(grid.steps), 10**6), Path(scratch), number)
-                    for number in range(grid.kills)
-                ]
-                results += _recovery_rows(model, scheme, recovered)
-                print(f"{model}, {scheme.name}: done", flush=True)
-        described = environment.describe(Path(scratch))
-    described["state"] = "; ".join(sizes.values())
-    return Report("models", described, results, _ratios(grid, slow, stall))
+    planned = list(grid.cells())
+    with tempfile.TemporaryDirectory(dir=folder) as scratch, contextlib.suppress(KeyboardInterrupt):
+        for number, cell in enumerate(planned):
+            if cell not in finished.rows:
+                began = time.monotonic()
+                finished.add(cell, *_measured_cell(context, cell, Path(scratch)))
+                print(f"{number + 1} of {len(planned)}: {cell}, {time.monotonic() - began:.0f} s", flush=True)
+    described = environment.describe(folder or Path(tempfile.gettempdir()))
+    described["state"] = "; ".join(dict.fromkeys(filter(None, finished.states.values())))
+    found = [cell for cell in planned if cell in finished.rows]
+    if len(found) < len(planned):
+        described["skipped"] = f"{len(planned) - len(found)} of {len(planned)} cells, which are not measured yet"
+    results = [one for cell in found for one in finished.rows[cell]]
+    return Report("models", described, results, _ratios(grid, results))
+
+
+class _Finished:
+    """Finished cells, also in a file with a line of JSON for each, if one is given."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.rows: dict[Cell, list[Row]] = {}
+        self.states: dict[Cell, str] = {}
+        """Size of the model of each cell, in words."""
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                one = json.loads(line)
+                self._keep(Cell(**one["cell"]), [Row(**item) for item in one["rows"]], one["state"])
+
+    def _keep(self, cell: Cell, rows: list[Row], state: str) -> None:
+        self.rows[cell], self.states[cell] = rows, state
+
+    def add(self, cell: Cell, rows: list[Row], state: str) -> None:
+        self._keep(cell, rows, state)
+        if self._path is not None:
+            where = environment.describe(self._path.parent)
+            line = {
+                "cell": dataclasses.asdict(cell),
+                "state": state,
+                **{name: where[name] for name in ("date", "asymcheck", "processor")},
+                "rows": [dataclasses.asdict(one) for one in rows],
+            }
+            with self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def _measured_cell(context: ForkServerContext, cell: Cell, scratch: Path) -> tuple[list[Row], str]:
+    """Return the rows of a cell, and the size of its model in words, if it was measured.
+
+    A library that fails has no rows. A failure of asymcheck ends the run.
+    """
+    try:
+        return _tried(context, cell, scratch)
+    except _CellError as error:
+        if cell.scheme.startswith("asymcheck"):
+            raise SystemExit(str(error)) from error
+        print(error, flush=True)
+        return [], ""
+
+
+class _CellError(Exception):
+    """A process of a cell failed or did not answer."""
+
+
+def _tried(context: ForkServerContext, cell: Cell, scratch: Path) -> tuple[list[Row], str]:
+    if cell.every != _KILL:
+        measured = _measured(context, cell, scratch)
+        size = f"{cell.model} {measured.parameters / 1e6:.1f} M, {measured.state_bytes / 1e6:.0f} MB"
+        return _rows(cell, measured), size
+    killed = dataclasses.replace(cell, every=2, steps=10**6)
+    return _recovery_rows(cell, [_killed(context, killed, scratch, number) for number in range(cell.steps)]), ""
 
 
 def _runnable(grid: Grid) -> Grid:
     """Return the grid without the schemes that cannot run on this machine, and report these schemes."""
-    lacks = {scheme.name: scheme.missing() for scheme in SCHEMES if scheme.name in grid.schemes}
+    lacks = {scheme.name: scheme.missing() for scheme in SCHEMES}
     for name, missing in lacks.items():
         if missing is not None:
             print(f"left out: {name} ({missing})", flush=True)
-    return dataclasses.replace(grid, schemes=[name for name, missing in lacks.items() if missing is None])
+    return dataclasses.replace(grid, schemes=[name for name in grid.schemes if lacks[name] is None])
 
 
 def _p95(values: Sequence[float]) -> float:
@@ -119,13 +192,14 @@ def _rows(cell: Cell, measured: Measured) -> list[Row]:
     return rows
 
 
-def _recovery_rows(model: str, scheme: Scheme, recovered: Sequence[tuple[int, Recovered]]) -> list[Row]:
+def _recovery_rows(cell: Cell, recovered: Sequence[tuple[int, Recovered]]) -> list[Row]:
     lost = [reached - found.step for reached, found in recovered]
+    make = functools.partial(row, cell.scheme)
     return [
-        row(scheme.name, f"steps lost, {model}", "steps", [float(one) for one in lost]),
-        row(scheme.name, f"recovery, {model}", "ms", [found.recover_s * 1e3 for _, found in recovered]),
-        row(scheme.name, f"first step after it, {model}", "ms", [found.first_step_s * 1e3 for _, found in recovered]),
-        row(scheme.name, f"bit-exact, {model}", "share", [float(found.is_exact) for _, found in recovered]),
+        make(f"steps lost, {cell.model}", "steps", [float(one) for one in lost]),
+        make(f"recovery, {cell.model}", "ms", [found.recover_s * 1e3 for _, found in recovered]),
+        make(f"first step after it, {cell.model}", "ms", [found.first_step_s * 1e3 for _, found in recovered]),
+        make(f"bit-exact, {cell.model}", "share", [float(found.is_exact) for _, found in recovered]),
     ]
 
 
@@ -136,7 +210,7 @@ def _measured(context: ForkServerContext, cell: Cell, scratch: Path) -> Measured
     with _removed(where):
         measured = _asked(context, models_child.measure, (cell, where))
     if not isinstance(measured, Measured):
-        raise SystemExit(f"{cell}: {measured}")
+        raise _CellError(f"{cell}: {measured}")
     return measured
 
 
@@ -174,7 +248,7 @@ def _killed(context: ForkServerContext, cell: Cell, scratch: Path, number: int) 
         process = context.Process(target=models_child.train_until_killed, args=(cell, where, child_end))
         process.start()
         child_end.close()
-        digests = _reached(ours, 12 + 3 * number)
+        digests = _reached(ours, 7 + 3 * number)
         with _ended(_children_of(process.pid)):
             time.sleep(random.random() * statistics.fmean(digests.durations))
             os.kill(process.pid or 0, signal.SIGKILL)
@@ -182,7 +256,7 @@ def _killed(context: ForkServerContext, cell: Cell, scratch: Path, number: int) 
             digests.drain(ours)
             recovered = _asked(context, models_child.recover, (cell, where, digests.by_step))
     if not isinstance(recovered, Recovered):
-        raise SystemExit(f"{cell}: {recovered}")
+        raise _CellError(f"{cell}: {recovered}")
     return max(digests.by_step), recovered
 
 
@@ -228,25 +302,28 @@ def _reached(pipe: Connection, steps: int) -> _Digests:
     digests = _Digests()
     while len(digests.by_step) < steps:
         if not pipe.poll(_TIMEOUT_S):
-            raise SystemExit("the training that was to be killed stopped reporting steps")
+            raise _CellError("the training that was to be killed stopped reporting steps")
         digests.note(pipe.recv())
     return digests
 
 
-def _ratios(
-    grid: Grid, slow: dict[tuple[str, str, int], float], stall: dict[tuple[str, str, int], float]
-) -> dict[str, float]:
-    """Return slowdowns of asymcheck, and its stall relative to the best library that keeps the state exact."""
-    kinds = {scheme.name: scheme.kind for scheme in (*SCHEMES, NONE)}
-    rivals = [name for name in grid.schemes if kinds[name] == "upstream"]
-    ratios = {}
-    for every in grid.steps:
-        slowdowns = [slow[OURS, model, every] for model in grid.models]
-        ratios[f"slowdown_every_{every}"] = statistics.median(slowdowns)
-        if rivals:
-            best = [min(stall[name, model, every] for name in rivals) for model in grid.models]
-            ours = [stall[OURS, model, every] for model in grid.models]
-            ratios[f"stall_p95/best_peer_every_{every}"] = statistics.median(
-                mine / other for mine, other in zip(ours, best, strict=True)
-            )
+def _ratios(grid: Grid, results: Sequence[Row]) -> dict[str, float]:
+    """Return the worst ratios of all models that asymcheck and a library have finished."""
+    medians = {(one.system, one.metric): one.median for one in results}
+    upstream = {scheme.name for scheme in SCHEMES if scheme.kind == "upstream"}
+    ratios: dict[str, float] = {}
+    for model in grid.models:
+        exact = {name for name in upstream if medians.get((name, f"bit-exact, {model}"), 1.0) == 1.0}
+        found = {every: medians.get((OURS, f"slowdown, {model}, every {every}")) for every in grid.steps}
+        _raise(ratios, {f"slowdown_every_{every}": value for every, value in found.items() if value is not None})
+        for name, metric in _RATIOS.items():
+            mine = medians.get((OURS, metric.format(model)))
+            others = [medians[peer, metric.format(model)] for peer in exact if (peer, metric.format(model)) in medians]
+            if mine is not None and others:
+                _raise(ratios, {name: mine / min(others)})
     return ratios
+
+
+def _raise(ratios: dict[str, float], found: Mapping[str, float]) -> None:
+    for name, value in found.items():
+        ratios[name] = max(value, ratios.get(name, 0.0))

@@ -17,10 +17,10 @@ from asymcheck.format.digest import digest
 from benchmarks import peers
 from benchmarks.async_peers import Saver, flat_tensors, process_group, train, untimed
 from benchmarks.schemes import NONE, SCHEMES, Scheme
-from benchmarks.zoo import Training
+from benchmarks.zoo import SizeName, Training
 
 _WARM_UP = 3
-_PLAIN_STEPS = 12
+_PLAIN_STEPS = 10
 _ROUNDS = 2
 _RING_FOLDER = "ASYMCHECK_RING_FOLDER"
 
@@ -30,7 +30,7 @@ class Cell:
     """Task of one process."""
 
     model: str
-    size: str
+    size: SizeName
     scheme: str
     every: int
     steps: int

@@ -26,6 +26,7 @@ OUTSIDE = {
     "CHANGELOG.md": "CHANGELOG.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "LICENSE": "LICENSE.txt",
+    "benchmarks/README.md": "comparisons.md",
     "benchmarks/report.schema.json": "schemas/report.json",
     "format_spec": "format_spec/README.md",
     "format_spec/README.md": "format_spec/README.md",

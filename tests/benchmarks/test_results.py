@@ -1,0 +1,104 @@
+"""Test the pages of the results, and that an interrupted run continues."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import models, results, results_pages
+from benchmarks.models_child import Cell
+from benchmarks.report import Report, Row, row, write_json
+
+ENVIRONMENT = dict.fromkeys(
+    ("date", "asymcheck", "python", "torch", "peers", "processor", "memory", "kernel", "file system"), "x"
+)
+
+
+def _report(workload: str, results_: list[Row], ratios: dict[str, float]) -> Report:
+    return Report(workload, ENVIRONMENT, results_, ratios)
+
+
+def test_summary_compares_with_best_library_and_names_missed_targets(tmp_path: Path) -> None:
+    """Test that neither the limit nor a mode of asymcheck is called a library."""
+    saves = {
+        "asymcheck new": 2.0,
+        "asymcheck recycled": 1.0,
+        "raw new": 1.5,
+        "torch.save new": 4.0,
+        "safetensors new": 3.0,
+    }
+    rows = [row(system, "time to durable", "s", [value]) for system, value in saves.items()]
+    write_json(
+        _report("durable", rows, {"durable_new/limit": 0.75, "durable_new/best_peer": 1.5}), tmp_path / "durable.json"
+    )
+    results_pages.write_pages(tmp_path)
+    summary = (tmp_path / "README.md").read_text()
+    assert "| durable save | s | 2 | safetensors new: 3 | 1.5 |" in summary
+    assert "1 of 2 [targets]" in summary
+    assert "| `durable_new/limit` of [durable](all.md#durable) | ≥ 0.9 | 0.75 |" in summary
+    assert "`durable_new/best_peer`" not in summary
+    assert "| reached | `durable_new/best_peer`" in (tmp_path / "all.md").read_text()
+
+
+def test_summary_has_hours_lost_by_each_scheme(tmp_path: Path) -> None:
+    """Test the table of goodput."""
+    lost = row("asymcheck +S+O", "lost in a month, 512 GPUs", "GPU-hours", [2000.0, 1000.0, 3000.0])
+    write_json(_report("goodput", [lost], {"x": 1.0}), tmp_path / "goodput.json")
+    results_pages.write_pages(tmp_path)
+    assert "| asymcheck +S+O | 2,000 (1,000 to 3,000) |" in (tmp_path / "README.md").read_text()
+
+
+def test_interrupted_run_continues_with_unfinished_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that finished workloads are not run again, and that the run after a complete one begins anew."""
+    ran: list[str] = []
+
+    def run(workload: str, _arguments: object) -> None:
+        if len(ran) == 1:
+            ran.append("interrupted")
+            raise KeyboardInterrupt
+        ran.append(workload)
+
+    monkeypatch.setattr(results, "_run", run)
+    arguments = ["--target", str(tmp_path), "--only", "durable", "restore"]
+    with pytest.raises(KeyboardInterrupt):
+        results.main(arguments)
+    (tmp_path / "models.cells.jsonl").write_text("kept")
+    results.main(arguments)
+    assert ran == ["durable", "interrupted", "restore"]
+    assert (tmp_path / "models.cells.jsonl").exists()
+    results.main(arguments)
+    assert ran[3:] == ["durable", "restore"]
+    assert not (tmp_path / "models.cells.jsonl").exists()
+
+
+def test_quick_figures_are_not_published() -> None:
+    """Test that small sizes need another folder."""
+    with pytest.raises(SystemExit) as error:
+        results.main(["--quick", "--only", "durable"])
+    assert error.value.code == 2
+
+
+def test_finished_cell_of_models_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that a run with the cells of an earlier run measures the others, and reports all of them."""
+    grid = models.Grid(["GPT-2"], "tiny", {10: 3}, ["asymcheck +S+O", "torch.save"])
+    measured: list[Cell] = []
+
+    def measure(_context: object, cell: Cell, _scratch: Path) -> tuple[list[Row], str]:
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        measured.append(cell)
+        label = "recovery, GPT-2" if cell.every == 0 else "slowdown, GPT-2, every 10"
+        return [row(cell.scheme, label, "x", [float(len(measured))])], f"{cell.model}, 5 MB"
+
+    monkeypatch.setattr(models, "_measured_cell", measure)
+    cells = tmp_path / "cells"
+    first = models.run(tmp_path, quick=True, grid=grid, cells=cells)
+    assert len(measured) == 3
+    assert first.environment["skipped"].startswith("1 of 4 cells")
+    measured.clear()
+    second = models.run(tmp_path, quick=True, grid=grid, cells=cells)
+    assert [(cell.scheme, cell.every) for cell in measured] == [("torch.save", 0)]
+    assert "skipped" not in second.environment
+    assert [one.median for one in second.results] == [1.0, 2.0, 3.0, 1.0]
+    assert second.ratios == {"slowdown_every_10": 1.0, "recovery/best_peer": 2.0, "slowdown/best_peer_every_10": 1 / 3}

@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 JOBS ?= 2
+# One worker runs all tests of a module, so that the fixtures of a module are set up once.
+SPREAD := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -37,15 +39,15 @@ demo: $(STAMP)
 
 # Each promise once, in five minutes on two cores.
 test: $(STAMP)
-	$(PY) -m pytest -q -m "not slow and not long" -n $(JOBS) --dist loadgroup tests
+	$(PY) -m pytest -q -m "not slow and not long" $(SPREAD) tests
 
 # All tests except the long ones.
 check: $(STAMP)
-	$(PY) -m pytest -q -n $(JOBS) --dist loadgroup tests
+	$(PY) -m pytest -q $(SPREAD) tests
 
 # Soak, kill and fuzz tests. The timeouts that detect a hang in `make check` would stop them early.
 long: $(STAMP)
-	$(PY) -m pytest -q -m long -n $(JOBS) --dist loadgroup --timeout=7200 -o faulthandler_timeout=7300 tests
+	$(PY) -m pytest -q -m long -n $(JOBS) --timeout=7200 -o faulthandler_timeout=7300 tests
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check --quiet .

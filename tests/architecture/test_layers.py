@@ -6,9 +6,6 @@ from tests.architecture.content_rules import CONTENT_RULES
 from tests.architecture.rules import IMPORT_RULES, LAYER_OF, Rule, package_of
 from tests.architecture.source_tree import SourceTree
 
-# The tree is parsed once.
-pytestmark = pytest.mark.xdist_group("architecture")
-
 RULES = (*IMPORT_RULES, *CONTENT_RULES)
 
 FEWEST_MODULES = 15

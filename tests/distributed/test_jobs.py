@@ -13,8 +13,6 @@ from asymcheck import Store
 from tests.distributed.job import Meeting
 from tests.distributed.training import Training
 
-# Starting the processes takes longer than the scenarios.
-pytestmark = pytest.mark.xdist_group("jobs")
 _STEPS = 6
 Reports = list[dict[str, dict[str, object]]]
 

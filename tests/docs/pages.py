@@ -116,7 +116,8 @@ def commands_of(body: str) -> list[tuple[str, str]]:
 class Warm:
     """The prepared process, and the folder with its commands ``asymcheck`` and ``python``."""
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, *modules: str) -> None:
+        """Start the process, with ``modules`` imported; it keeps its files in ``scratch``."""
         self._address = str(scratch / "socket")
         python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         # If DeepSpeed is installed, accelerate imports it, and it prints the detected accelerator.
@@ -125,7 +126,7 @@ class Warm:
         # As on a terminal: output before a kill is not lost.
         self._environment["PYTHONUNBUFFERED"] = "1"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.docs.warm", self._address],
+            [sys.executable, "-m", "tests.docs.warm", self._address, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,

@@ -17,17 +17,31 @@ COMMANDS = (
 )
 
 
+TRAINERS = ("transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "lightning.pytorch")
+"""Modules that take seconds to import."""
+USES_TRAINERS = re.compile(r"^(?:import|from) (?:transformers|lightning)\b", re.MULTILINE)
+
+
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    """Return the prepared process, which all pages share."""
+    """Return the prepared process, which most pages share."""
     with Warm(tmp_path_factory.mktemp("warm")) as prepared:
+        yield prepared
+
+
+@pytest.fixture(scope="module")
+def warm_trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    """Return the prepared process of the pages that use trainers."""
+    with Warm(tmp_path_factory.mktemp("warm"), *TRAINERS) as prepared:
         yield prepared
 
 
 @pytest.mark.slow(quick=["README", "concepts", "failure-model"])
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.stem)
-def test_page_shows_the_actual_output(page: Path, warm: Warm, tmp_path: Path) -> None:
+def test_page_shows_the_actual_output(page: Path, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Test every block in a new folder, and every output."""
+    uses_trainers = USES_TRAINERS.search(page.read_text())
+    warm = request.getfixturevalue("warm_trainers" if uses_trainers else "warm")
     _, problems = run_page(page.read_text(), warm, tmp_path)
     assert not problems, "\n".join(problems) + "\npython -m tests.docs.pages --update writes it into the page"
 

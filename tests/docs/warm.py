@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 
-def main(address: str) -> None:
-    """Serve on the socket ``address`` until standard input ends."""
+def main(address: str, *modules: str) -> None:
+    """Import ``modules``, too, and serve on the socket ``address`` until standard input ends."""
     import torch
 
-    for name in ("asymcheck.cli.main", "torch.distributed.run"):
+    # The first optimizer of a process imports torch._dynamo, which takes a second.
+    for name in ("asymcheck.cli.main", "torch.distributed.run", "torch._dynamo", *modules):
         importlib.import_module(name)
     torch.set_num_threads(
         1
@@ -137,4 +138,4 @@ def _leave(work: Callable[[], int]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -20,8 +20,7 @@ from tests.distributed.job import LIMIT_S, Meeting
 from tests.integrations.deepspeed_configs import COMPARED, CONFIGS, EVERY, KILLED_IN, STEPS
 from tests.zygote import Zygote
 
-# The first training of two ranks is shared by all tests.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deepspeed")]
+pytestmark = pytest.mark.slow
 PROGRAM = "tests.integrations.deepspeed_ranks"
 Reports = dict[str, Any]
 

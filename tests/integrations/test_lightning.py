@@ -21,9 +21,6 @@ from tests.integrations import launch_ranks, small_fit
 from tests.integrations.small_fit import ACCUMULATE, BATCHES, STEPS, STEPS_IN_EPOCH, Trainer, fit, outcome
 from tests.store.equality import assert_same
 
-# Starting the common runs takes longer than the tests.
-pytestmark = pytest.mark.xdist_group("lightning")
-
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -23,9 +23,6 @@ from tests.integrations.small_trainer import STEPS, STEPS_IN_EPOCH, Begun, log_o
 from tests.store.equality import assert_same
 from tests.zygote import Zygote
 
-# Starting the common runs takes longer than the tests.
-pytestmark = pytest.mark.xdist_group("transformers")
-
 transformers.utils.logging.set_verbosity_error()
 
 

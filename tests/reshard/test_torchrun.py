@@ -16,8 +16,6 @@ from tests.reshard import trainer
 from tests.store.equality import tensor_bytes
 from tests.zygote import Zygote
 
-# Starting the common runs takes longer than the tests.
-pytestmark = pytest.mark.xdist_group("torchrun")
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -86,7 +86,7 @@ RUNS: dict[str, Callable[[Path], Report]] = {
 }
 QUICK = ("goodput", "catalog", "bytes")
 """Workloads that take a second or two; `make test` runs them."""
-LONG = ("models", "reshard", "small", "dedupe", "ranks", "memory", "stall")
+LONG = ("models", "reshard", "small", "dedupe", "ranks", "memory", "stall", "restore", "objects", "batch")
 """Workloads that start many processes or train; `make check` runs all but these."""
 MARKS = {name: pytest.mark.long if name in LONG else pytest.mark.slow for name in RUNS if name not in QUICK} | {
     "gpu": pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -131,7 +131,7 @@ def test_without_cuda_the_gpu_workload_says_so(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gpu_workload_runs_on_any_device(tmp_path: Path) -> None:
     """Test everything except the link: the CPU replaces a device, with the smallest model."""
     shape = gpu.Shape(0.0, 16, 1, 8, rounds=2, every=3)

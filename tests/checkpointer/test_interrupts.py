@@ -20,10 +20,11 @@ from tests.checkpointer.loops import folder_for_rings
 from tests.zygote import REPOSITORY
 
 Interrupts = type(INTERRUPTS)
-POINTS = 150
+POINTS = 20
+"""Interrupts in each package."""
 
 TRAINER = """
-import itertools, json, signal, sys, warnings
+import collections, itertools, json, signal, sys, warnings
 import torch
 from asymcheck import CaptureConfig, Checkpointer, Retention, Store, StoreConfig
 
@@ -35,15 +36,16 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 buffer = torch.zeros(10_000)
 state = {"model": model, "optimizer": optimizer, "buffer": buffer}
 steps = itertools.count()
-seen, at = 0, None
+seen, at = collections.Counter(), None
 
 
 def trace(frame, event, _):
-    global seen, at
-    if "asymcheck/commit/" not in frame.f_code.co_filename and "dram_ring/" not in frame.f_code.co_filename:
+    global at
+    package = frame.f_code.co_filename.rpartition("/asymcheck/")[2].rpartition("/")[0]
+    if package not in ("capture", "commit", "storage/shm"):
         return None
-    seen += 1
-    if seen == at:
+    seen[package] += 1
+    if (package, seen[package]) == at:
         at = None
         signal.raise_signal(signal.SIGINT)
     return trace
@@ -67,9 +69,10 @@ with Store.open(sys.argv[1], config=StoreConfig(partition_bytes=8192, bundle_bel
         iterate(checkpointer)
     sys.settrace(trace)
     iterate(checkpointer)
-    total = seen
-    for point in range(int(sys.argv[3])):
-        seen, at = 0, 1 + point * total // int(sys.argv[3])
+    totals = dict(seen)
+    for package, point in itertools.product(totals, range(int(sys.argv[3]))):
+        seen.clear()
+        at = package, 1 + point * totals[package] // int(sys.argv[3])
         sys.settrace(trace)  # whose error ends it
         try:
             iterate(checkpointer)
@@ -91,7 +94,7 @@ with Store.open(sys.argv[1], config=StoreConfig(partition_bytes=8192, bundle_bel
         loaded.state["model"]["5.weight"], model[5].weight
     )
 is_last, lost = loaded.checkpoint.step == last, checkpointer.statistics().lost
-print(json.dumps([interrupts, nobodys, is_last, is_same, lost]))
+print(json.dumps([interrupts, sorted(totals), nobodys, is_last, is_same, lost]))
 """
 
 
@@ -108,8 +111,9 @@ def test_training_continues_after_an_interrupt_anywhere(store_path: Path, tmp_pa
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    interrupts, nobodys, is_last, is_same, lost = json.loads(done.stdout)
-    assert interrupts > POINTS // 2
+    interrupts, packages, nobodys, is_last, is_same, lost = json.loads(done.stdout)
+    assert interrupts > 3 * POINTS // 2
+    assert packages == ["capture", "commit", "storage/shm"]
     assert (nobodys, is_last, is_same) == (0, True, True)
     assert lost <= interrupts
 

@@ -17,7 +17,7 @@ from asymcheck import Checkpointer, Store
 from asymcheck.config import MIB, CaptureConfig
 from tests.checkpointer.loops import Loop, linear_loop
 
-STEPS, STEPS_LONG = 80, 1000
+STEPS, STEPS_LONG = 40, 1000
 _KEPT = 10
 _SAMPLES = 40
 _FLAT_BYTES = 4 * MIB

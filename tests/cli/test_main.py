@@ -234,7 +234,7 @@ def test_no_character_is_too_much_for_a_terminal(tmp_path: Path) -> None:
     assert r"\xfc\u2192" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=["1-129"])
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, exit_status.INTERRUPTED), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )

@@ -12,7 +12,7 @@ from tests.crash.actions import open_store
 from tests.crash.states import Journal, make_state
 from tests.zygote import Zygote, wait_until
 
-_SECONDS = 8.0
+_SECONDS = 5.0
 
 
 def _begin(folder: Path, name: str) -> float:

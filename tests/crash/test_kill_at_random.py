@@ -109,7 +109,7 @@ def _check_goes_on(folder: Path, runs: list[str]) -> None:
 @pytest.mark.slow
 def test_two_writers(zygote: Zygote, tmp_path: Path) -> None:
     """Test two runs in one store, with overlapping saves and collections, killed together."""
-    _kill_repeatedly(zygote, tmp_path, ["default", "other"], kills=12, seed=2)
+    _kill_repeatedly(zygote, tmp_path, ["default", "other"], kills=6, seed=2)
 
 
 @pytest.mark.long

@@ -90,7 +90,7 @@ def test_killed_in_a_repair(
     folder, before = damaged
     assert counted[kill] > 0
     # Test a sample, because neighbouring points are alike.
-    for number in range(1, counted[kill] + 1, 3 if kill in ("transaction", "operation", "frame.written") else 1):
+    for number in range(1, counted[kill] + 1, 6 if kill in ("transaction", "operation", "frame.written") else 1):
         copy = tmp_path / "copy"
         shutil.copytree(folder, copy)
         zygote.start(perform, path=str(copy), actions=[["repair"]], kill=kill, number=number).wait_killed()

@@ -87,7 +87,7 @@ def assert_kept(folder: Path) -> None:
             assert fingerprint(store.load(step)) == prints[step]
 
 
-@pytest.mark.slow(quick=["gc.retired-1"])
+@pytest.mark.slow(quick=["gc.retired-1"], long=["*-3"])
 @pytest.mark.parametrize(("event", "number"), POINTS)
 def test_killed_at_each_event(zygote: Zygote, tmp_path: Path, event: str, number: int) -> None:
     """Test events of a commit and of the pruning after it, early and late in the training."""
@@ -97,9 +97,9 @@ def test_killed_at_each_event(zygote: Zygote, tmp_path: Path, event: str, number
 
 @pytest.mark.slow
 def test_killed_at_random_again_and_again(zygote: Zygote, tmp_path: Path) -> None:
-    """Test one training resumed five times: each start continues from the newest complete step."""
+    """Test one training resumed twice: each start continues from the newest complete step."""
     dice, journal = random.Random(8), Journal(tmp_path / "journal")
-    for _ in range(5):
+    for _ in range(2):
         promised, started = newest_complete(tmp_path), len(journal.lines("restored"))
         child = zygote.start(train_keeping, path=str(tmp_path))
         wait_until(lambda before=started: len(journal.lines("restored")) > before, "the restore")  # type: ignore[misc]  # bound now
@@ -108,7 +108,7 @@ def test_killed_at_random_again_and_again(zygote: Zygote, tmp_path: Path) -> Non
         child.kill()
         child.wait_killed()
         assert int(str(journal.lines("restored")[started]["step"])) >= promised
-    assert newest_complete(tmp_path) > 10, "the trainings saved nothing"
+    assert newest_complete(tmp_path) > 4, "the trainings saved nothing"
     assert_kept(tmp_path)
 
 

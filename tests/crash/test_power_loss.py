@@ -208,7 +208,7 @@ BROKEN = {
 
 @pytest.mark.slow(
     quick=["no sync at all"],
-    long=["manifests", "*folder*", "packs/", "manifests/", "heads/", "names before content"],
+    long=["manifests", "*folder*", "packs/", "manifests/", "heads/*", "names before content"],
 )
 @pytest.mark.parametrize("barrier", [*BROKEN, "names before content"])
 def test_a_forgotten_barrier_is_noticed(barrier: str, tmp_path: Path, reboot: Callable[[], None]) -> None:

@@ -51,7 +51,7 @@ def _check(library: Path, folder: Path, *, kind: str, seed: int, steps: int, eve
     return failed
 
 
-@pytest.mark.slow(quick=["eio"])
+@pytest.mark.slow(long=["edquot-*"])
 @pytest.mark.parametrize(
     ("kind", "fails"), [("eio", True), ("enospc", True), ("edquot", True), ("eintr", False), ("short", None)]
 )

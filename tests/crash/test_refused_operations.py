@@ -96,7 +96,7 @@ class _Failing:
     ids=["full once", "failing once", "failing for good"],
 )
 @pytest.mark.parametrize("scene", BEFORE)
-@visiting(6)
+@visiting(4)
 def test_a_refused_operation(
     scene: str, number: int, for_good: bool, visited: Visited[int], fresh: Callable[[str], Path]
 ) -> None:

@@ -121,8 +121,8 @@ def copies(template: Template, tmp_path: Path) -> Callable[[int], Path]:
     "seeds",
     [
         range(10),
-        pytest.param(range(10, 120), marks=pytest.mark.slow),
-        pytest.param(range(120, 2000), marks=pytest.mark.long),
+        pytest.param(range(10, 30), marks=pytest.mark.slow),
+        pytest.param(range(30, 2000), marks=pytest.mark.long),
     ],
 )
 def test_schedules_lose_nothing(copies: Callable[[int], Path], seeds: range) -> None:

@@ -49,7 +49,7 @@ def _steps(folder: Path) -> list[int]:
         return [checkpoint.step for checkpoint in store.checkpoints()]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=["kept"])
 @pytest.mark.parametrize("how", ["kept", "dropped", "failed"])
 def test_an_exit_without_close_saves_the_last_step(tmp_path: Path, how: str) -> None:
     """Test with and without a reference to the checkpointer."""

@@ -93,7 +93,7 @@ def _survives(zygote: Zygote, template: Path, bits: list[int], tensors: int = TE
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "count"), [("compact", 50), ("with free pages", 25), ("killed", 25)])
+@pytest.mark.parametrize(("variant", "count"), [("compact", 25), ("with free pages", 15), ("killed", 15)])
 def test_no_flip_in_the_catalog_costs_a_checkpoint(zygote: Zygote, tmp_path: Path, variant: str, count: int) -> None:
     """Test loads, a save, a deletion, a collection and loads: every checkpoint exists for any flip."""
     template = tmp_path / "store"

@@ -123,24 +123,28 @@ def test_a_throttled_push_and_restore_complete(
 
     with Proxy(objects.endpoint, throttle) as proxy:
         use(monkeypatch, proxy.endpoint)
-        push(store, bucket)
-        check_location(bucket, 1, 2)
+        with Store.open(store, config=CONFIG) as opened:
+            opened.push(bucket, 1)
+        with Store.open(bucket, config=CONFIG) as remote:
+            check_state(remote.load(1), 1)
 
 
+@pytest.mark.slow(long=["kill_at1"])
+@pytest.mark.parametrize("kill_at", [[6], [1, 6, 11]])
 def test_a_server_that_is_killed_during_a_push_loses_no_reported_checkpoint(
-    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_at: list[int]
 ) -> None:
-    """Test SIGKILL at several requests of a push, each followed by a restart and a push that continues."""
+    """Test SIGKILL at some requests of a push, each followed by a restart and a push that continues."""
     save_steps(store_path, 1, 2, 3)
     location = f"s3://{BUCKET}/killed"
     with LocalObjects(tmp_path / "server") as server:
-        kill_at, puts = [1, 6, 11], 0
+        left, puts = list(kill_at), 0
 
         def kill(method: str, *_: object) -> None:
             nonlocal puts
             puts += method == "PUT"
-            if kill_at and puts == kill_at[0]:
-                kill_at.pop(0)
+            if left and puts == left[0]:
+                left.pop(0)
                 server.kill()
 
         with Proxy(server.endpoint, kill) as proxy:
@@ -159,7 +163,7 @@ def test_a_server_that_is_killed_during_a_push_loses_no_reported_checkpoint(
                     for known in reported:
                         with Store.open(location, config=CONFIG) as remote:
                             check_state(remote.load(known), known)
-            assert kill_at == []
+            assert left == []
             check_location(location, 1, 2, 3)
 
 

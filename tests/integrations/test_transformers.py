@@ -177,12 +177,12 @@ def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path, tmp_path_fa
     zygote = Zygote(tmp_path_factory.mktemp("zygote"), "asymcheck", "tests.integrations.small_trainer")
     with contextlib.closing(zygote):
         launch_ranks.one_is_killed(zygote, tmp_path, 9)
-        launch_ranks.compare(zygote, tmp_path, 7, 12)
+        launch_ranks.compare(zygote, tmp_path, 7)
     reports = launch_ranks.reports(tmp_path)
     killed, *others = reports[0]["first"]
     # A capture in flight at the kill is restored if both ranks had it in memory.
     assert killed in (6, 8)
-    assert others == [0, 7, 12]
+    assert others == [0, 7]
     assert reports[1]["first"] == reports[0]["first"]
     assert reports[1]["random"] != reports[0]["random"]
     assert launch_ranks.newest_pushed(tmp_path) == reports[0]["last"]

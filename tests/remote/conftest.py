@@ -110,7 +110,11 @@ def hdfs_url(request: pytest.FixtureRequest) -> str:
     return cluster.url
 
 
-@pytest.fixture(params=["file", "hdfs"])
+# A cluster takes seconds to start. `make test` starts it for one round trip.
+HDFS = pytest.param("hdfs", marks=pytest.mark.slow)
+
+
+@pytest.fixture(params=["file", HDFS])
 def any_file_system(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Return an empty location that can rename files, in a folder and on HDFS."""
     return _location(request, tmp_path)
@@ -122,7 +126,7 @@ def _location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"{request.getfixturevalue('hdfs_url')}/tests/{uuid.uuid4().hex}"
 
 
-@pytest.fixture(params=["file", "hdfs", pytest.param("objects", marks=pytest.mark.slow)])
+@pytest.fixture(params=["file", HDFS, pytest.param("objects", marks=pytest.mark.slow)])
 def any_location(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return an empty location, in a folder, on HDFS, and in an object store."""
     if request.param == "objects":

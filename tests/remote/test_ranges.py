@@ -91,7 +91,7 @@ def test_a_read_that_fails_keeps_no_memory() -> None:
         gc.enable()
 
 
-@pytest.mark.slow(quick=["hdfs-memory1"])
+@pytest.mark.slow(quick=["file-memory1"])
 @pytest.mark.parametrize("memory", [None, RangeMemory(1 << 14, 2)])
 def test_ranges_read_with_and_without_such_memory(files: RemoteFiles, memory: RangeMemory | None) -> None:
     """Test ranges inside, at the end, beyond it, and larger than a piece, with all results kept."""
@@ -103,6 +103,7 @@ def test_ranges_read_with_and_without_such_memory(files: RemoteFiles, memory: Ra
         assert size == len(CONTENT)
 
 
+@pytest.mark.slow
 def test_block_locations_of_a_file_are_requested_once(hdfs_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test any number of reads; without the cache, each read requests the block locations."""
     files = RemoteFiles(parse_location(f"{hdfs_url}/tests/{uuid.uuid4().hex}"), REMOTE)

@@ -29,6 +29,7 @@ from tests.restore.test_bases import delta_of, plain_of, swap, weights
 from tests.restore.test_bases import save_steps as save_weights
 
 
+@pytest.mark.slow(quick=["file", "hdfs"])
 def test_push_and_pull_of_the_newest(store: Path, any_location: str, tmp_path: Path) -> None:
     """Test a partial and a full remote restore, and a pull into a new store."""
     with Store.open(store, config=CONFIG, create=True) as opened:

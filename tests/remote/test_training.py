@@ -52,7 +52,7 @@ def steps_in(store: Store) -> list[int]:
     return [one.step for one in store.checkpoints()]
 
 
-@pytest.mark.slow(quick=["hdfs"])
+@pytest.mark.slow(quick=["file"])
 def test_selected_checkpoints_arrive(store_path: Path, any_location: str) -> None:
     """Test the push during training, and the statistics."""
     state = dict(state_of(0))

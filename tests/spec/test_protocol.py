@@ -70,6 +70,7 @@ def test_no_invariant_breaks(name: str) -> None:
     assert result.is_complete or result.states >= 2_500
 
 
+@pytest.mark.slow(quick=["pin", "sync-pool", "lock-until-pinned", "see-manifests"])
 @pytest.mark.parametrize(
     "rule", [pytest.param(rule, marks=pytest.mark.long) if rule in LONG else rule for rule in NEEDED_IN]
 )

@@ -108,7 +108,7 @@ def test_saving_until_the_disk_is_full(small_disk: Path) -> None:
     check_goes_on(path, promised)
 
 
-@pytest.mark.slow(quick=["tmpfs-0"])
+@pytest.mark.slow(quick=["tmpfs-0"], long=["tmpfs-8", "tmpfs-160", "ext4-8", "ext4-64"])
 @pytest.mark.parametrize("leave_kib", [0, 8, 64, 160])
 def test_a_disk_that_others_fill(small_disk: Path, leave_kib: int) -> None:
     """Test that saves fail while a foreign file fills the disk, and work after its removal."""
@@ -254,7 +254,7 @@ def dead_with_capture(request: pytest.FixtureRequest, small_disk: Path, tmp_path
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=["catalog there-ext4", "catalog lost-tmpfs"])
 def test_capture_in_memory_is_not_lost_on_a_full_disk(
     dead_with_capture: Path, small_disk: Path, tmp_path: Path
 ) -> None:
@@ -283,7 +283,7 @@ def test_command_that_saves_a_capture_names_run_and_folder(tmp_path: Path) -> No
     assert shlex.split(command) == words
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=["catalog there-ext4", "catalog lost-tmpfs"])
 def test_training_continues_on_a_full_disk_if_errors_are_warnings(dead_with_capture: Path, small_disk: Path) -> None:
     """Test that the newest durable checkpoint is restored, and that the capture stays in memory."""
     folder, (_, _, loop) = dead_with_capture, linear_loop()

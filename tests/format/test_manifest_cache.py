@@ -82,7 +82,7 @@ def _addresses(manifest: Manifest) -> list[int]:
     return [buffer.address for buffer in buffers if buffer is not None and buffer.size]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=["[2-7]"])
 @pytest.mark.parametrize("seed", range(8))
 def test_invalid_manifests_are_refused_together_as_alone(seed: int) -> None:
     """Test the same error and message, and that valid manifests are not refused."""

@@ -220,7 +220,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 StoreMachine.TestCase.settings = settings(
-    max_examples=settings.default.max_examples // 8,
+    max_examples=settings.default.max_examples // 4,
     stateful_step_count=30,
     suppress_health_check=[HealthCheck.too_slow],
 )

@@ -39,7 +39,7 @@ def cuts(draw: st.DrawFn, shape: Sequence[int]) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data(), dtype=DTYPES, large=st.booleans())
 def test_parts_of_any_grid_are_read_as_those_of_any_other(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, dtype: torch.dtype, large: bool
@@ -99,7 +99,7 @@ def layouts(draw: st.DrawFn, dims: int) -> tuple[tuple[int, ...], list[Placement
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(data=st.data(), dtype=DTYPES)
 def test_dtensors_of_any_mesh_are_read_on_any_other(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, dtype: torch.dtype

@@ -69,7 +69,7 @@ def test_verify_finds_no_damage(frozen: Frozen, store_path: Path) -> None:
     assert ("stale-temporary" in {finding.kind for finding in findings}) == temporary
 
 
-@pytest.mark.slow(quick=["v1-by-0.1.0-torn/03-pack.synced-rebuilt"])
+@pytest.mark.slow(quick=["v1-by-0.1.0-torn/03-pack.synced-rebuilt"], long=["*-torn/*-old catalog"])
 @pytest.mark.parametrize("with_catalog", [False, True], ids=["rebuilt", "old catalog"])
 @pytest.mark.parametrize("frozen", ALL, ids=str)
 def test_a_copy_can_be_trained_on(frozen: Frozen, store_path: Path, *, with_catalog: bool) -> None:

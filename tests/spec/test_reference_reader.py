@@ -112,7 +112,7 @@ def _age(facts: dict[str, Any]) -> tuple[int, int, str]:
     return (facts["generation"], facts["step"], facts["save_id"])
 
 
-@pytest.mark.slow(quick=["v1-by-0.1.0-torn/11-manifest.committed"])
+@pytest.mark.slow(quick=["v1-by-0.1.0-torn/11-manifest.committed"], long=["*shifted*"])
 @pytest.mark.parametrize("frozen", torn_stores(), ids=str)
 def test_reference_reader_recovers_from_every_crash(frozen: Frozen, store_path: Path) -> None:
     """Test that it chooses the same checkpoint as the library, and reads the same bytes."""
@@ -244,7 +244,10 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.slow(quick=["a bit of pack 6", "an unknown codec in pack 2", "two manifests of a rank"])
+@pytest.mark.slow(
+    quick=["a bit of pack 6", "an unknown codec in pack 2", "two manifests of a rank"],
+    long=["a bit of pack [1-57-9]", "pack [1-4] is cut"],
+)
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_both_take_the_same_checkpoint_of_a_damaged_store(damage: Callable[[Path], None], store_path: Path) -> None:
     """Test a single damage: both readers choose the same checkpoint with the same bytes, or give the same kind."""

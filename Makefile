@@ -45,9 +45,10 @@ test: $(STAMP)
 check: $(STAMP)
 	$(PY) -m pytest -q $(SPREAD) tests
 
-# Soak, kill and fuzz tests. The timeouts that detect a hang in `make check` would stop them early.
+# Soak, kill and fuzz tests. The timeouts that detect a hang in `make check` would stop them early. An interrupted run
+# continues: it leaves out the tests that have passed with the same code.
 long: $(STAMP)
-	$(PY) -m pytest -q -m long -n $(JOBS) --timeout=7200 -o faulthandler_timeout=7300 tests
+	$(PY) -m pytest -q -m long -n $(JOBS) -p tests.resuming --passed .long-passed --timeout=7200 -o faulthandler_timeout=7300 tests
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check --quiet .

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -123,7 +124,17 @@ class Zygote:
         for rank in self.start_ranks(count, module, words, folder):
             rank.finish()
 
-    def _start(self, output: Path, function: Callable[..., None], arguments: dict[str, object]) -> Child:
+    def run_script(self, source: str, *words: object) -> subprocess.CompletedProcess[str]:
+        """Run ``python -c source words...`` in a new process, and wait for its end."""
+        self._number += 1
+        output, errors = (self._folder / f"script-{self._number}.{kind}" for kind in ("out", "err"))
+        arguments = {"source": source, "words": [*map(str, words)]}
+        status = self._start(output, run_source, arguments, errors).wait()
+        return subprocess.CompletedProcess([], status, output.read_text(), errors.read_text())
+
+    def _start(
+        self, output: Path, function: Callable[..., None], arguments: dict[str, object], errors: Path | None = None
+    ) -> Child:
         reply = self.ask(
             do="start",
             module=function.__module__,
@@ -132,6 +143,7 @@ class Zygote:
             # Variables that a fixture has set for the clients of a location.
             environment={name: value for name, value in os.environ.items() if name.startswith("AWS_")},
             output=str(output),
+            errors=str(errors or output),
         )
         return Child(self, int(str(reply["pid"])), output)
 
@@ -162,6 +174,14 @@ def run_program(words: list[str], environment: dict[str, str]) -> None:
     os.environ.update(environment)
     sys.argv[1:] = words[1:]
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
+def run_source(source: str, words: list[str]) -> None:
+    """Run as the program with this source and these arguments."""
+    sys.argv = ["-c", *words]
+    # Stored classes are found by the name of their module.
+    sys.modules["__main__"] = program = types.ModuleType("__main__")
+    exec(compile(source, "<string>", "exec"), vars(program))  # noqa: S102 - a script of a test
 
 
 def _serve() -> None:
@@ -198,15 +218,18 @@ def _fork(request: dict[str, object]) -> int:
         return pid
     status = 1
     try:
-        out = os.open(str(request["output"]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        out = os.open(str(request["output"]), flags, 0o644)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.dup2(out, 1)
-        os.dup2(out, 2)
+        os.dup2(out if request["errors"] == request["output"] else os.open(str(request["errors"]), flags, 0o644), 2)
         os.environ.update(request["environment"])  # type: ignore[call-overload]  # a JSON object
         module = importlib.import_module(str(request["module"]))
         getattr(module, str(request["function"]))(**request["arguments"])  # type: ignore[arg-type]  # a JSON object
         status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
         traceback.print_exc()
     finally:

@@ -33,7 +33,9 @@ COSTS = Costs(
 )
 
 
-@pytest.mark.slow(quick=["2048 GPUs-failures3"], long=["a failure every 10 min-*", "100000 GPUs-*", "16384 GPUs-*"])
+@pytest.mark.slow(
+    quick=["2048 GPUs-failures3"], long=["a failure every*", "8 GPUs-*", "512 GPUs-*", "100000 GPUs-*", "16384 GPUs-*"]
+)
 @pytest.mark.parametrize(("name", "failures"), list(scenarios()))
 def test_simulation_and_formula_agree_within_a_percent(name: str, failures: Failures) -> None:
     """Test the best interval, every step, and four times the best interval."""

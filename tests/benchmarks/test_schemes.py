@@ -50,7 +50,7 @@ def _engine_saves(name: str, where: Path, pipe: Connection) -> None:
     pipe.send((step, torch.equal(other.weight, weights[-1]), len(saver.stalls), len(saver.durable)))
 
 
-@pytest.mark.slow(long=ENGINES[1:])
+@pytest.mark.long
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_of_deepspeed_brings_the_last_step_back(name: str, tmp_path: Path) -> None:
     """Test also the engine that writes from the state itself, which must end before the state changes."""

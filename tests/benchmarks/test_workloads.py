@@ -303,7 +303,7 @@ def test_the_synthetic_store_is_a_store(tmp_path: Path) -> None:
         assert store.gc().kept_packs == 6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_peak_memory_is_that_of_the_operation(tmp_path: Path) -> None:
     """Test that a load into new tensors needs the size of the state, and a load into existing ones does not."""
     state = states.small(100)

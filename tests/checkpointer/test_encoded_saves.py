@@ -196,7 +196,7 @@ def test_a_base_that_is_collected_during_a_save_costs_no_checkpoint(
         assert [finding for finding in store.verify() if finding.severity is not Severity.WARNING] == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=["3145728"])
 @pytest.mark.filterwarnings("ignore:the ring of:asymcheck.errors.CaptureWarning")
 @pytest.mark.parametrize("ring_bytes", [1 << 20, 3 << 20, 5 << 20])
 def test_rings_of_any_size_give_the_same_checkpoints(

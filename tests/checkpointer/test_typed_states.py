@@ -1,14 +1,12 @@
 """Test that a training with typed values in its state resumes in another process, bit for bit."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from asymcheck import Checkpointer, Store
-from tests.zygote import REPOSITORY
+from tests.zygote import Zygote
 
 _TRAINING = """
 import dataclasses, datetime, enum, os, random, sys
@@ -90,20 +88,19 @@ print(torch.rand(1, generator=generators[0]), generators[1].random(), generators
 """
 
 
-def _train(path: Path, first: int, last: int, *, kill: bool = False) -> str:
+def _train(zygote: Zygote, path: Path, first: int, last: int, *, kill: bool = False) -> str:
     """Train from a step to another in a new process; return what the process prints at its end."""
-    words = [sys.executable, "-c", _TRAINING, str(path), str(first), str(last), str(int(kill))]
-    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    done = zygote.run_script(_TRAINING, path, first, last, int(kill))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
-def test_training_with_typed_values_resumes_in_another_process(tmp_path: Path) -> None:
+def test_training_with_typed_values_resumes_in_another_process(zygote: Zygote, tmp_path: Path) -> None:
     """Test that captures in the background restore generators, windows and classes bit for bit."""
-    whole = _train(tmp_path / "whole", 0, 7)
-    _train(tmp_path / "parts", 0, 5, kill=True)
-    assert _train(tmp_path / "parts", 5, 7) == whole
+    whole = _train(zygote, tmp_path / "whole", 0, 7)
+    _train(zygote, tmp_path / "parts", 0, 5, kill=True)
+    assert _train(zygote, tmp_path / "parts", 5, 7) == whole
     assert "'deque', 'defaultdict', 'set', 'Average', 'Best', 'Phase', 'PosixPath', 'datetime'" in whole
 
 

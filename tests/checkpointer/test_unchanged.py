@@ -324,7 +324,7 @@ def test_a_rollback_brings_shared_frames_back(
         assert_same(copy_of(loop.state), expected[5])
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=["0.6"])
 @pytest.mark.parametrize("part", [1.05, 0.6, 0.2])
 def test_rings_of_any_size_serve(
     store: Store, disk: Disk, config: CaptureConfig, model: Adapted, costs: Costs, part: float

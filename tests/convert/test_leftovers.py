@@ -16,6 +16,7 @@ from asymcheck.convert import export_target
 from asymcheck.convert.convert import Output, export_checkpoint
 from asymcheck.convert.export_target import Draft
 from asymcheck.errors import InvalidInputError
+from tests.zygote import Zygote
 
 KILLED = """
 import os, shutil, signal, sys
@@ -51,10 +52,10 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "place"
 
 
-def _kill(place: Path, name: str, where: str) -> list[str]:
+def _kill(zygote: Zygote, place: Path, name: str, where: str) -> list[str]:
     """Kill an export to ``name``; return the leftovers."""
     words = ("restore", str(place.parent / "store"), "--to", str(place / name), "--overwrite")
-    done = subprocess.run([sys.executable, "-c", KILLED, where, *words], capture_output=True, text=True, check=False)
+    done = zygote.run_script(KILLED, where, *words)
     assert done.returncode == -signal.SIGKILL, done.stderr
     return sorted(path.name for path in place.iterdir())
 
@@ -77,10 +78,10 @@ def _weights(place: Path) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["m", "[*].pt"])
-def test_a_draft_of_a_killed_process_is_removed(place: Path, name: str) -> None:
+def test_a_draft_of_a_killed_process_is_removed(zygote: Zygote, place: Path, name: str) -> None:
     """Test that only drafts of the same target are removed, which are hidden and as large as a checkpoint."""
-    others = _kill(place, "m.other.pt", "while it is written")
-    left = set(_kill(place, name, "while it is written")) - set(others)
+    others = _kill(zygote, place, "m.other.pt", "while it is written")
+    left = set(_kill(zygote, place, name, "while it is written")) - set(others)
     assert (len(others), len(left)) == (1, 1)
     assert left.pop().startswith(f".{name}.")
     assert _export(place, name) == sorted([*others, name])
@@ -112,10 +113,10 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-def test_a_folder_whose_replacement_was_killed_is_given_back(place: Path) -> None:
+def test_a_folder_whose_replacement_was_killed_is_given_back(zygote: Zygote, place: Path) -> None:
     """Test a kill between two renames: the next export finds the old folder and restores its name."""
     _old_model(place)
-    left = _kill(place, "m", "between the renames")
+    left = _kill(zygote, place, "m", "between the renames")
     assert [name.rpartition(".")[2] for name in left] == ["partial", "old"]
     with pytest.raises(InvalidInputError, match="m exists; choose another name"):
         _export(place, "m")
@@ -126,10 +127,10 @@ def test_a_folder_whose_replacement_was_killed_is_given_back(place: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_folder_that_was_replaced_is_not_given_back(place: Path) -> None:
+def test_a_folder_that_was_replaced_is_not_given_back(zygote: Zygote, place: Path) -> None:
     """Test a kill after the renames: the old folder is removed, also if the new one was deleted since."""
     _old_model(place)
-    left = _kill(place, "m", "before the old one is removed")
+    left = _kill(zygote, place, "m", "before the old one is removed")
     assert [name for name in left if not name.endswith(".partial")] == ["m"]
     assert len(left) == 2
     assert _weights(place) == 2
@@ -139,9 +140,9 @@ def test_a_folder_that_was_replaced_is_not_given_back(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_undeletable_draft_is_no_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undeletable_draft_is_no_error(zygote: Zygote, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test a draft of another user."""
-    left = _kill(place, "m.pt", "while it is written")
+    left = _kill(zygote, place, "m.pt", "while it is written")
 
     def refuse(*_arguments: object, **_options: object) -> None:
         raise PermissionError(1, "Operation not permitted")

@@ -87,7 +87,7 @@ def assert_kept(folder: Path) -> None:
             assert fingerprint(store.load(step)) == prints[step]
 
 
-@pytest.mark.slow(quick=["gc.retired-1"], long=["*-3"])
+@pytest.mark.slow(quick=["gc.retired-1"], long=["*-3", "[!g]*-1"])
 @pytest.mark.parametrize(("event", "number"), POINTS)
 def test_killed_at_each_event(zygote: Zygote, tmp_path: Path, event: str, number: int) -> None:
     """Test events of a commit and of the pruning after it, early and late in the training."""

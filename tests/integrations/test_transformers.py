@@ -68,7 +68,7 @@ def full_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=["10", "12"])
 @pytest.mark.parametrize("step", [1, STEPS_IN_EPOCH, 10, 12, 30, STEPS - 1])
 def test_resumed_at_any_place(step: int, full_store: Path, never_killed: dict[str, Any]) -> None:
     """Test positions within and at the end of an epoch, after a log, after an evaluation, and after both."""

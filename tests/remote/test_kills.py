@@ -51,7 +51,7 @@ def store_with_heads(store: Path) -> Path:
     return store
 
 
-@pytest.mark.slow(quick=["file-remote.manifest_renamed-1", "file-remote.pack_closed-1"])
+@pytest.mark.slow(quick=["file-remote.manifest_renamed-1", "file-remote.pack_closed-1"], long=["file-*-2"])
 def test_killed_at_a_step(zygote: Zygote, store_with_heads: Path, death: tuple[str, str, int]) -> None:
     """Test that step 1 is at the location, step 2 is missing or complete, and a second push completes it."""
     location, event, count = death

@@ -69,7 +69,7 @@ def stopped(pushing: PushProcess) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=["hdfs-False", "objects-False"])
 @pytest.mark.parametrize("own_process", [True, False])
 def test_every_so_many_steps_arrive(store_path: Path, any_location: str, *, own_process: bool) -> None:
     """Test that every n-th step is pushed during background saves, and that other steps are not."""

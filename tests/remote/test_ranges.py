@@ -157,7 +157,7 @@ def test_a_client_that_gives_less_than_was_asked_for_is_asked_for_the_rest(files
     assert files.read_range(path_in(files), 60, 50, opened_file) == (CONTENT[60:90], 100)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=["file"])
 def test_a_read_that_never_answers_is_tried_again(any_location: str) -> None:
     """Test that the file is opened again; the first attempt gets half of the time."""
     files = RemoteFiles(parse_location(any_location), dataclasses.replace(REMOTE, deadline_s=8.0, attempts=2))

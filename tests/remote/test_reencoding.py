@@ -73,7 +73,7 @@ def store(store_path: Path) -> Path:
     return store_path
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=["hdfs"])
 def test_plain_frames_arrive_encoded_and_come_back_plain(store: Path, any_location: str, tmp_path: Path) -> None:
     """Test fewer bytes at the location, deltas on older remote states, equal names, and exact bytes."""
     with Store.open(store, config=CONFIG, create=True) as opened:

@@ -67,7 +67,7 @@ def test_present_data_is_not_sent_again(store: Path, any_location: str) -> None:
     check_location(any_location, 1, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=["hdfs", "objects"])
 def test_packs_are_cut_at_their_size(store: Path, any_location: str) -> None:
     """Test that the number of files follows from the bytes, plus the last file of each push."""
     with Store.open(store, config=config(pack_bytes=1 << 30), create=True) as opened:
@@ -75,7 +75,7 @@ def test_packs_are_cut_at_their_size(store: Path, any_location: str) -> None:
     check_location(any_location, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=["hdfs", "objects"])
 def test_the_line_goes_with_the_checkpoints(store: Path, any_location: str) -> None:
     """Test a restore of step 1: the remote step 2 is abandoned, too, and the new step 2 is the newest."""
     with Store.open(store, config=CONFIG, create=True) as opened:
@@ -101,7 +101,7 @@ def test_the_line_goes_also_when_no_checkpoint_does(store: Path, folder: str) ->
         check_state(remote.load(), 1)
 
 
-@pytest.mark.slow(quick=["file"])
+@pytest.mark.slow(quick=["file"], long=["hdfs", "objects"])
 def test_two_trainings_of_one_name_are_kept_apart(any_location: str, tmp_path: Path) -> None:
     """Test different head records: the second push is refused, and the first run is not changed."""
     for name, parent in (("a", 0), ("b", 1)):
@@ -117,7 +117,7 @@ def test_two_trainings_of_one_name_are_kept_apart(any_location: str, tmp_path: P
     check_location(any_location, 3)
 
 
-@pytest.mark.slow(quick=["file"])
+@pytest.mark.slow(quick=["file"], long=["hdfs", "objects"])
 def test_two_trainings_from_nothing_are_kept_apart(any_location: str, tmp_path: Path) -> None:
     """Test trainings without a parent that began at different times, for example after the loss of a store."""
     for name in ("a", "b"):
@@ -131,7 +131,7 @@ def test_two_trainings_from_nothing_are_kept_apart(any_location: str, tmp_path: 
     check_location(any_location, 1)
 
 
-@pytest.mark.slow(quick=["file"])
+@pytest.mark.slow(quick=["file"], long=["hdfs", "objects"])
 def test_two_stores_share_equal_partitions(any_location: str, tmp_path: Path) -> None:
     """Test runs of different names at one location: the second push sends only new bytes."""
     for name in ("a", "b"):

@@ -193,7 +193,7 @@ def test_end_is_bounded_in_time(store_path: Path, folder: str, monkeypatch: pyte
     check_location(folder, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(long=["hdfs"])
 def test_the_location_has_a_retention_of_its_own(store_path: Path, any_location: str) -> None:
     """Test that remote checkpoints are deleted with their packs, when old enough, and local ones are not."""
     state = dict(state_of(0))

@@ -1,8 +1,6 @@
 """Test that a stopped and resumed training has the same numbers as an uninterrupted one."""
 
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 
 from asymcheck import Checkpointer, RngState, Store
 from tests.store.equality import assert_same
+from tests.zygote import Zygote
 
 STEPS = 30
 
@@ -121,11 +120,10 @@ def _stretch(path: Path, seed: int, stop: int) -> list[float]:
 
 
 @pytest.mark.slow
-def test_another_process_goes_on_where_the_first_stopped(tmp_path: Path) -> None:
+def test_another_process_goes_on_where_the_first_stopped(zygote: Zygote, tmp_path: Path) -> None:
     """Test that a resume needs nothing from the process: the losses after step 10 are the same."""
     root = str(Path(__file__).parents[2])
-    command = [sys.executable, "-c", CHILD, root, str(tmp_path / "stopped")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = zygote.run_script(CHILD, root, tmp_path / "stopped")
     assert done.returncode == 0, done.stderr
     whole = _stretch(tmp_path / "whole", 0, STEPS)
     assert [float.fromhex(loss) for loss in done.stdout.split()] == whole[:13]

@@ -17,6 +17,7 @@ from asymcheck.cli import exit_status
 from asymcheck.cli.main import commands
 from asymcheck.config import __version__
 from tests.cli.conftest import Outcome
+from tests.zygote import Zygote
 
 Call = Callable[..., Outcome]
 
@@ -239,7 +240,7 @@ def test_no_character_is_too_much_for_a_terminal(tmp_path: Path) -> None:
     ("number", "status"), [(signal.SIGINT, exit_status.INTERRUPTED), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 def test_an_interrupt_is_no_damage_and_leaves_nothing_half_written(
-    store: Path, tmp_path: Path, number: int, status: int
+    zygote: Zygote, store: Path, tmp_path: Path, number: int, status: int
 ) -> None:
     """Test that the status is not click's 1, which reports a lost checkpoint."""
     script = (
@@ -250,8 +251,7 @@ def test_an_interrupt_is_no_damage_and_leaves_nothing_half_written(
         "f.TargetFile.sync = stop\n"
         "asymcheck.cli.main()"
     )
-    words = ("restore", str(store), "--to", str(tmp_path / "out.pt"))
-    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=False)
+    done = zygote.run_script(script, "restore", store, "--to", tmp_path / "out.pt")
     assert done.returncode == status
     assert "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir() if path != store] == []

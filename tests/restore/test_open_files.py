@@ -1,8 +1,6 @@
 """Test that a process at its limit of open files gets an error, and never an older checkpoint."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 
 from asymcheck import Store
 from tests.damage.flips import flip
+from tests.zygote import Zygote
 
 CHILD = """
 import resource, sys, warnings
@@ -31,42 +30,37 @@ with Store.open(sys.argv[1], create=True) as store:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_in_more_packs_than_can_be_opened_is_an_error(store_path: Path) -> None:
+def test_a_checkpoint_in_more_packs_than_can_be_opened_is_an_error(zygote: Zygote, store_path: Path) -> None:
     """Test that the error names the remedy, and that operations with fewer files work."""
     with Store.open(store_path, create=True) as store:
         for step in range(100):
             store.save({"x": torch.full((3000,), float(step))}, step=step)
         store.save({f"g{step}": torch.full((3000,), float(step)) for step in range(100) if step != 7}, step=100)
-    command = [sys.executable, "-c", CHILD, str(store_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = zygote.run_script(CHILD, store_path)
     assert done.stderr == ""
     assert done.stdout.splitlines() == ["[]", "True", "3.0 101", "1"]
 
 
 SEEKER = """
-import resource, sys
+import resource, sys, warnings
 from asymcheck import Store
 
+warnings.simplefilter("always")
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 with Store.open(sys.argv[1], create=True) as store:
     print(store.load()["x"][0].item())
 """
 
 
-def _seek(path: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "always", "-c", SEEKER, str(path)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
 @pytest.mark.slow
-def test_a_copy_is_looked_for_in_more_packs_than_can_be_opened(store_path: Path) -> None:
+def test_a_copy_is_looked_for_in_more_packs_than_can_be_opened(zygote: Zygote, store_path: Path) -> None:
     """Test a damaged frame with another copy, and one without, which gives the older checkpoint with a warning."""
     with Store.open(store_path, create=True) as store:
         for step in range(90):
             store.save({"x": torch.full((3000,), float(step))}, step=step)
     (newest,) = (pack for pack in (store_path / "packs").glob("*.pack") if _holds(pack, 89.0))
     flip(newest, 5000 * 8)
-    done = _seek(store_path)
+    done = zygote.run_script(SEEKER, store_path)
     assert done.stdout == "88.0\n", done.stderr
     assert "SkippedCheckpointWarning" in done.stderr
     # The same bytes in a separate store are a second copy.
@@ -74,7 +68,7 @@ def test_a_copy_is_looked_for_in_more_packs_than_can_be_opened(store_path: Path)
         other.save({"x": torch.full((3000,), 89.0)}, step=0)
     (copy,) = (store_path.with_name("other") / "packs").glob("*.pack")
     shutil.copy(copy, store_path / "packs")
-    done = _seek(store_path)
+    done = zygote.run_script(SEEKER, store_path)
     assert (done.stdout, done.stderr) == ("89.0\n", "")
 
 

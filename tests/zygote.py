@@ -230,6 +230,8 @@ def _fork(request: dict[str, object]) -> int:
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            sys.stderr.write(end.code)
     except BaseException:  # noqa: BLE001 - whatever it is, the test shows it
         traceback.print_exc()
     finally:

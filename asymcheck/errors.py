@@ -352,6 +352,7 @@ class PruneWarning(UserWarning):
     """Old checkpoints could not be removed; training continues."""
 
 
+_CALLEES = ("asymcheck.", "torch.distributed.checkpoint.")
 _LOGGER = logging.getLogger("asymcheck")
 # Without this handler, Python would print each record in addition to the warning.
 _LOGGER.addHandler(logging.NullHandler())
@@ -364,9 +365,9 @@ def listed(items: Sequence[object], limit: int = 8) -> str:
 
 
 def warn_user(message: str, category: type[Warning]) -> None:
-    """Issue a warning that points at the calling line outside of this package."""
+    """Issue a warning that points at the calling line outside of this package and of torch.distributed.checkpoint."""
     level, frame = 1, inspect.currentframe()
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith("asymcheck."):
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_CALLEES):
         level, frame = level + 1, frame.f_back
     _LOGGER.warning("%s: %s", category.__name__, message)
     warnings.warn(message, category, stacklevel=level)

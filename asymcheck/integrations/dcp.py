@@ -8,15 +8,19 @@ single piece, and assembles the requested pieces from the saved shards.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import _storage_utils
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -37,18 +41,21 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from asymcheck.config import DEFAULT_RUN
+from asymcheck.config import DEFAULT_RUN, StoreConfig
 from asymcheck.convert.dcp_folder import with_lists
 from asymcheck.convert.torch_file import value_file
 from asymcheck.errors import (
     InconsistentCheckpointError,
     InvalidInputError,
     SkippedCheckpointWarning,
-    UnsupportedValueError,
+    StateDifferenceWarning,
+    StateMismatchError,
+    listed,
     warn_user,
 )
 from asymcheck.events import timed
 from asymcheck.format.tree import Key, join_name
+from asymcheck.integrations.dcp_uri import CheckpointURI, is_checkpoint_uri
 from asymcheck.restore.assemble import Assembly
 from asymcheck.restore.load import fetch_in_place, read_first
 from asymcheck.restore.read_plan import Demand
@@ -57,60 +64,148 @@ from asymcheck.restore.resolve import Resolved
 from asymcheck.restore.state_template import RowRef, rows_in, with_tensors
 from asymcheck.state.boxes import Box
 from asymcheck.state.dtypes import TORCH_DTYPES
+from asymcheck.state.names import matches
 from asymcheck.state.shards import TensorShard
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint, CheckpointRef, Part, Restored
+from asymcheck.validation import check_flag, check_glob
 
 _CPU = torch.device("cpu")
 _COLLECTIVES = (
     "cannot save without collectives: ranks agree on a save id in DCP's exchange of plans; pass use_collectives=True"
 )
-_CACHED = "cached plans are not supported; pass enable_plan_caching=False to the planner"
+_CACHED = "another storage writer has cached plans for this planner; pass enable_plan_caching=False to the planner"
+_CACHES = (
+    "_cached_save_plan",
+    "_cached_all_plans",
+    "_cached_global_plan",
+    "_cached_metadata",
+    "_cached_final_save_plan",
+)
+_NAMED = 4
+"""Number of names in a message about differences."""
 _Path = tuple[Key, ...]
 
 
-class _StoreUser:
-    """Base of writer and reader. The store, not a ``checkpoint_id``, identifies a checkpoint."""
+def register() -> None:
+    """In this process, let torch.distributed.checkpoint handle checkpoint ids such as ``asymcheck:///store?run=RUN/step-1``.
 
-    def __init__(self, store: Store, run: str) -> None:
-        if not isinstance(store, Store):
-            raise InvalidInputError(f"store {store!r:.100} is not a Store; pass the result of Store.open()")
-        self._store = store
+    torch chooses between two classes of its own, and has no interface to add a third. This function therefore replaces
+    the names of these two classes in ``torch.distributed.checkpoint._storage_utils``. All other checkpoint ids are
+    handled as before. fsspec learns to list the checkpoints of a run. A second call changes nothing.
+
+    Raises:
+        InvalidInputError: this release of torch has no such names.
+    """
+    for name, ours in (("FileSystemWriter", AsymcheckWriter), ("FileSystemReader", AsymcheckReader)):
+        default = getattr(_storage_utils, name, None)
+        if default is None:
+            raise InvalidInputError(
+                f"torch {torch.__version__} chooses storage in another way than torch 2.4 to 2.13; pass "
+                f"{ours.__name__}(uri) as storage_writer or storage_reader"
+            )
+        if not isinstance(default, _Choice):
+            setattr(_storage_utils, name, _Choice(ours, default))
+    from fsspec import register_implementation
+
+    register_implementation("asymcheck", "asymcheck.integrations.dcp_listing.CheckpointListing", clobber=True)
+
+
+class _Choice:
+    """Replacement of one of torch's storage classes, which creates an object of either class."""
+
+    def __init__(self, ours: type[AsymcheckWriter | AsymcheckReader], default: Any) -> None:  # noqa: ANN401 - class of torch
+        self._ours = ours
+        self._default = default
+
+    def validate_checkpoint_id(self, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return is_checkpoint_uri(checkpoint_id) or self._default.validate_checkpoint_id(checkpoint_id)
+
+    def __call__(self, checkpoint_id: str | os.PathLike[str]) -> StorageWriter | StorageReader:
+        chosen: Any = self._ours if is_checkpoint_uri(checkpoint_id) else self._default
+        storage: StorageWriter | StorageReader = chosen(checkpoint_id)
+        return storage
+
+
+class _StoreUser:
+    """Base of writer and reader, which use an opened store, or open the store of a URI while they need it."""
+
+    def __init__(self, store: Store | str | os.PathLike[str], run: str, step: int | None) -> None:
+        self._store = store if isinstance(store, Store) else None
         self._run = run
+        self._step = step
+        self._strict = False
+        self._tensors = "*"
+        self._ref: CheckpointRef | None = None
+        self._config: StoreConfig | None = None
         self.checkpoint: Checkpoint | None = None  # the checkpoint that this rank has saved or reads
+        if isinstance(store, Store):
+            self._location, self._config = store.location, store.resources.tier.config
+        elif not is_checkpoint_uri(store):
+            raise InvalidInputError(f"store {store!r:.100} is not a Store; pass the result of Store.open()")
+        elif step is not None or run != DEFAULT_RUN:
+            raise InvalidInputError(f"{store!s:.200} already names run and step; leave out run= and step=")
+        else:
+            self._location = CheckpointURI.parse(store).location
+            self.reset(store)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Refuse a ``checkpoint_id`` other than the location of the store."""
-        if checkpoint_id is not None and os.fspath(checkpoint_id) != str(self._store.location):
+        """Select the checkpoint of a URI. Refuse a ``checkpoint_id`` of another store, or of a folder."""
+        if checkpoint_id is None or os.fspath(checkpoint_id) == self._location:
+            return
+        uri = CheckpointURI.parse(checkpoint_id) if is_checkpoint_uri(checkpoint_id) else None
+        if uri is None or os.path.realpath(uri.location) != os.path.realpath(self._location):
             raise InvalidInputError(
-                f"checkpoint_id={checkpoint_id!r:.100} is not supported by store {self._store.location}; leave it out, "
+                f"checkpoint_id={checkpoint_id!r:.100} is not supported by store {self._location}; leave it out, "
                 f"and select the checkpoint by {type(self).__name__}(store, step=…)"
             )
+        self._run, self._step, self._strict, self._tensors = uri.run, uri.step, uri.strict, uri.tensors
+        self.checkpoint = None
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[Store]:
+        if self._store is not None:
+            yield self._store
+        else:
+            writes = isinstance(self, StorageWriter)
+            with Store.open(self._location, create=writes, read_only=not writes, config=self._config) as store:
+                yield store
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the store, which another process opens by its location."""
+        return {**self.__dict__, "_store": None}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False, because the store is not identified by a ``checkpoint_id``."""
-        return False
+        """Tell whether a ``checkpoint_id`` is the URI of a checkpoint."""
+        return is_checkpoint_uri(checkpoint_id)
 
 
 class AsymcheckWriter(_StoreUser, StorageWriter):
     """Storage writer: ``dcp.save(state, storage_writer=AsymcheckWriter(store, step=step))``.
 
     Create a new writer for each checkpoint. All ranks open the store at the same location. ``dcp.async_save`` is
-    supported with threads, but not with processes, because another process cannot share the store.
+    supported with threads and with processes, which open the store themselves.
     """
 
     def __init__(
-        self, store: Store, *, step: int, run: str = DEFAULT_RUN, metrics: Mapping[str, float] | None = None
+        self,
+        store: Store | str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        run: str = DEFAULT_RUN,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Prepare a save to ``store``, with the arguments of :meth:`asymcheck.Store.save`.
 
+        ``store`` may also be a URI such as ``asymcheck:///path/of/store?run=RUN/step-100``, instead of run and step.
+        A missing store is then created.
+
         Raises:
-            InvalidInputError: ``store`` is not an opened store.
+            InvalidInputError: ``store`` is neither an opened store nor a valid URI.
         """
-        super().__init__(store, run)
-        self._step = step
+        super().__init__(store, run, step)
         self._metrics = metrics
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, FBT001 - signature of torch
@@ -120,6 +215,11 @@ class AsymcheckWriter(_StoreUser, StorageWriter):
                 f"this writer has already saved step {self._step} of run {self._run!r}; create a new writer for each "
                 "checkpoint"
             )
+        if self._step is None:
+            raise InvalidInputError(
+                f"cannot save to store {self._location}: no step is given; pass step=, or end the URI with the step, "
+                f"as in asymcheck://{self._location}?run={self._run}/step-100"
+            )
         if kwargs.get("use_collectives") is False:
             raise InvalidInputError(_COLLECTIVES)
 
@@ -128,29 +228,37 @@ class AsymcheckWriter(_StoreUser, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Assign each rank its part of the checkpoint, with the same save id for all ranks."""
+        """Assign each rank its parts of the checkpoint, with the same save id for all ranks.
+
+        A rank with several shards of one tensor, as in Megatron-Core, gets as many parts.
+        """
         save_id = f"{time.time_ns():016x}{secrets.token_hex(8)}"
-        if not all(plan.usable for plan in plans):
+        if not all(getattr(plan, "usable", True) for plan in plans):
             raise InvalidInputError(_CACHED)
+        counts = [max(Counter(item.index.fqn for item in plan.items).values(), default=1) for plan in plans]
+        firsts = itertools.accumulate(counts, initial=0)
         return [
-            dataclasses.replace(plan, storage_data=Part(rank, len(plans), save_id)) for rank, plan in enumerate(plans)
+            dataclasses.replace(plan, storage_data=[Part(first + i, sum(counts), save_id) for i in range(count)])
+            for plan, first, count in zip(plans, firsts, counts, strict=False)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Save this rank's part, and return once the part is durable.
+        """Save this rank's parts, and return once they are durable.
 
         Raises:
-            InvalidInputError: the planner caches plans, or does not flatten mappings.
+            InvalidInputError: the planner does not flatten mappings.
             UnsupportedValueError, StorageError: see :meth:`asymcheck.Store.save`.
         """
-        if getattr(planner, "_enable_plan_caching", False):
-            raise InvalidInputError(_CACHED)
-        if not isinstance(plan.storage_data, Part):
-            raise InvalidInputError(_COLLECTIVES)
-        state = _state_of(plan, planner)
-        self.checkpoint = self._store.save(
-            state, step=self._step, run=self._run, metrics=self._metrics, part=plan.storage_data
-        )
+        _drop_cached_plans(planner)
+        assert self._step is not None  # noqa: S101 - checked in set_up_storage_writer
+        parts: list[Part] = plan.storage_data
+        states = _states_of(plan, planner, len(parts))
+        if len(parts) == parts[0].world_size == 1:
+            # With several parts, each may have only some items of a list.
+            states = [with_lists(states[0])]
+        with self._opened() as store:
+            for part, state in zip(parts, states, strict=True):
+                self.checkpoint = store.save(state, step=self._step, run=self._run, metrics=self._metrics, part=part)
         written: Future[list[WriteResult]] = Future()
         written.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
         return written
@@ -159,21 +267,26 @@ class AsymcheckWriter(_StoreUser, StorageWriter):
         """Do nothing, because a checkpoint is complete once every rank has committed its part."""
 
 
-def _state_of(plan: SavePlan, planner: SavePlanner) -> dict[str, object]:
+def _drop_cached_plans(planner: SavePlanner) -> None:
+    """Remove plans that DCP keeps for the next save, because they contain the save id of this save."""
+    for cache in _CACHES if getattr(planner, "_enable_plan_caching", False) else ():
+        getattr(SavePlanner, cache, {}).pop(getattr(planner, "_cached_plans_key", None), None)
+
+
+def _states_of(plan: SavePlan, planner: SavePlanner, count: int) -> list[dict[Key, Any]]:
+    """Return the state of each part. The shards of one tensor are in different parts."""
     paths: Mapping[str, tuple[str | int, ...]] = getattr(planner, "mappings", {})
-    state: dict[Key, Any] = {}
+    states: list[dict[Key, Any]] = [{} for _ in range(count)]
+    seen: Counter[str] = Counter()
     for item in plan.items:
         name = item.index.fqn
         *parents, last = paths.get(name, (name,))
-        container = state
+        container = states[seen[name]]
+        seen[name] += 1
         for key in parents:
             container = container.setdefault(key, {})
-        if last in container:
-            raise UnsupportedValueError(name, "this rank holds several shards of a tensor; pass one DTensor per tensor")
         container[last] = _value(item, planner)
-    is_single = isinstance(plan.storage_data, Part) and plan.storage_data.world_size == 1
-    # With several ranks, each rank may have only some items of a list.
-    return with_lists(state) if is_single else state  # type: ignore[return-value]  # DCP's top keys are strings
+    return states
 
 
 def _value(item: WriteItem, planner: SavePlanner) -> object:
@@ -208,15 +321,34 @@ class AsymcheckReader(_StoreUser, StorageReader):
     DCP: DCP's name of a tensor is the dotted name in the state.
     """
 
-    def __init__(self, store: Store, *, step: int | None = None, run: str = DEFAULT_RUN) -> None:
+    def __init__(
+        self,
+        store: Store | str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        run: str = DEFAULT_RUN,
+        tensors: str = "*",
+        strict: bool = False,
+    ) -> None:
         """Prepare to read the checkpoint of ``step``, by default the newest consistent checkpoint.
 
+        Args:
+            store: an opened store, or a URI such as ``asymcheck:///path/of/store?run=RUN/step-100``, which replaces the
+                other arguments.
+            step: the step.
+            run: name of the run.
+            tensors: a glob of the dotted names to load, for instance ``"model.*"``. Differences between the checkpoint
+                and the given state are not reported for other names.
+            strict: raise StateMismatchError instead of a StateDifferenceWarning.
+
         Raises:
-            InvalidInputError: ``store`` is not an opened store.
+            InvalidInputError: ``store`` is neither an opened store nor a valid URI.
         """
-        super().__init__(store, run)
-        self._step = step
-        self._ref: CheckpointRef | None = None
+        check_glob(tensors)
+        super().__init__(store, run, step)
+        if self._store is not None:
+            self._tensors, self._strict = tensors, check_flag("strict", strict)
+        self._stored = _Stored()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ANN401 - signature of torch
         """Resolve the checkpoint, and return its metadata.
@@ -236,10 +368,10 @@ class AsymcheckReader(_StoreUser, StorageReader):
         return metadata
 
     def _read(self, read: Callable[[ReadTier, Resolved], object], step: int | None) -> Restored:
-        resources, run = self._store.resources, self._run
-        which = resources.checked(run, step)
-        with timed("restore", 0, lambda: {"run": run}):
-            return resources.read(
+        run = self._run
+        with self._opened() as store, timed("restore", 0, lambda: {"run": run}):
+            which = store.resources.checked(run, step)
+            return store.resources.read(
                 lambda source: read_first(source, run, which, partial(read, source)), is_newest=which is None
             )
 
@@ -247,25 +379,58 @@ class AsymcheckReader(_StoreUser, StorageReader):
         self._ref = resolved.ref
         parts = ShardSet(resolved.manifests)
         leaves = _leaves_of(parts)
-        described = {name: _describe(parts, leaf) for name, (_, leaf) in leaves.items()}
-        return Metadata(described, planner_data={name: path for name, (path, _) in leaves.items()})
+        self._stored = _Stored((name, _describe(parts, leaf)) for name, (_, leaf) in leaves.items())
+        return Metadata(self._stored, planner_data={name: path for name, (path, _) in leaves.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401, FBT001 - signature of torch
         """Do nothing, because all ranks read in the same way."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Add the resolved checkpoint of this rank to its plan."""
-        return dataclasses.replace(plan, storage_data=self._ref)
+        """Add the resolved checkpoint of this rank, and the names that it lacks, to the plan."""
+        return dataclasses.replace(plan, storage_data=(self._ref, sorted(self._stored.missing)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuse plans of different checkpoints, which a concurrent save may cause."""
-        refs = {plan.storage_data for plan in plans}
+        """Compare the plans of all ranks with each other and with the checkpoint.
+
+        Raises:
+            InconsistentCheckpointError: the ranks have resolved different checkpoints, due to a concurrent save.
+            StateMismatchError: with ``strict``, the state of all ranks and the checkpoint have different names.
+
+        Warns:
+            StateDifferenceWarning: as above, without ``strict``.
+        """
+        refs = {plan.storage_data[0] for plan in plans}
         if len(refs) > 1:
-            listed = ", ".join(sorted(map(str, refs)))
+            names = listed(sorted(map(str, refs)))
             raise InconsistentCheckpointError(
-                f"ranks resolved different checkpoints ({listed}); pass the same step= on all ranks"
+                f"ranks resolved different checkpoints ({names}); pass the same step= on all ranks"
             )
+        self._compare(
+            {item.storage_index.fqn for plan in plans for item in plan.items},
+            {name for plan in plans for name in plan.storage_data[1]},
+        )
         return plans
+
+    def _compare(self, requested: set[str], missing: set[str]) -> None:
+        """Report all differences of names at once, before anything is read."""
+        unused = [name for name, entry in self._stored.items() if name not in requested and not _is_empty(entry)]
+        found = []
+        for one, other, result, every in (
+            ("stored", "requested", "is lost", unused),
+            ("requested", "stored", "keeps its value", sorted(missing)),
+        ):
+            names = [name for name in every if matches(self._tensors, [name])]
+            if names:
+                entries = f"{one} entry" if len(names) == 1 else f"{one} entries"
+                found.append(f"{len(names):,} {entries} not {other}: each {result} ({listed(names, _NAMED)})")
+        if found:
+            message = (
+                f"{self._ref} of run {self._run!r} and the given state differ: {'; '.join(found)}. A new optimizer, "
+                "for example, has no state before its first step. To load a part, pass tensors=GLOB, such as 'model.*'"
+            )
+            if self._strict:
+                raise StateMismatchError(message)
+            warn_user(message, StateDifferenceWarning)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of this rank's plan, and verify every byte.
@@ -285,6 +450,25 @@ class AsymcheckReader(_StoreUser, StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+class _Stored(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
+    """Entries of a checkpoint. Records the names that a planner looks up and that are not stored."""
+
+    def __init__(self, entries: Iterable[tuple[str, TensorStorageMetadata | BytesStorageMetadata]] = ()) -> None:
+        super().__init__(entries)
+        self.missing: set[str] = set()
+
+    def __contains__(self, name: object) -> bool:
+        found = super().__contains__(name)
+        if not found:
+            self.missing.add(str(name))
+        return found
+
+
+def _is_empty(entry: TensorStorageMetadata | BytesStorageMetadata) -> bool:
+    """Tell whether an entry is a tensor without elements, which DCP does not request."""
+    return isinstance(entry, TensorStorageMetadata) and 0 in entry.size
 
 
 def _leaves_of(parts: ShardSet) -> dict[str, tuple[_Path, object]]:

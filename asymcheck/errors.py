@@ -6,7 +6,7 @@
     ├── InvalidInputError              an argument is invalid; nothing was changed
     │   └── UnsupportedValueError, StateMismatchError, ForeignFileError
     ├── NotFoundError                  a requested object does not exist
-    │   └── StoreNotFoundError, CheckpointNotFoundError
+    │   └── StoreNotFoundError, CheckpointNotFoundError, MissingEntryError
     ├── FormatError                    stored bytes break a rule of the format
     │   ├── BadMagicError, ChecksumError, DigestMismatchError, StructureError, TruncatedError
     │   ├── LimitError, BaseDamagedError
@@ -115,6 +115,10 @@ class StoreNotFoundError(NotFoundError, kind="store-not-found"):
 
 class CheckpointNotFoundError(NotFoundError, kind="checkpoint-not-found"):
     """The store has no such checkpoint."""
+
+
+class MissingEntryError(CheckpointNotFoundError, FileNotFoundError):
+    """A listed run or checkpoint does not exist. Programs expect this error of a file system."""
 
 
 class FormatError(AsymcheckError, kind="format"):

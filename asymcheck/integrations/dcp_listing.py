@@ -14,7 +14,7 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
-from asymcheck.errors import CheckpointNotFoundError, InvalidInputError, StoreNotFoundError
+from asymcheck.errors import CheckpointNotFoundError, InvalidInputError, MissingEntryError, StoreNotFoundError
 from asymcheck.integrations.dcp_uri import CheckpointURI
 from asymcheck.store import Store
 
@@ -36,14 +36,14 @@ class CheckpointListing(AbstractFileSystem):  # type: ignore[misc]  # fsspec has
         """List the checkpoints of a run, or the file of a checkpoint.
 
         Raises:
-            FileNotFoundError: the store has no such run or checkpoint.
+            MissingEntryError: the store has no such run or checkpoint.
         """
         path = self._strip_protocol(path)
         uri = CheckpointURI.parse(path.removesuffix(f"/{_METADATA}"))
         with _opened(uri, path, read_only=True) as store:
             steps = sorted({item.step for item in store.checkpoints(uri.run) if item.complete and item.on_line})
         if uri.step is not None and uri.step not in steps:
-            raise FileNotFoundError(path)
+            raise MissingEntryError(_missing(path))
         names = [f"step-{step}" for step in steps] if uri.step is None else [_METADATA]
         kind = "directory" if uri.step is None else "file"
         if posixpath.basename(path) == _METADATA:
@@ -83,7 +83,11 @@ def _opened(uri: CheckpointURI, path: str, *, read_only: bool = False) -> Iterat
         with Store.open(uri.location, read_only=read_only) as store:
             yield store
     except (StoreNotFoundError, CheckpointNotFoundError) as error:
-        raise FileNotFoundError(path) from error
+        raise MissingEntryError(_missing(path)) from error
+
+
+def _missing(path: str) -> str:
+    return f"{path} does not exist: the store has no such run or complete checkpoint; list them with asymcheck inspect"
 
 
 def _refusal(path: str) -> InvalidInputError:

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -41,7 +43,12 @@ def save(base: str) -> None:
     """Save by path in each way, and with an error on one rank."""
     rank, app = dist.get_rank(), App(1)
     app.step()
-    dcp.save({"app": app, "extra": extra(rank, 1)}, checkpoint_id=f"{base}/step-1")
+    # Two shards of a tensor on each rank.
+    shards = [ShardMetadata([2 * i, 0], [2, 3], placement=f"rank:{i % 2}/cpu") for i in range(4)]
+    rows = sharded_tensor.empty(EnumerableShardingSpec(shards), 8, 3, init_rrefs=False)
+    for shard in rows.local_shards():
+        shard.tensor.fill_(shard.metadata.shard_offsets[0])
+    dcp.save({"app": app, "extra": extra(rank, 1), "rows": rows}, checkpoint_id=f"{base}/step-1")
     group = dist.new_group(backend="gloo")
     app.step()
     dcp.async_save({"app": app, "extra": extra(rank, 2)}, checkpoint_id=f"{base}/step-2", process_group=group).result()
@@ -81,6 +88,9 @@ def load(base: str) -> None:
     assert_same(whole({"app": app.state_dict()}), torch.load(f"{path}.pt", weights_only=True))
     assert state["extra"]["step"] == 3
     assert torch.equal(state["extra"][f"rng-{rank % 2}"], torch.full((2,), 3.0 + rank % 2))
+    rows = {"rows": torch.zeros(8, 3)}
+    dcp.load(rows, checkpoint_id=f"{base}&strict=1&tensors=rows/step-1")
+    assert rows["rows"][:, 0].tolist() == [0, 0, 2, 2, 4, 4, 6, 6]
 
 
 def kill(base: str) -> None:

@@ -134,6 +134,10 @@ def test_checkpoints_are_listed_as_directories(store_path: Path) -> None:
     with Store.open(store_path) as store:
         assert [one.step for one in store.checkpoints()] == [10]
         assert store.resources.usage().pooled_packs == 1
+    with pytest.raises(FileNotFoundError, match="no such run or complete checkpoint"):
+        files.ls(f"{path}/step-5")
+    with pytest.raises(FileNotFoundError):
+        files.rm(f"{path}/step-5", recursive=True)
     with pytest.raises(InvalidInputError, match="not runs"):
         files.rm(path, recursive=True)
     for write in (lambda: files.makedirs(path), lambda: files.open(f"{path}/step-10/.metadata", "rb")):

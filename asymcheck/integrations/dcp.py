@@ -89,7 +89,7 @@ _Path = tuple[Key, ...]
 
 
 def register() -> None:
-    """In this process, let torch.distributed.checkpoint handle checkpoint ids such as ``asymcheck:///store?run=RUN/step-1``.
+    """Let DCP accept checkpoint ids such as ``asymcheck:///path/of/store?run=RUN/step-100``, in this process.
 
     torch chooses between two classes of its own, and has no interface to add a third. This function therefore replaces
     the names of these two classes in ``torch.distributed.checkpoint._storage_utils``. All other checkpoint ids are
@@ -333,8 +333,8 @@ class AsymcheckReader(_StoreUser, StorageReader):
         """Prepare to read the checkpoint of ``step``, by default the newest consistent checkpoint.
 
         Args:
-            store: an opened store, or a URI such as ``asymcheck:///path/of/store?run=RUN/step-100``, which replaces the
-                other arguments.
+            store: an opened store, or a URI such as ``asymcheck:///path/of/store?run=RUN/step-100`` instead of step and
+                run.
             step: the step.
             run: name of the run.
             tensors: a glob of the dotted names to load, for instance ``"model.*"``. Differences between the checkpoint
@@ -346,8 +346,8 @@ class AsymcheckReader(_StoreUser, StorageReader):
         """
         check_glob(tensors)
         super().__init__(store, run, step)
-        if self._store is not None:
-            self._tensors, self._strict = tensors, check_flag("strict", strict)
+        self._tensors = self._tensors if tensors == "*" else tensors
+        self._strict = check_flag("strict", strict) or self._strict
         self._stored = _Stored()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ANN401 - signature of torch

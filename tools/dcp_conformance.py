@@ -17,20 +17,8 @@ import tempfile
 import warnings
 from pathlib import Path
 
-_FILES = (
-    "test_checkpoint.py",
-    "test_dtensor_checkpoint.py",
-    "test_dtensor_resharding.py",
-    "test_file_system_checkpoint.py",
-    "test_file_system_checkpoint_cpu.py",
-    "test_fsdp_model_state.py",
-    "test_fsdp_optim_state.py",
-    "test_hsdp_checkpoint.py",
-    "test_planner.py",
-    "test_tp_checkpoint.py",
-    "e2e/test_e2e_save_and_load.py",
-    "e2e/test_fine_tuning.py",
-)
+# Other files test torch itself, file formats, or need CUDA.
+_FILES = ("test_dtensor_resharding.py", "test_file_system_checkpoint_cpu.py")
 _LIMIT_S = 1800
 _MODULES = (
     "torch.distributed.checkpoint",
@@ -128,6 +116,7 @@ def run(checkout: Path, file_name: str) -> list[tuple[str, str]]:
             name = ""
     if status:
         print(text[-20000:])
+    if status not in (0, 1) or not results:
         results.append((file.stem, f"ended with {status}"))
     return results
 

@@ -24,6 +24,7 @@ from asymcheck.cli.inspect_command import inspect
 from asymcheck.cli.maintenance import delete, gc, rebuild_catalog, verify
 from asymcheck.cli.reports import diff, du, log
 from asymcheck.cli.transfer import convert, pull, push, restore
+from asymcheck.cli.view_command import view
 from asymcheck.config import __version__
 from asymcheck.errors import (
     AbandonedCheckpointsWarning,
@@ -126,7 +127,7 @@ def commands() -> None:
 
 for _command in (
     *(completion, convert, delete, diff, doctor, du, gc, inspect, log),
-    *(pull, push, rebuild_catalog, restore, verify),
+    *(pull, push, rebuild_catalog, restore, verify, view),
 ):
     commands.add_command(_command)
 

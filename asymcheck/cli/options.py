@@ -58,10 +58,22 @@ class Report:
     status: int = exit_status.OK
 
 
-def command(short_help: str) -> Callable[[Callable[..., Report]], click.Command]:
+class ReportCommand(click.Command):
+    """A command with ``--json``."""
+
+    report: Callable[..., Report]
+    """Function that the command calls."""
+
+    def document(self, words: list[str]) -> object:
+        """Return the document that the command prints with ``--json``, for arguments as on the command line."""
+        with self.make_context(self.name, words) as context:
+            return self.report(**{name: value for name, value in context.params.items() if name != "as_json"}).document
+
+
+def command(short_help: str) -> Callable[[Callable[..., Report]], ReportCommand]:
     """Turn a function that returns a report into a command with ``--json``."""
 
-    def decorate(function: Callable[..., Report]) -> click.Command:
+    def decorate(function: Callable[..., Report]) -> ReportCommand:
         @functools.wraps(function)
         def run(*, as_json: bool, **options: object) -> int:
             report = function(**options)
@@ -71,7 +83,8 @@ def command(short_help: str) -> Callable[[Callable[..., Report]], click.Command]
                 report.show()
             return report.status
 
-        command = click.command(epilog=exit_status.HELP, short_help=short_help)(run)
+        command = click.command(cls=ReportCommand, epilog=exit_status.HELP, short_help=short_help)(run)
+        command.report = function
         json_help = "Print one JSON document instead of text."
         command.params.append(click.Option(["--json", "as_json"], is_flag=True, help=json_help))
         for parameter in command.params:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime as dt
 import json
 import sys
@@ -11,7 +10,6 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -21,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asymcheck.inspect.disk_usage import CheckpointBytes
+from asymcheck.inspect.documents import jsonable
 from asymcheck.types import Checkpoint, readable_size
 
 # Output into a pipe or file is neither cut nor wrapped.
@@ -85,21 +84,7 @@ def print_entry(heading: str, details: Sequence[str]) -> None:
 
 def print_json(value: object) -> None:
     """Print one JSON document. Dataclasses become objects; NaN and infinities become null."""
-    click.echo(json.dumps(_jsonable(value), indent=2, allow_nan=False))
-
-
-def _jsonable(value: object) -> object:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):  # noqa: PLR0124 - NaN
-        return None
-    return value
+    click.echo(json.dumps(jsonable(value), indent=2, allow_nan=False))
 
 
 def note(text: str) -> None:

@@ -49,6 +49,8 @@ class CheckpointBytes:
     """Stored bytes that only this checkpoint needs, which become garbage if it is deleted."""
     shared_bytes: int
     """Stored bytes that other checkpoints need, too."""
+    new_bytes: int
+    """Stored bytes that no earlier checkpoint of the store needs. Their sum over all checkpoints is the total."""
     manifest_bytes: int
     """Bytes of the manifests, which a deletion frees immediately."""
     missing_partitions: int
@@ -164,6 +166,7 @@ class _References:
                 stored_bytes=0,
                 own_bytes=0,
                 shared_bytes=0,
+                new_bytes=0,
                 manifest_bytes=manifest_bytes,
                 missing_partitions=0,
             )
@@ -276,6 +279,7 @@ class _Totals:
         bytes_of, is_own = self.bytes_of[self.pair_needs], self.users_of[self.pair_needs] == 1
         stored = _sum_by_key(self.pair_users, bytes_of, len(items)).tolist()
         own = _sum_by_key(self.pair_users, bytes_of * is_own, len(items)).tolist()
+        new = _sum_by_key(self.pair_users, bytes_of * self._is_first_user(), len(items)).tolist()
         # Frames are never empty, so a partition of 0 bytes is in no pack.
         missing = _sum_by_key(self.pair_users, (bytes_of == 0).astype(np.int64), len(items)).tolist()
         return tuple(
@@ -284,11 +288,23 @@ class _Totals:
                 stored_bytes=stored[number],
                 own_bytes=own[number],
                 shared_bytes=stored[number] - own[number],
+                new_bytes=new[number],
                 missing_partitions=missing[number],
             )
             for number, item in enumerate(items)
             if chosen[number]
         )
+
+    def _is_first_user(self) -> npt.NDArray[np.bool_]:
+        """Tell for each pair of checkpoint and partition whether no earlier save needs the partition."""
+        items = self.needs.checkpoints
+        age = np.empty(len(items), dtype=np.int64)
+        age[sorted(range(len(items)), key=lambda number: items[number].save_id)] = np.arange(len(items))
+        ages = age[self.pair_users]
+        first = np.full(self.count, len(items), dtype=np.int64)
+        np.minimum.at(first, self.pair_needs, ages)
+        is_first: npt.NDArray[np.bool_] = ages == first[self.pair_needs]
+        return is_first
 
     def _by_role(self, chosen: npt.NDArray[np.bool_]) -> tuple[RoleBytes, ...]:
         state = sum(

@@ -129,8 +129,14 @@ class History:
     """Reason why the line is unknown; empty if it is known."""
 
 
-def read_history(tier: ReadTier, run: str, *, everything: bool = False) -> History:
+Known = dict[CheckpointRef, tuple[CheckpointFiles, HistoryEntry]]
+"""Complete checkpoints that were read before. Their manifests never change."""
+
+
+def read_history(tier: ReadTier, run: str, *, everything: bool = False, known: Known | None = None) -> History:
     """Return the history of a run. With ``everything``, include abandoned, incomplete and damaged checkpoints.
+
+    Checkpoints in ``known`` are not read again, and complete checkpoints are added to it.
 
     Raises:
         CheckpointNotFoundError: the store has other runs, but not this one.
@@ -139,13 +145,16 @@ def read_history(tier: ReadTier, run: str, *, everything: bool = False) -> Histo
     runs = tier.manifests.runs()
     if runs:
         check_run_exists(tier.root, run, runs)
-    return _HistoryReader(tier, run).read(everything=everything)
+    return _HistoryReader(tier, run, {} if known is None else known).read(everything=everything)
 
 
 class _HistoryReader:
-    def __init__(self, tier: ReadTier, run: str) -> None:
-        self.tier, self.run = tier, run
-        self.listings = tier.manifests.checkpoints(run)
+    def __init__(self, tier: ReadTier, run: str, known: Known) -> None:
+        self.tier, self.run, self.known = tier, run, known
+        listings = [
+            known[ref][0] if ref in known else tier.manifests.listing(run, ref) for ref in tier.manifests.refs(run)
+        ]
+        self.listings = [listing for listing in listings if listing.manifests]
         self.line: Lineage | None = None
         self.line_problem = ""
         self.complete: list[CheckpointRef] = []
@@ -178,6 +187,19 @@ class _HistoryReader:
         )
 
     def _read(self, listing: CheckpointFiles) -> HistoryEntry:
+        if listing.ref not in self.known:
+            entry = self._read_manifests(listing)
+            if not entry.checkpoint.complete:
+                return entry
+            self.known[listing.ref] = listing, entry
+        entry = self.known[listing.ref][1]
+        # A new generation may have abandoned the checkpoint.
+        on_line = None if self.line is None else listing.ref in self.line
+        if entry.checkpoint.on_line is on_line:
+            return entry
+        return dataclasses.replace(entry, checkpoint=dataclasses.replace(entry.checkpoint, on_line=on_line))
+
+    def _read_manifests(self, listing: CheckpointFiles) -> HistoryEntry:
         try:
             manifests = read_manifests(self.tier, listing)
         except INCONCLUSIVE:

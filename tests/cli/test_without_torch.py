@@ -44,6 +44,7 @@ def test_commands_without_tensors_need_no_torch(store: Path, tmp_path: Path) -> 
         ["diff", store, 10, 20],
         ["push", store, there],
         ["inspect", store, "--remote", there],
+        ["view", store, "--remote", there, "--export", tmp_path / "report.html", "--verify", "--compare", 10, 20],
         ["verify", there],
         ["delete", store, 1, "--run", "other", "--yes"],
         ["gc", store, "--keep-last", 1],

@@ -1,0 +1,95 @@
+"""``asymcheck view``: serve a page about a store, or write it to a file."""
+
+from __future__ import annotations
+
+import contextlib
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from asymcheck.cli import exit_status, output
+from asymcheck.cli.inspect_command import inspect
+from asymcheck.cli.maintenance import verify
+from asymcheck.cli.options import ReportCommand, ring_folder_option, store_argument
+from asymcheck.cli.reports import diff, du
+from asymcheck.config import DEFAULT_RUN
+from asymcheck.errors import InvalidInputError, StorageError
+
+_COMMANDS: dict[str, ReportCommand] = {"diff": diff, "du": du, "inspect": inspect, "verify": verify}
+
+
+@click.command(epilog=exit_status.HELP, short_help="Show a store in a web page.")
+@store_argument
+@click.option("--remote", default=None, help="Also show which checkpoints are at this remote location.")
+@ring_folder_option
+@click.option("--trace", type=click.Path(path_type=Path), default=None, help="Also show a file of asymcheck.trace().")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port on 127.0.0.1 [default: a free port].")
+@click.option("--open", "opens", is_flag=True, help="Open the page in the web browser.")
+@click.option(
+    "--export",
+    type=click.Path(path_type=Path),
+    default=None,
+    metavar="FILE",
+    help="Write the page to one HTML file instead. It contains all data and works offline.",
+)
+@click.option("--verify", "verifies", is_flag=True, help="With --export: read and check every byte first.")
+@click.option(
+    "--compare",
+    nargs=2,
+    default=None,
+    metavar="A B",
+    help="With --export: compare two checkpoints, as 'asymcheck diff'.",
+)
+@click.option("--run", default=DEFAULT_RUN, show_default=True, help="With --compare: run of A and B.")
+def view(
+    store: str,
+    remote: str | None,
+    ring_folder: Path,
+    trace: Path | None,
+    port: int,
+    opens: bool,
+    export: Path | None,
+    verifies: bool,
+    compare: tuple[str, str] | None,
+    run: str,
+) -> None:
+    """Show STORE in a local, read-only web page: runs, metrics, disk usage, health, differences and stalls.
+
+    The page follows a store to which a training saves. The server listens on 127.0.0.1 only, and its URL contains a
+    random token. Press Ctrl-C to stop it.
+    """
+    # Other commands do not need an HTTP server.
+    from asymcheck.view.documents import Documents, Source
+    from asymcheck.view.page import static_page
+    from asymcheck.view.server import PageServer
+
+    if export is None and (verifies or compare):
+        raise click.UsageError("--verify and --compare require --export; the served page has buttons for both")
+    if export is not None and (opens or port):
+        raise click.UsageError("--export starts no server: leave out --open and --port")
+    with contextlib.closing(Documents(Source(store, remote, ring_folder, trace), run_words)) as documents:
+        if export is not None:
+            page = static_page(documents.collect(verify=verifies, compare=compare and (run, *compare)))
+            try:
+                export.write_text(page, "utf-8")
+            except OSError as error:
+                raise StorageError(f"cannot write {export}: {error.strerror}; choose another file") from error
+            click.echo(f"{export}: {output.size(len(page.encode()))}")
+            return
+        with PageServer(documents, port) as server:
+            click.echo(server.url)
+            if opens:
+                webbrowser.open(server.url)
+            with contextlib.suppress(KeyboardInterrupt):
+                server.serve_forever()
+
+
+def run_words(words: Sequence[str]) -> object:
+    """Return the document that a command prints with ``--json``."""
+    name, *arguments = words
+    try:
+        return _COMMANDS[name].document(arguments)
+    except click.UsageError as error:
+        raise InvalidInputError(error.format_message()) from error

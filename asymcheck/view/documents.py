@@ -1,0 +1,170 @@
+"""Documents of the page: those that the command line prints with ``--json``, for one store."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from asymcheck.errors import AsymcheckError, InvalidInputError
+from asymcheck.inspect.documents import jsonable
+from asymcheck.storage.remote import is_uri
+from asymcheck.store import Store
+from asymcheck.view.histories import Histories
+from asymcheck.view.trace_summary import TraceFile
+
+RunCommand = Callable[[Sequence[str]], object]
+"""Returns the document that ``asymcheck WORDS --json`` prints."""
+Query = Mapping[str, str]
+
+_LOCAL_INTERVAL_S, _REMOTE_INTERVAL_S = 1.0, 20.0
+_SIDE = re.compile(r"(save:)?[0-9a-f]{1,32}\Z")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Store and files that the page shows."""
+
+    store: str
+    """Path or URI of the store."""
+    remote: str | None
+    """URI of the remote location to which the store is pushed."""
+    ring_folder: Path
+    trace: Path | None
+
+
+class Documents:
+    """Documents of one store, by name. Threads may share it."""
+
+    def __init__(self, source: Source, run_command: RunCommand) -> None:
+        """Open the store.
+
+        Raises:
+            StoreNotFoundError, FormatError, RemoteUnreachableError: as :meth:`asymcheck.Store.open`.
+        """
+        self._source = source
+        self._run_command = run_command
+        self._store = Store.open(source.store, read_only=True)
+        self._histories = Histories(self._store, _REMOTE_INTERVAL_S if is_uri(source.store) else _LOCAL_INTERVAL_S)
+        self._remote: Store | None = None
+        self._remote_histories: Histories | None = None
+        self._remote_lock = threading.Lock()
+        self._trace = None if source.trace is None else TraceFile(source.trace)
+        # One command that reads much at a time, so that the page does not compete with a training for the drive.
+        self._heavy = threading.Lock()
+        self._verified: dict[str, object] | None = None
+        self._by_name: dict[str, Callable[[Query], object]] = {
+            "state": lambda _query: self._state(),
+            "log": lambda query: self._log(self._source.store, self._histories, query),
+            "remote": self._remote_log,
+            "memory": lambda _query: self._memory(),
+            "du": lambda _query: self._run("du", "--", self._source.store),
+            "verify": lambda _query: self._verify(),
+            "diff": self._diff,
+            "trace": self._trace_window,
+        }
+
+    def get(self, name: str, query: Query) -> object | None:
+        """Return a document for ``json.dumps``, or None if there is none with this name.
+
+        Raises:
+            AsymcheckError: the document cannot be computed; the message is for the user.
+        """
+        compute = self._by_name.get(name)
+        return None if compute is None else jsonable(compute(query))
+
+    def collect(self, *, verify: bool, compare: tuple[str, str, str] | None) -> dict[str, object]:
+        """Return the documents of a static page, by name; those of runs, by name and run.
+
+        A document that cannot be computed is replaced by ``{"error": message}``.
+
+        Args:
+            verify: also read and check every byte.
+            compare: run, A and B of a comparison, as in :meth:`asymcheck.Store.diff`.
+        """
+
+        def get(name: str, **query: str) -> object:
+            try:
+                return self.get(name, query)
+            except AsymcheckError as error:
+                return {"error": str(error)}
+
+        if verify:
+            get("verify")
+        runs = [state.run for state in self._histories.states()]
+        remote_runs = [] if self._source.remote is None else runs
+        return {
+            "state": get("state"),
+            "log": {run: get("log", run=run) for run in runs},
+            "remote": {run: get("remote", run=run) for run in remote_runs},
+            "memory": get("memory"),
+            "du": get("du"),
+            "diff": None if compare is None else get("diff", **dict(zip(("run", "a", "b"), compare, strict=True))),
+            "trace": None if self._trace is None else get("trace"),
+        }
+
+    def close(self) -> None:
+        """Close the store and the remote location."""
+        self._store.close()
+        if self._remote is not None:
+            self._remote.close()
+
+    def _run(self, *words: str) -> object:
+        with self._heavy:
+            return self._run_command(words)
+
+    def _state(self) -> object:
+        return {
+            "store": self._store.location,
+            "is_remote": is_uri(self._source.store),
+            "remote": self._source.remote,
+            "runs": self._histories.states(),
+            "verified": self._verified,
+            "trace": None if self._trace is None else self._trace.version(),
+            "now_ns": time.time_ns(),
+        }
+
+    @staticmethod
+    def _log(name: str, histories: Histories, query: Query) -> object:
+        return {"store": name, "history": histories.history(query.get("run", "")), "remote": None, "there": None}
+
+    def _remote_log(self, query: Query) -> object:
+        uri = self._source.remote
+        if uri is None:
+            raise InvalidInputError("the page has no remote location; start asymcheck view with --remote URI")
+        with self._remote_lock:
+            if self._remote_histories is None:
+                self._remote = Store.open(uri, read_only=True)
+                self._remote_histories = Histories(self._remote, _REMOTE_INTERVAL_S)
+        return self._log(uri, self._remote_histories, query)
+
+    def _memory(self) -> object:
+        return self._run(
+            "inspect", "--tier", "memory", "--ring-folder", str(self._source.ring_folder), "--", self._source.store
+        )
+
+    def _verify(self) -> object:
+        started_ns = time.time_ns()
+        document = self._run("verify", "--", self._source.store)
+        self._verified = {"started_ns": started_ns, "ended_ns": time.time_ns(), "document": document}
+        return self._verified
+
+    def _diff(self, query: Query) -> object:
+        sides = [query.get(side, "") for side in ("a", "b")]
+        if not all(map(_SIDE.match, sides)):
+            raise InvalidInputError("choose two steps: a number, or save:DIGITS for one save of a step")
+        run, tensors = query.get("run", "default"), query.get("tensors") or "*"
+        norms = "--no-norms" if query.get("norms") == "no" else "--norms"
+        return self._run("diff", f"--run={run}", f"--tensors={tensors}", norms, "--", self._source.store, *sides)
+
+    def _trace_window(self, query: Query) -> object:
+        if self._trace is None:
+            raise InvalidInputError("the page has no trace; start asymcheck view with --trace FILE")
+        try:
+            start, end = float(query.get("from", 0)), float(query["to"]) if "to" in query else None
+        except ValueError as error:
+            raise InvalidInputError("from and to are times in milliseconds") from error
+        return self._trace.summary(start, end)

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from asymcheck.capture.background_saver import BackgroundSaver, Statistics
 from asymcheck.capture.inflight import Capture, CheckpointReport
@@ -74,7 +74,7 @@ class Checkpointer:
     def __init__(  # noqa: PLR0913 - all options of a training loop
         self,
         store: Store,
-        state: dict[str, object],
+        state: dict[str, Any],
         *,
         every: int | Literal["auto"] | AutoInterval = "auto",
         keep: Retention | None = KEEP_NEWEST,

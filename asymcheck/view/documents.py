@@ -142,9 +142,9 @@ class Documents:
         return self._log(uri, self._remote_histories, query)
 
     def _memory(self) -> object:
-        return self._run(
-            "inspect", "--tier", "memory", "--ring-folder", str(self._source.ring_folder), "--", self._source.store
-        )
+        folder = f"--ring-folder={self._source.ring_folder}"
+        # Without the lock, so that the page follows the store during a verification.
+        return self._run_command(["inspect", "--tier=memory", folder, "--", self._source.store])
 
     def _verify(self) -> object:
         started_ns = time.time_ns()

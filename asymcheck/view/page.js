@@ -11,7 +11,7 @@ const view = {state: null, run: null, logs: {}, remote: {}, memory: null, du: nu
 
 // ---- elements
 
-function fill(element, tag, attributes, children) {
+function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes || {})) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
@@ -19,9 +19,8 @@ function fill(element, tag, attributes, children) {
   element.append(...children.filter((child) => child !== null && child !== undefined));
   return element;
 }
-const h = (tag, attributes, ...children) => fill(document.createElement(tag), tag, attributes, children);
-const s = (tag, attributes, ...children) =>
-  fill(document.createElementNS("http://www.w3.org/2000/svg", tag), tag, attributes, children);
+const h = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
+const s = (tag, attributes, ...children) => fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
 
 // ---- numbers and times
 
@@ -186,7 +185,7 @@ function table(container, caption, columns, rows, options = {}) {
 
 const isDamaged = (entry) => !entry.checkpoint.complete || lost().has(nameOf(entry.checkpoint));
 const isAbandoned = (entry) => entry.checkpoint.on_line === false;
-const nameOf = (item) => `${item.run} step ${item.step} (generation ${item.generation}, save ${item.save_id.slice(0, 12)})`;
+const nameOf = (item) => `run ${item.run}, step ${item.step} (generation ${item.generation}, save ${item.save_id.slice(0, 12)})`;
 const lost = () => new Set(view.state.verified ? view.state.verified.document.lost : []);
 
 // Entries of the run, oldest first, within the chosen steps.
@@ -400,11 +399,11 @@ function drawHealth() {
 }
 
 function drawDiff(difference) {
-  const name = (item) => `step ${whole.format(item.step)}, generation ${item.generation}`;
+  const name = (item) => `run ${item.run}, step ${whole.format(item.step)}, generation ${item.generation}`;
   $("diff-summary").textContent = `A: ${name(difference.a)}. B: ${name(difference.b)}. ${count(difference.tensors.length, "tensor")} changed, `
     + `${whole.format(difference.unchanged_tensors)} unchanged. ${size(difference.shared_bytes)} of ${size(difference.bytes_b)} shared.`;
   const norm = (title, key) => ({title, number: true, cell: (row) => number(row.norms && row.norms[key]), sort: (row) => row.norms && row.norms[key]});
-  const largest = Math.max(...difference.tensors.map((row) => (row.norms && row.norms.relative) || 0));
+  const largest = extent(difference.tensors.map((row) => (row.norms && row.norms.relative) || 0))[1];
   table($("diff"), "Changed tensors", [
     {title: "tensor", wide: true, cell: (row) => [row.name, ...row.aliases].join(" = "), sort: (row) => row.name}, {title: "rank", number: true, cell: (row) => String(row.rank)},
     {title: "change", cell: (row) => row.change}, {title: "dtype", cell: (row) => row.dtype_b || row.dtype_a},
@@ -520,7 +519,13 @@ async function poll(round) {
 async function follow() {
   for (let round = 0; ; round += 1) {
     if (!view.paused && !document.hidden) {
-      try { await poll(round); } catch (error) { tell(error instanceof TypeError ? new Error("asymcheck view does not answer. Start it again.") : error); }
+      try {
+        await poll(round);
+        if (view.failed) { tell(null); view.failed = false; }
+      } catch (error) {
+        view.failed = true;
+        tell(error instanceof TypeError ? new Error("asymcheck view does not answer. Start it again.") : error);
+      }
     }
     if (STATIC) return;
     await new Promise((resolve) => { view.wake = resolve; setTimeout(resolve, POLL_MS); });
@@ -568,7 +573,7 @@ $("trace-buttons").addEventListener("click", async (event) => {
   view.trace = await get("trace", {from: Math.max(0, from), to: Math.min(trace.end_ms, to)});
   drawTrace();
 });
-addEventListener("hashchange", () => { if (view.wake) view.wake(); });
+addEventListener("hashchange", () => { $("diff-form").touched = false; if (view.wake) view.wake(); });
 let resized = 0;
 addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(() => { draw(); drawTrace(); }, 150); });
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import secrets
+import sys
 from http import HTTPStatus
 from urllib.parse import parse_qsl, urlsplit
 
@@ -44,6 +45,11 @@ class PageServer(http.server.ThreadingHTTPServer):
                 f"cannot listen on {_ADDRESS}:{port}: {error.strerror}; choose another port, or 0 for a free one"
             ) from error
         self.hosts = {f"{name}:{self.server_port}" for name in (_ADDRESS, "localhost")}
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print the traceback of a defect. A browser that closes its connection is none."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]  # only printed
 
     @property
     def url(self) -> str:

@@ -31,9 +31,8 @@ def train(folder: Path, steps: int) -> Checkpoint | None:
             checkpointer.step(step, metrics={"loss": loss.item()})
         checkpointer.save(steps)
         latest: int | None = checkpointer.latest_step
-        print(latest)
         checkpoints: list[Checkpoint] = store.checkpoints()
-        return checkpoints[-1] if checkpoints else None
+        return checkpoints[-1] if latest else None
 
 
 def load(folder: Path) -> object:

@@ -111,12 +111,15 @@ def test_empty_and_damaged_stores_are_readable(browser: Chromium, serve: Serve, 
         assert browser.evaluate("document.querySelector('h1').textContent") == "No checkpoints yet"
     (manifest,) = min((store / "manifests" / "default").iterdir()).iterdir()
     manifest.write_bytes(b"x")
+    sorted((store / "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns)[-2].unlink()  # step 25
     with serve(store) as server:
         browser.open(server.url)
         wait_for_run(browser, 4)
+        assert browser.evaluate("document.querySelectorAll('#checkpoints tbody .bad').length") == 2  # status and copies
         assert "incomplete or damaged: " in browser.evaluate("document.querySelector('#checkpoints').textContent")
         browser.evaluate("document.querySelector('#verify').click()")
         browser.wait_for("document.querySelector('#health').className === 'bad'")
+        browser.wait_for("document.querySelectorAll('#checkpoints tbody .bad').length === 3")
         assert "damaged-manifest" in browser.evaluate("document.querySelector('#findings').textContent")
 
 

@@ -30,7 +30,6 @@ from asymcheck.gc.retention_runner import MaintenanceThread, Pruner
 from asymcheck.policies.interval import AutoInterval, ChosenInterval
 from asymcheck.policies.push_selection import Push
 from asymcheck.policies.retention import Retention, check_retention
-from asymcheck.replication.background_push import BackgroundPush
 from asymcheck.replication.transfer_stats import PushStatistics
 from asymcheck.store import Store
 from asymcheck.training.interval_controller import interval_controller
@@ -147,7 +146,11 @@ class Checkpointer:
             every, None if self._coordinator is None else self._coordinator.broadcast
         )
         # Last, because it starts to push the checkpoints that an earlier training left in the store.
-        self._pusher = BackgroundPush(partial(store.training.push_in_background, run=run, poll_s=_POLL_S), push, found)
+        prunes = found is None or found.rank == 0
+        self._pusher = store.training.push_in_background(push, run=run, poll_s=_POLL_S, prunes=prunes)
+        if found is None:
+            # With several ranks, the rendezvous decides which ranks push.
+            self._pusher.start()
         self._maintenance = None if keep is None else MaintenanceThread(partial(self._pruner, keep))
 
     def __repr__(self) -> str:

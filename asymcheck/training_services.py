@@ -18,10 +18,10 @@ from asymcheck.format.manifest import ManifestHeader
 from asymcheck.format.record import HeadRecord
 from asymcheck.opened_store import OpenedStore
 from asymcheck.policies.interval import TrainingPace
-from asymcheck.policies.push_selection import Push
-from asymcheck.replication.background_push import PushJob, PushWorker
-from asymcheck.replication.push_process import PushProcess
-from asymcheck.replication.push_thread import PushThread
+from asymcheck.policies.push_selection import Push, check_push
+from asymcheck.replication.background_push import BackgroundPush
+from asymcheck.replication.push_loop import PushLoop
+from asymcheck.replication.push_status import PushJob
 from asymcheck.restore.lineage import begin_generation, intact_heads, read_line
 from asymcheck.storage.fallback_tier import RemoteFallback
 from asymcheck.storage.nvme import NvmeTier
@@ -134,31 +134,44 @@ class TrainingServices:
         return begin_generation(tier, run, None if parent is None else parent.ref)
 
     def push_in_background(
-        self, rules: Push, *, run: str = DEFAULT_RUN, poll_s: float = 0.5, prunes: bool = True
-    ) -> PushWorker:
-        """Push checkpoints in the background, as they become durable. Close the result before the store.
+        self, rules: Push | None, *, run: str = DEFAULT_RUN, poll_s: float = 0.5, prunes: bool = True
+    ) -> BackgroundPush:
+        """Return a push of checkpoints as they become durable, in a child process. Start it, and close it.
 
         Checkpoints that are in the store already are pushed, too. An interrupted push continues by itself.
 
         Args:
-            rules: the remote location, and the checkpoints to push.
+            rules: the remote location, and the checkpoints to push. None for a push that does nothing.
             run: name of the run.
             poll_s: seconds between two looks for new checkpoints of other processes.
             prunes: remove checkpoints at the location that ``Push.keep`` does not keep. If several stores push one run
                 to one location, only one of them may prune.
 
         Raises:
-            InvalidInputError: the run or the URI is invalid. The location is not contacted.
+            InvalidInputError: the run or the URI is invalid, or the program has no Python interpreter for the child.
+                The location is not contacted.
         """
         tier = self.opened.tier
-        tier.check_usable()
-        parse_location(rules.remote)  # Refuse an invalid URI now, not on another thread.
-        source = str(tier.root) if isinstance(tier, RemoteTier) else os.path.abspath(tier.root)
-        job = PushJob(source, tier.config, rules, layout.check_run(run), poll_s, prunes)
+        if rules is None:
+            return BackgroundPush(tier, None)
         # In a frozen program, sys.executable is the program itself instead of an interpreter.
-        if rules.own_process and sys.executable and not getattr(sys, "frozen", False):
-            return PushProcess(tier, job)
-        return PushThread(tier, job)
+        if not sys.executable or getattr(sys, "frozen", False):
+            raise InvalidInputError(
+                "push=… starts a Python interpreter, but this program has none (sys.executable). Leave out push, and "
+                f"run asymcheck push {tier.root} {rules.remote} --follow beside the training"
+            )
+        return BackgroundPush(tier, self._push_job(rules, run, poll_s, prunes=prunes))
+
+    def push_loop(self, rules: Push, *, run: str = DEFAULT_RUN) -> PushLoop:
+        """Return the loop that pushes a run in the foreground; :func:`follow` runs it."""
+        return PushLoop(self.opened.tier, self._push_job(rules, run, 0.5, prunes=True))
+
+    def _push_job(self, rules: Push, run: str, poll_s: float, *, prunes: bool) -> PushJob:
+        tier = self.opened.tier
+        tier.check_usable()
+        parse_location(check_push(rules).remote)  # Refuse an invalid URI now, not in the child.
+        source = str(tier.root) if isinstance(tier, RemoteTier) else os.path.abspath(tier.root)
+        return PushJob(source, tier.config, rules, layout.check_run(run), poll_s, prunes)
 
     def run_lock(self, run: str) -> RunLock:
         """Return the lock of a run; :meth:`RunLock.take` takes it, and :meth:`close` releases it."""

@@ -30,7 +30,7 @@ import torch
 from asymcheck import Push, RemoteConfig, Store, StoreConfig
 from asymcheck.executor import stand_back
 from asymcheck.format import layout
-from asymcheck.replication.background_push import PushWorker
+from asymcheck.replication.background_push import BackgroundPush
 from benchmarks import environment, states, training
 from benchmarks.coldness import make_cold
 from benchmarks.report import Report, Row, row
@@ -345,7 +345,7 @@ class _Putting:
         self._thread.shutdown()
 
 
-def _is_pushed(pushing: PushWorker, count: int) -> bool:
+def _is_pushed(pushing: BackgroundPush, count: int) -> bool:
     now = pushing.statistics()
     if now.problem:
         raise RuntimeError(now.problem)

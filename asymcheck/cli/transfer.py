@@ -13,16 +13,19 @@ import click
 
 from asymcheck.cli import exit_status, output
 from asymcheck.cli.options import Report, command, parse_size, ring_options, step_option, store_argument
-from asymcheck.config import DEFAULT_RUN, StoreConfig
+from asymcheck.config import DEFAULT_RUN, RemoteConfig, StoreConfig
 from asymcheck.convert.export_target import format_of, is_store
 from asymcheck.errors import InvalidInputError, NotFoundError, SkippedCheckpointWarning
 from asymcheck.format.layout import check_run
+from asymcheck.policies.push_selection import Push
+from asymcheck.replication.push_loop import PushLoop, follow
+from asymcheck.replication.push_status import PushStatus
 from asymcheck.replication.transfer_plan import selected
-from asymcheck.replication.transfer_stats import Moved
+from asymcheck.replication.transfer_stats import Moved, PushStatistics
 from asymcheck.storage.local_files import translated
 from asymcheck.storage.remote import RemoteTier, is_uri, parse_location
 from asymcheck.store import Store
-from asymcheck.types import Checkpoint
+from asymcheck.types import Checkpoint, Progress
 from asymcheck.validation import check_step
 
 if TYPE_CHECKING:
@@ -46,21 +49,79 @@ def _selection_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @store_argument
 @click.argument("location")
 @_selection_options
-def push(store: str, location: str, step: int | str | None, run: str | None, everything: bool) -> Report:
+@click.option(
+    "--follow", "follows", is_flag=True, help="Push each checkpoint as it becomes durable, until Ctrl-C or SIGTERM."
+)
+@click.option("--every", type=int, default=None, help="With --follow: push steps that are multiples of this [all].")
+@click.option(
+    "--limit-rate", metavar="SIZE", callback=parse_size, default=None, help="Send at most SIZE per second, as 50MB."
+)
+def push(
+    store: str,
+    location: str,
+    step: int | str | None,
+    run: str | None,
+    everything: bool,
+    follows: bool,
+    every: int | None,
+    limit_rate: int | None,
+) -> Report:
     """Copy checkpoints of STORE to LOCATION, where they survive the loss of this node.
 
     LOCATION is hdfs://namenode:port/path, file:///path (a shared file system), or another URI that pyarrow supports.
     Data that is already at LOCATION is not sent again. An interrupted push continues where it stopped.
 
+    --follow pushes the checkpoints of one run, newest first, and waits for new ones. A failure is tried again. Ctrl-C
+    or SIGTERM ends the command after the present upload; a second signal cancels the upload.
+
     \b
     Examples:
       asymcheck push checkpoints hdfs://namenode:8020/runs/gpt2
       asymcheck push checkpoints 'hdfs://namenode:8020/runs/gpt2?dfs.replication=2' --all
+      asymcheck push checkpoints hdfs://namenode:8020/runs/gpt2 --follow --limit-rate 50MB
     """
     _check_step_or_all(step, everything=everything)
-    with Store.open(store, read_only=True) as opened, output.progress("push") as progress:
+    config = StoreConfig(remote=RemoteConfig(bytes_per_s=limit_rate))
+    if follows and (everything or step is not None):
+        raise click.UsageError("--follow pushes all checkpoints: leave out --all and --step")
+    if every is not None and not follows:
+        raise click.UsageError("--every applies to --follow only")
+    with Store.open(store, read_only=True, config=config) as opened, output.progress("push") as progress:
+        if follows:
+            loop = opened.training.push_loop(Push(location, every=every), run=run or DEFAULT_RUN)
+            statistics = _follow_loop(loop, progress)
+            return Report(statistics, partial(_show_followed, statistics))
         done = opened.push(location, step, run=run, everything=everything, progress=progress)
     return Report(done, partial(_show_moved, done, "sent"))
+
+
+def _follow_loop(loop: PushLoop, progress: Progress) -> PushStatistics:
+    """Run a push loop until a signal, and report each upload and each new problem on standard error."""
+    shown, problem = 0, ""
+
+    def tick(status: PushStatus) -> None:
+        nonlocal shown, problem
+        now = status.statistics
+        new = status.intervals[max(len(status.intervals) - status.traced + shown, 0) :]
+        shown = status.traced
+        for upload in [upload for upload in new if "failed" not in upload.detail]:
+            sent = int(upload.detail["sent"])
+            speed = output.size(round(sent / max(upload.seconds, 1e-3)))
+            took = f"{output.size(sent)} in {upload.seconds:.1f} s, {speed}/s"
+            output.note(f"sent step {upload.detail['step']}: {took}; {output.count(now.backlog, 'checkpoint')} waiting")
+        if now.problem != problem:
+            problem = now.problem
+            output.note(f"{problem}; trying again" if problem else "the push works again")
+        if now.sending_step is not None:
+            progress(now.done_bytes, now.total_bytes)
+
+    follow(loop, tick, lets_signals_end_it=True)
+    return loop.status().statistics
+
+
+def _show_followed(done: PushStatistics) -> None:
+    sent, waiting = output.count(done.pushed, "checkpoint"), output.count(done.backlog, "checkpoint")
+    click.echo(f"{sent} sent, {output.size(done.sent_bytes)}; {waiting} waiting")
 
 
 @command("Copy checkpoints from HDFS or a shared file system.")

@@ -37,8 +37,6 @@ class Push:
     """Number of checkpoints waiting to be pushed, newest first, that the retention of the store keeps."""
     close_s: float | None = 60.0
     """Time that ``close()`` waits for pending uploads [s]; None for no limit."""
-    own_process: bool = True
-    """Push in a separate process, so that uploads do not take the GIL of the training; otherwise in a thread."""
 
     def __post_init__(self) -> None:
         """Refuse invalid rules."""
@@ -56,8 +54,6 @@ class Push:
             raise InvalidInputError(f"hold={self.hold!r:.100}: give a number of checkpoints, 0 or more")
         if self.keep is not None and not isinstance(self.keep, Retention):
             raise InvalidInputError(f"keep={self.keep!r:.100}: give asymcheck.Retention(keep_last=…), or None")
-        if type(self.own_process) is not bool:
-            raise InvalidInputError(f"own_process={self.own_process!r:.100}: give True or False")
         if self.best is not None:
             check_best("best", self.best)
 
@@ -131,13 +127,13 @@ def _best(best: Best, ordered: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
     return best_by(best, ordered)
 
 
-def held(push: Push, waiting: Sequence[Checkpoint], sending: str | None) -> dict[str, str]:
+def held(push: Push, waiting: Sequence[str], sending: str | None) -> dict[str, str]:
     """Return the save ids that the retention of the store must keep, with the reasons.
 
     Args:
         push: the rules.
-        waiting: the result of :func:`due`.
+        waiting: save ids of the result of :func:`due`.
         sending: save id of the checkpoint that is being uploaded, if any.
     """
-    reasons = {checkpoint.save_id: "to be pushed" for checkpoint in waiting[max(len(waiting) - push.hold, 0) :]}
+    reasons = dict.fromkeys(waiting[max(len(waiting) - push.hold, 0) :], "to be pushed")
     return reasons if sending is None else {**reasons, sending: "being pushed"}

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import Literal, NamedTuple
 
 from asymcheck.config import RemoteConfig
-from asymcheck.errors import AsymcheckError
+from asymcheck.errors import AsymcheckError, RunInUseError
 from asymcheck.format import layout
 from asymcheck.storage import process_identity
 from asymcheck.storage.nvme.run_lock import Trainer
@@ -68,6 +68,16 @@ class LeaseStatus:
         """Whether another training holds the lease."""
         return self.phase in ("refused", "lost")
 
+    def check(self, run: str, remote: str) -> None:
+        """Raise if another training holds the lease of ``run`` at ``remote``.
+
+        Raises:
+            RunInUseError: another training trains the run, or has taken it over.
+        """
+        if self.is_taken:
+            trainer = f"{self.other or 'another process'}, which pushes to {remote}"
+            raise RunInUseError(run, trainer, self.last_step, taken_over=self.phase == "lost")
+
 
 class _Lease(NamedTuple):
     """Content of a lease file. A lease that cannot be read has no trainer and no token."""
@@ -107,8 +117,14 @@ class RunLease:
         self._watched = self._own = 0
         self._renewed = time.monotonic()
         self._ended = threading.Event()
+        self._is_abandoned = False
         self._thread = threading.Thread(target=self._work, name="asymcheck-lease", daemon=True)
         self._thread.start()
+
+    def abandon(self) -> None:
+        """Stop renewing the lease, which ends by itself."""
+        self._is_abandoned = True
+        self._ended.set()
 
     def close(self) -> None:
         """Release the lease."""
@@ -130,7 +146,7 @@ class RunLease:
             pause_s = self._config.lease_s / 3
             if not self._status.is_decided:
                 pause_s = min(_POLL_S, pause_s / 3)
-        if self._own and self._files is not None:
+        if self._own and self._files is not None and not self._is_abandoned:
             with contextlib.suppress(AsymcheckError):
                 self._files.delete(self._folder(self._files) / layout.lease_name(self._own))
 

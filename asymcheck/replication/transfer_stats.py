@@ -45,3 +45,11 @@ class PushStatistics:
     """Error of the last upload or remote prune, or a damaged checkpoint; empty if everything works."""
     newest_step: int | None = None
     """Newest step at the remote location: the step from which another machine can resume."""
+    sending_step: int | None = None
+    """Step that is being uploaded; None if no upload runs."""
+    done_bytes: int = 0
+    """Payload bytes of that step that were sent so far."""
+    total_bytes: int = 0
+    """Payload bytes of that step to send."""
+    bytes_per_s: float = 0.0
+    """Mean speed of that upload [B/s]."""

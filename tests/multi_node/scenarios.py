@@ -15,10 +15,11 @@ from asymcheck import Checkpointer, Push, Ranks, Retention, Store, TensorShard
 from asymcheck.capture import two_phase_commit
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import AsymcheckError
-from asymcheck.replication import cross_node_dedup
+from asymcheck.replication import background_push, cross_node_dedup
 from tests.distributed.launched import CONFIG, RANK, WORLD, connect, noted
 from tests.distributed.scenarios import mark, never_commit, note, tell
 from tests.distributed.training import Training, digest_of
+from tests.remote.conftest import ChildOnThread
 
 PER_MACHINE = int(os.environ.get("PER_MACHINE", "2"))
 MACHINE = RANK // PER_MACHINE
@@ -75,8 +76,7 @@ def checkpointer(folder: Path, store: Store, job: Job, ranks: Ranks, **more: obj
     memory.mkdir(exist_ok=True)
     location = os.environ.get("LOCATION")
     if location:
-        # Push from a thread, because launches last for seconds, as long as the start of a process on each machine.
-        more["push"] = Push(location, every=2, own_process=False)
+        more["push"] = Push(location, every=2)
     if "KEEP" in os.environ:
         more["keep"] = Retention(keep_last=int(os.environ["KEEP"]))
     capture = CaptureConfig(proof="full", ring_folder=str(memory))
@@ -176,6 +176,8 @@ def diverged(folder: Path) -> dict[str, object]:
 def main() -> None:
     """Run the scenario of the command line."""
     torch.set_num_threads(1)
+    # Push on a thread, because launches last for seconds, as long as the start of a process on each machine.
+    background_push._start = ChildOnThread  # type: ignore[assignment]  # in place of a process
     if "IN_STEP" in os.environ:
         cross_node_dedup.PATIENCE_S = 200.0
     tell({"trained": trained, "stuck": stuck, "rolled": rolled, "diverged": diverged}[sys.argv[1]](Path(sys.argv[2])))

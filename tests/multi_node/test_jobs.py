@@ -92,7 +92,7 @@ def test_missing_shards_of_other_machines_are_reported(
 ) -> None:
     """Test that the push of a single store never completes a checkpoint."""
     monkeypatch.setattr(cross_node_dedup, "PATIENCE_S", 0.0)
-    rules = Push(tmp_path.as_uri(), every=3, close_s=None, own_process=False)
+    rules = Push(tmp_path.as_uri(), every=3, close_s=None)
     with Store.open(store_of(pushed[0], 0), create=True) as store, store.training.push_in_background(rules) as pushing:
         pushing.wait()
         assert (pushing.statistics().backlog, pushing.statistics().problem) == (0, "")

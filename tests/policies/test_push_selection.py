@@ -129,13 +129,14 @@ def test_checkpoints_deleted_remotely_are_not_pushed_again() -> None:
 def test_newest_waiting_and_current_upload_are_held() -> None:
     """Test the limit, because an unreachable location must not fill the drive."""
     push = Push(WHERE, hold=2)
-    assert held(push, TEN, None) == {TEN[8].save_id: "to be pushed", TEN[9].save_id: "to be pushed"}
-    assert held(push, TEN, TEN[9].save_id)[TEN[9].save_id] == "being pushed"
-    assert held(push, TEN[:1], TEN[4].save_id) == {
+    ids = [one.save_id for one in TEN]
+    assert held(push, ids, None) == {TEN[8].save_id: "to be pushed", TEN[9].save_id: "to be pushed"}
+    assert held(push, ids, TEN[9].save_id)[TEN[9].save_id] == "being pushed"
+    assert held(push, ids[:1], TEN[4].save_id) == {
         TEN[0].save_id: "to be pushed",
         TEN[4].save_id: "being pushed",
     }
-    assert held(Push(WHERE, hold=0), TEN, None) == {}
+    assert held(Push(WHERE, hold=0), ids, None) == {}
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
@@ -13,7 +15,10 @@ import pytest
 import torch
 
 from asymcheck import Push, RemoteConfig, Store, StoreConfig
-from asymcheck.replication.push_process import PushProcess
+from asymcheck.executor import begin
+from asymcheck.replication import background_push, push_loop
+from asymcheck.replication.background_push import BackgroundPush
+from asymcheck.replication.push_status import PushJob
 from tools.local_hdfs import LocalHdfs
 from tools.local_objects import BUCKET, LocalObjects, variables
 
@@ -73,11 +78,43 @@ def check_location(location: str, *steps: int) -> None:
         assert [one for one in remote.verify() if one.checkpoints] == []
 
 
-def by_process(store: Store, location: str, **rules: object) -> PushProcess:
-    """Return a push process like that of ``push_in_background``."""
-    pushing = store.training.push_in_background(Push(location, **{"close_s": None, **rules}))  # type: ignore[arg-type]  # as named
-    assert isinstance(pushing, PushProcess)
-    return pushing
+def by_process(store: Store, location: str, **rules: object) -> BackgroundPush:
+    """Return a push by a child process, which has begun."""
+    return store.training.push_in_background(Push(location, **{"close_s": None, **rules})).start()  # type: ignore[arg-type]  # as named
+
+
+class ChildOnThread:
+    """The loop of a child process on a thread of the test, so that a test can break its functions."""
+
+    pid = 0
+
+    def __init__(self, folder: Path, job: PushJob) -> None:
+        """Begin the loop."""
+        self._done = begin(partial(push_loop.run_child, folder, job, os.getppid()), "child")
+
+    def wait(self) -> int:
+        """Return the exit status."""
+        with contextlib.suppress(SystemExit):
+            return self._done.result()
+        return 0
+
+    def kill(self) -> None:
+        """Leave the thread to itself."""
+
+
+@pytest.fixture
+def on_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run push loops on threads of the test, with the files of a child process."""
+    monkeypatch.setattr(background_push, "_start", ChildOnThread)
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the child processes of a process."""
+    return [
+        int(child)
+        for tasks in Path(f"/proc/{pid}/task").iterdir()
+        for child in (tasks / "children").read_text().split()
+    ]
 
 
 def announce(pack: Path) -> None:

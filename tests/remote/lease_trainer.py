@@ -14,11 +14,11 @@ from asymcheck.errors import RunInUseError
 from tests.remote.conftest import config
 
 
-def train(folder: str, location: str, lease_s: float, *, takeover: bool, own_process: bool) -> None:
+def train(folder: str, location: str, lease_s: float, *, takeover: bool) -> None:
     """Train with a store in ``folder`` until the file ``stop`` appears there, and print each step and the refusal."""
     stop = Path(folder) / "stop"
     configuration = config(lease_s=lease_s)
-    push = Push(location, every=1, own_process=own_process)
+    push = Push(location, every=1)
     with Store.open(Path(folder) / "store", create=True, remote=location, config=configuration) as store:
         try:
             with Checkpointer(

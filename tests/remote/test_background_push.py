@@ -1,20 +1,19 @@
 """Test background pushes: training never waits, and durable checkpoints arrive.
 
-The pushes run on a thread, which a test can inspect. A push process runs the same code and has separate tests.
+The push loops run on threads of the test, whose functions a test can break. ``test_push_process`` tests real child
+processes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from pathlib import Path
 
 import pytest
 
-import asymcheck.replication.push_thread as module
+import asymcheck.replication.push_loop as module
 from asymcheck import Push, Retention, Store
 from asymcheck.errors import (
-    ClosedStoreError,
     HeadRecordError,
     InconsistentCheckpointError,
     InvalidInputError,
@@ -24,9 +23,9 @@ from asymcheck.errors import (
 )
 from asymcheck.format.layout import ManifestName
 from asymcheck.gc.collect import Collected
-from asymcheck.replication import background_push
+from asymcheck.replication.background_push import BackgroundPush
 from asymcheck.replication.collect_remote import RemoteSweep
-from asymcheck.replication.push_thread import PushThread
+from asymcheck.replication.push_loop import PushLoop
 from asymcheck.replication.transfer_stats import Moved
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
@@ -42,12 +41,13 @@ NOWHERE = "hdfs://127.0.0.1:1/x"
 IMPATIENT = config(deadline_s=20.0, options={"dfs.client.failover.max.attempts": "1"})
 
 
-def by_thread(store: Store, location: str | Push, every: int | None = None, poll_s: float = 0.5) -> PushThread:
-    """Return a push thread like that of ``push_in_background``, in this process."""
+pytestmark = pytest.mark.usefixtures("on_thread")
+
+
+def by_thread(store: Store, location: str | Push, every: int | None = None, poll_s: float = 0.5) -> BackgroundPush:
+    """Return a background push, which has begun."""
     rules = location if isinstance(location, Push) else Push(location, every=every, close_s=None)
-    pushing = store.training.push_in_background(dataclasses.replace(rules, own_process=False), poll_s=poll_s)
-    assert isinstance(pushing, PushThread)
-    return pushing
+    return store.training.push_in_background(rules, poll_s=poll_s).start()
 
 
 def test_the_newest_goes_first(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,17 +102,25 @@ def test_push_resumes_after_an_outage(store: Path, folder: str, monkeypatch: pyt
     check_location(folder, 1, 2)
 
 
-def test_damaged_checkpoint_does_not_block_others(store: Path, folder: str) -> None:
+def test_damaged_checkpoint_does_not_block_others(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test that the damaged checkpoint is not tried in each round, and never silently skipped."""
+    rounds: list[PushLoop] = []
+    original = PushLoop._round
+
+    def one_round(loop: PushLoop) -> bool:
+        rounds.append(loop)
+        return original(loop)
+
+    monkeypatch.setattr(PushLoop, "_round", one_round)
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     newest.unlink()
     with Store.open(store, config=CONFIG, create=True) as opened:
         pushing = by_thread(opened, folder, poll_s=0.01)
         wait_until(lambda: pushing.statistics().damaged == 1, "the damage to be seen")
         wait_until(lambda: pushing.statistics().pushed == 1, "the other one to be pushed")
-        rounds = pushing._begun
-        wait_until(lambda: pushing._begun > rounds + 2, "rounds without an attempt")
-        assert (pushing.statistics().failures, pushing._failure) == (1, None)
+        before = len(rounds)
+        wait_until(lambda: len(rounds) > before + 2, "rounds without an attempt")
+        assert pushing.statistics().failures == 1
         with pytest.warns(UnreachableRemoteWarning, match=r"damaged checkpoint: step 2 "):
             now = pushing.close()
     assert (now.pushed, now.backlog, now.damaged, now.failures) == (1, 0, 1, 1)
@@ -138,7 +146,7 @@ def test_wait_sends_repaired_checkpoints(store: Path, folder: str) -> None:
 
 def test_repaired_checkpoint_is_sent_without_a_wait(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test the regular retry, because repairs are not announced."""
-    monkeypatch.setattr(background_push, "_DAMAGED_RETRY_S", 0.05)
+    monkeypatch.setattr(module, "DAMAGED_RETRY_S", 0.05)
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
     original = newest.read_bytes()
     newest.unlink()
@@ -306,29 +314,6 @@ def test_store_with_an_older_line_decides_nothing(store: Path, folder: str, tmp_
         with by_thread(opened, folder) as pushing:
             wait_until(lambda: pushing.statistics().newest_step is not None, "the location to be looked into")
             assert pushing.statistics().newest_step == 1
-
-
-def test_the_location_is_let_go_when_the_store_was_closed(
-    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Test a store that was closed before the push."""
-    closed: list[RemoteTier] = []
-    original = RemoteTier.close
-
-    def close(remote: RemoteTier) -> None:
-        closed.append(remote)
-        original(remote)
-
-    def push(*_: object) -> Moved:
-        raise ClosedStoreError("closed")
-
-    monkeypatch.setattr(module, "push", push)
-    monkeypatch.setattr(RemoteTier, "close", close)
-    with Store.open(store, config=CONFIG, create=True) as opened:
-        pushing = by_thread(opened, folder)
-        wait_until(lambda: bool(closed), "the location to be let go")
-        with pytest.warns(UnreachableRemoteWarning, match="ClosedStoreError"):
-            pushing.close()
 
 
 @pytest.mark.slow(quick=["10000000000.0"])

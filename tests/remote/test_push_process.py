@@ -1,11 +1,11 @@
-"""Test pushes by a separate process: equal to a thread, and independent of the end of either process."""
+"""Test pushes by a child process: its files, and independence of the end of either process."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +18,9 @@ from pathlib import Path
 import pytest
 
 from asymcheck import Checkpointer, Push, Store, errors
+from asymcheck.config import RING_FOLDER_VARIABLE
 from asymcheck.errors import (
+    AsymcheckError,
     ClosedStoreError,
     GivenUpError,
     InconsistentCheckpointError,
@@ -27,18 +29,17 @@ from asymcheck.errors import (
     UnreachableRemoteWarning,
 )
 from asymcheck.events import Interval, watch
-from asymcheck.replication import push_process as module
-from asymcheck.replication.push_process import PushProcess, StatusReply
-from asymcheck.replication.push_thread import PushThread
-from asymcheck.replication.run_lease import LeaseStatus
-from tests.remote.conftest import CONFIG, by_process, check_location, lose_packs, state_of
+from asymcheck.replication import background_push as module
+from asymcheck.replication.background_push import BackgroundPush
+from asymcheck.replication.push_status import Failure, decoded, encoded
+from tests.remote.conftest import CONFIG, by_process, check_location, config, lose_packs, state_of
 from tests.zygote import REPOSITORY, wait_until
 
 TRAINER = """
 import os, sys, time
 from asymcheck import Push, Store
 store = Store.open(sys.argv[1], create=True)
-pushing = store.training.push_in_background(Push(sys.argv[2], close_s=None))
+pushing = store.training.push_in_background(Push(sys.argv[2], close_s=None)).start()
 pushing.wait()
 holding = os.fork()
 if not holding:
@@ -49,15 +50,28 @@ time.sleep(600)
 """
 
 
-def process_of(pushing: PushProcess) -> int:
+UPLOADING = """
+import sys, time
+from asymcheck import Push, Store
+from tests.remote.conftest import config
+store = Store.open(sys.argv[1], config=config(bytes_per_s=120_000))
+pushing = store.training.push_in_background(Push(sys.argv[2])).start()
+while not pushing.statistics().done_bytes:
+    time.sleep(0.01)
+print(pushing._process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def process_of(pushing: BackgroundPush) -> int:
     """Return the id of the push process, if it runs."""
-    wait_until(lambda: pushing._child is not None and pushing._process is not None, "the process to begin")
+    wait_until(lambda: pushing._process is not None, "the process to begin")
     assert pushing._process is not None
     return pushing._process.pid
 
 
 @contextlib.contextmanager
-def stopped(pushing: PushProcess) -> Iterator[None]:
+def stopped(pushing: BackgroundPush) -> Iterator[None]:
     """Stop the push process temporarily."""
     pid = process_of(pushing)
     os.kill(pid, signal.SIGSTOP)
@@ -73,12 +87,11 @@ def stopped(pushing: PushProcess) -> Iterator[None]:
 @pytest.mark.parametrize("own_process", [True, False])
 def test_every_so_many_steps_arrive(store_path: Path, any_location: str, *, own_process: bool) -> None:
     """Test that every n-th step is pushed during background saves, and that other steps are not."""
-    state, push = dict(state_of(0)), Push(any_location, every=2, close_s=None, own_process=own_process)
+    state, push = dict(state_of(0)), Push(any_location, every=2, close_s=None)
     with (
         Store.open(store_path, config=CONFIG, create=True) as store,
         store.training.push_in_background(push) as pushing,
     ):
-        assert type(pushing) is (PushProcess if own_process else PushThread)
         with Checkpointer(store, state, every=1, keep=None) as checkpointer:
             for step in range(5):
                 state.update(state_of(step))
@@ -91,15 +104,14 @@ def test_every_so_many_steps_arrive(store_path: Path, any_location: str, *, own_
     check_location(any_location, 0, 2, 4)
 
 
-@pytest.mark.slow(quick=["False"])
-@pytest.mark.parametrize("own_process", [True, False])
-def test_each_push_is_traced(store: Path, folder: str, *, own_process: bool) -> None:
+@pytest.mark.slow
+def test_each_push_is_traced(store: Path, folder: str) -> None:
     """Test that a trace of the training shows uploads and failures."""
     intervals: list[Interval] = []
-    push = Push(folder, close_s=None, own_process=own_process)
+    push = Push(folder, close_s=None)
     began = time.perf_counter()
     with watch(intervals.append), Store.open(store, config=CONFIG, create=True) as opened:
-        statistics = opened.training.push_in_background(push).close()
+        statistics = opened.training.push_in_background(push).start().close()
         sent = {one.detail["step"]: one for one in intervals if one.name == "push"}
         assert sorted(sent) == [1, 2]
         assert sum(int(one.detail["sent"]) for one in sent.values()) == statistics.sent_bytes > 0
@@ -108,7 +120,7 @@ def test_each_push_is_traced(store: Path, folder: str, *, own_process: bool) -> 
         lose_packs(store)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UnreachableRemoteWarning)
-            opened.training.push_in_background(push).close()
+            opened.training.push_in_background(push).start().close()
         (failed,) = (one for one in intervals if one.name == "push")
         assert (failed.detail["step"], failed.detail["failed"]) == (3, "MissingPartitionError")
     for one in (*sent.values(), failed):
@@ -210,18 +222,26 @@ def test_new_process_trusts_only_the_location(store: Path, folder: str, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_connected", [True, False])
-def test_new_process_decides_once_it_has_listed_the_location(store: Path, folder: str, *, is_connected: bool) -> None:
-    """Test that checkpoints that are missing at the location wait again, and are held."""
+def test_findings_of_a_killed_process_stay_until_the_next_one_has_listed_the_location(
+    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test a location that disappears: pushed checkpoints do not wait again, and a new one does."""
+    monkeypatch.setattr(module, "RETRY_S", 0.05)
+    remote = Path(folder.removeprefix("file://"))
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
         pushing.wait()
-        now, sent = pushing.statistics(), dict(pushing.queue.sent)
-        with stopped(pushing):
-            news = StatusReply(now, None, is_connected, False, LeaseStatus(), 1, {}, {}, (), has_looked=False)
-            pushing._apply(news, {})
-            assert (pushing.statistics().backlog, len(pushing.held())) == ((2, 2) if is_connected else (0, 0))
-            # All checkpoints are at the location.
-            pushing._apply(news._replace(sent=sent), {})
+        remote.rename(remote.with_name("aside"))
+        remote.touch()
+        os.kill(process_of(pushing), signal.SIGKILL)
+        # The first failure is the kill, the second one is that of the next process.
+        wait_until(lambda: pushing.statistics().failures > 1, "the next process to fail")
+        assert (pushing.statistics().backlog, pushing.held()) == (0, {})
+        save_id = opened.save(state_of(3), step=3).save_id
+        assert (pushing.statistics().backlog, pushing.held()) == (1, {save_id: "to be pushed"})
+        remote.unlink()
+        remote.with_name("aside").rename(remote)
+        pushing.wait()
+    check_location(folder, 1, 2, 3)
 
 
 @pytest.mark.slow
@@ -267,12 +287,11 @@ def test_stopped_process_blocks_nobody(store: Path, folder: str, monkeypatch: py
     with Store.open(store, config=CONFIG, create=True) as opened:
         pushing = by_process(opened, folder)
         with stopped(pushing):
-            with monkeypatch.context() as within:
-                within.setattr(pushing, "_count_backlog", lambda: None)
-                for _ in range(100_000):
-                    pushing.refresh()
+            for _ in range(1000):
+                pushing.refresh()
             with pytest.warns(UnreachableRemoteWarning, match="2 checkpoints were not pushed"):
                 pushing.close(0.1)
+            assert pushing._thread is not None
             assert not pushing._thread.is_alive()
 
 
@@ -313,6 +332,54 @@ def test_process_ends_with_a_killed_training(store: Path, folder: str, *, worker
 
 
 @pytest.mark.slow
+def test_process_of_a_killed_training_finishes_its_upload(
+    store: Path, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test that the newest checkpoint arrives, that no other one is begun, and that no file stays."""
+    monkeypatch.setenv(RING_FOLDER_VARIABLE, str(tmp_path))
+    arguments = [sys.executable, "-c", UPLOADING, str(store), folder]
+    with subprocess.Popen(arguments, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        ending = os.pidfd_open(int(trainer.stdout.readline()))
+        assert list(tmp_path.glob("asymcheck-push-*"))
+        trainer.kill()
+    try:
+        assert select.select([ending], [], [], 30.0)[0]
+    finally:
+        os.close(ending)
+    check_location(folder, 2)
+    assert not list(tmp_path.glob("asymcheck-push-*"))
+
+
+@pytest.mark.slow
+def test_removed_folder_is_created_again(store: Path, folder: str) -> None:
+    """Test a session manager that removes files in /dev/shm."""
+    with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
+        pushing.wait()
+        assert pushing._folder is not None
+        shutil.rmtree(pushing._folder)
+        opened.save(state_of(3), step=3)
+        pushing.wait()
+    check_location(folder, 1, 2, 3)
+
+
+@pytest.mark.slow
+def test_credentials_are_in_no_file(store: Path, folder: str) -> None:
+    """Test an option of the client that may be a secret: not in the files, the arguments or the environment."""
+    with (
+        Store.open(store, config=config(options={"secret": "hush-7531"}), create=True) as opened,
+        by_process(opened, folder) as pushing,
+    ):
+        pushing.wait()
+        assert pushing._folder is not None
+        process = Path(f"/proc/{process_of(pushing)}")
+        files = [*pushing._folder.iterdir(), process / "cmdline", process / "environ"]
+        assert len(files) == 4
+        assert not [file for file in files if b"hush-7531" in file.read_bytes()]
+        assert pushing._folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.slow
 def test_damaged_checkpoint_is_reported_and_not_held(store: Path, folder: str) -> None:
     """Test all fields of the error."""
     newest = max((store / "packs").iterdir(), key=lambda pack: pack.stat().st_mtime_ns)
@@ -341,20 +408,21 @@ def test_a_time_that_no_end_can_take(store: Path, folder: str) -> None:
         with pytest.raises(InvalidInputError, match="timeout_s="):
             pushing.close(-1)
         pushing.wait()
-    with pytest.raises(InvalidInputError, match="own_process="):
-        Push(folder, own_process=1)  # type: ignore[arg-type]  # wrong on purpose
 
 
-def test_errors_survive_pickling() -> None:
-    """Test errors with fields, and an error that holds an object that cannot be pickled."""
-    same = errors.DamagedPartitionError("damaged", b"x" * 16)
-    found = pickle.loads(pickle.dumps(module._portable(same)))
-    assert (type(found), str(found), found.digest) == (type(same), "damaged", b"x" * 16)
-    missing = pickle.loads(pickle.dumps(module._portable(RanksMissingError("rank 1 is missing", [1]))))
-    assert (type(missing), missing.missing) == (RanksMissingError, (1,))
-    other = errors.StorageError("it holds a lock")
-    other.__dict__["lock"] = threading.Lock()
-    assert str(module._portable(other)) == "StorageError: it holds a lock"
+def test_errors_survive_the_status_file() -> None:
+    """Test errors with fields, one with a field that JSON cannot express, and one of another package."""
+
+    def through_a_file(error: Exception) -> AsymcheckError:
+        return decoded(Failure, encoded(Failure.of(error))).error()
+
+    damaged = through_a_file(errors.DamagedPartitionError("damaged", b"x" * 16))
+    assert isinstance(damaged, errors.DamagedPartitionError)
+    assert (str(damaged), damaged.digest) == ("damaged", None)
+    missing = through_a_file(RanksMissingError("rank 1 is missing", [1]))
+    assert isinstance(missing, RanksMissingError)
+    assert missing.missing == (1,)
+    assert repr(through_a_file(KeyError("x"))) == repr(GivenUpError("KeyError: 'x'"))
 
 
 @pytest.mark.slow
@@ -366,6 +434,7 @@ def test_process_has_low_priority(store: Path, folder: str) -> None:
         tasks = [int(name) for name in os.listdir(f"/proc/{pid}/task")]
         assert len(tasks) > 1
         assert {os.getpriority(os.PRIO_PROCESS, task) for task in tasks} == {19}
-        assert os.readlink(f"/proc/{pid}/fd/0") == os.readlink(f"/proc/{pid}/fd/1") == os.devnull
+        assert os.readlink(f"/proc/{pid}/fd/1") == os.devnull
+        assert "memfd:" in os.readlink(f"/proc/{pid}/fd/0")
         pushing.close()
         assert not Path(f"/proc/{pid}").exists()

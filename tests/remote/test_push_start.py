@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from asymcheck import Push, Store
-from asymcheck.errors import GivenUpError, UnreachableRemoteWarning
-from asymcheck.replication import push_process as module
-from asymcheck.replication.push_thread import PushThread
+from asymcheck.errors import GivenUpError, InvalidInputError, UnreachableRemoteWarning
+from asymcheck.replication import background_push as module
 from tests.remote.conftest import CONFIG, by_process, check_location, save_steps
 from tests.zygote import REPOSITORY, wait_until
 
@@ -56,15 +55,14 @@ def test_a_process_that_cannot_be_begun(store: Path, folder: str, monkeypatch: p
     check_location(folder, 1, 2)
 
 
-def test_without_an_interpreter_a_thread_pushes(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_without_an_interpreter_is_refused(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test Python embedded in another program, where the command of an interpreter is unknown."""
     monkeypatch.setattr(sys, "executable", "")
     with (
         Store.open(store, config=CONFIG, create=True) as opened,
-        opened.training.push_in_background(Push(folder)) as pushing,
+        pytest.raises(InvalidInputError, match=f"asymcheck push {store} {folder} --follow"),
     ):
-        assert isinstance(pushing, PushThread)
-    check_location(folder, 1, 2)
+        opened.training.push_in_background(Push(folder))
 
 
 def test_a_relative_path_is_that_of_the_training(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,10 +220,11 @@ def test_the_speed_is_measured_before_most_is_sent(
     assert codecs.count(registry.CODEC_BYTE_PLANES) >= 3
 
 
+@pytest.mark.usefixtures("on_thread")
 def test_background_push_keeps_its_measurements(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test that one encoder serves all pushes."""
     monkeypatch.setattr(ThroughputMeter, "bytes_per_s", 1e6)
-    rules = Push(folder, own_process=False)
+    rules = Push(folder)
     with (
         Store.open(store, config=changed(compression="auto"), create=True) as opened,
         opened.training.push_in_background(rules) as pushing,

@@ -10,7 +10,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,13 +18,13 @@ import torch
 from asymcheck import Checkpointer, Push, Ranks, Store, events
 from asymcheck.errors import RunInUseError, UnreachableRemoteWarning
 from asymcheck.format import layout
-from asymcheck.replication import push_process
-from asymcheck.replication.background_push import BackgroundPush, PushJob
-from asymcheck.replication.push_thread import PushThread
+from asymcheck.replication import background_push
+from asymcheck.replication.push_loop import PushLoop
+from asymcheck.replication.push_status import PushJob, PushRequest
 from asymcheck.replication.run_lease import LeaseClaim, LeaseStatus, RunLease
 from asymcheck.storage.nvme.run_lock import Trainer
 from asymcheck.storage.remote import parse_location
-from tests.remote.conftest import REMOTE, check_state, config
+from tests.remote.conftest import REMOTE, check_state, children_of, config
 from tests.remote.lease_trainer import train
 from tests.zygote import PATIENCE_S, Child, Zygote, wait_until
 
@@ -256,11 +255,14 @@ def test_nothing_is_pushed_while_another_training_has_the_lease(store: Path, fol
         holder.wait_for("held")
         claim = LeaseClaim(_HERE, "a", "mine", takeover=False)
         push = Push(folder, every=1)
-        job = PushJob(str(store), config(lease_s=3.0), push, "default", poll_s=1.0, prunes=False, claim=claim)
-        worker = PushThread(opened.resources.tier, job)
-        with pytest.raises(RunInUseError, match="process 77 on host another-host"):
-            worker.wait()
-        worker.close_in(0)
+        job = PushJob(str(store), config(lease_s=3.0), push, "default", poll_s=1.0, prunes=False)
+        loop = PushLoop(opened.resources.tier, job)
+        loop.apply(PushRequest(waits=1, is_closing=True, claim=claim))
+        loop.run()
+        failure = loop.status().failure
+        assert failure is not None
+        assert isinstance(failure.error(), RunInUseError)
+        assert "process 77 on host another-host" in failure.message
         assert not (Path(folder.removeprefix("file://")) / layout.MANIFESTS).exists()
 
 
@@ -269,12 +271,10 @@ def test_only_rank_0_takes_a_lease(store: Path, folder: str) -> None:
     with Store.open(store, config=config()) as opened:
         for rank in (1, 0):
             ranks = Ranks(rank, 2, torch.distributed.HashStore())
-            pusher = BackgroundPush(
-                partial(opened.training.push_in_background, poll_s=1.0), Push(folder, every=1), ranks
-            )
-            pusher.guard("a", takeover=False)
-            assert (pusher._open is None) == (rank > 0)
-            pusher.close()
+            checkpointer = Checkpointer(opened, {"w": torch.ones(8)}, push=Push(folder, every=1), ranks=ranks)
+            checkpointer._pusher.guard("a", takeover=False)
+            assert (checkpointer._pusher._thread is None) == (rank > 0)
+            checkpointer._pusher.close()
 
 
 # Trainings in processes of their own.
@@ -308,12 +308,10 @@ class _Training:
         return self.output()[-1]
 
 
-def _train(
-    zygote: Zygote, folder: Path, location: str, lease_s: float, *, takeover: bool = False, own_process: bool = True
-) -> _Training:
+def _train(zygote: Zygote, folder: Path, location: str, lease_s: float, *, takeover: bool = False) -> _Training:
     folder.mkdir(exist_ok=True)
     arguments = {"folder": str(folder), "location": location, "lease_s": lease_s}
-    return _Training(zygote.start(train, **arguments, takeover=takeover, own_process=own_process), folder)
+    return _Training(zygote.start(train, **arguments, takeover=takeover), folder)
 
 
 def _begun(training: _Training, location: str) -> _Training:
@@ -322,13 +320,9 @@ def _begun(training: _Training, location: str) -> _Training:
     return training
 
 
-@pytest.mark.slow(quick=["process"])
-@pytest.mark.parametrize("own_process", [True, False], ids=["process", "thread"])
-def test_second_machine_is_refused_until_it_takes_the_run_over(
-    tmp_path: Path, folder: str, zygote: Zygote, own_process: bool
-) -> None:
+def test_second_machine_is_refused_until_it_takes_the_run_over(tmp_path: Path, folder: str, zygote: Zygote) -> None:
     """Test two stores and one location: refused, then taken over; the older training ends at its next step."""
-    first = _begun(_train(zygote, tmp_path / "a", folder, 6.0, own_process=own_process), folder)
+    first = _begun(_train(zygote, tmp_path / "a", folder, 6.0), folder)
     with Store.open(tmp_path / "b", create=True, remote=folder, config=config(lease_s=6.0)) as store:
         refused = _checkpointer(store, folder)
         with pytest.raises(
@@ -408,15 +402,19 @@ def test_one_of_two_machines_continues_after_a_kill(tmp_path: Path, folder: str,
 
 @pytest.mark.slow
 def test_stopped_training_learns_that_another_one_came_and_went(tmp_path: Path, folder: str, zygote: Zygote) -> None:
-    """Test SIGSTOP for longer than the lease time: the newer training has ended when the older one wakes up."""
-    first = _begun(_train(zygote, tmp_path / "a", folder, 2.0, own_process=False), folder)
-    os.kill(first.child.pid, signal.SIGSTOP)
+    """Test a pause of the machine for longer than the lease time: the newer training has ended when it goes on."""
+    first = _begun(_train(zygote, tmp_path / "a", folder, 2.0), folder)
+    processes = [first.child.pid, *children_of(first.child.pid)]
+    assert len(processes) == 2
+    for process in processes:
+        os.kill(process, signal.SIGSTOP)
     with (
         Store.open(tmp_path / "b", create=True, remote=folder, config=config(lease_s=2.0)) as store,
         _checkpointer(store, folder) as checkpointer,
     ):
         assert checkpointer.restore() is not None
-    os.kill(first.child.pid, signal.SIGCONT)
+    for process in processes:
+        os.kill(process, signal.SIGCONT)
     error = first.refusal()
     assert error["taken over"] is True
     assert str(error["trainer"]).startswith("another process, which pushes to ")
@@ -428,14 +426,13 @@ def test_killed_push_process_keeps_the_lease(
     store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch, is_lost: bool
 ) -> None:
     """Test that the next push process of the training renews the lease, or finds that the run was taken over."""
-    monkeypatch.setattr(push_process, "RETRY_S", 2.0)
+    monkeypatch.setattr(background_push, "RETRY_S", 2.0)
     with contextlib.ExitStack() as held:
         store = held.enter_context(Store.open(store_path, create=True, config=config(lease_s=1.0)))
         # A takeover by the next push process would go unnoticed.
         checkpointer = _checkpointer(store, folder, takeover=True)
         checkpointer.save(1)
-        worker = checkpointer._pusher._open
-        assert isinstance(worker, push_process.PushProcess)
+        worker = checkpointer._pusher
         wait_until(lambda: worker.lease.phase == "held", "the training to learn of the lease")
         assert worker._process is not None
         worker._process.kill()

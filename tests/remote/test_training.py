@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import asymcheck.replication.push_thread as module
+import asymcheck.replication.push_loop as module
 from asymcheck import Checkpointer, Push, Retention, Store
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError, UnreachableRemoteWarning
 from asymcheck.storage.fallback_tier import RemoteFallback
@@ -88,13 +88,14 @@ def test_wait_without_a_push_is_refused(store_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("on_thread")
 def test_retention_keeps_waiting_checkpoints_up_to_a_limit(
     store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Test two waiting checkpoints besides the newest; the next start sends them, and they are deleted."""
     outage = Outage(monkeypatch)
     state = dict(state_of(0))
-    push, keep = Push(folder, every=2, hold=2, own_process=False), Retention(keep_last=1)
+    push, keep = Push(folder, every=2, hold=2), Retention(keep_last=1)
     with Store.open(store_path, config=ONE_LOCAL_ATTEMPT, create=True) as store:
         checkpointer = Checkpointer(store, state, push=push, keep=keep, every=1)
         with warnings.catch_warnings():
@@ -143,6 +144,7 @@ def test_outage_is_reported_once_and_the_backlog_grows(store_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("on_thread")
 def test_second_outage_is_reported_again(store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test that the second outage is reported once."""
     outage = Outage(monkeypatch)
@@ -152,7 +154,7 @@ def test_second_outage_is_reported_again(store_path: Path, folder: str, monkeypa
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always", UnreachableRemoteWarning)
-        with Checkpointer(store, state, push=Push(folder, own_process=False), every=1, keep=None) as checkpointer:
+        with Checkpointer(store, state, push=Push(folder), every=1, keep=None) as checkpointer:
             for step, is_on in enumerate((True, True, False, True, False)):
                 outage.is_on = is_on
                 train(checkpointer, state, step)
@@ -165,6 +167,7 @@ def test_second_outage_is_reported_again(store_path: Path, folder: str, monkeypa
     assert len(caught) == 2
 
 
+@pytest.mark.usefixtures("on_thread")
 def test_end_is_bounded_in_time(store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test a location that never responds; unfinished uploads are not committed, and the next start sends them."""
     state = dict(state_of(0))
@@ -180,7 +183,7 @@ def test_end_is_bounded_in_time(store_path: Path, folder: str, monkeypatch: pyte
     monkeypatch.setattr(RemoteFiles, "write", write)
     monkeypatch.setattr(module, "GIVE_UP_S", 0.1)
     with Store.open(store_path, config=CONFIG, create=True) as store:
-        checkpointer = Checkpointer(store, state, push=Push(folder, close_s=0.1, own_process=False), every=1, keep=None)
+        checkpointer = Checkpointer(store, state, push=Push(folder, close_s=0.1), every=1, keep=None)
         train(checkpointer, state, 0)
         assert blocked.wait(60)
         with pytest.warns(UnreachableRemoteWarning, match="1 checkpoints were not pushed .*no time was left"):
@@ -188,7 +191,7 @@ def test_end_is_bounded_in_time(store_path: Path, folder: str, monkeypatch: pyte
         checkpointer.close()
         check_state(store.load(), 0)
         freed.set()
-        with Checkpointer(store, state, push=Push(folder, own_process=False), every=1, keep=None) as checkpointer:
+        with Checkpointer(store, state, push=Push(folder), every=1, keep=None) as checkpointer:
             checkpointer.wait("remote")
     check_location(folder, 0)
 
@@ -217,12 +220,13 @@ def test_the_location_has_a_retention_of_its_own(store_path: Path, any_location:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("on_thread")
 def test_foreign_location_is_reported_until_fixed(
     tmp_path: Path, any_location: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Test that the backlog waits, and never counts as sent."""
     monkeypatch.setattr(module, "RETRY_S", 0.05)
-    push = Push(any_location, close_s=1.0, own_process=False)
+    push = Push(any_location, close_s=1.0)
     state = dict(state_of(0))
     with (
         Store.open(tmp_path / "lost", config=CONFIG, create=True) as store,

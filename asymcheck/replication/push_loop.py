@@ -1,0 +1,544 @@
+"""The push loop, which pushes the checkpoints of a run as they become durable.
+
+``asymcheck push --follow`` runs the loop, and so does the child process of a training
+(:mod:`asymcheck.replication.background_push`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from asymcheck.commit.encoder import Encoder
+from asymcheck.errors import (
+    INCONCLUSIVE,
+    AsymcheckError,
+    ClosedStoreError,
+    ForkedStoreError,
+    FormatError,
+    GivenUpError,
+    HeadRecordError,
+    InconsistentCheckpointError,
+    InvalidInputError,
+    OutOfSpaceError,
+    ReadOnlyStoreError,
+    RecoveryError,
+    RunInUseError,
+)
+from asymcheck.events import Detail, Interval, timed, watch
+from asymcheck.executor import NICE, begin
+from asymcheck.policies.push_selection import due
+from asymcheck.replication.checkpoint_cache import CheckpointCache, RemotePresence
+from asymcheck.replication.collect_remote import RemotePruner
+from asymcheck.replication.cross_node_dedup import SentParts, begun_first
+from asymcheck.replication.push import encoder_for, publish_heads, push
+from asymcheck.replication.push_status import (
+    REQUEST,
+    STATUS,
+    Failure,
+    PushJob,
+    PushRequest,
+    PushStatus,
+    Watched,
+    decoded,
+    write,
+)
+from asymcheck.replication.run_lease import LeaseStatus, RunLease
+from asymcheck.replication.transfer_stats import Moved, PushStatistics
+from asymcheck.storage.interfaces import ReadTier
+from asymcheck.storage.manifests import CheckpointFiles
+from asymcheck.storage.nvme import NvmeTier
+from asymcheck.storage.remote import RemoteTier, is_uri, parse_location
+from asymcheck.types import Checkpoint, CheckpointRef
+
+RETRY_S = 15.0
+"""Seconds between a failure and the next attempt."""
+GIVE_UP_S = 2.0
+"""Seconds that a cancelled upload has to end."""
+DAMAGED_RETRY_S = 600.0
+"""Seconds until a damaged checkpoint is tried again, because a repair is not announced."""
+
+_WAIT_S = 0.5
+_TICK_S = 0.05
+_INTERVALS = 32
+_VERIFIED_MANIFESTS = 64
+"""Approximate number of manifests, newest first, that are verified at the start: a killed push may have left one."""
+_BLOCKING_ERRORS = (
+    *(*INCONCLUSIVE, OutOfSpaceError, ReadOnlyStoreError, ClosedStoreError, ForkedStoreError),
+    *(GivenUpError, HeadRecordError, InvalidInputError, RunInUseError),
+)
+"""Errors that every other checkpoint would raise as well. InvalidInputError: another training has the run name."""
+
+
+class PushLoop:
+    """Loop that pushes the checkpoints of one run that a :class:`Push` selects, newest first.
+
+    One thread runs the loop; others read its :meth:`status` and :meth:`apply` requests. A checkpoint that was deleted
+    before its upload is not pushed.
+    """
+
+    def __init__(self, local: ReadTier, job: PushJob) -> None:
+        """Prepare to push from ``local`` as ``job`` says."""
+        self._local, self._job, self._rules, self._run = local, job, job.rules, job.run
+        self._known = CheckpointCache(local, job.run, metrics=job.rules.asks_for_metrics)
+        self._remote: RemoteTier | None = None
+        self._encoder: Encoder | None = None
+        self._pruner: RemotePruner | None = None
+        self._lease: RunLease | None = None
+        # Guards all that follows. Never held while the location is asked, so that a status is always available.
+        self._turn = threading.Condition()
+        self._request = PushRequest()
+        self._status = PushStatus()
+        self._now = PushStatistics()
+        # Checkpoints that are or were at the location, by save id, and its newest generation when it was listed.
+        self._sent: dict[str, Checkpoint] = {}
+        self._generation = 0
+        # Listed at the location, but not verified yet.
+        self._unverified: dict[str, CheckpointFiles] = {}
+        # Reasons why checkpoints cannot be read, and the times of the next attempts on the monotonic clock.
+        self._damaged: dict[str, tuple[str, float]] = {}
+        self._reasons: list[str] = []
+        self._due_ids: list[str] = []
+        self._newest: CheckpointRef | None = None
+        self._parts = SentParts(job.run)
+        self._heads: list[int] | None = None
+        self._failure: Exception | None = None
+        self._prune_failure: Exception | None = None
+        self._begun = self._failed_in = 0
+        self._wanted: set[str] = set()
+        self._wanted_in = 0
+        self._is_called = self._is_awaited = False
+        self._ends_after_current = self._is_stopped = False
+        self._sending: Checkpoint | None = None
+        # Bytes sent and to be sent of that checkpoint, and bytes per second.
+        self._progress = (0, 0, 0.0)
+        self._intervals: deque[Interval] = deque(maxlen=_INTERVALS)
+
+    def apply(self, request: PushRequest) -> None:
+        """Apply the present request of the training."""
+        with self._turn:
+            before, self._request = self._request, request
+            claim = request.claim
+            if claim is not None and claim.token != self._status.lease.token:
+                if self._lease is not None:
+                    self._lease.close()
+                self._change(lease=LeaseStatus("undecided", claim.token))
+                location, config = parse_location(self._rules.remote), self._job.config.remote
+                self._lease = RunLease(location, config, self._run, claim, self._last_step, self._note_lease)
+            if request.waits > before.waits:
+                # Damaged checkpoints may have been repaired. A running attempt adds its findings to the old mapping.
+                self._damaged = {}
+                self._is_awaited = True
+            self._is_called = True
+            with contextlib.suppress(AsymcheckError):
+                self._due()
+            if request.waits > before.waits:
+                self._wanted, self._wanted_in = {*self._due_ids, *self._unverified}, self._begun
+            self._turn.notify_all()
+
+    def _last_step(self) -> int | None:
+        with self._turn:
+            newest = max((checkpoint.ref for checkpoint in self._known.refresh()), default=None)
+        return None if newest is None else newest.step
+
+    def _note_lease(self, lease: LeaseStatus) -> None:
+        with self._turn:
+            self._change(lease=lease)
+
+    def _change(self, **changes: object) -> None:
+        with self._turn:
+            self._status = dataclasses.replace(self._status, **changes)  # type: ignore[arg-type]  # fields of the status
+            self._turn.notify_all()
+
+    def end(self) -> None:
+        """Finish the checkpoint that is being uploaded, begin no other, and end. A second call cancels the upload."""
+        self._is_stopped = self._ends_after_current
+        self.end_after_current()
+
+    def end_after_current(self) -> None:
+        """Finish the checkpoint that is being uploaded, begin no other, and end. The lease is not renewed any more."""
+        with self._turn:
+            self._ends_after_current = True
+            self._turn.notify_all()
+        if self._lease is not None:
+            self._lease.abandon()
+
+    def stop(self) -> None:
+        """Cancel the upload, and end."""
+        self._is_stopped = True
+
+    def status(self) -> PushStatus:
+        """Return the present state."""
+        with self._turn:
+            done, total, bytes_per_s = self._progress
+            statistics = dataclasses.replace(
+                self._now,
+                backlog=len(self._due_ids),
+                damaged=len(self._reasons),
+                problem=self._problem(),
+                newest_step=None if self._newest is None else self._newest.step,
+                sending_step=None if self._sending is None else self._sending.step,
+                done_bytes=done,
+                total_bytes=total,
+                bytes_per_s=bytes_per_s,
+            )
+            self._answer()
+            hold = self._rules.hold
+            self._status = dataclasses.replace(
+                self._status,
+                statistics=statistics,
+                waiting=tuple(self._due_ids[-hold:]) if hold else (),
+                sending=None if self._sending is None else self._sending.save_id,
+                is_connected=self._remote is not None,
+                intervals=tuple(self._intervals),
+            )
+            return self._status
+
+    def _answer(self) -> None:
+        """Answer a wait whose checkpoints have all arrived, or that a later attempt has failed."""
+        if self._status.answered >= self._request.waits:
+            return
+        error: Exception | None = None
+        if self._wanted & {*self._due_ids, *self._unverified}:
+            # A failure of an attempt that began before the wait does not count.
+            if self._failure is None or self._failed_in <= self._wanted_in:
+                return
+            error = self._failure
+        elif self._reasons:
+            error = InconsistentCheckpointError(
+                f"run {self._run!r}: damaged checkpoints were not pushed to {self._rules.remote}. Run asymcheck verify "
+                "--repair, or delete them:",
+                self._reasons,
+            )
+        self._change(answered=self._request.waits, failure=None if error is None else Failure.of(error))
+
+    def _problem(self) -> str:
+        if self._failure is None and self._reasons:
+            return f"damaged checkpoint: {self._reasons[-1]}"
+        problem = self._failure or self._prune_failure
+        return self._parts.late() if problem is None else str(Failure.of(problem))
+
+    def add_interval(self, interval: Interval) -> None:
+        """Keep an interval for the training. Intervals of single frames are dropped, as there may be thousands."""
+        if interval.name == "push":
+            with self._turn:
+                self._intervals.append(dataclasses.replace(interval, thread=os.getpid()))
+                self._change(traced=self._status.traced + 1)
+
+    def run(self) -> None:
+        """Push until the request of the training, or :meth:`end_after_current`, ends the loop."""
+        try:
+            while not self._request.is_closing and not self._ends_after_current:
+                self._pause(failed=not self._round())
+            # The last checkpoints may have become durable in the meantime.
+            self._round()
+        finally:
+            if self._lease is not None:
+                self._lease.close()
+            if self._remote is not None:
+                self._remote.close()
+
+    def _pause(self, *, failed: bool) -> None:
+        with self._turn:
+            # A commit does not end the pause after a failure, so an unreachable location is not tried at every step.
+            self._turn.wait_for(
+                lambda: (
+                    self._request.is_closing
+                    or self._ends_after_current
+                    or self._is_awaited
+                    or (self._is_called and not failed)
+                ),
+                RETRY_S if failed else self._job.poll_s,
+            )
+            self._is_called = self._is_awaited = False
+
+    def _round(self) -> bool:
+        """Try each due checkpoint once, newest first; return False after a failure."""
+        with self._turn:
+            self._begun += 1
+        tried: set[str] = set()
+        failed = False
+        try:
+            self._await_turn()
+            while not self._ends_after_current and ((checkpoint := self._next(tried)) or self._unverified):
+                if self._remote is None:
+                    self._remote = self._connect()
+                elif checkpoint is None:
+                    self._verify_remote(self._remote)
+                else:
+                    tried.add(checkpoint.save_id)
+                    failed |= not self._try(self._remote, checkpoint)
+            if self._remote is not None and not self._ends_after_current:
+                self._push_heads(self._remote)
+                self._parts.refresh(self._remote)
+        except Exception as error:  # noqa: BLE001 - training must go on; the statistics report the error
+            self._fail(error)
+            failed = True
+        with self._turn:
+            self._failure = self._failure if failed else None
+            self._change(is_well=not failed)
+        return not failed
+
+    def _await_turn(self) -> None:
+        """Wait until it is known whether another training has the lease of the run; raise if so."""
+        self._check_stop()
+        while not self._status.lease.is_decided and not self._ends_after_current:
+            with self._turn:
+                self._turn.wait(_WAIT_S)
+            self._check_stop()
+
+    def _check_stop(self) -> None:
+        if self._is_stopped:
+            raise GivenUpError("upload cancelled at the end")
+        self._status.lease.check(self._run, self._rules.remote)
+
+    def _next(self, tried: set[str]) -> Checkpoint | None:
+        untried = [checkpoint for checkpoint in reversed(self._due()) if checkpoint.save_id not in tried]
+        if self._remote is not None and not all(map(self._is_whole, untried)):
+            untried = begun_first(self._remote, self._run, untried)
+        return next(iter(untried), None)
+
+    def _is_whole(self, checkpoint: Checkpoint) -> bool:
+        listing = self._known.listing(checkpoint)
+        return listing is None or listing.is_whole
+
+    def _due(self) -> list[Checkpoint]:
+        """List the store, and return the checkpoints to upload, newest last, without damaged ones."""
+        with self._turn:
+            local = {checkpoint.save_id: checkpoint for checkpoint in self._known.refresh()}
+            # The store decides whether a checkpoint is on the line of training.
+            remote_only = [checkpoint for save_id, checkpoint in self._sent.items() if save_id not in local]
+            remote = self._known.placed(remote_only, self._generation)
+            remote += [local[save_id] for save_id in self._sent if save_id in local]
+            selected = due(self._rules, list(local.values()), remote, time.time_ns())
+            damaged, now = self._damaged, time.monotonic()
+            self._reasons = [damaged[row.save_id][0] for row in selected if row.save_id in damaged]
+            ready = [row for row in selected if row.save_id not in damaged or damaged[row.save_id][1] <= now]
+            self._newest = max(
+                (row.ref for row in remote if row.on_line is not False and row.ref not in self._parts), default=None
+            )
+            self._due_ids = [checkpoint.save_id for checkpoint in ready]
+            self._change(newest_seen=max(local, default=""))
+            return ready
+
+    def _connect(self) -> RemoteTier:
+        remote = RemoteTier(parse_location(self._rules.remote), self._job.config, create=True)
+        try:
+            known = CheckpointCache(remote, self._run, metrics=self._rules.asks_for_metrics)
+            present = known.refresh()
+            with self._turn:
+                self._generation = known.generation
+                local = {checkpoint.save_id for checkpoint in self._known.refresh()}
+                self._sent = {checkpoint.save_id: checkpoint for checkpoint in present}
+                count = 0
+                for checkpoint in reversed([row for row in present if row.save_id in local]):
+                    listing = known.listing(checkpoint)
+                    if listing is not None and count < _VERIFIED_MANIFESTS:
+                        count += len(listing.manifests)
+                        self._unverified[checkpoint.save_id] = listing
+        except BaseException:
+            remote.close()
+            raise
+        self._encoder = encoder_for(remote)
+        if self._rules.keep is not None and self._job.prunes:
+            self._pruner = RemotePruner(remote, self._run, self._rules.keep)
+        return remote
+
+    def _verify_remote(self, remote: RemoteTier) -> None:
+        """Verify that listed checkpoints are whole. Checkpoints that are not whole become due again."""
+        present = RemotePresence(remote)
+        while self._unverified and not self._ends_after_current:
+            save_id = next(iter(self._unverified))
+            self._check_stop()
+            is_whole = present.has(self._unverified[save_id])
+            with self._turn:
+                if not is_whole:
+                    self._sent.pop(save_id, None)
+                    # Before the checkpoint counts as verified, so that no wait ends in between.
+                    self._due()
+                del self._unverified[save_id]
+
+    def _push_heads(self, remote: RemoteTier) -> None:
+        """Publish new head records. A rollback creates one, even if no checkpoint follows."""
+        heads = self._local.manifests.heads(self._run)
+        if heads != self._heads:
+            publish_heads(self._local, remote, self._run)
+            self._heads = heads
+
+    def _try(self, remote: RemoteTier, checkpoint: Checkpoint) -> bool:
+        """Push a checkpoint; return False after a failure that may not concern other checkpoints."""
+        listing = self._known.listing(checkpoint)
+        if listing is None:
+            return True
+        with self._turn:
+            self._sending, damaged = checkpoint, self._damaged
+        try:
+            moved = self._copy(remote, checkpoint, listing)
+        except _BLOCKING_ERRORS:
+            raise
+        except (FormatError, RecoveryError) as error:
+            # A checkpoint that was deleted in the meantime is no longer due.
+            if self._local.manifests.listing(self._run, checkpoint.ref).manifests:
+                damaged[checkpoint.save_id] = f"{checkpoint.ref}: {error}", time.monotonic() + DAMAGED_RETRY_S
+                self._count(failures=1)
+        except Exception as error:  # noqa: BLE001 - other checkpoints may succeed
+            self._fail(error)
+            return False
+        else:
+            with self._turn:
+                self._sent[checkpoint.save_id] = checkpoint
+                if not listing.is_whole:
+                    self._parts.add(checkpoint.ref)
+                self._count(pushed=len(moved.committed), sent=moved.moved_bytes)
+                self._due()
+            self._prune()
+        finally:
+            with self._turn:
+                self._sending, self._progress = None, (0, 0, 0.0)
+        return True
+
+    def _copy(self, remote: RemoteTier, checkpoint: Checkpoint, listing: CheckpointFiles) -> Moved:
+        moved: Moved | None = None
+        began = time.monotonic()
+
+        def details() -> Detail:
+            sent = 0 if moved is None else moved.moved_bytes
+            named: Detail = {"location": str(remote.location), "run": self._run, "save": checkpoint.save_id}
+            return {**named, "step": checkpoint.step, "sent": sent}
+
+        def note(done: int, total: int) -> None:
+            self._check_stop()
+            self._progress = done, total, done / max(time.monotonic() - began, 1e-3)
+
+        with timed("push", 0, details):
+            moved = push(self._local, remote, [listing], note, self._encoder)
+        return moved
+
+    def _prune(self) -> None:
+        """Apply the retention of the remote location. A failure does not block uploads."""
+        if self._pruner is None:
+            return
+        try:
+            self._pruner.prune(time.time_ns())
+        except AsymcheckError as error:
+            self._prune_failure = error
+        else:
+            self._prune_failure = self._pruner.failure
+
+    def _fail(self, error: Exception) -> None:
+        with self._turn:
+            self._failure, self._failed_in = error, self._begun
+            self._count(failures=1)
+
+    def _count(self, *, pushed: int = 0, sent: int = 0, failures: int = 0) -> None:
+        with self._turn:
+            now = self._now
+            self._now = dataclasses.replace(
+                now, pushed=now.pushed + pushed, sent_bytes=now.sent_bytes + sent, failures=now.failures + failures
+            )
+            self._turn.notify_all()
+
+
+def follow(loop: PushLoop, tick: Callable[[PushStatus], None], *, lets_signals_end_it: bool = False) -> None:
+    """Run the loop on a thread, and call ``tick`` with its status every 50 ms and once after its end.
+
+    With ``lets_signals_end_it``, a first KeyboardInterrupt or SystemExit ends the loop after the present upload, and a
+    second one cancels the upload.
+    """
+    with watch(loop.add_interval):
+        done = begin(loop.run, "pushing")
+        while not done.done():
+            try:
+                tick(loop.status())
+                time.sleep(_TICK_S)
+            except (KeyboardInterrupt, SystemExit):
+                if not lets_signals_end_it:
+                    raise
+                loop.end()
+        tick(loop.status())
+        done.result()
+
+
+class _Server:
+    """The child process of a training: it applies the request file, and writes the status file."""
+
+    def __init__(self, folder: Path, parent: int, loop: PushLoop) -> None:
+        self._folder, self._parent, self._loop = folder, parent, loop
+        self._requests = Watched(folder / REQUEST)
+        self._written: PushStatus | None = None
+        self._stop_at: float | None = None
+
+    def tick(self, status: PushStatus) -> None:
+        """Apply a new request, and write the status if it has changed."""
+        if os.getppid() != self._parent:
+            self._loop.end_after_current()
+            return
+        request = self._requests.read(PushRequest)
+        if request is not None:
+            self._loop.apply(request)
+            if request.is_closing and request.close_s is not None and self._stop_at is None:
+                self._stop_at = time.monotonic() + request.close_s
+        if self._stop_at is not None and time.monotonic() > self._stop_at:
+            self._loop.stop()
+            if time.monotonic() > self._stop_at + GIVE_UP_S:
+                # A thread that waits for a response ends with its deadline, or with the process.
+                sys.exit()
+        if status != self._written:
+            # A full file system delays the status, and stops no upload.
+            with contextlib.suppress(OSError):
+                write(self._folder / STATUS, status)
+                self._written = status
+
+
+def serve(folder: str, parent: int) -> None:
+    """Push for the process ``parent`` as the job on standard input says, until either ends.
+
+    If the training is killed, the checkpoint that is being uploaded is finished, and no other is begun.
+    """
+    _lower_priority()
+    path, status = Path(folder), 1
+    try:
+        status = run_child(path, decoded(PushJob, sys.stdin.buffer.read()), parent)
+    except SystemExit:
+        status = 0
+    except Exception:  # noqa: BLE001 - the training sees the status
+        traceback.print_exc()
+    if os.getppid() != parent:
+        # Otherwise the training removes the folder.
+        shutil.rmtree(path, ignore_errors=True)
+    sys.stderr.flush()
+    # A regular exit would wait for threads that wait for servers.
+    os._exit(status)
+
+
+def run_child(folder: Path, job: PushJob, parent: int) -> int:
+    """Push for the process ``parent``, which uses the files in ``folder``; return the exit status."""
+    try:
+        local: ReadTier = (
+            RemoteTier(parse_location(job.store), job.config)
+            if is_uri(job.store)
+            else NvmeTier(Path(job.store), job.config, read_only=True)
+        )
+        loop = PushLoop(local, job)
+    except AsymcheckError as error:
+        write(folder / STATUS, PushStatus(failure=Failure.of(error)))
+        return 1
+    follow(loop, _Server(folder, parent, loop).tick)
+    return 0
+
+
+def _lower_priority() -> None:
+    """Lower the priority of all threads, including those of libraries."""
+    for task in os.listdir("/proc/self/task"):
+        # A thread may have ended in the meantime.
+        with contextlib.suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, int(task), NICE)

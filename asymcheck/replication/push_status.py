@@ -1,0 +1,180 @@
+"""Files between a training and the process that pushes for it: a job, a request file and a status file, all JSON.
+
+The training writes the request file, and the pushing process writes the status file. Each file describes the whole
+present state and is replaced atomically, so that a reader never sees half of it and no message can be lost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import types
+import typing
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+from asymcheck import errors
+from asymcheck.config import StoreConfig
+from asymcheck.errors import AsymcheckError, GivenUpError
+from asymcheck.events import Interval
+from asymcheck.policies.push_selection import Push
+from asymcheck.replication.run_lease import LeaseClaim, LeaseStatus
+from asymcheck.replication.transfer_stats import PushStatistics
+
+_T = TypeVar("_T")
+REQUEST, STATUS = "request.json", "status.json"
+"""Names of the files, in a folder that only this user can read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PushJob:
+    """Parameters of a push loop. They may contain credentials, so the child reads them from a pipe."""
+
+    store: str
+    """Path or URI of the store."""
+    config: StoreConfig
+    rules: Push
+    run: str
+    poll_s: float
+    """Seconds between two listings of the store."""
+    prunes: bool
+    """Whether to apply the retention of the remote location."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PushRequest:
+    """Wishes of the training."""
+
+    looks: int = 0
+    """Number of commits so far: after each, the loop lists the store."""
+    waits: int = 0
+    """Number of the last ``wait()``; :attr:`PushStatus.answered` follows."""
+    is_closing: bool = False
+    """Whether to push the remaining checkpoints once, and end."""
+    close_s: float | None = None
+    """Time limit of the end [s]; None for no limit."""
+    claim: LeaseClaim | None = None
+    """Claim to the lease of the run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """An error of the loop."""
+
+    kind: str
+    """Name of the class."""
+    message: str
+    fields: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """Describe an error. Fields that JSON cannot express become None."""
+        return cls(type(error).__name__, str(error), json.loads(json.dumps(vars(error), default=lambda _: None)))
+
+    def error(self) -> AsymcheckError:
+        """Return the error. An error that is not of this package becomes a GivenUpError."""
+        kind = getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, AsymcheckError)):
+            return GivenUpError(f"{self.kind}: {self.message}")
+        error = kind.__new__(kind, self.message)
+        error.__dict__.update(
+            {name: tuple(value) if isinstance(value, list) else value for name, value in self.fields.items()}
+        )
+        return error
+
+    def __str__(self) -> str:
+        """Return class and message, as statistics show them."""
+        return f"{self.kind}: {self.message}"
+
+
+@dataclasses.dataclass(frozen=True)
+class PushStatus:
+    """State of a push loop."""
+
+    statistics: PushStatistics = dataclasses.field(default_factory=PushStatistics)
+    waiting: tuple[str, ...] = ()
+    """Save ids of the newest checkpoints that wait, newest last, as many as ``Push.hold``."""
+    sending: str | None = None
+    """Save id of the checkpoint that is being uploaded."""
+    newest_seen: str = ""
+    """Greatest save id of the store at the last listing. Save ids sort by time, so greater ones are unseen."""
+    is_connected: bool = False
+    """Whether the remote location was listed."""
+    is_well: bool = False
+    """Whether the last round had no failure."""
+    lease: LeaseStatus = dataclasses.field(default_factory=LeaseStatus)
+    answered: int = 0
+    """Number of the last wait that has ended."""
+    failure: Failure | None = None
+    """Error of that wait, or of the start."""
+    traced: int = 0
+    """Number of uploads so far."""
+    intervals: tuple[Interval, ...] = ()
+    """Trace intervals of the last uploads. All processes of a machine share the monotonic clock."""
+
+
+def encoded(value: object) -> str:
+    """Return a job, a request or a status as JSON."""
+    return json.dumps(value, default=_plain)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    return dict(value) if isinstance(value, Mapping) else vars(value)
+
+
+def decoded(kind: type[_T], text: str | bytes) -> _T:
+    """Return what :func:`encoded` was given, an instance of the dataclass ``kind``."""
+    found: _T = _built(kind, json.loads(text))
+    return found
+
+
+def _built(kind: Any, value: Any) -> Any:  # noqa: ANN401 - types of fields, and JSON values
+    """Return a JSON value as ``kind``: a dataclass, a tuple, a timedelta, a plain value, or a union of these."""
+    kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    if isinstance(value, dict):
+        for choice in kinds:
+            if dataclasses.is_dataclass(choice) and isinstance(choice, type):
+                hints = typing.get_type_hints(choice)
+                return choice(**{name: _built(hints[name], field) for name, field in value.items()})
+    if isinstance(value, list):
+        elements = (*typing.get_args(kinds[0]), object)
+        return tuple(_built(elements[0], element) for element in value)
+    return timedelta(seconds=value) if timedelta in kinds and value is not None else value
+
+
+def write(path: Path, value: object) -> None:
+    """Replace a request or status file atomically.
+
+    Raises:
+        OSError: the file system is full.
+    """
+    # A session manager that cleans up may have removed the folder.
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(encoded(value), "utf-8")
+    temporary.replace(path)
+
+
+class Watched:
+    """A request or status file that is read again after each replacement. For one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._identity: tuple[int, int] | None = None
+
+    def read(self, kind: type[_T]) -> _T | None:
+        """Return the content if it is new; otherwise None."""
+        try:
+            now = os.stat(self._path)
+            if (now.st_ino, now.st_mtime_ns) == self._identity:
+                return None
+            content = decoded(kind, self._path.read_bytes())
+        except FileNotFoundError:
+            return None
+        self._identity = now.st_ino, now.st_mtime_ns
+        return content

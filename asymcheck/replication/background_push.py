@@ -50,7 +50,6 @@ from asymcheck.replication.run_lease import LeaseClaim, LeaseStatus
 from asymcheck.replication.transfer_stats import PushStatistics
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.nvme.run_lock import Trainer
-from asymcheck.types import Checkpoint
 
 _logger = logging.getLogger(__name__)
 _START_S = 30.0
@@ -101,8 +100,6 @@ class BackgroundPush:
         self._has_begun = self._is_awaited = self._is_given_up = False
         # Status of the current child, and of the last child that has listed the location.
         self._now, self._view = PushStatus(), PushStatus()
-        # Sum of the statistics of earlier children.
-        self._before = PushStatistics()
         self._lease = LeaseStatus()
         self._failure: Exception | None = None
         self._ends = 0
@@ -137,19 +134,12 @@ class BackgroundPush:
 
     def statistics(self) -> PushStatistics:
         """Count the backlog, and return the statistics so far."""
-        unseen: list[Checkpoint] = []
-        with contextlib.suppress(AsymcheckError):
-            unseen = self._unseen()
         with self._turn:
-            now, before = self._look().statistics, self._before
-            return dataclasses.replace(
-                now,
-                pushed=before.pushed + now.pushed,
-                backlog=self._view.statistics.backlog + len(unseen),
-                sent_bytes=before.sent_bytes + now.sent_bytes,
-                failures=before.failures + now.failures,
-                problem=self._problem(),
-            )
+            now = self._look().statistics
+            backlog = self._view.statistics.backlog
+            with contextlib.suppress(AsymcheckError):
+                backlog += len(self._waiting()) - len(self._view.waiting)
+            return dataclasses.replace(now, backlog=backlog, problem=self._problem())
 
     def _problem(self) -> str:
         with self._turn:
@@ -160,18 +150,22 @@ class BackgroundPush:
         """Return the save ids that no retention may delete before their upload, with the reasons."""
         if self._job is None or not self._is_open:
             return {}
-        unseen = [checkpoint.save_id for checkpoint in self._unseen()]
-        return held(self._job.rules, [*self._view.waiting, *unseen], self._now.sending)
+        return held(self._job.rules, self._waiting(), self._now.sending)
 
-    def _unseen(self) -> list[Checkpoint]:
-        """Return the checkpoints to push that were committed since the child has listed the store. Uses no network."""
+    def _waiting(self) -> list[str]:
+        """Return the save ids that wait, newest last: those of the status, and those committed since. Uses no network.
+
+        Raises:
+            StorageError: the store cannot be listed.
+        """
         if self._job is None or self._known is None:
             return []
         with self._turn:
             self._look()
-            local = self._known.refresh()
-            unseen = [checkpoint for checkpoint in local if checkpoint.save_id > self._view.newest_seen]
-            return due(self._job.rules, unseen, (), time.time_ns())
+            local = {checkpoint.save_id: checkpoint for checkpoint in self._known.refresh()}
+            unseen = [row for save_id, row in local.items() if save_id > self._view.newest_seen]
+            new = [row.save_id for row in due(self._job.rules, unseen, (), time.time_ns())]
+            return [*(save_id for save_id in self._view.waiting if save_id in local), *new]
 
     def _look(self) -> PushStatus:
         """Read the status of the child if it is new. The caller holds ``_turn``."""
@@ -374,14 +368,10 @@ class BackgroundPush:
     def _note_end(self, failure: Exception) -> None:
         if not self._lease.is_decided:
             self._lease = dataclasses.replace(self._lease, phase="unguarded", problem=str(failure))
-        now, before = self._now.statistics, self._before
-        self._before = dataclasses.replace(
-            before,
-            pushed=before.pushed + now.pushed,
-            sent_bytes=before.sent_bytes + now.sent_bytes,
-            failures=before.failures + now.failures + 1,
-        )
-        self._now = PushStatus(PushStatistics(newest_step=now.newest_step))
+        now = self._now.statistics
+        # The statistics of an upload end with the child.
+        fresh = PushStatistics(now.pushed, now.backlog, now.damaged, now.sent_bytes, now.failures + 1)
+        self._now = PushStatus(dataclasses.replace(fresh, newest_step=now.newest_step))
         self._failure = failure
         self._ends += 1
 
@@ -397,7 +387,7 @@ class BackgroundPush:
             return GivenUpError(f"cannot start the process that pushes to {remote}: {error}")
         if status == 0:
             return None
-        if found.failure is not None and not found.answered:
+        if found.failure is not None and found.answered < 0:
             return found.failure.error()
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         return GivenUpError(f"the process that pushes to {remote} {how}; another one begins in {RETRY_S:.0f} s")
@@ -411,7 +401,7 @@ class BackgroundPush:
             with self._turn:
                 self._folder, self._watched, self._has_begun = folder, Watched(folder / STATUS), False
                 self._write_request()
-            self._process = _start(folder, job)
+            self._process = _start(folder, dataclasses.replace(job, statistics=self._now.statistics))
             yield self._process
         finally:
             with self._turn:

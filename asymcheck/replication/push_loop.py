@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import shutil
 import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,12 +53,12 @@ from asymcheck.replication.push_status import (
     write,
 )
 from asymcheck.replication.run_lease import LeaseStatus, RunLease
-from asymcheck.replication.transfer_stats import Moved, PushStatistics
+from asymcheck.replication.transfer_stats import Moved
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.remote import RemoteTier, is_uri, parse_location
-from asymcheck.types import Checkpoint, CheckpointRef
+from asymcheck.types import Checkpoint
 
 RETRY_S = 15.0
 """Seconds between a failure and the next attempt."""
@@ -70,6 +70,7 @@ DAMAGED_RETRY_S = 600.0
 _WAIT_S = 0.5
 _TICK_S = 0.05
 _INTERVALS = 32
+_WAITING = 256
 _VERIFIED_MANIFESTS = 64
 """Approximate number of manifests, newest first, that are verified at the start: a killed push may have left one."""
 _BLOCKING_ERRORS = (
@@ -94,11 +95,12 @@ class PushLoop:
         self._encoder: Encoder | None = None
         self._pruner: RemotePruner | None = None
         self._lease: RunLease | None = None
-        # Guards all that follows. Never held while the location is asked, so that a status is always available.
+        self._heads: list[int] | None = None
+        self._parts = SentParts(job.run)
+        # Guards all that follows. Never held while the location is asked, so that requests are applied at once.
         self._turn = threading.Condition()
         self._request = PushRequest()
-        self._status = PushStatus()
-        self._now = PushStatistics()
+        self._status = PushStatus(job.statistics)
         # Checkpoints that are or were at the location, by save id, and its newest generation when it was listed.
         self._sent: dict[str, Checkpoint] = {}
         self._generation = 0
@@ -107,21 +109,10 @@ class PushLoop:
         # Reasons why checkpoints cannot be read, and the times of the next attempts on the monotonic clock.
         self._damaged: dict[str, tuple[str, float]] = {}
         self._reasons: list[str] = []
-        self._due_ids: list[str] = []
-        self._newest: CheckpointRef | None = None
-        self._parts = SentParts(job.run)
-        self._heads: list[int] | None = None
         self._failure: Exception | None = None
         self._prune_failure: Exception | None = None
-        self._begun = self._failed_in = 0
-        self._wanted: set[str] = set()
-        self._wanted_in = 0
         self._is_called = self._is_awaited = False
-        self._ends_after_current = self._is_stopped = False
-        self._sending: Checkpoint | None = None
-        # Bytes sent and to be sent of that checkpoint, and bytes per second.
-        self._progress = (0, 0, 0.0)
-        self._intervals: deque[Interval] = deque(maxlen=_INTERVALS)
+        self._is_ending, self._cancelled_at = False, math.inf
 
     def apply(self, request: PushRequest) -> None:
         """Apply the present request of the training."""
@@ -131,7 +122,7 @@ class PushLoop:
             if claim is not None and claim.token != self._status.lease.token:
                 if self._lease is not None:
                     self._lease.close()
-                self._change(lease=LeaseStatus("undecided", claim.token))
+                self._note_lease(LeaseStatus("undecided", claim.token))
                 location, config = parse_location(self._rules.remote), self._job.config.remote
                 self._lease = RunLease(location, config, self._run, claim, self._last_step, self._note_lease)
             if request.waits > before.waits:
@@ -141,9 +132,6 @@ class PushLoop:
             self._is_called = True
             with contextlib.suppress(AsymcheckError):
                 self._due()
-            if request.waits > before.waits:
-                self._wanted, self._wanted_in = {*self._due_ids, *self._unverified}, self._begun
-            self._turn.notify_all()
 
     def _last_step(self) -> int | None:
         with self._turn:
@@ -151,75 +139,49 @@ class PushLoop:
         return None if newest is None else newest.step
 
     def _note_lease(self, lease: LeaseStatus) -> None:
-        with self._turn:
-            self._change(lease=lease)
+        self._change(lease=lease)
+
+    def end(self) -> None:
+        """Finish the checkpoint that is being uploaded, begin no other, and end. A second call cancels the upload.
+
+        The lease is not renewed any more, and ends by itself.
+        """
+        if self._is_ending:
+            self.cancel()
+        self._is_ending = True
+        if self._lease is not None:
+            self._lease.abandon()
+        self._change()
+
+    def cancel(self) -> None:
+        """Cancel the upload."""
+        self._cancelled_at = min(self._cancelled_at, time.monotonic())
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether a cancelled upload does not end: its thread waits for a response."""
+        return time.monotonic() > self._cancelled_at + GIVE_UP_S
+
+    def status(self) -> PushStatus:
+        """Return the present state."""
+        return self._status
 
     def _change(self, **changes: object) -> None:
         with self._turn:
             self._status = dataclasses.replace(self._status, **changes)  # type: ignore[arg-type]  # fields of the status
             self._turn.notify_all()
 
-    def end(self) -> None:
-        """Finish the checkpoint that is being uploaded, begin no other, and end. A second call cancels the upload."""
-        self._is_stopped = self._ends_after_current
-        self.end_after_current()
-
-    def end_after_current(self) -> None:
-        """Finish the checkpoint that is being uploaded, begin no other, and end. The lease is not renewed any more."""
+    def _note(self, *, pushed: int = 0, sent: int = 0, failures: int = 0, **others: float | None) -> None:
+        """Add to the statistics, and set their other fields."""
         with self._turn:
-            self._ends_after_current = True
-            self._turn.notify_all()
-        if self._lease is not None:
-            self._lease.abandon()
-
-    def stop(self) -> None:
-        """Cancel the upload, and end."""
-        self._is_stopped = True
-
-    def status(self) -> PushStatus:
-        """Return the present state."""
-        with self._turn:
-            done, total, bytes_per_s = self._progress
-            statistics = dataclasses.replace(
-                self._now,
-                backlog=len(self._due_ids),
-                damaged=len(self._reasons),
-                problem=self._problem(),
-                newest_step=None if self._newest is None else self._newest.step,
-                sending_step=None if self._sending is None else self._sending.step,
-                done_bytes=done,
-                total_bytes=total,
-                bytes_per_s=bytes_per_s,
-            )
-            self._answer()
-            hold = self._rules.hold
-            self._status = dataclasses.replace(
-                self._status,
-                statistics=statistics,
-                waiting=tuple(self._due_ids[-hold:]) if hold else (),
-                sending=None if self._sending is None else self._sending.save_id,
-                is_connected=self._remote is not None,
-                intervals=tuple(self._intervals),
-            )
-            return self._status
-
-    def _answer(self) -> None:
-        """Answer a wait whose checkpoints have all arrived, or that a later attempt has failed."""
-        if self._status.answered >= self._request.waits:
-            return
-        error: Exception | None = None
-        if self._wanted & {*self._due_ids, *self._unverified}:
-            # A failure of an attempt that began before the wait does not count.
-            if self._failure is None or self._failed_in <= self._wanted_in:
-                return
-            error = self._failure
-        elif self._reasons:
-            error = InconsistentCheckpointError(
-                f"run {self._run!r}: damaged checkpoints were not pushed to {self._rules.remote}. Run asymcheck verify "
-                "--repair, or delete them:",
-                self._reasons,
-            )
-        self._change(answered=self._request.waits, failure=None if error is None else Failure.of(error))
+            now = self._status.statistics
+            totals = {
+                "pushed": now.pushed + pushed,
+                "sent_bytes": now.sent_bytes + sent,
+                "failures": now.failures + failures,
+            }
+            statistics = dataclasses.replace(now, problem=self._problem(), **totals, **others)  # type: ignore[arg-type]  # as named
+            self._change(statistics=statistics)
 
     def _problem(self) -> str:
         if self._failure is None and self._reasons:
@@ -231,14 +193,19 @@ class PushLoop:
         """Keep an interval for the training. Intervals of single frames are dropped, as there may be thousands."""
         if interval.name == "push":
             with self._turn:
-                self._intervals.append(dataclasses.replace(interval, thread=os.getpid()))
-                self._change(traced=self._status.traced + 1)
+                kept = (*self._status.intervals, dataclasses.replace(interval, thread=os.getpid()))[-_INTERVALS:]
+                self._change(traced=self._status.traced + 1, intervals=kept)
 
     def run(self) -> None:
-        """Push until the request of the training, or :meth:`end_after_current`, ends the loop."""
+        """Push until the request of the training, or :meth:`end`, ends the loop."""
         try:
-            while not self._request.is_closing and not self._ends_after_current:
-                self._pause(failed=not self._round())
+            while not self._request.is_closing and not self._is_ending:
+                is_well = self._round()
+                with self._turn:
+                    # A commit does not end the pause after a failure, so an unreachable location is not tried at every
+                    # step.
+                    wakes = self._is_woken if is_well else self._is_awaited_or_ending
+                    self._turn.wait_for(wakes, self._job.poll_s if is_well else RETRY_S)
             # The last checkpoints may have become durable in the meantime.
             self._round()
         finally:
@@ -247,57 +214,58 @@ class PushLoop:
             if self._remote is not None:
                 self._remote.close()
 
-    def _pause(self, *, failed: bool) -> None:
-        with self._turn:
-            # A commit does not end the pause after a failure, so an unreachable location is not tried at every step.
-            self._turn.wait_for(
-                lambda: (
-                    self._request.is_closing
-                    or self._ends_after_current
-                    or self._is_awaited
-                    or (self._is_called and not failed)
-                ),
-                RETRY_S if failed else self._job.poll_s,
-            )
-            self._is_called = self._is_awaited = False
+    def _is_awaited_or_ending(self) -> bool:
+        return self._request.is_closing or self._is_ending or self._is_awaited
+
+    def _is_woken(self) -> bool:
+        return self._is_called or self._is_awaited_or_ending()
 
     def _round(self) -> bool:
-        """Try each due checkpoint once, newest first; return False after a failure."""
+        """Try each due checkpoint once, newest first, and answer the waits so far; return False after a failure."""
         with self._turn:
-            self._begun += 1
+            waits = self._request.waits
+            self._is_called = self._is_awaited = False
         tried: set[str] = set()
         failed = False
         try:
             self._await_turn()
-            while not self._ends_after_current and ((checkpoint := self._next(tried)) or self._unverified):
+            while not self._is_ending and ((checkpoint := self._next(tried)) or self._unverified):
                 if self._remote is None:
                     self._remote = self._connect()
+                    self._change(is_connected=True)
                 elif checkpoint is None:
                     self._verify_remote(self._remote)
                 else:
                     tried.add(checkpoint.save_id)
                     failed |= not self._try(self._remote, checkpoint)
-            if self._remote is not None and not self._ends_after_current:
+            if self._remote is not None and not self._is_ending:
                 self._push_heads(self._remote)
                 self._parts.refresh(self._remote)
         except Exception as error:  # noqa: BLE001 - training must go on; the statistics report the error
             self._fail(error)
             failed = True
         with self._turn:
-            self._failure = self._failure if failed else None
-            self._change(is_well=not failed)
+            answer = self._failure = self._failure if failed else None
+            if answer is None and self._reasons:
+                answer = InconsistentCheckpointError(
+                    f"run {self._run!r}: damaged checkpoints were not pushed to {self._rules.remote}. Run asymcheck "
+                    "verify --repair, or delete them:",
+                    self._reasons,
+                )
+            self._note()
+            self._change(is_well=not failed, answered=waits, failure=None if answer is None else Failure.of(answer))
         return not failed
 
     def _await_turn(self) -> None:
         """Wait until it is known whether another training has the lease of the run; raise if so."""
-        self._check_stop()
-        while not self._status.lease.is_decided and not self._ends_after_current:
+        self._check()
+        while not self._status.lease.is_decided and not self._is_ending:
             with self._turn:
                 self._turn.wait(_WAIT_S)
-            self._check_stop()
+            self._check()
 
-    def _check_stop(self) -> None:
-        if self._is_stopped:
+    def _check(self) -> None:
+        if self._cancelled_at < math.inf:
             raise GivenUpError("upload cancelled at the end")
         self._status.lease.check(self._run, self._rules.remote)
 
@@ -323,11 +291,11 @@ class PushLoop:
             damaged, now = self._damaged, time.monotonic()
             self._reasons = [damaged[row.save_id][0] for row in selected if row.save_id in damaged]
             ready = [row for row in selected if row.save_id not in damaged or damaged[row.save_id][1] <= now]
-            self._newest = max(
-                (row.ref for row in remote if row.on_line is not False and row.ref not in self._parts), default=None
-            )
-            self._due_ids = [checkpoint.save_id for checkpoint in ready]
-            self._change(newest_seen=max(local, default=""))
+            there = [row.ref for row in remote if row.on_line is not False and row.ref not in self._parts]
+            newest_step = max(there).step if there else None
+            self._note(backlog=len(ready), damaged=len(self._reasons), newest_step=newest_step)
+            waiting = tuple(row.save_id for row in ready[-max(_WAITING, self._rules.hold) :])
+            self._change(newest_seen=max(local, default=""), waiting=waiting)
             return ready
 
     def _connect(self) -> RemoteTier:
@@ -356,15 +324,13 @@ class PushLoop:
     def _verify_remote(self, remote: RemoteTier) -> None:
         """Verify that listed checkpoints are whole. Checkpoints that are not whole become due again."""
         present = RemotePresence(remote)
-        while self._unverified and not self._ends_after_current:
+        while self._unverified and not self._is_ending:
             save_id = next(iter(self._unverified))
-            self._check_stop()
+            self._check()
             is_whole = present.has(self._unverified[save_id])
             with self._turn:
                 if not is_whole:
                     self._sent.pop(save_id, None)
-                    # Before the checkpoint counts as verified, so that no wait ends in between.
-                    self._due()
                 del self._unverified[save_id]
 
     def _push_heads(self, remote: RemoteTier) -> None:
@@ -380,7 +346,8 @@ class PushLoop:
         if listing is None:
             return True
         with self._turn:
-            self._sending, damaged = checkpoint, self._damaged
+            damaged = self._damaged
+            self._change(sending=checkpoint.save_id)
         try:
             moved = self._copy(remote, checkpoint, listing)
         except _BLOCKING_ERRORS:
@@ -389,7 +356,7 @@ class PushLoop:
             # A checkpoint that was deleted in the meantime is no longer due.
             if self._local.manifests.listing(self._run, checkpoint.ref).manifests:
                 damaged[checkpoint.save_id] = f"{checkpoint.ref}: {error}", time.monotonic() + DAMAGED_RETRY_S
-                self._count(failures=1)
+                self._note(failures=1)
         except Exception as error:  # noqa: BLE001 - other checkpoints may succeed
             self._fail(error)
             return False
@@ -398,12 +365,12 @@ class PushLoop:
                 self._sent[checkpoint.save_id] = checkpoint
                 if not listing.is_whole:
                     self._parts.add(checkpoint.ref)
-                self._count(pushed=len(moved.committed), sent=moved.moved_bytes)
+                self._note(pushed=len(moved.committed), sent=moved.moved_bytes)
                 self._due()
             self._prune()
         finally:
-            with self._turn:
-                self._sending, self._progress = None, (0, 0, 0.0)
+            self._change(sending=None)
+            self._note(sending_step=None, done_bytes=0, total_bytes=0, bytes_per_s=0.0)
         return True
 
     def _copy(self, remote: RemoteTier, checkpoint: Checkpoint, listing: CheckpointFiles) -> Moved:
@@ -416,8 +383,9 @@ class PushLoop:
             return {**named, "step": checkpoint.step, "sent": sent}
 
         def note(done: int, total: int) -> None:
-            self._check_stop()
-            self._progress = done, total, done / max(time.monotonic() - began, 1e-3)
+            self._check()
+            speed = done / max(time.monotonic() - began, 1e-3)
+            self._note(sending_step=checkpoint.step, done_bytes=done, total_bytes=total, bytes_per_s=speed)
 
         with timed("push", 0, details):
             moved = push(self._local, remote, [listing], note, self._encoder)
@@ -436,16 +404,8 @@ class PushLoop:
 
     def _fail(self, error: Exception) -> None:
         with self._turn:
-            self._failure, self._failed_in = error, self._begun
-            self._count(failures=1)
-
-    def _count(self, *, pushed: int = 0, sent: int = 0, failures: int = 0) -> None:
-        with self._turn:
-            now = self._now
-            self._now = dataclasses.replace(
-                now, pushed=now.pushed + pushed, sent_bytes=now.sent_bytes + sent, failures=now.failures + failures
-            )
-            self._turn.notify_all()
+            self._failure = error
+            self._note(failures=1)
 
 
 def follow(loop: PushLoop, tick: Callable[[PushStatus], None], *, lets_signals_end_it: bool = False) -> None:
@@ -456,7 +416,7 @@ def follow(loop: PushLoop, tick: Callable[[PushStatus], None], *, lets_signals_e
     """
     with watch(loop.add_interval):
         done = begin(loop.run, "pushing")
-        while not done.done():
+        while not done.done() and not loop.is_overdue:
             try:
                 tick(loop.status())
                 time.sleep(_TICK_S)
@@ -465,7 +425,8 @@ def follow(loop: PushLoop, tick: Callable[[PushStatus], None], *, lets_signals_e
                     raise
                 loop.end()
         tick(loop.status())
-        done.result()
+        if done.done():
+            done.result()
 
 
 class _Server:
@@ -475,23 +436,23 @@ class _Server:
         self._folder, self._parent, self._loop = folder, parent, loop
         self._requests = Watched(folder / REQUEST)
         self._written: PushStatus | None = None
-        self._stop_at: float | None = None
+        self._stop_at = math.inf
+        self._is_orphaned = False
 
     def tick(self, status: PushStatus) -> None:
         """Apply a new request, and write the status if it has changed."""
         if os.getppid() != self._parent:
-            self._loop.end_after_current()
+            if not self._is_orphaned:
+                self._is_orphaned = True
+                self._loop.end()
             return
         request = self._requests.read(PushRequest)
         if request is not None:
             self._loop.apply(request)
-            if request.is_closing and request.close_s is not None and self._stop_at is None:
+            if request.is_closing and request.close_s is not None:
                 self._stop_at = time.monotonic() + request.close_s
-        if self._stop_at is not None and time.monotonic() > self._stop_at:
-            self._loop.stop()
-            if time.monotonic() > self._stop_at + GIVE_UP_S:
-                # A thread that waits for a response ends with its deadline, or with the process.
-                sys.exit()
+        if time.monotonic() > self._stop_at:
+            self._loop.cancel()
         if status != self._written:
             # A full file system delays the status, and stops no upload.
             with contextlib.suppress(OSError):
@@ -508,8 +469,6 @@ def serve(folder: str, parent: int) -> None:
     path, status = Path(folder), 1
     try:
         status = run_child(path, decoded(PushJob, sys.stdin.buffer.read()), parent)
-    except SystemExit:
-        status = 0
     except Exception:  # noqa: BLE001 - the training sees the status
         traceback.print_exc()
     if os.getppid() != parent:
@@ -530,7 +489,7 @@ def run_child(folder: Path, job: PushJob, parent: int) -> int:
         )
         loop = PushLoop(local, job)
     except AsymcheckError as error:
-        write(folder / STATUS, PushStatus(failure=Failure.of(error)))
+        write(folder / STATUS, PushStatus(answered=-1, failure=Failure.of(error)))
         return 1
     follow(loop, _Server(folder, parent, loop).tick)
     return 0

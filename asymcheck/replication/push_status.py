@@ -42,6 +42,8 @@ class PushJob:
     """Seconds between two listings of the store."""
     prunes: bool
     """Whether to apply the retention of the remote location."""
+    statistics: PushStatistics = dataclasses.field(default_factory=PushStatistics)
+    """Statistics of earlier loops of this push, which count on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +98,7 @@ class PushStatus:
 
     statistics: PushStatistics = dataclasses.field(default_factory=PushStatistics)
     waiting: tuple[str, ...] = ()
-    """Save ids of the newest checkpoints that wait, newest last, as many as ``Push.hold``."""
+    """Save ids of the newest checkpoints that wait, newest last; at least ``Push.hold``."""
     sending: str | None = None
     """Save id of the checkpoint that is being uploaded."""
     newest_seen: str = ""
@@ -107,7 +109,7 @@ class PushStatus:
     """Whether the last round had no failure."""
     lease: LeaseStatus = dataclasses.field(default_factory=LeaseStatus)
     answered: int = 0
-    """Number of the last wait that has ended."""
+    """Number of the last wait that has ended; -1 if the loop could not start."""
     failure: Failure | None = None
     """Error of that wait, or of the start."""
     traced: int = 0

@@ -60,9 +60,8 @@ def test_second_signal_cancels_the_upload(tmp_path: Path) -> None:
         time.sleep(0.5)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        output, rest = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=30)
     assert (process.returncode, output) == (0, "0 checkpoints sent, 0 B; 1 checkpoint waiting\n")
-    assert "upload cancelled" in rest
     assert not list((tmp_path / "remote").rglob("*.manifest"))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import uuid
@@ -94,9 +93,7 @@ class ChildOnThread:
 
     def wait(self) -> int:
         """Return the exit status."""
-        with contextlib.suppress(SystemExit):
-            return self._done.result()
-        return 0
+        return self._done.result()
 
     def kill(self) -> None:
         """Leave the thread to itself."""

@@ -21,7 +21,7 @@ from asymcheck.policies.push_selection import Push
 from asymcheck.replication.push_loop import PushLoop, follow
 from asymcheck.replication.push_status import PushStatus
 from asymcheck.replication.transfer_plan import selected
-from asymcheck.replication.transfer_stats import Moved, PushStatistics
+from asymcheck.replication.transfer_stats import Moved
 from asymcheck.storage.local_files import translated
 from asymcheck.storage.remote import RemoteTier, is_uri, parse_location
 from asymcheck.store import Store
@@ -89,13 +89,13 @@ def push(
     with Store.open(store, read_only=True, config=config) as opened, output.progress("push") as progress:
         if follows:
             loop = opened.training.push_loop(Push(location, every=every), run=run or DEFAULT_RUN)
-            statistics = _follow_loop(loop, progress)
-            return Report(statistics, partial(_show_followed, statistics))
+            _follow_loop(loop, progress)
+            return Report(loop.moved, partial(_show_total, loop.moved, "sent"))
         done = opened.push(location, step, run=run, everything=everything, progress=progress)
     return Report(done, partial(_show_moved, done, "sent"))
 
 
-def _follow_loop(loop: PushLoop, progress: Progress) -> PushStatistics:
+def _follow_loop(loop: PushLoop, progress: Progress) -> None:
     """Run a push loop until a signal, and report each upload and each new problem on standard error."""
     shown, problem = 0, ""
 
@@ -116,12 +116,6 @@ def _follow_loop(loop: PushLoop, progress: Progress) -> PushStatistics:
             progress(now.done_bytes, now.total_bytes)
 
     follow(loop, tick, lets_signals_end_it=True)
-    return loop.status().statistics
-
-
-def _show_followed(done: PushStatistics) -> None:
-    sent, waiting = output.count(done.pushed, "checkpoint"), output.count(done.backlog, "checkpoint")
-    click.echo(f"{sent} sent, {output.size(done.sent_bytes)}; {waiting} waiting")
 
 
 @command("Copy checkpoints from HDFS or a shared file system.")
@@ -164,6 +158,10 @@ def _check_step_or_all(step: int | str | None, *, everything: bool) -> None:
 def _show_moved(done: Moved, verb: str) -> None:
     for name in done.committed:
         click.echo(f"{verb} {name}")
+    _show_total(done, verb)
+
+
+def _show_total(done: Moved, verb: str) -> None:
     plain = f" ({output.size(done.plain_bytes)} uncompressed)" if done.plain_bytes > done.moved_bytes else ""
     moved = f"{output.size(done.moved_bytes)}{plain} in {output.count(done.packs, 'pack')}"
     present = [

@@ -396,7 +396,9 @@ class BackgroundPush:
     def _started(self, job: PushJob) -> Iterator[subprocess.Popen[bytes]]:
         """Start a child with its folder for the ``with`` block."""
         memory = ring_folder_of(None)
-        folder = Path(tempfile.mkdtemp(prefix="asymcheck-push-", dir=memory if memory.is_dir() else None))
+        # After a failure, the other file system: a ring may fill /dev/shm.
+        is_usable = self._ends % 2 == 0 and memory.is_dir()
+        folder = Path(tempfile.mkdtemp(prefix="asymcheck-push-", dir=memory if is_usable else None))
         try:
             with self._turn:
                 self._folder, self._watched, self._has_begun = folder, Watched(folder / STATUS), False

@@ -69,6 +69,7 @@ DAMAGED_RETRY_S = 600.0
 
 _WAIT_S = 0.5
 _TICK_S = 0.05
+_UNWRITTEN_S = 60.0
 _INTERVALS = 32
 _WAITING = 256
 _VERIFIED_MANIFESTS = 64
@@ -97,6 +98,8 @@ class PushLoop:
         self._lease: RunLease | None = None
         self._heads: list[int] | None = None
         self._parts = SentParts(job.run)
+        self.moved = Moved(job.rules.remote)
+        """Sum of the uploads so far."""
         # Guards all that follows. Never held while the location is asked, so that requests are applied at once.
         self._turn = threading.Condition()
         self._request = PushRequest()
@@ -363,6 +366,7 @@ class PushLoop:
         else:
             with self._turn:
                 self._sent[checkpoint.save_id] = checkpoint
+                self.moved.add(moved)
                 if not listing.is_whole:
                     self._parts.add(checkpoint.ref)
                 self._note(pushed=len(moved.committed), sent=moved.moved_bytes)
@@ -414,8 +418,11 @@ def follow(loop: PushLoop, tick: Callable[[PushStatus], None], *, lets_signals_e
     With ``lets_signals_end_it``, a first KeyboardInterrupt or SystemExit ends the loop after the present upload, and a
     second one cancels the upload.
     """
-    with watch(loop.add_interval):
+    with contextlib.ExitStack() as held:
+        held.enter_context(watch(loop.add_interval))
         done = begin(loop.run, "pushing")
+        # If ``tick`` raises, the loop ends, too.
+        held.callback(loop.end)
         while not done.done() and not loop.is_overdue:
             try:
                 tick(loop.status())
@@ -436,7 +443,7 @@ class _Server:
         self._folder, self._parent, self._loop = folder, parent, loop
         self._requests = Watched(folder / REQUEST)
         self._written: PushStatus | None = None
-        self._stop_at = math.inf
+        self._written_at, self._stop_at = time.monotonic(), math.inf
         self._is_orphaned = False
 
     def tick(self, status: PushStatus) -> None:
@@ -453,11 +460,17 @@ class _Server:
                 self._stop_at = time.monotonic() + request.close_s
         if time.monotonic() > self._stop_at:
             self._loop.cancel()
+        now = time.monotonic()
         if status != self._written:
-            # A full file system delays the status, and stops no upload.
-            with contextlib.suppress(OSError):
+            try:
                 write(self._folder / STATUS, status)
-                self._written = status
+            except OSError:
+                # A full file system delays the status. After a while, another child tries another file system.
+                if now - self._written_at > _UNWRITTEN_S:
+                    raise
+                return
+            self._written = status
+        self._written_at = now
 
 
 def serve(folder: str, parent: int) -> None:
@@ -489,7 +502,7 @@ def run_child(folder: Path, job: PushJob, parent: int) -> int:
         )
         loop = PushLoop(local, job)
     except AsymcheckError as error:
-        write(folder / STATUS, PushStatus(answered=-1, failure=Failure.of(error)))
+        write(folder / STATUS, PushStatus(job.statistics, answered=-1, failure=Failure.of(error)))
         return 1
     follow(loop, _Server(folder, parent, loop).tick)
     return 0

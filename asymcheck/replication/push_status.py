@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -16,7 +17,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asymcheck import errors
 from asymcheck.config import StoreConfig
 from asymcheck.errors import AsymcheckError, GivenUpError
 from asymcheck.events import Interval
@@ -78,7 +78,7 @@ class Failure:
 
     def error(self) -> AsymcheckError:
         """Return the error. An error that is not of this package becomes a GivenUpError."""
-        kind = getattr(errors, self.kind, None)
+        kind = vars(sys.modules[AsymcheckError.__module__]).get(self.kind)
         if not (isinstance(kind, type) and issubclass(kind, AsymcheckError)):
             return GivenUpError(f"{self.kind}: {self.message}")
         error = kind.__new__(kind, self.message)

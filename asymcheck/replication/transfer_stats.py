@@ -26,6 +26,11 @@ class Moved:
     plain_bytes: int = 0
     """Payload bytes of these frames at the source: more than ``moved_bytes`` if the copy re-encoded some."""
 
+    def add(self, other: Moved) -> None:
+        """Add the result of another copy to or from the same location."""
+        for name in [field.name for field in dataclasses.fields(self) if field.name != "location"]:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
 
 @dataclasses.dataclass(frozen=True)
 class PushStatistics:

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import jsonschema
 import pytest
 from click.testing import CliRunner
 
@@ -44,7 +45,12 @@ def test_follow_pushes_new_checkpoints_until_a_signal(tmp_path: Path, number: si
     assert [line.split(":")[1] for line in lines] == [" sent step 2", " sent step 4"]
     assert all("0 checkpoints waiting" in line and "/s; " in line for line in lines)
     report = json.loads(output)
-    assert (process.returncode, report["pushed"], report["backlog"], rest) == (0, 2, 0, "")
+    assert (process.returncode, [name.split(" (")[0] for name in report["committed"]], rest) == (
+        0,
+        ["run default, step 2", "run default, step 4"],
+        "",
+    )
+    jsonschema.validate(report, json.loads((REPOSITORY / "docs/schemas/push.json").read_text("utf-8")))
     check_location(f"file://{tmp_path}/remote", 2, 4)
 
 
@@ -61,7 +67,7 @@ def test_second_signal_cancels_the_upload(tmp_path: Path) -> None:
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=30)
-    assert (process.returncode, output) == (0, "0 checkpoints sent, 0 B; 1 checkpoint waiting\n")
+    assert (process.returncode, output) == (0, "0 checkpoints sent, 0 B in 0 packs\n")
     assert not list((tmp_path / "remote").rglob("*.manifest"))
 
 

@@ -14,11 +14,12 @@ from asymcheck import Push, Retention, Store
 from asymcheck.cli.main import commands
 from asymcheck.errors import InconsistentCheckpointError, UnreachableRemoteWarning
 from asymcheck.fsck.verify import Severity
-from asymcheck.replication import cross_node_dedup
+from asymcheck.replication import background_push, cross_node_dedup
 from tests.distributed.job import Job
 from tests.distributed.training import Training
 from tests.multi_node.conftest import Launch
 from tests.multi_node.scenarios import COLUMNS, ROWS, store_of
+from tests.remote.conftest import ChildOnThread
 
 STEPS = 4
 """Number of steps of the job of :func:`pushed`: 0 to 3, of which 0 and 2 were pushed."""
@@ -92,6 +93,7 @@ def test_missing_shards_of_other_machines_are_reported(
 ) -> None:
     """Test that the push of a single store never completes a checkpoint."""
     monkeypatch.setattr(cross_node_dedup, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(background_push, "_start", ChildOnThread)
     rules = Push(tmp_path.as_uri(), every=3, close_s=None)
     with Store.open(store_of(pushed[0], 0), create=True) as store, store.training.push_in_background(rules) as pushing:
         pushing.wait()

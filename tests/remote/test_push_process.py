@@ -366,17 +366,17 @@ def test_removed_folder_is_created_again(store: Path, folder: str) -> None:
 @pytest.mark.slow
 def test_credentials_are_in_no_file(store: Path, folder: str) -> None:
     """Test an option of the client that may be a secret: not in the files, the arguments or the environment."""
-    with (
-        Store.open(store, config=config(options={"secret": "hush-7531"}), create=True) as opened,
-        by_process(opened, folder) as pushing,
-    ):
-        pushing.wait()
+    with Store.open(store, config=config(options={"secret": "hush-7531"}), create=True) as opened:
+        pushing = by_process(opened, folder)
+        wait_until(lambda: pushing.statistics().problem != "", "the option to be refused")
         assert pushing._folder is not None
         process = Path(f"/proc/{process_of(pushing)}")
         files = [*pushing._folder.iterdir(), process / "cmdline", process / "environ"]
         assert len(files) == 4
         assert not [file for file in files if b"hush-7531" in file.read_bytes()]
         assert pushing._folder.stat().st_mode & 0o777 == 0o700
+        with pytest.warns(UnreachableRemoteWarning, match="no option 'secret'"):
+            pushing.close()
 
 
 @pytest.mark.slow

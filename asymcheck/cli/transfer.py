@@ -54,7 +54,11 @@ def _selection_options(function: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--every", type=int, default=None, help="With --follow: push steps that are multiples of this [all].")
 @click.option(
-    "--limit-rate", metavar="SIZE", callback=parse_size, default=None, help="Send at most SIZE per second, as 50MB."
+    "--limit-rate",
+    metavar="SIZE",
+    callback=parse_size,
+    default=None,
+    help="Send at most SIZE per second, such as 50MB.",
 )
 def push(
     store: str,

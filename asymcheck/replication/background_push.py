@@ -230,9 +230,9 @@ class BackgroundPush:
                     self._turn.wait(_POLL_S)
                     continue
             break
-        if error is not None and raises:
-            raise error
         if error is not None:
+            if raises:
+                raise error
             self.warn()
 
     def guard(self, store_id: str, *, takeover: bool) -> None:

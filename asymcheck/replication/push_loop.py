@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from asymcheck.commit.encoder import Encoder
@@ -67,6 +68,8 @@ GIVE_UP_S = 2.0
 DAMAGED_RETRY_S = 600.0
 """Seconds until a damaged checkpoint is tried again, because a repair is not announced."""
 
+_CALLED, _AWAITED = 1, 2
+"""Urgency of the next round: after a commit, and after a wait or at the end."""
 _WAIT_S = 0.5
 _TICK_S = 0.05
 _UNWRITTEN_S = 60.0
@@ -114,25 +117,25 @@ class PushLoop:
         self._reasons: list[str] = []
         self._failure: Exception | None = None
         self._prune_failure: Exception | None = None
-        self._is_called = self._is_awaited = False
+        self._urgency = 0
         self._is_ending, self._cancelled_at = False, math.inf
 
     def apply(self, request: PushRequest) -> None:
         """Apply the present request of the training."""
+        claim = request.claim
+        if claim is not None and claim.token != self._status.lease.token:
+            if self._lease is not None:
+                self._lease.close()
+            self._note_lease(LeaseStatus("undecided", claim.token))
+            location, config = parse_location(self._rules.remote), self._job.config.remote
+            self._lease = RunLease(location, config, self._run, claim, self._last_step, self._note_lease)
         with self._turn:
-            before, self._request = self._request, request
-            claim = request.claim
-            if claim is not None and claim.token != self._status.lease.token:
-                if self._lease is not None:
-                    self._lease.close()
-                self._note_lease(LeaseStatus("undecided", claim.token))
-                location, config = parse_location(self._rules.remote), self._job.config.remote
-                self._lease = RunLease(location, config, self._run, claim, self._last_step, self._note_lease)
-            if request.waits > before.waits:
+            is_awaited = request.waits > self._request.waits
+            self._request = request
+            if is_awaited:
                 # Damaged checkpoints may have been repaired. A running attempt adds its findings to the old mapping.
                 self._damaged = {}
-                self._is_awaited = True
-            self._is_called = True
+            self._urgency = max(self._urgency, _AWAITED if is_awaited or request.is_closing else _CALLED)
             with contextlib.suppress(AsymcheckError):
                 self._due()
 
@@ -151,7 +154,7 @@ class PushLoop:
         """
         if self._is_ending:
             self.cancel()
-        self._is_ending = True
+        self._is_ending, self._urgency = True, _AWAITED
         if self._lease is not None:
             self._lease.abandon()
         self._change()
@@ -207,8 +210,8 @@ class PushLoop:
                 with self._turn:
                     # A commit does not end the pause after a failure, so an unreachable location is not tried at every
                     # step.
-                    wakes = self._is_woken if is_well else self._is_awaited_or_ending
-                    self._turn.wait_for(wakes, self._job.poll_s if is_well else RETRY_S)
+                    is_woken = partial(self._is_woken, _CALLED if is_well else _AWAITED)
+                    self._turn.wait_for(is_woken, self._job.poll_s if is_well else RETRY_S)
             # The last checkpoints may have become durable in the meantime.
             self._round()
         finally:
@@ -217,17 +220,14 @@ class PushLoop:
             if self._remote is not None:
                 self._remote.close()
 
-    def _is_awaited_or_ending(self) -> bool:
-        return self._request.is_closing or self._is_ending or self._is_awaited
-
-    def _is_woken(self) -> bool:
-        return self._is_called or self._is_awaited_or_ending()
+    def _is_woken(self, urgency: int) -> bool:
+        return self._urgency >= urgency
 
     def _round(self) -> bool:
         """Try each due checkpoint once, newest first, and answer the waits so far; return False after a failure."""
         with self._turn:
             waits = self._request.waits
-            self._is_called = self._is_awaited = False
+            self._urgency = 0
         tried: set[str] = set()
         failed = False
         try:

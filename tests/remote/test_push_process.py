@@ -83,9 +83,8 @@ def stopped(pushing: BackgroundPush) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.slow(long=["hdfs-False", "objects-False"])
-@pytest.mark.parametrize("own_process", [True, False])
-def test_every_so_many_steps_arrive(store_path: Path, any_location: str, *, own_process: bool) -> None:
+@pytest.mark.slow
+def test_every_so_many_steps_arrive(store_path: Path, any_location: str) -> None:
     """Test that every n-th step is pushed during background saves, and that other steps are not."""
     state, push = dict(state_of(0)), Push(any_location, every=2, close_s=None)
     with (

@@ -1,4 +1,4 @@
-"""Optional integrations: torch.distributed.checkpoint, DeepSpeed, Lightning and Hugging Face transformers.
+"""Optional integrations: torch.distributed.checkpoint, DeepSpeed, Lightning, Accelerate and transformers.
 
 Importing asymcheck imports none of them, so that their libraries stay optional.
 """

@@ -7,7 +7,8 @@ import pytest
 
 CODE = """
 import sys
-import asymcheck, asymcheck.cli.main, asymcheck.convert.convert, asymcheck.integrations.deepspeed
+import asymcheck, asymcheck.cli.main, asymcheck.convert.convert
+import asymcheck.integrations.accelerate, asymcheck.integrations.deepspeed
 heavy = "transformers accelerate lightning torchdata deepspeed torch.distributed.checkpoint safetensors".split()
 print([name for name in heavy if name in sys.modules])
 """

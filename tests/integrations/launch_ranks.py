@@ -15,9 +15,9 @@ LIMIT_S = 240
 _PROGRAM = "tests.integrations.trainer_ranks"
 
 
-def by_lightning(folder: Path, what: str, *steps: int, expect: int = 0) -> None:
+def by_lightning(folder: Path, what: str, *steps: int, expect: int = 0, trainer: str = "lightning") -> None:
     """Launch the other rank with Lightning, which ends both by SIGKILL when one has ended."""
-    command = [sys.executable, "-m", _PROGRAM, "lightning", what, str(folder), *map(str, steps)]
+    command = [sys.executable, "-m", _PROGRAM, trainer, what, str(folder), *map(str, steps)]
     # Use one thread each, and do not wait for a missing network.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
@@ -26,9 +26,9 @@ def by_lightning(folder: Path, what: str, *steps: int, expect: int = 0) -> None:
     assert done.returncode == expect, done.stderr[-6000:]
 
 
-def one_is_killed(zygote: Zygote, folder: Path, step: int) -> None:
+def one_is_killed(zygote: Zygote, folder: Path, step: int, trainer: str = "transformers") -> None:
     """Launch both ranks; when one has killed itself, kill the other, as a launcher finally does."""
-    ranks = zygote.start_ranks(2, _PROGRAM, ["transformers", "kill", folder, step], folder)
+    ranks = zygote.start_ranks(2, _PROGRAM, [trainer, "kill", folder, step], folder)
     try:
         assert ranks[1].has_ended(LIMIT_S), ranks[1].output.read_text()[-6000:]
         ranks[1].wait_killed()
@@ -38,9 +38,9 @@ def one_is_killed(zygote: Zygote, folder: Path, step: int) -> None:
             rank.wait()
 
 
-def compare(zygote: Zygote, folder: Path, *steps: int) -> None:
+def compare(zygote: Zygote, folder: Path, *steps: int, trainer: str = "transformers") -> None:
     """Launch both ranks to resume, and to compare the results."""
-    zygote.run_ranks(2, _PROGRAM, ["transformers", "compare", folder, *steps], folder)
+    zygote.run_ranks(2, _PROGRAM, [trainer, "compare", folder, *steps], folder)
 
 
 def reports(folder: Path) -> list[dict[str, Any]]:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import fully_shard  # noqa: F401 - the ranks do not import it again
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from asymcheck import Checkpointer, Store
+from asymcheck import Checkpointer, RngState, Store
 from tests.store.equality import assert_same
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -32,10 +32,15 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(6, 13), torch.nn.Dropout(0.3), torch.nn.Linear(13, 1))
 
 
-def kill(checkpointer: Checkpointer) -> None:
-    """Kill this rank once its captures are complete in memory."""
-    checkpointer.wait("memory")
-    os.kill(os.getpid(), signal.SIGKILL)
+def save(checkpointer: Checkpointer | None, step: int, kill_at: int) -> None:
+    """Save a step; kill one rank at a step, when the checkpoint of the step before is durable on all ranks."""
+    if checkpointer is None:
+        return
+    checkpointer.step(step)
+    if step == kill_at - 1:
+        checkpointer.wait()
+    if step == kill_at and RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def local(state: Any) -> Any:  # noqa: ANN401 - any state
@@ -61,6 +66,15 @@ class Registered:
         self.seen = state["seen"]
 
 
+def shard_on_cpu(state: Any, plugin: object) -> None:  # noqa: ANN401 - imported elsewhere
+    """Enable FSDP 2, which Accelerate itself enables only on accelerators; on CPU, it would use DDP."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    state.fsdp_plugin = plugin
+
+
 def accelerator_of(kind: str) -> Any:  # noqa: ANN401 - imported here
     """Return an accelerator with DDP, FSDP 2 or ZeRO, and perhaps with loaders of torchdata."""
     from accelerate import Accelerator, DataLoaderConfiguration
@@ -69,7 +83,9 @@ def accelerator_of(kind: str) -> Any:  # noqa: ANN401 - imported here
     loaders = DataLoaderConfiguration(use_seedable_sampler=True, use_stateful_dataloader=kind == "stateful")
     options: dict[str, Any] = {"gradient_accumulation_steps": ACCUMULATE, "dataloader_config": loaders}
     if kind == "fsdp2":
-        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+        accelerator = Accelerator(cpu=True, **options)
+        shard_on_cpu(accelerator.state, FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap"))
+        return accelerator
     if kind.startswith("zero"):
         import deepspeed
 
@@ -121,27 +137,61 @@ def by_accelerate(kind: str, store: Store | None, kill_at: int) -> dict[str, Any
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-            losses.setdefault(step, loss.item())
+            losses.setdefault(step + 1, loss.item())
             if accelerator.sync_gradients:
                 step += 1
                 registered.seen += 1
-                if checkpointer is not None:
-                    checkpointer.step(step)
-                    if step == kill_at:
-                        kill(checkpointer)
+                save(checkpointer, step, kill_at)
     if checkpointer is not None:
         checkpointer.close()
     weights = {name: value.detach() for name, value in accelerator.unwrap_model(net).named_parameters()}
+    assert kind != "fsdp2" or all(isinstance(value, DTensor) for value in weights.values())
     outcome = {"model": local(weights), "random": torch.get_rng_state(), "seen": registered.seen, "step": step}
     if not kind.startswith("zero"):
         outcome |= {"optimizer": local(optimizer.optimizer.state_dict()), "schedule": schedule.state_dict()}
     return outcome | {"losses": losses, "first": done}
 
 
+def by_fabric(kind: str, store: Store | None, kill_at: int) -> dict[str, Any]:
+    """Train to the end with Fabric, with DDP or FSDP 2."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import ModelParallelStrategy
+
+    def shard(net: torch.nn.Module, mesh: Any) -> torch.nn.Module:  # noqa: ANN401 - signature of Fabric
+        return fully_shard(net, mesh=mesh["data_parallel"])
+
+    strategy = "ddp" if kind == "ddp" else ModelParallelStrategy(shard, data_parallel_size=2, tensor_parallel_size=1)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    net = fabric.setup(model())
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(net.parameters(), lr=0.05))
+    torch.manual_seed(10 + RANK)  # each rank draws different random numbers
+    checkpointer, done = None, 0
+    if store is not None:
+        state = {"model": net, "optimizer": optimizer, "rng": RngState()}
+        checkpointer = Checkpointer(store, state, every=EVERY, keep=None)
+        restored = checkpointer.restore()
+        done = 0 if restored is None else restored.step
+    losses: Losses = {}
+    for step in range(done + 1, 13):
+        loss = net(torch.randn(BATCH, 6)).square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[step] = loss.item()
+        save(checkpointer, step, kill_at)
+    if checkpointer is not None:
+        checkpointer.close()
+    weights = {name: value.detach() for name, value in net.named_parameters()}
+    assert kind != "fsdp2" or all(isinstance(value, DTensor) for value in weights.values())
+    outcome = {"model": local(weights), "optimizer": local(optimizer.state_dict()), "random": torch.get_rng_state()}
+    return {**outcome, "step": step, "losses": losses, "first": done}
+
+
 def compare(found: dict[str, Any], whole: dict[str, Any]) -> int:
     """Check that a resumed training has the outcome of an uninterrupted one; return its first step."""
     first, losses = found.pop("first"), found.pop("losses")
-    assert losses == {step: loss for step, loss in whole["losses"].items() if step >= first}
+    assert losses == {step: loss for step, loss in whole["losses"].items() if step > first}
     assert_same(found, {name: whole[name] for name in found})
     return int(first)
 
@@ -149,10 +199,10 @@ def compare(found: dict[str, Any], whole: dict[str, Any]) -> int:
 def main(trainer: str, kind: str, what: str, folder: Path, kill_at: int) -> None:
     """Train until one rank is killed at a step; or resume, compare, and report the first step."""
     torch.set_num_threads(1)
-    train = {"accelerate": by_accelerate}[trainer]
+    train = {"accelerate": by_accelerate, "fabric": by_fabric}[trainer]
     with Store.open(folder / "store", create=True) as store:
         if what == "kill":
-            train(kind, store, kill_at if RANK == 1 else -1)
+            train(kind, store, kill_at)
             return
         resumed = train(kind, store, -1)
     if trainer == "accelerate":

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import RandomSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -31,6 +32,11 @@ class Module(LightningModule):
         )
         self.plateau = plateau
         self.losses: list[tuple[int, float]] = []
+
+    def configure_model(self) -> None:
+        """Shard the parameters, if the strategy has a mesh of devices."""
+        if self.device_mesh is not None:
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: list[torch.Tensor], _index: int) -> torch.Tensor:
         """Train one batch."""
@@ -86,7 +92,13 @@ def loader(seed: int, rows: int, *, shuffle: bool, ranks: int = 1) -> StatefulDa
 
 
 def fit(
-    folder: Path, *callbacks: Callback, plateau: bool = False, ranks: int = 1, rows: object = None, **options: object
+    folder: Path,
+    *callbacks: Callback,
+    plateau: bool = False,
+    ranks: int = 1,
+    rows: object = None,
+    strategy: object = None,
+    **options: object,
 ) -> tuple[Trainer, Module]:
     """Train with shuffled data, accumulation, and two validations in an epoch."""
     seed_everything(5, verbose=False)
@@ -97,7 +109,7 @@ def fit(
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    where = {"accelerator": "cpu", "devices": ranks, "strategy": "auto" if ranks == 1 else "ddp"}
+    where = {"accelerator": "cpu", "devices": ranks, "strategy": strategy or ("auto" if ranks == 1 else "ddp")}
     trainer = Trainer(**given, **quiet, **where, default_root_dir=folder, callbacks=[*callbacks])
     module = Module(plateau=plateau)
     with warnings.catch_warnings():

@@ -63,11 +63,19 @@ def rows(seed: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def make_trainer(folder: Path, **options: object) -> Trainer:
+def make_trainer(folder: Path, *, tied: bool = True, **options: object) -> Trainer:
     """Return a Trainer with dropout, shuffled data, accumulation, a schedule, random evaluations and rare logs."""
     set_seed(7)
     config = GPT2Config(
-        vocab_size=50, n_positions=8, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0, pad_token_id=0
+        vocab_size=50,
+        n_positions=8,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        tie_word_embeddings=tied,
     )
     given: dict[str, Any] = {
         "output_dir": str(folder / "out"),

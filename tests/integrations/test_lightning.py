@@ -176,6 +176,15 @@ def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path) -> None:
     assert launch_ranks.newest_pushed(tmp_path) == reports[0]["last"]
 
 
+@pytest.mark.long
+def test_sharded_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path) -> None:
+    """Test FSDP 2 by ModelParallelStrategy: one of two ranks is killed; every bit of every shard is equal."""
+    launch_ranks.by_lightning(tmp_path, "kill", 7, expect=-signal.SIGKILL, trainer="model-parallel")
+    launch_ranks.by_lightning(tmp_path, "compare", trainer="model-parallel")
+    reports = launch_ranks.reports(tmp_path)
+    assert [report["first"] for report in reports] in ([[8], [8]], [[12], [12]])
+
+
 def test_a_sampler_that_lightning_wraps_is_refused(tmp_path: Path) -> None:
     """Test a sampler as Lightning wraps it for ranks: no state of the loader has its random order."""
     drawn = WeightedRandomSampler([1.0] * 8, 8)

@@ -41,7 +41,7 @@ def kill_one(zygote: Zygote, words: list[object], folder: Path) -> None:
             rank.wait()
 
 
-@pytest.mark.slow(long=["*zero*"])
+@pytest.mark.slow(long=["*zero*", "fabric-ddp*"])
 @pytest.mark.parametrize(
     ("trainer", "kind", "kill_at"),
     [
@@ -49,6 +49,8 @@ def kill_one(zygote: Zygote, words: list[object], folder: Path) -> None:
         ("accelerate", "stateful", 9),  # the checkpoint before is at the end of an epoch
         ("accelerate", "fsdp2", 7),
         ("accelerate", "zero2", 7),
+        ("fabric", "ddp", 7),
+        ("fabric", "fsdp2", 7),
     ],
 )
 def test_ranks_are_killed_and_resume_as_never_killed(

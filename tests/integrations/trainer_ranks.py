@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from asymcheck import Push, Ranks, Store
 from asymcheck.config import CaptureConfig
+from tests.integrations.loop_ranks import local, shard_on_cpu
 from tests.store.equality import assert_same
 
 RANK = int(os.environ.get("LOCAL_RANK", "0"))
@@ -21,7 +23,24 @@ Knobs = dict[str, Any]
 Train = Callable[[Path, "Store | None", Knobs, int, "int | None"], Outcome]
 
 
-def by_transformers(folder: Path, store: Store | None, knobs: Knobs, kill_at: int, step: int | None) -> Outcome:
+def by_fsdp(folder: Path, store: Store | None, knobs: Knobs, kill_at: int, step: int | None) -> Outcome:
+    """Train as :func:`by_transformers`, with FSDP 2."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    found = by_transformers(folder, store, knobs, kill_at, step, plugin)
+    assert all(isinstance(weight, DTensor) for weight in found["model"].values())
+    return local(found)
+
+
+def by_transformers(
+    folder: Path,
+    store: Store | None,
+    knobs: Knobs,
+    kill_at: int,
+    step: int | None,
+    plugin: object = None,
+) -> Outcome:
     """Train to the end from the newest checkpoint, if there is a store; return the outcome of this rank."""
     import transformers
 
@@ -29,7 +48,10 @@ def by_transformers(folder: Path, store: Store | None, knobs: Knobs, kill_at: in
     from tests.integrations.small_trainer import Begun, KillAt, make_trainer, outcome
 
     transformers.utils.logging.set_verbosity_error()
-    trainer, begun = make_trainer(folder), Begun()
+    trainer, begun = make_trainer(folder, tied=plugin is None), Begun()
+    if plugin is not None:
+        shard_on_cpu(trainer.accelerator.state, plugin)
+        trainer.is_fsdp_enabled = True
     trainer.add_callback(begun)
     # Each rank has different random numbers.
     torch.rand(RANK)
@@ -42,7 +64,9 @@ def by_transformers(folder: Path, store: Store | None, knobs: Knobs, kill_at: in
     return {**outcome(trainer), "first": begun.step}
 
 
-def by_lightning(folder: Path, store: Store | None, knobs: Knobs, kill_at: int, step: int | None) -> Outcome:
+def by_lightning(
+    folder: Path, store: Store | None, knobs: Knobs, kill_at: int, step: int | None, strategy: object = None
+) -> Outcome:
     """Train to the end with Lightning."""
     from asymcheck.integrations.lightning import AsymcheckCallback
     from tests.integrations.small_fit import Differing, KillAt, fit, outcome
@@ -51,8 +75,17 @@ def by_lightning(folder: Path, store: Store | None, knobs: Knobs, kill_at: int, 
     if store is not None:
         saving = AsymcheckCallback(store, **{"keep": None, **knobs}, resume=step is None or step)
         callbacks += [saving, KillAt(kill_at, saving, kill_at - _EVERY)]
-    trainer, module = fit(folder, *callbacks, ranks=2)
+    trainer, module = fit(folder, *callbacks, ranks=2, strategy=strategy)
     return {**outcome(trainer, module), "losses": dict(module.losses)}
+
+
+def by_model_parallel(folder: Path, store: Store | None, knobs: Knobs, kill_at: int, step: int | None) -> Outcome:
+    """Train as :func:`by_lightning`, with FSDP 2."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    found = by_lightning(folder, store, knobs, kill_at, step, ModelParallelStrategy(2, 1))
+    assert isinstance(found["model"]["net.0.weight"], DTensor)
+    return local(found)
 
 
 def train(
@@ -95,15 +128,21 @@ def compare(found: Outcome, whole: Outcome) -> object:
 def main(trainer: str, what: str, folder: Path, steps: list[int]) -> None:
     """Train until one rank is killed at a step; or resume, also from some other steps, and report the steps."""
     torch.set_num_threads(1)
-    by = {"transformers": by_transformers, "lightning": by_lightning}[trainer]
+    by = {
+        "transformers": by_transformers,
+        "fsdp": by_fsdp,
+        "lightning": by_lightning,
+        "model-parallel": by_model_parallel,
+    }[trainer]
     if what == "kill":
         train(by, folder, "killed", every=_EVERY, kill_at=steps[0] if RANK == _VICTIM else -1)
         return
     resumed = train(by, folder, "killed", every=_EVERY)
     whole = train(by, folder)
-    first = [compare(resumed, whole), compare(train_apart(by, folder), whole)]
-    first += [compare(train_apart(by, folder, step), whole) for step in steps]
-    steps_done = whole["state" if trainer == "transformers" else "where"][0]
+    first = [compare(resumed, whole)]
+    if steps:
+        first += [compare(train_apart(by, folder, step), whole) for step in (None, *steps)]
+    steps_done = whole["where" if "where" in whole else "state"][0]
     reports = {"first": first, "random": whole["random"].tolist(), "last": steps_done}
     (folder / f"report-{RANK}.json").write_text(json.dumps(reports))
 

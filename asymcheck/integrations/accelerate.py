@@ -35,7 +35,7 @@ def accelerator_state(accelerator: Any) -> dict[str, object]:  # noqa: ANN401 - 
     all ranks, after the last ``prepare()`` and ``register_for_checkpointing()``.
 
     Raises:
-        InvalidInputError: the accelerator uses FSDP 1 or Megatron-LM, or has prepared no model.
+        InvalidInputError: the accelerator uses FSDP1 or Megatron-LM, or has prepared no model.
     """
     kind = accelerator.distributed_type.value
     if kind == "MEGATRON_LM" or (kind == "FSDP" and not accelerator.is_fsdp2):

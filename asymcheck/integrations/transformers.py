@@ -76,6 +76,10 @@ class AsymcheckCallback(SavingCallback, TrainerCallback):
             trainer.add_callback(self)
         # Otherwise train() would create the optimizer. An existing optimizer is kept.
         trainer.create_optimizer()
+        if trainer.is_fsdp_enabled:
+            # Otherwise train() would shard the restored model. A sharded model is kept.
+            model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+            trainer.model = trainer.model_wrapped = model
         training = _Training(trainer)
         training.checkpointer = self._checkpointer(training.state())
         restored = training.checkpointer.restore(step)
@@ -138,7 +142,9 @@ def _check(trainer: Trainer) -> None:
     obstacles = {
         "its processes do not use torch.distributed; start them with torchrun": trainer.args.world_size > 1
         and not is_initialised(),
-        "it shards the model (FSDP, DeepSpeed); use DDP": trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled,
+        "it uses DeepSpeed; use DDP or FSDP2": trainer.is_deepspeed_enabled,
+        'it uses FSDP1; set fsdp_config={"fsdp_version": 2}': trainer.is_fsdp_enabled
+        and not trainer.accelerator.is_fsdp2,
         "it creates its model in train() (model_init); pass model= instead": trainer.model_init is not None,
         "it may restart with smaller batches; set auto_find_batch_size=False": trainer.args.auto_find_batch_size,
         "it does not skip the batches of finished steps; set ignore_data_skip=False": trainer.args.ignore_data_skip,
@@ -166,6 +172,7 @@ class _Training:
         self._log: list[str] = []
         self._folder: Path | None = None
         self._groups: Groups = []
+        self._parameters = [list(group["params"]) for group in self._optimizer.param_groups]
 
     def state(self) -> dict[str, object]:
         return {
@@ -199,6 +206,10 @@ class _Training:
             part.is_live = True
         for part in (self._scheduler, self._scaler, self._trainer_part):
             part.put_back()
+        if self.trainer.is_fsdp_enabled:
+            # Accelerate has looked up the parameters by address, and empty shards have no address.
+            for group, parameters in zip(self._optimizer.param_groups, self._parameters, strict=True):
+                group["params"] = parameters
         # Creating a scheduler has set the learning rate of the first step.
         set_groups(self._optimizer, self._groups)
 

@@ -67,7 +67,7 @@ class Registered:
 
 
 def shard_on_cpu(state: Any, plugin: object) -> None:  # noqa: ANN401 - imported elsewhere
-    """Enable FSDP 2, which Accelerate itself enables only on accelerators; on CPU, it would use DDP."""
+    """Enable FSDP2, which Accelerate itself enables only on accelerators; on CPU, it would use DDP."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
@@ -76,7 +76,7 @@ def shard_on_cpu(state: Any, plugin: object) -> None:  # noqa: ANN401 - imported
 
 
 def accelerator_of(kind: str) -> Any:  # noqa: ANN401 - imported here
-    """Return an accelerator with DDP, FSDP 2 or ZeRO, and perhaps with loaders of torchdata."""
+    """Return an accelerator with DDP, FSDP2 or ZeRO, and perhaps with loaders of torchdata."""
     from accelerate import Accelerator, DataLoaderConfiguration
     from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
@@ -153,7 +153,7 @@ def by_accelerate(kind: str, store: Store | None, kill_at: int) -> dict[str, Any
 
 
 def by_fabric(kind: str, store: Store | None, kill_at: int) -> dict[str, Any]:
-    """Train to the end with Fabric, with DDP or FSDP 2."""
+    """Train to the end with Fabric, with DDP or FSDP2."""
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import ModelParallelStrategy
 

@@ -178,7 +178,7 @@ def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_sharded_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path) -> None:
-    """Test FSDP 2 by ModelParallelStrategy: one of two ranks is killed; every bit of every shard is equal."""
+    """Test FSDP2 by ModelParallelStrategy: one of two ranks is killed; every bit of every shard is equal."""
     launch_ranks.by_lightning(tmp_path, "kill", 7, expect=-signal.SIGKILL, trainer="model-parallel")
     launch_ranks.by_lightning(tmp_path, "compare", trainer="model-parallel")
     reports = launch_ranks.reports(tmp_path)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +171,16 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
             callback.resume(trainer, step=3)
 
 
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """Start the parent of all ranks, so that they do not import transformers again."""
+    imported = ("asymcheck", "tests.integrations.small_trainer", "tests.integrations.trainer_ranks")
+    with contextlib.closing(Zygote(tmp_path_factory.mktemp("zygote"), *imported)) as parent:
+        yield parent
+
+
 @pytest.mark.slow
-def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path, zygote: Zygote) -> None:
     """Test DDP: one of two ranks is killed, both are started again, and every bit is equal."""
     # The ranks do not import transformers again.
     zygote = Zygote(tmp_path_factory.mktemp("zygote"), "asymcheck", "tests.integrations.small_trainer")
@@ -186,6 +195,15 @@ def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path, tmp_path_fa
     assert reports[1]["first"] == reports[0]["first"]
     assert reports[1]["random"] != reports[0]["random"]
     assert launch_ranks.newest_pushed(tmp_path) == reports[0]["last"]
+
+
+@pytest.mark.slow
+def test_sharded_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path, zygote: Zygote) -> None:
+    """Test FSDP2: one of two ranks is killed, both are started again, and every bit of every shard is equal."""
+    launch_ranks.one_is_killed(zygote, tmp_path, 9, "fsdp")
+    launch_ranks.compare(zygote, tmp_path, trainer="fsdp")
+    reports = launch_ranks.reports(tmp_path)
+    assert [report["first"] for report in reports] in ([[6], [6]], [[8], [8]])
 
 
 def test_leftover_of_a_killed_resume_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

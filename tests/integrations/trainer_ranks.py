@@ -24,7 +24,7 @@ Train = Callable[[Path, "Store | None", Knobs, int, "int | None"], Outcome]
 
 
 def by_fsdp(folder: Path, store: Store | None, knobs: Knobs, kill_at: int, step: int | None) -> Outcome:
-    """Train as :func:`by_transformers`, with FSDP 2."""
+    """Train as :func:`by_transformers`, with FSDP2."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
@@ -80,7 +80,7 @@ def by_lightning(
 
 
 def by_model_parallel(folder: Path, store: Store | None, knobs: Knobs, kill_at: int, step: int | None) -> Outcome:
-    """Train as :func:`by_lightning`, with FSDP 2."""
+    """Train as :func:`by_lightning`, with FSDP2."""
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     found = by_lightning(folder, store, knobs, kill_at, step, ModelParallelStrategy(2, 1))

@@ -41,7 +41,7 @@ def kill_one(zygote: Zygote, words: list[object], folder: Path) -> None:
             rank.wait()
 
 
-@pytest.mark.slow(long=["*zero*", "fabric-ddp*"])
+@pytest.mark.slow(long=["*zero*", "fabric*"])
 @pytest.mark.parametrize(
     ("trainer", "kind", "kill_at"),
     [

@@ -3,7 +3,7 @@
 
 from . import errors, events
 from .checkpointer import Checkpointer
-from .config import CaptureConfig, RemoteConfig, StoreConfig, __version__
+from .config import CaptureConfig, Grace, RemoteConfig, StoreConfig, __version__
 from .distributed import Ranks
 from .policies.interval import AutoInterval
 from .policies.push_selection import Push
@@ -19,6 +19,7 @@ __all__ = [
     "CaptureConfig",
     "Checkpoint",
     "Checkpointer",
+    "Grace",
     "Push",
     "Ranks",
     "RemoteConfig",

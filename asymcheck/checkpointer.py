@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -12,13 +13,14 @@ from typing import Any, Literal
 from asymcheck.capture.background_saver import BackgroundSaver, Statistics
 from asymcheck.capture.inflight import Capture, CheckpointReport
 from asymcheck.capture.signals import ExitHandler
-from asymcheck.config import DEFAULT_RUN, CaptureConfig
+from asymcheck.config import DEFAULT_RUN, CaptureConfig, Grace
 from asymcheck.distributed.ranks import RanksGiven, find_ranks
 from asymcheck.errors import (
     ClosedStoreError,
     ForkedStoreError,
     InvalidInputError,
     PartialRestoreError,
+    Preempted,
     RanksError,
     ReadOnlyStoreError,
     RunInUseError,
@@ -28,15 +30,24 @@ from asymcheck.errors import (
 )
 from asymcheck.gc.retention_runner import MaintenanceThread, Pruner
 from asymcheck.policies.interval import AutoInterval, ChosenInterval
-from asymcheck.policies.push_selection import Push
+from asymcheck.policies.push_selection import Push, check_seconds
 from asymcheck.policies.retention import Retention, check_retention
 from asymcheck.replication.transfer_stats import PushStatistics
 from asymcheck.store import Store
 from asymcheck.training.interval_controller import interval_controller
+from asymcheck.training.preemption import Preemption
 from asymcheck.training.resume import ResumeCoordinator, ResumePoint, restored_alone, rolled_back_alone, saved
 from asymcheck.training.save_reporting import SaveReporting, close_after
 from asymcheck.types import Checkpoint
-from asymcheck.validation import check_capture, check_flag, check_on_error, check_state, check_step, check_wait_target
+from asymcheck.validation import (
+    check_capture,
+    check_flag,
+    check_grace,
+    check_on_error,
+    check_state,
+    check_step,
+    check_wait_target,
+)
 
 OnError = Literal["raise", "warn"]
 WaitTarget = Literal["memory", "local", "remote"]
@@ -80,6 +91,7 @@ class Checkpointer:
         push: Push | None = None,
         run: str = DEFAULT_RUN,
         save_on_exit: bool = False,
+        save_on_signal: bool | Grace = False,
         on_error: OnError = "raise",
         capture: CaptureConfig | None = None,
         on_checkpoint: Callable[[CheckpointReport], object] | None = None,
@@ -103,6 +115,9 @@ class Checkpointer:
             run: name of the run.
             save_on_exit: save the last step at the end of the ``with`` block, unless it was saved already or an
                 exception ends the block.
+            save_on_signal: on SIGTERM or SIGUSR1, the next :meth:`step` saves its step, waits until it is durable, and
+                raises :class:`asymcheck.errors.Preempted`, which ends the program with status 143. With ``push``, the
+                rest of the 30 seconds is for the upload. An :class:`asymcheck.Grace` sets the time and the signals.
             on_error: ``"raise"`` raises an error in the training loop if a checkpoint could not be stored or old ones
                 could not be removed. ``"warn"`` only warns.
             capture: configuration of background captures.
@@ -137,7 +152,8 @@ class Checkpointer:
         self._takeover = check_flag("takeover", takeover)
         self._is_closed = False
         self._statistics = Statistics()
-        self._exit_handler = ExitHandler(self.close)
+        self._exit_handler = ExitHandler(self._close)
+        grace = check_grace(save_on_signal)
         found = find_ranks(ranks)
         self._coordinator = (
             None if found is None else ResumeCoordinator(store, run, found, self._exit_handler.is_due, push)
@@ -152,6 +168,10 @@ class Checkpointer:
             # With several ranks, the rendezvous decides which ranks push.
             self._pusher.start()
         self._maintenance = None if keep is None else MaintenanceThread(partial(self._pruner, keep))
+        self._preemption = None if grace is None else Preemption(run, grace, self._coordinator)
+        if self._preemption is not None:
+            # A Checkpointer that is dropped without close() must not keep signals from the program.
+            weakref.finalize(self, self._preemption.close)
 
     def __repr__(self) -> str:
         """Return run, latest step, interval and store."""
@@ -363,15 +383,21 @@ class Checkpointer:
             RunInUseError: another process trains the run, or has taken it over.
             ClosedStoreError: the Checkpointer or the store was closed.
             PartialRestoreError: the last :meth:`restore` failed halfway, so the state is a mixture.
+            Preempted: ``save_on_signal`` is set, a signal was received, and this step is durable.
             UnsupportedValueError, InvalidInputError: the state or an argument cannot be stored.
         """
         step = check_step(step)
+        if self._is_closed and self._preemption is not None and self._preemption.is_noticed:
+            self._preemption.finish(waits=False)
+        ends = False
         with self._exit_handler:
             self._check_may_save()
             # An error of this rank alone must not keep it from a save of all ranks: it is raised at the end.
             newest = self._collect_outcomes()
             try:
-                is_begun = self._interval_controller.is_due(step, time.perf_counter(), self.statistics())
+                is_due = self._interval_controller.is_due(step, time.perf_counter(), self.statistics())
+                ends = self._preemption is not None and self._preemption.ends_at(step)
+                is_begun = is_due or ends
                 if is_begun:
                     self._begin(step, metrics)
                     self._interval_controller.began(step)
@@ -390,8 +416,34 @@ class Checkpointer:
             self._unsaved = None if is_begun else (step, metrics)
             if is_begun:
                 self._reporting.warn_of_order(newest, step)
-            self._report()
-            return is_begun
+            if not ends:
+                self._report()
+        if ends:
+            self._end_preempted()
+        return is_begun
+
+    def preempt(self, seconds_left: float) -> None:
+        """Announce that this process will be killed in ``seconds_left``; for notices that are not signals.
+
+        The next :meth:`step` then ends the training, as after a signal. Any thread may call this method.
+
+        Raises:
+            InvalidInputError: ``seconds_left`` is no number of seconds, or ``save_on_signal`` is not set.
+        """
+        if self._preemption is None:
+            raise InvalidInputError("preempt() needs Checkpointer(…, save_on_signal=True), on all ranks")
+        self._preemption.notice(check_seconds("seconds_left", seconds_left), "preempt() was called")
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a signal or another notice has announced the end of this process; on several ranks, to this rank."""
+        return self._preemption is not None and self._preemption.is_noticed
+
+    def _end_preempted(self) -> None:
+        if self._preemption is not None:
+            # An error is only warned of: the next start continues from an older checkpoint.
+            close_after(Preempted(self._preemption.step), self._close)
+            self._preemption.finish(waits=True)
 
     def _begin(self, step: int, metrics: Mapping[str, float] | None) -> Capture:
         try:
@@ -551,9 +603,16 @@ class Checkpointer:
         Raises:
             LostCheckpointError: a checkpoint could not be stored, unless ``on_error`` is ``"warn"``.
 
+            Preempted: the end of the process was announced, and no :meth:`step` has ended the training since.
+
         Warns:
             UnreachableRemoteWarning: some checkpoints were not pushed; the next training sends them.
         """
+        self._close()
+        if self._preemption is not None and self._preemption.is_noticed and not self._preemption.is_over:
+            self._preemption.finish(waits=True)
+
+    def _close(self) -> None:
         self._is_closed = True
         try:
             with self._exit_handler:
@@ -571,7 +630,9 @@ class Checkpointer:
                         self._coordinator.close()
         finally:
             # All checkpoints are durable now, so a signal may interrupt the uploads.
-            self._pusher.close()
+            self._pusher.close(None if self._preemption is None else self._preemption.left_s())
+            if self._preemption is not None:
+                self._preemption.close()
 
     def __enter__(self) -> Checkpointer:
         """Return itself."""
@@ -580,7 +641,7 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Save the last step if ``save_on_exit``, and close; after an error, do not wait for ranks that have ended."""
         self._exit_handler.is_hurried = error is not None
-        close_after(error, self.close if error is not None else self._save_and_close)
+        close_after(error, self._close if error is not None else self._save_and_close)
 
     def _save_and_close(self) -> None:
         try:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -267,3 +269,32 @@ class CaptureConfig:
 
     If the staging buffer is full, tensors are copied before ``step()`` returns, or the next optimizer step waits.
     """
+
+
+@dataclasses.dataclass(frozen=True)
+class Grace:
+    """How a training learns that it will be killed soon, and the time that it then has: ``save_on_signal``."""
+
+    seconds: float = 30.0
+    """Time between the signal and the kill [s]. Give the value of the scheduler."""
+    signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGUSR1)
+    """Signals that announce the kill. Signals that the process ignores stay ignored."""
+    notice: Callable[[], float | None] | None = None
+    """Function that returns the seconds until the kill, or None while none is announced; for spot machines.
+
+    A background thread calls the function. An exception is logged once, and counts as None.
+    """
+    poll_s: float = 5.0
+    """Time between two calls of ``notice`` [s]."""
+
+    def __post_init__(self) -> None:
+        """Raise InvalidInputError, naming the field, if a value is invalid."""
+        for name in ("seconds", "poll_s"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value <= threading.TIMEOUT_MAX:
+                raise InvalidInputError(f"{name}={value!r:.100}: give a positive number of seconds")
+        possible = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+        if type(self.signals) is not tuple or not set(self.signals) <= possible:
+            raise InvalidInputError(f"signals={self.signals!r:.100}: give a tuple such as (signal.SIGTERM,)")
+        if self.notice is not None and not callable(self.notice):
+            raise InvalidInputError(f"notice={self.notice!r:.100}: give a function without arguments, or None")

@@ -30,7 +30,9 @@
 Warnings: :class:`AbandonedCheckpointsWarning`, :class:`SkippedCheckpointWarning`, :class:`StateDifferenceWarning`,
 :class:`StepOrderWarning`, :class:`CaptureWarning`, :class:`StaleStateWarning`, :class:`LostCheckpointWarning`,
 :class:`PruneWarning`, :class:`UnreachableRemoteWarning`, :class:`RemoteCopyWarning`,
-:class:`SilentDivergenceWarning`.
+:class:`SilentDivergenceWarning`, :class:`PreemptionWarning`.
+
+:class:`Preempted` is not an error: it ends a training that was told to end.
 
 ``kind`` is a stable machine-readable code; codes are only ever added.
 """
@@ -368,6 +370,21 @@ def listed(items: Sequence[object], limit: int = 8) -> str:
     return ", ".join(map(str, items[:limit])) + more
 
 
+class Preempted(SystemExit):
+    """The training was told to end. Its newest checkpoint is durable, unless a warning says otherwise.
+
+    :meth:`asymcheck.Checkpointer.step` raises this exception if ``save_on_signal`` is set. Not an Exception: a loop
+    that catches errors does not catch it. The exit status of the process is 143, as after SIGTERM.
+    """
+
+    STATUS = 143
+
+    def __init__(self, step: int | None) -> None:
+        """Create an exception for the last step; None if the training has ended without a further step."""
+        super().__init__(self.STATUS)
+        self.step = step
+
+
 def warn_user(message: str, category: type[Warning]) -> None:
     """Issue a warning that points at the calling line outside of this package and of torch.distributed.checkpoint."""
     level, frame = 1, inspect.currentframe()
@@ -375,6 +392,10 @@ def warn_user(message: str, category: type[Warning]) -> None:
         level, frame = level + 1, frame.f_back
     _LOGGER.warning("%s: %s", category.__name__, message)
     warnings.warn(message, category, stacklevel=level)
+
+
+class PreemptionWarning(UserWarning):
+    """The training will be killed soon, or the time for its last checkpoint is over."""
 
 
 class UnreachableRemoteWarning(UserWarning):

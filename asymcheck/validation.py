@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args, get_type_hints
 
-from asymcheck.config import CaptureConfig, StoreConfig
+from asymcheck.config import CaptureConfig, Grace, StoreConfig
 from asymcheck.errors import InvalidInputError, NotFoundError
 from asymcheck.format import registry
 from asymcheck.types import Part
@@ -185,6 +185,19 @@ def check_flag(name: str, value: object) -> bool:
     if type(value) is not bool:
         raise InvalidInputError(f"{name}={value!r:.100}: give True or False")
     return value
+
+
+def check_grace(value: object) -> Grace | None:
+    """Return the notice of preemption that ``save_on_signal`` asks for; None for none.
+
+    Raises:
+        InvalidInputError
+    """
+    if isinstance(value, Grace):
+        return value
+    if type(value) is not bool:
+        raise InvalidInputError(f"save_on_signal={value!r:.100}: give True, False or asymcheck.Grace(…)")
+    return Grace() if value else None
 
 
 def check_capture(capture: CaptureConfig | None) -> CaptureConfig:

@@ -57,6 +57,21 @@ def _on_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
+def end_by_default(number: int) -> None:
+    """End the process by a signal that ends it if the program has no handler."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+class Listener(Protocol):
+    """Receives signals in place of the program's handlers, on the main thread, between any two instructions."""
+
+    signals: tuple[int, ...]
+
+    def received(self, number: int) -> bool:
+        """Note a signal; return False if the process is to end at once."""
+
+
 class _Interrupts:
     """Context manager that defers the program's signal handlers on the main thread. Reentrant.
 
@@ -72,6 +87,10 @@ class _Interrupts:
         self._handlers: dict[int, _Handler] = {}
         self._due: list[Callable[[], object]] = []
         self._holders: weakref.WeakSet[object] = weakref.WeakSet()
+        self._listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+        self._listened: tuple[int, ...] = ()
+        self._called: tuple[int, FrameType | None] | None = None
+        self._pid = os.getpid()
 
     def hold(self, holder: object) -> None:
         """Keep the replaced handlers until ``holder`` is released, or is garbage."""
@@ -83,10 +102,42 @@ class _Interrupts:
         if self._holders or self._depth or not _on_main_thread():
             return
         # The handlers stay known, because a library that saved the deferring handler may restore it later.
-        for number, handler in self._handlers.items():
+        for number in {*_DEFERRED, *self._handlers, *self._listened}:
             # The program may have set another handler since.
             if signal.getsignal(number) == self._on_signal:
-                _install(number, handler)
+                _install(number, self._handlers.get(number, signal.SIG_DFL))
+
+    def listen(self, listener: Listener) -> None:
+        """Pass signals to ``listener`` until :meth:`ignore`, unless the program ignores them. For the main thread."""
+        self._pid = os.getpid()
+        self._listeners.add(listener)
+        self.hold(listener)
+        self.renew()
+
+    def ignore(self, listener: Listener) -> None:
+        """Stop passing signals to ``listener``."""
+        self._listeners.discard(listener)
+        self.release(listener)
+
+    def renew(self) -> None:
+        """Replace handlers that a library has set since :meth:`listen`."""
+        if _on_main_thread():
+            self._listened = tuple({number for listener in self._listeners for number in listener.signals})
+            for number in self._listened:
+                if getsignal(number) == signal.SIG_DFL:
+                    self._handlers.pop(number, None)
+                    _install(number, self._on_signal)
+                else:
+                    self._replace(number)
+
+    def call(self, number: int, frame: FrameType | None = None) -> None:
+        """Call the program's handler of a signal, if it has one."""
+        before, self._called = self._called, (number, frame)
+        try:
+            if (handler := self._handlers.get(number)) is not None:
+                handler(number, frame)
+        finally:
+            self._called = before
 
     def handler(self, number: int) -> object:
         """Return the program's handler of a signal."""
@@ -109,10 +160,7 @@ class _Interrupts:
             return
         try:
             for number in _DEFERRED:
-                handler = getsignal(number)
-                if callable(handler) and handler != self._on_signal:
-                    self._handlers[number] = handler
-                    _install(number, self._on_signal)
+                self._replace(number)
         except BaseException:
             self._depth -= 1
             raise
@@ -129,10 +177,31 @@ class _Interrupts:
         if self._due and _on_main_thread():
             self._call()
 
+    def _replace(self, number: int) -> None:
+        handler = getsignal(number)
+        if callable(handler) and handler != self._on_signal:
+            self._handlers[number] = handler
+            _install(number, self._on_signal)
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._due.append(partial(self._handlers[number], number, frame))
-        if not self._depth:
-            self._call()
+        if (number, frame) == self._called:
+            # The program's handler calls the handler that it has replaced.
+            return
+        listeners = [listener for listener in self._listeners if number in listener.signals]
+        is_forked = os.getpid() != self._pid
+        if listeners and not is_forked:
+            # Every listener notes the signal, even if another listener ends the process.
+            verdicts = [listener.received(number) for listener in listeners]
+            if not all(verdicts):
+                end_by_default(number)
+            return
+        if number in self._handlers:
+            self._due.append(partial(self.call, number, frame))
+            if not self._depth:
+                self._call()
+        elif not is_forked or number == signal.SIGTERM:
+            # A worker of a data loader survives a notice to all processes of the job.
+            end_by_default(number)
 
     def _call(self) -> None:
         with contextlib.ExitStack() as calls:
@@ -194,7 +263,7 @@ class _Termination:
         # Later calls must not terminate the process again.
         self._depth += 1
         with contextlib.ExitStack() as stack:
-            stack.callback(_end_by_default)
+            stack.callback(end_by_default, signal.SIGTERM)
             # All Checkpointers drain, even if one fails.
             for ending in self._armed:
                 stack.callback(ending.drain)
@@ -202,11 +271,6 @@ class _Termination:
 
 def _terminate(_number: int, _frame: FrameType | None) -> None:
     _TERMINATION.signalled()
-
-
-def _end_by_default() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 _TERMINATION = _Termination()

@@ -252,6 +252,15 @@ class Session:
             raise RankFailedError(message)
         return [report[1:] for report in reports]
 
+    def note(self, name: str, value: str) -> None:
+        """Leave a note for :meth:`noted` on rank 0, outside of any round."""
+        self._keys.put(f"{self._name}/{name}", value.encode())
+
+    def noted(self, name: str) -> str | None:
+        """Return a note that any rank has left."""
+        key = f"{self._name}/{name}"
+        return self._keys.get([key])[0].decode() if self._keys.has([key]) else None
+
     def leave(self) -> None:
         """End the session. Rank 0 waits a moment for the others, because its process may hold the key-value store."""
         at = _LAST

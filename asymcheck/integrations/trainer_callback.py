@@ -11,7 +11,7 @@ import torch
 
 from asymcheck.capture.inflight import CheckpointReport
 from asymcheck.checkpointer import KEEP_NEWEST, Checkpointer, OnError
-from asymcheck.config import DEFAULT_RUN, CaptureConfig
+from asymcheck.config import DEFAULT_RUN, CaptureConfig, Grace
 from asymcheck.distributed.ranks import RanksGiven
 from asymcheck.policies.interval import AutoInterval
 from asymcheck.policies.push_selection import Push
@@ -33,6 +33,7 @@ class SavingCallback:
         keep: Retention | None = KEEP_NEWEST,
         push: Push | None = None,
         run: str = DEFAULT_RUN,
+        save_on_signal: bool | Grace = False,
         on_error: OnError = "raise",
         capture: CaptureConfig | None = None,
         on_checkpoint: Callable[[CheckpointReport], object] | None = None,
@@ -48,6 +49,7 @@ class SavingCallback:
             keep=keep,
             push=push,
             run=run,
+            save_on_signal=save_on_signal,
             on_error=on_error,
             capture=capture,
             on_checkpoint=on_checkpoint,

@@ -110,6 +110,34 @@ class IntervalController:
         self._captured = step
 
 
+class AnnouncedSteps:
+    """Decisions of rank 0 at steps that it has announced before, so that no rank waits at the steps between them."""
+
+    def __init__(self, broadcast: Broadcast) -> None:
+        """Distribute decisions by ``broadcast``."""
+        self._broadcast = broadcast
+        self._before: int | None = None
+        self._next = 0
+
+    def decide(self, step: int, choose: Callable[[], object]) -> Any:  # noqa: ANN401 - JSON
+        """Return the decision of ``choose`` on rank 0 if one is due, else None. A late rank may get an older ``step``.
+
+        The decision has its own ``step`` and the ``next`` one.
+
+        Raises:
+            RanksMissingError: rank 0 does not decide in time.
+            RankFailedError: rank 0 is at another step.
+        """
+        decision = None
+        before, self._before = self._before, step
+        while before is None or not before < step < self._next:
+            decision = self._broadcast(step, choose)
+            self._next, before = decision["next"], decision["step"]
+            if before == step:
+                break
+        return decision
+
+
 class RankedIntervalController(IntervalController):
     """An interval that rank 0 chooses for all ranks.
 
@@ -120,9 +148,7 @@ class RankedIntervalController(IntervalController):
     def __init__(self, aim: AutoInterval, broadcast: Broadcast) -> None:
         """Distribute decisions of rank 0 by ``broadcast``."""
         super().__init__(aim)
-        self._broadcast = broadcast
-        self._before: int | None = None
-        self._next = 0
+        self._announced = AnnouncedSteps(broadcast)
 
     def is_due(self, step: int, now_s: float, so_far: Statistics) -> bool:
         """Return the decision of rank 0 whether a checkpoint is due.
@@ -132,15 +158,11 @@ class RankedIntervalController(IntervalController):
             RankFailedError: rank 0 is at another step.
         """
         self._measure(step, now_s, so_far.step_s + so_far.fence_s + so_far.hooks_s)
-        before, self._before = self._before, step
-        while before is None or not before < step < self._next:
-            decision = self._broadcast(step, partial(self._choose, step, so_far))
-            self._next = decision["next"]
-            self.chosen = ChosenInterval(decision["steps"], decision["reason"])
-            if decision["step"] == step:
-                return bool(decision["is_due"])
-            before = decision["step"]
-        return False
+        decision = self._announced.decide(step, partial(self._choose, step, so_far))
+        if decision is None:
+            return False
+        self.chosen = ChosenInterval(decision["steps"], decision["reason"])
+        return decision["step"] == step and bool(decision["is_due"])
 
     def _choose(self, step: int, so_far: Statistics) -> object:
         is_due = self._decide(step, so_far)

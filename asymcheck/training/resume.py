@@ -101,10 +101,9 @@ class ResumeCoordinator:
             self._session = session
         return self._session
 
-    def broadcast(self, step: int, decide: Callable[[], object]) -> Any:  # noqa: ANN401 - JSON
+    def broadcast(self, step: int, decide: Callable[[], object], why: str = "chooses an interval at") -> Any:  # noqa: ANN401 - JSON
         """Run ``decide`` on rank 0 and return its result on all ranks. Rank 0 does not wait for the others."""
-        what = f"choice of an interval at step {step}"
-        _, chosen = self.session().begin("chooses an interval at", step, None, decide, what)
+        _, chosen = self.session().begin(why, step, None, decide, f"decision of rank 0 at step {step}")
         return chosen
 
     def give_up(self, error: BaseException) -> None:

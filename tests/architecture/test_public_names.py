@@ -13,6 +13,7 @@ EXPECTED = [
     "CaptureConfig",
     "Checkpoint",
     "Checkpointer",
+    "Grace",
     "Push",
     "Ranks",
     "RemoteConfig",

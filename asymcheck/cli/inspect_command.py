@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from asymcheck.cli import exit_status, output
+from asymcheck.cli.follow import follow
 from asymcheck.cli.locations import Locations, list_locations, note_unflushed_captures, report_rings
 from asymcheck.cli.options import Report, command, parse_checkpoint, ring_options, show_remote_option, store_argument
 from asymcheck.config import DEFAULT_RUN
@@ -41,6 +42,7 @@ _ITEMS_SHOWN = 5
 @ring_options
 @show_remote_option
 @click.option("--where", is_flag=True, help="Also show the packs and frames that store each tensor.")
+@click.option("--follow", "follows", is_flag=True, help="Show the runs of a running training until Ctrl-C.")
 def inspect(
     store: str,
     run: str | None,
@@ -51,6 +53,7 @@ def inspect(
     ring_folder: Path,
     remote: str | None,
     where: bool,
+    follows: bool,
 ) -> Report:
     """List the checkpoints of STORE, or the tensors or values of one checkpoint.
 
@@ -60,6 +63,7 @@ def inspect(
     --tensors        list matching tensors [default: of the newest checkpoint]
     --values         list plain values; --tensors is then a glob of their names
     --tier memory    list the rings in memory and their complete captures
+    --follow         show newest steps, ages and places of copies, once a second; with --json, one line each
 
     Reads manifests and pack indexes only; 'asymcheck verify' checks the tensor data. With --tier memory, reads and
     checks every frame in the rings of killed processes.
@@ -73,6 +77,12 @@ def inspect(
         raise click.UsageError("--where lists tensors: also pass --step or --tensors")
     if values and where:
         raise click.UsageError("plain values are stored in the manifest: leave out --where")
+    if follows:
+        if is_one_checkpoint or tier == "memory":
+            raise click.UsageError("--follow shows runs: leave out --step, --tensors, --values and --tier")
+        context = click.get_current_context()
+        follow(store, run, ring_folder, remote, as_json=context.params["as_json"])
+        context.exit(exit_status.OK)
     with Store.open(store, read_only=True) as opened:
         if tier == "memory":
             return report_rings(opened, run, ring_folder)

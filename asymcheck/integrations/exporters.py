@@ -125,7 +125,7 @@ def spans(tracer: Tracer | None = None, names: Collection[str] = SPANS) -> Itera
 
     Args:
         tracer: tracer of the spans; None for the one of the global provider.
-        names: intervals of :data:`asymcheck.events.INTERVALS` to export. There are thousands of ``copy`` and ``write``.
+        names: intervals of :data:`asymcheck.events.INTERVALS` to export; each partition has a ``copy`` and a ``write``.
     """
     from opentelemetry.trace import StatusCode, get_tracer
 

@@ -31,7 +31,7 @@ _open: list[Preemption] = []
 
 
 class Preemption:
-    """Notice of the end of one Checkpointer. Methods without a note are for the training thread."""
+    """Notice that the process of one Checkpointer will be killed. For the training thread, except where noted."""
 
     def __init__(self, run: str, grace: Grace, coordinator: ResumeCoordinator | None) -> None:
         """Wait for a notice; with ``coordinator``, all ranks end after the same step.
@@ -157,8 +157,8 @@ class Preemption:
                 why = self._news.get(timeout=self._grace.poll_s if left_s is None else max(left_s, 0))
             except queue.Empty:
                 if left_s is not None:
-                    what = "step() was not called" if self.step is None else f"step {self.step} is not durable"
-                    return self._warn(f"{what} within the grace period; a restart continues from an older step")
+                    what = "step() was not called" if self.step is None else f"the save of step {self.step} did not end"
+                    return self._warn(f"{what} within the grace period; a restart may continue from an older step")
                 if asks is not None:
                     is_failing = self._ask(asks, is_failing=is_failing)
                 continue
@@ -171,13 +171,12 @@ class Preemption:
 
     def _ask(self, asks: Callable[[], float | None], *, is_failing: bool) -> bool:
         try:
-            seconds = asks()
+            if (seconds := asks()) is not None:
+                self.notice(float(seconds), "notice of the machine")
         except Exception as error:  # noqa: BLE001 - the training must go on
             if not is_failing:
                 self._warn(f"no notice of the machine can be received: {error!r}")
             return True
-        if seconds is not None:
-            self.notice(seconds, "notice of the machine")
         return False
 
     def _warn(self, message: str) -> None:

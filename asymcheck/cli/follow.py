@@ -1,0 +1,122 @@
+"""``asymcheck inspect --follow``: a live view of the checkpoints of a running training. Read-only."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+from rich.live import Live
+from rich.table import Table
+
+from asymcheck.cli import output
+from asymcheck.cli.locations import list_locations
+from asymcheck.errors import AsymcheckError, StorageError
+from asymcheck.storage.shm.orphaned_rings import survey_rings
+from asymcheck.store import Store
+
+
+@dataclasses.dataclass(frozen=True)
+class RunView:
+    """State of one run at one moment."""
+
+    run: str
+    is_running: bool
+    """Whether a process holds a ring of the run."""
+    step: int | None
+    """Newest durable step on the line; None for none."""
+    age_s: float | None
+    """Time since the save of this step began [s]."""
+    every_s: float | None
+    """Time between the two newest checkpoints [s]."""
+    state_bytes: int
+    """Bytes of all tensors of the newest checkpoint."""
+    memory_step: int | None
+    """Newest step that is complete in memory."""
+    remote_step: int | None
+    """Newest step at the remote location; None also without one."""
+    waiting: int | None
+    """Checkpoints of the store that the remote location does not have; None without a location."""
+
+
+def follow(location: str, run: str | None, ring_folder: Path, remote: str | None, *, as_json: bool) -> None:
+    """Print the runs of a store again and again, until Ctrl-C."""
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Store.open(location, read_only=True) as store,
+        contextlib.ExitStack() as screen,
+    ):
+        live = None if as_json else screen.enter_context(Live(console=output.console(), auto_refresh=False))
+        before = store.resources.usage().pack_bytes
+        while True:
+            views, problem = [], None
+            try:
+                views = list(look(store, run, ring_folder, remote))
+            except AsymcheckError as error:
+                # The next look may succeed, for instance if the location answers again.
+                problem = str(error)
+            used = store.resources.usage().pack_bytes
+            if live is None:
+                line = {"time_ns": time.time_ns(), "pack_bytes": used, "problem": problem}
+                click.echo(json.dumps({**line, "runs": [dataclasses.asdict(view) for view in views]}))
+            else:
+                live.update(_table(views, used, used - before, problem or ""), refresh=True)
+            before = used
+            time.sleep(_PAUSE_S)
+
+
+_PAUSE_S = 1.0
+
+
+def look(store: Store, run: str | None, ring_folder: Path, remote: str | None) -> Iterator[RunView]:
+    """Yield the state of each run, from manifests and rings; reads no tensor data.
+
+    Raises:
+        AsymcheckError: the store or the location cannot be read.
+    """
+    places = None if remote is None else list_locations(store, remote, run)
+    rings = []
+    # Without the ring folder of the training, only the column of the memory is empty.
+    with contextlib.suppress(StorageError):
+        rings = survey_rings(store.resources.tier, ring_folder, run, check=False)
+    runs = [run] if run is not None else sorted({*store.runs(), *(ring.run for ring in rings if ring.run is not None)})
+    for name in runs:
+        line = [item for item in store.checkpoints(name) if item.complete and item.on_line]
+        newest = line[-1] if line else None
+        own = [ring for ring in rings if ring.run == name]
+        steps = [capture.step for ring in own for capture in ring.captures if capture.step is not None]
+        there = None if places is None else [item for item in places.remote.values() if item.run == name]
+        yield RunView(
+            run=name,
+            is_running=any(ring.is_alive for ring in own),
+            step=None if newest is None else newest.step,
+            age_s=None if newest is None else (time.time_ns() - newest.created_ns) / 1e9,
+            every_s=None if len(line) < 2 else (line[-1].created_ns - line[-2].created_ns) / 1e9,  # noqa: PLR2004 - two ends
+            state_bytes=0 if newest is None else newest.state_bytes,
+            memory_step=max(steps, default=None),
+            remote_step=None if not there else there[-1].step,
+            waiting=None if there is None else len({item.save_id for item in line} - {item.save_id for item in there}),
+        )
+
+
+def _table(views: list[RunView], used: int, grown: int, problem: str) -> Table:
+    text = f"{output.size(used)} in packs, {output.size(abs(grown))} {'less' if grown < 0 else 'more'}"
+    table = Table(title=f"{time.strftime('%H:%M:%S')}  {text}", caption=output.printable(problem) or "Ctrl-C ends")
+    for heading in ("run", "process", "durable step", "age", "every", "state", "in memory", "remote", "to push"):
+        table.add_column(heading)
+    for view in views:
+        cells = [view.run, "running" if view.is_running else "none", _cell(view.step)]
+        cells += [
+            "" if seconds is None else output.duration(int(seconds * 1e9)) for seconds in (view.age_s, view.every_s)
+        ]
+        cells += [output.size(view.state_bytes), *map(_cell, (view.memory_step, view.remote_step, view.waiting))]
+        table.add_row(*map(output.printable, cells))
+    return table
+
+
+def _cell(number: int | None) -> str:
+    return "" if number is None else str(number)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+from rich.box import SIMPLE_HEAD
 from rich.live import Live
 from rich.table import Table
 
@@ -105,9 +106,10 @@ def look(store: Store, run: str | None, ring_folder: Path, remote: str | None) -
 
 def _table(views: list[RunView], used: int, grown: int, problem: str) -> Table:
     text = f"{output.size(used)} in packs, {output.size(abs(grown))} {'less' if grown < 0 else 'more'}"
-    table = Table(title=f"{time.strftime('%H:%M:%S')}  {text}", caption=output.printable(problem) or "Ctrl-C ends")
-    for heading in ("run", "process", "durable step", "age", "every", "state", "in memory", "remote", "to push"):
-        table.add_column(heading)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True, title_justify="left", caption_justify="left")
+    table.title, table.caption = f"{time.strftime('%H:%M:%S')}  {text}", output.printable(problem) or "Ctrl-C ends"
+    for heading in ("run", "process", "durable", "age", "every", "state", "memory", "remote", "queue"):
+        table.add_column(heading, no_wrap=True)
     for view in views:
         cells = [view.run, "running" if view.is_running else "none", _cell(view.step)]
         cells += [

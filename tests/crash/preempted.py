@@ -115,6 +115,14 @@ def alone(folder: Path, way: str) -> None:
             next(batches[0])
             loop.iterate(step)
 
+    elif way == "replaced":
+
+        def iterate(step: int) -> None:
+            # A trainer may set its handler later, and no capture follows.
+            if step == 1:
+                signal.signal(signal.SIGTERM, lambda *_: journal.note("handled"))
+            loop.iterate(step)
+
     elif way == "stuck":
 
         def iterate(step: int) -> None:
@@ -131,10 +139,6 @@ def alone(folder: Path, way: str) -> None:
     ):
         if way == "called":
             signal.signal(signal.SIGUSR2, lambda *_: checkpointer.preempt(5.0))
-        if way == "replaced":
-            # A trainer may set its handler later.
-            checkpointer.step(0)
-            signal.signal(signal.SIGTERM, lambda *_: journal.note("handled"))
         if way == "thread":
             ended: list[Preempted] = []
             thread = threading.Thread(target=_caught, args=(ended, lambda: _loop(checkpointer, iterate, folder)))

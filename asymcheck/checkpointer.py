@@ -630,7 +630,11 @@ class Checkpointer:
                         self._coordinator.close()
         finally:
             # All checkpoints are durable now, so a signal may interrupt the uploads.
-            self._pusher.close(None if self._preemption is None else self._preemption.left_s())
+            left_s = None if self._preemption is None else self._preemption.left_s()
+            if left_s is None:
+                self._pusher.close()
+            else:
+                self._pusher.close_before_kill(left_s)
             if self._preemption is not None:
                 self._preemption.close()
 

@@ -33,7 +33,7 @@ OUTSIDE = {
     "format_spec/PROVENANCE.md": "format_spec/PROVENANCE.md",
 }
 """Files outside docs/ that pages link to, with their paths in the site."""
-INTEGRATIONS = ("accelerate", "dcp", "deepspeed", "lightning", "transformers")
+INTEGRATIONS = ("accelerate", "dcp", "deepspeed", "exporters", "lightning", "transformers")
 
 _log = logging.getLogger("mkdocs.hooks.docs_site")
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)")

@@ -33,6 +33,7 @@ from asymcheck.errors import (
 from asymcheck.events import relay
 from asymcheck.gc.retention_runner import MaintenanceThread
 from asymcheck.policies.push_selection import check_seconds, due, held
+from asymcheck.policies.retention import Retention
 from asymcheck.replication.checkpoint_cache import CheckpointCache
 from asymcheck.replication.push_loop import GIVE_UP_S, RETRY_S
 from asymcheck.replication.push_status import (
@@ -87,7 +88,7 @@ class BackgroundPush:
 
     def __init__(self, local: ReadTier, job: PushJob | None) -> None:
         """Prepare to push from ``local``; :meth:`start` starts the child."""
-        self._job = job
+        self._local, self._job = local, job
         self._known = None if job is None else CheckpointCache(local, job.run, metrics=job.rules.asks_for_metrics)
         self._turn = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -337,6 +338,15 @@ class BackgroundPush:
             elif now.problem and self._lease.phase != "refused":
                 warn_user(f"run {self._job.run!r}, pushed to {rules.remote}: {now.problem}", UnreachableRemoteWarning)
         return self.statistics()
+
+    def close_before_kill(self, left_s: float) -> None:
+        """Push the newest checkpoint even if no rule selects it, then :meth:`close`, within ``left_s`` seconds."""
+        deadline_s, job = time.monotonic() + left_s, self._job
+        if job is not None and self._is_open and (job.rules.every, job.rules.every_s, job.rules.best) != (None,) * 3:
+            newest = dataclasses.replace(job.rules, every=None, every_s=None, best=None, keep=Retention(keep_last=1))
+            only_newest = dataclasses.replace(job, rules=newest, prunes=False)
+            BackgroundPush(self._local, only_newest).start().close(left_s)
+        self.close(max(deadline_s - time.monotonic(), 0.0))
 
     def _end(self, thread: threading.Thread, limit_s: float | None) -> None:
         self._ask(is_closing=True, close_s=limit_s)

@@ -118,9 +118,10 @@ def alone(folder: Path, way: str) -> None:
     elif way == "replaced":
 
         def iterate(step: int) -> None:
-            # A trainer may set its handler later, and no capture follows.
+            # A trainer may set its handler later, and another library may reset the signal.
             if step == 1:
                 signal.signal(signal.SIGTERM, lambda *_: journal.note("handled"))
+                signal.signal(signal.SIGUSR1, signal.SIG_DFL)
             loop.iterate(step)
 
     elif way == "stuck":

@@ -8,7 +8,7 @@ import pytest
 CODE = """
 import sys
 import asymcheck, asymcheck.cli.main, asymcheck.convert.convert
-import asymcheck.integrations.accelerate, asymcheck.integrations.deepspeed
+import asymcheck.integrations.accelerate, asymcheck.integrations.deepspeed, asymcheck.integrations.exporters
 heavy = "transformers accelerate lightning torchdata deepspeed torch.distributed.checkpoint safetensors".split()
 heavy += ["tensorboard", "prometheus_client", "opentelemetry"]
 print([name for name in heavy if name in sys.modules])

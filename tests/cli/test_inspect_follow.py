@@ -1,0 +1,52 @@
+"""Test the live view beside a running training."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.crash.states import Journal
+from tests.zygote import Zygote, wait_until
+
+
+@pytest.mark.slow
+def test_follow_shows_a_running_training_until_it_is_interrupted(zygote: Zygote, tmp_path: Path) -> None:
+    """Test growing steps, copies in memory and at the location, and the status of Ctrl-C."""
+    options = json.dumps({"every": 5, "push": 1})
+    words = ["train", tmp_path, options]
+    child = zygote.start_program("tests.crash.preempted", words, dict(os.environ), tmp_path / "output.txt")
+    wait_until((tmp_path / "remote" / "asymcheck.store").exists, "the first push")
+    command = [sys.executable, "-m", "asymcheck", "inspect", str(tmp_path / "store"), "--follow", "--json"]
+    command += ["--remote", f"file://{tmp_path}/remote", "--ring-folder", str(tmp_path / "memory")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [json.loads(process.stdout.readline()) for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30)[1] == ""
+    assert process.returncode == 0
+    views = [line["runs"][0] for line in lines]
+    assert all(view["run"] == "default" and view["is_running"] for view in views)
+    assert views[-1]["step"] > views[0]["step"]
+    assert views[-1]["memory_step"] is not None, views
+    assert views[-1]["remote_step"] is not None, views
+    assert all(view["age_s"] < 60 and view["state_bytes"] > 0 for view in views)
+    os.kill(child.pid, signal.SIGTERM)
+    assert child.wait() == 143, child.output.read_text()
+    assert len(Journal(tmp_path / "journal").lines("step")) > views[-1]["step"]
+
+
+def test_follow_refuses_options_for_one_checkpoint(tmp_path: Path) -> None:
+    """Test options that --follow cannot be combined with."""
+    from click.testing import CliRunner
+
+    from asymcheck.cli.main import commands
+
+    done = CliRunner().invoke(commands, ["inspect", str(tmp_path), "--follow", "--values"])
+    assert done.exit_code == 2
+    assert "--follow shows runs: leave out" in done.output

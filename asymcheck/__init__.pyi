@@ -5,6 +5,7 @@ from . import errors, events
 from .checkpointer import Checkpointer
 from .config import CaptureConfig, Grace, RemoteConfig, StoreConfig, __version__
 from .distributed import Ranks
+from .merging.merge import merge
 from .policies.interval import AutoInterval
 from .policies.push_selection import Push
 from .policies.retention import Retention
@@ -31,5 +32,6 @@ __all__ = [
     "__version__",
     "errors",
     "events",
+    "merge",
     "trace",
 ]

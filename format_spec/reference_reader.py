@@ -589,7 +589,7 @@ def check_row(row: dict[str, Any], lengths: dict[bytes, int], what: str) -> None
 
 
 def check_part(header: dict[str, Any], what: str) -> None:
-    """Check the keys of a manifest whose checkpoint is stored in several stores (§A8)."""
+    """Check the optional keys of a manifest (§A8)."""
     spans, bits = header.get("store_ranks", [[0, header["world_size"] - 1]]), header.get("elsewhere", "")
     pairs = type(spans) is list and all(type(span) is list and len(span) == 2 for span in spans)
     numbers = [number for span in spans for number in span] if pairs else []
@@ -599,6 +599,7 @@ def check_part(header: dict[str, Any], what: str) -> None:
     rank = "store_ranks" not in header or any(a <= header["rank"] <= b for a, b in spans)
     need(rank, f"{what}: store_ranks without its rank")
     need(type(bits) is str and re.fullmatch("([0-9a-f]{2})*", bits) is not None, f"{what}: elsewhere")
+    need(type(header.get("merged", {})) is dict, f"{what}: merged")
 
 
 def is_finite(number: float) -> bool:

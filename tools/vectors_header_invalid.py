@@ -103,6 +103,8 @@ def _header_values() -> Iterator[Vector]:
         ("elsewhere-upper", {"elsewhere": "0F"}, "bad-structure", "hexadecimal digits in upper case"),
         ("elsewhere-odd", {"elsewhere": "0"}, "bad-structure", "half a byte"),
         ("elsewhere-number", {"elsewhere": 5}, "bad-structure", "no string"),
+        ("merged-list", {"merged": []}, "bad-structure", "the sources of a merge that are no object"),
+        ("merged-null", {"merged": None}, "bad-structure", "null is no object"),
         ("created-negative", {"created_ns": -1}, "bad-structure", "a negative time"),
         ("created-too-large", {"created_ns": 1 << 64}, "bad-structure", "a time of more than 64 bits"),
         ("writer-list", {"writer": []}, "bad-structure", "a writer that is no string"),

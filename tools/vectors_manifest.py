@@ -136,11 +136,12 @@ def header_json(header: ManifestHeader) -> dict[str, object]:
         "tree": header.tree,
         **({} if header.store_ranks is None else {"store_ranks": [list(span) for span in header.store_ranks]}),
         **({"elsewhere": header.elsewhere.hex()} if header.elsewhere else {}),
+        **({} if header.merged is None else {"merged": dict(header.merged)}),
     }
 
 
 def _foreign_parts() -> Iterator[Vector]:
-    """Yield manifests with parts of an Arrow file that a reader must ignore."""
+    """Yield manifests with parts of an Arrow file or of a header that a reader must ignore."""
     rows = [inline_row("a", "uint8", (1,))]
     deep: object = []
     for _ in range(253):
@@ -163,14 +164,15 @@ def _foreign_parts() -> Iterator[Vector]:
         yield valid("manifest", name, whole, why, value, path=manifest_path(whole, head))
 
 
+def manifest(name: str, header: ManifestHeader, rows: Sequence[TensorRow], why: str) -> Vector:
+    """Return a well-formed manifest."""
+    data = encode_manifest(header, rows)
+    value = {"header": header_json(header), "rows": [row_json(row) for row in rows]}
+    return valid("manifest", name, data, why, value, path=manifest_path(data, header))
+
+
 def manifest_vectors() -> Iterator[Vector]:
     """Yield well-formed manifests."""
-
-    def manifest(name: str, header: ManifestHeader, rows: Sequence[TensorRow], why: str) -> Vector:
-        data = encode_manifest(header, rows)
-        value = {"header": header_json(header), "rows": [row_json(row) for row in rows]}
-        return valid("manifest", name, data, why, value, path=manifest_path(data, header))
-
     yield manifest("no-rows", HEADER, [], "a state without tensors")
     rows = [CUT_ROW, *BUNDLED_ROWS, inline_row("optimizer.state.0.step", "float32", (), b"\0\0\x80\x3f")]
     yield manifest("extents", header_for(TREE), rows, "a tensor over three partitions, two in one, and one inline")
@@ -197,6 +199,8 @@ def manifest_vectors() -> Iterator[Vector]:
     yield manifest("piece-of-a-rank", ranks, [piece], "rank 1 of 2 holds the lower half of a tensor")
     part = header_for(["T", 0], rank=1, world_size=8, store_ranks=((0, 1), (6, 6)), elsewhere=b"\x05")
     yield manifest("part-of-a-store", part, [CUT_ROW], "ranks 0, 1 and 6 of 8 save here; others bring two partitions")
+    merged = {"method": "mean", "sources": [{"step": 1, "weight": 0.5}, {"step": 2, "weight": 0.5}]}
+    yield manifest("merged", header_for(["T", 0], merged=merged), [CUT_ROW], "a checkpoint that was merged from others")
     names = [inline_row(name, "uint8", (1,)) for name in ("", "same", "same", "Gewicht\u00e4\U0001f9c0", "a.b\nc")]
     tree = ["l", [["T", number] for number in range(len(names))]]
     yield manifest("names", header_for(tree), names, "names need not be distinct, nor short, nor ASCII")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import click
 from asymcheck.cli import exit_status, output
 from asymcheck.cli.follow import follow
 from asymcheck.cli.locations import Locations, list_locations, note_unflushed_captures, report_rings
+from asymcheck.cli.merge_command import show_sources
 from asymcheck.cli.options import Report, command, parse_checkpoint, ring_options, show_remote_option, store_argument
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.inspect.inventory import StoredPartition, StoredTensor, StoredValue
+from asymcheck.inspect.inventory import StoredPartition, StoredTensor, StoredValue, merge_of
 from asymcheck.inspect.values import shortened
 from asymcheck.restore.resolve import check_run_exists
 from asymcheck.store import Store
@@ -92,12 +94,14 @@ def inspect(
             return _report_checkpoints(opened, run, locations)
         if values:
             checkpoint, listed = opened.values(step, pattern or "*", run=run or DEFAULT_RUN)
-            show = partial(_show_values, checkpoint, listed, everything=pattern is not None)
-            return Report({"checkpoint": checkpoint, "values": listed}, show)
+            merged = merge_of(opened.resources.tier, checkpoint)
+            show = partial(_show_values, checkpoint, listed, merged, everything=pattern is not None)
+            return Report({"checkpoint": checkpoint, "values": listed, "merged": merged}, show)
         checkpoint, tensors = opened.tensors(step, pattern or "*", run=run or DEFAULT_RUN)
         missing = sum(part.pack is None for tensor in tensors for part in tensor.partitions)
-        show = partial(_show_tensors, checkpoint, tensors, missing, where=where)
-        document = {"checkpoint": checkpoint, "tensors": tensors}
+        merged = merge_of(opened.resources.tier, checkpoint)
+        show = partial(_show_tensors, checkpoint, tensors, missing, merged, where=where)
+        document = {"checkpoint": checkpoint, "tensors": tensors, "merged": merged}
         return Report(document, show, exit_status.WARNINGS if missing else exit_status.OK)
 
 
@@ -172,9 +176,12 @@ def _list_of(value: StoredValue) -> tuple[object, str, bool]:
     return (value.rank, name, True) if number.isdigit() else (value.rank, value.name, False)
 
 
-def _show_values(checkpoint: Checkpoint, values: list[StoredValue], *, everything: bool) -> None:
+def _show_values(
+    checkpoint: Checkpoint, values: list[StoredValue], merged: Mapping[str, object] | None, *, everything: bool
+) -> None:
     is_shared = checkpoint.world_size > 1
     click.echo(f"{_title(checkpoint)}: {output.count(len(values), 'plain value')}{_ranks(checkpoint)}")
+    show_sources(merged)
     rows: list[dict[str, object]] = []
     for _, items in itertools.groupby(values, _list_of):
         shown = list(items)
@@ -196,10 +203,18 @@ def _ranks(checkpoint: Checkpoint) -> str:
     return f", {checkpoint.world_size} ranks" if checkpoint.world_size > 1 else ""
 
 
-def _show_tensors(checkpoint: Checkpoint, tensors: list[StoredTensor], missing: int, *, where: bool) -> None:
+def _show_tensors(
+    checkpoint: Checkpoint,
+    tensors: list[StoredTensor],
+    missing: int,
+    merged: Mapping[str, object] | None,
+    *,
+    where: bool,
+) -> None:
     groups = _group_by_tensor(tensors)
     total = output.size(sum(map(_nbytes, groups)))
     click.echo(f"{_title(checkpoint)}: {output.count(len(groups), 'tensor')}, {total}{_ranks(checkpoint)}")
+    show_sources(merged)
     rows = [
         {
             "tensor": " = ".join((shards[0].name, *shards[0].aliases)),

@@ -22,6 +22,7 @@ from asymcheck.cli.doctor_command import doctor
 from asymcheck.cli.exit_status import DEFECT, HELP, INTERRUPTED, STORAGE, status_of
 from asymcheck.cli.inspect_command import inspect
 from asymcheck.cli.maintenance import delete, gc, rebuild_catalog, verify
+from asymcheck.cli.merge_command import merge
 from asymcheck.cli.reports import diff, du, log
 from asymcheck.cli.transfer import convert, pull, push, restore
 from asymcheck.cli.view_command import view

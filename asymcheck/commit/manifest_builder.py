@@ -35,6 +35,7 @@ def manifest_header(request: SaveRequest, generation: int, plan: Mapping[str, ob
         packs=(),
         tree=tree,
         store_ranks=request.store_ranks,
+        merged=request.merged,
     )
 
 

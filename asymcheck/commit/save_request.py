@@ -45,6 +45,8 @@ class SaveRequest:
     """Save id, equal on all ranks."""
     store_ranks: Spans | None = None
     """Ranks that save into the same store; None if all ranks do."""
+    merged: Mapping[str, object] | None = None
+    """Method and sources of a merged checkpoint."""
     pace: TrainingPace | None = None
     """Measurements of this rank for an automatic save interval; None for a fixed interval."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -21,8 +23,8 @@ from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.manifest import manifest_of
 from asymcheck.format.registry import ALIGNED_PAYLOAD_MIN_BYTES, BLOCK_BYTES, CODEC_BYTE_PLANES, CODEC_DERIVED
-from asymcheck.state.leaves import Leaf, copy_partition
-from asymcheck.state.partition_plan import PLAN_KIND, Originals, Partition, cut
+from asymcheck.state.leaves import Leaf, TensorBytes, copy_partition
+from asymcheck.state.partition_plan import PLAN_KIND, Cut, Originals, Partition, cut
 from asymcheck.state.walk import FlatState
 from asymcheck.storage.gpu_staging import catch_up
 from asymcheck.storage.nvme import Catalog, NvmeTier, PackWriter, Slot, run_with_slots
@@ -34,13 +36,32 @@ _SHOWN = 4
 """Maximum number of tensors that an error names."""
 
 
+@dataclasses.dataclass(frozen=True)
+class KnownCut:
+    """Cut of a state whose bytes are computed from stored partitions."""
+
+    cut: Cut
+    """Partitions of the state."""
+    digests: Mapping[Partition, Digest]
+    """Partitions whose digest is known. They are read only if the store lacks them."""
+
+
 class Flusher:
     """Writes partitions of one state on several threads."""
 
     def __init__(
-        self, tier: NvmeTier, transaction: CommitTransaction, encoder: Encoder, leaves: Sequence[Leaf]
+        self,
+        tier: NvmeTier,
+        transaction: CommitTransaction,
+        encoder: Encoder,
+        leaves: Sequence[Leaf],
+        known: Mapping[Partition, Digest],
     ) -> None:
-        """Add partitions of ``leaves`` to ``transaction``; ``encoder`` decides whether to search for bases."""
+        """Add partitions of ``leaves`` to ``transaction``; ``encoder`` decides whether to search for bases.
+
+        The digests of partitions in ``known`` are known before their bytes are read.
+        """
+        self._known = known
         self._encoder = encoder
         self._transaction = transaction
         self._dtypes = [leaf.dtype for leaf in leaves]
@@ -78,8 +99,13 @@ class Flusher:
 
         def store(number: int, slot: Slot) -> None:
             partition = partitions[number]
+            known = self._known.get(partition)
             in_place = None if number in copies else self._writable_in_place(partition)
-            if in_place is not None:
+            if known is not None:
+                digests[number] = known
+                if self._transaction.claim(known):
+                    self._transaction.write(self._copied(partition, number, slot, known), partial(_write, slot))
+            elif in_place is not None:
                 digests[number] = self._put_in_place(partition, number, slot, in_place)
             else:
                 name, payload = self._copy(partition, number, slot)
@@ -158,12 +184,21 @@ class Flusher:
 
     def _copy(self, partition: Partition, number: int, slot: Slot) -> tuple[Digest, memoryview]:
         payload = slot.payload(partition.length)
-        with self._copying:
+        # Reading and computing a tensor need no memory bandwidth that other threads lack.
+        in_memory = not isinstance(self._leaves[partition.pieces[0].row].source, TensorBytes)
+        with self._copying if in_memory else contextlib.nullcontext():
             with timed("copy", partition.length, lambda: {"partition": number}):
                 copy_partition(partition, self._leaves, payload)
             # Digest now, while the bytes are in the cache of this core.
             with timed("digest", partition.length, lambda: {"partition": number}):
                 return digest(payload), payload
+
+    def _copied(self, partition: Partition, number: int, slot: Slot, known: Digest) -> FrameDescriptor:
+        """Copy a partition with a known digest into ``slot``, and describe its unencoded frame."""
+        name, payload = self._copy(partition, number, slot)
+        if name != known:
+            raise _torn([self._leaves[partition.pieces[0].row]])
+        return FrameDescriptor.identity(name, len(payload))
 
     def _put(self, partition: Partition, number: int, slot: Slot, name: Digest, bases: Sequence[Base]) -> None:
         is_new, contents = True, self._contents(partition)
@@ -196,6 +231,7 @@ def save(
     state: FlatState,
     request: SaveRequest,
     placing: Callable[[], LineagePosition],
+    known: KnownCut | None = None,
 ) -> tuple[CheckpointRef, int, int]:
     """Store and commit a state.
 
@@ -203,7 +239,7 @@ def save(
     already had.
 
     ``placing`` returns the position on the line of training. It is called once everything except the manifest is
-    durable, so that no generation begins for a failed checkpoint.
+    durable, so that no generation begins for a failed checkpoint. ``known`` replaces the canonical cut.
 
     Raises:
         StorageError: the drive is full or failed. Nothing was committed, and earlier checkpoints are untouched.
@@ -212,10 +248,10 @@ def save(
     leaves = state.leaves
     catch_up(leaf.source.device for leaf in leaves if isinstance(leaf.source, torch.Tensor))
     columns = state.columns
-    plan = cut(columns.sizes, columns.groups, tier.config, columns.widths)
+    plan = cut(columns.sizes, columns.groups, tier.config, columns.widths) if known is None else known.cut
     try:
         with CommitTransaction(tier, catalog, encoder, request.save_id, request.rank) as transaction:
-            flusher = Flusher(tier, transaction, encoder, leaves)
+            flusher = Flusher(tier, transaction, encoder, leaves, {} if known is None else known.digests)
             names = flusher.write(plan.partitions)
             named = list(zip(plan.partitions, names, strict=True))
             table = ManifestBuilder().columns(columns, plan, names, inline_bytes(leaves, plan))

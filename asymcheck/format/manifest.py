@@ -198,6 +198,8 @@ class ManifestHeader:
     elsewhere: bytes = b""
     """One bit for each of :meth:`Manifest.partitions`, lowest first: whether another store of the job pushes the
     partition. A hint."""
+    merged: Mapping[str, object] | None = None
+    """Method and sources of a merged checkpoint; None if a training saved it."""
 
 
 class Manifest:
@@ -330,6 +332,8 @@ def _encode_header(header: ManifestHeader) -> bytes:
         fields["store_ranks"] = header.store_ranks
     if header.elsewhere:
         fields["elsewhere"] = header.elsewhere.hex()
+    if header.merged is not None:
+        fields["merged"] = header.merged
     text = canonical_json(fields)
     # Most states have no typed value. The search in the text costs less than a walk over the tree.
     features = value_features(header.tree) if _TYPED_VALUE in text else ()

@@ -258,11 +258,19 @@ def _decode_header(fields: dict[str, Any], where: str) -> ManifestHeader:
             tree=fields["tree"],
             store_ranks=read_spans(fields, where),
             elsewhere=_decode_bits(fields.get("elsewhere", ""), where),
+            merged=_decode_merged(fields, where),
         )
         _check_header(header, where)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise StructureError(f"{where}: manifest header is incomplete or mistyped: {error!r}") from error
     return header
+
+
+def _decode_merged(fields: dict[str, Any], where: str) -> dict[str, object] | None:
+    merged: dict[str, object] | None = fields.get("merged")
+    if "merged" in fields and type(merged) is not dict:
+        raise StructureError(f"{where}: merged is not an object")
+    return merged
 
 
 def _decode_bits(value: str, where: str) -> bytes:

@@ -13,7 +13,7 @@ from asymcheck.restore.partition_locator import PartitionCopy, PartitionLocator,
 from asymcheck.restore.resolve import candidates, read_manifests
 from asymcheck.state.names import matches, no_match
 from asymcheck.storage.interfaces import ReadTier
-from asymcheck.types import CheckpointRef
+from asymcheck.types import Checkpoint, CheckpointRef
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +114,12 @@ def inventory(
         rows = (row for manifest in manifests for row in manifest.rows(range(len(manifest))))
         raise no_match(pattern, (row.name for row in rows), "the tensors of the checkpoint")
     return listing.ref, tensors
+
+
+def merge_of(tier: ReadTier, checkpoint: Checkpoint) -> Mapping[str, object] | None:
+    """Return method and sources of a merged checkpoint; None if a training saved it."""
+    listing = tier.manifests.listing(checkpoint.run, checkpoint.ref)
+    return read_manifests(tier, listing)[0].header.merged
 
 
 def _tensor(row: TensorRow, manifest: Manifest, sources: PartitionLocator) -> StoredTensor:

@@ -186,7 +186,13 @@ def _first(
 def _load_one(tier: ReadTier, wanted: LoadRequest, resolved: Resolved) -> object:
     if wanted.into is None:
         return _load_anew(tier, wanted, resolved)
-    own = (wanted.rank or 0) % resolved.manifests[0].header.world_size
+    header = resolved.manifests[0].header
+    if wanted.grows and header.merged is not None:
+        raise StateMismatchError(
+            f"cannot continue training from {resolved.ref} of run {resolved.run!r}: it was merged from other "
+            "checkpoints, and has no optimizer state. Load its weights with Store.load(into=…), and train in a new run"
+        )
+    own = (wanted.rank or 0) % header.world_size
     parts = ShardSet(resolved.manifests, [manifest.header.rank for manifest in resolved.manifests].index(own))
     with _with_advice(tier, resolved, parts, "\n"):
         filler = InPlaceFill(wanted.into, parts, wanted.tensors, grows=wanted.grows)

@@ -74,6 +74,7 @@ function checkHeader(header) {
   if (header.has("store_ranks")) checkStoreRanks(header.get("store_ranks"), header.get("rank"), header.get("world_size"));
   if (header.has("elsewhere"))
     must(isString(header.get("elsewhere")) && /^([0-9a-f]{2})*$/.test(header.get("elsewhere")), "no elsewhere");
+  if (header.has("merged")) must(isObject(header.get("merged")), "merged is no object");
 }
 
 function checkRow(row, lengths) {

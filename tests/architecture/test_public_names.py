@@ -25,6 +25,7 @@ EXPECTED = [
     "__version__",
     "errors",
     "events",
+    "merge",
     "trace",
 ]
 """Public names of `import asymcheck`. An added name is a promise, and a removed name breaks a user's training loop."""

@@ -90,7 +90,7 @@ def test_json_of_checkpoints_has_its_documented_keys(call: Call, store: Path) ->
 def test_tensors_of_a_step(call: Call, store: Path) -> None:
     """Test dtype, shape, bytes, partitions and packs of each tensor."""
     document = call("inspect", store, "--step", 20, "--json").json
-    assert set(document) == {"checkpoint", "tensors"}
+    assert set(document) == {"checkpoint", "tensors", "merged"}
     tensors = {item["name"]: item for item in document["tensors"]}  # type: ignore[attr-defined]  # JSON
     assert set(tensors) == {"model.weight", "optimizer.0.exp_avg"}
     weight = tensors["model.weight"]

@@ -32,6 +32,7 @@ def test_commands_without_tensors_need_no_torch(store: Path, tmp_path: Path) -> 
         ["--help"],
         ["restore", "--help"],
         ["convert", "--help"],
+        ["merge", "--help"],
         ["completion", "bash"],
         ["inspect", store],
         ["inspect", store, "--step", 10, "--where"],

@@ -142,7 +142,9 @@ def changed_trees(count: int, seed: int) -> list[tuple[bytes, int]]:
 def changed_headers(count: int, seed: int) -> list[bytes]:
     """Return headers of manifests with one or two changes."""
     numbers = random.Random(seed)
-    sound = json.loads(header_bytes(store_ranks=[[0, 0]], elsewhere="05", metrics={"a": 1, "b": "NaN", "c": 2.5}))
+    sound = json.loads(
+        header_bytes(store_ranks=[[0, 0]], elsewhere="05", merged={"a": 1}, metrics={"a": 1, "b": "NaN", "c": 2.5})
+    )
     headers = []
     for _ in range(count):
         header = sound

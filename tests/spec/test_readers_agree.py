@@ -183,7 +183,9 @@ def test_both_say_the_same_of_changed_trees() -> None:
 def test_both_say_the_same_of_changed_headers() -> None:
     """Test headers of manifests with several changes."""
     numbers = random.Random(8)
-    sound = json.loads(header_bytes(store_ranks=[[0, 0]], elsewhere="05", metrics={"a": 1, "b": "NaN", "c": 2.5}))
+    sound = json.loads(
+        header_bytes(store_ranks=[[0, 0]], elsewhere="05", merged={"a": 1}, metrics={"a": 1, "b": "NaN", "c": 2.5})
+    )
     accepted = 0
     for _ in range(1000):
         header = sound

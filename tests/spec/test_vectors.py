@@ -202,6 +202,8 @@ def _manifest_value(manifest: Manifest) -> dict[str, Any]:
         name: "NaN" if math.isnan(number) else names.get(number, number) for name, number in header.metrics.items()
     }
     del fields["store_ranks"], fields["elsewhere"]
+    if header.merged is None:
+        del fields["merged"]
     if header.store_ranks is not None:
         fields["store_ranks"] = [list(span) for span in header.store_ranks]
     if header.elsewhere:

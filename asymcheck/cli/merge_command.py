@@ -1,0 +1,190 @@
+"""``asymcheck merge``: merge the weights of checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from asymcheck.cli import output
+from asymcheck.cli.options import Report, command, open_existing, parse_checkpoint, store_argument
+from asymcheck.config import DEFAULT_RUN
+from asymcheck.errors import InvalidInputError
+from asymcheck.merging import METHODS, SCHEDULES
+from asymcheck.store import Store
+
+if TYPE_CHECKING:
+    from asymcheck.merging.merge import Merged
+
+
+def _parse_weights(_ctx: click.Context, _param: click.Parameter, text: str | None) -> tuple[float, ...] | None:
+    try:
+        return None if text is None else tuple(float(word) for word in text.split(","))
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r}: give numbers separated by commas, such as 1,2,3") from error
+
+
+def _parse_names(ctx: click.Context, param: click.Parameter, text: str | None) -> list[int | str]:
+    return [] if text is None else [_parse_name(ctx, param, word.strip()) for word in text.split(",")]
+
+
+def _parse_name(ctx: click.Context, param: click.Parameter, text: str) -> int | str:
+    """Parse a step or ``save:DIGITS``, alone or after ``RUN@``."""
+    run, at, name = text.rpartition("@")
+    parsed = parse_checkpoint(ctx, param, name)
+    return f"{run}@{parsed}" if at else parsed or 0
+
+
+@command("Merge the weights of checkpoints into a new checkpoint.")
+@store_argument
+@click.option("--steps", callback=_parse_names, default=None, metavar="STEP,STEP,…", help="Checkpoints, oldest first.")
+@click.option("--last", type=click.IntRange(min=1), default=None, help="Merge this many newest checkpoints of the run.")
+@click.option(
+    "--and", "others", type=(str, str), multiple=True, metavar="LOCATION STEP", help="Add one of another store."
+)
+@click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run of the steps without RUN@.")
+@click.option("--method", type=click.Choice(METHODS), default="mean", show_default=True, help="Formula of the merge.")
+@click.option(
+    "--weights", callback=_parse_weights, default=None, metavar="W,W,…", help="One weight for each checkpoint."
+)
+@click.option(
+    "--base", default=None, metavar="STEP", help="Checkpoint from which the others were trained (ties, dare)."
+)
+@click.option("--base-store", default=None, metavar="LOCATION", help="Store of the base [default: STORE].")
+@click.option("--alpha", type=float, default=0.2, show_default=True, help="Share of each newer checkpoint (ema).")
+@click.option(
+    "--schedule", type=click.Choice(SCHEDULES), default="1-sqrt", show_default=True, help="Decay to emulate (wsm)."
+)
+@click.option("--t", "t", type=float, default=0.5, show_default=True, help="Position between the checkpoints (slerp).")
+@click.option("--density", type=float, default=0.5, show_default=True, help="Share of kept elements (ties, dare).")
+@click.option("--scale", type=float, default=1.0, show_default=True, help="Factor of the differences (ties, dare).")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the random masks (dare).")
+@click.option(
+    "--tensors", default=None, help="Merge the tensors that match this glob [default: all but optimizer state]."
+)
+@click.option("--to-run", default="merged", show_default=True, help="Run of the result.")
+@click.option("--to-step", type=int, default=None, help="Step of the result [default: that of the last checkpoint].")
+def merge(
+    store: str,
+    steps: list[int | str],
+    last: int | None,
+    others: Sequence[tuple[str, str]],
+    run: str,
+    method: str,
+    weights: tuple[float, ...] | None,
+    base: str | None,
+    base_store: str | None,
+    alpha: float,
+    schedule: str,
+    t: float,
+    density: float,
+    scale: float,
+    seed: int,
+    tensors: str | None,
+    to_run: str,
+    to_step: int | None,
+) -> Report:
+    """Merge the weights of checkpoints of STORE, and save the result in a run of its own, without optimizer state.
+
+    A step may be save:DIGITS, and may follow RUN@ for another run. Memory does not depend on the size of the model.
+    Partitions that are equal in all checkpoints are neither read nor written. If a checkpoint is missing or damaged,
+    nothing is saved.
+
+    \b
+    mean      equal weights
+    lawa      equal weights of the newest checkpoints; see --last
+    ema       exponential moving average; see --alpha
+    wsm       weights that emulate a decay of the learning rate; see --schedule
+    weighted  the given weights, divided by their sum; see --weights
+    slerp     spherical interpolation of two checkpoints; see --t
+    ties      trimmed differences from a base that agree in sign; see --base and --density
+    dare      random differences from a base; see --base, --density and --seed
+
+    \b
+    Examples:
+      asymcheck merge checkpoints --steps 1000,1100,1200
+      asymcheck merge checkpoints --last 5 --method wsm --schedule 1-sqrt
+      asymcheck merge checkpoints --steps math@900,code@900 --method ties --base base@0
+    """
+    from asymcheck.merging.merge import merge as merge_checkpoints
+    from asymcheck.merging.sources import SourceName
+
+    with contextlib.ExitStack() as stack:
+        opened = stack.enter_context(open_existing(store))
+        sources: list[int | str | SourceName] = [*_newest(opened, run, last), *steps]
+        for location, name in others:
+            other = stack.enter_context(Store.open(location, read_only=True))
+            sources.append(SourceName(other, name))
+        of = opened if base_store is None else stack.enter_context(Store.open(base_store, read_only=True))
+        progress = stack.enter_context(output.progress("merge"))
+        done = merge_checkpoints(
+            opened,
+            sources,
+            method=method,
+            base=None if base is None else SourceName(of, base),
+            run=run,
+            to_run=to_run,
+            step=to_step,
+            tensors=tensors,
+            progress=progress,
+            weights=weights,
+            alpha=alpha,
+            schedule=schedule,
+            t=t,
+            density=density,
+            scale=scale,
+            seed=seed,
+        )
+    return Report(done, partial(_show, done, Path(store)))
+
+
+def _newest(store: Store, run: str, last: int | None) -> list[str]:
+    """Return the names of the newest complete checkpoints on the line, oldest first."""
+    if last is None:
+        return []
+    found = [item for item in store.checkpoints(run) if item.complete and item.on_line]
+    if len(found) < last:
+        have = output.count(len(found), "complete checkpoint")
+        raise InvalidInputError(f"--last {last}: run {run!r} of {store.location} has {have}")
+    return [f"save:{item.save_id}" for item in sorted(found, key=lambda item: item.ref)[-last:]]
+
+
+def _show(done: Merged, store: Path) -> None:
+    checkpoint = done.checkpoint
+    click.echo(f"{store}: run {checkpoint.run}, step {checkpoint.step}")
+    show_sources({"method": done.method, "sources": done.sources, "base": done.base, **done.settings})
+    written = output.size(checkpoint.written_bytes or 0)
+    reused = f", {output.size(done.reused_bytes)} equal in all sources" if done.reused_bytes else ""
+    size = output.size(checkpoint.state_bytes)
+    click.echo(f"{output.count(done.tensors, 'tensor')}, {size}, {written} newly stored{reused}")
+    if done.masters:
+        click.echo(f"{output.count(done.masters, 'tensor')} computed from float32 masters")
+    if done.left_out:
+        click.echo(f"left out {output.abbreviated(done.left_out)}")
+
+
+def show_sources(merged: Mapping[str, object] | None) -> None:
+    """Print method and sources of a merged checkpoint. Other programs may have written other records."""
+    if merged is None:
+        return
+    settings = [f"{name} {value}" for name, value in merged.items() if name not in ("method", "sources", "base")]
+    click.echo(output.printable(f"merged by {merged.get('method')}{''.join(f', {text}' for text in settings)} of"))
+    sources = merged.get("sources")
+    rows = []
+    for source in [*(sources if isinstance(sources, (list, tuple)) else ()), merged.get("base")]:
+        if isinstance(source, Mapping):
+            weight = source.get("weight")
+            rows.append(
+                {
+                    "run": source.get("run"),
+                    "step": source.get("step"),
+                    "save": output.short_save_id(str(source.get("save_id"))),
+                    "store": output.short_save_id(str(source.get("store_id"))),
+                    "weight": f"{weight:.6g}" if isinstance(weight, (int, float)) else "base",
+                }
+            )
+    output.print_table(rows, numbers=("step", "weight"))

@@ -1,0 +1,287 @@
+"""Sources of a merge: open checkpoints, and their tensors by name."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from asymcheck.errors import (
+    AsymcheckError,
+    CheckpointNotFoundError,
+    FormatError,
+    InvalidInputError,
+    RecoveryError,
+    StateMismatchError,
+    listed,
+)
+from asymcheck.format.manifest import Extent, TensorRow
+from asymcheck.format.registry import DTYPE_BYTES
+from asymcheck.inspect.diff import find_checkpoint
+from asymcheck.merging.methods import Bytes
+from asymcheck.restore.read_plan import Demand, ReadPlan, execute, read_parts
+from asymcheck.restore.reshard import StoredPiece, box_of
+from asymcheck.restore.resolve import Resolved, resolve_one
+from asymcheck.restore.state_template import like_mapping, rows_in
+from asymcheck.state.boxes import Box, Region
+from asymcheck.storage.interfaces import ReadTier
+from asymcheck.store import Store
+
+_OPTIMIZER_ROLES = frozenset({"first_moment", "second_moment", "gradient", "rng"})
+_OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
+_MASTERS = ("master", "master_param")
+_HALF = ("bfloat16", "float16")
+_SHOWN = 3
+
+Span = tuple[object, ...]
+"""Identity of stored bytes: equal spans have equal bytes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceName:
+    """A checkpoint to merge."""
+
+    store: Store
+    """The store or remote location."""
+    name: int | str
+    """``STEP`` or ``save:DIGITS``, or either after ``RUN@``."""
+
+
+class Source:
+    """An open checkpoint."""
+
+    def __init__(self, tier: ReadTier, store: Store, resolved: Resolved, pattern: str | None) -> None:
+        """Select the tensors to merge: those that match ``pattern``, or without one all but optimizer state."""
+        self.store, self.resolved, self._tier = store, resolved, tier
+        self.parts, shape = read_parts(resolved.manifests, resolved.ref, None, pattern or "*")
+        kept = shape if pattern else _without_optimizer(shape, self._roles)
+        if kept is None:
+            raise InvalidInputError(
+                f"{self} has no weights that can be told from optimizer state; name the tensors to merge: tensors=GLOB"
+            )
+        self.shape: object = kept
+        self.left_out: tuple[str, ...] = ()
+        """First parts of the names of state that is not merged."""
+        if isinstance(shape, dict) and isinstance(kept, dict):
+            self.left_out = tuple(str(key) for key in shape if key not in kept)
+        self.tensors: dict[str, SourceTensor] = {}
+        """Tensors to merge, by each of their names."""
+        for number in rows_in(kept):
+            tensor = SourceTensor(self, number)
+            self.tensors.update(dict.fromkeys((tensor.row.name, *tensor.row.aliases), tensor))
+        self._masters = self._find_masters()
+
+    def __str__(self) -> str:
+        """Return the name for errors."""
+        return f"step {self.resolved.ref.step} of run {self.resolved.run!r} in {self.store.location}"
+
+    def _roles(self, shape: object) -> set[str]:
+        return {self.parts.row(number).role for number in rows_in(shape)}
+
+    def _find_masters(self) -> dict[str, int]:
+        """Return the float32 masters in the whole checkpoint by the name of their weight, as far as names tell."""
+        masters: dict[str, int] = {}
+        for number in rows_in(read_parts(self.resolved.manifests, self.resolved.ref, None, "*")[1]):
+            stem, _, last = self.parts.row(number).name.rpartition(".")
+            if last in _MASTERS and self.parts.row(number).dtype == "float32":
+                masters[stem] = number
+        return masters
+
+    def tensor(self, row: TensorRow) -> SourceTensor:
+        """Return the tensor for a row of the newest source: the float32 master if there is one.
+
+        Raises:
+            StateMismatchError: the checkpoint has no such tensor, or the shape differs.
+        """
+        found = next((self.tensors[name] for name in (row.name, *row.aliases) if name in self.tensors), None)
+        if found is None:
+            raise StateMismatchError(f"{self} has no tensor {row.name}; merge checkpoints of one architecture")
+        if found.row.global_shape != row.global_shape:
+            raise StateMismatchError(
+                f"tensor {row.name} has shape {list(found.row.global_shape)} in {self}, but {list(row.global_shape)} "
+                "in the last source; merge checkpoints of one architecture"
+            )
+        if found.row.dtype in _HALF and self._masters:
+            tail = row.name.partition(".")[2]
+            for stem, number in self._masters.items():
+                master = self.parts.row(number)
+                if master.global_shape == row.global_shape and any(
+                    stem == name or stem.endswith(f".{name}") for name in (row.name, tail) if name
+                ):
+                    return SourceTensor(self, number)
+        return found
+
+    def check_names(self, newest: Source) -> None:
+        """Check that this checkpoint has no tensor that the newest source lacks.
+
+        Raises:
+            StateMismatchError: it has.
+        """
+        extra = [
+            tensor.row.name
+            for tensor in dict.fromkeys(self.tensors.values())
+            if newest.tensors.keys().isdisjoint((tensor.row.name, *tensor.row.aliases))
+        ]
+        if extra:
+            raise StateMismatchError(
+                f"{self} has {listed(extra, _SHOWN)}, which {newest} lacks; merge checkpoints of one architecture"
+            )
+
+    def read(self, plan: ReadPlan) -> None:
+        """Execute a plan on the bytes of this checkpoint."""
+        execute(plan, self._tier, self.resolved)
+
+    def record(self, weight: float | None) -> dict[str, object]:
+        """Describe the checkpoint in the manifest of the merged one."""
+        ref = self.resolved.ref
+        store_id = self.store.resources.tier.descriptor.store_id.hex()
+        described = {"store_id": store_id, "run": self.resolved.run, "step": ref.step, "generation": ref.generation}
+        return {**described, "save_id": ref.save_id.hex(), "weight": weight}
+
+    def is_deleted(self) -> bool:
+        """Tell whether the checkpoint was deleted in the meantime."""
+        return not self._tier.manifests.listing(self.resolved.run, self.resolved.ref).manifests
+
+
+def _without_optimizer(shape: object, roles: Callable[[object], set[str]]) -> object | None:
+    """Return the part of a shape with weights; None if nothing is left.
+
+    Optimizer state is a mapping with ``state`` and ``param_groups``, or a tensor whose role is that of a moment, a
+    gradient or a random number generator. Entries without tensors are left out of a mapping with optimizer state.
+    """
+    found = roles(shape)
+    if not found or _is_optimizer(shape):
+        return None
+    if not found & _OPTIMIZER_ROLES and not _has_optimizer(shape):
+        return shape
+    if not isinstance(shape, dict):
+        return None
+    kept = {key: part for key, value in shape.items() if (part := _without_optimizer(value, roles)) is not None}
+    return like_mapping(shape, kept) if kept else None
+
+
+def _is_optimizer(shape: object) -> bool:
+    return isinstance(shape, dict) and shape.keys() >= _OPTIMIZER_KEYS
+
+
+def _has_optimizer(shape: object) -> bool:
+    items = shape.values() if isinstance(shape, dict) else shape if isinstance(shape, (list, tuple)) else ()
+    return _is_optimizer(shape) or any(map(_has_optimizer, items))
+
+
+class _Buffer:
+    """Target of a plan: consecutive bytes in memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = np.empty(nbytes, dtype=np.uint8)
+
+    def put(self, start: int, data: memoryview) -> None:
+        self.data[start : start + len(data)] = np.frombuffer(data, dtype=np.uint8)
+
+    def put_regions(self, regions: Iterable[Region], data: memoryview) -> None:
+        for region in regions:
+            region.copy(data, self.data)
+
+
+class SourceTensor:
+    """A whole tensor of a source, of which ranges are read."""
+
+    def __init__(self, source: Source, number: int) -> None:
+        """Describe the tensor with a number in ``source``."""
+        self.source, self._number = source, number
+        self.row = source.parts.row(number)
+        self.width = DTYPE_BYTES[self.row.dtype]
+        box = source.parts.whole(number)
+        self.is_whole = box_of(self.row) == box
+        """Whether one rank saved the whole tensor."""
+        self._whole = box
+
+    def span(self, start: int, length: int) -> Span:
+        """Return the identity of the stored bytes of a range."""
+        if not self.is_whole:
+            return (id(self), start)
+        if self.row.inline is not None:
+            return (self.row.dtype, self.row.inline)
+        parts = ((item.digest, item.offset, item.length) for item in self._extents(start, length))
+        return (self.row.dtype, *parts)
+
+    def _extents(self, start: int, length: int) -> Iterator[Extent]:
+        position = 0
+        for extent in self.row.extents:
+            first, last = max(start, position), min(start + length, position + extent.length)
+            if first < last:
+                yield dataclasses.replace(extent, offset=extent.offset + first - position, length=last - first)
+            position += extent.length
+
+    def read(self, start: int, length: int) -> Bytes:
+        """Return the bytes of a range, verified.
+
+        Raises:
+            DamagedPartitionError: no copy of a partition is intact.
+        """
+        if self.is_whole and self.row.inline is None:
+            return self._read_extents(start, length)
+        box, first = _box_around(self._whole, start, length, self.width)
+        demand = Demand.of(self.source.parts, self._number, box)
+        target = _Buffer(demand.row.nbytes)
+        self.source.read(ReadPlan({demand: target}))
+        return target.data[start - first : start - first + length]
+
+    def _read_extents(self, start: int, length: int) -> Bytes:
+        extents = tuple(self._extents(start, length))
+        shape = (length // self.width,)
+        row = dataclasses.replace(
+            self.row, shape=shape, global_shape=shape, offset=(0,), nbytes=length, inline=None, extents=extents
+        )
+        target = _Buffer(length)
+        self.source.read(ReadPlan({Demand(row, [StoredPiece(row, None)]): target}))
+        return target.data
+
+
+def _box_around(whole: Box, start: int, length: int, width: int) -> tuple[Box, int]:
+    """Return a box of whole rows that has a range of bytes, and the first byte of the box."""
+    dim = next((place for place, size in enumerate(whole.whole) if size > 1), 0)
+    if not whole.whole:
+        return whole, 0
+    step = math.prod(whole.whole[dim + 1 :]) * width
+    first, last = start // step, -(-(start + length) // step)
+    rest = len(whole.whole) - dim - 1
+    offset = (*(0,) * dim, first, *(0,) * rest)
+    return Box(whole.whole, offset, (*whole.whole[:dim], last - first, *whole.whole[dim + 1 :])), first * step
+
+
+@contextlib.contextmanager
+def opened(names: Sequence[SourceName], run: str, pattern: str | None) -> Iterator[list[Source]]:
+    """Open the sources of a merge, in order.
+
+    Raises:
+        CheckpointNotFoundError: a checkpoint does not exist, or was deleted while it was read.
+        InvalidInputError: a name is invalid, or the glob matches nothing.
+        InconsistentCheckpointError, MissingPartitionError, FormatError: a checkpoint is damaged.
+    """
+    sources: list[Source] = []
+    with contextlib.ExitStack() as stack:
+        for item in names:
+            tier = stack.enter_context(item.store.resources.source())
+            listing, _ = find_checkpoint(tier, item.name, run)
+            resolved = resolve_one(tier, listing, whole=True)
+            stack.enter_context(resolved.sources)
+            sources.append(Source(tier, item.store, resolved, pattern))
+        try:
+            yield sources
+        except (FormatError, RecoveryError) as error:
+            deleted = [source for source in sources if _is_deleted(source)]
+            if deleted:
+                raise CheckpointNotFoundError(
+                    f"{deleted[0]} was deleted while it was merged; nothing was saved"
+                ) from error
+            raise
+
+
+def _is_deleted(source: Source) -> bool:
+    with contextlib.suppress(AsymcheckError):
+        return source.is_deleted()
+    return False

@@ -1,0 +1,292 @@
+"""Test merges of stored checkpoints: values, reuse, provenance, refusals, and kills."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import asymcheck
+from asymcheck.errors import (
+    CheckpointNotFoundError,
+    InvalidInputError,
+    StateMismatchError,
+)
+from asymcheck.inspect.inventory import merge_of
+from asymcheck.merging import merge as merging
+from asymcheck.merging.sources import SourceName
+from asymcheck.types import Part
+from tests.merging.conftest import CONFIG, STEPS, model_of, state_of
+from tests.zygote import REPOSITORY
+
+SHARDS = 3
+
+
+def merged_model(store: asymcheck.Store, run: str = "merged") -> dict[str, Any]:
+    """Return the model of the newest merged checkpoint."""
+    state = store.load(run=run)
+    assert isinstance(state, dict)
+    model: dict[str, Any] = state["model"]
+    return model
+
+
+def mean_of(name: str, steps: tuple[int, ...] = STEPS) -> torch.Tensor:
+    """Return a mean in float64. That of few bfloat16 values is exact in float32."""
+    values = [model_of(step)[name].double() for step in steps]  # type: ignore[attr-defined]  # tensors
+    return torch.stack(values).sum(dim=0) / len(steps)
+
+
+def test_a_mean_is_saved_without_optimizer_state(store: asymcheck.Store) -> None:
+    """Test values, dtypes, ties, integers, plain values, and that the result verifies."""
+    done = asymcheck.merge(store, STEPS)
+    assert store.load(run="merged", tensors="*").keys() == {"model"}  # type: ignore[attr-defined]  # a dict
+    model = merged_model(store)
+    assert torch.equal(model["embedding"], mean_of("embedding").float())
+    assert model["head"] is model["embedding"]
+    assert model["half"].dtype == torch.bfloat16
+    assert torch.equal(model["half"], mean_of("half").float().bfloat16())
+    assert model["bias"].dtype == torch.float16
+    assert model["scale"].item() == 25.0
+    assert torch.equal(model["frozen"], torch.arange(9000, dtype=torch.float32))
+    assert (model["batches"].item(), model["name"]) == (40, "after 40")
+    assert (done.checkpoint.step, done.tensors, done.left_out) == (40, 6, ("optimizer", "scheduler"))
+    assert store.verify() == []
+
+
+def test_equal_partitions_are_neither_read_nor_written(store: asymcheck.Store) -> None:
+    """Test the bytes that are read and written, and the partitions of a frozen tensor."""
+    read: list[int] = []
+    frozen = {part.digest for item in store.tensors(10, "*frozen")[1] for part in item.partitions}
+    with asymcheck.events.watch(lambda interval: read.append(interval.bytes if interval.name == "read" else 0)):
+        done = asymcheck.merge(store, STEPS)
+    merged = store.tensors(None, "*frozen", run="merged")[1]
+    assert {part.digest for item in merged for part in item.partitions} == frozen
+    assert done.reused_bytes == 36_000
+    assert done.checkpoint.written_bytes == 18_000 + 9_800
+    assert sum(read) == len(STEPS) * (18_000 + 9_800)
+    assert asymcheck.merge(store, STEPS).checkpoint.written_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("ema", {"alpha": 0.3}),
+        ("wsm", {"schedule": "cosine"}),
+        ("lawa", {}),
+        ("weighted", {"weights": (1.0, 2.0, 3.0)}),
+        ("ties", {"base": 10, "density": 0.4}),
+        ("dare", {"base": 10, "density": 0.4, "seed": 5}),
+    ],
+)
+def test_results_do_not_depend_on_partitions(
+    store: asymcheck.Store, tmp_path: Path, method: str, settings: dict[str, Any]
+) -> None:
+    """Test that a store with another cut gives the same bits."""
+    other = asymcheck.StoreConfig(partition_bytes=4096, bundle_below_bytes=0, inline_bytes=0)
+    with asymcheck.Store.open(tmp_path / "other", config=other, create=True) as second:
+        for step in STEPS:
+            second.save(state_of(step), step=step)
+        models = []
+        for opened in (store, second):
+            asymcheck.merge(opened, STEPS[1:], method=method, **settings)
+            models.append(merged_model(opened))
+    for name in ("embedding", "half", "bias", "scale"):
+        assert torch.equal(models[0][name], models[1][name]), name
+    assert not torch.equal(models[0]["half"], model_of(40)["half"])  # type: ignore[arg-type]  # a tensor
+
+
+def test_slerp_has_the_angle_of_each_whole_tensor(store: asymcheck.Store) -> None:
+    """Test a tensor of several partitions against the formula."""
+    asymcheck.merge(store, [10, 40], method="slerp", t=0.25)
+    x, y = (model_of(step)["embedding"].double() for step in (10, 40))  # type: ignore[attr-defined]  # tensors
+    angle = torch.acos((x * y).sum() / x.norm() / y.norm())
+    expected = (torch.sin(0.75 * angle) * x + torch.sin(0.25 * angle) * y) / torch.sin(angle)
+    torch.testing.assert_close(merged_model(store)["embedding"], expected.float(), rtol=1e-6, atol=1e-7)
+
+
+def test_memory_limit_does_not_change_the_result(store: asymcheck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test reads of a partition in several parts."""
+    asymcheck.merge(store, STEPS)
+    monkeypatch.setattr(merging, "_MEMORY_BYTES", 1000)
+    monkeypatch.setattr(merging, "BLOCK_ELEMENTS", 100)
+    asymcheck.merge(store, STEPS, to_run="again")
+    for name in ("embedding", "half"):
+        assert torch.equal(merged_model(store)[name], merged_model(store, "again")[name])
+
+
+def test_other_stores_runs_and_names_are_sources(store: asymcheck.Store, tmp_path: Path) -> None:
+    """Test a step of another run, a save id, and a checkpoint of another store."""
+    store.save(state_of(50), step=50, run="side")
+    saved = store.checkpoints("default")[0].save_id
+    with asymcheck.Store.open(tmp_path / "other", config=CONFIG, create=True) as other:
+        other.save(state_of(60), step=60)
+        done = asymcheck.merge(store, [f"save:{saved[:20]}", "side@50", SourceName(other, 60)])
+    assert [source["step"] for source in done.sources] == [10, 50, 60]
+    assert len({source["store_id"] for source in done.sources}) == 2
+    assert torch.equal(merged_model(store)["embedding"], mean_of("embedding", (10, 50, 60)).float())
+    assert store.verify() == []
+
+
+def test_shards_of_several_ranks_are_merged_as_whole_tensors(store: asymcheck.Store, tmp_path: Path) -> None:
+    """Test sources with shards along either dimension, and a source of one rank."""
+    save_id = time.time_ns().to_bytes(8, "big").hex() + os.urandom(8).hex()
+    whole = model_of(50)
+    for rank in range(SHARDS):
+        part = Part(rank, SHARDS, save_id)
+        rows, columns = slice(30 * rank, 30 * rank + 30), slice(20 * rank, min(70, 20 * rank + 20 + 10 * (rank == 2)))
+        shard = asymcheck.TensorShard(whole["embedding"][rows], (90, 50), (30 * rank, 0))  # type: ignore[index]  # a tensor
+        half = asymcheck.TensorShard(whole["half"][:, columns].contiguous(), (70, 70), (0, 20 * rank))  # type: ignore[index]  # a tensor
+        store.save(
+            {"model": whole | {"embedding": shard, "head": shard, "half": half}}, step=50, run="ranks", part=part
+        )
+    asymcheck.merge(store, [10, "ranks@50"])
+    model = merged_model(store)
+    assert torch.equal(model["embedding"], mean_of("embedding", (10, 50)).float())
+    assert torch.equal(model["half"], mean_of("half", (10, 50)).float().bfloat16())
+
+
+def test_float32_masters_are_preferred_to_their_copies(tmp_path: Path) -> None:
+    """Test masters in optimizer state with the names of the weights."""
+    masters = [torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
+    with asymcheck.Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
+        for step, master in enumerate(masters):
+            optimizer = {"layer.weight": {"master": master, "exp_avg": torch.zeros(3)}}
+            store.save({"model": {"layer.weight": master.bfloat16()}, "optimizer": optimizer}, step=step)
+        done = asymcheck.merge(store, [0, 1])
+        assert done.masters == 1
+        expected = ((masters[0].double() + masters[1].double()) / 2).float().bfloat16()
+        assert torch.equal(merged_model(store)["layer.weight"], expected)
+
+
+def test_provenance_is_in_the_manifest(store: asymcheck.Store) -> None:
+    """Test method, save ids, weights and settings, and that a trained checkpoint has none."""
+    asymcheck.merge(store, [20, 40], method="ties", base=10, density=0.25, weights=(1, 3))
+    checkpoint = store.checkpoints("merged")[0]
+    merged = merge_of(store.resources.tier, checkpoint)
+    assert merged is not None
+    ids = {item.step: item.save_id for item in store.checkpoints("default")}
+    assert [(item["save_id"], item["weight"]) for item in merged["sources"]] == [(ids[20], 1), (ids[40], 3)]  # type: ignore[attr-defined]  # a list
+    assert merged["base"]["save_id"] == ids[10]  # type: ignore[index]  # an object
+    assert (merged["method"], merged["density"]) == ("ties", 0.25)
+    assert merge_of(store.resources.tier, store.checkpoints("default")[0]) is None
+
+
+def test_a_training_does_not_continue_from_a_merge(store: asymcheck.Store) -> None:
+    """Test the reason, that the state is unchanged, and that the weights can be loaded."""
+    asymcheck.merge(store, STEPS)
+    state = {"model": {key: value for key, value in model_of(1).items() if key != "name"}}
+    with (
+        asymcheck.Checkpointer(store, state, run="merged", every=1, keep=None) as checkpointer,
+        pytest.raises(StateMismatchError, match=r"no optimizer state\. Load its weights with Store\.load"),
+    ):
+        checkpointer.restore()
+    assert torch.equal(state["model"]["half"], model_of(1)["half"])  # type: ignore[arg-type]  # tensors
+    store.load(run="merged", into=state)
+    assert torch.equal(state["model"]["half"], merged_model(store)["half"])  # type: ignore[arg-type]  # a tensor
+
+
+def _change(key: str, value: object) -> Callable[[dict[str, Any]], None]:
+    def change(model: dict[str, Any]) -> None:
+        model[key] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (_change("half", torch.zeros(70, 71)), r"tensor model.half has shape \[70, 71\] in step 50"),
+        (lambda model: model.pop("half"), "step 50 of run 'default' in .* has no tensor model.half"),
+        (
+            _change("extra", torch.zeros(3)),
+            "has model.extra, which step 40 .* lacks; merge checkpoints of one architec",
+        ),
+    ],
+    ids=["shape", "missing", "extra"],
+)
+def test_other_architectures_are_refused(
+    store: asymcheck.Store, change: Callable[[dict[str, Any]], object], problem: str
+) -> None:
+    """Test a shape, a missing and a further tensor, and that nothing is saved."""
+    model = model_of(50)
+    change(model)
+    store.save({"model": model}, step=50)
+    with pytest.raises(StateMismatchError, match=problem):
+        asymcheck.merge(store, [50, 40])
+    assert "merged" not in store.runs()
+
+
+def test_wrong_requests_change_nothing(store: asymcheck.Store) -> None:
+    """Test a missing step, descending steps, an unknown setting, the run of a training, and a state without weights."""
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint of step 99"):
+        asymcheck.merge(store, [10, 99])
+    with pytest.raises(InvalidInputError, match="ascending order"):
+        asymcheck.merge(store, [40, 10], method="ema")
+    with pytest.raises(InvalidInputError, match="unknown setting 'beta'"):
+        asymcheck.merge(store, [10, 40], beta=1)
+    with pytest.raises(InvalidInputError, match=r"run 'default' of .* has checkpoints of a training"):
+        asymcheck.merge(store, [10, 40], to_run="default")
+    store.save({"optimizer": state_of(1)["optimizer"]}, step=1, run="bare")
+    with pytest.raises(InvalidInputError, match="name the tensors to merge"):
+        asymcheck.merge(store, ["bare@1", "bare@1"])
+    assert store.runs() == ["bare", "default"]
+
+
+def test_a_damaged_or_deleted_source_is_named(store: asymcheck.Store) -> None:
+    """Test that a source that is deleted while the merge reads it is an error, and that nothing is saved."""
+    is_first = True
+
+    def delete(_done: int, _total: int) -> None:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            store.delete(10)
+            for pack in (store.path / "packs").iterdir():
+                os.truncate(pack, 4096)
+
+    with pytest.raises(CheckpointNotFoundError, match=r"step 10 of run 'default' .* was deleted while it was merged"):
+        asymcheck.merge(store, STEPS, progress=delete)
+    assert "merged" not in store.runs()
+
+
+KILLED = """
+import sys, asymcheck
+from tests.merging.conftest import CONFIG, STEPS
+with asymcheck.Store.open(sys.argv[1], config=CONFIG) as store:
+    print("ready", flush=True)
+    while True:
+        asymcheck.merge(store, STEPS, method=sys.argv[2], base=None if sys.argv[2] == "mean" else 10)
+        store.delete(40, run="merged")
+        store.gc()
+"""
+
+
+@pytest.mark.slow(long=["20"])
+@pytest.mark.parametrize(("method", "kills"), [("mean", 1), ("ties", 1), ("mean", 20), ("dare", 20)], ids=str)
+def test_a_killed_merge_leaves_no_half_result(store: asymcheck.Store, method: str, kills: int) -> None:
+    """Test that after SIGKILL at a random time, every checkpoint of the run is complete and intact."""
+    path = store.path
+    store.close()
+    numbers = random.Random(method)
+    for _ in range(kills):
+        command = [sys.executable, "-c", KILLED, str(path), method]
+        with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            time.sleep(numbers.uniform(0.01, 0.5))
+            child.send_signal(signal.SIGKILL)
+        with asymcheck.Store.open(path, config=CONFIG) as opened:
+            assert [finding for finding in opened.verify() if finding.severity != "note"] == []
+            assert {item.complete for item in opened.checkpoints()} == {True}
+            asymcheck.merge(opened, STEPS)
+            assert torch.equal(merged_model(opened)["embedding"], mean_of("embedding").float())
+            opened.delete(40, run="merged")

@@ -30,6 +30,7 @@ WORKLOADS = (
     "bytes",
     "hdfs",
     "objects",
+    "merge",
     "reshard",
     "dedupe",
     "ranks",

@@ -72,7 +72,7 @@ def main() -> None:
     add("mean", values, _linear(values, [1.0] * 3), method="mean")
     add("weighted", values, _linear(values, weights), method="weighted", weights=weights)
     for t in (0.0, 0.25, 1.0):
-        add(f"slerp-{t}", values[:2], _slerp(*values[:2], t), method="slerp", t=t)
+        add(f"slerp-{t}", values[:2], _slerp(values[0], values[1], t), method="slerp", t=t)
     add("slerp-parallel", [base, 2 * base], _slerp(base, 2 * base, 0.3), method="slerp", t=0.3)
     add("slerp-opposite", [base, -base], _slerp(base, -base, 0.3), method="slerp", t=0.3)
     add("slerp-zero", [base, 0 * base], _slerp(base, 0 * base, 0.3), method="slerp", t=0.3)

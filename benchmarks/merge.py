@@ -178,7 +178,13 @@ def _write_folder(folder: Path, model: Mapping[str, torch.Tensor], layers: int) 
     torch_files: Any = importlib.import_module("safetensors.torch")
     folder.mkdir()
     torch_files.save_file(dict(model), folder / "model.safetensors", {"format": "pt"})
-    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": layers, "n_embd": 768, "n_head": 12}
+    config = {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "n_layer": layers,
+        "n_embd": 768,
+        "n_head": 12,
+    }
     (folder / "config.json").write_text(json.dumps(config))
 
 

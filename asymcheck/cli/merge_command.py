@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from asymcheck.store import Store
 
 if TYPE_CHECKING:
     from asymcheck.merging.merge import Merged
+    from asymcheck.merging.search import Searched
 
 
 def _parse_weights(_ctx: click.Context, _param: click.Parameter, text: str | None) -> tuple[float, ...] | None:
@@ -68,6 +68,28 @@ def _parse_name(ctx: click.Context, param: click.Parameter, text: str) -> int | 
 )
 @click.option("--to-run", default="merged", show_default=True, help="Run of the result.")
 @click.option("--to-step", type=int, default=None, help="Step of the result [default: that of the last checkpoint].")
+@click.option("--search", is_flag=True, help="Search the settings of the method whose merge is best (needs optuna).")
+@click.option(
+    "--evaluate", default=None, metavar="COMMAND", help="Command with {folder} that prints a number; see --search."
+)
+@click.option(
+    "--trials", type=click.IntRange(min=1), default=20, show_default=True, help="Trials of the search in total."
+)
+@click.option("--maximize", is_flag=True, help="A larger number is better [default: a smaller one].")
+@click.option(
+    "--study",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("merge-search.log"),
+    show_default=True,
+    help="File with the trials, by which an interrupted search continues.",
+)
+@click.option("--part", default="model", show_default=True, help="Part of the state that the command gets; '' for all.")
+@click.option(
+    "--files-from",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    default=None,
+    help="Copy small files (config.json, tokenizer …) from this model folder to {folder}.",
+)
 def merge(
     store: str,
     steps: list[int | str],
@@ -87,6 +109,13 @@ def merge(
     tensors: str | None,
     to_run: str,
     to_step: int | None,
+    search: bool,
+    evaluate: str | None,
+    trials: int,
+    maximize: bool,
+    study: Path,
+    part: str,
+    files_from: Path | None,
 ) -> Report:
     """Merge the weights of checkpoints of STORE, and save the result in a run of its own, without optimizer state.
 
@@ -109,7 +138,10 @@ def merge(
       asymcheck merge checkpoints --steps 1000,1100,1200
       asymcheck merge checkpoints --last 5 --method wsm --schedule 1-sqrt
       asymcheck merge checkpoints --steps math@900,code@900 --method ties --base base@0
+      asymcheck merge checkpoints --steps 900,1000 --search --evaluate 'python loss.py {folder}' --files-from gpt2/
     """
+    if search != (evaluate is not None):
+        raise click.UsageError("--search and --evaluate belong together")
     from asymcheck.merging.merge import merge as merge_checkpoints
     from asymcheck.merging.sources import SourceName
 
@@ -120,12 +152,32 @@ def merge(
             other = stack.enter_context(Store.open(location, read_only=True))
             sources.append(SourceName(other, name))
         of = opened if base_store is None else stack.enter_context(Store.open(base_store, read_only=True))
+        base_name = None if base is None else SourceName(of, base)
+        if evaluate is not None:
+            from asymcheck.merging import search as searching
+
+            chosen = "weighted" if method == "mean" else method
+            evaluation = searching.Evaluation(
+                evaluate, study, trials, maximize, part=part or None, files_from=files_from
+            )
+            found = searching.search(
+                opened,
+                sources,
+                evaluation,
+                method=chosen,
+                base=base_name,
+                run=run,
+                to_run=to_run,
+                step=to_step,
+                note=_note_trial,
+            )
+            return _report(found.merged, Path(store), found)
         progress = stack.enter_context(output.progress("merge"))
         done = merge_checkpoints(
             opened,
             sources,
             method=method,
-            base=None if base is None else SourceName(of, base),
+            base=base_name,
             run=run,
             to_run=to_run,
             step=to_step,
@@ -139,7 +191,33 @@ def merge(
             scale=scale,
             seed=seed,
         )
-    return Report(done, partial(_show, done, Path(store)))
+    return _report(done, Path(store), None)
+
+
+def _note_trial(number: int, value: float, settings: Mapping[str, object]) -> None:
+    output.note(f"trial {number}: {value:.6g} with {_described(settings)}")
+
+
+def _described(settings: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {_number(value)}" for name, value in settings.items())
+
+
+def _number(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return "/".join(map(_number, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _report(done: Merged, store: Path, found: Searched | None) -> Report:
+    summary = found and {"best": found.best, "trials": found.trials, "settings": found.settings}
+
+    def show() -> None:
+        _show(done, store)
+        if found is not None:
+            trials = output.count(found.trials, "trial")
+            click.echo(f"best of {trials}: {found.best:.6g} with {_described(found.settings)}")
+
+    return Report({**vars(done), "search": summary}, show)
 
 
 def _newest(store: Store, run: str, last: int | None) -> list[str]:
@@ -171,7 +249,9 @@ def show_sources(merged: Mapping[str, object] | None) -> None:
     """Print method and sources of a merged checkpoint. Other programs may have written other records."""
     if merged is None:
         return
-    settings = [f"{name} {value}" for name, value in merged.items() if name not in ("method", "sources", "base")]
+    settings = [
+        f"{name} {_number(value)}" for name, value in merged.items() if name not in ("method", "sources", "base")
+    ]
     click.echo(output.printable(f"merged by {merged.get('method')}{''.join(f', {text}' for text in settings)} of"))
     sources = merged.get("sources")
     rows = []

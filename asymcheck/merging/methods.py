@@ -135,9 +135,10 @@ def _decay(schedule: str, u: float) -> float:
 
 def combined(values: Sequence[Block], weights: Sequence[float]) -> Block:
     """Return ``w_1 x_1 + … + w_N x_N``, added from left to right."""
-    total = values[0] * weights[0]
-    for value, weight in zip(values[1:], weights[1:], strict=True):
-        total += value if weight == 1 else value * weight
+    terms = [value if weight == 1 else value * weight for value, weight in zip(values, weights, strict=True)]
+    total = terms[0] + terms[1] if len(terms) > 1 else terms[0].copy()
+    for term in terms[2:]:
+        total += term
     return total
 
 

@@ -25,6 +25,7 @@ from benchmarks import (
     gpu,
     hdfs,
     memory,
+    merge,
     models,
     objects,
     packers,

@@ -31,7 +31,10 @@ WORDS: dict[str, list[tuple[str, ...]]] = {
     "pull": [("{new}",)],
     "rebuild-catalog": [()],
     "log": [(), ("--all",), ("--run", "other")],
-    "merge": [("--steps", "10,20"), ("--steps", "20,25", "--method", "ties", "--base", "10")],
+    "merge": [
+        ("--steps", "10,20", "--search", "--evaluate", "echo {{folder}} 1", "--trials", "1", "--study", "{new}"),
+        ("--steps", "20,25", "--method", "ties", "--base", "10"),
+    ],
     "diff": [("10", "20"), ("20", "25"), ("20", "other@1"), ("10", "10"), ("10", "20", "--no-norms")],
     "doctor": [("--quick",), ("--quick", "--state-size", "1GB", "--mtbf", "3h")],
     "du": [(), ("--run", "other")],

@@ -1,0 +1,208 @@
+"""Search for the settings of the best merge by Bayesian optimisation (optuna).
+
+With two sources, the search is the pairwise one for checkpoints of one training: ``theta = w x_2 + (1 - w) x_1`` with
+``w`` from a lower bound to 1. Each trial merges into a temporary store, exports the model, and runs a command on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asymcheck.config import DEFAULT_RUN
+from asymcheck.convert.convert import Output, export_checkpoint
+from asymcheck.errors import InvalidInputError
+from asymcheck.format.digest import digest
+from asymcheck.merging.merge import MERGED_RUN, Merged, merge
+from asymcheck.merging.sources import SourceName
+from asymcheck.store import Store
+
+FOLDER = "{folder}"
+"""Placeholder in the command for the folder of the model."""
+_STARTS = 4
+_PAIR = 2
+_SHOWN = 500
+_SEARCHED = {
+    "ema": {"alpha": (0.0, 1.0)},
+    "slerp": {"t": (0.0, 1.0)},
+    "ties": {"density": (0.05, 1.0), "scale": (0.2, 1.5)},
+    "dare": {"density": (0.05, 1.0), "scale": (0.2, 1.5)},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Command that prints the quality of a model."""
+
+    command: str
+    """A command line with ``{folder}``. The last word that it prints is a number. No shell interprets it."""
+    study: Path
+    """File of the study, by which an interrupted search continues."""
+    trials: int = 20
+    """Number of trials, including those of earlier calls."""
+    maximize: bool = False
+    """Whether a larger number is better."""
+    least_weight: float = 0.5
+    """Smallest weight of the newer of two sources, for the method ``weighted``."""
+    part: str | None = "model"
+    """Part of the state to export; None for all."""
+    files_from: Path | None = None
+    """Folder whose small files (configuration, tokenizer) are copied to the model."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Searched:
+    """Result of a search."""
+
+    merged: Merged
+    """The best merge, saved in the store."""
+    best: float
+    """Its number."""
+    trials: int
+    """Number of complete trials in the study."""
+    settings: Mapping[str, object]
+    """Settings of the best merge."""
+
+
+def search(  # noqa: PLR0913 - arguments of merge()
+    store: Store,
+    steps: Sequence[int | str | SourceName],
+    evaluation: Evaluation,
+    *,
+    method: str = "weighted",
+    base: int | str | SourceName | None = None,
+    run: str = DEFAULT_RUN,
+    to_run: str = MERGED_RUN,
+    step: int | None = None,
+    note: Callable[[int, float, Mapping[str, object]], object] = lambda _number, _value, _settings: None,
+) -> Searched:
+    """Search the settings of ``method`` whose merge has the best number, and save that merge.
+
+    Trials need space for two models beside the store. Their temporary stores are removed.
+
+    Args:
+        store: see :func:`asymcheck.merge`.
+        steps: see :func:`asymcheck.merge`.
+        evaluation: command and bounds of the search.
+        method: ``weighted``, ``ema``, ``slerp``, ``ties`` or ``dare``.
+        base: see :func:`asymcheck.merge`.
+        run: see :func:`asymcheck.merge`.
+        to_run: see :func:`asymcheck.merge`.
+        step: see :func:`asymcheck.merge`.
+        note: callback with the number of each trial, its result and its settings.
+
+    Raises:
+        InvalidInputError: optuna is missing, the method has nothing to search, or the command failed.
+        AsymcheckError: as :func:`asymcheck.merge`. The study keeps complete trials, and no merge is saved.
+    """
+    if FOLDER not in evaluation.command:
+        raise InvalidInputError(f"evaluation command {evaluation.command!r} has no {FOLDER}; add it as an argument")
+    ranges = _ranges(method, len(steps), evaluation)
+    names = [item if isinstance(item, SourceName) else SourceName(store, item) for item in steps]
+    start = None if base is None or isinstance(base, SourceName) else SourceName(store, base)
+    base = start or base
+    study = _study(evaluation, [method, run, *(f"{item.store.location} {item.name}" for item in names)])
+    optuna: Any = _optuna()
+    complete = (optuna.trial.TrialState.COMPLETE,)
+
+    def settings_of(parameters: Mapping[str, float]) -> dict[str, Any]:
+        if method != "weighted":
+            return dict(parameters)
+        given = [parameters[name] for name in ranges]
+        return {"weights": tuple([1 - given[0], given[0]] if len(names) == _PAIR else given)}
+
+    while len(study.get_trials(states=complete)) < evaluation.trials:
+        trial = study.ask()
+        settings = settings_of({name: trial.suggest_float(name, *bounds) for name, bounds in ranges.items()})
+        with _failing(study, trial, optuna.trial.TrialState.FAIL), _folder(store) as folder:
+            with Store.open(folder / "store", config=store.resources.tier.config, create=True) as scratch:
+                merge(scratch, names, method=method, base=base, run=run, **settings)
+                output = Output(folder / "model", files_from=evaluation.files_from)
+                export_checkpoint(scratch, output, run=MERGED_RUN, part=evaluation.part)
+            value = _evaluated(evaluation.command, folder / "model")
+        study.tell(trial, value)
+        note(trial.number, value, settings)
+    settings = settings_of(study.best_params)
+    merged = merge(store, names, method=method, base=base, run=run, to_run=to_run, step=step, **settings)
+    return Searched(merged, study.best_value, len(study.get_trials(states=complete)), settings)
+
+
+def _ranges(method: str, sources: int, evaluation: Evaluation) -> dict[str, tuple[float, float]]:
+    if method == "weighted" and sources == _PAIR:
+        return {"weight": (evaluation.least_weight, 1.0)}
+    if method == "weighted":
+        return {f"weight_{number}": (0.0, 1.0) for number in range(sources)}
+    if method not in _SEARCHED:
+        known = ", ".join(["weighted", *_SEARCHED])
+        raise InvalidInputError(f"method {method} has no setting to search; choose one of {known}")
+    return _SEARCHED[method]
+
+
+def _optuna() -> object:
+    try:
+        import optuna
+    except ImportError as error:
+        raise InvalidInputError("a search needs optuna; pip install 'asymcheck[merge]'") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def _study(evaluation: Evaluation, subject: Sequence[str]) -> Any:  # noqa: ANN401 - optuna may be missing
+    """Open or create the study of one search; other searches may be in the same file."""
+    optuna: Any = _optuna()
+    from optuna.storages.journal import JournalFileBackend
+
+    storage = optuna.storages.JournalStorage(JournalFileBackend(str(evaluation.study)))
+    name = digest("\0".join([*subject, evaluation.command]).encode()).hex()
+    direction = "maximize" if evaluation.maximize else "minimize"
+    study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True, direction=direction)
+    # A seed that depends on the trials, so that a continued search does not repeat its random ones.
+    seed = len(study.trials)
+    study.sampler = optuna.samplers.GPSampler(seed=seed, n_startup_trials=_STARTS)
+    return study
+
+
+@contextlib.contextmanager
+def _failing(study: Any, trial: Any, state: object) -> Iterator[None]:  # noqa: ANN401 - optuna may be missing
+    """Record a trial as failed if the block raises."""
+    try:
+        yield
+    except BaseException:
+        study.tell(trial, state=state)
+        raise
+
+
+@contextlib.contextmanager
+def _folder(store: Store) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix=".asymcheck-merge-", dir=store.path.parent) as folder:
+        yield Path(folder)
+
+
+def _evaluated(command: str, folder: Path) -> float:
+    """Run the command, and return the last word of its output as a number.
+
+    Raises:
+        InvalidInputError: the command cannot be run, failed, or printed no finite number.
+    """
+    words = [word.replace(FOLDER, str(folder)) for word in shlex.split(command)]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise InvalidInputError(f"cannot run evaluation command {words[0]!r}: {error.strerror}") from error
+    last = (done.stdout.split() or [""])[-1]
+    value = math.nan
+    with contextlib.suppress(ValueError):
+        value = float(last)
+    if done.returncode or not math.isfinite(value):
+        problem = f"exit status {done.returncode}" if done.returncode else f"last word {last!r:.50} is no finite number"
+        shown = (done.stderr or done.stdout).strip()[-_SHOWN:]
+        output = f"; it printed: {shown}" if shown else ""
+        raise InvalidInputError(f"evaluation command {command!r} failed: {problem}{output}")
+    return value

@@ -44,7 +44,12 @@ def _parse_name(ctx: click.Context, param: click.Parameter, text: str) -> int | 
 @click.option("--steps", callback=_parse_names, default=None, metavar="STEP,STEP,…", help="Checkpoints, oldest first.")
 @click.option("--last", type=click.IntRange(min=1), default=None, help="Merge this many newest checkpoints of the run.")
 @click.option(
-    "--and", "others", type=(str, str), multiple=True, metavar="LOCATION STEP", help="Add one of another store."
+    "--and",
+    "others",
+    type=(str, str),
+    multiple=True,
+    metavar="LOCATION STEP",
+    help="Also merge this one of another store.",
 )
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run of the steps without RUN@.")
 @click.option("--method", type=click.Choice(METHODS), default="mean", show_default=True, help="Formula of the merge.")
@@ -119,7 +124,7 @@ def merge(
 ) -> Report:
     """Merge the weights of checkpoints of STORE, and save the result in a run of its own, without optimizer state.
 
-    A step may be save:DIGITS, and may follow RUN@ for another run. Memory does not depend on the size of the model.
+    A step may be save:DIGITS, and may follow RUN@ for another run. Memory use does not grow with the model.
     Partitions that are equal in all checkpoints are neither read nor written. If a checkpoint is missing or damaged,
     nothing is saved.
 
@@ -142,6 +147,8 @@ def merge(
     """
     if search != (evaluate is not None):
         raise click.UsageError("--search and --evaluate belong together")
+    if search and (weights is not None or tensors is not None):
+        raise click.UsageError("--search chooses the weights of all tensors: leave out --weights and --tensors")
     from asymcheck.merging.merge import merge as merge_checkpoints
     from asymcheck.merging.sources import SourceName
 
@@ -249,10 +256,9 @@ def show_sources(merged: Mapping[str, object] | None) -> None:
     """Print method and sources of a merged checkpoint. Other programs may have written other records."""
     if merged is None:
         return
-    settings = [
-        f"{name} {_number(value)}" for name, value in merged.items() if name not in ("method", "sources", "base")
-    ]
-    click.echo(output.printable(f"merged by {merged.get('method')}{''.join(f', {text}' for text in settings)} of"))
+    settings = {name: value for name, value in merged.items() if name not in ("method", "sources", "base")}
+    described = f", {_described(settings)}" if settings else ""
+    click.echo(output.printable(f"merged from these checkpoints, method {merged.get('method')}{described}:"))
     sources = merged.get("sources")
     rows = []
     for source in [*(sources if isinstance(sources, (list, tuple)) else ()), merged.get("base")]:

@@ -20,7 +20,7 @@ def test_the_result_and_its_sources_are_shown(call: Call, store: Path) -> None:
     outcome = call("merge", store, "--steps", "20,save:" + _save_id(store, 25), "--method", "ema", "--alpha", "0.25")
     assert (outcome.status, outcome.err) == (0, "")
     assert "run merged, step 25" in outcome.out
-    assert "merged by ema, alpha 0.25 of" in outcome.out
+    assert "merged from these checkpoints, method ema, alpha 0.25:" in outcome.out
     assert "1 tensor, 39.1 KiB" in outcome.out
     rows = [line.split() for line in outcome.out.splitlines() if line.strip().startswith("default")]
     assert [(row[1], row[-1]) for row in rows] == [("20", "0.75"), ("25", "0.25")]

@@ -68,18 +68,19 @@ class _Merges:
         self._raw = {step: scratch / f"raw-{step}" for step in (*STEPS, 0)}
         self._folders = {step: scratch / f"folder-{step}" for step in STEPS}
         self.made_cold = ""
+        self.nbytes = 0
         self._sum: dict[str, torch.Tensor] = {}
         with asymcheck.Store.open(self._store, create=True) as store:
             for step in STEPS:
                 torch.manual_seed(step)
                 model = _model(layers)
                 self._add(model)
+                self.nbytes = sum(tensor.nbytes for tensor in model.values())
                 store.save({"model": model}, step=step)
                 self._limit = raw.Limit(list(model.values()))
                 self._limit.write(self._raw[step])
                 if _has_mergekit():
                     _write_folder(self._folders[step], model, layers)
-        self.nbytes = sum(tensor.nbytes for tensor in model.values())
 
     def _add(self, model: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in model.items():

@@ -128,7 +128,7 @@ def commands() -> None:
 
 for _command in (
     *(completion, convert, delete, diff, doctor, du, gc, inspect, log),
-    *(pull, push, rebuild_catalog, restore, verify, view),
+    *(merge, pull, push, rebuild_catalog, restore, verify, view),
 ):
     commands.add_command(_command)
 

@@ -46,7 +46,7 @@ class Layer:
 
 LAYERS = (
     Layer(16, ("cli", "__main__"), siblings_allowed=True),
-    Layer(15, ("integrations", "view"), siblings_allowed=False),
+    Layer(15, ("integrations", "merging", "view"), siblings_allowed=False),
     Layer(14, ("checkpointer", "convert"), siblings_allowed=False),
     Layer(13, ("training",), siblings_allowed=False),
     Layer(12, ("store",), siblings_allowed=False),

@@ -88,8 +88,8 @@ RUNS: dict[str, Callable[[Path], Report]] = {
 }
 QUICK = ("goodput", "catalog", "bytes")
 """Workloads that take a second or two; `make test` runs them."""
-LONG = ("models", "reshard", "small", "dedupe", "ranks", "memory", "stall", "restore", "objects", "batch")
-"""Workloads that take many seconds; `make check` runs all but these."""
+LONG = ("models", "reshard", "small", "dedupe", "ranks", "memory", "merge", "stall", "restore", "objects", "batch")
+"""Workloads that start many processes, train or take many seconds; `make check` runs all but these."""
 MARKS = {name: pytest.mark.long if name in LONG else pytest.mark.slow for name in RUNS if name not in QUICK} | {
     "gpu": pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 }

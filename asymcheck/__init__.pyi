@@ -9,6 +9,8 @@ from .merging.merge import merge
 from .policies.interval import AutoInterval
 from .policies.push_selection import Push
 from .policies.retention import Retention
+from .publish.release import Publish, Publisher
+from .publish.subscriber import Subscriber
 from .state.rng import RngState
 from .state.shards import TensorShard
 from .store import Store
@@ -28,6 +30,7 @@ __all__ = [
     "RngState",
     "Store",
     "StoreConfig",
+    "Subscriber",
     "TensorShard",
     "__version__",
     "errors",

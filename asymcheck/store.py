@@ -174,18 +174,16 @@ class Store:
         flat = flatten(state)
         placing = self._placing(tier, request, generation)
         with timed("save", 0, lambda: {"run": run, "step": request.step}):
-            ref, state_bytes, written_bytes = save(
-                tier, self.resources.catalog(), self.resources.encoder, flat, request, placing
-            )
+            saved = save(tier, self.resources.catalog(), self.resources.encoder, flat, request, placing)
         return Checkpoint.of(
             run,
-            ref,
+            saved.ref,
             request.world_size,
             request.metrics,
-            state_bytes,
-            written_bytes=written_bytes,
-            complete=part is None or tier.manifests.listing(run, ref).is_complete,
-            on_line=generation is None or is_on_line(tier, run, ref),
+            saved.state_bytes,
+            written_bytes=saved.written_bytes,
+            complete=part is None or tier.manifests.listing(run, saved.ref).is_complete,
+            on_line=generation is None or is_on_line(tier, run, saved.ref),
         )
 
     def _placing(

@@ -17,6 +17,7 @@ from asymcheck.commit.encoder import Base, Contents, Encoder, contents_of, origi
 from asymcheck.commit.manifest_builder import ManifestBuilder, inline_bytes, manifest_header
 from asymcheck.commit.save_request import LineagePosition, SaveRequest
 from asymcheck.commit.transaction import CommitTransaction
+from asymcheck.config import StoreConfig
 from asymcheck.errors import TornCaptureError, listed
 from asymcheck.events import timed
 from asymcheck.format.digest import digest
@@ -112,7 +113,10 @@ class Flusher:
                 digests[number] = name
                 dtype = self._dtypes[partition.pieces[0].row]
                 base = original_of(payload, dtype, number, originals, read) if number in copies else None
-                self._put(partition, number, slot, name, [] if base is None else [base])
+                bases = [] if base is None else [base]
+                if self._earlier is not None:
+                    bases.append(self._earlier.base(partition))
+                self._put(partition, number, slot, name, bases)
             for piece in partition.pieces:
                 with self._lock:
                     remaining[piece.row] -= 1
@@ -224,6 +228,20 @@ def _write(slot: Slot, writer: PackWriter, descriptor: FrameDescriptor) -> None:
     writer.write(slot, descriptor)
 
 
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A committed state."""
+
+    ref: CheckpointRef
+    """The checkpoint."""
+    state_bytes: int
+    """Bytes of all tensors."""
+    written_bytes: int
+    """Payload bytes written, without partitions that the store already had."""
+    state: EarlierState
+    """The state, as a base of the next one."""
+
+
 def save(
     tier: NvmeTier,
     catalog: Catalog,
@@ -234,9 +252,6 @@ def save(
     known: KnownCut | None = None,
 ) -> tuple[CheckpointRef, int, int]:
     """Store and commit a state.
-
-    Return the checkpoint, the bytes of all tensors, and the payload bytes written without partitions that the store
-    already had.
 
     ``placing`` returns the position on the line of training. It is called once everything except the manifest is
     durable, so that no generation begins for a failed checkpoint. ``known`` replaces the canonical cut.
@@ -253,15 +268,16 @@ def save(
         with CommitTransaction(tier, catalog, encoder, request.save_id, request.rank) as transaction:
             flusher = Flusher(tier, transaction, encoder, leaves, {} if known is None else known.digests)
             names = flusher.write(plan.partitions)
-            named = list(zip(plan.partitions, names, strict=True))
+            named = dict(zip(plan.partitions, names, strict=True))
             table = ManifestBuilder().columns(columns, plan, names, inline_bytes(leaves, plan))
             header = manifest_header(request, 1, {"number": 0, "kind": PLAN_KIND}, state.tree)
             ref = transaction.commit(
                 manifest_of(header, table),
                 placing,
-                lambda lost: flusher.write([partition for partition, name in named if name in lost]),
+                lambda lost: flusher.write([partition for partition, name in named.items() if name in lost]),
             )
     finally:
         for leaf in leaves:
             leaf.release()
-    return ref, sum(leaf.nbytes for leaf in leaves), transaction.packing.written_bytes
+    state_bytes = sum(leaf.nbytes for leaf in leaves)
+    return Saved(ref, state_bytes, transaction.packing.written_bytes, EarlierState(columns, leaves, named))

@@ -48,7 +48,7 @@ LAYERS = (
     Layer(16, ("cli", "__main__"), siblings_allowed=True),
     Layer(15, ("integrations", "merging", "view"), siblings_allowed=False),
     Layer(14, ("checkpointer", "convert"), siblings_allowed=False),
-    Layer(13, ("training",), siblings_allowed=False),
+    Layer(13, ("training", "publish"), siblings_allowed=False),
     Layer(12, ("store",), siblings_allowed=False),
     Layer(11, ("training_services",), siblings_allowed=False),
     # A background save is the largest user of the write path, and no package below needs it.

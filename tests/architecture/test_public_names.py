@@ -21,6 +21,7 @@ EXPECTED = [
     "RngState",
     "Store",
     "StoreConfig",
+    "Subscriber",
     "TensorShard",
     "__version__",
     "errors",

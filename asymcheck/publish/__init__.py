@@ -1,0 +1,1 @@
+"""Releases: publish the weights of a training to inference processes, and follow them."""

@@ -1,0 +1,230 @@
+"""Releases: weights of a training step, committed atomically under increasing numbers.
+
+A release is an ordinary checkpoint of the run ``release``. Its step is the number of the release. The step of the
+training is a metric.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from asymcheck.commit.encoder import Encoder
+from asymcheck.commit.save_request import LineagePosition
+from asymcheck.commit.synchronous_save import EarlierState, save
+from asymcheck.errors import (
+    AsymcheckError,
+    FormatError,
+    InvalidInputError,
+    PruneWarning,
+    RecoveryError,
+    warn_user,
+)
+from asymcheck.events import timed
+from asymcheck.format import registry
+from asymcheck.policies.retention import Retention
+from asymcheck.publish.snapshot import Snapshot
+from asymcheck.replication.collect_remote import RemotePruner
+from asymcheck.replication.push import encoder_for, push
+from asymcheck.state.walk import flatten
+from asymcheck.storage.manifests import CheckpointFiles
+from asymcheck.storage.remote import RemoteTier, is_uri, parse_location
+from asymcheck.store import Store
+from asymcheck.training_services import place
+from asymcheck.types import CheckpointRef
+from asymcheck.validation import check_glob
+
+if TYPE_CHECKING:
+    import torch
+
+RUN = "release"
+"""Run of the releases, in the store at the location and in the spool."""
+TRAINING_STEP = "training_step"
+_DELTAS = "deltas"
+"""Metric: number of releases since the last full one."""
+_FULL_EVERY_MAX = registry.DELTA_DEPTH_MAX + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Publish:
+    """Rules for the releases of a training: where to publish, which tensors, and how often."""
+
+    location: str
+    """A directory on a local drive, which becomes a store, or the URI of a remote location."""
+    tensors: str = "model.*"
+    """Glob of the dotted names to publish."""
+    every: int = 1
+    """Number of training steps between two releases."""
+    dtype: torch.dtype | None = None
+    """Dtype to which floating-point tensors are cast, for instance ``torch.bfloat16``; None keeps the dtypes."""
+    full_every: int = 8
+    """Every such release is full. The others are stored as differences from the previous release where smaller."""
+    keep: int = 3
+    """Number of newest releases to keep. A release that is being read stays until the reader has finished."""
+
+    def __post_init__(self) -> None:
+        """Refuse invalid rules."""
+        for name, most in (("every", None), ("full_every", _FULL_EVERY_MAX), ("keep", None)):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1 or (most is not None and value > most):
+                limit = "1 or more" if most is None else f"1 to {most}"
+                raise InvalidInputError(f"Publish({name}={value!r:.100}): give an integer, {limit}")
+        check_glob(self.tensors)
+        if self.dtype is not None and not getattr(self.dtype, "is_floating_point", False):
+            raise InvalidInputError(f"Publish(dtype={self.dtype!r:.100}): give a floating-point dtype, or None")
+
+
+class Release(NamedTuple):
+    """A published release."""
+
+    number: int
+    """Number of the release, from 1."""
+    step: int
+    """Training step of the weights."""
+    state_bytes: int
+    """Bytes of all tensors."""
+    written_bytes: int
+    """Payload bytes that the release needed."""
+    deltas: int
+    """Number of releases since the last full one."""
+
+
+class Publisher:
+    """Publishes releases to one location. Not thread-safe. Close it, or use it in a ``with`` block."""
+
+    def __init__(self, rules: Publish, spool: Store | None = None) -> None:
+        """Open the location, or create it.
+
+        Args:
+            rules: the location and the tensors.
+            spool: writable store in which releases for a remote location are committed first. The caller closes it.
+
+        Raises:
+            InvalidInputError: the location is remote, and there is no spool on a local drive.
+            StorageError, FormatError: the location cannot be opened.
+        """
+        self.rules = rules
+        self._snapshot = Snapshot(rules.tensors, rules.dtype)
+        self._location = parse_location(rules.location) if is_uri(rules.location) else None
+        if self._location is not None and spool is None:
+            raise InvalidInputError(
+                f"location {rules.location!r:.100} is remote: pass a store on a local drive as spool"
+            )
+        self._own = Store.open(rules.location, create=True) if self._location is None else None
+        self._store: Store = self._own or spool  # type: ignore[assignment]  # checked above
+        self._far: RemoteTier | None = None
+        self._encoder = Encoder("smallest", "nvme")
+        self._lock = self._store.training.run_lock(RUN)
+        self._newest: CheckpointRef | None = None
+        self._earlier: EarlierState | None = None
+        self._number = self._deltas = 0
+
+    def publish(self, state: object, step: int) -> Release:
+        """Publish the selected tensors of a state; after the return, the release is durable and visible.
+
+        Raises:
+            InvalidInputError: no tensor matches, a tensor is sharded, or cannot be stored. Nothing was published.
+            RunInUseError: another process publishes to this location.
+            StorageError: the location failed. The release may be visible, and the next one has a higher number.
+        """
+        return self.commit(self.take(state), step)
+
+    def take(self, state: object) -> dict[str, object]:
+        """Copy the selected tensors, cast, so that the training may continue; see :meth:`publish`."""
+        return self._snapshot.take(state)
+
+    def last_step(self) -> int | None:
+        """Return the training step of the newest release; None if there is none."""
+        newest = self._listed()[-1:]
+        return None if not newest else int(self._metrics(newest[0]).get(TRAINING_STEP, -1))
+
+    def commit(self, copies: dict[str, object], step: int) -> Release:
+        """Publish the result of :meth:`take`; see :meth:`publish`."""
+        tier = self._store.resources.writable()
+        self._lock.take(tier.config.lock_timeout_s, takeover=False)
+        self._lock.check()
+        listed = self._listed()
+        if (listed[-1].ref if listed else None) != self._newest:
+            self._resume(listed)
+        number = max(self._number, *(listing.ref.step for listing in (*listed, *self._remote_releases())), 0) + 1
+        is_full = self._earlier is None or self._deltas + 1 >= self.rules.full_every
+        deltas = 0 if is_full else self._deltas + 1
+        request = self._store.training.request(RUN, number, {TRAINING_STEP: step, _DELTAS: deltas})
+        earlier = None if is_full else self._earlier
+        with timed("publish", 0, lambda: {"number": number}):
+            catalog = self._store.resources.catalog()
+            saved = save(tier, catalog, self._encoder, flatten(copies), request, self._place, earlier)
+            self._newest, self._number, self._earlier, self._deltas = saved.ref, number, saved.state, deltas
+            self._snapshot.keep()
+            written = saved.written_bytes if self._location is None else self._send(saved.ref)
+        self._prune()
+        return Release(number, step, saved.state_bytes, written, deltas)
+
+    def _place(self) -> LineagePosition:
+        return place(self._store.resources.nvme, RUN, None)
+
+    def _listed(self) -> list[CheckpointFiles]:
+        return self._store.resources.nvme.manifests.checkpoints(RUN)
+
+    def _metrics(self, listing: CheckpointFiles) -> dict[str, float]:
+        with contextlib.suppress(AsymcheckError):
+            manifests = self._store.resources.nvme.manifests
+            return dict(manifests.read(RUN, listing.ref, listing.manifests[0]).header.metrics)
+        return {}
+
+    def _resume(self, listed: list[CheckpointFiles]) -> None:
+        """Read the newest release of an earlier publisher, from which the next one may be a difference."""
+        self._newest = self._earlier = None
+        if not listed:
+            return
+        newest = listed[-1]
+        self._newest = newest.ref
+        # A damaged release is no base. The next release is then full.
+        with contextlib.suppress(FormatError, RecoveryError, InvalidInputError):
+            state = self._store.load(f"save:{newest.ref.save_id.hex()}", run=RUN)
+            self._earlier = EarlierState.of(flatten(state), self._store.resources.nvme.config)
+            self._deltas = int(self._metrics(newest).get(_DELTAS, self.rules.full_every))
+
+    def _remote(self) -> RemoteTier:
+        if self._far is None:
+            assert self._location is not None  # noqa: S101 - for the reader and mypy
+            self._far = RemoteTier(self._location, self._store.resources.tier.config, create=True)
+            self._far_encoder = encoder_for(self._far)
+            self._far_pruner = RemotePruner(self._far, RUN, Retention(keep_last=self.rules.keep))
+        return self._far
+
+    def _remote_releases(self) -> list[CheckpointFiles]:
+        return [] if self._location is None else self._remote().manifests.checkpoints(RUN)
+
+    def _send(self, ref: CheckpointRef) -> int:
+        """Push a release of the spool; return the bytes sent."""
+        tier = self._store.resources.nvme
+        moved = push(tier, self._remote(), [tier.manifests.listing(RUN, ref)], encoder=self._far_encoder)
+        return moved.moved_bytes
+
+    def _prune(self) -> None:
+        """Remove old releases. A failure delays no later release."""
+        try:
+            self._store.prune(Retention(keep_last=self.rules.keep), run=RUN)
+            if self._far is not None:
+                self._far_pruner.prune(time.time_ns())
+        except AsymcheckError as error:
+            warn_user(f"cannot remove old releases at {self.rules.location}: {error}", PruneWarning)
+
+    def close(self) -> None:
+        """Release the lock of the location, and close it."""
+        self._lock.close()
+        if self._far is not None:
+            self._far.close()
+        if self._own is not None:
+            self._own.close()
+
+    def __enter__(self) -> Publisher:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Close the location."""
+        self.close()

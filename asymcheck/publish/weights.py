@@ -1,0 +1,164 @@
+"""Weights of a subscriber: its tensors by the names of a release, and the exchange of their memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from asymcheck.errors import StateMismatchError, listed
+from asymcheck.format.manifest import Manifest, TensorRow
+from asymcheck.restore.assemble import overlapping
+from asymcheck.restore.read_plan import Demand
+from asymcheck.restore.reshard import StoredPiece
+from asymcheck.state.dtypes import TORCH_NAMES
+from asymcheck.state.leaves import identity_key
+from asymcheck.state.walk import below, is_to_be_called
+
+_SHOWN = 4
+
+
+def tensors_of(value: object, name: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a module, or of nested mappings and modules, with their dotted names."""
+    if isinstance(value, torch.Tensor):
+        yield name or "", value
+    elif isinstance(value, torch.nn.Module):
+        # With keep_vars, the values are the parameters themselves.
+        yield from tensors_of(dict(value.state_dict(keep_vars=True)), name)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from tensors_of(item, below(name, str(key)))
+    elif is_to_be_called(value):
+        yield from tensors_of(value.state_dict(), name)
+
+
+@dataclasses.dataclass
+class Weight:
+    """A tensor of a release, and the tensors of the subscriber that receive it."""
+
+    row: TensorRow
+    """The stored tensor."""
+    tensors: list[torch.Tensor]
+    """Tensors with distinct memory."""
+    ties: list[torch.Tensor]
+    """Tensors that are views of the memory of the first one, with the same shape."""
+
+    @property
+    def state(self) -> tuple[tuple[int, int], ...]:
+        """Addresses and version counters, which show whether anybody replaced or changed the tensors."""
+        return tuple((tensor.data_ptr(), _version(tensor)) for tensor in (*self.tensors, *self.ties))
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors; the CPU for a new tensor."""
+        return self.tensors[0].device if self.tensors else torch.device("cpu")
+
+    def demand(self, *, in_place: bool = False) -> Demand:
+        """Return the demand for the bytes of the tensor."""
+        return Demand(self.row, [StoredPiece(self.row, None)], [*self.tensors] if in_place else [])
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def match(into: object, manifest: Manifest, release: str) -> list[Weight]:
+    """Return the weights of a release that the tensors of ``into`` receive.
+
+    The names in the release may have a common prefix, such as ``model``. An empty dict receives new tensors.
+
+    Raises:
+        StateMismatchError: names, shapes, dtypes or ties differ; nothing was changed.
+    """
+    given = dict(tensors_of(into))
+    rows = manifest.rows(range(len(manifest)))
+    by_name = {name: row for row in rows for name in (row.name, *row.aliases)}
+    if isinstance(into, dict) and not into:
+        return [Weight(row, [], []) for row in rows]
+    prefix = _prefix(given, by_name)
+    missing = [name for name in given if prefix + name not in by_name]
+    unused = [row.name for row in rows if not any(n.removeprefix(prefix) in given for n in (row.name, *row.aliases))]
+    if missing or unused:
+        parts = [
+            f"{what} {listed(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
+            for what, names in (("it lacks", missing), ("the given state lacks", unused))
+            if names
+        ]
+        raise StateMismatchError(
+            f"{release} is of another architecture: {'; '.join(parts)}. Nothing was changed. Give the model that is "
+            "published, or publish other tensors"
+        )
+    weights: dict[str, Weight] = {}
+    taken: dict[tuple[object, ...], str] = {}
+    for name, tensor in given.items():
+        row = by_name[prefix + name]
+        weight = weights.setdefault(row.name, Weight(row, [], []))
+        _take(weight, tensor, name, taken, release)
+    return list(weights.values())
+
+
+def _prefix(given: Mapping[str, object], stored: Mapping[str, object]) -> str:
+    first = next(iter(given), "")
+    ends = [name.removesuffix(first) for name in stored if name == first or name.endswith(f".{first}")]
+    fitting = [prefix for prefix in ends if all(prefix + name in stored for name in given)]
+    return min([*fitting, *ends, ""], key=len) if not fitting else min(fitting, key=len)
+
+
+def _take(weight: Weight, tensor: torch.Tensor, name: str, taken: dict[tuple[object, ...], str], release: str) -> None:
+    row, dtype = weight.row, TORCH_NAMES.get(tensor.dtype, str(tensor.dtype))
+    if (dtype, tuple(tensor.shape)) != (row.dtype, row.shape):
+        remedy = ""
+        if tuple(tensor.shape) == row.shape:
+            remedy = f". Convert the model, or publish with dtype=torch.{dtype}"
+        raise StateMismatchError(
+            f"tensor {name} is {dtype} {list(tensor.shape)}, but {release} has {row.dtype} {list(row.shape)}; nothing "
+            f"was changed{remedy}"
+        )
+    key = identity_key(tensor)
+    if key is None or key not in taken:
+        weight.tensors.append(tensor)
+    elif taken[key] != row.name:
+        raise StateMismatchError(
+            f"tensor {name} shares its memory with {taken[key]}, but they differ in {release}; nothing was changed"
+        )
+    elif all(tensor is not other for other in (*weight.tensors, *weight.ties)):
+        weight.ties.append(tensor)
+    if key is not None:
+        taken[key] = row.name
+
+
+class Exchange:
+    """Replaces the memory of tensors at once, or copies where other tensors may see the same memory."""
+
+    def __init__(self, pairs: Sequence[tuple[Weight, torch.Tensor]], *, copies: bool) -> None:
+        """Prepare to give each weight its new tensor; with ``copies``, keep all addresses."""
+        self._moves: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.old: list[torch.Tensor] = []
+        """The replaced memory, to be freed when the consumer does not wait."""
+        every = [tensor for weight, _ in pairs for tensor in weight.tensors]
+        shared = {id(every[number]) for number in overlapping(every)}
+        for weight, new in pairs:
+            for number, tensor in enumerate(weight.tensors):
+                # Another tensor may be a view of a larger or overlapping memory.
+                is_own = tensor.is_contiguous() and tensor.untyped_storage().nbytes() < tensor.nbytes + 2 * 4096
+                if copies or not is_own or id(tensor) in shared:
+                    self._copies.append((tensor, new))
+                    continue
+                part = new if number == 0 else new.clone()
+                self._moves += [(view, part) for view in ([tensor, *weight.ties] if number == 0 else [tensor])]
+
+    @torch.no_grad()
+    def carry_out(self) -> None:
+        """Exchange. After a failure, all moved tensors have their old memory again."""
+        try:
+            for tensor, new in self._copies:
+                tensor.detach().copy_(new)
+            for tensor, new in self._moves:
+                self.old.append(tensor.detach())
+                tensor.data = new
+        except BaseException:
+            for (tensor, _), old in zip(self._moves, self.old, strict=False):
+                tensor.data = old
+            raise

@@ -89,6 +89,7 @@ class Checkpointer:
         every: int | Literal["auto"] | AutoInterval = "auto",
         keep: Retention | None = KEEP_NEWEST,
         push: Push | None = None,
+        publish: Publish | None = None,
         run: str = DEFAULT_RUN,
         save_on_exit: bool = False,
         save_on_signal: bool | Grace = False,
@@ -112,6 +113,8 @@ class Checkpointer:
                 that a restore of an older step abandoned stay, unless ``Retention(keep_abandoned=False)``.
             push: the checkpoints to copy to a remote location in the background, see :meth:`push_statistics`. ``keep``
                 deletes no checkpoint that waits to be pushed, up to ``Push.hold`` of them.
+            publish: the weights to publish to inference processes in the background, and how often. With several ranks,
+                rank 0 publishes its own tensors.
             run: name of the run.
             save_on_exit: save the last step at the end of the ``with`` block, unless it was saved already or an
                 exception ends the block.
@@ -161,6 +164,8 @@ class Checkpointer:
         self._interval_controller = interval_controller(
             every, None if self._coordinator is None else self._coordinator.broadcast
         )
+        is_publisher = self._coordinator is None or self._coordinator.is_first
+        self._publisher = BackgroundPublisher(store, publish, publishes=is_publisher, raises=self._reporting.raises)
         # Last, because it starts to push the checkpoints that an earlier training left in the store.
         prunes = found is None or found.rank == 0
         self._pusher = store.training.push_in_background(push, run=run, poll_s=_POLL_S, prunes=prunes)
@@ -377,6 +382,7 @@ class Checkpointer:
         Raises:
             LostCheckpointError: an earlier checkpoint could not be stored, unless ``on_error`` is ``"warn"``. This one
                 is begun nevertheless.
+            PublishError: an earlier step could not be published, unless ``on_error`` is ``"warn"``.
             PruneError: old checkpoints could not be removed, unless ``on_error`` is ``"warn"``; once for each reason.
             RanksError: other ranks are missing or at another step; after the first checkpoint, unless ``on_error`` is
                 ``"warn"``.
@@ -414,6 +420,7 @@ class Checkpointer:
                 is_begun = False
                 self._reporting.warn_of_step(step, error)
             self._unsaved = None if is_begun else (step, metrics)
+            self._publisher.step(step, self._state)
             if is_begun:
                 self._reporting.warn_of_order(newest, step)
             if not ends:

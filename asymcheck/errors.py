@@ -234,6 +234,10 @@ class PruneError(AsymcheckError, kind="prune"):
     """Old checkpoints could not be removed. No checkpoint was lost, and the next one retries."""
 
 
+class PublishError(AsymcheckError, kind="publish"):
+    """A step could not be published; checkpoints are not affected."""
+
+
 class RunInUseError(AsymcheckError, kind="run-in-use"):
     """Another process trains this run, or has taken it over."""
 

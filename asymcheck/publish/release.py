@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from asymcheck.commit.encoder import Encoder
 from asymcheck.commit.save_request import LineagePosition
@@ -29,11 +30,12 @@ from asymcheck.publish.snapshot import Snapshot
 from asymcheck.replication.collect_remote import RemotePruner
 from asymcheck.replication.push import encoder_for, push
 from asymcheck.state.walk import flatten
+from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.remote import RemoteTier, is_uri, parse_location
 from asymcheck.store import Store
 from asymcheck.training_services import place
-from asymcheck.types import CheckpointRef
+from asymcheck.types import Checkpoint, CheckpointRef
 from asymcheck.validation import check_glob
 
 if TYPE_CHECKING:
@@ -76,7 +78,8 @@ class Publish:
             raise InvalidInputError(f"Publish(dtype={self.dtype!r:.100}): give a floating-point dtype, or None")
 
 
-class Release(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Release:
     """A published release."""
 
     number: int
@@ -89,6 +92,19 @@ class Release(NamedTuple):
     """Payload bytes that the release needed."""
     deltas: int
     """Number of releases since the last full one."""
+
+
+def training_step(store: Store, release: Checkpoint) -> int:
+    """Return the training step of a release; -1 if its manifest cannot be read."""
+    tier = store.resources.tier
+    return int(metrics_of(tier, tier.manifests.listing(RUN, release.ref)).get(TRAINING_STEP, -1))
+
+
+def metrics_of(tier: ReadTier, listing: CheckpointFiles) -> Mapping[str, float]:
+    """Return the metrics of a release, which are empty if its manifest cannot be read."""
+    with contextlib.suppress(AsymcheckError):
+        return tier.manifests.read(RUN, listing.ref, listing.manifests[0]).header.metrics
+    return {}
 
 
 class Publisher:
@@ -138,7 +154,7 @@ class Publisher:
     def last_step(self) -> int | None:
         """Return the training step of the newest release; None if there is none."""
         newest = self._listed()[-1:]
-        return None if not newest else int(self._metrics(newest[0]).get(TRAINING_STEP, -1))
+        return None if not newest else int(metrics_of(self._store.resources.nvme, newest[0]).get(TRAINING_STEP, -1))
 
     def commit(self, copies: dict[str, object], step: int) -> Release:
         """Publish the result of :meth:`take`; see :meth:`publish`."""
@@ -168,12 +184,6 @@ class Publisher:
     def _listed(self) -> list[CheckpointFiles]:
         return self._store.resources.nvme.manifests.checkpoints(RUN)
 
-    def _metrics(self, listing: CheckpointFiles) -> dict[str, float]:
-        with contextlib.suppress(AsymcheckError):
-            manifests = self._store.resources.nvme.manifests
-            return dict(manifests.read(RUN, listing.ref, listing.manifests[0]).header.metrics)
-        return {}
-
     def _resume(self, listed: list[CheckpointFiles]) -> None:
         """Read the newest release of an earlier publisher, from which the next one may be a difference."""
         self._newest = self._earlier = None
@@ -185,7 +195,7 @@ class Publisher:
         with contextlib.suppress(FormatError, RecoveryError, InvalidInputError):
             state = self._store.load(f"save:{newest.ref.save_id.hex()}", run=RUN)
             self._earlier = EarlierState.of(flatten(state), self._store.resources.nvme.config)
-            self._deltas = int(self._metrics(newest).get(_DELTAS, self.rules.full_every))
+            self._deltas = int(metrics_of(self._store.resources.nvme, newest).get(_DELTAS, self.rules.full_every))
 
     def _remote(self) -> RemoteTier:
         if self._far is None:

@@ -28,6 +28,8 @@ WORDS: dict[str, list[tuple[str, ...]]] = {
     "delete": [("10", "--yes")],
     "gc": [("--dry-run",), ("--dry-run", "--keep-last", "1"), ()],
     "push": [("file://{new}",)],
+    "publish": [("--to", "{new}")],
+    "subscribe": [("--to", "{new}.safetensors")],
     "pull": [("{new}",)],
     "rebuild-catalog": [()],
     "log": [(), ("--all",), ("--run", "other")],
@@ -125,6 +127,9 @@ def test_output_is_valid_and_every_property_occurs(call: Call, name: str, store:
         if name == "pull":
             where = f"file://{tmp_path}/remote{next(numbers)}"
             call("push", path, where)
+        if name == "subscribe":
+            where = tmp_path / f"releases{next(numbers)}"
+            call("publish", path, "--to", where)
         return [
             call(
                 name,

@@ -1,0 +1,221 @@
+"""Commands for releases of weights: publish and subscribe."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from asymcheck.cli import output
+from asymcheck.cli.options import Report, command, open_existing, parse_duration, step_option, store_argument
+from asymcheck.config import DEFAULT_RUN
+from asymcheck.errors import CheckpointNotFoundError, RemoteUnreachableError, StoreNotFoundError
+from asymcheck.storage.remote import is_uri
+from asymcheck.store import Store
+
+if TYPE_CHECKING:
+    from asymcheck.publish.release import Publisher
+
+_DTYPES = ("bfloat16", "float16", "float32")
+follow_option = click.option("--follow", is_flag=True, help="Continue with each newer one until interrupted.")
+poll_option = click.option(
+    "--poll",
+    "poll_s",
+    callback=parse_duration,
+    default="1s",
+    show_default=True,
+    help="With --follow: time between two looks for a newer one.",
+)
+
+
+@command("Publish the weights of a checkpoint to inference processes.")
+@store_argument
+@click.option("--to", "location", required=True, help="Directory or URI of the releases; created if missing.")
+@click.option("--tensors", default="model.*", show_default=True, help="Publish tensors whose name matches this glob.")
+@click.option("--dtype", type=click.Choice(_DTYPES), default=None, help="Cast floating-point tensors to this dtype.")
+@step_option
+@click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run of the checkpoint.")
+@click.option("--full-every", type=int, default=8, show_default=True, help="Every such release is full.")
+@click.option("--keep", type=int, default=3, show_default=True, help="Number of newest releases to keep.")
+@follow_option
+@poll_option
+def publish(
+    store: str,
+    location: str,
+    tensors: str,
+    dtype: str | None,
+    step: int | str | None,
+    run: str,
+    full_every: int,
+    keep: int,
+    follow: bool,
+    poll_s: float,
+) -> Report:
+    """Publish the weights of the newest checkpoint of STORE as a new release at LOCATION.
+
+    A release appears with all its tensors, or not at all, and has a number. Releases are stored as differences from the
+    previous one where that is smaller. If LOCATION is remote, releases are committed to STORE first, in the run
+    "release".
+
+    With --follow, each newer checkpoint is published. A line is printed for each release.
+
+    \b
+    Examples:
+      asymcheck publish checkpoints --to releases --dtype bfloat16
+      asymcheck publish checkpoints --to hdfs://namenode:8020/releases/gpt2 --follow
+    """
+    import torch
+
+    from asymcheck.publish.release import Publish, Publisher
+
+    if follow and step is not None:
+        raise click.UsageError("--follow publishes the newest checkpoints: leave out --step")
+    cast = None if dtype is None else getattr(torch, dtype)
+    rules = Publish(location, tensors, dtype=cast, full_every=full_every, keep=keep)
+    opened = open_existing(store) if is_uri(location) else Store.open(store, read_only=True)
+    with opened, Publisher(rules, opened) as publisher:
+        newest = _Newest(opened, run, publisher)
+        if follow:
+            _repeat(newest.publish_newer, poll_s)
+        document = newest.publish(step)
+    return Report(document, partial(_show_release, document))
+
+
+class _Newest:
+    """Publishes checkpoints of one run."""
+
+    def __init__(self, store: Store, run: str, publisher: Publisher) -> None:
+        self._store, self._run, self._publisher = store, run, publisher
+        self._published: str | None = None
+
+    def publish(self, step: int | str | None) -> dict[str, object]:
+        """Publish a checkpoint; return the document."""
+        restored = self._store.restore(step, tensors=self._publisher.rules.tensors, run=self._run)
+        for reason in restored.skipped:
+            output.note(f"skipped {reason}")
+        self._published = restored.checkpoint.save_id
+        release = self._publisher.publish(restored.state, restored.checkpoint.step)
+        return {"location": self._publisher.rules.location, **dataclasses.asdict(release)}
+
+    def publish_newer(self) -> None:
+        """Publish the newest checkpoint if this process or an earlier one has not published it."""
+        checkpoints = [row for row in self._store.checkpoints(self._run) if row.on_line and row.complete]
+        if not checkpoints or checkpoints[-1].save_id == self._published:
+            return
+        if self._published is None and self._publisher.last_step() == checkpoints[-1].step:
+            self._published = checkpoints[-1].save_id
+            return
+        _show_release(self.publish(None))
+
+
+def _show_release(document: dict[str, object]) -> None:
+    kind = f"delta {document['deltas']} since a full release" if document["deltas"] else "full"
+    sizes = f"{output.size(int(str(document['written_bytes'])))} of {output.size(int(str(document['state_bytes'])))}"
+    click.echo(f"{document['location']}: release {document['number']}, step {document['step']}, {sizes}, {kind}")
+
+
+@command("Write the newest release of weights to a file, and keep it up to date.")
+@click.argument("location")
+@click.option(
+    "--to",
+    "target",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Output: *.safetensors, *.pt (.pth, .bin), or a folder in the layout of Hugging Face.",
+)
+@click.option("--part", default=None, help="Write only this part, for example 'model', without the prefix in names.")
+@follow_option
+@poll_option
+def subscribe(location: str, target: Path, part: str | None, follow: bool, poll_s: float) -> Report:
+    """Write the newest release at LOCATION to a file, verify every byte, and replace the file atomically.
+
+    With --follow, the file is replaced by each newer release. LOCATION need not exist yet. Readers of the file see a
+    whole release at any time, because the new file is renamed to the old name.
+
+    \b
+    Examples:
+      asymcheck subscribe releases --to model.safetensors --part model
+      asymcheck subscribe hdfs://namenode:8020/releases/gpt2 --to model.safetensors --follow
+    """
+    follower = _FileFollower(location, target, part)
+    if follow:
+        _repeat(follower.write_newer, poll_s)
+    document = follower.write_newest()
+    return Report(document, partial(_show_file, document))
+
+
+class _FileFollower:
+    """Writes releases to a file."""
+
+    def __init__(self, location: str, target: Path, part: str | None) -> None:
+        self._location, self._target, self._part = location, target, part
+        self._number = 0
+
+    def write_newest(self) -> dict[str, object]:
+        """Write the newest release; return the document.
+
+        Raises:
+            StoreNotFoundError, CheckpointNotFoundError: there is no release yet.
+            NotFoundError: the location was deleted or replaced; the file was not changed.
+        """
+        document = self._write(0)
+        assert document is not None  # noqa: S101 - the number of every release is 1 or more
+        return document
+
+    def write_newer(self) -> None:
+        """Write the newest release if it is newer than the file."""
+        try:
+            document = self._write(self._number)
+        except (StoreNotFoundError, CheckpointNotFoundError):
+            if self._number:
+                raise
+            return
+        if document is not None:
+            _show_file(document)
+
+    def _write(self, newer_than: int) -> dict[str, object] | None:
+        from asymcheck.convert.convert import Output, export_checkpoint
+        from asymcheck.publish.release import RUN, training_step
+
+        with Store.open(self._location, read_only=True) as opened:
+            complete = [row for row in opened.checkpoints(RUN) if row.complete]
+            newest = max(complete, key=lambda row: row.step, default=None)
+            if newest is None or newest.step < newer_than:
+                raise CheckpointNotFoundError(
+                    f"{self._location} has no release{f' {newer_than}' if newer_than else ''}; {self._target} was not "
+                    "changed. Check the location, and whether a training publishes there"
+                )
+            if newest.step == newer_than:
+                return None
+            # This release and no other one: an older one must not replace the file.
+            destination = Output(self._target, overwrite=True)
+            done = export_checkpoint(opened, destination, step=f"save:{newest.save_id}", run=RUN, part=self._part)
+            step = training_step(opened, newest)
+        self._number = newest.step
+        return {
+            "path": str(done.path),
+            "number": newest.step,
+            "step": step,
+            "tensors": done.tensors,
+            "bytes": done.nbytes,
+        }
+
+
+def _show_file(document: dict[str, object]) -> None:
+    content = f"{output.count(int(str(document['tensors'])), 'tensor')}, {output.size(int(str(document['bytes'])))}"
+    click.echo(f"{document['path']}: release {document['number']}, step {document['step']}, {content}")
+
+
+def _repeat(call: Callable[[], None], poll_s: float) -> None:
+    """Call until interrupted. A location that does not answer is asked again."""
+    while True:
+        try:
+            call()
+        except RemoteUnreachableError as error:
+            output.note(str(error))
+        time.sleep(poll_s)

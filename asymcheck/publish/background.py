@@ -1,0 +1,93 @@
+"""Releases of a training loop: copy the weights in ``step()``, and publish the copies on a background thread."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from functools import partial
+
+from asymcheck.errors import AsymcheckError, InvalidInputError, PublishError, PublishWarning, warn_user
+from asymcheck.executor import begin
+from asymcheck.publish.release import Publish, Publisher, Release
+from asymcheck.store import Store
+
+
+class BackgroundPublisher:
+    """Publishes every few steps of a training. For the training thread."""
+
+    def __init__(self, store: Store, rules: Publish | None, *, publishes: bool, raises: bool) -> None:
+        """Follow ``rules``. Releases for a remote location are committed to ``store`` first.
+
+        Args:
+            store: the store of the training.
+            rules: the rules; None publishes nothing.
+            publishes: whether this process publishes; with several ranks, only rank 0 does.
+            raises: whether a failed release is an error, or a warning.
+
+        Raises:
+            InvalidInputError: ``rules`` are no rules.
+        """
+        if rules is not None and not isinstance(rules, Publish):
+            raise InvalidInputError(f"publish={rules!r:.100}: give asymcheck.Publish(location, …), or None")
+        self._rules = rules if publishes else None
+        self._raises = raises
+        self._store = store
+        self._publisher: Publisher | None = None
+        self._running: Future[Release] | None = None
+        self._last_step: int | None = None
+        self.newest: Release | None = None
+        """The newest release of this training."""
+
+    def step(self, step: int, state: object) -> None:
+        """Publish ``state`` if a release is due and no other one is in flight. Otherwise a later step publishes it.
+
+        A release is due when ``step`` reaches or passes a multiple of ``Publish.every``.
+
+        Raises:
+            InvalidInputError: no tensor matches, or a tensor cannot be published.
+            PublishError: the previous release failed, and failures are raised.
+        """
+        if self._rules is None:
+            return
+        every, last = self._rules.every, self._last_step
+        is_due = step % every == 0 if last is None else step < last or step // every > last // every
+        if not is_due or (self._running is not None and not self._running.done()):
+            return
+        self._collect()
+        self._last_step = step
+        try:
+            if self._publisher is None:
+                self._publisher = Publisher(self._rules, self._store)
+            copies = self._publisher.take(state)
+            self._running = begin(partial(self._publisher.commit, copies, step), "publish")
+        except InvalidInputError:
+            raise
+        except AsymcheckError as error:
+            self._fail(error)
+
+    def _collect(self) -> None:
+        """Wait for the release in flight, and report its failure."""
+        running, self._running = self._running, None
+        try:
+            self.newest = self.newest if running is None else running.result()
+        except AsymcheckError as error:
+            self._fail(error)
+
+    def _fail(self, error: AsymcheckError) -> None:
+        where = self._rules.location if self._rules is not None else ""
+        message = f"step {self._last_step} was not published to {where}: {error}"
+        if self._raises:
+            raise PublishError(message) from error
+        warn_user(message, PublishWarning)
+
+    def close(self) -> None:
+        """Wait for the release in flight, and close the location.
+
+        Raises:
+            PublishError: the release failed, and failures are raised.
+        """
+        try:
+            self._collect()
+        finally:
+            if self._publisher is not None:
+                self._publisher.close()
+                self._publisher = None

@@ -73,6 +73,8 @@ class BackgroundPublisher:
             self._fail(error)
 
     def _fail(self, error: AsymcheckError) -> None:
+        # The next release opens the location again.
+        self._close()
         where = self._rules.location if self._rules is not None else ""
         message = f"step {self._last_step} was not published to {where}: {error}"
         if self._raises:
@@ -88,6 +90,9 @@ class BackgroundPublisher:
         try:
             self._collect()
         finally:
-            if self._publisher is not None:
-                self._publisher.close()
-                self._publisher = None
+            self._close()
+
+    def _close(self) -> None:
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            publisher.close()

@@ -159,6 +159,7 @@ class Publisher:
     def commit(self, copies: dict[str, object], step: int) -> Release:
         """Publish the result of :meth:`take`; see :meth:`publish`."""
         tier = self._store.resources.writable()
+        self._listed()  # Raises StorageError if the location was deleted.
         self._lock.take(tier.config.lock_timeout_s, takeover=False)
         self._lock.check()
         listed = self._listed()

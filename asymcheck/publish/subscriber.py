@@ -20,7 +20,7 @@ from asymcheck.errors import (
     warn_user,
 )
 from asymcheck.events import timed
-from asymcheck.executor import begin, stand_back
+from asymcheck.executor import begin
 from asymcheck.format.manifest import Manifest
 from asymcheck.publish.held_release import HeldRelease
 from asymcheck.publish.release import RUN, TRAINING_STEP
@@ -314,7 +314,6 @@ class Subscriber:
 
     def _follow(self) -> None:
         """Prepare releases until the subscriber is closed."""
-        stand_back()
         while not self._is_closed:
             with self._changed:
                 garbage, self._garbage = self._garbage, []

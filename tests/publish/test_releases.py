@@ -1,0 +1,317 @@
+"""Test releases: what a subscriber gets, what it reads, and what it refuses."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import asymcheck
+from asymcheck import Checkpointer, Publish, Publisher, Store, Subscriber
+from asymcheck.errors import (
+    InconsistentCheckpointError,
+    InvalidInputError,
+    NotFoundError,
+    PublishError,
+    SkippedCheckpointWarning,
+    StateMismatchError,
+    StorageError,
+)
+from asymcheck.publish.release import Release
+from tests.publish.models import check, model, train_to
+
+
+def publish(publisher: Publisher, trained: torch.nn.Module, step: int) -> Release:
+    """Publish a model after a step."""
+    train_to(trained, step)
+    return publisher.publish({"model": trained, "optimizer": {"lr": 0.1}}, step)
+
+
+def flip(location: Path, number: int) -> None:
+    """Flip a byte in every pack that only the release ``number`` needs."""
+    with Store.open(location, read_only=True) as store:
+        manifests = store.resources.tier.manifests
+        packs = {
+            listing.ref.step: set(manifests.read_all(listing)[0].header.packs)
+            for listing in manifests.checkpoints("release")
+        }
+    own = packs[number].difference(*(others for other, others in packs.items() if other != number))
+    for pack in own:
+        (path,) = (location / "packs").glob(f"*{pack.hex()}*")
+        data = bytearray(path.read_bytes())
+        data[4096 + 4200] ^= 1
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_subscriber_follows_releases_and_reads_only_differences(tmp_path: Path, scheme: str) -> None:
+    """Test a model in bfloat16 after each of several releases, at a local and at a remote location."""
+    location, trained, served = f"{scheme}{tmp_path}/releases", model(), model(torch.bfloat16)
+    with (
+        Store.open(tmp_path / "store", create=True) as store,
+        Publisher(Publish(location, dtype=torch.bfloat16, full_every=4), store) as publisher,
+        Subscriber(location, served) as subscriber,
+    ):
+        assert subscriber.poll() is None
+        assert subscriber.update() is None
+        for number in range(1, 7):
+            release = publish(publisher, trained, 10 * number)
+            assert (release.number, release.deltas) == (number, (number - 1) % 4)
+            assert subscriber.wait(0)
+            update = subscriber.update()
+            assert update is not None
+            assert (update.number, update.step, update.is_buffered) == (number, 10 * number, True)
+            check(served, 10 * number)
+            assert served.tied.weight is served[0].weight
+            if release.deltas:
+                assert release.written_bytes < release.state_bytes / 3
+                assert update.fetched_bytes < release.state_bytes / 3
+        assert subscriber.update() is None
+    with Store.open(location, read_only=True) as opened:
+        assert opened.verify() == []
+        assert [row.step for row in opened.checkpoints("release")] == [4, 5, 6]
+
+
+def test_unchanged_tensors_are_neither_stored_nor_fetched(tmp_path: Path) -> None:
+    """Test a release in which one of two large tensors is as before."""
+    state = {"model": {"a": torch.rand(2_000_000), "b": torch.rand(100_000)}}
+    served = {"a": torch.zeros(2_000_000), "b": torch.zeros(100_000)}
+    with (
+        Publisher(Publish(str(tmp_path / "releases"))) as publisher,
+        Subscriber(str(tmp_path / "releases"), served) as subscriber,
+    ):
+        publisher.publish(state, 1)
+        subscriber.update()
+        address = served["a"].data_ptr()
+        state["model"]["b"] += 1
+        assert publisher.publish(state, 2).written_bytes < 500_000
+        update = subscriber.update()
+    assert update is not None
+    assert (update.changed_tensors, served["a"].data_ptr()) == (1, address)
+    assert update.fetched_bytes < 500_000
+    assert torch.equal(served["b"], state["model"]["b"])
+
+
+def test_restarted_publisher_and_absent_subscriber_continue(tmp_path: Path) -> None:
+    """Test that numbers increase, that differences go on, and that a subscriber catches up in one update."""
+    rules, trained, served = Publish(str(tmp_path / "releases"), keep=2), model(), model()
+    with Subscriber(rules.location, served) as subscriber:
+        for number in range(1, 6):
+            with Publisher(rules) as publisher:
+                release = publish(publisher, trained, number)
+            assert (release.number, release.deltas) == (number, number - 1)
+            if number == 1:
+                subscriber.update()
+        update = subscriber.update()
+    assert update is not None
+    assert update.number == 5
+    check(served, 5)
+
+
+def test_single_buffer_and_kept_addresses_update_in_place(tmp_path: Path) -> None:
+    """Test updates that keep the memory of all tensors: views of the weights see the new release."""
+    rules, trained = Publish(str(tmp_path / "releases")), model()
+    served, views = [model(), model()], []
+    with (
+        Publisher(rules) as publisher,
+        Subscriber(rules.location, served[0], buffering="single") as single,
+        Subscriber(rules.location, served[1], keep_addresses=True) as copying,
+    ):
+        views = [made[1].weight.data.view(-1)[5:] for made in served]
+        for step in (1, 2):
+            publish(publisher, trained, step)
+            for subscriber, made, view in zip((single, copying), served, views, strict=True):
+                update = subscriber.update()
+                assert update is not None
+                assert update.is_buffered is (subscriber is copying)
+                assert update.pause_s > 0
+                check(made, step)
+                assert torch.equal(view, made[1].weight.data.view(-1)[5:])
+
+
+def test_changed_weights_are_replaced_by_the_release(tmp_path: Path) -> None:
+    """Test that a weight which the consumer changed in memory does not get into the next release."""
+    rules, trained, served = Publish(str(tmp_path / "releases")), model(), model()
+    with Publisher(rules) as publisher, Subscriber(rules.location, served) as subscriber:
+        publish(publisher, trained, 1)
+        subscriber.update()
+        with torch.no_grad():
+            served[1].weight.mul_(0)
+            served[2].weight.data[:5] = 7
+        publish(publisher, trained, 2)
+        subscriber.update()
+        check(served, 2)
+
+
+def test_empty_dict_receives_tensors(tmp_path: Path) -> None:
+    """Test a dict that has no tensors yet."""
+    served: dict[str, object] = {}
+    trained = model()
+    with (
+        Publisher(Publish(str(tmp_path / "releases"))) as publisher,
+        Subscriber(str(tmp_path / "releases"), served) as subscriber,
+    ):
+        for step in (1, 2):
+            publish(publisher, trained, step)
+            assert subscriber.update() is not None
+            assert torch.equal(served["model.1.weight"], trained[1].weight)  # type: ignore[arg-type]  # a tensor
+    assert served["model.tied.weight"] is served["model.0.weight"]
+
+
+@pytest.mark.parametrize(
+    ("into", "message"),
+    [
+        (lambda: model(torch.float16), "float16 .* but release 1 .* float32"),
+        (lambda: torch.nn.Linear(300, 700), "another architecture"),
+        (lambda: {"model": {"0.weight": torch.zeros(2, 2)}}, "another architecture"),
+    ],
+    ids=["dtype", "module", "dict"],
+)
+def test_other_architecture_or_dtype_is_refused(tmp_path: Path, into: Callable[[], object], message: str) -> None:
+    """Test that a model which does not fit is named, and not changed."""
+    served = into()
+    before = [tensor.clone() for tensor in served.parameters()] if isinstance(served, torch.nn.Module) else []
+    with Publisher(Publish(str(tmp_path / "releases"))) as publisher:
+        publish(publisher, model(), 1)
+    with Subscriber(str(tmp_path / "releases"), served) as subscriber:  # type: ignore[arg-type]  # a module or a dict
+        with pytest.raises(StateMismatchError, match=message):
+            subscriber.update()
+        assert subscriber.number is None
+    if isinstance(served, torch.nn.Module):
+        assert all(torch.equal(a, b) for a, b in zip(before, served.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("buffering", ["double", "single"])
+def test_damaged_release_changes_nothing(tmp_path: Path, buffering: str) -> None:
+    """Test that a damaged release is refused, that an older one never replaces a newer one, and that the next heals."""
+    rules, trained, served = Publish(str(tmp_path / "releases"), keep=5), model(), model()
+    with Subscriber(rules.location, served, buffering=buffering) as subscriber:  # type: ignore[arg-type]  # a literal
+        with Publisher(rules) as publisher:
+            for step in (1, 2, 3):
+                publish(publisher, trained, step)
+                if step == 2:
+                    subscriber.update()
+        flip(tmp_path / "releases", 3)
+        with pytest.raises(InconsistentCheckpointError, match="no release after 2"):
+            subscriber.update()
+        assert subscriber.number == 2
+        check(served, 2)
+        with Publisher(rules) as publisher:
+            assert publish(publisher, trained, 4).deltas == 0
+        subscriber.update()
+        check(served, 4)
+
+
+def test_damaged_newest_release_yields_the_one_before(tmp_path: Path) -> None:
+    """Test that a subscriber skips a damaged release with a warning if an older one is news to it."""
+    rules, trained, served = Publish(str(tmp_path / "releases"), full_every=1), model(), model()
+    with Publisher(rules) as publisher:
+        for step in (1, 2):
+            publish(publisher, trained, step)
+    flip(tmp_path / "releases", 2)
+    with Subscriber(rules.location, served) as subscriber, pytest.warns(SkippedCheckpointWarning, match="step 2"):
+        update = subscriber.update()
+    assert update is not None
+    assert update.number == 1
+    check(served, 1)
+
+
+def test_deleted_location_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
+    """Test a location that is removed, and one that begins anew with lower numbers."""
+    rules, trained, served = Publish(str(tmp_path / "releases")), model(), model()
+    with Subscriber(rules.location, served) as subscriber:
+        with Publisher(rules) as publisher:
+            publish(publisher, trained, 1)
+            publish(publisher, trained, 2)
+        subscriber.update()
+        shutil.rmtree(rules.location)
+        with pytest.raises(StorageError, match="does not exist any more"):
+            subscriber.update()
+        with Publisher(rules) as publisher:
+            publish(publisher, trained, 3)
+        with pytest.raises(NotFoundError, match="replaced"):
+            subscriber.update()
+        check(served, 2)
+
+
+def test_alternating_publishers_give_unique_numbers(tmp_path: Path) -> None:
+    """Test that a publisher notices the release of another one, and continues from it."""
+    rules, trained, served = Publish(str(tmp_path / "releases")), model(), model()
+    with Publisher(rules) as first, Publisher(rules) as second, Subscriber(rules.location, served) as subscriber:
+        for number, publisher in enumerate((first, second, first, first, second), 1):
+            assert publish(publisher, trained, number).number == number
+            subscriber.update()
+            check(served, number)
+
+
+def test_invalid_rules_are_refused(tmp_path: Path) -> None:
+    """Test rules that could not be followed, tensors that do not exist, and a shard."""
+    for wrong in ({"every": 0}, {"full_every": 10}, {"keep": None}, {"dtype": torch.int8}, {"tensors": 3}):
+        with pytest.raises(InvalidInputError):
+            Publish("x", **wrong)  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(InvalidInputError, match="spool"):
+        Publisher(Publish("file:///tmp/x"))
+    shard = asymcheck.TensorShard(torch.zeros(2), (4,), (0,))
+    with Publisher(Publish(str(tmp_path / "releases"))) as publisher:
+        with pytest.raises(InvalidInputError, match="matches no name"):
+            publisher.publish({"optimizer": {"m": torch.zeros(3)}}, 1)
+        with pytest.raises(InvalidInputError, match="sharded"):
+            publisher.publish({"model": {"w": shard}}, 1)
+    assert not list((tmp_path / "releases" / "manifests").iterdir())
+
+
+def test_training_publishes_in_the_background(tmp_path: Path) -> None:
+    """Test that a Checkpointer publishes every second step, and that a subscriber with a thread follows."""
+    trained, served = model(), model(torch.bfloat16)
+    location = str(tmp_path / "releases")
+    rules = Publish(location, every=2, dtype=torch.bfloat16)
+    with (
+        Store.open(tmp_path / "store", create=True) as store,
+        Subscriber(location, served, prefetch=True, poll_s=0.02) as subscriber,
+    ):
+        with Checkpointer(store, {"model": trained}, every=3, publish=rules) as checkpointer:
+            for step in range(8):
+                train_to(trained, step)
+                checkpointer.step(step)
+                time.sleep(0.05)
+        steps = []
+        while subscriber.wait(1):
+            update = subscriber.update()
+            assert update is not None
+            check(served, update.step)
+            steps.append(update.step)
+    assert steps == sorted(set(steps))
+    assert all(step % 2 == 0 for step in steps[:-1])
+    with Store.open(location, read_only=True) as opened:
+        published = opened.values(run="release")[0]
+    assert published.metrics["training_step"] == steps[-1]
+
+
+def test_failed_release_is_reported_to_the_training(tmp_path: Path) -> None:
+    """Test that a location which disappears raises in the training loop, loses no checkpoint, and may come back."""
+    location, trained = tmp_path / "releases", model()
+    with (
+        Store.open(tmp_path / "store", create=True) as store,
+        Checkpointer(store, {"model": trained}, every=1, publish=Publish(str(location))) as checkpointer,
+    ):
+
+        def settled(step: int) -> None:
+            train_to(trained, step)
+            checkpointer.step(step)
+            checkpointer._publisher._running.exception()  # type: ignore[union-attr]  # in flight
+
+        settled(0)
+        shutil.rmtree(location)
+        settled(1)
+        train_to(trained, 2)
+        with pytest.raises(PublishError, match="step 1 was not published"):
+            checkpointer.step(2)
+        settled(3)
+        checkpointer.wait()
+        assert [row.step for row in store.checkpoints()] == [1, 2, 3]
+    with Store.open(location, read_only=True) as opened:
+        assert opened.values(run="release")[0].metrics["training_step"] == 3

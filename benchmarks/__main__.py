@@ -36,6 +36,7 @@ WORKLOADS = (
     "ranks",
     "models",
     "goodput",
+    "publish",
 )
 
 

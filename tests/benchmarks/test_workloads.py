@@ -30,6 +30,7 @@ from benchmarks import (
     objects,
     packers,
     peers,
+    publish,
     ranks,
     reshard,
     resident,
@@ -85,6 +86,7 @@ RUNS: dict[str, Callable[[Path], Report]] = {
     "dedupe": lambda folder: dedupe.run(folder, quick=True, shape=dedupe.Shape((1, 64), 2, (1, 64), 1)),
     "models": lambda folder: models.run(folder, quick=True, grid=GRID),
     "goodput": _goodput,
+    "publish": lambda folder: publish.run(folder, quick=True),
 }
 QUICK = ("goodput", "catalog", "bytes")
 """Workloads that take a second or two; `make test` runs them."""

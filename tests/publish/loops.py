@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 from pathlib import Path
 
 import torch
@@ -49,3 +50,9 @@ def append(path: Path, data: bytes) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.write(descriptor, data)
     os.close(descriptor)
+
+
+def run_script(folder: str, name: str) -> None:
+    """Run a program in its folder."""
+    os.chdir(folder)
+    runpy.run_path(name, run_name="__main__")

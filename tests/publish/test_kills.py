@@ -79,13 +79,13 @@ def _kill_repeatedly(zygote: Zygote, folder: Path, location: str, kills: int, se
 @pytest.mark.slow
 def test_kills_show_no_mixture_and_no_older_release(zygote: Zygote, tmp_path: Path) -> None:
     """Test some dozens of kills, with releases in a local directory."""
-    _kill_repeatedly(zygote, tmp_path, str(tmp_path / "releases"), 24, seed=1)
+    _kill_repeatedly(zygote, tmp_path, str(tmp_path / "releases"), 20, seed=1)
 
 
 @pytest.mark.slow
 def test_kills_with_a_remote_location_show_no_mixture(zygote: Zygote, tmp_path: Path) -> None:
     """Test kills while releases are pushed to a folder that is used like a remote location."""
-    _kill_repeatedly(zygote, tmp_path, f"file://{tmp_path}/releases", 10, seed=2)
+    _kill_repeatedly(zygote, tmp_path, f"file://{tmp_path}/releases", 6, seed=2)
 
 
 @pytest.mark.long

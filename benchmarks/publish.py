@@ -1,0 +1,204 @@
+"""``publish``: bytes, latency and pause of releases of weights, while a GPT-2 is fine-tuned.
+
+A GPT-2 in float32 is fine-tuned with AdamW on text of Python's standard library, after some steps with a larger
+learning rate. After every 10 steps, its weights are published in bfloat16. The *file* way casts the weights, writes
+them with torch.save, copies the file to the folder of the consumer, syncs both files, and loads the copy into a model.
+Both ways end when the model of the consumer has the new weights. The file way is measured right after each release.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import statistics
+import sysconfig
+import tempfile
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import asymcheck
+from asymcheck.publish.release import Release
+from benchmarks import environment
+from benchmarks.report import Report, Row, row
+
+RATES = (1e-5, 1e-6)
+STEPS = 10
+"""Training steps between two releases."""
+_WARM_UP_RATE = 1e-4
+_BATCH = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Model and number of releases."""
+
+    config: GPT2Config
+    context: int
+    warm_up: int
+    """Training steps before the first release."""
+    releases: int
+    """Releases per learning rate, without the first full one."""
+    pauses: int
+    """Updates of which the pause is measured."""
+
+
+FULL = Plan(GPT2Config(), 32, 10, 3, 8)
+QUICK = Plan(GPT2Config(n_layer=2, n_embd=128, n_head=2, vocab_size=512, n_positions=32), 32, 5, 2, 4)
+
+
+def run(folder: Path | None, *, quick: bool, plan: Plan | None = None) -> Report:
+    """Measure in a temporary folder inside ``folder``."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        measured = _Publication(plan or (QUICK if quick else FULL), Path(scratch))
+        with contextlib.closing(measured):
+            results, ratios = measured.measure()
+        described = environment.describe(Path(scratch))
+    described["state"] = f"GPT-2, {measured.parameters / 1e6:.1f} million parameters, published in bfloat16"
+    return Report("publish", described, results, ratios)
+
+
+class _Publication:
+    """A training, a publisher and a consumer in one process, so that one follows the other without a delay."""
+
+    def __init__(self, plan: Plan, scratch: Path) -> None:
+        torch.manual_seed(0)
+        self._plan, self._scratch = plan, scratch
+        self._model = GPT2LMHeadModel(plan.config)
+        self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=_WARM_UP_RATE)
+        self._text = _words(plan.config.vocab_size)
+        self._served, self._loaded = (GPT2LMHeadModel(plan.config).bfloat16() for _ in range(2))
+        self._step = 0
+        rules = asymcheck.Publish(str(scratch / "releases"), dtype=torch.bfloat16)
+        self._publisher = asymcheck.Publisher(rules)
+
+    def close(self) -> None:
+        self._publisher.close()
+
+    def measure(self) -> tuple[list[Row], dict[str, float]]:
+        """Return rows and ratios."""
+        self._train(self._plan.warm_up, _WARM_UP_RATE)
+        bytes_of: dict[float, list[int]] = {rate: [] for rate in RATES}
+        ours, files, loads, takes = list[float](), list[float](), list[float](), list[float]()
+        with asymcheck.Subscriber(self._publisher.rules.location, self._served) as subscriber:
+            self._publish(subscriber, takes)
+            for rate in RATES:
+                # The first release after a change of the rate still has the momentum of the earlier rate.
+                self._train(STEPS, rate)
+                self._publish(subscriber, takes)
+                while len(bytes_of[rate]) < self._plan.releases:
+                    self._train(STEPS, rate)
+                    seconds, release = self._publish(subscriber, takes)
+                    if release.deltas:
+                        bytes_of[rate].append(release.written_bytes)
+                        ours.append(seconds)
+                        total, load = self._by_file()
+                        files.append(total)
+                        loads.append(load)
+        pauses = self._pauses()
+        full = release.state_bytes
+        pause = float(np.quantile(pauses, 0.95))
+        results = [
+            row("asymcheck", f"bytes of a release, learning rate {rate:g}", "bytes", values)
+            for rate, values in bytes_of.items()
+        ]
+        results += [
+            row("file", "bytes", "bytes", [full]),
+            row("asymcheck", "training waits for the copy", "s", takes),
+            row("asymcheck", "publish to visible", "s", ours),
+            row("file", "publish to visible", "s", files),
+            row("file", "load", "s", loads),
+            row("asymcheck", "pause of the consumer", "s", pauses),
+        ]
+        ratios = {
+            f"full_bytes/release_bytes_{_exponent(rate)}": full / statistics.median(values)
+            for rate, values in bytes_of.items()
+        }
+        ratios["file_latency/publish_latency"] = statistics.median(files) / statistics.median(ours)
+        ratios["pause_p95/file_load"] = pause / statistics.median(loads)
+        return results, ratios
+
+    def _train(self, steps: int, rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        for _ in range(steps):
+            starts = torch.randint(len(self._text) - self._plan.context, (_BATCH,)).tolist()
+            tokens = torch.stack([self._text[start : start + self._plan.context] for start in starts])
+            self._model(tokens, labels=tokens).loss.backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self._step += 1
+
+    def _publish(self, subscriber: asymcheck.Subscriber, takes: list[float]) -> tuple[float, Release]:
+        """Publish and follow; return the seconds until the weights are visible."""
+        os.sync()
+        began = time.perf_counter()
+        copies = self._publisher.take({"model": self._model})
+        takes.append(time.perf_counter() - began)
+        release = self._publisher.commit(copies, self._step)
+        subscriber.update()
+        seconds = time.perf_counter() - began
+        self._check()
+        return seconds, release
+
+    def _by_file(self) -> tuple[float, float]:
+        """Return the seconds until the weights are visible by way of a file, and those of the load."""
+        written, copied = self._scratch / "written.pt", self._scratch / "copied.pt"
+        os.sync()
+        began = time.perf_counter()
+        torch.save({name: tensor.bfloat16() for name, tensor in self._model.state_dict().items()}, written)
+        _sync(written)
+        shutil.copyfile(written, copied)
+        _sync(copied)
+        loading = time.perf_counter()
+        self._loaded.load_state_dict(torch.load(copied, weights_only=True))
+        ended = time.perf_counter()
+        return ended - began, ended - loading
+
+    def _pauses(self) -> list[float]:
+        """Return the seconds in update() when a thread has fetched the release."""
+        pauses = []
+        with asymcheck.Subscriber(
+            self._publisher.rules.location, self._served, prefetch=True, poll_s=0.02
+        ) as subscriber:
+            for _ in range(self._plan.pauses):
+                subscriber.wait(60)
+                began = time.perf_counter()
+                subscriber.update()
+                pauses.append(time.perf_counter() - began)
+                self._check()
+                self._train(1, RATES[0])
+                self._publisher.publish({"model": self._model}, self._step)
+        return pauses
+
+    def _check(self) -> None:
+        """Raise RuntimeError unless the consumer has the weights of the training."""
+        pairs = zip(self._model.parameters(), self._served.parameters(), strict=True)
+        if not all(torch.equal(ours.bfloat16(), theirs) for ours, theirs in pairs):
+            raise RuntimeError("the consumer has other weights than the training")
+
+
+def _words(vocabulary: int) -> torch.Tensor:
+    """Return the words of Python's standard library as tokens: their checksums, so that no vocabulary is needed."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = b" ".join(path.read_bytes() for path in sorted(folder.glob("*.py"))[:100])
+    return torch.tensor([zlib.crc32(word) % vocabulary for word in text.split()])
+
+
+def _exponent(rate: float) -> str:
+    return f"{rate:.0e}".replace("e-0", "e-")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,93 @@
+"""Test consumers of releases: programs of the documentation, transformers, and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asymcheck import Publish, Publisher, Store, Subscriber
+from tests.cli.conftest import run_command as call
+from tests.docs.pages import ROOT, blocks_of
+from tests.publish.loops import run_script
+from tests.publish.models import check, model, train_to
+from tests.zygote import Zygote, wait_until
+
+
+@pytest.mark.slow
+def test_programs_of_the_page_continue_after_kills(zygote: Zygote, tmp_path: Path) -> None:
+    """Test the trainer and the generator of docs/publish.md: both are killed, and numbers never go back."""
+    for block in blocks_of((ROOT / "docs" / "publish.md").read_text()):
+        if block.file is not None:
+            (tmp_path / block.file).write_text(block.body)
+    numbers = tmp_path / "numbers.txt"
+
+    def seen() -> list[int]:
+        return [int(line) for line in numbers.read_text().split()] if numbers.exists() else []
+
+    names = ("trainer.py", "generator.py")
+    running = {name: zygote.start(run_script, folder=str(tmp_path), name=name) for name in names}
+    for name in (*names, ""):
+        goal = len(seen()) + 5
+        wait_until(lambda goal=goal: len(seen()) >= goal, "five more releases")
+        if name:
+            running[name].kill()
+            running[name].wait_killed()
+            running[name] = zygote.start(run_script, folder=str(tmp_path), name=name)
+    (tmp_path / "stop").touch()
+    for child in running.values():
+        child.finish()
+    assert seen() == sorted(seen())
+    assert len((tmp_path / "rollouts.txt").read_text().split()) > 20
+
+
+@pytest.mark.slow
+def test_generate_follows_releases(tmp_path: Path) -> None:
+    """Test a transformers model: the same tokens as the published model, after each of several updates."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=32, bos_token_id=0, eos_token_id=None, pad_token_id=0
+    )
+    trained, served = GPT2LMHeadModel(config).eval(), GPT2LMHeadModel(config).eval()
+    prompt, answers = torch.tensor([[1, 2, 3]]), []
+    rules = Publish(str(tmp_path / "releases"))
+    with Publisher(rules) as publisher, Subscriber(rules.location, served) as subscriber:
+        for step in range(3):
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.3)
+            publisher.publish({"model": trained}, step)
+            subscriber.update()
+            expected, answer = (made.generate(prompt, max_new_tokens=8, do_sample=False) for made in (trained, served))
+            assert torch.equal(expected, answer)
+            answers.append(answer)
+        assert served.lm_head.weight is served.transformer.wte.weight
+    assert not torch.equal(answers[0], answers[-1])
+
+
+def test_commands_publish_and_write_a_file(tmp_path: Path) -> None:
+    """Test a store whose newest checkpoint is published, and a file that follows; errors leave the file."""
+    trained = model()
+    store, releases, file = tmp_path / "store", tmp_path / "releases", tmp_path / "model.safetensors"
+    for step in (5, 6):
+        train_to(trained, step)
+        with Store.open(store, create=True) as opened:
+            opened.save({"model": trained, "optimizer": {"lr": 0.1}}, step=step)
+        published = call("publish", store, "--to", releases, "--dtype", "bfloat16", "--json").json
+        assert (published["number"], published["step"], published["deltas"]) == (step - 4, step, step - 5)
+        written = call("subscribe", releases, "--to", file, "--part", "model", "--json").json
+        assert (written["number"], written["step"]) == (step - 4, step)
+        served = model(torch.bfloat16)
+        served.load_state_dict(load_file(file), strict=False)
+        check(served, step)
+    before = file.read_bytes()
+    (tmp_path / "empty").mkdir()
+    for location in (tmp_path / "nowhere", store):
+        outcome = call("subscribe", location, "--to", file)
+        assert (outcome.status, file.read_bytes() == before) == (3, True), outcome
+    assert call("publish", store, "--to", releases, "--tensors", "x.*").status == 2
+    assert call("publish", store, "--to", releases, "--follow", "--step", 5).status == 2
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

@@ -9,7 +9,8 @@ import torch
 
 from asymcheck.errors import StateMismatchError, listed
 from asymcheck.format.manifest import Manifest, TensorRow
-from asymcheck.restore.assemble import overlapping
+from asymcheck.format.registry import BLOCK_BYTES
+from asymcheck.restore.assemble import SHIFTED_MIN_BYTES, overlapping
 from asymcheck.restore.read_plan import Demand
 from asymcheck.restore.reshard import StoredPiece
 from asymcheck.state.dtypes import TORCH_NAMES
@@ -141,8 +142,7 @@ class Exchange:
         shared = {id(every[number]) for number in overlapping(every)}
         for weight, new in pairs:
             for number, tensor in enumerate(weight.tensors):
-                # Another tensor may be a view of a larger or overlapping memory.
-                is_own = tensor.is_contiguous() and tensor.untyped_storage().nbytes() < tensor.nbytes + 2 * 4096
+                is_own = tensor.is_contiguous() and _slack(tensor) in (0, BLOCK_BYTES)
                 if copies or not is_own or id(tensor) in shared:
                     self._copies.append((tensor, new))
                     continue
@@ -162,3 +162,12 @@ class Exchange:
             for (tensor, _), old in zip(self._moves, self.old, strict=False):
                 tensor.data = old
             raise
+
+
+def _slack(tensor: torch.Tensor) -> int:
+    """Return the bytes of a storage beyond one tensor, to which other tensors may belong.
+
+    A large tensor of an earlier update has a block more than it needs, which counts as its own.
+    """
+    slack = tensor.untyped_storage().nbytes() - tensor.nbytes
+    return slack if slack != BLOCK_BYTES or tensor.nbytes >= SHIFTED_MIN_BYTES else -1

@@ -21,7 +21,7 @@ from asymcheck.storage.gpu_staging import catch_up
 from asymcheck.storage.pages import use_huge_pages
 from asymcheck.types import Digest
 
-_SHIFTED_MIN_BYTES = 1 << 20
+SHIFTED_MIN_BYTES = 1 << 20
 """Minimum size of a new tensor at a given address, which needs an additional block of memory."""
 
 _EXTENTS_ASKED = 16
@@ -195,7 +195,7 @@ class Assembly(ReadPlan):
 
     def _shift_of(self, row: TensorRow, device: torch.device) -> int | None:
         """Return the address, modulo a block, for direct reads into a new tensor; None for any address."""
-        if self._sources is None or device.type != "cpu" or row.nbytes < _SHIFTED_MIN_BYTES or not row.extents:
+        if self._sources is None or device.type != "cpu" or row.nbytes < SHIFTED_MIN_BYTES or not row.extents:
             return None
         # A partition that was encoded on trial, but stored plain, was not written from the memory of a tensor.
         some = row.extents[:: -(-len(row.extents) // _EXTENTS_ASKED)]

@@ -133,6 +133,21 @@ def test_single_buffer_and_kept_addresses_update_in_place(tmp_path: Path) -> Non
                 assert torch.equal(view, made[1].weight.data.view(-1)[5:])
 
 
+def test_views_of_a_common_buffer_stay_views(tmp_path: Path) -> None:
+    """Test tensors that are parts of one small buffer, which gets the bytes of each release."""
+    flat = torch.zeros(30)
+    served, trained = {"a": flat[:10], "b": flat[10:]}, {"a": torch.rand(10), "b": torch.rand(20)}
+    with (
+        Publisher(Publish(str(tmp_path / "releases"))) as publisher,
+        Subscriber(str(tmp_path / "releases"), served) as subscriber,
+    ):
+        for step in (1, 2):
+            publisher.publish({"model": trained}, step)
+            subscriber.update()
+            assert torch.equal(flat, torch.cat([trained["a"], trained["b"]]))
+            trained["a"] += 1
+
+
 def test_changed_weights_are_replaced_by_the_release(tmp_path: Path) -> None:
     """Test that a weight which the consumer changed in memory does not get into the next release."""
     rules, trained, served = Publish(str(tmp_path / "releases")), model(), model()
@@ -296,7 +311,7 @@ def test_failed_release_is_reported_to_the_training(tmp_path: Path) -> None:
     location, trained = tmp_path / "releases", model()
     with (
         Store.open(tmp_path / "store", create=True) as store,
-        Checkpointer(store, {"model": trained}, every=1, publish=Publish(str(location))) as checkpointer,
+        Checkpointer(store, {"model": trained}, every=1, keep=None, publish=Publish(str(location))) as checkpointer,
     ):
 
         def settled(step: int) -> None:
@@ -312,6 +327,6 @@ def test_failed_release_is_reported_to_the_training(tmp_path: Path) -> None:
             checkpointer.step(2)
         settled(3)
         checkpointer.wait()
-        assert [row.step for row in store.checkpoints()] == [1, 2, 3]
+        assert [row.step for row in store.checkpoints()] == [0, 1, 2, 3]
     with Store.open(location, read_only=True) as opened:
         assert opened.values(run="release")[0].metrics["training_step"] == 3

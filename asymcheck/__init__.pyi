@@ -23,6 +23,8 @@ __all__ = [
     "Checkpoint",
     "Checkpointer",
     "Grace",
+    "Publish",
+    "Publisher",
     "Push",
     "Ranks",
     "RemoteConfig",

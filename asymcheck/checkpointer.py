@@ -32,6 +32,8 @@ from asymcheck.gc.retention_runner import MaintenanceThread, Pruner
 from asymcheck.policies.interval import AutoInterval, ChosenInterval
 from asymcheck.policies.push_selection import Push, check_seconds
 from asymcheck.policies.retention import Retention, check_retention
+from asymcheck.publish.background import BackgroundPublisher
+from asymcheck.publish.release import Publish
 from asymcheck.replication.transfer_stats import PushStatistics
 from asymcheck.store import Store
 from asymcheck.training.interval_controller import interval_controller
@@ -638,12 +640,15 @@ class Checkpointer:
         finally:
             # All checkpoints are durable now, so a signal may interrupt the uploads.
             left_s = None if self._preemption is None else self._preemption.left_s()
-            if left_s is None:
-                self._pusher.close()
-            else:
-                self._pusher.close_before_kill(left_s)
-            if self._preemption is not None:
-                self._preemption.close()
+            try:
+                self._publisher.close()
+            finally:
+                if left_s is None:
+                    self._pusher.close()
+                else:
+                    self._pusher.close_before_kill(left_s)
+                if self._preemption is not None:
+                    self._preemption.close()
 
     def __enter__(self) -> Checkpointer:
         """Return itself."""

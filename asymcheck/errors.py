@@ -362,6 +362,10 @@ class PruneWarning(UserWarning):
     """Old checkpoints could not be removed; training continues."""
 
 
+class PublishWarning(UserWarning):
+    """A step could not be published; training continues."""
+
+
 _CALLEES = ("asymcheck.", "torch.distributed.checkpoint.")
 _LOGGER = logging.getLogger("asymcheck")
 # Without this handler, Python would print each record in addition to the warning.

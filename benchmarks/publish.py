@@ -88,7 +88,7 @@ class _Publication:
         bytes_of: dict[float, list[int]] = {rate: [] for rate in RATES}
         ours, files, loads, takes = list[float](), list[float](), list[float](), list[float]()
         with asymcheck.Subscriber(self._publisher.rules.location, self._served) as subscriber:
-            self._publish(subscriber, takes)
+            _, release = self._publish(subscriber, takes)
             for rate in RATES:
                 # The first release after a change of the rate still has the momentum of the earlier rate.
                 self._train(STEPS, rate)

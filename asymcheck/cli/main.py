@@ -23,6 +23,7 @@ from asymcheck.cli.exit_status import DEFECT, HELP, INTERRUPTED, STORAGE, status
 from asymcheck.cli.inspect_command import inspect
 from asymcheck.cli.maintenance import delete, gc, rebuild_catalog, verify
 from asymcheck.cli.merge_command import merge
+from asymcheck.cli.publish_commands import publish, subscribe
 from asymcheck.cli.reports import diff, du, log
 from asymcheck.cli.transfer import convert, pull, push, restore
 from asymcheck.cli.view_command import view
@@ -128,7 +129,7 @@ def commands() -> None:
 
 for _command in (
     *(completion, convert, delete, diff, doctor, du, gc, inspect, log),
-    *(merge, pull, push, rebuild_catalog, restore, verify, view),
+    *(merge, publish, pull, push, rebuild_catalog, restore, subscribe, verify, view),
 ):
     commands.add_command(_command)
 

@@ -23,10 +23,16 @@ from asymcheck.events import timed
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.manifest import manifest_of
-from asymcheck.format.registry import ALIGNED_PAYLOAD_MIN_BYTES, BLOCK_BYTES, CODEC_BYTE_PLANES, CODEC_DERIVED
+from asymcheck.format.registry import (
+    ALIGNED_PAYLOAD_MIN_BYTES,
+    BLOCK_BYTES,
+    CODEC_BYTE_PLANES,
+    CODEC_DELTA,
+    CODEC_DERIVED,
+)
 from asymcheck.state.leaves import Leaf, TensorBytes, copy_partition
 from asymcheck.state.partition_plan import PLAN_KIND, Cut, Originals, Partition, cut
-from asymcheck.state.walk import FlatState
+from asymcheck.state.walk import Columns, FlatState
 from asymcheck.storage.gpu_staging import catch_up
 from asymcheck.storage.nvme import Catalog, NvmeTier, PackWriter, Slot, run_with_slots
 from asymcheck.types import CheckpointRef, Digest
@@ -47,6 +53,44 @@ class KnownCut:
     """Partitions whose digest is known. They are read only if the store lacks them."""
 
 
+@dataclasses.dataclass(frozen=True)
+class EarlierState:
+    """A state in memory that the store has, too: its partitions are possible bases of the next state."""
+
+    columns: Columns
+    """Names, dtypes and shapes of the tensors."""
+    leaves: Sequence[Leaf]
+    """The tensors. Nothing may change them while a save uses them."""
+    names: dict[Partition, Digest]
+    """Digest of each partition."""
+
+    @classmethod
+    def of(cls, state: FlatState, config: StoreConfig) -> EarlierState:
+        """Compute the digests of a state that was loaded."""
+        plan = plan_of(state.columns, config)
+        earlier = cls(state.columns, state.leaves, {})
+        earlier.names.update({partition: digest(earlier.plain(partition)) for partition in plan.partitions})
+        return earlier
+
+    def plain(self, partition: Partition) -> memoryview:
+        """Return the bytes of a partition, in place if possible."""
+        first, *more = partition.pieces
+        in_place = None if more else self.leaves[first.row].bytes_in_place(first.start, first.length)
+        if in_place is None:
+            in_place = memoryview(bytearray(partition.length))
+            copy_partition(partition, self.leaves, in_place)
+        return in_place
+
+    def base(self, partition: Partition) -> Base:
+        """Return a partition as the base of a difference."""
+        return Base(CODEC_DELTA, self.names[partition], self.plain(partition))
+
+
+def plan_of(columns: Columns, config: StoreConfig) -> Cut:
+    """Return the partitions of a state that is saved at once."""
+    return cut(columns.sizes, columns.groups, config, columns.widths)
+
+
 class Flusher:
     """Writes partitions of one state on several threads."""
 
@@ -57,12 +101,14 @@ class Flusher:
         encoder: Encoder,
         leaves: Sequence[Leaf],
         known: Mapping[Partition, Digest],
+        earlier: EarlierState | None = None,
     ) -> None:
         """Add partitions of ``leaves`` to ``transaction``; ``encoder`` decides whether to search for bases.
 
-        The digests of partitions in ``known`` are known before their bytes are read.
+        The digests of partitions in ``known`` are known before their bytes are read. ``earlier`` is a state with the
+        same tensors.
         """
-        self._known = known
+        self._known, self._earlier = known, earlier
         self._encoder = encoder
         self._transaction = transaction
         self._dtypes = [leaf.dtype for leaf in leaves]
@@ -101,7 +147,8 @@ class Flusher:
         def store(number: int, slot: Slot) -> None:
             partition = partitions[number]
             known = self._known.get(partition)
-            in_place = None if number in copies else self._writable_in_place(partition)
+            is_encoded = number in copies or self._earlier is not None
+            in_place = None if is_encoded else self._writable_in_place(partition)
             if known is not None:
                 digests[number] = known
                 if self._transaction.claim(known):
@@ -249,12 +296,15 @@ def save(
     state: FlatState,
     request: SaveRequest,
     placing: Callable[[], LineagePosition],
+    *,
     known: KnownCut | None = None,
-) -> tuple[CheckpointRef, int, int]:
+    earlier: EarlierState | None = None,
+) -> Saved:
     """Store and commit a state.
 
     ``placing`` returns the position on the line of training. It is called once everything except the manifest is
-    durable, so that no generation begins for a failed checkpoint. ``known`` replaces the canonical cut.
+    durable, so that no generation begins for a failed checkpoint. ``known`` replaces the canonical cut. ``earlier`` is
+    ignored if its tensors differ in name, dtype or shape.
 
     Raises:
         StorageError: the drive is full or failed. Nothing was committed, and earlier checkpoints are untouched.
@@ -263,10 +313,12 @@ def save(
     leaves = state.leaves
     catch_up(leaf.source.device for leaf in leaves if isinstance(leaf.source, torch.Tensor))
     columns = state.columns
-    plan = cut(columns.sizes, columns.groups, tier.config, columns.widths) if known is None else known.cut
+    plan = plan_of(columns, tier.config) if known is None else known.cut
+    if earlier is not None and earlier.columns != columns:
+        earlier = None
     try:
         with CommitTransaction(tier, catalog, encoder, request.save_id, request.rank) as transaction:
-            flusher = Flusher(tier, transaction, encoder, leaves, {} if known is None else known.digests)
+            flusher = Flusher(tier, transaction, encoder, leaves, {} if known is None else known.digests, earlier)
             names = flusher.write(plan.partitions)
             named = dict(zip(plan.partitions, names, strict=True))
             table = ManifestBuilder().columns(columns, plan, names, inline_bytes(leaves, plan))

@@ -7,6 +7,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -181,12 +182,13 @@ class _Merge:
             tensor.prepare(permits, report.add)
         self._measure()
         catalog, encoder = store.resources.catalog(), store.resources.encoder
-        ref, nbytes, written = save(
-            tier, catalog, encoder, flat, request, lambda: place(tier, request.run, None), known
-        )
+        placing = partial(place, tier, request.run, None)
+        saved = save(tier, catalog, encoder, flat, request, placing, known=known)
         base = [source.record(None) for source in self._base]
         return Merged(
-            checkpoint=Checkpoint.of(request.run, ref, 1, {}, nbytes, written_bytes=written),
+            checkpoint=Checkpoint.of(
+                request.run, saved.ref, 1, {}, saved.state_bytes, written_bytes=saved.written_bytes
+            ),
             method=settings.method,
             sources=tuple(self._sources_record()),
             base=base[0] if base else None,

@@ -135,7 +135,7 @@ class Publisher:
         self._lock = self._store.training.run_lock(RUN)
         self._newest: CheckpointRef | None = None
         self._earlier: EarlierState | None = None
-        self._number = self._deltas = 0
+        self._deltas = 0
 
     def publish(self, state: object, step: int) -> Release:
         """Publish the selected tensors of a state; after the return, the release is durable and visible.
@@ -165,15 +165,15 @@ class Publisher:
         listed = self._listed()
         if (listed[-1].ref if listed else None) != self._newest:
             self._resume(listed)
-        number = max(self._number, *(listing.ref.step for listing in (*listed, *self._remote_releases())), 0) + 1
+        number = max((listing.ref.step for listing in (*listed, *self._remote_releases())), default=0) + 1
         is_full = self._earlier is None or self._deltas + 1 >= self.rules.full_every
         deltas = 0 if is_full else self._deltas + 1
         request = self._store.training.request(RUN, number, {TRAINING_STEP: step, _DELTAS: deltas})
         earlier = None if is_full else self._earlier
         with timed("publish", 0, lambda: {"number": number}):
             catalog = self._store.resources.catalog()
-            saved = save(tier, catalog, self._encoder, flatten(copies), request, self._place, earlier)
-            self._newest, self._number, self._earlier, self._deltas = saved.ref, number, saved.state, deltas
+            saved = save(tier, catalog, self._encoder, flatten(copies), request, self._place, earlier=earlier)
+            self._newest, self._earlier, self._deltas = saved.ref, saved.state, deltas
             self._snapshot.keep()
             written = saved.written_bytes if self._location is None else self._send(saved.ref)
         self._prune()

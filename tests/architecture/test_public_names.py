@@ -14,6 +14,8 @@ EXPECTED = [
     "Checkpoint",
     "Checkpointer",
     "Grace",
+    "Publish",
+    "Publisher",
     "Push",
     "Ranks",
     "RemoteConfig",

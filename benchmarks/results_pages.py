@@ -12,7 +12,7 @@ from benchmarks.report import Report, Row, read_json
 
 WORKLOADS = (
     *("stall", "durable", "restore", "small", "gpu", "models", "goodput", "batch", "codec", "bytes", "catalog"),
-    *("memory", "ranks", "reshard", "dedupe", "hdfs", "objects"),
+    *("memory", "ranks", "reshard", "dedupe", "hdfs", "objects", "publish", "merge"),
 )
 """Workloads of a report, in the order of its pages."""
 _MANUAL = Path(__file__).parents[1] / "docs" / "benchmarks.md"
@@ -50,6 +50,13 @@ _AIMS: Mapping[str, Mapping[str, tuple[Literal["≥", "≤"], float]]] = {
         "ratio/zipnn": ("≥", 0.98),
         "encode_speed/zipnn": ("≥", 0.8),
     },
+    "publish": {
+        "full_bytes/release_bytes_1e-5": ("≥", 10),
+        "full_bytes/release_bytes_1e-6": ("≥", 40),
+        "file_latency/publish_latency": ("≥", 5),
+        "pause_p95/file_load": ("≤", 0.1),
+    },
+    "merge": {"merge/raw_io": ("≤", 1.15), "merge/mergekit": ("≤", 1), "memory_gb": ("≤", 1)},
     "bytes": {"bytes_lora/torch_save": ("≤", 0.1), "time_to_durable_with/without_policy": ("≤", 1.05)},
     "ranks": {"commit_s_at_16384": ("≤", 10), "resolve_s_at_16384": ("≤", 10)},
     "reshard": {"reshard_time/dcp": ("≤", 1)},

@@ -30,13 +30,13 @@ WORKLOADS = (
     "bytes",
     "hdfs",
     "objects",
+    "publish",
     "merge",
     "reshard",
     "dedupe",
     "ranks",
     "models",
     "goodput",
-    "publish",
 )
 
 

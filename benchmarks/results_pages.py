@@ -145,6 +145,8 @@ def _figures(reports: Reports) -> Iterator[str]:
         if workload not in reports:
             continue
         rows = {one.system: one for one in reports[workload].results if one.metric == metric}
+        if ours not in rows:
+            continue
         peers = [
             one for name, one in rows.items() if _is_peer(name) and name.endswith(" into") == ours.endswith(" into")
         ]

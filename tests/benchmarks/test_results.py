@@ -49,6 +49,31 @@ def test_summary_has_hours_lost_by_each_scheme(tmp_path: Path) -> None:
     assert "| asymcheck +S+O | 2,000 (1,000 to 3,000) |" in (tmp_path / "README.md").read_text()
 
 
+def test_wrong_restores_are_named(tmp_path: Path) -> None:
+    """Test a library that restored a wrong state after some kills."""
+    rows = []
+    for system, exact in (("asymcheck +S+O", 1.0), ("safetensors", 1.0), ("torch DCP", 0.0)):
+        rows += [
+            row(system, "steps lost, M", "steps", [1.0]),
+            row(system, "bit-exact, M", "share", [exact, exact, 1.0]),
+        ]
+    write_json(_report("models", rows, {"x": 1.0}), tmp_path / "models.json")
+    results_pages.write_pages(tmp_path)
+    wrong = (tmp_path / "all.md").read_text().partition("did not restore the state")[2]
+    assert [line for line in wrong.splitlines() if line.startswith("-")] == ["- torch DCP: M (at times)"]
+
+
+def test_missed_targets_are_listed_first(tmp_path: Path) -> None:
+    """Test that targets without a measurement are left out."""
+    write_json(_report("restore", [], {"restore/limit": 0.9, "other": 1.0}), tmp_path / "restore.json")
+    write_json(_report("ranks", [], {"commit_s_at_16384": 12.0}), tmp_path / "ranks.json")
+    results_pages.write_pages(tmp_path)
+    assert [line for line in (tmp_path / "all.md").read_text().splitlines() if " of [" in line] == [
+        "| **missed** | `commit_s_at_16384` of [ranks](#ranks) | ≤ 10 | 12 |",
+        "| reached | `restore/limit` of [restore](#restore) | ≥ 0.85 | 0.9 |",
+    ]
+
+
 def test_interrupted_run_continues_with_unfinished_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test that finished workloads are not run again, and that the run after a complete one begins anew."""
     ran: list[str] = []

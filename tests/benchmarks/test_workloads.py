@@ -90,7 +90,10 @@ RUNS: dict[str, Callable[[Path], Report]] = {
 }
 QUICK = ("goodput", "catalog", "bytes")
 """Workloads that take a second or two; `make test` runs them."""
-LONG = ("models", "reshard", "small", "dedupe", "ranks", "memory", "merge", "stall", "restore", "objects", "batch")
+LONG = (
+    *("models", "reshard", "small", "dedupe", "ranks", "memory", "merge", "stall", "restore", "objects", "batch"),
+    "publish",
+)
 """Workloads that start many processes, train or take many seconds; `make check` runs all but these."""
 MARKS = {name: pytest.mark.long if name in LONG else pytest.mark.slow for name in RUNS if name not in QUICK} | {
     "gpu": pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

@@ -503,8 +503,8 @@ class Catalog:
                 raise CatalogError(f"catalog {self.path}: {error}") from error
             if type(error) is lmdb.Error and "mdb_txn_commit" in str(error):
                 raise StorageError(
-                    f"catalog {self.path}: {error}; nothing was committed: check the drive, then try again. If the drive "
-                    "has no errors, run asymcheck rebuild-catalog: the catalog may be damaged"
+                    f"catalog {self.path}: {error}; nothing was committed: check the drive, then try again. If the "
+                    "drive has no errors, run asymcheck rebuild-catalog: the catalog may be damaged"
                 ) from error
             self._note_damage()
             raise CatalogError(

@@ -26,8 +26,10 @@ WORDS = {
     "convert": ("out.safetensors",),
     "delete": ("10", "--yes"),
     "diff": ("10", "20"),
+    "publish": ("--to", "releases"),
     "push": ("file:///nowhere/remote",),
     "restore": ("--to", "out.safetensors"),
+    "subscribe": ("--to", "out.safetensors"),
 }
 """Arguments that a command needs after the store."""
 

@@ -82,13 +82,14 @@ def prometheus(
     """Return a callback that sets gauges and counters, with the run as a label.
 
     Args:
-        registry: registry of the metrics; None for the default one, which ``prometheus_client.start_http_server(port)``
-            serves. One registry takes one exporter.
+        registry: registry of the metrics. None selects the default one, which
+            ``prometheus_client.start_http_server(port)`` serves, or a new one with ``textfile``: the process metrics of
+            the default registry would collide with those of the node exporter. One registry takes one exporter.
         textfile: file for the textfile collector of the node exporter, replaced after each checkpoint.
     """
-    from prometheus_client import REGISTRY, Counter, Gauge, write_to_textfile
+    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, write_to_textfile
 
-    known = REGISTRY if registry is None else registry
+    known = registry or (REGISTRY if textfile is None else CollectorRegistry())
     gauges = {
         name: Gauge(f"asymcheck_checkpoint_{_unit(name)}", text, ["run"], registry=known)
         for name, text in _MEANINGS.items()

@@ -87,6 +87,15 @@ def test_prometheus_serves_and_writes_the_metrics(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_prometheus_textfile_has_no_metrics_of_the_process(tmp_path: Path) -> None:
+    """Test that names of the node exporter, such as process_cpu_seconds_total, are not written again."""
+    pytest.importorskip("prometheus_client")
+    _train(tmp_path, exporters.prometheus(textfile=tmp_path / "asymcheck.prom"))
+    lines = (tmp_path / "asymcheck.prom").read_text().splitlines()
+    assert {line.split("_")[0] for line in lines if not line.startswith("#")} == {"asymcheck"}
+
+
+@pytest.mark.slow
 def test_spans_have_the_times_of_the_work(tmp_path: Path) -> None:
     """Test that checkpoints and commits are spans of the same trace provider, in order."""
     pytest.importorskip("opentelemetry.sdk")

@@ -79,11 +79,14 @@ class Documents:
     def collect(self, *, verify: bool, compare: tuple[str, str, str] | None) -> dict[str, object]:
         """Return the documents of a static page, by name; those of runs, by name and run.
 
-        A document that cannot be computed is replaced by ``{"error": message}``.
+        A document that cannot be computed is replaced by ``{"error": message}``, except a comparison.
 
         Args:
             verify: also read and check every byte.
             compare: run, A and B of a comparison, as in :meth:`asymcheck.Store.diff`.
+
+        Raises:
+            AsymcheckError: the checkpoints of ``compare`` do not exist or cannot be compared.
         """
 
         def get(name: str, **query: str) -> object:
@@ -102,7 +105,7 @@ class Documents:
             "remote": {run: get("remote", run=run) for run in remote_runs},
             "memory": get("memory"),
             "du": get("du"),
-            "diff": None if compare is None else get("diff", **dict(zip(("run", "a", "b"), compare, strict=True))),
+            "diff": None if compare is None else self.get("diff", dict(zip(("run", "a", "b"), compare, strict=True))),
             "trace": None if self._trace is None else get("trace"),
         }
 

@@ -219,6 +219,13 @@ def test_export_is_one_file_without_injected_elements(store: Path, tmp_path: Pat
         check_schema(name, found)
 
 
+def test_export_of_a_comparison_with_a_missing_checkpoint_is_refused(store: Path, tmp_path: Path) -> None:
+    """Test that the command names the missing step, and writes no file."""
+    outcome = run_command("view", store, "--export", tmp_path / "report.html", "--compare", "10", "999")
+    assert (outcome.status, "no checkpoint of step 999" in outcome.err) == (exit_status.NOT_FOUND, True)
+    assert not (tmp_path / "report.html").exists()
+
+
 def test_page_code_never_parses_text_as_html() -> None:
     """Test that the script has no function that turns text of a store into elements or code."""
     script = (Path(asymcheck.__file__).parent / "view" / "page.js").read_text("utf-8")

@@ -49,7 +49,7 @@ def _parse_name(ctx: click.Context, param: click.Parameter, text: str) -> int | 
     type=(str, str),
     multiple=True,
     metavar="LOCATION STEP",
-    help="Also merge this one of another store.",
+    help="Also merge this checkpoint of another store.",
 )
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run of the steps without RUN@.")
 @click.option("--method", type=click.Choice(METHODS), default="mean", show_default=True, help="Formula of the merge.")
@@ -145,6 +145,8 @@ def merge(
       asymcheck merge checkpoints --steps math@900,code@900 --method ties --base base@0
       asymcheck merge checkpoints --steps 900,1000 --search --evaluate 'python loss.py {folder}' --files-from gpt2/
     """
+    if steps and last is not None:
+        raise click.UsageError("--steps and --last both choose checkpoints of STORE: give one of them")
     if search != (evaluate is not None):
         raise click.UsageError("--search and --evaluate belong together")
     if search and (weights is not None or tensors is not None):
@@ -234,7 +236,7 @@ def _newest(store: Store, run: str, last: int | None) -> list[str]:
     found = [item for item in store.checkpoints(run) if item.complete and item.on_line]
     if len(found) < last:
         have = output.count(len(found), "complete checkpoint")
-        raise InvalidInputError(f"--last {last}: run {run!r} of {store.location} has {have}")
+        raise InvalidInputError(f"--last {last}: run {run!r} of {store.location} has {have}; give a smaller number")
     return [f"save:{item.save_id}" for item in sorted(found, key=lambda item: item.ref)[-last:]]
 
 

@@ -70,7 +70,7 @@ class MergeSettings:
         if self.method == "slerp" and sources != 2:  # noqa: PLR2004 - a great circle has two ends
             raise InvalidInputError(f"slerp merges exactly 2 checkpoints, but {sources} were given")
         if sources < 2 and not has_base:  # noqa: PLR2004 - one checkpoint is no merge
-            raise InvalidInputError(f"a merge needs at least 2 checkpoints, but {sources} was given")
+            raise InvalidInputError(f"a merge needs at least 2 checkpoints, not {sources}; give --steps or --last")
         if self.uses_base != has_base:
             problem = "needs a base checkpoint; give --base" if self.uses_base else "has no base; leave out --base"
             raise InvalidInputError(f"method {self.method} {problem}")

@@ -51,7 +51,9 @@ def follow(location: str, run: str | None, ring_folder: Path, remote: str | None
         Store.open(location, read_only=True) as store,
         contextlib.ExitStack() as screen,
     ):
-        live = None if as_json else screen.enter_context(Live(console=output.console(), auto_refresh=False))
+        console, live = output.console(), None
+        if console.is_terminal and not as_json:
+            live = screen.enter_context(Live(console=console, auto_refresh=False))
         before = store.resources.usage().pack_bytes
         while True:
             views, problem = [], None
@@ -61,9 +63,11 @@ def follow(location: str, run: str | None, ring_folder: Path, remote: str | None
                 # The next look may succeed, for instance if the location answers again.
                 problem = str(error)
             used = store.resources.usage().pack_bytes
-            if live is None:
+            if as_json:
                 line = {"time_ns": time.time_ns(), "pack_bytes": used, "problem": problem}
                 click.echo(json.dumps({**line, "runs": [dataclasses.asdict(view) for view in views]}))
+            elif live is None:
+                console.print(_table(views, used, used - before, problem or ""))
             else:
                 live.update(_table(views, used, used - before, problem or ""), refresh=True)
             before = used

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import asymcheck
 from tests.crash.states import Journal
 from tests.zygote import Zygote, wait_until
 
@@ -50,3 +51,19 @@ def test_follow_refuses_options_for_one_checkpoint(tmp_path: Path) -> None:
     done = CliRunner().invoke(commands, ["inspect", str(tmp_path), "--follow", "--values"])
     assert done.exit_code == 2
     assert "--follow shows runs: leave out" in done.output
+
+
+@pytest.mark.slow
+def test_follow_prints_a_table_each_second_without_a_terminal(tmp_path: Path) -> None:
+    """Test that a pipe receives tables while the command runs."""
+    with asymcheck.Store.open(tmp_path, create=True) as store:
+        store.save({"epoch": 1}, step=7)
+    command = [sys.executable, "-m", "asymcheck", "inspect", str(tmp_path), "--follow"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        shown = 0
+        while shown < 2:
+            shown += process.stdout.readline().split()[:3] == ["default", "none", "7"]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert process.returncode == 0

@@ -366,7 +366,7 @@ class PublishWarning(UserWarning):
     """A step could not be published; training continues."""
 
 
-_CALLEES = ("asymcheck.", "torch.distributed.checkpoint.")
+_CALLEES = ("asymcheck.", "torch.distributed.checkpoint.", "contextlib", "threading")
 _LOGGER = logging.getLogger("asymcheck")
 # Without this handler, Python would print each record in addition to the warning.
 _LOGGER.addHandler(logging.NullHandler())
@@ -394,7 +394,7 @@ class Preempted(SystemExit):
 
 
 def warn_user(message: str, category: type[Warning]) -> None:
-    """Issue a warning that points at the calling line outside of this package and of torch.distributed.checkpoint."""
+    """Issue a warning that points at the calling line of the user's program, or at none from a background thread."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and str(frame.f_globals.get("__name__")).startswith(_CALLEES):
         level, frame = level + 1, frame.f_back

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import threading
 from collections.abc import Sequence
 
 import pytest
 
 from asymcheck import errors
-from asymcheck.errors import AsymcheckError
+from asymcheck.errors import AsymcheckError, CaptureWarning, warn_user
 
 _ARGUMENTS = {
     "path": "model.weight",
@@ -50,6 +51,15 @@ def test_every_public_error_survives_pickling(kind: type[BaseException], copied:
     twin = copied(error)
     assert type(twin) is kind
     assert (str(twin), twin.args, vars(twin)) == (str(error), error.args, vars(error))
+
+
+def test_warning_of_a_background_thread_points_at_no_library() -> None:
+    """Test that a warning does not quote a line of Python's own threading module."""
+    with pytest.warns(CaptureWarning) as caught:
+        thread = threading.Thread(target=warn_user, args=("torn", CaptureWarning))
+        thread.start()
+        thread.join()
+    assert caught[0].filename == "sys"
 
 
 def test_every_field_is_tested() -> None:

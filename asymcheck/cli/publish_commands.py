@@ -22,14 +22,16 @@ if TYPE_CHECKING:
     from asymcheck.publish.release import Publisher
 
 _DTYPES = ("bfloat16", "float16", "float32")
-follow_option = click.option("--follow", is_flag=True, help="Continue with each newer one until interrupted.")
+follow_option = click.option(
+    "--follow", is_flag=True, help="Continue with each newer checkpoint or release until interrupted."
+)
 poll_option = click.option(
     "--poll",
     "poll_s",
     callback=parse_duration,
     default="1s",
     show_default=True,
-    help="With --follow: time between two looks for a newer one.",
+    help="With --follow: time between two checks.",
 )
 
 

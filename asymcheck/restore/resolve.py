@@ -117,7 +117,7 @@ def alternatives(steps: Collection[int], runs: Collection[str]) -> str:
         return (
             f"; it has steps {last}" if len(steps) <= _STEPS_SHOWN else f"; it has {len(steps)} steps, the last {last}"
         )
-    return f"; it has runs {', '.join(sorted(runs))}" if runs else "; it is empty"
+    return f"; it has runs {', '.join(sorted(runs))}. Choose one with run= or --run" if runs else "; it is empty"
 
 
 def check_run_exists(root: PurePath | str, run: str, runs: Collection[str]) -> None:

@@ -90,7 +90,7 @@ def test_missing_run_in_all_commands(call: Call, store: Path, name: str) -> None
     """Test that all commands list the existing runs in the same words."""
     outcome = call(name, store, "--run", "nobody")
     assert outcome.status == exit_status.NOT_FOUND
-    assert outcome.err.endswith("has no run 'nobody'; it has runs default, other\n")
+    assert outcome.err.endswith("has no run 'nobody'; it has runs default, other. Choose one with run= or --run\n")
 
 
 @pytest.mark.parametrize(

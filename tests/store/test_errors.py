@@ -53,12 +53,16 @@ def test_every_public_error_survives_pickling(kind: type[BaseException], copied:
     assert (str(twin), twin.args, vars(twin)) == (str(error), error.args, vars(error))
 
 
+def _warn_on_a_thread() -> None:
+    thread = threading.Thread(target=warn_user, args=("torn", CaptureWarning))
+    thread.start()
+    thread.join()
+
+
 def test_warning_of_a_background_thread_points_at_no_library() -> None:
     """Test that a warning does not quote a line of Python's own threading module."""
-    with pytest.warns(CaptureWarning) as caught:
-        thread = threading.Thread(target=warn_user, args=("torn", CaptureWarning))
-        thread.start()
-        thread.join()
+    with pytest.warns(CaptureWarning, match="torn") as caught:
+        _warn_on_a_thread()
     assert caught[0].filename == "sys"
 
 

@@ -246,11 +246,14 @@ class MergedTensor(TensorBytes):
         self._permits, self._report = permits, report
 
     def is_equal(self, start: int, length: int) -> bool:
-        """Tell whether a range has the same stored bytes in all inputs, so that it needs no merge."""
+        """Tell whether a range needs no merge, because it has the same stored bytes in all inputs."""
         if not self._is_mergeable:
             return True
         if start % self.width or length % self.width:
             return False
+        if self._settings.method == "slerp":
+            # The weights are those of the whole tensor, and their sum is not 1.
+            start, length = 0, self.nbytes
         ranges = ((item, item.width, start // self.width, length // self.width) for item in self._inputs)
         return len({item.span(first * width, count * width) for item, width, first, count in ranges}) == 1
 

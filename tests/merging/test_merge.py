@@ -113,6 +113,22 @@ def test_slerp_has_the_angle_of_each_whole_tensor(store: asymcheck.Store) -> Non
     torch.testing.assert_close(merged_model(store)["embedding"], expected.float(), rtol=1e-6, atol=1e-7)
 
 
+def test_slerp_scales_partitions_that_are_equal(store: asymcheck.Store) -> None:
+    """Test a tensor whose first partition is equal in both checkpoints: the weights of its angle are not 1 in sum."""
+    x = model_of(10)["embedding"]
+    y = model_of(40)["embedding"]
+    assert isinstance(x, torch.Tensor)
+    assert isinstance(y, torch.Tensor)
+    y.view(-1)[:2048] = x.view(-1)[:2048]
+    for step, value in ((1, x), (2, y)):
+        store.save({"model": {"embedding": value}}, step=step, run="half")
+    asymcheck.merge(store, [1, 2], run="half", method="slerp", t=0.25)
+    x, y = x.double(), y.double()
+    angle = torch.acos((x * y).sum() / x.norm() / y.norm())
+    expected = (torch.sin(0.75 * angle) * x + torch.sin(0.25 * angle) * y) / torch.sin(angle)
+    torch.testing.assert_close(merged_model(store)["embedding"], expected.float(), rtol=1e-6, atol=1e-7)
+
+
 def test_memory_limit_does_not_change_the_result(store: asymcheck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test reads of a partition in several parts."""
     asymcheck.merge(store, STEPS)

@@ -93,26 +93,25 @@ class _Newest:
 
     def __init__(self, store: Store, run: str, publisher: Publisher) -> None:
         self._store, self._run, self._publisher = store, run, publisher
-        self._published: str | None = None
+        # Newest checkpoint at the last look. If it is damaged, an older one was published in its place.
+        self._seen: str | None = None
 
     def publish(self, step: int | str | None) -> dict[str, object]:
         """Publish a checkpoint; return the document."""
         restored = self._store.restore(step, tensors=self._publisher.rules.tensors, run=self._run)
         for reason in restored.skipped:
             output.note(f"skipped {reason}")
-        self._published = restored.checkpoint.save_id
         release = self._publisher.publish(restored.state, restored.checkpoint.step)
         return {"location": self._publisher.rules.location, **dataclasses.asdict(release)}
 
     def publish_newer(self) -> None:
         """Publish the newest checkpoint if this process or an earlier one has not published it."""
         checkpoints = [row for row in self._store.checkpoints(self._run) if row.on_line and row.complete]
-        if not checkpoints or checkpoints[-1].save_id == self._published:
+        if not checkpoints or checkpoints[-1].save_id == self._seen:
             return
-        if self._published is None and self._publisher.last_step() == checkpoints[-1].step:
-            self._published = checkpoints[-1].save_id
-            return
-        _show_release(self.publish(None))
+        if self._seen is not None or self._publisher.last_step() != checkpoints[-1].step:
+            _show_release(self.publish(None))
+        self._seen = checkpoints[-1].save_id
 
 
 def _show_release(document: dict[str, object]) -> None:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from asymcheck import Publish, Publisher, Store, Subscriber
+from asymcheck.cli.publish_commands import _Newest
 from tests.cli.conftest import run_command as call
 from tests.docs.pages import ROOT, blocks_of
 from tests.publish.loops import run_script
@@ -91,3 +92,23 @@ def test_commands_publish_and_write_a_file(tmp_path: Path) -> None:
     assert call("publish", store, "--to", releases, "--tensors", "x.*").status == 2
     assert call("publish", store, "--to", releases, "--follow", "--step", 5).status == 2
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_follow_publishes_once_where_the_newest_checkpoint_is_damaged(tmp_path: Path) -> None:
+    """Test that an older checkpoint, published in place of a damaged one, is not published at every look."""
+    with Store.open(tmp_path / "store", create=True) as opened:
+        opened.save({"model": {"weight": torch.randn(100_000)}}, step=1)
+        first = set((tmp_path / "store" / "packs").iterdir())
+        opened.save({"model": {"weight": torch.randn(100_000)}}, step=2)
+    for pack in set((tmp_path / "store" / "packs").iterdir()) - first:
+        with pack.open("r+b") as file:
+            file.seek(5000)
+            file.write(b"x" * 30_000)
+    rules = Publish(str(tmp_path / "releases"))
+    with Store.open(tmp_path / "store", read_only=True) as opened, Publisher(rules, opened) as publisher:
+        newest = _Newest(opened, "default", publisher)
+        for _ in range(3):
+            newest.publish_newer()
+        assert publisher.last_step() == 1
+    with Store.open(tmp_path / "releases") as releases:
+        assert [row.step for row in releases.checkpoints("release")] == [1]

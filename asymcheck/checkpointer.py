@@ -422,7 +422,8 @@ class Checkpointer:
                 is_begun = False
                 self._reporting.warn_of_step(step, error)
             self._unsaved = None if is_begun else (step, metrics)
-            self._publisher.step(step, self._state)
+            if not ends:
+                self._publisher.step(step, self._state)
             if is_begun:
                 self._reporting.warn_of_order(newest, step)
             if not ends:
@@ -611,7 +612,7 @@ class Checkpointer:
 
         Raises:
             LostCheckpointError: a checkpoint could not be stored, unless ``on_error`` is ``"warn"``.
-
+            PublishError: the last release failed, unless ``on_error`` is ``"warn"``.
             Preempted: the end of the process was announced, and no :meth:`step` has ended the training since.
 
         Warns:
@@ -637,18 +638,24 @@ class Checkpointer:
                     self._run_lock.close()
                     if self._coordinator is not None:
                         self._coordinator.close()
-        finally:
-            # All checkpoints are durable now, so a signal may interrupt the uploads.
-            left_s = None if self._preemption is None else self._preemption.left_s()
-            try:
-                self._publisher.close()
-            finally:
-                if left_s is None:
-                    self._pusher.close()
-                else:
-                    self._pusher.close_before_kill(left_s)
-                if self._preemption is not None:
-                    self._preemption.close()
+        except BaseException as error:
+            close_after(error, self._close_uploads)
+            raise
+        self._close_uploads()
+
+    def _close_uploads(self) -> None:
+        """End uploads. All checkpoints are durable now, so a signal may interrupt them."""
+        with contextlib.ExitStack() as ending:
+            left_s = None
+            if self._preemption is not None:
+                ending.callback(self._preemption.close)
+                left_s = self._preemption.left_s()
+            # The checkpoint comes first, because a release in flight may take long.
+            ending.callback(self._publisher.close)
+            if left_s is None:
+                self._pusher.close()
+            else:
+                self._pusher.close_before_kill(left_s)
 
     def __enter__(self) -> Checkpointer:
         """Return itself."""

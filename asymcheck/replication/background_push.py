@@ -32,7 +32,7 @@ from asymcheck.errors import (
 )
 from asymcheck.events import relay
 from asymcheck.gc.retention_runner import MaintenanceThread
-from asymcheck.policies.push_selection import check_seconds, due, held
+from asymcheck.policies.push_selection import Push, check_seconds, due, held
 from asymcheck.policies.retention import Retention
 from asymcheck.replication.checkpoint_cache import CheckpointCache
 from asymcheck.replication.push_loop import GIVE_UP_S, RETRY_S
@@ -323,36 +323,59 @@ class BackgroundPush:
         """
         if self._job is None or self._thread is None:
             return PushStatistics()
-        rules = self._job.rules
-        limit_s = rules.close_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
-        if not self._request.is_closing:
-            self._end(self._thread, limit_s)
-            now = self.statistics()
-            if now.backlog:
-                warn_user(
-                    f"run {self._job.run!r}: {now.backlog} checkpoints were not pushed to {rules.remote} "
-                    f"({now.problem or 'no time was left'}); the next training that pushes there sends them, or "
-                    "asymcheck push --all does",
-                    UnreachableRemoteWarning,
-                )
-            elif now.problem and self._lease.phase != "refused":
-                warn_user(f"run {self._job.run!r}, pushed to {rules.remote}: {now.problem}", UnreachableRemoteWarning)
+        limit_s = self._job.rules.close_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
+        self._close(limit_s)
         return self.statistics()
 
     def close_before_kill(self, left_s: float) -> None:
         """Push the newest checkpoint even if no rule selects it, then :meth:`close`, within ``left_s`` seconds."""
-        deadline_s, job = time.monotonic() + left_s, self._job
-        if job is not None and self._is_open and (job.rules.every, job.rules.every_s, job.rules.best) != (None,) * 3:
-            newest = dataclasses.replace(job.rules, every=None, every_s=None, best=None, keep=Retention(keep_last=1))
-            only_newest = dataclasses.replace(job, rules=newest, prunes=False)
-            BackgroundPush(self._local, only_newest).start().close(left_s)
-        self.close(max(deadline_s - time.monotonic(), 0.0))
+        end_s, job = time.monotonic() + left_s, self._job
+        if job is None or not self._is_open:
+            return
+        newest = dataclasses.replace(job.rules, every=None, every_s=None, best=None, keep=Retention(keep_last=1))
+        try:
+            # While another training has the lease, nothing is pushed.
+            if not self.lease.is_taken and not self._sends_first(newest):
+                other = BackgroundPush(self._local, dataclasses.replace(job, rules=newest, prunes=False)).start()
+                # The child of this push needs time to release the lease.
+                other._close(max(left_s - GIVE_UP_S, 0.0), is_killed=True)  # noqa: SLF001 - of this class
+        finally:
+            self._close(max(end_s - time.monotonic(), 0.0), is_killed=True)
 
-    def _end(self, thread: threading.Thread, limit_s: float | None) -> None:
+    def _sends_first(self, newest: Push) -> bool:
+        """Tell whether the child sends the checkpoint that ``newest`` selects, or begins with it."""
+        with self._turn, contextlib.suppress(AsymcheckError):
+            waiting, sending = self._waiting(), self._now.sending
+            local = [] if self._known is None else list(self._known.refresh())
+            wanted = [row.save_id for row in due(newest, local, (), time.time_ns())]
+            return wanted[-1:] == waiting[-1:] and sending in (None, *wanted)
+        return False
+
+    def _close(self, limit_s: float | None, *, is_killed: bool = False) -> None:
+        """End once, and warn. With ``is_killed``, the end takes at most ``limit_s``."""
+        job, thread = self._job, self._thread
+        if job is None or thread is None or self._request.is_closing:
+            return
+        self._end(thread, limit_s, is_killed=is_killed)
+        now = self.statistics()
+        if now.backlog:
+            counted = "1 checkpoint was" if now.backlog == 1 else f"{now.backlog} checkpoints were"
+            warn_user(
+                f"run {job.run!r}: {counted} not pushed to {job.rules.remote} ({now.problem or 'no time was left'}); "
+                "the next training that pushes there sends them, or asymcheck push --all does",
+                UnreachableRemoteWarning,
+            )
+        elif now.problem and self._lease.phase != "refused":
+            warn_user(f"run {job.run!r}, pushed to {job.rules.remote}: {now.problem}", UnreachableRemoteWarning)
+
+    def _end(self, thread: threading.Thread, limit_s: float | None, *, is_killed: bool) -> None:
+        grace_s = GIVE_UP_S + _ANSWER_S
+        if is_killed and limit_s is not None:
+            limit_s, grace_s = max(limit_s - GIVE_UP_S, 0.0), min(limit_s, GIVE_UP_S)
         self._ask(is_closing=True, close_s=limit_s)
         with self._turn:
             self._look()
-            grace_s = GIVE_UP_S + _ANSWER_S + (0.0 if self._has_begun else _START_S)
+            grace_s += 0.0 if self._has_begun or is_killed else _START_S
         thread.join(None if limit_s is None else min(limit_s + grace_s, threading.TIMEOUT_MAX))
         process, self._is_given_up = self._process, True
         if thread.is_alive() and process is not None:
@@ -400,7 +423,8 @@ class BackgroundPush:
         if found.failure is not None and found.answered < 0:
             return found.failure.error()
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        return GivenUpError(f"the process that pushes to {remote} {how}; another one begins in {RETRY_S:.0f} s")
+        again = "" if self._request.is_closing else f"; another one begins in {RETRY_S:.0f} s"
+        return GivenUpError(f"the process that pushes to {remote} {how}{again}")
 
     @contextlib.contextmanager
     def _started(self, job: PushJob) -> Iterator[subprocess.Popen[bytes]]:

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import asymcheck
-from asymcheck import Checkpointer, Publish, Publisher, Store, Subscriber
+from asymcheck import Checkpointer, Grace, Publish, Publisher, Store, Subscriber
 from asymcheck.errors import (
     InconsistentCheckpointError,
     InvalidInputError,
+    LostCheckpointWarning,
     NotFoundError,
+    Preempted,
     PublishError,
     SkippedCheckpointWarning,
     StateMismatchError,
@@ -311,6 +313,25 @@ def test_training_publishes_in_the_background(tmp_path: Path) -> None:
     with Store.open(location, read_only=True) as opened:
         published = opened.values(run="release")[0]
     assert published.metrics["training_step"] == steps[-1]
+
+
+def test_failed_release_hides_no_other_end(tmp_path: Path) -> None:
+    """Test a release that fails before the training is told to end, and one before a callback raises at the close."""
+
+    def failing(_report: object) -> None:
+        raise RuntimeError("callback")
+
+    rules = Publish("file:///proc/nope")
+    with Store.open(tmp_path / "store", create=True) as store:
+        told = Checkpointer(store, {"model": model()}, every=1, publish=rules, save_on_signal=Grace(signals=()))
+        told.step(0)
+        told.preempt(20.0)
+        with pytest.raises(Preempted), pytest.warns(LostCheckpointWarning, match="PublishError: step 0"):
+            told.step(1)
+        other = Checkpointer(store, {"model": model()}, every=1, run="other", publish=rules, on_checkpoint=failing)
+        other.step(0)
+        with pytest.raises(RuntimeError), pytest.warns(LostCheckpointWarning, match="PublishError: step 0"):
+            other.close()
 
 
 def test_failed_release_is_reported_to_the_training(tmp_path: Path) -> None:

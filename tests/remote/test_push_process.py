@@ -32,6 +32,7 @@ from asymcheck.events import Interval, watch
 from asymcheck.replication import background_push as module
 from asymcheck.replication.background_push import BackgroundPush
 from asymcheck.replication.push_status import Failure, decoded, encoded
+from asymcheck.replication.run_lease import LeaseStatus
 from tests.remote.conftest import CONFIG, by_process, check_location, config, lose_packs, state_of
 from tests.zygote import REPOSITORY, wait_until
 
@@ -437,3 +438,35 @@ def test_process_has_low_priority(store: Path, folder: str) -> None:
         assert "memfd:" in os.readlink(f"/proc/{pid}/fd/0")
         pushing.close()
         assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize("every", [1, 1000], ids=["selected", "not selected"])
+def test_end_before_a_kill_sends_the_newest_checkpoint_once(store: Path, folder: str, every: int) -> None:
+    """Test that no second process sends a checkpoint with which the first one begins."""
+    sent: list[object] = []
+    note = watch(lambda interval: sent.append(interval.detail["step"]) if interval.name == "push" else None)
+    with note, Store.open(store, config=CONFIG) as opened:
+        by_process(opened, folder, every=every).close_before_kill(60.0)
+    assert sent == ([2, 1] if every == 1 else [2])
+    check_location(folder, *sorted(sent))  # type: ignore[type-var]  # integers
+
+
+def test_end_before_a_kill_keeps_its_time_limit(store: Path, folder: str) -> None:
+    """Test a process that does not answer: no grace is added to the time that is left."""
+    with Store.open(store, config=CONFIG) as opened:
+        pushing = by_process(opened, folder, every=1)
+        with stopped(pushing):
+            began = time.monotonic()
+            with pytest.warns(UnreachableRemoteWarning, match="2 checkpoints were not pushed"):
+                pushing.close_before_kill(0.5)
+            assert time.monotonic() - began < 2.5
+
+
+def test_end_before_a_kill_sends_nothing_without_the_lease(store: Path, folder: str) -> None:
+    """Test a run that another training has taken over: its newest checkpoint may not become that of the location."""
+    with Store.open(store, config=CONFIG) as opened:
+        pushing = by_process(opened, folder, every=1000)
+        pushing.wait()
+        pushing._lease = LeaseStatus("lost")
+        pushing.close_before_kill(30.0)
+    assert not Path(folder.removeprefix("file://")).exists()

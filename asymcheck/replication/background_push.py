@@ -99,6 +99,8 @@ class BackgroundPush:
         self._folder: Path | None = None
         self._watched: Watched | None = None
         self._has_begun = self._is_awaited = self._is_given_up = False
+        # Whether the current child lacks a request, because the file system of its folder is full.
+        self._is_deaf = False
         # Status of the current child, and of the last child that has listed the location.
         self._now, self._view = PushStatus(), PushStatus()
         self._lease = LeaseStatus()
@@ -194,15 +196,19 @@ class BackgroundPush:
         """Change the request, and write it for the child."""
         with self._turn:
             self._request = dataclasses.replace(self._request, **changes)  # type: ignore[arg-type]  # as named
-            self._write_request()
+            try:
+                self._write_request()
+            except OSError:
+                # The next child uses another file system, and gets the request.
+                self._is_deaf = True
+                if self._process is not None:
+                    self._process.kill()
             self._turn.notify_all()
 
     def _write_request(self) -> None:
         # In a forked process, the child belongs to the parent.
         if self._folder is not None and self._pid == os.getpid():
-            # The child may just have ended; the next one gets the request, too.
-            with contextlib.suppress(OSError):
-                write(self._folder / REQUEST, self._request)
+            write(self._folder / REQUEST, self._request)
 
     def wait(self, *, raises: bool = True) -> None:
         """Wait until all checkpoints that are due now are at the remote location; on failure raise, or warn.
@@ -214,10 +220,12 @@ class BackgroundPush:
         if self._job is None or self._thread is None:
             return
         with self._turn:
-            number, ends = self._request.waits + 1, self._ends
+            number = self._request.waits + 1
             # End the pause before the next attempt.
             self._is_awaited = True
             self._ask(waits=number)
+            # The end of a child without the request is no answer.
+            ends = self._ends + self._is_deaf
         while True:
             with self._turn:
                 status = self._look()
@@ -393,7 +401,7 @@ class BackgroundPush:
                 is_last = is_last or failure is None or self._is_given_up
                 if failure is not None:
                     self._note_end(failure)
-                self._is_awaited = False
+                self._is_awaited &= self._is_deaf
                 self._turn.notify_all()
                 if not is_last:
                     self._turn.wait_for(lambda: self._is_awaited or self._request.is_closing, RETRY_S)
@@ -435,9 +443,12 @@ class BackgroundPush:
         folder = Path(tempfile.mkdtemp(prefix="asymcheck-push-", dir=memory if is_usable else None))
         try:
             with self._turn:
-                self._folder, self._watched, self._has_begun = folder, Watched(folder / STATUS), False
+                self._folder, self._watched = folder, Watched(folder / STATUS)
+                self._has_begun = self._is_deaf = False
                 self._write_request()
             self._process = _start(folder, dataclasses.replace(job, statistics=self._now.statistics))
+            if self._is_deaf:
+                self._process.kill()
             yield self._process
         finally:
             with self._turn:

@@ -470,3 +470,32 @@ def test_end_before_a_kill_sends_nothing_without_the_lease(store: Path, folder: 
         pushing._lease = LeaseStatus("lost")
         pushing.close_before_kill(30.0)
     assert not Path(folder.removeprefix("file://")).exists()
+
+
+@pytest.mark.slow
+def test_request_reaches_another_process_where_the_file_system_is_full(
+    store: Path, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test waits and the end of a training whose ring has filled the file system of the request file."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a file system")
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(memory)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    monkeypatch.setenv(RING_FOLDER_VARIABLE, str(memory))
+    try:
+        with Store.open(store, config=CONFIG) as opened:
+            pushing = by_process(opened, folder)
+            pushing.wait()
+            with contextlib.suppress(OSError), (memory / "ballast").open("wb", buffering=0) as ballast:
+                while True:
+                    ballast.write(bytes(4096))
+            opened.save(state_of(3), step=3)
+            pushing.wait()
+            assert pushing.close().backlog == 0
+        assert [path.name for path in memory.iterdir()] == ["ballast"]
+    finally:
+        subprocess.run(["umount", "-l", str(memory)], check=True)
+    check_location(folder, 1, 2, 3)

@@ -175,8 +175,11 @@ class Publisher:
             saved = save(tier, catalog, self._encoder, flatten(copies), request, self._place, earlier=earlier)
             self._newest, self._earlier, self._deltas = saved.ref, saved.state, deltas
             self._snapshot.keep()
-            written = saved.written_bytes if self._location is None else self._send(saved.ref)
-        self._prune()
+            try:
+                written = saved.written_bytes if self._location is None else self._send(saved.ref)
+            finally:
+                # Otherwise a location that accepts no upload lets the spool grow without limit.
+                self._prune()
         return Release(number, step, saved.state_bytes, written, deltas)
 
     def _place(self) -> LineagePosition:

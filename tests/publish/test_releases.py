@@ -358,3 +358,17 @@ def test_failed_release_is_reported_to_the_training(tmp_path: Path) -> None:
         assert [row.step for row in store.checkpoints()] == [0, 1, 2, 3]
     with Store.open(location, read_only=True) as opened:
         assert opened.values(run="release")[0].metrics["training_step"] == 3
+
+
+def test_failed_uploads_leave_a_bounded_spool(tmp_path: Path) -> None:
+    """Test a remote location that lists its releases, but accepts no further pack."""
+    remote = tmp_path / "remote"
+    with Store.open(tmp_path / "spool", create=True) as spool:
+        with Publisher(Publish(f"file://{remote}", keep=2), spool) as publisher:
+            publisher.publish({"model": {"w": torch.randn(10_000)}}, 0)
+            shutil.rmtree(remote / "packs")
+            (remote / "packs").touch()
+            for step in range(1, 5):
+                with pytest.raises(StorageError):
+                    publisher.publish({"model": {"w": torch.randn(10_000)}}, step)
+        assert len(spool.checkpoints("release")) == 2

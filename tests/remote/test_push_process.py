@@ -443,12 +443,12 @@ def test_process_has_low_priority(store: Path, folder: str) -> None:
 @pytest.mark.parametrize("every", [1, 1000], ids=["selected", "not selected"])
 def test_end_before_a_kill_sends_the_newest_checkpoint_once(store: Path, folder: str, every: int) -> None:
     """Test that no second process sends a checkpoint with which the first one begins."""
-    sent: list[object] = []
-    note = watch(lambda interval: sent.append(interval.detail["step"]) if interval.name == "push" else None)
+    sent: list[int] = []
+    note = watch(lambda interval: sent.append(int(interval.detail["step"])) if interval.name == "push" else None)
     with note, Store.open(store, config=CONFIG) as opened:
         by_process(opened, folder, every=every).close_before_kill(60.0)
     assert sent == ([2, 1] if every == 1 else [2])
-    check_location(folder, *sorted(sent))  # type: ignore[type-var]  # integers
+    check_location(folder, *sorted(sent))
 
 
 def test_end_before_a_kill_keeps_its_time_limit(store: Path, folder: str) -> None:

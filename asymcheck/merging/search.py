@@ -106,31 +106,32 @@ def search(  # noqa: PLR0913 - arguments of merge()
         raise InvalidInputError(f"evaluation command {evaluation.command!r} has no {FOLDER}; add it as an argument")
     ranges = _ranges(method, len(steps), evaluation)
     names = [item if isinstance(item, SourceName) else SourceName(store, item) for item in steps]
-    start = None if base is None or isinstance(base, SourceName) else SourceName(store, base)
-    base = start or base
-    study = _study(evaluation, [method, run, *(f"{item.store.location} {item.name}" for item in names)])
+    start = base if base is None or isinstance(base, SourceName) else SourceName(store, base)
+    given = [*names, *([] if start is None else [start])]
+    subject = [method, run, str(evaluation.part), *(f"{item.store.location} {item.name}" for item in given)]
+    study = _study(evaluation, subject)
     optuna: Any = _optuna()
     complete = (optuna.trial.TrialState.COMPLETE,)
 
     def settings_of(parameters: Mapping[str, float]) -> dict[str, Any]:
         if method != "weighted":
             return dict(parameters)
-        given = [parameters[name] for name in ranges]
-        return {"weights": tuple([1 - given[0], given[0]] if len(names) == _PAIR else given)}
+        shares = [parameters[name] for name in ranges]
+        return {"weights": tuple([1 - shares[0], shares[0]] if len(names) == _PAIR else shares)}
 
     while len(study.get_trials(states=complete)) < evaluation.trials:
         trial = study.ask()
         settings = settings_of({name: trial.suggest_float(name, *bounds) for name, bounds in ranges.items()})
         with _failing(study, trial, optuna.trial.TrialState.FAIL), _folder(store) as folder:
             with Store.open(folder / "store", config=store.resources.tier.config, create=True) as scratch:
-                merge(scratch, names, method=method, base=base, run=run, **settings)
+                merge(scratch, names, method=method, base=start, run=run, **settings)
                 output = Output(folder / "model", files_from=evaluation.files_from)
                 export_checkpoint(scratch, output, run=MERGED_RUN, part=evaluation.part)
             value = _evaluated(evaluation.command, folder / "model")
         study.tell(trial, value)
         note(trial.number, value, settings)
     settings = settings_of(study.best_params)
-    merged = merge(store, names, method=method, base=base, run=run, to_run=to_run, step=step, **settings)
+    merged = merge(store, names, method=method, base=start, run=run, to_run=to_run, step=step, **settings)
     return Searched(merged, study.best_value, len(study.get_trials(states=complete)), settings)
 
 

@@ -82,3 +82,13 @@ def test_a_failing_evaluation_is_named(
         search(pair, [0, 1], Evaluation(words, tmp_path / "study.log", trials=2), method=method)
     with asymcheck.Store.open(pair.path, read_only=True) as opened:
         assert opened.runs() == ["default"]
+
+
+@pytest.mark.slow
+def test_a_search_with_another_base_has_its_own_trials(pair: asymcheck.Store, command: str, tmp_path: Path) -> None:
+    """Test that results of one base do not count for another one in the same file."""
+    seen: list[float] = []
+    evaluation = Evaluation(command, tmp_path / "study.log", trials=1)
+    for base in (0, 1):
+        search(pair, [0, 1], evaluation, method="ties", base=base, note=lambda _number, value, _: seen.append(value))
+    assert len(seen) == 2

@@ -315,6 +315,7 @@ def test_training_publishes_in_the_background(tmp_path: Path) -> None:
     assert published.metrics["training_step"] == steps[-1]
 
 
+@pytest.mark.slow
 def test_failed_release_hides_no_other_end(tmp_path: Path) -> None:
     """Test a release that fails before the training is told to end, and one before a callback raises at the close."""
 
@@ -360,6 +361,7 @@ def test_failed_release_is_reported_to_the_training(tmp_path: Path) -> None:
         assert opened.values(run="release")[0].metrics["training_step"] == 3
 
 
+@pytest.mark.slow
 def test_failed_uploads_leave_a_bounded_spool(tmp_path: Path) -> None:
     """Test a remote location that lists its releases, but accepts no further pack."""
     remote = tmp_path / "remote"

@@ -440,6 +440,7 @@ def test_process_has_low_priority(store: Path, folder: str) -> None:
         assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 1000], ids=["selected", "not selected"])
 def test_end_before_a_kill_sends_the_newest_checkpoint_once(store: Path, folder: str, every: int) -> None:
     """Test that no second process sends a checkpoint with which the first one begins."""

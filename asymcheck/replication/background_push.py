@@ -385,9 +385,11 @@ class BackgroundPush:
             self._look()
             grace_s += 0.0 if self._has_begun or is_killed else _START_S
         thread.join(None if limit_s is None else min(limit_s + grace_s, threading.TIMEOUT_MAX))
-        process, self._is_given_up = self._process, True
-        if thread.is_alive() and process is not None:
-            process.kill()
+        self._is_given_up = True
+        if thread.is_alive():
+            # The thread kills a child that is just starting.
+            if (process := self._process) is not None:
+                process.kill()
             thread.join(GIVE_UP_S)
 
     def _work(self, job: PushJob) -> None:
@@ -447,7 +449,7 @@ class BackgroundPush:
                 self._has_begun = self._is_deaf = False
                 self._write_request()
             self._process = _start(folder, dataclasses.replace(job, statistics=self._now.statistics))
-            if self._is_deaf:
+            if self._is_deaf or self._is_given_up:
                 self._process.kill()
             yield self._process
         finally:

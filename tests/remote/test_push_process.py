@@ -500,3 +500,17 @@ def test_request_reaches_another_process_where_the_file_system_is_full(
     finally:
         subprocess.run(["umount", "-l", str(memory)], check=True)
     check_location(folder, 1, 2, 3)
+
+
+def test_end_without_time_leaves_no_folder(
+    store: Path, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test an end before the process has started."""
+    monkeypatch.setenv(RING_FOLDER_VARIABLE, str(tmp_path))
+    before = set(tmp_path.iterdir())
+    with Store.open(store, config=CONFIG) as opened:
+        pushing = by_process(opened, folder, every=1)
+        with pytest.warns(UnreachableRemoteWarning):
+            pushing.close_before_kill(0.0)
+        assert set(tmp_path.iterdir()) == before
+        assert pushing._process is None

@@ -301,7 +301,7 @@ def test_a_killed_merge_leaves_no_half_result(store: asymcheck.Store, method: st
             time.sleep(numbers.uniform(0.01, 0.5))
             child.send_signal(signal.SIGKILL)
         with asymcheck.Store.open(path, config=CONFIG) as opened:
-            assert [finding for finding in opened.verify() if finding.severity != "note"] == []
+            assert [finding for finding in opened.verify() if finding.severity != "hint"] == []
             assert {item.complete for item in opened.checkpoints()} == {True}
             asymcheck.merge(opened, STEPS)
             assert torch.equal(merged_model(opened)["embedding"], mean_of("embedding").float())

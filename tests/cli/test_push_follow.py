@@ -45,11 +45,12 @@ def test_follow_pushes_new_checkpoints_until_a_signal(tmp_path: Path, number: si
     assert [line.split(":")[1] for line in lines] == [" sent step 2", " sent step 4"]
     assert all("0 checkpoints waiting" in line and "/s; " in line for line in lines)
     report = json.loads(output)
-    assert (process.returncode, [name.split(" (")[0] for name in report["committed"]], rest) == (
+    assert (process.returncode, [name.split(" (")[0] for name in report["committed"]]) == (
         0,
         ["run default, step 2", "run default, step 4"],
-        "",
     )
+    # A signal in the middle of a line prints it again.
+    assert rest in {"", lines[-1]}
     jsonschema.validate(report, json.loads((REPOSITORY / "docs/schemas/push.json").read_text("utf-8")))
     check_location(f"file://{tmp_path}/remote", 2, 4)
 

@@ -1,5 +1,6 @@
-"""Test SIGTERM during a fit of Lightning and a training of transformers."""
+"""Test SIGTERM during a fit of Lightning and a training of transformers, each in a process of its own."""
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -13,14 +14,14 @@ from asymcheck import Store
 from asymcheck.errors import Preempted
 from asymcheck.integrations import lightning, transformers
 from tests.integrations import small_fit, small_trainer
+from tests.zygote import Zygote
 
 
-@pytest.fixture(autouse=True)
-def _handler() -> Iterator[None]:
-    """Restore the handler of SIGTERM: the process of a real training ends instead."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """Start the parent of the trainings."""
+    with contextlib.closing(Zygote(tmp_path_factory.mktemp("zygote"), "asymcheck", __name__)) as parent:
+        yield parent
 
 
 class _Lightning(Callback):
@@ -35,25 +36,38 @@ class _Transformers(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.slow
-def test_lightning_saves_the_step_of_the_signal(tmp_path: Path) -> None:
-    """Test a fit, in which Lightning sets its own handler of SIGTERM."""
-    with Store.open(tmp_path / "store", create=True) as store:
+def fit(path: str) -> None:
+    """Fit with Lightning until the signal. Runs in a child."""
+    with Store.open(Path(path) / "store", create=True) as store:
         callback = lightning.AsymcheckCallback(store, every=1000, save_on_signal=True)
         with pytest.raises(Preempted) as ended:
-            small_fit.fit(tmp_path, callback, _Lightning())
-        assert (ended.value.code, ended.value.step) == (143, 5)
-        assert store.checkpoints()[-1].step == 5
+            small_fit.fit(Path(path), callback, _Lightning())
+        _check(store, ended.value)
 
 
-@pytest.mark.slow
-def test_transformers_saves_the_step_of_the_signal(tmp_path: Path) -> None:
-    """Test a training whose checkpoint is captured at the start of the next step."""
-    trainer = small_trainer.make_trainer(tmp_path)
-    with Store.open(tmp_path / "store", create=True) as store:
+def train(path: str) -> None:
+    """Train with transformers until the signal. Runs in a child."""
+    trainer = small_trainer.make_trainer(Path(path))
+    with Store.open(Path(path) / "store", create=True) as store:
         callback = transformers.AsymcheckCallback(store, every=1000, save_on_signal=True)
         trainer.add_callback(_Transformers())
         with pytest.raises(Preempted) as ended:
             trainer.train(resume_from_checkpoint=callback.resume(trainer))
-        assert (ended.value.code, ended.value.step) == (143, 5)
-        assert store.checkpoints()[-1].step == 5
+        _check(store, ended.value)
+
+
+def _check(store: Store, ended: Preempted) -> None:
+    assert (ended.code, ended.step) == (143, 5)
+    assert store.checkpoints()[-1].step == 5
+
+
+@pytest.mark.slow
+def test_lightning_saves_the_step_of_the_signal(zygote: Zygote, tmp_path: Path) -> None:
+    """Test a fit, in which Lightning sets its own handler of SIGTERM."""
+    zygote.start(fit, path=str(tmp_path)).finish()
+
+
+@pytest.mark.slow
+def test_transformers_saves_the_step_of_the_signal(zygote: Zygote, tmp_path: Path) -> None:
+    """Test a training whose checkpoint is captured at the start of the next step."""
+    zygote.start(train, path=str(tmp_path)).finish()

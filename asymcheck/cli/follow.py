@@ -26,22 +26,14 @@ class RunView:
     """State of one run at one moment."""
 
     run: str
-    is_running: bool
-    """Whether a process holds a ring of the run."""
-    step: int | None
-    """Newest durable step on the line; None for none."""
-    age_s: float | None
-    """Time since the save of this step began [s]."""
-    every_s: float | None
-    """Time between the two newest checkpoints [s]."""
-    state_bytes: int
-    """Bytes of all tensors of the newest checkpoint."""
-    memory_step: int | None
-    """Newest step that is complete in memory."""
-    remote_step: int | None
-    """Newest step at the remote location; None also without one."""
-    waiting: int | None
-    """Checkpoints of the store that the remote location does not have; None without a location."""
+    is_running: bool  # whether a process holds a ring of the run
+    step: int | None  # newest durable step on the line; None for none
+    age_s: float | None  # time since the save of this step began [s]
+    every_s: float | None  # time between the two newest checkpoints [s]
+    state_bytes: int  # bytes of all tensors of the newest checkpoint
+    memory_step: int | None  # newest step that is complete in memory
+    remote_step: int | None  # newest step at the remote location; None also without one
+    waiting: int | None  # checkpoints of the store that the remote location does not have; None without a location
 
 
 def follow(location: str, run: str | None, ring_folder: Path, remote: str | None, *, as_json: bool) -> None:

@@ -51,18 +51,15 @@ show_remote_option = click.option(
 class Report:
     """Result of a command."""
 
-    document: object
-    """Document that ``--json`` prints."""
-    show: Callable[[], None]
-    """Callback that prints the result as text."""
+    document: object  # document that ``--json`` prints
+    show: Callable[[], None]  # callback that prints the result as text
     status: int = exit_status.OK
 
 
 class ReportCommand(click.Command):
     """A command with ``--json``."""
 
-    report: Callable[..., Report]
-    """Function that the command calls."""
+    report: Callable[..., Report]  # function that the command calls
 
     def document(self, words: list[str]) -> object:
         """Return the document that the command prints with ``--json``, for arguments as on the command line."""

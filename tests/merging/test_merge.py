@@ -286,7 +286,7 @@ with asymcheck.Store.open(sys.argv[1], config=CONFIG) as store:
 """
 
 
-@pytest.mark.slow(long=["20"])
+@pytest.mark.slow(long=["*-20"])
 @pytest.mark.parametrize(("method", "kills"), [("mean", 1), ("ties", 1), ("mean", 20), ("dare", 20)], ids=str)
 def test_a_killed_merge_leaves_no_half_result(store: asymcheck.Store, method: str, kills: int) -> None:
     """Test that after SIGKILL at a random time, every checkpoint of the run is complete and intact."""

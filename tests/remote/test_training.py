@@ -186,7 +186,7 @@ def test_end_is_bounded_in_time(store_path: Path, folder: str, monkeypatch: pyte
         checkpointer = Checkpointer(store, state, push=Push(folder, close_s=0.1), every=1, keep=None)
         train(checkpointer, state, 0)
         assert blocked.wait(60)
-        with pytest.warns(UnreachableRemoteWarning, match="1 checkpoints were not pushed .*no time was left"):
+        with pytest.warns(UnreachableRemoteWarning, match="1 checkpoint was not pushed .*no time was left"):
             checkpointer.close()
         checkpointer.close()
         check_state(store.load(), 0)

@@ -97,11 +97,12 @@ def test_interrupted_run_continues_with_unfinished_workloads(tmp_path: Path, mon
     assert not (tmp_path / "models.cells.jsonl").exists()
 
 
-def test_quick_figures_are_not_published() -> None:
+def test_quick_figures_are_not_published(capsys: pytest.CaptureFixture[str]) -> None:
     """Test that small sizes need another folder."""
     with pytest.raises(SystemExit) as error:
         results.main(["--quick", "--only", "durable"])
     assert error.value.code == 2
+    assert "--target" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_finished_cell_of_models_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,7 +191,7 @@ def test_unversioned_change_on_a_device_is_found_in_the_first_capture(
     state = {"weight": weight, "optimizer": optimizer}
     with (
         asymcheck.Store.open(tmp_path, create=True) as store,
-        warnings.catch_warnings(record=True, action="always", category=LostCheckpointWarning) as lost,
+        warnings.catch_warnings(record=True, action="always") as caught,
         asymcheck.Checkpointer(store, state, on_error="warn", every=1, keep=None) as checkpointer,
     ):
         for step in range(4):
@@ -201,11 +201,12 @@ def test_unversioned_change_on_a_device_is_found_in_the_first_capture(
             expected[step] = weight.detach().clone()
             device.run(lambda: weight.data[123_456].add_(1))
             checkpointer.wait()
-        told = [str(one.message) for one in lost]
-        # On a busy machine, a capture may be copied before the change, and is correct. A later capture is torn or
-        # discarded.
+        # On a busy machine, a capture may be copied before the change. It is correct, and only the fence finds the
+        # change.
+        assert {one.category for one in caught} <= {LostCheckpointWarning, CaptureWarning}
+        assert all("tensor weight changed" in str(one.message) for one in caught)
+        told = [str(one.message) for one in caught if one.category is LostCheckpointWarning]
         assert len(told) <= 1
-        assert all("tensor weight changed" in one for one in told)
         kept = [step for step in range(4) if not any(f"step {step} of" in one for one in told)]
         assert [checkpoint.step for checkpoint in store.checkpoints()] == kept
         for step in kept:

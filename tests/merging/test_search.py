@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,12 @@ print("loss", abs(load_file(sys.argv[1] + "/model.safetensors")["weight"][0].ite
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> asymcheck.Store:
+def pair(tmp_path: Path) -> Iterator[asymcheck.Store]:
     """Return a store with weights 0 and 1, whose best weight for the newer one is 0.75."""
-    store = asymcheck.Store.open(tmp_path / "stores" / "pair", create=True)
-    for step in (0, 1):
-        store.save({"model": {"weight": torch.full((100,), float(step))}}, step=step)
-    return store
+    with asymcheck.Store.open(tmp_path / "stores" / "pair", create=True) as store:
+        for step in (0, 1):
+            store.save({"model": {"weight": torch.full((100,), float(step))}}, step=step)
+        yield store
 
 
 @pytest.fixture
@@ -61,7 +62,6 @@ def test_an_interrupted_search_continues_to_the_best_weight(
     state = pair.load(run="merged")
     assert abs(state["model"]["weight"][0].item() - 0.75) == pytest.approx(found.best, abs=1e-6)  # type: ignore[index]  # a dict
     assert [path.name for path in (tmp_path / "stores").iterdir()] == ["pair"]
-    pair.close()
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,8 @@ class Saver:
         return flat_tensors(self.state)
 
 
+SETTLING = 2
+"""Untimed checkpoints at the start: the first sets up memory, threads or processes; asymcheck digests two in full."""
 _SETTLING_STEPS = 10
 """Maximum number of untimed steps after the first checkpoint."""
 
@@ -76,14 +78,13 @@ def untimed(every: int) -> int:
 def train(iterate: Callable[[int], object], saver: Saver, every: int, steps: int) -> float:
     """Train with a checkpoint every so many steps, or with none; return the mean seconds of ``steps`` iterations.
 
-    Run a first checkpoint, some steps without a checkpoint, and the wait for that checkpoint before the timed steps.
-    The first checkpoint of every system sets up memory, threads or processes, which a training does only once. The
-    first timed step begins a checkpoint.
+    Run :data:`SETTLING` checkpoints some steps apart, and wait for them, before the timed steps. A training pays for
+    them only once. The first timed step begins a checkpoint.
     """
     first = untimed(every)
     for step in range(first):
         iterate(step)
-        if step == 0:
+        if step in (0, first // SETTLING):
             saver.save(step)
     saver.drain()
     began = time.perf_counter()

@@ -179,6 +179,9 @@ def _rows(cell: Cell, measured: Measured) -> list[Row]:
     rows = [
         row(cell.scheme, f"slowdown, {label}", "x", measured.slowdowns),
         row(cell.scheme, f"visible stall, {label}", "ms", [one * 1e3 for one in measured.stalls]),
+        row(
+            cell.scheme, f"visible stall of the first two, {label}", "ms", [one * 1e3 for one in measured.first_stalls]
+        ),
         row(cell.scheme, f"visible stall p95, {label}", "ms", [_p95(measured.stalls) * 1e3]),
         row(cell.scheme, f"iteration, {label}", "ms", [measured.plain_s * 1e3]),
         row(cell.scheme, f"bytes a checkpoint, {label}", "MB", [measured.bytes_a_checkpoint / 1e6]),

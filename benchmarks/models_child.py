@@ -15,7 +15,7 @@ import torch
 
 from asymcheck.format.digest import digest
 from benchmarks import peers
-from benchmarks.async_peers import Saver, flat_tensors, process_group, train, untimed
+from benchmarks.async_peers import SETTLING, Saver, flat_tensors, process_group, train, untimed
 from benchmarks.schemes import NONE, SCHEMES, Scheme
 from benchmarks.zoo import SizeName, Training
 
@@ -46,6 +46,8 @@ class Measured:
     """Mean seconds of an iteration without checkpoints, measured before, between and after the rounds."""
     slowdowns: list[float]
     """Slowdown of each round, relative to the iterations without checkpoints before and after it."""
+    first_stalls: list[float]
+    """Stalls of the untimed checkpoints."""
     stalls: list[float]
     durable: list[float]
     errors: list[float]
@@ -113,15 +115,15 @@ def _measure(cell: Cell, where: Path) -> Measured:
         peak = _peak() - before
     tensors = flat_tensors(training.state)
     state_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors.values()}.values())
-    steps, count = untimed(cell.every) + cell.steps, 1 + len(range(0, cell.steps, cell.every))
+    steps, count = untimed(cell.every) + cell.steps, SETTLING + len(range(0, cell.steps, cell.every))
     spent_s = statistics.mean(one.processor_s for one in rounds) - plain.processor_s * steps
     return Measured(
         parameters=training.parameters,
         state_bytes=state_bytes,
         plain_s=statistics.mean(plain.means),
         slowdowns=[one.slowdown for one in rounds],
-        # The first checkpoint of every scheme sets up memory, threads or processes.
-        stalls=[stall for one in rounds for stall in one.saver.stalls[1:]],
+        first_stalls=[stall for one in rounds for stall in one.saver.stalls[:SETTLING]],
+        stalls=[stall for one in rounds for stall in one.saver.stalls[SETTLING:]],
         durable=[seconds for one in rounds for seconds in one.saver.durable],
         errors=[error for one in rounds for error in one.saver.errors],
         # A scheme that keeps only the newest checkpoints has fewer files than checkpoints.

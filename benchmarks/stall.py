@@ -28,7 +28,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 from benchmarks import async_peers, environment, peers
-from benchmarks.async_peers import ASYNC, OURS, SYNC, Factory, Saver, process_group
+from benchmarks.async_peers import ASYNC, OURS, SETTLING, SYNC, Factory, Saver, process_group
 from benchmarks.report import Report, Row, best, rotated, row
 
 _CONTEXT = 1024
@@ -111,6 +111,9 @@ def _rows(found: Mapping[str, _Result], plain: Sequence[float], plan: Plan, copy
     """Yield the measurements of one part, and its bounds for a state that one thread copies in ``copy_s``."""
     for name, result in found.items():
         yield row(name, f"visible stall, {plan.label}", "ms", [one * 1e3 for one in result.stalls])
+        yield row(
+            name, f"visible stall of the first two, {plan.label}", "ms", [one * 1e3 for one in result.first_stalls]
+        )
         yield row(name, f"time to durable, {plan.label}", "s", result.durable)
         yield row(name, f"slowdown, {plan.label}", "x", result.slowdowns)
     iteration_s = statistics.median(plain)
@@ -125,6 +128,8 @@ def _rows(found: Mapping[str, _Result], plain: Sequence[float], plan: Plan, copy
 class _Result:
     """Seconds of the checkpoints of one system in all rounds."""
 
+    first_stalls: list[float] = dataclasses.field(default_factory=list)
+    """Stalls of the untimed checkpoints of each round."""
     stalls: list[float] = dataclasses.field(default_factory=list)
     durable: list[float] = dataclasses.field(default_factory=list)
     slowdowns: list[float] = dataclasses.field(default_factory=list)
@@ -142,11 +147,11 @@ def _rounds(loop: _Loop, scratch: Path, plan: Plan) -> tuple[dict[str, _Result],
             saver, mean = _measured(loop, factories[name], scratch / "store", plan)
             plain.append(loop.time(Saver(loop.state, scratch), 0, short))
             result, slowdown = found[name], mean / statistics.mean(plain[-2:])
-            # Leave out the first checkpoint, as in the time of iterations.
-            result.stalls += saver.stalls[1:]
+            result.first_stalls += saver.stalls[:SETTLING]
+            result.stalls += saver.stalls[SETTLING:]
             result.durable += saver.durable
             result.slowdowns.append(slowdown)
-            worst = max(saver.stalls[1:]) * 1e3
+            worst = max(saver.stalls[SETTLING:]) * 1e3
             print(f"{name}, {plan.label}: at most {worst:.1f} ms, slowdown {slowdown:.3f}", flush=True)
     return found, plain
 

@@ -14,11 +14,12 @@ import bisect
 import contextlib
 import dataclasses
 import itertools
+import os
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -26,6 +27,7 @@ import torch
 from asymcheck.capture.device_copy import DeviceQueue, EagerCopies, Transfers
 from asymcheck.capture.device_sums import DeviceSums, checksum
 from asymcheck.errors import CaptureWarning, TornCaptureError, warn_user
+from asymcheck.executor import together
 from asymcheck.format.digest import digest
 from asymcheck.state.leaves import Leaf
 from asymcheck.state.partition_plan import Partition, Piece
@@ -40,6 +42,9 @@ ROUND = 16
 """Number of later captures that together digest all bytes."""
 _REMEMBERED = 1024
 """Number of recent captures that can be reported as suspects later."""
+_THREADS = 4
+"""Maximum number of threads that compute digests. More threads are limited by the bandwidth of the memory."""
+_BYTES_FOR_A_THREAD = 8 << 20
 _NAMED = 3
 """Maximum number of tensors that a message names."""
 
@@ -100,6 +105,7 @@ class SourceDigests:
     def take(self, numbers: Iterable[int], asides: EagerCopies) -> None:
         """Digest whole partitions. Those on one device are digested there, after its queued work."""
         on_device: dict[DeviceQueue, list[int]] = {}
+        on_host: list[int] = []
         for number in numbers:
             lane = self._transfers.device_of(number)
             if lane is not None:
@@ -108,10 +114,13 @@ class SourceDigests:
             # A device failure is raised again by the code that waits for the copies.
             with contextlib.suppress(RuntimeError):
                 self._transfers.catch_up([number])
+            on_host.append(number)
+        pieces = [piece for number in on_host for piece in self.partitions[number].pieces]
+        digests = iter(_digests_of(self._leaves, pieces))
+        for number in on_host:
             position = 0
             for piece in self.partitions[number].pieces:
-                kept = _SourceDigest(piece, position, digest(_bytes_of(self._leaves[piece.row], piece)))
-                self._sources.setdefault(number, []).append(kept)
+                self._sources.setdefault(number, []).append(_SourceDigest(piece, position, next(digests)))
                 position += piece.length
         for lane, there in on_device.items():
             sums = DeviceSums(lane, {number: self.partitions[number].pieces for number in there})
@@ -171,9 +180,9 @@ class SourceDigests:
                 # A pending device copy is only ordered after operations that were queued before.
                 if self._digests[number] is None and self._transfers.is_on_device(number):
                     self._torn.update(rows)
-        for number in self._sources if compare else ():
-            if not self._transfers.is_on_device(number):
-                changed.update(self._differing(number))
+        if compare:
+            on_host = [number for number in self._sources if not self._transfers.is_on_device(number)]
+            changed.update(self._differing(on_host))
         for sums in {*self._sums.values()} if compare else ():
             with contextlib.suppress(RuntimeError):
                 sums.fence(self._leaves)
@@ -198,13 +207,18 @@ class SourceDigests:
         self._sums = {}
         return [self.names[row] for row in changed]
 
-    def _differing(self, number: int) -> Iterator[tuple[int, None]]:
-        for source_digest in self._sources[number]:
-            leaf = self._leaves[source_digest.piece.row]
-            if digest(_bytes_of(leaf, source_digest.piece)) != source_digest.digest:
-                self._note_differing(number, source_digest.piece.row)
-                yield source_digest.piece.row, None
-            leaf.release()
+    def _differing(self, numbers: Sequence[int]) -> dict[int, None]:
+        """Return the rows of partitions in host memory that have other bytes than at the start of the capture."""
+        sources = [(number, source) for number in numbers for source in self._sources[number]]
+        found = _digests_of(self._leaves, [source.piece for _, source in sources])
+        rows: dict[int, None] = {}
+        for (number, source), now in zip(sources, found, strict=True):
+            if now != source.digest:
+                self._note_differing(number, source.piece.row)
+                rows[source.piece.row] = None
+        for row in {source.piece.row for _, source in sources}:
+            self._leaves[row].release()
+        return rows
 
     @property
     def torn(self) -> list[str]:
@@ -371,6 +385,23 @@ def _mark_of(leaf: Leaf) -> int:
         return 0
     # An int is not tracked by the Python garbage collector. Inference tensors have no version counter.
     return (source.data_ptr() << 64) + (0 if source.is_inference() else source._version)
+
+
+def _digests_of(leaves: Mapping[int, Leaf], pieces: Sequence[Piece]) -> list[Digest]:
+    """Return the digests of pieces, computed by several threads because the training waits."""
+    found: dict[int, Digest] = {}
+    left = deque(enumerate(pieces))
+
+    def work() -> None:
+        # Another thread may take the last piece.
+        with contextlib.suppress(IndexError):
+            while True:
+                number, piece = left.popleft()
+                found[number] = digest(_bytes_of(leaves[piece.row], piece))
+
+    share = sum(piece.length for piece in pieces) // _BYTES_FOR_A_THREAD
+    together(work, max(1, min(share, _THREADS, len(os.sched_getaffinity(0)))), "digest", left.clear)
+    return [found[number] for number in range(len(pieces))]
 
 
 def _bytes_of(leaf: Leaf, piece: Piece) -> bytes | memoryview:

@@ -184,6 +184,16 @@ def test_damage_met_in_use_is_noted_for_the_next_start(zygote: Zygote, tmp_path:
     assert any("stop all processes that use it: the next start rebuilds it" in end for end in met)
 
 
+def test_a_page_of_two_types_fails_the_commits_of_one_start(zygote: Zygote, tmp_path: Path) -> None:
+    """Test leaf pages that are also flagged as overflow pages, which LMDB reports as a failed write of each commit."""
+    template = tmp_path / "store"
+    data = _build(zygote, template, "compact")
+    leaf, overflow = 2, 4
+    pages = [page for page in range(2, len(data) // PAGE) if data[page * PAGE + 10] == leaf]
+    ends = _survives(zygote, template, [(page * PAGE + 10) * 8 + overflow.bit_length() - 1 for page in pages])
+    assert any("mdb_txn_commit" in end and "the next start rebuilds it" in end for end in ends)
+
+
 def test_catalog_that_kills_writers_kills_once(zygote: Zygote, tmp_path: Path) -> None:
     """Test a wrong page number, which LMDB checks when it writes the page; a scan does not detect it."""
     path = tmp_path / "store"

@@ -22,3 +22,18 @@ def test_one_process_has_one_mark_in_a_catalog(tmp_path: Path) -> None:
     second.put()
     second.take_back()
     assert list(folder.iterdir()) == []
+
+
+def test_a_mark_that_was_left_counts_as_dead(tmp_path: Path) -> None:
+    """Test the mark of a process whose last commit failed, seen by the same process before and after the next mark."""
+    folder = tmp_path / "open"
+    first, second = CatalogUsers(Files(), folder), CatalogUsers(Files(), folder)
+    first.put()
+    first.take_back(as_if_killed=True)
+    left = list(folder.iterdir())
+    assert len(left) == 1
+    assert second.other_marks() == (left, {})
+    second.put()
+    assert second.other_marks() == ([], {})
+    second.take_back()
+    assert list(folder.iterdir()) == []

@@ -6,6 +6,8 @@ LMDB maps its file without checksums. Damage can therefore read back as wrong va
 - After an unclean end, the catalog is rebuilt from the packs. If other processes use it, a child process checks it.
 - An error in use is recorded. The next start then moves the file aside and rebuilds the catalog.
 - A failed commit changes nothing, but LMDB then refuses all transactions. The next transaction reopens the environment.
+  If no later commit succeeds, the next start rebuilds the catalog, because LMDB reports some damage only as a failed
+  write.
 
 Transactions are not synced. They survive the death of the process, but not a power loss. After a power loss, the marks
 of the lost processes remain, because marks are durable before the first transaction. The next start then rebuilds the
@@ -235,19 +237,26 @@ class CatalogUsers:
         for folder in (self._folder, self._folder.parent, self._folder.parent.parent):
             self._files.sync_directory(folder)
 
-    def take_back(self) -> None:
-        """Remove the mark of this process. A mark that cannot be removed loses its lock, as after a kill."""
+    def take_back(self, *, as_if_killed: bool = False) -> None:
+        """Remove the mark of this process; with ``as_if_killed``, only unlock it. The next start then rebuilds.
+
+        A mark that cannot be removed is only unlocked, too.
+        """
         if self._own is not None:
             path, descriptor = self._own
             self._own = None
             try:
-                with contextlib.suppress(StorageError):
-                    self._files.unlink(path)
+                if not as_if_killed:
+                    with contextlib.suppress(StorageError):
+                        self._files.unlink(path)
             finally:
                 DESCRIPTORS.close(descriptor)
 
     def other_marks(self) -> tuple[list[Path], dict[Path, Owner]]:
-        """Return the marks of dead processes, and the marks of other living processes."""
+        """Return the marks of dead processes, and the marks of other living processes.
+
+        A mark that this process left when it closed the catalog counts as dead.
+        """
         dead: list[Path] = []
         alive: dict[Path, Owner] = {}
         own = self._path(process_identity.this_process())
@@ -257,7 +266,7 @@ class CatalogUsers:
             if not (pid.isdecimal() and ticks.isdecimal()):
                 continue
             owner = Owner(int(pid), int(ticks), boot_id, namespace)
-            if self.is_dead(owner):
+            if self.is_dead(owner) or (mark == own and self._own is None):
                 dead.append(mark)
             elif mark != own:
                 alive[mark] = owner
@@ -306,6 +315,7 @@ class Catalog:
         self._config = config
         self._thread_lock = threading.Lock()
         self._env: lmdb.Environment | None = None
+        self._has_commit_failed = False
         self._running = 0
         self._idle = threading.Condition()
         self._owner = process_identity.this_process()
@@ -317,7 +327,7 @@ class Catalog:
         with contextlib.ExitStack() as stack:
             stack.callback(DESCRIPTORS.close, self._lock_descriptor)
             stack.callback(DESCRIPTORS.close, self._waiting_descriptor)
-            stack.callback(self._marks.take_back)
+            stack.callback(self._take_mark_back)
             with self._writer_lock():
                 self._refuse_same_pid()
                 self._set_aside_if_damaged(rebuild=rebuild)
@@ -396,6 +406,8 @@ class Catalog:
             try:
                 with txn:
                     yield Transaction(txn, self._db)
+                if write:
+                    self._has_commit_failed = False
             finally:
                 with self._idle:
                     self._running -= 1
@@ -502,9 +514,10 @@ class Catalog:
             if isinstance(error, _NO_DAMAGE):
                 raise CatalogError(f"catalog {self.path}: {error}") from error
             if type(error) is lmdb.Error and "mdb_txn_commit" in str(error):
+                self._has_commit_failed = True
                 raise StorageError(
                     f"catalog {self.path}: {error}; nothing was committed: check the drive, then try again. If the "
-                    "drive has no errors, run asymcheck rebuild-catalog: the catalog may be damaged"
+                    "drive has no errors, the catalog may be damaged: the next start rebuilds it"
                 ) from error
             self._note_damage()
             raise CatalogError(
@@ -518,6 +531,9 @@ class Catalog:
         # LMDB reports a partial write to a full disk as an input/output error.
         exhausted = shutil.disk_usage(self.path).free < _NO_ROOM_BYTES
         return "No space left" in message or ("Input/output error" in message and exhausted)
+
+    def _take_mark_back(self) -> None:
+        self._marks.take_back(as_if_killed=self._has_commit_failed)
 
     def _note_damage(self) -> None:
         with contextlib.suppress(StorageError, OSError):
@@ -575,7 +591,7 @@ class Catalog:
         with contextlib.ExitStack() as stack:
             stack.callback(DESCRIPTORS.close, self._lock_descriptor)
             stack.callback(DESCRIPTORS.close, self._waiting_descriptor)
-            stack.callback(self._marks.take_back)
+            stack.callback(self._take_mark_back)
             stack.callback(self._close_environment)
             try:
                 with self._lmdb_errors():

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.utils import logging
 
 import asymcheck
 from asymcheck.publish.release import Release
@@ -50,11 +51,16 @@ class Plan:
 
 
 FULL = Plan(GPT2Config(), 32, 10, 3, 8)
-QUICK = Plan(GPT2Config(n_layer=2, n_embd=128, n_head=2, vocab_size=512, n_positions=32), 32, 5, 2, 4)
+QUICK = Plan(
+    GPT2Config(n_layer=2, n_embd=128, n_head=2, vocab_size=512, n_positions=32, bos_token_id=0, eos_token_id=0),
+    *(32, 5, 2, 4),
+)
 
 
 def run(folder: Path | None, *, quick: bool, plan: Plan | None = None) -> Report:
     """Measure in a temporary folder inside ``folder``."""
+    # The configuration names no loss, which is no mistake.
+    logging.set_verbosity_error()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         measured = _Publication(plan or (QUICK if quick else FULL), Path(scratch))
         with contextlib.closing(measured):

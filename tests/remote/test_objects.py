@@ -1,11 +1,13 @@
-"""Test locations in an object store, on a real S3 server: SeaweedFS."""
+"""Test locations in an object store, on real servers: SeaweedFS for S3, and Azurite for Azure Blob Storage."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import threading
 import traceback
 import uuid
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -16,22 +18,45 @@ from asymcheck.errors import InvalidInputError, ReadOnlyStoreError, StorageError
 from asymcheck.storage.remote.location import parse_location
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from tests.remote.conftest import CONFIG, REMOTE, check_location, check_state, config, save_steps
-from tools.local_objects import BUCKET, LocalObjects, Proxy, variables
+from tools import local_azure, local_objects
+from tools.local_azure import LocalAzure
+from tools.local_objects import BUCKET, LocalObjects, Proxy
 
 pytestmark = pytest.mark.slow
 
 
+Server = LocalObjects | LocalAzure
+
+
 def use(monkeypatch: pytest.MonkeyPatch, endpoint: str, user: str = "writer") -> None:
     """Make clients use a server."""
-    for name, value in variables(endpoint, user).items():
+    for name, value in {**local_objects.variables(endpoint, user), **local_azure.variables(endpoint)}.items():
         monkeypatch.setenv(name, value)
 
 
+@pytest.fixture(scope="session")
+def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalAzure]:
+    """Return an Azure server."""
+    if not local_azure.is_installed():
+        pytest.skip("Azurite is missing: make node")
+    with LocalAzure(tmp_path_factory.mktemp("azure") / "server") as server:
+        yield server
+
+
+@pytest.fixture(params=["objects", "azure"])
+def server(request: pytest.FixtureRequest) -> Server:
+    """Return each server."""
+    found = request.getfixturevalue(request.param)
+    assert isinstance(found, Server)
+    return found
+
+
 @pytest.fixture
-def bucket(objects: LocalObjects, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return an empty location in the bucket."""
-    use(monkeypatch, objects.endpoint)
-    return f"s3://{BUCKET}/tests/{uuid.uuid4().hex}"
+def bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return an empty location on the server."""
+    use(monkeypatch, server.endpoint)
+    top = f"s3://{BUCKET}" if isinstance(server, LocalObjects) else f"az://{local_azure.CONTAINER}"
+    return f"{top}/tests/{uuid.uuid4().hex}"
 
 
 def push(store: Path, location: str) -> None:
@@ -49,7 +74,7 @@ def test_checkpoints_return_from_an_object_store(store: Path, bucket: str, tmp_p
         check_state(other.load(2), 2)
 
 
-def test_sixteen_writers_of_one_name_have_one_winner(objects: LocalObjects, bucket: str) -> None:
+def test_sixteen_writers_of_one_name_have_one_winner(server: Server, bucket: str) -> None:
     """Test the put of a head record by writers with different bytes, each with its own client."""
     writers = [RemoteFiles(parse_location(bucket), REMOTE) for _ in range(16)]
     path = writers[0].top / "heads" / "run" / "00000002.head"
@@ -70,17 +95,18 @@ def test_sixteen_writers_of_one_name_have_one_winner(objects: LocalObjects, buck
 
 
 def test_a_service_that_ignores_preconditions_is_refused(
-    objects: LocalObjects, bucket: str, store: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, bucket: str, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Test a server that overwrites objects despite ``If-None-Match``."""
 
     def ignore(method: str, path: str, headers: dict[str, str]) -> None:
         # The signature covers the header, so the proxy deletes the existing object instead.
         if method == "PUT" and headers.get("if-none-match") == "*":
-            raw.delete(PurePosixPath("/", *PurePosixPath(path).parts[2:]))
+            raw.delete(PurePosixPath("/", *PurePosixPath(path).parts[root:]))
 
     raw = RemoteFiles(parse_location(bucket), REMOTE)
-    with Proxy(objects.endpoint, ignore) as proxy:
+    root = 2 if isinstance(server, LocalObjects) else 3
+    with Proxy(server.endpoint, ignore) as proxy:
         use(monkeypatch, proxy.endpoint)
         with pytest.raises(InvalidInputError, match="ignores conditional puts"):
             push(store, bucket)
@@ -89,7 +115,7 @@ def test_a_service_that_ignores_preconditions_is_refused(
 
 @pytest.mark.parametrize("status", [409, 500, 502])
 def test_a_lost_answer_is_resolved_by_reading_back(
-    objects: LocalObjects, bucket: str, store: Path, monkeypatch: pytest.MonkeyPatch, status: int
+    server: Server, bucket: str, store: Path, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     """Test an error for each first put of a name: after the object was stored, and with 409 without storing it."""
     seen: set[str] = set()
@@ -102,16 +128,16 @@ def test_a_lost_answer_is_resolved_by_reading_back(
             proxy.forward(method, path, headers)
         return status, b""
 
-    with Proxy(objects.endpoint, lose) as proxy:
+    with Proxy(server.endpoint, lose) as proxy:
         use(monkeypatch, proxy.endpoint)
         push(store, bucket)
     assert len(seen) > 5
-    use(monkeypatch, objects.endpoint)
+    use(monkeypatch, server.endpoint)
     check_location(bucket, 1, 2)
 
 
 def test_a_throttled_push_and_restore_complete(
-    objects: LocalObjects, bucket: str, store: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, bucket: str, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Test a server that refuses two of three requests with status 503."""
     count = 0
@@ -121,7 +147,7 @@ def test_a_throttled_push_and_restore_complete(
         count += 1
         return (503, b"<Error><Code>SlowDown</Code><Message>Slow down.</Message></Error>") if count % 3 else None
 
-    with Proxy(objects.endpoint, throttle) as proxy:
+    with Proxy(server.endpoint, throttle) as proxy:
         use(monkeypatch, proxy.endpoint)
         with Store.open(store, config=CONFIG) as opened:
             opened.push(bucket, 1)
@@ -168,21 +194,29 @@ def test_a_server_that_is_killed_during_a_push_loses_no_reported_checkpoint(
 
 
 def test_a_bucket_that_does_not_exist_or_is_not_writable_is_named(
-    objects: LocalObjects, bucket: str, store: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, bucket: str, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Test push and open. The key of the server is in no message."""
-    with pytest.raises(StorageError, match="bucket s3://no-such-bucket does not exist"):
-        push(store, "s3://no-such-bucket/x")
+    """Test push and open. The key of the server is in no message. Azurite has no users with fewer rights."""
+    missing = f"{bucket.partition('://')[0]}://no-such-bucket"
+    with pytest.raises(StorageError, match=f"bucket {missing} does not exist"):
+        push(store, f"{missing}/x")
     push(store, bucket)
-    use(monkeypatch, objects.endpoint, "reader")
-    check_location(bucket, 1, 2)
-    with pytest.raises(ReadOnlyStoreError, match="no permission") as refused:
-        push(store, f"{bucket}/other")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "guessed-password")
+    errors = []
+    if isinstance(server, LocalObjects):
+        use(monkeypatch, server.endpoint, "reader")
+        check_location(bucket, 1, 2)
+        with pytest.raises(ReadOnlyStoreError, match="no permission") as refused:
+            push(store, f"{bucket}/other")
+        errors.append(refused)
+    guessed = base64.b64encode(b"guessed-password").decode()
+    for name in ("AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_KEY"):
+        monkeypatch.setenv(name, guessed)
     with pytest.raises(StorageError, match="no permission") as denied:
         Store.open(bucket, config=CONFIG)
-    for error in (refused, denied):
-        assert "password" not in "".join(traceback.format_exception(error.value))
+    for error in (*errors, denied):
+        text = "".join(traceback.format_exception(error.value))
+        assert "password" not in text
+        assert guessed not in text
 
 
 @pytest.mark.parametrize(
@@ -198,7 +232,7 @@ def test_credentials_in_a_location_are_refused_and_not_repeated(location: str) -
 
 
 def test_a_load_of_the_model_requests_no_byte_of_the_optimizer(
-    objects: LocalObjects, bucket: str, store_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, bucket: str, store_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Test the bytes of all responses."""
     state = {
@@ -209,7 +243,7 @@ def test_a_load_of_the_model_requests_no_byte_of_the_optimizer(
     with Store.open(store_path, config=small, create=True) as opened:
         opened.save(state, step=1)
         opened.push(bucket)
-    with Proxy(objects.endpoint) as proxy:
+    with Proxy(server.endpoint) as proxy:
         use(monkeypatch, proxy.endpoint)
         with Store.open(bucket, config=small) as remote:
             loaded = remote.load(tensors="model.*")

@@ -45,6 +45,13 @@ ring_folder_option = click.option(
 show_remote_option = click.option(
     "--remote", default=None, help="Also show which checkpoints are at this remote location."
 )
+target_option = click.option(
+    "--to",
+    "target",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Output: *.safetensors, *.pt (.pth, .bin), or a folder in the layout of Hugging Face.",
+)
 
 
 @dataclasses.dataclass(frozen=True)

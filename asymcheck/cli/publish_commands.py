@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 import click
 
 from asymcheck.cli import output
-from asymcheck.cli.options import Report, command, open_existing, parse_duration, step_option, store_argument
+from asymcheck.cli.options import (
+    Report,
+    command,
+    open_existing,
+    parse_duration,
+    step_option,
+    store_argument,
+    target_option,
+)
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import CheckpointNotFoundError, RemoteUnreachableError, StoreNotFoundError
 from asymcheck.storage.remote import is_uri
@@ -122,13 +130,7 @@ def _show_release(document: dict[str, object]) -> None:
 
 @command("Write the newest release of weights to a file, and keep it up to date.")
 @click.argument("location")
-@click.option(
-    "--to",
-    "target",
-    required=True,
-    type=click.Path(path_type=Path),
-    help="Output: *.safetensors, *.pt (.pth, .bin), or a folder in the layout of Hugging Face.",
-)
+@target_option
 @click.option("--part", default=None, help="Write only this part, for example 'model', without the prefix in names.")
 @follow_option
 @poll_option

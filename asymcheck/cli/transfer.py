@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from asymcheck.cli import exit_status, output
-from asymcheck.cli.options import Report, command, parse_size, ring_options, step_option, store_argument
+from asymcheck.cli.options import Report, command, parse_size, ring_options, step_option, store_argument, target_option
 from asymcheck.config import DEFAULT_RUN, RemoteConfig, StoreConfig
 from asymcheck.convert.export_target import format_of, is_store
 from asymcheck.errors import InvalidInputError, NotFoundError, SkippedCheckpointWarning
@@ -179,13 +179,7 @@ def _show_total(done: Moved, verb: str) -> None:
 
 @command("Write a checkpoint to a .safetensors or .pt file, or to a model folder.")
 @store_argument
-@click.option(
-    "--to",
-    "target",
-    required=True,
-    type=click.Path(path_type=Path),
-    help="Output: *.safetensors, *.pt (.pth, .bin), or a folder in the layout of Hugging Face.",
-)
+@target_option
 @step_option
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run of the checkpoint.")
 @click.option(

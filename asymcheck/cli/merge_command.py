@@ -102,15 +102,8 @@ def merge(
     others: Sequence[tuple[str, str]],
     run: str,
     method: str,
-    weights: tuple[float, ...] | None,
     base: str | None,
     base_store: str | None,
-    alpha: float,
-    schedule: str,
-    t: float,
-    density: float,
-    scale: float,
-    seed: int,
     tensors: str | None,
     to_run: str,
     to_step: int | None,
@@ -121,6 +114,7 @@ def merge(
     study: Path,
     part: str,
     files_from: Path | None,
+    **settings: object,
 ) -> Report:
     """Merge the weights of checkpoints of STORE, and save the result in a run of its own, without optimizer state.
 
@@ -149,8 +143,14 @@ def merge(
         raise click.UsageError("--steps and --last both choose checkpoints of STORE: give one of them")
     if search != (evaluate is not None):
         raise click.UsageError("--search and --evaluate belong together")
-    if search and (weights is not None or tensors is not None):
-        raise click.UsageError("--search chooses the weights of all tensors: leave out --weights and --tensors")
+    if base_store is not None and base is None:
+        raise click.UsageError("--base-store names the store of --base: give both")
+    source = click.get_current_context().get_parameter_source
+    # A default may be that of another method.
+    given = {name: settings[name] for name in settings if source(name) is click.core.ParameterSource.COMMANDLINE}
+    if search and (excess := [*given, *(["tensors"] if tensors is not None else [])]):
+        names = ", ".join(f"--{name}" for name in excess)
+        raise click.UsageError(f"--search chooses the settings of the method, for all tensors: leave out {names}")
     from asymcheck.merging.merge import merge as merge_checkpoints
     from asymcheck.merging.sources import SourceName
 
@@ -192,13 +192,7 @@ def merge(
             step=to_step,
             tensors=tensors,
             progress=progress,
-            weights=weights,
-            alpha=alpha,
-            schedule=schedule,
-            t=t,
-            density=density,
-            scale=scale,
-            seed=seed,
+            **given,
         )
     return _report(done, Path(store), None)
 

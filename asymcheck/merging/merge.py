@@ -99,7 +99,7 @@ def merge(  # noqa: PLR0913 - options of the command
             :class:`asymcheck.merging.methods.MergeSettings`.
 
     Raises:
-        InvalidInputError: a setting does not fit the method or the number of sources.
+        InvalidInputError: a setting belongs to another method, or does not fit the number of sources.
         StateMismatchError: the checkpoints are of different architectures.
         CheckpointNotFoundError: a source does not exist, or was deleted during the merge.
         InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError: a source is damaged.
@@ -112,6 +112,7 @@ def merge(  # noqa: PLR0913 - options of the command
         raise InvalidInputError(f"unknown setting {min(unknown)!r}; choose from {', '.join(sorted(known))}")
     chosen = MergeSettings(method, **settings)  # type: ignore[arg-type]  # checked by name above, and by value below
     chosen.check(len(steps), has_base=base is not None)
+    chosen.check_used(name for name, value in settings.items() if value is not None)
     tier = store.resources.writable()
     check_run(to_run)
     names = [item if isinstance(item, SourceName) else SourceName(store, item) for item in steps]

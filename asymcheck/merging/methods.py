@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -34,6 +34,16 @@ _PARALLEL = 0.9995
 _TINY_NORM = 1e-8
 _LEVELS = 1 << 16
 _WORDS_PER_COUNTER = 4
+_USERS = {
+    "weights": ("weighted", "ties", "dare"),
+    "alpha": ("ema",),
+    "schedule": ("wsm",),
+    "t": ("slerp",),
+    "density": ("ties", "dare"),
+    "scale": ("ties", "dare"),
+    "seed": ("dare",),
+}
+"""Methods that use each setting."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +82,25 @@ class MergeSettings:
         if sources < 2 and not has_base:  # noqa: PLR2004 - one checkpoint is no merge
             raise InvalidInputError(f"a merge needs at least 2 checkpoints, not {sources}; give --steps or --last")
         if self.uses_base != has_base:
-            problem = "needs a base checkpoint; give --base" if self.uses_base else "has no base; leave out --base"
+            problem = "needs a base checkpoint; give --base" if self.uses_base else "has no base; leave out --base, or choose method ties or dare"
             raise InvalidInputError(f"method {self.method} {problem}")
         for name, value, least in (("alpha", self.alpha, 0), ("t", self.t, 0), ("density", self.density, 2**-53)):
             if not least <= value <= 1:
                 raise InvalidInputError(f"{name} {value}: give a number from 0 to 1")
         self._check_weights(sources)
+
+    def check_used(self, names: Iterable[str]) -> None:
+        """Check that the method uses all settings of these names.
+
+        Raises:
+            InvalidInputError: a setting belongs to other methods.
+        """
+        for name in names:
+            if self.method not in _USERS[name]:
+                others = " or ".join(_USERS[name])
+                raise InvalidInputError(
+                    f"method {self.method} has no setting {name}; leave out --{name}, or choose method {others}"
+                )
 
     def _check_weights(self, sources: int) -> None:
         weights = self.weights
@@ -85,8 +108,7 @@ class MergeSettings:
             if self.method == "weighted":
                 raise InvalidInputError("method weighted needs weights; give --weights, one for each checkpoint")
             return
-        if self.method not in ("weighted", "ties", "dare"):
-            raise InvalidInputError(f"method {self.method} computes its weights itself; leave out --weights")
+        self.check_used(["weights"])
         if len(weights) != sources:
             raise InvalidInputError(f"{len(weights)} weights for {sources} checkpoints; give one for each checkpoint")
         total = math.fsum(weights)
@@ -100,9 +122,8 @@ class MergeSettings:
 
     def used(self) -> dict[str, object]:
         """Return the settings in the formula of the method, except for weights."""
-        names = {"ema": ("alpha",), "wsm": ("schedule",), "slerp": ("t",), "ties": ("density", "scale")}
-        names["dare"] = ("density", "scale", "seed")
-        return {name: getattr(self, name) for name in names.get(self.method, ())}
+        names = [name for name, users in _USERS.items() if self.method in users and name != "weights"]
+        return {name: getattr(self, name) for name in names}
 
     def coefficients(self, sources: int) -> tuple[float, ...]:
         """Return the weight of each source, oldest first.

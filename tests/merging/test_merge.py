@@ -242,13 +242,15 @@ def test_other_architectures_are_refused(
 
 
 def test_wrong_requests_change_nothing(store: asymcheck.Store) -> None:
-    """Test a missing step, descending steps, an unknown setting, the run of a training, and a state without weights."""
+    """Test missing steps, wrong orders, settings and runs, and a state without weights."""
     with pytest.raises(CheckpointNotFoundError, match="no checkpoint of step 99"):
         asymcheck.merge(store, [10, 99])
     with pytest.raises(InvalidInputError, match="ascending order"):
         asymcheck.merge(store, [40, 10], method="ema")
     with pytest.raises(InvalidInputError, match="unknown setting 'beta'"):
         asymcheck.merge(store, [10, 40], beta=1)
+    with pytest.raises(InvalidInputError, match="mean has no setting density; .*, or choose method ties or dare"):
+        asymcheck.merge(store, [10, 40], density=0.5)
     with pytest.raises(InvalidInputError, match=r"run 'default' of .* has checkpoints of a training"):
         asymcheck.merge(store, [10, 40], to_run="default")
     store.save({"optimizer": state_of(1)["optimizer"]}, step=1, run="bare")

@@ -246,6 +246,9 @@ def _show(done: Merged, store: Path) -> None:
         click.echo(f"{output.count(done.masters, 'tensor')} computed from float32 masters")
     if done.left_out:
         click.echo(f"left out {output.abbreviated(done.left_out)}")
+    if done.duplicate_of is not None:
+        earlier = output.short_save_id(done.duplicate_of)
+        click.echo(f"identical to save:{earlier} of this step, which the run already had")
 
 
 def show_sources(merged: Mapping[str, object] | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import threading
@@ -15,8 +16,9 @@ import numpy as np
 from asymcheck.commit.save_request import SaveRequest
 from asymcheck.commit.synchronous_save import KnownCut, save
 from asymcheck.config import DEFAULT_RUN, StoreConfig
-from asymcheck.errors import InvalidInputError
+from asymcheck.errors import FormatError, InvalidInputError, RecoveryError, StorageError
 from asymcheck.format.layout import check_run
+from asymcheck.format.manifest import Manifest
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.merging import methods
 from asymcheck.merging.methods import BLOCK_ELEMENTS, Angle, Block, MergeSettings, Threshold
@@ -29,7 +31,7 @@ from asymcheck.state.walk import Columns, flatten
 from asymcheck.storage.nvme import NvmeTier, run_with_slots
 from asymcheck.store import Store
 from asymcheck.training_services import place
-from asymcheck.types import Checkpoint, Digest, Progress
+from asymcheck.types import Checkpoint, CheckpointRef, Digest, Progress
 from asymcheck.validation import check_step
 
 MERGED_RUN = "merged"
@@ -60,6 +62,8 @@ class Merged:
     """Number of 16-bit tensors that were computed from float32 masters."""
     left_out: tuple[str, ...]
     """First parts of the names of state that was not merged, such as ``optimizer``."""
+    duplicate_of: str | None
+    """Save id of an earlier checkpoint of this step with equal sources, settings and bytes; None if there is none."""
 
 
 def merge(  # noqa: PLR0913 - options of the command
@@ -198,6 +202,7 @@ class _Merge:
             reused_bytes=reused,
             masters=sum(tensor.has_master for tensor in self._tensors),
             left_out=self.sources[-1].left_out,
+            duplicate_of=_duplicate_of(tier, request.run, saved.ref),
         )
 
     def _measure(self) -> None:
@@ -210,6 +215,23 @@ class _Merge:
             threads=self._tier.config.slots if self._settings.method in ("slerp", "ties") else 1,
             name="merge",
         )
+
+
+def _duplicate_of(tier: NvmeTier, run: str, ref: CheckpointRef) -> str | None:
+    """Return the save id of the newest earlier checkpoint of the same step and content; None if there is none."""
+    listings = [listing for listing in tier.manifests.checkpoints(run) if listing.ref.step == ref.step]
+    manifests: dict[CheckpointRef, Manifest] = {}
+    for listing in listings if len(listings) > 1 else ():
+        # The merge is committed, so a damaged manifest is no reason to fail.
+        with contextlib.suppress(FormatError, RecoveryError, StorageError):
+            manifests[listing.ref] = read_manifests(tier, listing)[0]
+    new = manifests.pop(ref, None)
+    equal = [earlier for earlier, manifest in manifests.items() if new is not None and _is_same(manifest, new)]
+    return max(equal).save_id.hex() if equal else None
+
+
+def _is_same(a: Manifest, b: Manifest) -> bool:
+    return (a.header.merged, a.header.tree, a.columns) == (b.header.merged, b.header.tree, b.columns)
 
 
 def _check_order(sources: Sequence[Source], method: str) -> None:

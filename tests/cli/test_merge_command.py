@@ -31,6 +31,18 @@ def test_the_result_and_its_sources_are_shown(call: Call, store: Path) -> None:
     assert torch.equal(state["model"]["weight"], torch.arange(10_000, dtype=torch.float32) + 0.25)  # type: ignore[index]  # JSON
 
 
+def test_repeated_merge_says_that_the_result_was_there(call: Call, store: Path) -> None:
+    """Test the line of the command, and the field for programs."""
+    words = ("merge", store, "--steps", "20,25")
+    assert "identical" not in call(*words).out
+    with asymcheck.Store.open(store, read_only=True) as opened:
+        (first,) = opened.checkpoints("merged")
+        assert f"identical to save:{first.save_id[:12]} of this step, which the run already had\n" in call(*words).out
+        *_, second = opened.checkpoints("merged")
+    assert call(*words, "--json").json["duplicate_of"] == second.save_id
+    assert call(*words, "--to-step", "26", "--json").json["duplicate_of"] is None
+
+
 def _save_id(store: Path, step: int) -> str:
     with asymcheck.Store.open(store, read_only=True) as opened:
         return next(item.save_id for item in opened.checkpoints() if item.step == step)

@@ -76,6 +76,21 @@ def test_equal_partitions_are_neither_read_nor_written(store: asymcheck.Store) -
     assert asymcheck.merge(store, STEPS).checkpoint.written_bytes == 0
 
 
+def test_repeated_merge_names_the_earlier_one(store: asymcheck.Store) -> None:
+    """Test an equal merge, one beside a damaged manifest, and merges of other methods and tensors."""
+    first = asymcheck.merge(store, STEPS)
+    assert first.duplicate_of is None
+    assert asymcheck.merge(store, STEPS, method="lawa").duplicate_of is None
+    assert asymcheck.merge(store, STEPS, tensors="model.half").duplicate_of is None
+    again = asymcheck.merge(store, STEPS)
+    assert again.duplicate_of == first.checkpoint.save_id
+    assert again.checkpoint.save_id != first.checkpoint.save_id
+    (folder,) = (store.path / "manifests" / "merged").glob(f"*-{first.checkpoint.save_id}")
+    (manifest,) = folder.iterdir()
+    manifest.write_bytes(b"x")
+    assert asymcheck.merge(store, STEPS).duplicate_of == again.checkpoint.save_id
+
+
 @pytest.mark.parametrize(
     ("method", "settings"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from asymcheck import Checkpointer, Store, StoreConfig
-from asymcheck.errors import InvalidInputError, RunInUseError
+from asymcheck.errors import InvalidInputError, RunInUseError, StorageError
 from asymcheck.format import layout
 from asymcheck.storage import process_identity
 from asymcheck.storage.nvme import run_lock
@@ -186,6 +187,14 @@ def test_lock_file_that_is_a_link_is_refused(store_path: Path, tmp_path: Path) -
         with pytest.raises(Exception, match="symbolic link"):
             Checkpointer(store, _state(), every=1).restore()
     assert victim.read_bytes() == b"precious"
+
+
+def test_removed_store_is_a_clear_error(store_path: Path) -> None:
+    """Test a store whose directory is removed between its opening and the start of the training."""
+    with _open(store_path) as store:
+        shutil.rmtree(store_path)
+        with pytest.raises(StorageError, match="does not exist any more: was it moved"):
+            store.training.run_lock("default").take(1.0, takeover=False)
 
 
 def test_trainer_survives_its_encoding() -> None:

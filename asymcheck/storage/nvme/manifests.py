@@ -27,6 +27,14 @@ from asymcheck.storage.manifests import CheckpointFiles, ManifestReader, decode_
 from asymcheck.types import CheckpointRef
 
 
+def removed_store(root: Path) -> StorageError:
+    """Return the error about a store whose directory is gone."""
+    return StorageError(
+        f"store {root} does not exist any more: was it moved, removed, or its drive unmounted? "
+        "Restore the directory, then open the store again"
+    )
+
+
 class ManifestFiles(ManifestReader):
     """Reader and writer of the folders ``manifests`` and ``heads`` of a store."""
 
@@ -47,10 +55,7 @@ class ManifestFiles(ManifestReader):
             with translated("access", self._root):
                 exists = (self._root / layout.DESCRIPTOR_NAME).exists()
             if not exists:
-                raise StorageError(
-                    f"store {self._root} does not exist any more: was it moved, removed, or its drive unmounted? "
-                    "Restore the directory, then open the store again"
-                )
+                raise removed_store(self._root)
         return names
 
     def listing(self, run: str, ref: CheckpointRef) -> CheckpointFiles:

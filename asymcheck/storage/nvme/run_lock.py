@@ -17,6 +17,7 @@ from asymcheck.errors import RunInUseError
 from asymcheck.format import layout
 from asymcheck.storage import process_identity
 from asymcheck.storage.local_files import DESCRIPTORS, Files, is_same_file, translated, try_lock
+from asymcheck.storage.nvme.manifests import removed_store
 from asymcheck.storage.nvme.pack_writer import create_locked
 from asymcheck.types import Owner
 
@@ -83,6 +84,7 @@ class RunLock:
         self._files = files
         self._last_step = last_step
         self._run = run
+        self._root = root
         self._path = root / layout.LOCKS / layout.lock_name(run)
         self._descriptor: int | None = None
 
@@ -95,11 +97,18 @@ class RunLock:
 
         Raises:
             RunInUseError: another process trains the run.
+            StorageError: the directory of the store is gone.
         """
         if self._descriptor is not None and is_same_file(self._descriptor, self._path):
             return
         self.close()
-        self._files.make_directory(self._path.parent)
+        try:
+            self._files.make_directory(self._path.parent)
+            self._wait(timeout_s, takeover=takeover)
+        except FileNotFoundError as error:
+            raise removed_store(self._root) from error
+
+    def _wait(self, timeout_s: float, *, takeover: bool) -> None:
         deadline = time.monotonic() + timeout_s
         is_logged = False
         while True:

@@ -93,11 +93,13 @@ class OpenedStore:
         yield self.with_memory(spanning)
         # Shards of other machines are only at the remote location.
         if spanning.far_packs and not spanning.manifests.has_parts:
-            warn_user(
-                f"store {self.tier.root}: missing or damaged data was read from {self.remote.name}; repair the store "
-                f"with asymcheck verify {self.tier.root} --repair --remote {self.remote.name}",
-                RemoteCopyWarning,
-            )
+            near, far = self.tier.root, self.remote.name
+            advice = f"To copy it into the store, run asymcheck pull {far} {near}"
+            message = f"store {near} does not have the checkpoint, which was read from {far}. {advice}"
+            if spanning.manifests.is_local():
+                advice = f"repair the store with asymcheck verify {near} --repair --remote {far}"
+                message = f"store {near}: missing or damaged data was read from {far}; {advice}"
+            warn_user(message, RemoteCopyWarning)
 
     def read(self, load: Callable[[ReadTier], Loaded], *, is_newest: bool) -> Restored:
         """Call ``load`` with the tier to read from, and return its result with a description of the checkpoint.

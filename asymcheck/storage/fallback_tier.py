@@ -114,6 +114,7 @@ class FallbackManifests(ManifestReader):
         self._far = far
         self.has_parts = False
         """Whether any listed checkpoint is distributed over the stores of several nodes."""
+        self._read: set[tuple[str, CheckpointRef]] = set()
 
     def runs(self) -> list[str]:
         """Return the names of all runs."""
@@ -176,12 +177,17 @@ class FallbackManifests(ManifestReader):
 
     def read_all(self, listing: CheckpointFiles) -> list[Manifest]:
         """Read the manifests of all ranks; read missing or damaged ones from the remote location."""
+        self._read.add((listing.run, listing.ref))
         try:
             return self._near.read_all(listing)
         except (UnsupportedFormatError, *INCONCLUSIVE):
             raise
         except (FormatError, MissingPartitionError, StorageError):
             return [self.read(listing.run, listing.ref, name) for name in listing.manifests]
+
+    def is_local(self) -> bool:
+        """Tell whether the local store has manifests of any checkpoint that was read."""
+        return any(self._near.listing(run, ref).manifests for run, ref in self._read)
 
     def heads(self, run: str) -> list[int]:
         """Return the generations that have a head record in either place."""

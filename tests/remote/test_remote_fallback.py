@@ -12,6 +12,7 @@ import pytest
 
 from asymcheck import Checkpointer, Store
 from asymcheck.errors import (
+    RemoteCopyWarning,
     RemoteUnreachableError,
     StoreNotFoundError,
     StructureError,
@@ -19,7 +20,7 @@ from asymcheck.errors import (
 )
 from asymcheck.storage.fallback_tier import RemoteFallback
 from asymcheck.storage.remote import RemoteTier, parse_location
-from tests.remote.conftest import CONFIG, check_state, config, state_of
+from tests.remote.conftest import CONFIG, check_state, config, lose_packs, state_of
 
 NOWHERE = "hdfs://127.0.0.1:1/x"
 UNREACHABLE = config(deadline_s=20.0, options={"dfs.client.failover.max.attempts": "1"})
@@ -53,6 +54,21 @@ def test_a_location_that_does_not_answer_is_not_taken_for_empty(store: Path, tmp
 def test_a_location_where_nothing_was_pushed_yet(store: Path, folder: str) -> None:
     """Test a location without checkpoints, which is not an error."""
     with Store.open(store, config=CONFIG, remote=folder, create=True) as opened:
+        check_state(opened.load(), 2)
+
+
+def test_checkpoint_that_the_store_never_had_is_no_damage(pushed: Path, folder: str, tmp_path: Path) -> None:
+    """Test the warning of a store on a new machine, which no repair can help, and that of a store with a loss."""
+    with (
+        Store.open(tmp_path / "new", config=CONFIG, remote=folder, create=True) as opened,
+        pytest.warns(RemoteCopyWarning, match=f"does not have the checkpoint, .* run asymcheck pull {folder}"),
+    ):
+        check_state(opened.load(), 2)
+    lose_packs(pushed)
+    with (
+        Store.open(pushed, config=CONFIG, remote=folder, create=True) as opened,
+        pytest.warns(RemoteCopyWarning, match="missing or damaged data"),
+    ):
         check_state(opened.load(), 2)
 
 

@@ -350,7 +350,8 @@ class AsymcheckReader(_StoreUser, StorageReader):
         self._strict = check_flag("strict", strict) or self._strict
         self._stored = _Stored()
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ANN401 - signature of torch
+    # Without keyword arguments: DCP would take them for metadata by rank, and try a failed read again as such.
+    def read_metadata(self) -> Metadata:
         """Resolve the checkpoint, and return its metadata.
 
         Raises:

@@ -88,6 +88,16 @@ def test_state_is_created_from_metadata(store_path: Path) -> None:
     assert_same({key: state[key] for key in example()}, example())
 
 
+def test_missing_step_is_named_once(store_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Test that DCP does not try a second read, and reports that it failed, too."""
+    with Store.open(store_path, create=True) as store:
+        dcp.save(example(), storage_writer=AsymcheckWriter(store, step=5))
+        with pytest.raises(CheckpointException) as caught:
+            dcp.load(emptied(example()), storage_reader=AsymcheckReader(store, step=9))
+    assert str(caught.value).count("has no checkpoint of step 9 of run 'default'; it has steps 5") == 1
+    assert len([record for record in caplog.records if record.exc_info]) <= 1
+
+
 def test_values_are_not_pickled(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test values for which DCP would call torch.save."""
     with Store.open(store_path, create=True) as store:

@@ -608,11 +608,12 @@ class Checkpointer:
 
         After that, the Checkpointer neither saves nor restores.
 
-        Pending uploads of ``push`` continue for at most ``Push.close_s``.
+        Pending uploads of ``push`` continue for at most ``Push.close_s``, and a release in flight for at most
+        ``Publish.close_s``.
 
         Raises:
             LostCheckpointError: a checkpoint could not be stored, unless ``on_error`` is ``"warn"``.
-            PublishError: the last release failed, unless ``on_error`` is ``"warn"``.
+            PublishError: the last release failed or took too long, unless ``on_error`` is ``"warn"``.
             Preempted: the end of the process was announced, and no :meth:`step` has ended the training since.
 
         Warns:

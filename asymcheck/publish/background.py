@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 
-from asymcheck.errors import AsymcheckError, InvalidInputError, PublishError, PublishWarning, warn_user
+from asymcheck.errors import AsymcheckError, GivenUpError, InvalidInputError, PublishError, PublishWarning, warn_user
 from asymcheck.executor import begin
 from asymcheck.publish.release import Publish, Publisher, Release
 from asymcheck.store import Store
@@ -82,15 +82,27 @@ class BackgroundPublisher:
         warn_user(message, PublishWarning)
 
     def close(self) -> None:
-        """Wait for the release in flight, and close the location.
+        """Wait for the release in flight, for at most ``Publish.close_s``, and close the location.
 
         Raises:
-            PublishError: the release failed, and failures are raised.
+            PublishError: the release failed or took too long, and failures are raised.
         """
         try:
+            self._give_up()
             self._collect()
         finally:
             self._close()
+
+    def _give_up(self) -> None:
+        """Leave a release that takes longer than ``Publish.close_s`` to its thread."""
+        rules, running, publisher = self._rules, self._running, self._publisher
+        if rules is None or running is None or publisher is None or wait([running], rules.close_s).done:
+            return
+        self._running = self._publisher = None
+        # The thread uses the location until its end.
+        running.add_done_callback(lambda _: publisher.close())
+        advice = "check the location, or give Publish a larger close_s"
+        self._fail(GivenUpError(f"the release took longer than {rules.close_s:g} s after the last step; {advice}"))
 
     def _close(self) -> None:
         publisher, self._publisher = self._publisher, None

@@ -25,6 +25,7 @@ from asymcheck.errors import (
 )
 from asymcheck.events import timed
 from asymcheck.format import registry
+from asymcheck.policies.push_selection import check_seconds
 from asymcheck.policies.retention import Retention
 from asymcheck.publish.snapshot import Snapshot
 from asymcheck.replication.collect_remote import RemotePruner
@@ -65,6 +66,8 @@ class Publish:
     """Every such release is full. The others are stored as differences from the previous release where smaller."""
     keep: int = 3
     """Number of newest releases to keep. A release that is being read stays until the reader has finished."""
+    close_s: float | None = 60.0
+    """Time that ``close()`` of a Checkpointer waits for the release in flight [s]; None for no limit."""
 
     def __post_init__(self) -> None:
         """Refuse invalid rules."""
@@ -73,6 +76,8 @@ class Publish:
             if type(value) is not int or value < 1 or (most is not None and value > most):
                 limit = "1 or more" if most is None else f"1 to {most}"
                 raise InvalidInputError(f"Publish({name}={value!r:.100}): give an integer, {limit}")
+        if self.close_s is not None:
+            check_seconds("close_s", self.close_s)
         check_glob(self.tensors)
         if self.dtype is not None and not getattr(self.dtype, "is_floating_point", False):
             raise InvalidInputError(f"Publish(dtype={self.dtype!r:.100}): give a floating-point dtype, or None")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -274,7 +275,8 @@ def test_alternating_publishers_give_unique_numbers(tmp_path: Path) -> None:
 
 def test_invalid_rules_are_refused(tmp_path: Path) -> None:
     """Test rules that could not be followed, tensors that do not exist, and a shard."""
-    for wrong in ({"every": 0}, {"full_every": 10}, {"keep": None}, {"dtype": torch.int8}, {"tensors": 3}):
+    wrongs = ({"every": 0}, {"full_every": 10}, {"keep": None}, {"dtype": torch.int8}, {"tensors": 3}, {"close_s": -1})
+    for wrong in wrongs:
         with pytest.raises(InvalidInputError):
             Publish("x", **wrong)  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(InvalidInputError, match="spool"):
@@ -333,6 +335,30 @@ def test_failed_release_hides_no_other_end(tmp_path: Path) -> None:
         other.step(0)
         with pytest.raises(RuntimeError), pytest.warns(LostCheckpointWarning, match="PublishError: step 0"):
             other.close()
+
+
+def test_close_gives_up_a_release_that_is_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that the error says so, that no checkpoint is lost, and that a late release is whole."""
+    is_free, commit = threading.Event(), Publisher.commit
+
+    def commit_late(publisher: Publisher, copies: dict[str, object], step: int) -> Release:
+        is_free.wait(5)
+        return commit(publisher, copies, step)
+
+    monkeypatch.setattr(Publisher, "commit", commit_late)
+    rules = Publish(str(tmp_path / "releases"), close_s=0.1)
+    with Store.open(tmp_path / "store", create=True) as store:
+        checkpointer = Checkpointer(store, {"model": model()}, every=1, publish=rules)
+        checkpointer.step(0)
+        running = checkpointer._publisher._running
+        assert running is not None
+        with pytest.raises(PublishError, match=r"step 0 was not published .* took longer than 0\.1 s .* close_s"):
+            checkpointer.close()
+        assert [row.step for row in store.checkpoints()] == [0]
+        is_free.set()
+        assert running.result(30).number == 1
+    with Publisher(rules) as publisher:
+        assert publish(publisher, model(), 1).number == 2
 
 
 def test_failed_release_is_reported_to_the_training(tmp_path: Path) -> None:

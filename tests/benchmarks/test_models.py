@@ -1,15 +1,17 @@
-"""Test that the workload ``models`` compares the resumed state of a killed training with its reports."""
+"""Test that the workload ``models`` compares resumed states with reports, and handles failing processes."""
 
 from __future__ import annotations
 
+import dataclasses
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from benchmarks import models_child
+from benchmarks import models, models_child
 from benchmarks.async_peers import Saver
 from benchmarks.models_child import Cell, train_until_killed
 from benchmarks.schemes import Kind, Scheme, State
@@ -70,3 +72,16 @@ def test_torn_file_is_a_result_for_peers_only(
     else:
         assert isinstance(answer, models_child.Recovered)
         assert (answer.step, answer.is_exact) == (step, False)
+
+
+def test_failing_library_has_no_rows_and_asymcheck_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Test cells whose process answers with the text of an error."""
+    monkeypatch.setattr(models, "_asked", lambda *_: "EOFError: half a file")
+    context = cast("ForkServerContext", None)
+    cell = Cell("GPT-2", "tiny", "safetensors", every=1, steps=1)
+    assert models._measured_cell(context, cell, tmp_path) == ([], "")
+    assert capsys.readouterr().out == f"{cell}: EOFError: half a file\n"
+    with pytest.raises(SystemExit, match=r"asymcheck \+S\+O.*: EOFError: half a file"):
+        models._measured_cell(context, dataclasses.replace(cell, scheme=models.OURS), tmp_path)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ def by_lightning(folder: Path, what: str, *steps: int, expect: int = 0, trainer:
     assert done.returncode == expect, done.stderr[-6000:]
 
 
-def one_is_killed(zygote: Zygote, folder: Path, step: int, trainer: str = "transformers") -> None:
-    """Launch both ranks; when one has killed itself, kill the other, as a launcher finally does."""
-    ranks = zygote.start_ranks(2, _PROGRAM, [trainer, "kill", folder, step], folder)
+def one_is_killed(zygote: Zygote, folder: Path, words: Sequence[object], program: str = _PROGRAM) -> None:
+    """Launch both ranks of a program; when one has killed itself, kill the other, as a launcher finally does."""
+    ranks = zygote.start_ranks(2, program, words, folder)
     try:
         assert ranks[1].has_ended(LIMIT_S), ranks[1].output.read_text()[-6000:]
         ranks[1].wait_killed()

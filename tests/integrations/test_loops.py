@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from asymcheck import Store
 from asymcheck.errors import InvalidInputError
 from asymcheck.integrations.accelerate import accelerator_state
+from tests.integrations import launch_ranks
 from tests.zygote import Zygote
 
 # The ranks of all tests are forked from one process, which has imported torch.
 pytestmark = pytest.mark.xdist_group("loops")
-LIMIT_S = 240
 _PROGRAM = "tests.integrations.loop_ranks"
 
 
@@ -27,18 +27,6 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     imported = ("asymcheck", "accelerate", "asymcheck.integrations.accelerate", _PROGRAM)
     with contextlib.closing(Zygote(tmp_path_factory.mktemp("zygote"), *imported)) as parent:
         yield parent
-
-
-def kill_one(zygote: Zygote, words: list[object], folder: Path) -> None:
-    """Start two ranks; when the second has killed itself, kill the first, as a launcher does."""
-    ranks = zygote.start_ranks(2, _PROGRAM, words, folder)
-    try:
-        assert ranks[1].has_ended(LIMIT_S), ranks[1].output.read_text()[-6000:]
-        ranks[1].wait_killed()
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
 
 
 @pytest.mark.slow(long=["*zero*", "fabric*"])
@@ -59,7 +47,7 @@ def test_ranks_are_killed_and_resume_as_never_killed(
     """Test SIGKILL on one of two ranks, within or after an epoch: every loss and every bit is equal."""
     if kind.startswith("zero"):
         pytest.importorskip("deepspeed")
-    kill_one(zygote, [trainer, kind, "kill", tmp_path, kill_at], tmp_path)
+    launch_ranks.one_is_killed(zygote, tmp_path, [trainer, kind, "kill", tmp_path, kill_at], _PROGRAM)
     zygote.run_ranks(2, _PROGRAM, [trainer, kind, "compare", tmp_path, kill_at], tmp_path)
     reports = [json.loads((tmp_path / f"report-{rank}.json").read_text()) for rank in range(2)]
     assert [report["first"] for report in reports] == [kill_at - 1] * 2

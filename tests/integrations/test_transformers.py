@@ -182,7 +182,7 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 @pytest.mark.slow
 def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path, zygote: Zygote) -> None:
     """Test DDP: one of two ranks is killed, both are started again, and every bit is equal."""
-    launch_ranks.one_is_killed(zygote, tmp_path, 9)
+    launch_ranks.one_is_killed(zygote, tmp_path, ["transformers", "kill", tmp_path, 9])
     launch_ranks.compare(zygote, tmp_path, 7)
     reports = launch_ranks.reports(tmp_path)
     killed, *others = reports[0]["first"]
@@ -197,7 +197,7 @@ def test_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path, zygote: Zyg
 @pytest.mark.slow
 def test_sharded_ranks_are_killed_and_resume_as_never_killed(tmp_path: Path, zygote: Zygote) -> None:
     """Test FSDP2: one of two ranks is killed, both are started again, and every bit of every shard is equal."""
-    launch_ranks.one_is_killed(zygote, tmp_path, 9, "fsdp")
+    launch_ranks.one_is_killed(zygote, tmp_path, ["fsdp", "kill", tmp_path, 9])
     launch_ranks.compare(zygote, tmp_path, trainer="fsdp")
     reports = launch_ranks.reports(tmp_path)
     assert [report["first"] for report in reports] in ([[6], [6]], [[8], [8]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +16,7 @@ from asymcheck.cli import exit_status, output
 from asymcheck.cli.options import Report, command, parse_size, ring_options, step_option, store_argument, target_option
 from asymcheck.config import DEFAULT_RUN, RemoteConfig, StoreConfig
 from asymcheck.convert.export_target import format_of, is_store
-from asymcheck.errors import InvalidInputError, NotFoundError, SkippedCheckpointWarning
+from asymcheck.errors import InvalidInputError, NotFoundError, SkippedCheckpointWarning, StoreNotFoundError
 from asymcheck.format.layout import check_run
 from asymcheck.policies.push_selection import Push
 from asymcheck.replication.push_loop import PushLoop, follow
@@ -31,6 +32,8 @@ from asymcheck.validation import check_step
 if TYPE_CHECKING:
     from asymcheck.convert.convert import Exported, Planned
     from asymcheck.convert.rename import Renames
+
+_POLL_S = 0.5
 
 
 def _selection_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,8 +78,9 @@ def push(
     LOCATION is hdfs://namenode:port/path, file:///path (a shared file system), or another URI that pyarrow supports.
     Data that is already at LOCATION is not sent again. An interrupted push continues where it stopped.
 
-    --follow pushes the checkpoints of one run, newest first, and waits for new ones. A failure is tried again. Ctrl-C
-    or SIGTERM ends the command after the present upload; a second signal cancels the upload.
+    --follow pushes the checkpoints of one run, newest first, and waits for new ones. If STORE does not exist yet, the
+    command first waits until a training creates it. A failure is tried again. Ctrl-C or SIGTERM ends the command after
+    the present upload; a second signal cancels the upload.
 
     \b
     Examples:
@@ -90,13 +94,43 @@ def push(
         raise click.UsageError("--follow pushes all checkpoints: leave out --all and --step")
     if every is not None and not follows:
         raise click.UsageError("--every applies to --follow only")
+    if follows:
+        return _follow_store(store, Push(location, every=every), run or DEFAULT_RUN, config)
     with Store.open(store, read_only=True, config=config) as opened, output.progress("push") as progress:
-        if follows:
-            loop = opened.training.push_loop(Push(location, every=every), run=run or DEFAULT_RUN)
-            _follow_loop(loop, progress)
-            return Report(loop.moved, partial(_show_total, loop.moved, "sent"))
         done = opened.push(location, step, run=run, everything=everything, progress=progress)
     return Report(done, partial(_show_moved, done, "sent"))
+
+
+def _follow_store(store: str, rules: Push, run: str, config: StoreConfig) -> Report:
+    """Push the checkpoints of a run until a signal, and wait for the store before."""
+    # Refuse invalid arguments now, not after the wait.
+    check_run(run)
+    parse_location(rules.remote)
+    moved = Moved(rules.remote)
+    try:
+        opened = _open_when_created(store, config)
+    except (KeyboardInterrupt, SystemExit):
+        # A signal is the regular end, as during the pushes.
+        return Report(moved, partial(_show_total, moved, "sent"))
+    with opened, output.progress("push") as progress:
+        loop = opened.training.push_loop(rules, run=run)
+        _follow_loop(loop, progress)
+    return Report(loop.moved, partial(_show_total, loop.moved, "sent"))
+
+
+def _open_when_created(store: str, config: StoreConfig) -> Store:
+    """Open a store for reading; wait until a training creates a missing one."""
+    is_noted = False
+    while True:
+        try:
+            return Store.open(store, read_only=True, config=config)
+        except StoreNotFoundError as error:
+            if not error.is_empty:
+                raise
+            if not is_noted:
+                output.note(f"{error}. Waiting until a training creates the store")
+                is_noted = True
+        time.sleep(_POLL_S)
 
 
 def _follow_loop(loop: PushLoop, progress: Progress) -> None:

@@ -57,6 +57,34 @@ def test_follow_pushes_new_checkpoints_until_a_signal(tmp_path: Path, number: si
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_follow_waits_for_the_store(tmp_path: Path, number: signal.Signals) -> None:
+    """Test a push that begins before its training."""
+    with _follow(tmp_path / "store") as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().endswith("Check the path. Waiting until a training creates the store\n")
+        save_steps(tmp_path / "store", 2)
+        assert process.stderr.readline().startswith("asymcheck: sent step 2: ")
+        time.sleep(0.2)
+        process.send_signal(number)
+        output, rest = process.communicate(timeout=30)
+    assert (process.returncode, output.split(",")[0], rest) == (0, "1 checkpoint sent", "")
+    check_location(f"file://{tmp_path}/remote", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_the_wait_for_the_store(tmp_path: Path, number: signal.Signals) -> None:
+    """Test a push whose training never begins."""
+    with _follow(tmp_path / "store") as process:
+        assert process.stderr is not None
+        process.stderr.readline()
+        process.send_signal(number)
+        output, rest = process.communicate(timeout=30)
+    assert (process.returncode, output, rest) == (0, "0 checkpoints sent, 0 B in 0 packs\n", "")
+
+
+@pytest.mark.slow
 def test_second_signal_cancels_the_upload(tmp_path: Path) -> None:
     """Test a slow link: the first signal waits for the upload, the second one does not."""
     with Store.open(tmp_path / "store", config=CONFIG, create=True) as opened:

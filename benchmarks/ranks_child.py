@@ -36,7 +36,7 @@ def _sessions(port: int, world_size: int, ranks: Sequence[int]) -> list[Session]
     store = TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
     keys = Ranks(0, world_size, store).connect()
     met = RendezvousResult("simulated", (spans_of(range(world_size)),), 1)
-    return [Session(Ranks(rank, world_size, store, timeout_s=_WAIT_S), keys, met.name, met, []) for rank in ranks]
+    return [Session(Ranks(rank, world_size, store, timeout_s=_WAIT_S), keys, met.name, met) for rank in ranks]
 
 
 def _digests(extents: int) -> bytes:

@@ -8,6 +8,7 @@ session a random name, so that values of earlier processes in the key-value stor
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -36,13 +37,11 @@ class Session:
     reports a failure, or if the ranks call different methods.
     """
 
-    def __init__(
-        self, ranks: Ranks, keys: KeyReader, name: str, met: RendezvousResult, posted: list[tuple[Round, str]]
-    ) -> None:
+    def __init__(self, ranks: Ranks, keys: KeyReader, name: str, met: RendezvousResult) -> None:
         """Use :meth:`join` instead."""
-        self._ranks, self._keys, self._name, self._met = ranks, keys, name, met
+        self._ranks, self._keys, self._name = ranks, keys, name
         # Rank 0: keys to remove once all ranks have read them. Shared by all threads.
-        self._posted = posted
+        self._posted: list[tuple[Round, str]] = []
         # Rank 0: the round in which all ranks report on the last announced action, if any.
         self._awaited: Round | None = None
         self._lock = threading.Lock()
@@ -68,13 +67,12 @@ class Session:
         """Wait until all ranks have arrived with the same ``terms``. ``location`` is the store of this rank."""
         keys = ranks.connect()
         met = meet(ranks, keys, run, terms, location)
-        return cls(ranks, keys, f"{run}/{met.name}", met, [])
+        return cls(ranks, keys, f"{run}/{met.name}", met)
 
     def for_thread(self) -> Session:
         """Return this session with a separate connection for another thread."""
-        other = Session(self._ranks, self._ranks.connect(), self._name, self._met, self._posted)
-        other._lock, other._stragglers = self._lock, self._stragglers
-        other.is_ending = self.is_ending
+        other: Session = copy.copy(self)
+        other._keys = self._ranks.connect()
         return other
 
     def next_number(self) -> int:
@@ -160,15 +158,12 @@ class Session:
 
     def post(self, at: Round, value: bytes, *, failed: bool = False) -> None:
         """Send a value from rank 0 to all other ranks."""
-        self._post(self._key(at), (_FAILED if failed else _VALUE) + value, at)
+        self._post(at, (_FAILED if failed else _VALUE) + value)
 
-    def receive(self, at: Round, what: str) -> bytes:
-        """Wait for the value that rank 0 posts."""
-        return self._receive(at, what, self._ranks.timeout_s)
-
-    def _receive(self, at: Round, what: str, timeout_s: float) -> bytes:
+    def receive(self, at: Round, what: str, patience: int = 1) -> bytes:
+        """Wait for the value that rank 0 posts, up to ``patience`` times the time limit."""
         key = self._key(at)
-        clock = self._clock(self.world_size, timeout_s)
+        clock = self._clock(self.world_size, patience * self._ranks.timeout_s)
         if not clock.wait(lambda: self._keys.has([key])):
             # Rank 0 may post the value late, and removes it when this rank has reported in a later round.
             self._stragglers.note({0: key})
@@ -191,7 +186,7 @@ class Session:
         if not self.is_first:
             self._reported = at, self._keys.put(self._report_key(at, self.rank), tagged)
         elif failed:
-            self._post(self._key(at), _FAILED + f"rank 0: {value.decode()}".encode(), at)
+            self.post(at, b"rank 0: " + value, failed=True)
 
     def agree(self, at: Round, value: bytes, decide: Decide, what: str) -> bytes:
         """Report, and return the verdict.
@@ -218,13 +213,13 @@ class Session:
         key = self._key(at)
         for rank, verdict in enumerate(verdicts[1:], 1):
             self._keys.put(f"{key}/to/{rank}", verdict)
-        self._post(key, _EACH, at)
+        self._post(at, _EACH)
         return verdicts[0]
 
     def verdict(self, at: Round, what: str) -> bytes:
         """Wait for the verdict of a round in which this rank has reported. Not for rank 0."""
         # Rank 0 may begin to wait later. Twice its time limit suffices for a verdict that names the missing rank.
-        verdict = self._receive(at, what, 2 * self._ranks.timeout_s)
+        verdict = self.receive(at, what, patience=2)
         if self._reported is not None and self._reported[0] == at:
             self._keys.remove(self._report_key(at, self.rank), self._reported[1])
         return verdict
@@ -235,12 +230,12 @@ class Session:
         reports: list[bytes] = [_VALUE + value]
         for part in in_parts(keys):
             if not clock.wait(partial(self._keys.has, part)):
-                missing = [rank for rank, key in enumerate(keys, 1) if not self._keys.has([key])]
+                missing = {rank: key for rank, key in enumerate(keys, 1) if not self._keys.has([key])}
                 if missing:
-                    self._stragglers.note({rank: self._report_key(at, rank) for rank in missing})
-                    details = {"ranks": missing, "waited_s": clock.waited_s}
-                    self._post(self._key(at), _MISSING + json.dumps(details).encode(), at)
-                    raise missing_error(missing, what, clock.waited_s)
+                    self._stragglers.note(missing)
+                    details = {"ranks": [*missing], "waited_s": clock.waited_s}
+                    self._post(at, _MISSING + json.dumps(details).encode())
+                    raise missing_error([*missing], what, clock.waited_s)
             reports += self._keys.get(part)
         self._stragglers.clear()
         failures = [
@@ -263,14 +258,13 @@ class Session:
 
     def leave(self) -> None:
         """End the session. Rank 0 waits a moment for the others, because its process may hold the key-value store."""
-        at = _LAST
         if not self.is_first:
-            self._keys.put(self._report_key(at, self.rank), b"")
+            self._keys.put(self._report_key(_LAST, self.rank), b"")
             return
-        keys = [self._report_key(at, rank) for rank in range(1, self.world_size)]
+        keys = [self._report_key(_LAST, rank) for rank in range(1, self.world_size)]
         clock = self._clock(1, min(self._ranks.timeout_s, ENDING_S))
         if all(clock.wait(partial(self._keys.has, part)) for part in in_parts(keys)):
-            self._forget_before(at)
+            self._forget_before(_LAST)
         self._keys.drop(keys)
 
     def _clock(self, waiting_ranks: int, timeout_s: float) -> Clock:
@@ -283,7 +277,8 @@ class Session:
     def _report_key(self, at: Round, rank: int) -> str:
         return f"{self._key(at)}/of/{rank}"
 
-    def _post(self, key: str, value: bytes, at: Round) -> None:
+    def _post(self, at: Round, value: bytes) -> None:
+        key = self._key(at)
         with self._lock:
             self._posted.append((at, key))
         self._keys.put(key, value)

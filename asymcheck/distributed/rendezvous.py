@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from asymcheck.distributed.kv_store import Clock, KeyReader, Remedy, in_parts, missing_error
 from asymcheck.distributed.ranks import Ranks
@@ -45,18 +46,18 @@ def meet(ranks: Ranks, keys: KeyReader, run: str, terms: Mapping[str, str], loca
     """
     meeting = f"{run}/meet"
     report = {"token": os.urandom(8).hex(), "terms": dict(terms), "home": dataclasses.asdict(location)}
-    mine = json.dumps(report).encode()
     clock = Clock(ranks.timeout_s, 1 if ranks.rank == 0 else ranks.world_size, lambda: False)
     if ranks.rank:
-        return _arrive(ranks, keys, meeting, mine, clock)
+        return _arrive(ranks, keys, meeting, report, clock)
     name = os.urandom(8).hex()
     keys.put(meeting, name.encode())
-    groups = _receive(ranks, keys, f"{meeting}/{name}", mine, clock)
+    groups = _receive(ranks, keys, f"{meeting}/{name}", report, clock)
     return RendezvousResult(name, groups, len(groups))
 
 
-def _arrive(ranks: Ranks, keys: KeyReader, meeting: str, mine: bytes, clock: Clock) -> RendezvousResult:
+def _arrive(ranks: Ranks, keys: KeyReader, meeting: str, report: dict[str, Any], clock: Clock) -> RendezvousResult:
     """Report to the meeting that rank 0 opened, and wait for the answer to this report."""
+    token = report["token"].encode()
     reported = ""
     answer = b""
 
@@ -68,35 +69,35 @@ def _arrive(ranks: Ranks, keys: KeyReader, meeting: str, mine: bytes, clock: Clo
         # Checked even after a change of the name: rank 0 answers in one meeting before it opens the next.
         key = f"{meeting}/{reported}/to/{ranks.rank}"
         answer = keys.get([key])[0] if reported and keys.has([key]) else b""
-        if answer.startswith(json.loads(mine)["token"].encode()):
+        if answer.startswith(token):
             return True
         if name != reported:
             # The earlier name was that of a meeting of ended processes.
             keys.drop([f"{meeting}/{reported}/{ranks.rank}"])
-            keys.put(f"{meeting}/{name}/{ranks.rank}", mine)
+            keys.put(f"{meeting}/{name}/{ranks.rank}", json.dumps(report).encode())
             reported = name
         return False
 
     if not clock.wait(is_answered):
         raise missing_error([0], "finding each other", clock.waited_s, Remedy.MEETING)
     keys.drop([f"{meeting}/{reported}/{ranks.rank}", f"{meeting}/{reported}/to/{ranks.rank}"])
-    verdict = json.loads(answer[len(json.loads(mine)["token"]) :])
+    verdict = json.loads(answer.removeprefix(token))
     if verdict["refusal"]:
         raise RankFailedError(verdict["refusal"])
     spans = tuple((first, last) for first, last in verdict["spans"])
     return RendezvousResult(reported, (spans,), verdict["stores"])
 
 
-def _receive(ranks: Ranks, keys: KeyReader, meeting: str, mine: bytes, clock: Clock) -> tuple[Spans, ...]:
+def _receive(ranks: Ranks, keys: KeyReader, meeting: str, own: dict[str, Any], clock: Clock) -> tuple[Spans, ...]:
     """Wait for the reports of all ranks, compare them, and answer each; return the ranks of each store."""
     report_keys = [f"{meeting}/{rank}" for rank in range(1, ranks.world_size)]
-    reports = [json.loads(mine)]
+    reports = [own]
     for part in in_parts(report_keys):
         if not clock.wait(partial(keys.has, part)):
             missing = [rank for rank, key in enumerate(report_keys, 1) if not keys.has([key])]
             raise missing_error(missing or [0], "finding each other", clock.waited_s, Remedy.MEETING)
         reports += map(json.loads, keys.get(part))
-    terms = reports[0]["terms"]
+    terms = own["terms"]
     differing = [rank for rank, report in enumerate(reports) if report["terms"] != terms]
     locations = [RankLocation(**report["home"]) for report in reports]
     refusal = refusal_of(locations)

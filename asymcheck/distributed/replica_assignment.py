@@ -26,6 +26,13 @@ _Keys = npt.NDArray[np.uint64]
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
+def _starts(ordered: _Keys) -> _Ints:
+    """Return the index of the first element of each run of equal values."""
+    is_start = np.ones(len(ordered), dtype=bool)
+    is_start[1:] = ordered[1:] != ordered[:-1]
+    return np.flatnonzero(is_start)
+
+
 class DivergedPartition(NamedTuple):
     """A partition that no longer equals its replica on another machine."""
 
@@ -63,9 +70,7 @@ class DivergenceDetector:
         unordered = np.concatenate(places)
         order = np.argsort(unordered, kind="stable")
         ordered = unordered[order]
-        is_new = np.ones(len(ordered), dtype=bool)
-        is_new[1:] = ordered[1:] != ordered[:-1]
-        first = np.flatnonzero(is_new)
+        first = _starts(ordered)
         if not len(first):
             return [[] for _ in counts]
         key, store = np.concatenate(keys)[order], np.asarray(store_of)[ranks[order]]
@@ -181,8 +186,7 @@ def share_out(reports: Sequence[bytes]) -> list[bytes]:
     counts = [len(report) // _ROW.itemsize for report in reports]
     rows = np.frombuffer(b"".join(reports), dtype=_ROW)
     owners = np.full(len(rows), NOBODY, dtype="<i4")
-    if len(rows):
-        _choose(rows, np.repeat(np.arange(len(counts), dtype=np.int32), counts), owners)
+    _choose(rows, np.repeat(np.arange(len(counts), dtype=np.int32), counts), owners)
     parts = np.split(owners, np.cumsum(counts)[:-1])
     return [part.tobytes() for part in parts]
 
@@ -190,11 +194,7 @@ def share_out(reports: Sequence[bytes]) -> list[bytes]:
 def _choose(rows: npt.NDArray[np.void], ranks: npt.NDArray[np.int32], owners: npt.NDArray[np.int32]) -> None:
     # The sort is stable, so members of a group are in the order of ranks.
     order = np.argsort(rows["key"], kind="stable")
-    keys = rows["key"][order]
-    is_new = np.ones(len(keys), dtype=bool)
-    is_new[1:] = keys[1:] != keys[:-1]
-    del keys
-    first = np.flatnonzero(is_new)
+    first = _starts(rows["key"][order])
     size = np.diff(np.append(first, len(order)))
     member = ranks[order]
     shared = np.flatnonzero(member[first] != member[first + size - 1])
@@ -222,9 +222,7 @@ def _places(classes: npt.NDArray[np.uint64], length: _Ints, size: _Ints) -> _Int
     """Return for each group the index of the member that writes it."""
     order = np.lexsort((-length, classes))
     ordered = classes[order]
-    is_new = np.ones(len(ordered), dtype=bool)
-    is_new[1:] = ordered[1:] != ordered[:-1]
-    begins = np.flatnonzero(is_new)
+    begins = _starts(ordered)
     turn = np.arange(len(ordered)) - np.repeat(begins, np.diff(np.append(begins, len(ordered))))
     # Otherwise, the first member would write all classes that have only one group.
     lead = (ordered >> np.uint64(33)).astype(np.int64)

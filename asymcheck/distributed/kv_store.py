@@ -84,13 +84,14 @@ class KeyReader:
         with _translated(f"get {key}"):
             (first,) = self._firsts([key])
             value = self._whole(key, first)
-            self._remove(key, _count(first))
+            self.remove(key, _count(first))
         return value
 
     def remove(self, key: str, pieces: int) -> None:
         """Remove a key whose number of pieces is known, which saves a request."""
         with _translated("delete keys"):
-            self._remove(key, pieces)
+            for number in range(pieces):
+                self._store.delete_key(_piece_key(key, number))
 
     def _firsts(self, keys: Sequence[str]) -> Iterator[bytes]:
         for part in in_parts(keys):
@@ -108,11 +109,7 @@ class KeyReader:
         with _translated("delete keys"):
             for key in keys:
                 if self._store.check([key]):
-                    self._remove(key, _count(self._store.get(key)))
-
-    def _remove(self, key: str, pieces: int) -> None:
-        for number in range(pieces):
-            self._store.delete_key(_piece_key(key, number))
+                    self.remove(key, _count(self._store.get(key)))
 
 
 def in_parts(keys: Sequence[str]) -> Iterator[list[str]]:

@@ -1,12 +1,32 @@
-"""Copy head records from a remote location into a store, if both belong to one training (SPEC.md §A5.2)."""
+"""Copy head records between a store and a remote location, if both belong to one training (SPEC.md §A5.2)."""
 
 from __future__ import annotations
 
-from asymcheck.errors import FormatError, InvalidInputError, UnsupportedFormatError
-from asymcheck.format.record import HeadRecord
+from asymcheck.errors import FormatError, HeadRecordError, InvalidInputError, UnsupportedFormatError
+from asymcheck.restore.lineage import intact_heads
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.remote import RemoteTier
+
+
+def publish_heads(local: ReadTier, remote: RemoteTier, run: str) -> None:
+    """Publish the head records of a run that a location lacks.
+
+    Raises:
+        HeadRecordError: a head record is damaged in the store or at the location.
+        InvalidInputError: another training has used the run name at the location.
+        RemoteUnreachableError, StorageError: the location failed.
+    """
+    try:
+        heads = [local.manifests.read_head(run, generation) for generation in local.manifests.heads(run)]
+    except FormatError as error:
+        raise HeadRecordError(f"{local.root}: {error}; run asymcheck verify {local.root}") from error
+    try:
+        remote.manifests.publish_heads([head[0] for head in heads if head is not None])
+    except UnsupportedFormatError as error:
+        raise HeadRecordError(f"{remote.location}: {error}") from error
+    except FormatError as error:
+        raise HeadRecordError(f"{remote.location}: {error}; remove that file there, and push again") from error
 
 
 def pull_heads(remote: RemoteTier, local: NvmeTier, run: str) -> None:
@@ -29,8 +49,7 @@ def pull_heads(remote: RemoteTier, local: NvmeTier, run: str) -> None:
             if missing is None or local.manifests.publish_head(missing[0]):
                 continue
             own = local.manifests.read_head(run, generation)
-        other = _intact(remote, run, generation)
-        if own is None or (other is not None and not own[0].is_same(other)):
+        if own is None or not all(own[0].is_same(head) for head in intact_heads(remote, run, [generation])):
             raise InvalidInputError(
                 f"cannot pull run {run!r} into store {local.root}: its generation {generation} differs from the one at "
                 f"{remote.location}, so another training of this name was saved in the store; pull into another store"
@@ -64,16 +83,10 @@ def _have_one_training(remote: RemoteTier, local: NvmeTier, run: str, generation
     if any(ref.generation == generation for ref in common):
         return True
     # Equal records of a later generation name the same parent and the same start in nanoseconds.
-    later = [number for number in remote.manifests.heads(run) if number > generation]
-    pairs = ((_intact(remote, run, number), _intact(local, run, number)) for number in later)
-    return any(a is not None and b is not None and a.is_same(b) for a, b in pairs)
-
-
-def _intact(tier: ReadTier, run: str, generation: int) -> HeadRecord | None:
-    try:
-        head = tier.manifests.read_head(run, generation)
-    except UnsupportedFormatError:
-        raise
-    except FormatError:
-        return None
-    return None if head is None else head[0]
+    return any(
+        own.is_same(other)
+        for number in remote.manifests.heads(run)
+        if number > generation
+        for own in intact_heads(local, run, [number])
+        for other in intact_heads(remote, run, [number])
+    )

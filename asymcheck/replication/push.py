@@ -9,6 +9,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import PurePosixPath
 
@@ -27,7 +28,6 @@ from asymcheck.errors import (
     MissingPartitionError,
     RecoveryError,
     StorageError,
-    UnsupportedFormatError,
 )
 from asymcheck.executor import begin, together
 from asymcheck.format.frame import FrameDescriptor, frame_length
@@ -36,6 +36,7 @@ from asymcheck.format.manifest import Manifest
 from asymcheck.policies.batching import FlushFacts, stream_batch_bytes
 from asymcheck.replication.checkpoint_cache import RemotePresence
 from asymcheck.replication.cross_node_dedup import held_back, wait_for_others
+from asymcheck.replication.head_records import publish_heads
 from asymcheck.replication.transfer_plan import (
     Frame,
     PartitionIndex,
@@ -147,30 +148,6 @@ def _raise_any(failures: Mapping[str, AsymcheckError], asked: int, remote: Remot
     ) from first
 
 
-def publish_heads(local: ReadTier, remote: RemoteTier, run: str) -> None:
-    """Publish the head records of a run that a location lacks.
-
-    Raises:
-        HeadRecordError: a head record is damaged in the store or at the location.
-        InvalidInputError: another training has used the run name at the location.
-        RemoteUnreachableError, StorageError: the location failed.
-    """
-    try:
-        heads = [local.manifests.read_head(run, generation) for generation in local.manifests.heads(run)]
-    except FormatError as error:
-        raise HeadRecordError(f"{local.root}: {error}; run asymcheck verify {local.root}") from error
-    try:
-        remote.manifests.publish_heads([head[0] for head in heads if head is not None])
-    except UnsupportedFormatError as error:
-        raise HeadRecordError(f"{remote.location}: {error}") from error
-    except FormatError as error:
-        raise HeadRecordError(f"{remote.location}: {error}; remove that file there, and push again") from error
-
-
-_Staging = Callable[[], dict[ManifestName, PurePosixPath]]
-"""Wait for the upload of manifests, and return their temporary names."""
-
-
 def _older(local: ReadTier, listing: CheckpointFiles, remote: Iterable[CheckpointRef]) -> CheckpointFiles | None:
     """Return the newest older checkpoint that exists on both sides."""
     for ref in sorted((ref for ref in remote if ref < listing.ref), reverse=True)[:_OLDER_TRIED]:
@@ -194,6 +171,8 @@ class _Push:
     publish_heads: Callable[[str], object]
     damaged: set[Digest] = dataclasses.field(default_factory=set)
     reported: tuple[int, int] = (0, 0)
+    # Temporary names of uploaded manifests.
+    staged: dict[ManifestName, PurePosixPath] = dataclasses.field(default_factory=dict)
 
     def carry_out(self) -> None:
         """Upload missing packs, then head records, then manifests; repeat if a collection removes needed packs."""
@@ -207,34 +186,27 @@ class _Push:
             raise InconsistentCheckpointError(f"its manifests cannot be read: {error}") from error
         # Closing a file takes half a second, so manifests are uploaded beside the packs and renamed at the end.
         names, threads = list(data), min(self.remote.config.remote.uploads, len(data))
-        shares = [{name: data[name] for name in names[start::threads]} for start in range(threads)]
-        staging: list[_Staging] = [begin(partial(self._stage, share), "push-manifest").result for share in shares]
-        staged: dict[ManifestName, PurePosixPath] = {}
+        shares = [names[start::threads] for start in range(threads)]
+        staging = [begin(partial(self._stage, data, share), "push-manifest") for share in shares]
         try:
-            self._send_and_commit(manifests, data, staging, staged)
+            self._send_and_commit(manifests, data, staging)
         except BaseException:
-            self._unstage(staging, staged)
+            wait(staging)
+            # A collection removes staged manifests that cannot be removed now.
+            with contextlib.suppress(Exception):
+                for path in self.staged.values():
+                    self.remote.manifests.unstage(path)
             raise
 
-    def _stage(self, data: Mapping[ManifestName, bytes]) -> dict[ManifestName, PurePosixPath]:
-        """Upload manifests under temporary names; after a failure, none of them stays."""
-        staged: dict[ManifestName, PurePosixPath] = {}
-        try:
-            for name, content in data.items():
-                path = self.remote.manifests.stage(self.listing.run, self.listing.ref, name, content)
-                if path is not None:
-                    staged[name] = path
-        except BaseException:
-            self._unstage([], staged)
-            raise
-        return staged
+    def _stage(self, data: Mapping[ManifestName, bytes], names: Sequence[ManifestName]) -> None:
+        """Upload manifests under temporary names."""
+        for name in names:
+            path = self.remote.manifests.stage(self.listing.run, self.listing.ref, name, data[name])
+            if path is not None:
+                self.staged[name] = path
 
     def _send_and_commit(
-        self,
-        manifests: Sequence[Manifest],
-        data: Mapping[ManifestName, bytes],
-        staging: list[_Staging],
-        staged: dict[ManifestName, PurePosixPath],
+        self, manifests: Sequence[Manifest], data: Mapping[ManifestName, bytes], staging: Sequence[Future[None]]
     ) -> None:
         run, ref = self.listing.run, self.listing.ref
         committed = False
@@ -245,15 +217,15 @@ class _Push:
             wait_for_others(self.remote, self.listing, held, self._report)
         for _ in range(_ATTEMPTS):
             relied = self._send(manifests)
-            while staging:
-                staged.update(staging.pop()())
+            for upload in staging:
+                upload.result()
             if not self._packs_remain(relied):
                 continue
             if not committed:
                 self.publish_heads(run)
                 self._remove_damaged(data)
                 for name in data:
-                    self.remote.manifests.publish(run, ref, name, data[name], staged.pop(name, None))
+                    self.remote.manifests.publish(run, ref, name, data[name], self.staged.pop(name, None))
                 committed = True
             # A collection that listed the manifests earlier may have removed a pack by now. A collection that begins
             # later sees the manifest, and reprieves the pack.
@@ -274,13 +246,6 @@ class _Push:
                 continue
             except FormatError:
                 self.remote.files.delete(self.remote.manifests.directory(run, ref) / str(name))
-
-    def _unstage(self, staging: Sequence[_Staging], staged: Mapping[ManifestName, PurePosixPath]) -> None:
-        """Remove staged manifests as far as possible; a collection removes the rest."""
-        for wait in (lambda: staged, *staging):
-            with contextlib.suppress(Exception):
-                for path in wait().values():
-                    self.remote.manifests.unstage(path)
 
     def _packs_remain(self, relied: set[PackId]) -> bool:
         """Tell whether all packs will stay. A killed collection may have announced the removal of some."""
@@ -339,7 +304,7 @@ class PackSender:
     """Uploads the packs of one checkpoint."""
 
     def __init__(
-        self, remote: RemoteTier, total: int, moved: Moved, progress: Progress | None, reencoder: Reencoder | None
+        self, remote: RemoteTier, total: int, moved: Moved, progress: Progress, reencoder: Reencoder | None
     ) -> None:
         """Send ``total`` bytes of payload to ``remote``, encoded by ``reencoder`` if given."""
         self._remote = remote
@@ -460,11 +425,10 @@ class PackSender:
         return descriptor
 
     def _sent(self, count: int) -> None:
-        if self._progress is not None:
-            with self._lock:
-                # Bytes that are sent again after a failure count twice.
-                self._done = min(self._done + count, self._total)
-                self._progress(self._done, self._total)
+        with self._lock:
+            # Bytes that are sent again after a failure count twice.
+            self._done = min(self._done + count, self._total)
+            self._progress(self._done, self._total)
 
 
 def _cut(frames: Sequence[Frame], size: int) -> list[list[Frame]]:

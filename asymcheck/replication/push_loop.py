@@ -41,7 +41,8 @@ from asymcheck.policies.push_selection import due
 from asymcheck.replication.checkpoint_cache import CheckpointCache, RemotePresence
 from asymcheck.replication.collect_remote import RemotePruner
 from asymcheck.replication.cross_node_dedup import SentParts, begun_first
-from asymcheck.replication.push import encoder_for, publish_heads, push
+from asymcheck.replication.head_records import publish_heads
+from asymcheck.replication.push import encoder_for, push
 from asymcheck.replication.push_status import (
     REQUEST,
     STATUS,

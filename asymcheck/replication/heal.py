@@ -10,7 +10,7 @@ from asymcheck.format import layout
 from asymcheck.format.spans import Spans
 from asymcheck.fsck.repair import Repair, Unrepaired
 from asymcheck.replication.head_records import fetch_head
-from asymcheck.replication.pull import copy_one, each
+from asymcheck.replication.pull import CheckpointCopier, each
 from asymcheck.replication.transfer_stats import Moved
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import Catalog, NvmeTier
@@ -58,12 +58,13 @@ def heal(
     lost = dict.fromkeys(name for problem in unrepaired for name in problem.checkpoints)
     listings = _listings(remote, lost, failed)
     moved = Moved(str(remote.location))
+    copier = CheckpointCopier(remote, local, catalog, progress, moved)
 
     def fetch(listing: CheckpointFiles) -> None:
         # A checkpoint that was deleted since the repair is not fetched.
         known = local.manifests.listing(listing.run, listing.ref)
         if known.manifests:
-            copy_one(remote, local, catalog, listing.of_ranks(_store_ranks(remote, listing, known)), moved, progress)
+            copier.copy(listing.of_ranks(_store_ranks(remote, listing, known)))
 
     failed |= {name: str(error) for name, error in each(remote, listings, fetch).items()}
     if moved.committed:
@@ -105,12 +106,11 @@ def _heads(
 def _listings(remote: RemoteTier, lost: dict[str, None], failed: dict[str, str]) -> list[CheckpointFiles]:
     """Return the lost checkpoints that are complete at the location."""
     runs = dict.fromkeys(name.removeprefix("run ").partition(",")[0] for name in lost)
-    remote_listings = {
-        f"run {run}, {listing.ref}": listing for run in runs for listing in remote.manifests.checkpoints(run)
+    complete = {
+        f"run {run}, {listing.ref}": listing
+        for run in runs
+        for listing in remote.manifests.checkpoints(run)
+        if listing.is_complete
     }
-    failed |= {name: "the location does not have it" for name in lost if not _is_complete(remote_listings.get(name))}
-    return [remote_listings[name] for name in lost if name not in failed]
-
-
-def _is_complete(listing: CheckpointFiles | None) -> bool:
-    return listing is not None and listing.is_complete
+    failed |= {name: "the location does not have it" for name in lost if name not in complete}
+    return [complete[name] for name in lost if name in complete]

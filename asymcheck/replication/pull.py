@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -69,17 +71,17 @@ def pull(
         RemoteUnreachableError, StorageError: the location or the drive failed; committed checkpoints stay.
     """
     moved = Moved(str(remote.location))
-    with_heads = set[str]()
+    copier = CheckpointCopier(remote, local, catalog, progress, moved)
+    # Once per run; a call that raises is repeated.
+    copy_heads = functools.cache(partial(pull_heads, remote, local))
 
     def copy(listing: CheckpointFiles) -> None:
         # With one store per node, this store may have only the part of its node.
         if local.manifests.listing(listing.run, listing.ref).is_whole:
             moved.present += 1
             return
-        if listing.run not in with_heads:
-            pull_heads(remote, local, listing.run)
-            with_heads.add(listing.run)
-        copy_one(remote, local, catalog, listing, moved, progress)
+        copy_heads(listing.run)
+        copier.copy(listing)
 
     failed = each(remote, listings, copy)
     if failed:
@@ -121,57 +123,47 @@ def _failure(failed: Mapping[str, AsymcheckError], count: int, remote: RemoteTie
     return InconsistentCheckpointError(message, reasons)
 
 
-def copy_one(
-    remote: RemoteTier,
-    local: NvmeTier,
-    catalog: Catalog,
-    listing: CheckpointFiles,
-    moved: Moved,
-    progress: Progress | None,
-) -> None:
-    """Copy the missing or damaged parts of one checkpoint.
+@dataclasses.dataclass(frozen=True)
+class CheckpointCopier:
+    """Copies checkpoints from a remote location into a store."""
 
-    Raises:
-        AsymcheckError: the copy failed; the store keeps everything that it had.
-    """
-    manifests = read_manifests(remote, listing)
-    for name, manifest in zip(listing.manifests, manifests, strict=True):
-        _Pull(remote, local, catalog, moved, progress).carry_out(listing, name, manifest)
-    moved.committed += (f"run {listing.run}, {listing.ref}",)
+    remote: RemoteTier
+    local: NvmeTier
+    catalog: Catalog
+    progress: Progress | None
+    moved: Moved
+    """Sum of the copies so far."""
 
+    def copy(self, listing: CheckpointFiles) -> None:
+        """Copy the missing or damaged parts of one checkpoint.
 
-class _Pull:
-    """Copies the part of one rank."""
+        Raises:
+            AsymcheckError: the copy failed; the store keeps everything that it had.
+        """
+        manifests = read_manifests(self.remote, listing)
+        for name, manifest in zip(listing.manifests, manifests, strict=True):
+            self._copy_rank(listing, name, manifest)
+        self.moved.committed += (f"run {listing.run}, {listing.ref}",)
 
-    def __init__(
-        self, remote: RemoteTier, local: NvmeTier, catalog: Catalog, moved: Moved, progress: Progress | None
-    ) -> None:
-        self._remote, self._local, self._catalog = remote, local, catalog
-        self._moved, self._progress = moved, progress
-        self._done = 0
-        self._lock = threading.Lock()
-
-    def carry_out(self, listing: CheckpointFiles, name: ManifestName, manifest: Manifest) -> None:
-        """Fetch missing partitions, and commit the manifest."""
+    def _copy_rank(self, listing: CheckpointFiles, name: ManifestName, manifest: Manifest) -> None:
+        """Fetch the missing partitions of one rank, and commit the manifest."""
         run, ref = listing.run, listing.ref
         # Only saves encode frames.
         encoder = Encoder("off", "nvme")
-        with CommitTransaction(self._local, self._catalog, encoder, ref.save_id, name.rank) as transaction:
-            data = self._remote.manifests.read_bytes(run, ref, name)
-            with PartitionLocator(
-                self._remote, PartitionSet.of_manifests([manifest]), manifest.header.packs
-            ) as sources:
+        with CommitTransaction(self.local, self.catalog, encoder, ref.save_id, name.rank) as transaction:
+            data = self.remote.manifests.read_bytes(run, ref, name)
+            with PartitionLocator(self.remote, PartitionSet.of_manifests([manifest]), manifest.header.packs) as sources:
                 fetch_missing = partial(self._fetch_missing, transaction, sources, manifest.partitions())
                 fetch_missing(names := list(manifest.partitions()))
                 transaction.seal(names, lambda lost: fetch_missing(sorted(lost)))
             # An existing manifest stays: parts of its checkpoint may be readable if this copy fails.
             transaction.publish(run, ref, name.world_size, data, keep_existing=True)
         packing = transaction.packing
-        self._moved.packs += len(packing.packs)
-        self._moved.moved_bytes += packing.written_bytes
-        self._moved.plain_bytes += packing.written_bytes
-        self._moved.moved_partitions += len(packing.written)
-        self._moved.reused_partitions += len(packing.reused)
+        self.moved.packs += len(packing.packs)
+        self.moved.moved_bytes += packing.written_bytes
+        self.moved.plain_bytes += packing.written_bytes
+        self.moved.moved_partitions += len(packing.written)
+        self.moved.reused_partitions += len(packing.reused)
 
     def _fetch_missing(
         self,
@@ -181,21 +173,22 @@ class _Pull:
         names: Sequence[Digest],
     ) -> None:
         missing = [name for name in names if transaction.claim(name)]
-        total = sum(lengths[name] for name in missing)
+        done, total = 0, sum(lengths[name] for name in missing)
         transaction.expect(sum(frame_length(lengths[name]) for name in missing))
-        self._done = 0
+        lock = threading.Lock()
 
         def place(name: Digest, data: memoryview) -> None:
+            nonlocal done
             transaction.write(FrameDescriptor.identity(name, len(data)), partial(self._write, data))
-            if self._progress is not None:
-                with self._lock:
-                    self._done += len(data)
-                    self._progress(self._done, total)
+            if self.progress is not None:
+                with lock:
+                    done += len(data)
+                    self.progress(done, total)
 
         if missing:
-            fetch(sources, missing, place, self._local.slots, self._local.config.slots)
+            fetch(sources, missing, place, self.local.slots, self.local.config.slots)
 
     def _write(self, data: memoryview, writer: PackWriter, descriptor: FrameDescriptor) -> None:
-        with self._local.slots.slot(len(data)) as slot:
+        with self.local.slots.slot(len(data)) as slot:
             slot.payload(len(data))[:] = data
             writer.write(slot, descriptor)

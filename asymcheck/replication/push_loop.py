@@ -16,7 +16,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from asymcheck.commit.encoder import Encoder
@@ -207,12 +206,7 @@ class PushLoop:
         """Push until the request of the training, or :meth:`end`, ends the loop."""
         try:
             while not self._request.is_closing and not self._is_ending:
-                is_well = self._round()
-                with self._turn:
-                    # A commit does not end the pause after a failure, so an unreachable location is not tried at every
-                    # step.
-                    is_woken = partial(self._is_woken, _CALLED if is_well else _AWAITED)
-                    self._turn.wait_for(is_woken, self._job.poll_s if is_well else RETRY_S)
+                self._pause(is_well=self._round())
             # The last checkpoints may have become durable in the meantime.
             self._round()
         finally:
@@ -221,8 +215,11 @@ class PushLoop:
             if self._remote is not None:
                 self._remote.close()
 
-    def _is_woken(self, urgency: int) -> bool:
-        return self._urgency >= urgency
+    def _pause(self, *, is_well: bool) -> None:
+        # A commit does not end the pause after a failure, so an unreachable location is not tried at every step.
+        urgency, pause_s = (_CALLED, self._job.poll_s) if is_well else (_AWAITED, RETRY_S)
+        with self._turn:
+            self._turn.wait_for(lambda: self._urgency >= urgency, pause_s)
 
     def _round(self) -> bool:
         """Try each due checkpoint once, newest first, and answer the waits so far; return False after a failure."""
@@ -275,13 +272,10 @@ class PushLoop:
 
     def _next(self, tried: set[str]) -> Checkpoint | None:
         untried = [checkpoint for checkpoint in reversed(self._due()) if checkpoint.save_id not in tried]
-        if self._remote is not None and not all(map(self._is_whole, untried)):
+        listings = [self._known.listing(checkpoint) for checkpoint in untried]
+        if self._remote is not None and not all(listing is None or listing.is_whole for listing in listings):
             untried = begun_first(self._remote, self._run, untried)
         return next(iter(untried), None)
-
-    def _is_whole(self, checkpoint: Checkpoint) -> bool:
-        listing = self._known.listing(checkpoint)
-        return listing is None or listing.is_whole
 
     def _due(self) -> list[Checkpoint]:
         """List the store, and return the checkpoints to upload, newest last, without damaged ones."""

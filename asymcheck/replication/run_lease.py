@@ -24,6 +24,8 @@ _POLL_S = 1.0
 _RELEASE_S = 2.0
 """Seconds that a release may take. A lease that stays ends by itself."""
 
+LeasePhase = Literal["none", "undecided", "watching", "unguarded", "held", "refused", "lost"]
+
 
 @dataclasses.dataclass(frozen=True)
 class LeaseClaim:
@@ -45,7 +47,7 @@ class LeaseClaim:
 class LeaseStatus:
     """State of a claim."""
 
-    phase: Literal["none", "undecided", "watching", "unguarded", "held", "refused", "lost"] = "none"
+    phase: LeasePhase = "none"
     """none: not claimed; unguarded: nothing to guard yet, or ``problem``; lost: another training took the run over."""
     token: str = ""
     """Token of the claim."""
@@ -206,14 +208,7 @@ class RunLease:
     def _folder(self, files: RemoteFiles) -> PurePosixPath:
         return files.top / layout.LOCKS / self._run
 
-    def _note(
-        self,
-        phase: Literal["watching", "unguarded", "held", "refused", "lost"],
-        lease: _Lease | None = None,
-        *,
-        until: float = 0.0,
-        problem: str = "",
-    ) -> None:
+    def _note(self, phase: LeasePhase, lease: _Lease | None = None, *, until: float = 0.0, problem: str = "") -> None:
         other, last_step = (None, None) if lease is None else (lease.trainer, lease.last_step)
         self._status = LeaseStatus(phase, self._claim.token, other, last_step, until, problem)
         if not self._ended.is_set():

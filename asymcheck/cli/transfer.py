@@ -140,7 +140,7 @@ def _follow_loop(loop: PushLoop, progress: Progress) -> None:
     def tick(status: PushStatus) -> None:
         nonlocal shown, problem
         now = status.statistics
-        new = status.intervals[max(len(status.intervals) - status.traced + shown, 0) :]
+        new = status.intervals_since(shown)
         shown = status.traced
         for upload in [upload for upload in new if "failed" not in upload.detail]:
             sent = int(upload.detail["sent"])

@@ -175,7 +175,7 @@ class BackgroundPush:
         status = None if self._watched is None else self._watched.read(PushStatus)
         if status is None:
             return self._now
-        for interval in status.intervals[max(len(status.intervals) - status.traced + self._now.traced, 0) :]:
+        for interval in status.intervals_since(self._now.traced):
             relay(interval)
         self._now, self._has_begun = status, True
         # Until a new child has listed the location, the findings of earlier children remain valid.
@@ -226,19 +226,14 @@ class BackgroundPush:
             self._ask(waits=number)
             # The end of a child without the request is no answer.
             ends = self._ends + self._is_deaf
-        while True:
-            with self._turn:
-                status = self._look()
-                error: Exception | None = None
-                if status.answered >= number:
-                    error = None if status.failure is None else status.failure.error()
-                elif self._ends > ends or not self._thread.is_alive():
-                    ended = f"run {self._job.run!r}: pushing to {self._job.rules.remote} has ended"
-                    error = self._failure or ClosedStoreError(ended)
-                else:
-                    self._turn.wait(_POLL_S)
-                    continue
-            break
+            while (status := self._look()).answered < number and self._ends <= ends and self._thread.is_alive():
+                self._turn.wait(_POLL_S)
+            error: Exception | None = None
+            if status.answered < number:
+                ended = f"run {self._job.run!r}: pushing to {self._job.rules.remote} has ended"
+                error = self._failure or ClosedStoreError(ended)
+            elif status.failure is not None:
+                error = status.failure.error()
         if error is not None:
             if raises:
                 raise error

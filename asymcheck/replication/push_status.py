@@ -117,6 +117,10 @@ class PushStatus:
     intervals: tuple[Interval, ...] = ()
     """Trace intervals of the last uploads. All processes of a machine share the monotonic clock."""
 
+    def intervals_since(self, traced: int) -> tuple[Interval, ...]:
+        """Return the intervals after the first ``traced`` uploads, as far as they are kept."""
+        return self.intervals[max(len(self.intervals) - self.traced + traced, 0) :]
+
 
 def encoded(value: object) -> str:
     """Return a job, a request or a status as JSON."""

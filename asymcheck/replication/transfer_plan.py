@@ -155,22 +155,19 @@ class TransferPlanner:
         return None if copy is None else self._depth_of(copy, frozenset({name}), as_base=as_base)
 
     def _depth_of(self, copy: PartitionCopy, above: frozenset[Digest], *, as_base: bool) -> int | None:
-        kind = copy.kind()
-        if copy.pack.damage is not None:
-            # Frames in a damaged pack may be readable, but the checkpoint must not rely on them.
-            return None
-        if kind == registry.KIND_DERIVED and as_base:
+        bases, kind = copy.bases(), copy.kind()
+        has_bad_chain = bool(bases & above) or len(above) > _CHAIN_MAX + 1
+        # Frames in a damaged pack may be readable, but the checkpoint must not rely on them.
+        if copy.pack.damage is not None or has_bad_chain or (as_base and kind == registry.KIND_DERIVED):
             return None
         depth = 0
-        if len(above) > _CHAIN_MAX + 1:
-            return None
-        for base in copy.bases() - above:
+        for base in bases:
             copies = self._remote.base_copies(base)
             base_depth = self._depth_of(copies[0], above | {base}, as_base=True) if copies else None
             if base_depth is None:
                 return None
             depth = base_depth + (kind == registry.KIND_DELTA)
-        if copy.bases() & above or depth > registry.DELTA_DEPTH_MAX:
+        if depth > registry.DELTA_DEPTH_MAX:
             return None
         self.relied.add(copy.pack.header.pack_id)
         return depth
@@ -187,21 +184,19 @@ class TransferPlanner:
             return self._depths[name]
         if name in above or len(above) > _CHAIN_MAX:
             raise BaseDamagedError(f"{copy}: its chain of bases is cyclic or too long; run asymcheck verify")
+        kind = copy.kind()
+        is_decoded = name in self._decoded or (as_base and kind == registry.KIND_DERIVED)
         depth = 0
-        derived_base = as_base and copy.kind() == registry.KIND_DERIVED
-        if copy.kind() == registry.KIND_FULL or name in self._decoded or derived_base:
-            self._add(name, copy, decoded=name in self._decoded or derived_base)
-            self._sent_derived.discard(name)
-        else:
-            for base in copy.bases():
-                depth = self._base(base, above | {name}) + (copy.kind() == registry.KIND_DELTA)
-            too_deep = depth > registry.DELTA_DEPTH_MAX
-            if copy.kind() == registry.KIND_DELTA and not too_deep:
-                self._under_deltas |= copy.bases()
-            self._add(name, copy, decoded=too_deep)
-            depth = 0 if too_deep else depth
-            if copy.kind() == registry.KIND_DERIVED and not too_deep:
-                self._sent_derived.add(name)
+        for base in () if is_decoded else copy.bases():
+            depth = self._base(base, above | {name}) + (kind == registry.KIND_DELTA)
+        if depth > registry.DELTA_DEPTH_MAX:
+            is_decoded, depth = True, 0
+        self._add(name, copy, decoded=is_decoded)
+        self._sent_derived.discard(name)
+        if kind == registry.KIND_DELTA and not is_decoded:
+            self._under_deltas |= copy.bases()
+        elif kind == registry.KIND_DERIVED and not is_decoded:
+            self._sent_derived.add(name)
         self._depths[name] = depth
         return depth
 

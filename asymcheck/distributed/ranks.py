@@ -77,7 +77,6 @@ class Ranks:
         self._store = store
 
     def __repr__(self) -> str:
-        """Return rank and world size."""
         return f"<asymcheck.Ranks {self.rank} of {self.world_size}>"
 
     @classmethod

@@ -45,7 +45,6 @@ class DivergenceDetector:
     """Compares the reports of the ranks over time. For the commit thread of rank 0."""
 
     def __init__(self) -> None:
-        """Start without earlier reports."""
         self._places: _Keys = np.empty(0, dtype=np.uint64)
         self._keys = self._places
         self._are_same = np.empty(0, dtype=bool)

@@ -453,7 +453,6 @@ class BackgroundPush:
             shutil.rmtree(folder, ignore_errors=True)
 
     def __enter__(self) -> BackgroundPush:
-        """Start the child."""
         return self.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

@@ -66,7 +66,8 @@ class CheckpointCache:
                 for ref in refs
             }
         line = self._present = self._present_line(refs)
-        self._described = {ref: self._describe(ref) for ref in refs if self._listings[ref].is_complete}
+        complete = [ref for ref in refs if self._listings[ref].is_complete]
+        self._described = {ref: self._described.get(ref) or self._describe(ref) for ref in complete}
         return [
             dataclasses.replace(checkpoint, on_line=None if line is None else ref in line)
             for ref, checkpoint in self._described.items()
@@ -96,9 +97,6 @@ class CheckpointCache:
         return [ref for ref, listing in self._listings.items() if listing.manifests and not listing.is_complete]
 
     def _describe(self, ref: CheckpointRef) -> Checkpoint:
-        known = self._described.get(ref)
-        if known is not None:
-            return known
         listing = self._listings[ref]
         manifests: list[Manifest] = []
         if self._metrics:

@@ -60,18 +60,14 @@ class RemoteReachability(Reachability):
                     self._scanned.update(digests_of(index.entries))
                 else:
                     self.packs[pack_id] = HeldFrames(index.entries)
+        self.problem = None
         # A live partition in no pack may be in the unreadable part of a damaged pack, with any partition as its base.
-        is_certain = not self._damaged or self.live() <= self._scanned.union(
-            *(frames.names for frames in self.packs.values())
-        )
-        self.problem = None if is_certain else InconsistentCheckpointError(self._uncertainty())
-
-    def _uncertainty(self) -> str:
-        names = ", ".join(layout.pack_name(pack_id) for pack_id in sorted(self._damaged))
-        return (
-            f"{self._refusal}, because {names} is damaged, so the bases that its checkpoints need are unknown. Delete "
-            f"these checkpoints first; asymcheck verify {self.tier.location} lists them"
-        )
+        if self._damaged and self.live().difference(self._scanned, *(frames.names for frames in self.packs.values())):
+            names = ", ".join(layout.pack_name(pack_id) for pack_id in sorted(self._damaged))
+            self.problem = InconsistentCheckpointError(
+                f"{self._refusal}, because {names} is damaged, so the bases that its checkpoints need are unknown. "
+                f"Delete these checkpoints first; asymcheck verify {self.tier.location} lists them"
+            )
 
 
 class RemoteSweep(Sweep):
@@ -95,7 +91,6 @@ class RemoteSweep(Sweep):
                     self._remote.files.delete(entry.path)
 
     def _find_garbage(self) -> None:
-        """Find old packs that are garbage."""
         # Packs are listed before manifests: an upload that commits later checks its packs again.
         self.packs = self._remote.lasting_packs()
         if not self._remote.files.renames:
@@ -188,7 +183,6 @@ class RemotePruner:
     """Applies the retention of one run at a remote location. For one thread."""
 
     def __init__(self, remote: RemoteTier, run: str, retention: Retention) -> None:
-        """Apply ``retention`` to ``run``."""
         self._remote = remote
         self._run = run
         self._retention = retention

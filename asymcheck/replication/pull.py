@@ -111,7 +111,6 @@ def each(
 
 
 def _failure(failed: Mapping[str, AsymcheckError], count: int, remote: RemoteTier) -> AsymcheckError:
-    """Combine the errors into one."""
     errors = list(failed.values())
     if count == 1:
         return errors[0]

@@ -30,7 +30,6 @@ from asymcheck.errors import (
     InconsistentCheckpointError,
     InvalidInputError,
     OutOfSpaceError,
-    ReadOnlyStoreError,
     RecoveryError,
     RunInUseError,
 )
@@ -78,7 +77,7 @@ _WAITING = 256
 _VERIFIED_MANIFESTS = 64
 """Approximate number of manifests, newest first, that are verified at the start: a killed push may have left one."""
 _BLOCKING_ERRORS = (
-    *(*INCONCLUSIVE, OutOfSpaceError, ReadOnlyStoreError, ClosedStoreError, ForkedStoreError),
+    *(*INCONCLUSIVE, OutOfSpaceError, ClosedStoreError, ForkedStoreError),
     *(GivenUpError, HeadRecordError, InvalidInputError, RunInUseError),
 )
 """Errors that every other checkpoint would raise as well. InvalidInputError: another training has the run name."""
@@ -92,7 +91,6 @@ class PushLoop:
     """
 
     def __init__(self, local: ReadTier, job: PushJob) -> None:
-        """Prepare to push from ``local`` as ``job`` says."""
         self._local, self._job, self._rules, self._run = local, job, job.rules, job.run
         self._known = CheckpointCache(local, job.run, metrics=job.rules.asks_for_metrics)
         self._remote: RemoteTier | None = None

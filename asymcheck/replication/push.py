@@ -387,20 +387,6 @@ class PackSender:
                 held.close()
             return self._upload(group, frames, time.perf_counter() - began)
 
-    def _upload(self, group: Sequence[Frame], frames: Sequence[Frame], encoding_s: float) -> PackId:
-        """Upload ``frames``, the encoded form of ``group``."""
-        spent = [encoding_s]
-        plan = plan_pack([frame.entry for frame in frames])
-        header, _ = self._packs.upload(plan, partial(self._read, frames, spent), self._sent, self._probe_written.set)
-        stored = sum(frame.stored for frame in frames)
-        self._remote.pace.making.note(stored, sum(spent))
-        with self._lock:
-            self._moved.packs += 1
-            self._moved.moved_bytes += stored
-            self._moved.plain_bytes += sum(frame.stored for frame in group)
-            self._moved.moved_partitions += len(frames)
-        return header.pack_id
-
     def _encoded(self, group: Sequence[Frame]) -> Sequence[Frame]:
         if self._reencoder is None:
             return group
@@ -409,20 +395,35 @@ class PackSender:
         for frame in group:
             self._check_stopped()
             frames.append(self._reencoder.encoded(frame, slot))
-        with self._lock:
-            self._total -= sum(frame.stored for frame in group) - sum(frame.stored for frame in frames)
         return frames
 
     def _check_stopped(self) -> None:
         if self._stopped:
             raise GivenUpError("upload cancelled: another upload of the same push has failed")
 
-    def _read(self, frames: Sequence[Frame], spent: list[float], number: int, slot: Slot) -> FrameDescriptor:
-        self._check_stopped()
-        began = time.perf_counter()
-        descriptor = frames[number].read(slot)
-        spent.append(time.perf_counter() - began)
-        return descriptor
+    def _upload(self, group: Sequence[Frame], frames: Sequence[Frame], encoding_s: float) -> PackId:
+        """Upload ``frames``, the encoded form of ``group``."""
+        plain, stored = (sum(frame.stored for frame in part) for part in (group, frames))
+        with self._lock:
+            self._total -= plain - stored
+        spent = [encoding_s]
+
+        def read(number: int, slot: Slot) -> FrameDescriptor:
+            self._check_stopped()
+            began = time.perf_counter()
+            descriptor = frames[number].read(slot)
+            spent.append(time.perf_counter() - began)
+            return descriptor
+
+        plan = plan_pack([frame.entry for frame in frames])
+        header, _ = self._packs.upload(plan, read, self._sent, self._probe_written.set)
+        self._remote.pace.making.note(stored, sum(spent))
+        with self._lock:
+            self._moved.packs += 1
+            self._moved.moved_bytes += stored
+            self._moved.plain_bytes += plain
+            self._moved.moved_partitions += len(frames)
+        return header.pack_id
 
     def _sent(self, count: int) -> None:
         with self._lock:

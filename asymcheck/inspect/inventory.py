@@ -151,6 +151,5 @@ def _partition(extent: Extent, copy: PartitionCopy | None) -> StoredPartition:
     lengths = extent.digest.hex(), extent.length, extent.partition_length
     if copy is None:
         return StoredPartition(*lengths, None, None, None, None)
-    entry = copy.pack.entries[copy.sequence]
-    codec, stored = CODECS[int(entry["codec"])], int(entry["stored_length"])
-    return StoredPartition(*lengths, copy.pack.header.pack_id.hex(), copy.sequence, codec, stored)
+    codec = CODECS[int(copy.entry["codec"])]
+    return StoredPartition(*lengths, copy.pack.header.pack_id.hex(), copy.sequence, codec, copy.stored_length)

@@ -15,7 +15,7 @@ from asymcheck.restore.frame_reader import read_any
 from asymcheck.restore.lineage import read_line
 from asymcheck.restore.partition_locator import PartitionLocator, PartitionSet
 from asymcheck.restore.resolve import read_manifests
-from asymcheck.storage.nvme import CheckpointFiles, NvmeTier, Slot
+from asymcheck.storage.nvme import CheckpointFiles, NvmeTier
 from asymcheck.types import CheckpointRef, Sample
 
 _SAMPLE_BYTES = 8 << 20
@@ -161,8 +161,7 @@ def _bytes_of(sources: PartitionLocator, pieces: list[_Piece], max_bytes: int) -
     sampled = bytearray()
     for piece in pieces:
         extent = piece.extent
-        slot = Slot(sources.payload_bytes([extent.digest])[0])
-        plain = read_any(sources, extent.digest, slot)
+        plain = read_any(sources, extent.digest)
         # A multiple of 16 bytes has whole elements of any dtype.
         length = min(extent.length, max(max_bytes - len(sampled), 0) // 16 * 16)
         sampled += plain[extent.offset : extent.offset + length]

@@ -16,7 +16,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +65,6 @@ from asymcheck.state.boxes import Box
 from asymcheck.state.dtypes import TORCH_DTYPES
 from asymcheck.state.names import matches
 from asymcheck.state.shards import TensorShard
-from asymcheck.storage.interfaces import ReadTier
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint, CheckpointRef, Part, Restored
 from asymcheck.validation import check_flag, check_glob
@@ -368,15 +366,13 @@ class AsymcheckReader(_StoreUser, StorageReader):
         assert isinstance(metadata, Metadata)  # noqa: S101 - result of _metadata
         return metadata
 
-    def _read(self, read: Callable[[ReadTier, Resolved], object], step: int | None) -> Restored:
+    def _read(self, read: Callable[[Resolved], object], step: int | None) -> Restored:
         run = self._run
         with self._opened() as store, timed("restore", 0, lambda: {"run": run}):
             which = store.resources.checked(run, step)
-            return store.resources.read(
-                lambda source: read_first(source, run, which, partial(read, source)), is_newest=which is None
-            )
+            return store.resources.read(lambda source: read_first(source, run, which, read), is_newest=which is None)
 
-    def _metadata(self, _tier: ReadTier, resolved: Resolved) -> Metadata:
+    def _metadata(self, resolved: Resolved) -> Metadata:
         self._ref = resolved.ref
         parts = ShardSet(resolved.manifests)
         leaves = _leaves_of(parts)
@@ -442,10 +438,10 @@ class AsymcheckReader(_StoreUser, StorageReader):
         ref = self._ref
         assert ref is not None  # noqa: S101 - DCP reads the metadata first
 
-        def read(tier: ReadTier, resolved: Resolved) -> None:
+        def read(resolved: Resolved) -> None:
             if resolved.ref != ref:
                 raise InconsistentCheckpointError(f"{ref} was replaced by {resolved.ref} during the load; load again")
-            _read(tier, resolved, plan, planner)
+            _read(resolved, plan, planner)
 
         self._read(read, ref.step)
         done: Future[None] = Future()
@@ -511,7 +507,7 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor) or (isinstance(value, RowRef) and not value.as_array)
 
 
-def _read(tier: ReadTier, resolved: Resolved, plan: LoadPlan, planner: LoadPlanner) -> None:
+def _read(resolved: Resolved, plan: LoadPlan, planner: LoadPlanner) -> None:
     """Read tensors in place, and hand plain values to the planner."""
     parts = ShardSet(resolved.manifests)
     leaves = _leaves_of(parts)
@@ -532,7 +528,7 @@ def _read(tier: ReadTier, resolved: Resolved, plan: LoadPlan, planner: LoadPlann
             wanted.append((item, target, demand))
     demands = [*(demand for *_, demand in wanted), *(demand for *_, inner in values for demand in inner.values())]
     assembly = Assembly(demands, _CPU, resolved.sources)
-    fetch_in_place(tier, resolved, assembly)
+    fetch_in_place(resolved, assembly)
     for item, target, demand in wanted:
         if not demand.existing:
             target.copy_(assembly.tensor(demand))

@@ -27,7 +27,6 @@ from asymcheck.restore.reshard import StoredPiece, box_of
 from asymcheck.restore.resolve import Resolved, resolve_one
 from asymcheck.restore.state_template import like_mapping, rows_in
 from asymcheck.state.boxes import Box, Region
-from asymcheck.storage.interfaces import ReadTier
 from asymcheck.store import Store
 
 _OPTIMIZER_ROLES = frozenset({"first_moment", "second_moment", "gradient", "rng"})
@@ -53,9 +52,9 @@ class SourceName:
 class Source:
     """An open checkpoint."""
 
-    def __init__(self, tier: ReadTier, store: Store, resolved: Resolved, pattern: str | None) -> None:
+    def __init__(self, store: Store, resolved: Resolved, pattern: str | None) -> None:
         """Select the tensors to merge: those that match ``pattern``, or without one all but optimizer state."""
-        self.store, self.resolved, self._tier = store, resolved, tier
+        self.store, self.resolved = store, resolved
         self.parts, shape = read_parts(resolved.manifests, resolved.ref, None, pattern or "*")
         kept = shape if pattern else _without_optimizer(shape, self._roles)
         if kept is None:
@@ -132,7 +131,7 @@ class Source:
 
     def read(self, plan: ReadPlan) -> None:
         """Execute a plan on the bytes of this checkpoint."""
-        execute(plan, self._tier, self.resolved)
+        execute(plan, self.resolved)
 
     def record(self, weight: float | None) -> dict[str, object]:
         """Describe the checkpoint in the manifest of the merged one."""
@@ -143,7 +142,8 @@ class Source:
 
     def is_deleted(self) -> bool:
         """Tell whether the checkpoint was deleted in the meantime."""
-        return not self._tier.manifests.listing(self.resolved.run, self.resolved.ref).manifests
+        manifests = self.resolved.sources.tier.manifests
+        return not manifests.listing(self.resolved.run, self.resolved.ref).manifests
 
 
 def _without_optimizer(shape: object, roles: Callable[[object], set[str]]) -> object | None:
@@ -269,7 +269,7 @@ def opened(names: Sequence[SourceName], run: str, pattern: str | None) -> Iterat
             listing, _ = find_checkpoint(tier, item.name, run)
             resolved = resolve_one(tier, listing, whole=True)
             stack.enter_context(resolved.sources)
-            sources.append(Source(tier, item.store, resolved, pattern))
+            sources.append(Source(item.store, resolved, pattern))
         try:
             yield sources
         except (FormatError, RecoveryError) as error:

@@ -26,7 +26,6 @@ from asymcheck.publish.held_release import HeldRelease
 from asymcheck.publish.release import RUN, TRAINING_STEP
 from asymcheck.publish.weights import Exchange, Weight, match
 from asymcheck.restore.assemble import Assembly
-from asymcheck.restore.frame_reader import stored_length
 from asymcheck.restore.load import fetch_in_place, read_first
 from asymcheck.restore.partition_locator import PartitionCopy, PartitionLocator
 from asymcheck.restore.read_plan import ReadPlan, execute
@@ -236,7 +235,7 @@ class Subscriber:
             overlay.append(HeldRelease(self._held.manifest, tensors))
         tier = OverlayTier(self._tier, overlay)
         with timed("subscribe"):
-            loaded = read_first(tier, RUN, None, partial(self._read, tier, overwrites))
+            loaded = read_first(tier, RUN, None, partial(self._read, overwrites))
         if not isinstance(loaded.state, _Prepared):
             raise InconsistentCheckpointError(
                 f"{self.location}: no release after {self._floor} can be read, and the model was not changed:",
@@ -246,7 +245,7 @@ class Subscriber:
             warn_user(f"{self.location}: skipped release {reason}", SkippedCheckpointWarning)
         return loaded.state
 
-    def _read(self, tier: ReadTier, overwrites: bool, resolved: Resolved) -> _Prepared | None:  # noqa: FBT001 - bound
+    def _read(self, overwrites: bool, resolved: Resolved) -> _Prepared | None:  # noqa: FBT001 - bound
         number, manifest = resolved.ref.step, resolved.manifests[0]
         if number < self._floor or (number == self._floor and self._held is not None):
             return None
@@ -255,29 +254,27 @@ class Subscriber:
         plan = ReadPlan({weight.demand(): _Discard() for weight in changed})
         prepared = _Prepared(number, manifest, weights, fetched_bytes=_frame_bytes(resolved.sources, plan.fills))
         if self._fits(changed):
-            prepared.new = self._read_anew(tier, resolved, changed)
+            prepared.new = self._read_anew(resolved, changed)
         elif overwrites:
-            execute(plan, tier, resolved)
-            prepared.pause_s = self._overwrite(tier, resolved, changed)
+            execute(plan, resolved)
+            prepared.pause_s = self._overwrite(resolved, changed)
         return prepared
 
-    def _read_anew(
-        self, tier: ReadTier, resolved: Resolved, changed: list[Weight]
-    ) -> list[tuple[Weight, torch.Tensor]]:
+    def _read_anew(self, resolved: Resolved, changed: list[Weight]) -> list[tuple[Weight, torch.Tensor]]:
         """Read tensors into a second buffer, on the devices of the weights."""
         pairs: list[tuple[Weight, torch.Tensor]] = []
         for device in dict.fromkeys(weight.device for weight in changed):
             demands = {weight.row.name: (weight, weight.demand()) for weight in changed if weight.device == device}
             assembly = Assembly([demand for _, demand in demands.values()], device, resolved.sources)
-            execute(assembly, tier, resolved)
+            execute(assembly, resolved)
             pairs += [(weight, assembly.tensor(demand)) for weight, demand in demands.values()]
         return pairs
 
-    def _overwrite(self, tier: ReadTier, resolved: Resolved, changed: list[Weight]) -> float:
+    def _overwrite(self, resolved: Resolved, changed: list[Weight]) -> float:
         """Fill the tensors of the consumer, after the release was verified; return the seconds."""
         began, self._held = time.perf_counter(), None
         assembly = Assembly([weight.demand(in_place=True) for weight in changed], torch.device("cpu"), resolved.sources)
-        fetch_in_place(tier, resolved, assembly)
+        fetch_in_place(resolved, assembly)
         return time.perf_counter() - began
 
     def _fits(self, changed: list[Weight]) -> bool:
@@ -360,8 +357,6 @@ def _frame_bytes(sources: PartitionLocator, names: Iterable[Digest]) -> int:
     def needed(copy: PartitionCopy) -> int:
         if isinstance(copy.pack, HeldRelease):
             return 0
-        return stored_length(copy) + sum(
-            needed(base) for name in copy.bases() for base in sources.base_copies(name)[:1]
-        )
+        return copy.stored_length + sum(needed(base) for name in copy.bases() for base in sources.base_copies(name)[:1])
 
     return sum(needed(sources.copy(name)) for name in names)

@@ -185,7 +185,7 @@ class CheckpointCopier:
                     self.progress(done, total)
 
         if missing:
-            fetch(sources, missing, place, self.local.slots, self.local.config.slots)
+            fetch(sources, missing, place, self.local)
 
     def _write(self, data: memoryview, writer: PackWriter, descriptor: FrameDescriptor) -> None:
         with self.local.slots.slot(len(data)) as slot:

@@ -32,7 +32,7 @@ from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import ENTRY_DTYPE, entry_of
 from asymcheck.inspect.history import known_line
-from asymcheck.restore.frame_reader import read_frame, read_plain
+from asymcheck.restore.frame_reader import read_any, read_frame
 from asymcheck.restore.partition_locator import PartitionCopy, PartitionLocator, PartitionSet
 from asymcheck.restore.resolve import candidates, check_run_exists, read_manifests, resolve_each
 from asymcheck.storage.interfaces import ReadTier
@@ -215,8 +215,8 @@ class TransferPlanner:
         (self.full if is_full else self.based).append(frame)
 
     def _decoded_frame(self, name: Digest, copy: PartitionCopy) -> Frame:
-        plain = int(copy.pack.entries[copy.sequence]["plain_length"])
-        return frame_of(FrameDescriptor.identity(name, plain), partial(read_plain, self._local, name, copy))
+        read = partial(read_any, self._local, name, first=copy)
+        return frame_of(FrameDescriptor.identity(name, copy.plain_length), read)
 
 
 def frame_of(descriptor: FrameDescriptor, payload: Callable[[], memoryview | bytes]) -> Frame:
@@ -230,7 +230,7 @@ def frame_of(descriptor: FrameDescriptor, payload: Callable[[], memoryview | byt
 
 
 def _as_stored(name: Digest, copy: PartitionCopy) -> Frame:
-    entry = copy.pack.entries[copy.sequence].copy()
+    entry = copy.entry.copy()
     is_shifted = entry["payload_shift"] != 0
     # Only writers that use the memory of tensors need a shift. Without it, the location needs no reader feature.
     entry["payload_shift"] = 0
@@ -267,7 +267,7 @@ def all_needs(local: PartitionLocator, manifests: Sequence[Manifest], older: Seq
         name = todo.pop()
         located = local.find(name)
         for copy in [located] if located is not None else local.base_copies(name)[:1]:
-            lengths.setdefault(name, int(copy.pack.entries[copy.sequence]["plain_length"]))
+            lengths.setdefault(name, copy.plain_length)
             todo += [base for base in copy.bases() if base not in lengths]
     return PartitionSet.of_lengths(lengths)
 
@@ -401,7 +401,7 @@ class Reencoder:
 
 def _read_base(sources: PartitionLocator, base: Digest, copy: PartitionCopy, length: int) -> list[Base]:
     try:
-        plain = read_plain(sources, base, copy)
+        plain = read_any(sources, base, first=copy)
     except INCONCLUSIVE:
         raise
     except AsymcheckError:

@@ -16,7 +16,7 @@ from asymcheck.restore.partition_locator import PartitionLocator
 from asymcheck.restore.read_plan import Demand, ReadPlan
 from asymcheck.state.boxes import Region
 from asymcheck.state.dtypes import TORCH_DTYPES
-from asymcheck.state.leaves import as_bytes
+from asymcheck.state.leaves import as_bytes, flat_bytes
 from asymcheck.storage.gpu_staging import catch_up
 from asymcheck.storage.pages import use_huge_pages
 from asymcheck.types import Digest
@@ -268,8 +268,4 @@ def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
 
 def holds(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
     """Tell whether two tensors of equal dtype and shape have equal bytes."""
-    return torch.equal(_bytes(tensor), _bytes(expected).to(tensor.device))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+    return torch.equal(flat_bytes(tensor), flat_bytes(expected).to(tensor.device))

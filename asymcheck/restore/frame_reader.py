@@ -18,8 +18,9 @@ from asymcheck.format.pack import check_entry, entry_length
 from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.restore.partition_locator import PartitionCopy, PartitionLocator
 from asymcheck.storage import damaged_frames
+from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.nvme import run_with_slots
-from asymcheck.storage.slots import Slot, SlotPool
+from asymcheck.storage.slots import Slot
 from asymcheck.types import Digest
 
 _ONE_THREAD_BYTES = 16 << 20
@@ -38,11 +39,12 @@ def fetch(
     sources: PartitionLocator,
     digests: Sequence[Digest],
     place: Place,
-    slots: SlotPool,
-    threads: int,
+    tier: ReadTier,
     room: Room = lambda _name: None,
 ) -> None:
     """Read partitions on several threads, and pass each to ``place``, in any order.
+
+    The slots of ``tier`` receive the frames. Each thread has one slot.
 
     Raises:
         DamagedPartitionError: no copy of a partition is intact; the message names pack and frame.
@@ -57,24 +59,14 @@ def fetch(
     ordered = sources.in_reading_order(digests)
     sources.expect(ordered)
     largest, total = sources.payload_bytes(digests)
-    threads = threads if total > _ONE_THREAD_BYTES else 1
-    run_with_slots(ordered, read, slots=slots, payload_bytes=largest, threads=threads, name="fetch")
-
-
-def stored_length(copy: PartitionCopy) -> int:
-    """Return the payload bytes of a copy."""
-    return int(copy.pack.entries[copy.sequence]["stored_length"])
-
-
-def read_plain(sources: PartitionLocator, name: Digest, first: PartitionCopy) -> memoryview:
-    """Read a partition into new memory; see :func:`read_any`."""
-    return read_any(sources, name, Slot(stored_length(first)), first=first)
+    threads = tier.config.slots if total > _ONE_THREAD_BYTES else 1
+    run_with_slots(ordered, read, slots=tier.slots, payload_bytes=largest, threads=threads, name="fetch")
 
 
 def read_any(
     sources: PartitionLocator,
     name: Digest,
-    slot: Slot,
+    slot: Slot | None = None,
     room: memoryview | None = None,
     first: PartitionCopy | None = None,
 ) -> memoryview:
@@ -83,7 +75,7 @@ def read_any(
     Args:
         sources: the open packs.
         name: digest of the partition.
-        slot: memory for the frame.
+        slot: memory for the frame; by default new memory.
         room: memory for a direct read of the first copy.
         first: the copy to read first; by default the first one in ``sources``.
 
@@ -91,11 +83,12 @@ def read_any(
         DamagedPartitionError: no copy is intact; the message names packs and frames.
     """
     first = first or sources.copy(name)
+    slot = slot or Slot(first.stored_length)
     read_base = _base_reader_of(sources)
     problems: list[str] = []
     for copy in itertools.chain([first], sources.other_copies(name, [first])):
         if problems:
-            slot, room = Slot(max(slot.payload_bytes, stored_length(copy), BLOCK_BYTES)), None
+            slot, room = Slot(max(slot.payload_bytes, copy.stored_length, BLOCK_BYTES)), None
         try:
             return read_checked(copy, name, slot, read_base, room)
         except INCONCLUSIVE:
@@ -112,20 +105,17 @@ def read_any(
 def _note_damage(sources: PartitionLocator, copy: PartitionCopy) -> None:
     """Record a damaged frame and its bases, so that later saves of this process write these partitions again."""
     for frame in (copy, *(base for name in copy.bases() for base in sources.base_copies(name))):
-        damaged_frames.note(frame.pack.header.pack_id, int(frame.pack.entries[frame.sequence]["offset"]))
+        damaged_frames.note(frame.pack.header.pack_id, int(frame.entry["offset"]))
 
 
 def _base_reader_of(sources: PartitionLocator) -> BaseReader:
     """Return a function that reads bases from ``sources``."""
 
-    def read_copy(copy: PartitionCopy) -> tuple[FrameDescriptor, memoryview, str]:
-        return read_frame(copy, Slot(stored_length(copy)))
-
     def copies_of(name: Digest) -> Iterator[FrameReader]:
         near = sources.base_copies(name)
         # Copies in other packs are only searched if none of these is intact.
         for copy in itertools.chain(near, sources.other_copies(name, near)):
-            yield partial(read_copy, copy)
+            yield partial(read_frame, copy, Slot(copy.stored_length))
 
     return base_reader(copies_of)
 
@@ -141,9 +131,9 @@ def read_frame(
         FormatError: the frame is damaged.
         StorageError: the drive failed.
     """
-    where, entry = str(copy), copy.pack.entries[copy.sequence]
+    where, entry = str(copy), copy.entry
     place = copy.pack.header.pack_id, copy.pack.stamped(copy.sequence), where
-    with timed("read", stored_length(copy)):
+    with timed("read", copy.stored_length):
         parts = None if room is None else copy.pack.read_payload(copy.sequence, room, slot)
         frame = copy.pack.read_frame(copy.sequence, slot) if parts is None else slot.memory[:0]
     if parts is None:

@@ -46,16 +46,11 @@ _ATTEMPTS = 8
 class Loaded:
     """Result of reading a checkpoint."""
 
-    state: object
-    """The state, or another result of the reader."""
+    state: object  # the state, or another result of the reader
     run: str
-    """The run."""
     ref: CheckpointRef
-    """The checkpoint that was read."""
-    manifests: Sequence[Manifest]
-    """Manifests that were read, in the order of ranks."""
-    skipped: tuple[str, ...] = ()
-    """Newer checkpoints that were skipped, with the reasons."""
+    manifests: Sequence[Manifest]  # in the order of ranks
+    skipped: tuple[str, ...] = ()  # newer checkpoints that were skipped, with the reasons
 
 
 Read = Callable[[Resolved], object]
@@ -66,20 +61,13 @@ Read = Callable[[Resolved], object]
 class LoadRequest:
     """Request to read a checkpoint."""
 
-    tensors: str
-    """Glob of dotted tensor names."""
-    into: object
-    """State to fill in place; None for new tensors."""
-    device: torch.device
-    """Device of new tensors."""
-    fall_back: bool = False
-    """Whether to try the next older checkpoint after damage was found while filling tensors in place."""
-    rank: int | None = None
-    """Rank that reads; None for the merged state of all ranks."""
-    grows: bool = False
-    """Whether to add stored entries to mappings inside :attr:`into` that lack them."""
-    strict: bool = False
-    """Whether differences that torch accepts in silence are an error."""
+    tensors: str  # glob of dotted tensor names
+    into: object  # state to fill in place; None for new tensors
+    device: torch.device  # device of new tensors
+    fall_back: bool = False  # try the next older checkpoint if damage was found while tensors were filled in place
+    rank: int | None = None  # rank that reads; None for the merged state of all ranks
+    grows: bool = False  # add stored entries to mappings inside ``into`` that lack them
+    strict: bool = False  # raise for differences that torch accepts in silence
 
 
 def load(tier: ReadTier, run: str, step: int | str | None, wanted: LoadRequest) -> Loaded:
@@ -92,7 +80,7 @@ def load(tier: ReadTier, run: str, step: int | str | None, wanted: LoadRequest) 
         RefusedStateError: an object refused its state.
         UnsupportedFormatError: the checkpoint requires a newer version of asymcheck.
     """
-    return read_first(tier, run, step, partial(_load_one, tier, wanted), fall_back=wanted.fall_back)
+    return read_first(tier, run, step, partial(_load_one, wanted), fall_back=wanted.fall_back)
 
 
 def read_first(tier: ReadTier, run: str, step: int | str | None, read: Read, *, fall_back: bool = False) -> Loaded:
@@ -183,9 +171,9 @@ def _first(
     return None
 
 
-def _load_one(tier: ReadTier, wanted: LoadRequest, resolved: Resolved) -> object:
+def _load_one(wanted: LoadRequest, resolved: Resolved) -> object:
     if wanted.into is None:
-        return _load_anew(tier, wanted, resolved)
+        return _load_anew(wanted, resolved)
     header = resolved.manifests[0].header
     if wanted.grows and header.merged is not None:
         raise StateMismatchError(
@@ -194,7 +182,7 @@ def _load_one(tier: ReadTier, wanted: LoadRequest, resolved: Resolved) -> object
         )
     own = (wanted.rank or 0) % header.world_size
     parts = ShardSet(resolved.manifests, [manifest.header.rank for manifest in resolved.manifests].index(own))
-    with _with_advice(tier, resolved, parts, "\n"):
+    with _with_advice(resolved, parts, "\n"):
         filler = InPlaceFill(wanted.into, parts, wanted.tensors, grows=wanted.grows)
     differences = [*filler.omissions, *filler.differences] if wanted.strict else filler.differences
     if differences:
@@ -205,16 +193,16 @@ def _load_one(tier: ReadTier, wanted: LoadRequest, resolved: Resolved) -> object
             )
         warn_user(f"the given state differs from {resolved.ref}, which is restored:\n  {shown}", StateDifferenceWarning)
     assembly = Assembly(filler.demands, wanted.device, resolved.sources)
-    fetch_in_place(tier, resolved, assembly)
+    fetch_in_place(resolved, assembly)
     return _finish(filler, assembly)
 
 
-def _load_anew(tier: ReadTier, wanted: LoadRequest, resolved: Resolved) -> object:
+def _load_anew(wanted: LoadRequest, resolved: Resolved) -> object:
     parts, shape = read_parts(resolved.manifests, resolved.ref, wanted.rank, wanted.tensors)
-    with _with_advice(tier, resolved, parts, ". "):
+    with _with_advice(resolved, parts, ". "):
         demands = demands_of(parts, shape, whole=wanted.rank is None)
     assembly = Assembly(demands.values(), wanted.device, resolved.sources)
-    execute(assembly, tier, resolved)
+    execute(assembly, resolved)
     return with_tensors(shape, {number: _present(assembly, demand) for number, demand in demands.items()})
 
 
@@ -225,7 +213,7 @@ def _present(assembly: Assembly, demand: Demand) -> object:
 
 
 @contextlib.contextmanager
-def _with_advice(tier: ReadTier, resolved: Resolved, parts: ShardSet, separator: str) -> Iterator[None]:
+def _with_advice(resolved: Resolved, parts: ShardSet, separator: str) -> Iterator[None]:
     """Add advice to errors about a checkpoint with missing shards: who can still restore it, or an older step."""
     try:
         yield
@@ -236,7 +224,7 @@ def _with_advice(tier: ReadTier, resolved: Resolved, parts: ShardSet, separator:
             raise
         older: list[CheckpointRef] = []
         with contextlib.suppress(AsymcheckError):
-            listings = tier.manifests.checkpoints(resolved.run)
+            listings = resolved.sources.tier.manifests.checkpoints(resolved.run)
             older = [listing.ref for listing in listings if listing.is_complete and listing.ref < resolved.ref]
         instead = f"; or ask for an older step, such as step={older[-1].step}" if older else ""
         savers, same = (f"its {ranks} ranks", "as many ranks") if ranks > 1 else ("its rank", "a single rank")
@@ -263,15 +251,15 @@ def load_part(tier: ReadTier, run: str, ref: CheckpointRef, wanted: LoadRequest)
     own = (wanted.rank or 0) % listing.world_size
     if own not in ranks or len(ranks) != len(set(ranks)):
         raise InconsistentCheckpointError(f"{tier.root}: what rank {own} saved at {ref} is not here")
-    manifests = tier.manifests.read_all(listing)
-    with resolve_manifests(tier, listing, manifests).sources as sources:
+    resolved = resolve_manifests(tier, listing, tier.manifests.read_all(listing))
+    with resolved.sources:
         try:
-            state = _load_one(tier, wanted, Resolved(run, ref, manifests, sources))
+            state = _load_one(wanted, resolved)
         except StateMismatchError as error:
             if listing.is_whole:
                 raise
             raise InconsistentCheckpointError(f"{tier.root}: {error}; other ranks may have saved it") from error
-    return Loaded(state, run, ref, manifests)
+    return Loaded(state, run, ref, resolved.manifests)
 
 
 def load_captured(manifest: Manifest, payload: Callable[[Digest], memoryview], into: object) -> object:
@@ -294,7 +282,7 @@ def load_captured(manifest: Manifest, payload: Callable[[Digest], memoryview], i
     return _finish(filler, assembly)
 
 
-def fetch_in_place(tier: ReadTier, resolved: Resolved, assembly: Assembly) -> None:
+def fetch_in_place(resolved: Resolved, assembly: Assembly) -> None:
     """Execute a plan that may fill tensors of the caller.
 
     Raises:
@@ -304,8 +292,8 @@ def fetch_in_place(tier: ReadTier, resolved: Resolved, assembly: Assembly) -> No
         RemoteUnreachableError, TooManyFilesError: a partition could not be read; the message lists overwritten tensors.
     """
     try:
-        execute(assembly, tier, resolved)
-        _check_overlapping(tier, resolved, assembly.overlapping)
+        execute(assembly, resolved)
+        _check_overlapping(resolved, assembly.overlapping)
     except (DamagedPartitionError, *INCONCLUSIVE) as error:
         overwritten = assembly.overwritten()
         if not overwritten:
@@ -317,14 +305,14 @@ def fetch_in_place(tier: ReadTier, resolved: Resolved, assembly: Assembly) -> No
         raise type(error)(message) from error
 
 
-def _check_overlapping(tier: ReadTier, resolved: Resolved, filled: Sequence[tuple[torch.Tensor, Demand]]) -> None:
+def _check_overlapping(resolved: Resolved, filled: Sequence[tuple[torch.Tensor, Demand]]) -> None:
     """Compare tensors that share memory with the checkpoint again."""
     wrong = []
     for tensor, demand in filled:
         # One at a time, because a buffer and its views may need most of the memory.
         expected = Demand(demand.row, demand.pieces)
         assembly = Assembly([expected], torch.device("cpu"))
-        execute(assembly, tier, resolved)
+        execute(assembly, resolved)
         if not holds(tensor, assembly.tensor(expected)):
             wrong.append(demand.row.name)
     if wrong:
@@ -351,12 +339,10 @@ def _overwritten(names: Sequence[str]) -> str:
 def _with_next_step(error: PartialRestoreError, attempts: Iterator[Resolved]) -> PartialRestoreError:
     """Return a message with the overwritten tensors and an older checkpoint that can be restored instead."""
     following = next(attempts, None)
+    advice = "no older checkpoint is consistent"
+    step: int | None = None
     if following is not None:
         following.sources.close()
-    advice = (
-        f"restore {following.ref} instead (step={following.ref.step})"
-        if following is not None
-        else "no older checkpoint is consistent"
-    )
-    step = None if following is None else following.ref.step
+        step = following.ref.step
+        advice = f"restore {following.ref} instead (step={step})"
     return PartialRestoreError(f"{error}. {_overwritten(error.overwritten)}; {advice}", error.overwritten, step)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -37,13 +37,27 @@ class PartitionCopy:
     """One stored copy of a partition."""
 
     pack: OpenPack
-    """The open pack."""
-    sequence: int
-    """Number of the frame in the pack."""
+    sequence: int  # number of the frame in the pack
+
+    @property
+    def entry(self) -> np.void:
+        """Index entry of the frame."""
+        entry: np.void = self.pack.entries[self.sequence]
+        return entry
+
+    @property
+    def stored_length(self) -> int:
+        """Bytes of the payload."""
+        return int(self.entry["stored_length"])
+
+    @property
+    def plain_length(self) -> int:
+        """Bytes of the partition."""
+        return int(self.entry["plain_length"])
 
     def kind(self) -> int:
         """Return the kind of the frame."""
-        return int(self.pack.entries["kind"][self.sequence])
+        return int(self.entry["kind"])
 
     def bases(self) -> set[Digest]:
         """Return the digest of the base as a set, which is empty for a full frame."""
@@ -97,7 +111,7 @@ class PartitionSet:
         return cls(as_column(list(lengths)), np.fromiter(lengths.values(), dtype=np.int64))
 
 
-class PartitionLocator:
+class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
     """Open packs that hold a set of partitions. Close it, or use it in a ``with`` block."""
 
     def __init__(
@@ -111,7 +125,7 @@ class PartitionLocator:
             MissingPartitionError: partitions were not found; the message names unreadable packs, with reasons.
             TooManyFilesError: this process may not open that many packs.
         """
-        self._tier = tier
+        self.tier = tier  # where the packs are
         self._needs = needs
         self._hints = tuple(hints)
         self._packs: dict[PackId, OpenPack] = {}
@@ -150,7 +164,7 @@ class PartitionLocator:
         if pack_id in self._packs or pack_id in self._problems:
             return None
         try:
-            self._packs[pack_id] = self._tier.open_pack(pack_id)
+            self._packs[pack_id] = self.tier.open_pack(pack_id)
         except INCONCLUSIVE:
             # The pack is intact. Treating this as damage would restore an older checkpoint instead of the newest.
             raise
@@ -183,7 +197,7 @@ class PartitionLocator:
             if pack.entries["kind"].any():
                 wanted |= _bases_of(pack, frames)
         # Other packs are only searched if hinted and near packs do not hold all bases.
-        self._bases = self._with_their_bases(wanted, lambda: self._tier.hinted(self._hints))
+        self._bases = self._with_their_bases(wanted, lambda: self.tier.hinted(self._hints))
         if not all(self._bases.values()):
             self._bases = self._with_their_bases(wanted, self._everywhere)
 
@@ -206,12 +220,12 @@ class PartitionLocator:
     def _everywhere(self) -> Iterator[PackId]:
         """Yield all packs once, near ones first, so that callers can stop early."""
         seen: set[PackId] = set()
-        for pack_id in self._tier.hinted(self._hints):
+        for pack_id in self.tier.hinted(self._hints):
             if pack_id not in seen:
                 seen.add(pack_id)
                 yield pack_id
         # Repeated while new packs appear, because a listed pack may have been copied into another one and removed.
-        while new := [pack_id for pack_id in self._tier.pack_ids() if pack_id not in seen]:
+        while new := [pack_id for pack_id in self.tier.pack_ids() if pack_id not in seen]:
             seen.update(new)
             yield from new
 
@@ -318,7 +332,7 @@ class PartitionLocator:
     def direct_shift(self, digest: Digest, length: int) -> int | None:
         """Return the address, modulo a block, of memory for a direct read of a partition; None if impossible."""
         copy = self.copy(digest)
-        is_whole = int(copy.pack.entries["plain_length"][copy.sequence]) == length
+        is_whole = copy.plain_length == length
         return copy.pack.direct_shift(copy.sequence) if is_whole else None
 
     def payload_bytes(self, digests: Sequence[Digest]) -> tuple[int, int]:
@@ -360,12 +374,5 @@ class PartitionLocator:
             pack.close()
         self._packs.clear()
 
-    def __enter__(self) -> PartitionLocator:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close all packs."""
+    def __exit__(self, *_error: object) -> None:
         self.close()

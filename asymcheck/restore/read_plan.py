@@ -15,7 +15,6 @@ from asymcheck.restore.reshard import ShardSet, StoredPiece, box_of, of_box
 from asymcheck.restore.resolve import Resolved, needed_by
 from asymcheck.restore.state_template import merge, rows_in, select
 from asymcheck.state.boxes import Box, Crossing, Region
-from asymcheck.storage.interfaces import ReadTier
 from asymcheck.types import CheckpointRef, Digest
 
 
@@ -37,12 +36,9 @@ class RegionTarget(ByteTarget, Protocol):
 class Demand:
     """A requested box of a stored tensor."""
 
-    row: TensorRow
-    """Description of the box; ``pieces`` hold its bytes."""
-    pieces: Sequence[StoredPiece]
-    """Stored parts that overlap the box."""
-    existing: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    """Tensors to fill in place."""
+    row: TensorRow  # description of the box; ``pieces`` hold its bytes
+    pieces: Sequence[StoredPiece]  # stored parts that overlap the box
+    existing: list[torch.Tensor] = dataclasses.field(default_factory=list)  # tensors to fill in place
 
     @classmethod
     def of(cls, parts: ShardSet, number: int, box: Box) -> Demand:
@@ -65,15 +61,10 @@ class Fill(NamedTuple):
     """Range of a partition that fills a target."""
 
     target: RegionTarget
-    """The target."""
-    crossing: Crossing | None
-    """Intersection of the stored part and the target; None if they are the same."""
-    start: int
-    """Position in the stored part."""
-    offset: int
-    """Position in the partition."""
-    length: int
-    """Number of bytes."""
+    crossing: Crossing | None  # intersection of the stored part and the target; None if they are the same
+    start: int  # position in the stored part
+    offset: int  # position in the partition
+    length: int  # number of bytes
 
 
 class ReadPlan:
@@ -120,14 +111,14 @@ def _put(target: RegionTarget, crossing: Crossing | None, start: int, data: memo
         target.put_regions(crossing.regions(start, start + len(data)), data)
 
 
-def execute(plan: ReadPlan, tier: ReadTier, resolved: Resolved) -> None:
+def execute(plan: ReadPlan, resolved: Resolved) -> None:
     """Read, verify, decode and place all bytes of a plan.
 
     Raises:
         DamagedPartitionError: no copy of a partition is intact; names the tensors that need it.
     """
     try:
-        fetch(resolved.sources, list(plan.fills), plan.put, tier.slots, tier.config.slots, plan.room)
+        fetch(resolved.sources, list(plan.fills), plan.put, resolved.sources.tier, plan.room)
     except DamagedPartitionError as error:
         needed = needed_by(resolved.manifests, resolved.ref, error.digest)
         raise DamagedPartitionError(f"{error}; {needed}", error.digest) from error

@@ -65,7 +65,7 @@ def stream(
     """
 
     def read(resolved: Resolved) -> object:
-        read_plan = partial(execute, tier=tier, resolved=resolved)
+        read_plan = partial(execute, resolved=resolved)
         return hand_on(resolved.manifests, rank, tensors, sink, progress, read_plan)
 
     return read_first(tier, run, step, read)

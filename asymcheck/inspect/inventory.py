@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from asymcheck.format.manifest import Extent, Manifest, TensorRow
 from asymcheck.format.registry import CODECS
 from asymcheck.inspect.values import plain_values
-from asymcheck.restore.partition_locator import PartitionCopy, PartitionLocator, PartitionSet
+from asymcheck.restore.partition_locator import PartitionCopy, PartitionLocator
 from asymcheck.restore.resolve import candidates, read_manifests
 from asymcheck.state.names import matches, no_match
 from asymcheck.storage.interfaces import ReadTier
@@ -102,9 +102,7 @@ def inventory(
     tensors: list[StoredTensor] = []
     manifests = read_manifests(tier, listing)
     for manifest in manifests:
-        with PartitionLocator(
-            tier, PartitionSet.of_manifests([manifest]), manifest.header.packs, must_be_complete=False
-        ) as sources:
+        with PartitionLocator.of_manifests(tier, [manifest], must_be_complete=False) as sources:
             tensors += [
                 _tensor(row, manifest, sources)
                 for row in manifest.rows(range(len(manifest)))

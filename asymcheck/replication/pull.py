@@ -29,7 +29,7 @@ from asymcheck.format.manifest import Manifest
 from asymcheck.replication.head_records import pull_heads
 from asymcheck.replication.transfer_stats import Moved
 from asymcheck.restore.frame_reader import fetch
-from asymcheck.restore.partition_locator import PartitionLocator, PartitionSet
+from asymcheck.restore.partition_locator import PartitionLocator
 from asymcheck.restore.resolve import read_manifests
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import Catalog, NvmeTier, PackWriter
@@ -151,7 +151,7 @@ class CheckpointCopier:
         encoder = Encoder("off", "nvme")
         with CommitTransaction(self.local, self.catalog, encoder, ref.save_id, name.rank) as transaction:
             data = self.remote.manifests.read_bytes(run, ref, name)
-            with PartitionLocator(self.remote, PartitionSet.of_manifests([manifest]), manifest.header.packs) as sources:
+            with PartitionLocator.of_manifests(self.remote, [manifest]) as sources:
                 fetch_missing = partial(self._fetch_missing, transaction, sources, manifest.partitions())
                 fetch_missing(names := list(manifest.partitions()))
                 transaction.seal(names, lambda lost: fetch_missing(sorted(lost)))

@@ -290,8 +290,7 @@ def older_of(local: ReadTier, listing: CheckpointFiles | None, encoder: Encoder)
         return
     try:
         manifests = read_manifests(local, listing)
-        hints = dict.fromkeys(pack_id for manifest in manifests for pack_id in manifest.header.packs)
-        sources = PartitionLocator(local, PartitionSet.of_manifests(manifests), hints, must_be_complete=False)
+        sources = PartitionLocator.of_manifests(local, manifests, must_be_complete=False)
     except INCONCLUSIVE:
         raise
     except AsymcheckError:

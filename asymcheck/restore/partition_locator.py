@@ -148,6 +148,14 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
             self.close()
             raise
 
+    @classmethod
+    def of_manifests(
+        cls, tier: ReadTier, manifests: Sequence[Manifest], *, must_be_complete: bool = True
+    ) -> PartitionLocator:
+        """Find the partitions of manifests, in the packs that these name first."""
+        hints = dict.fromkeys(pack_id for manifest in manifests for pack_id in manifest.header.packs)
+        return cls(tier, PartitionSet.of_manifests(manifests), hints, must_be_complete=must_be_complete)
+
     def _search(self) -> None:
         """Find the partitions, until none is missing."""
         for pack_id in self._everywhere() if self._missing else ():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from asymcheck.errors import StateMismatchError
 from asymcheck.format.manifest import SCHEMA, Manifest, TensorRow
@@ -20,10 +21,8 @@ _Outline = tuple[str, Box]
 class StoredPiece:
     """Stored part that overlaps a box."""
 
-    row: TensorRow
-    """The stored part."""
-    crossing: Crossing | None
-    """Intersection of the part and the box; None if they are the same."""
+    row: TensorRow  # the stored part
+    crossing: Crossing | None  # intersection of the part and the box; None if they are the same
 
 
 def box_of(row: TensorRow) -> Box:
@@ -53,8 +52,6 @@ class ShardSet:
         self._firsts = list(itertools.accumulate(map(len, self._manifests), initial=0))
         self._rows: dict[int, list[TensorRow]] = {}
         self._outlines: dict[int, list[_Outline]] = {}
-        self._index: dict[str, list[int]] | None = None
-        self._twice: set[str] = set()
         self.gaps: set[str] = set()
         """Messages about requested parts that no rank saved."""
 
@@ -106,7 +103,8 @@ class ShardSet:
             return [StoredPiece(row, None)]
         if own.covers(box):
             return list(self._cut([number], box)[0])
-        if row.name in self._twice_in_one():
+        ranks = [self._position(other) for other in self._by_name[row.name]]
+        if len(set(ranks)) < len(ranks):
             raise StateMismatchError(
                 f"the name {row.name} is used for several tensors of one rank, so parts of {box} from several ranks "
                 "are ambiguous"
@@ -115,8 +113,8 @@ class ShardSet:
         if missing is not None and row.aliases:
             pieces, missing = self._cut(self._alike(number, [row.name, *row.aliases]), box)
         if missing is not None:
-            ranks = f"{len(self._manifests)} ranks saved" if len(self._manifests) > 1 else "were saved"
-            message = f"{missing} is in none of the parts that {ranks}"
+            savers = f"{len(self._manifests)} ranks saved" if len(self._manifests) > 1 else "were saved"
+            message = f"{missing} is in none of the parts that {savers}"
             self.gaps.add(message)
             raise StateMismatchError(message)
         return pieces
@@ -135,25 +133,20 @@ class ShardSet:
     def _alike(self, number: int, names: Sequence[str]) -> list[int]:
         """Return the parts of the same tensor that have one of these names, the given one first."""
         dtype, box = self._outline(number)
-        parts = dict.fromkeys([number, *(part for name in names for part in self._by_name().get(name, ()))])
+        parts = dict.fromkeys([number, *(part for name in names for part in self._by_name[name])])
         return [part for part in parts if (self._outline(part)[0], self._outline(part)[1].whole) == (dtype, box.whole)]
 
+    @functools.cached_property
     def _by_name(self) -> dict[str, list[int]]:
-        """Return the tensors of all ranks by name, including aliases."""
-        if self._index is None:
-            self._index = {}
-            for first, manifest in zip(self._firsts, self._manifests, strict=False):
-                rank_names: set[str] = set()
-                for number, names in enumerate(_names(manifest), first):
-                    for name in names:
-                        self._index.setdefault(name, []).append(number)
-                    self._twice |= rank_names.intersection(names)
-                    rank_names.update(names)
-        return self._index
-
-    def _twice_in_one(self) -> set[str]:
-        self._by_name()
-        return self._twice
+        """Tensors of all ranks by name, including aliases."""
+        index: dict[str, list[int]] = {}
+        for first, manifest in zip(self._firsts, self._manifests, strict=False):
+            rows = zip(manifest.names(), _column(manifest, "aliases"), strict=True)
+            for number, (name, aliases) in enumerate(rows, first):
+                # A tensor may list the same name twice.
+                for distinct in dict.fromkeys([name, *aliases]):
+                    index.setdefault(distinct, []).append(number)
+        return index
 
     def _outline(self, number: int) -> _Outline:
         """Return dtype and box of a tensor, which suffices for most rows of many ranks."""
@@ -171,12 +164,6 @@ class ShardSet:
     def _position(self, number: int) -> int:
         # Several manifests without tensors may begin at this number; the last one is meant.
         return bisect.bisect_right(self._firsts, number) - 1
-
-
-def _names(manifest: Manifest) -> Iterator[tuple[str, ...]]:
-    for name, aliases in zip(manifest.names(), _column(manifest, "aliases"), strict=True):
-        # A tensor may list the same name twice.
-        yield tuple(dict.fromkeys([name, *aliases]))
 
 
 def _column(manifest: Manifest, name: str) -> list:  # type: ignore[type-arg]  # to_pylist is untyped; the schema was compared

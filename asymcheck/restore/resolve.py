@@ -24,10 +24,10 @@ from asymcheck.events import Detail, timed
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.spans import named_spans
 from asymcheck.restore.lineage import check_generations, read_line
-from asymcheck.restore.partition_locator import PartitionLocator, PartitionSet
+from asymcheck.restore.partition_locator import PartitionLocator
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
-from asymcheck.types import CheckpointRef, PackId
+from asymcheck.types import CheckpointRef
 
 _SHOWN = 3
 _STEPS_SHOWN = 8
@@ -41,8 +41,7 @@ class Resolved:
     run: str
     ref: CheckpointRef
     manifests: list[Manifest]
-    sources: PartitionLocator
-    """Locator of the partitions; the caller closes it."""
+    sources: PartitionLocator  # locator of the partitions; the caller closes it
 
 
 def candidates(tier: ReadTier, run: str, step: int | str | None) -> list[CheckpointFiles]:
@@ -187,9 +186,11 @@ def resolve_one(tier: ReadTier, listing: CheckpointFiles, *, whole: bool = False
         InconsistentCheckpointError, MissingPartitionError, FormatError, StorageError: the checkpoint is inconsistent.
     """
     if whole and listing.is_complete and not listing.is_whole:
-        raise InconsistentCheckpointError(_is_elsewhere(listing))
-    manifests = read_manifests(tier, listing)
-    return resolve_manifests(tier, listing, manifests)
+        raise InconsistentCheckpointError(
+            f"this store has only the shards of {named_spans(listing.store_ranks or ())} of {listing.world_size}. The "
+            "others are in other stores; pass the location to which all stores push as remote=<URI>"
+        )
+    return resolve_manifests(tier, listing, read_manifests(tier, listing))
 
 
 def resolve_manifests(tier: ReadTier, listing: CheckpointFiles, manifests: list[Manifest]) -> Resolved:
@@ -198,11 +199,8 @@ def resolve_manifests(tier: ReadTier, listing: CheckpointFiles, manifests: list[
     Raises:
         MissingPartitionError, StorageError: a partition is missing or unreadable.
     """
-    hints: dict[PackId, None] = {}
-    for manifest in manifests:
-        hints.update(dict.fromkeys(manifest.header.packs))
     try:
-        sources = PartitionLocator(tier, PartitionSet.of_manifests(manifests), hints)
+        sources = PartitionLocator.of_manifests(tier, manifests)
     except MissingPartitionError as error:
         again = tier.manifests.listing(listing.run, listing.ref)
         if not again.manifests:
@@ -222,14 +220,6 @@ def needed_by(manifests: Sequence[Manifest], ref: CheckpointRef, digest: bytes |
     shown = listed(names, _SHOWN)
     needed = f"tensor {shown} of {ref}" if len(names) == 1 else f"{len(names):,} tensors of {ref}: {shown}"
     return f"needed by {needed}; run asymcheck verify"
-
-
-def _is_elsewhere(listing: CheckpointFiles) -> str:
-    spans = named_spans(listing.store_ranks or ())
-    return (
-        f"this store has only the shards of {spans} of {listing.world_size}. The others are in other stores; "
-        "pass the location to which all stores push as remote=<URI>"
-    )
 
 
 def read_manifests(tier: ReadTier, listing: CheckpointFiles) -> list[Manifest]:

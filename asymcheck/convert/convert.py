@@ -22,7 +22,7 @@ from asymcheck.convert.source_file import SourceFile, refused
 from asymcheck.convert.torch_file import TORCH_MARKS, TorchSink, read_torch_file
 from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, UnsupportedValueError
 from asymcheck.restore.ring_stream import stream_from_rings
-from asymcheck.restore.tensor_stream import stream
+from asymcheck.restore.tensor_stream import ProgressMeter, stream
 from asymcheck.state.leaves import TensorBytes
 from asymcheck.state.walk import flatten
 from asymcheck.storage.local_files import translated
@@ -167,21 +167,6 @@ def plan_import(state: object, path: Path, *, step: int, run: str) -> Planned:
     return Planned(path, run, step, sum(columns.sizes), tuple(tensors))
 
 
-class _ProgressMeter:
-    """Counter of read bytes for a progress bar."""
-
-    def __init__(self, progress: Progress | None) -> None:
-        self._progress = progress
-        self._done = 0
-        self.total = 0
-
-    def add(self, count: int) -> None:
-        # Headers are read before the total is known. The count is approximate if several threads read.
-        self._done += count if self.total else 0
-        if self._progress is not None and self.total:
-            self._progress(min(self._done, self.total), self.total)
-
-
 @contextlib.contextmanager
 def foreign_state(
     path: Path,
@@ -212,7 +197,7 @@ def foreign_state(
             tensor also raises this error if the file changed in the meantime.
     """
     kind = _kind_of(path)
-    meter = _ProgressMeter(progress)
+    meter = ProgressMeter(progress)
     files: dict[Path, SourceFile] = {}
     with contextlib.ExitStack() as stack:
 

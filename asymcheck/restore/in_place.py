@@ -94,10 +94,8 @@ class InPlaceFill:
         self._demands: dict[tuple[int, Box], Demand] = {}
         self._taken: dict[object, tuple[int, Box]] = {}
         self._problems: list[str] = []
-        self.differences: list[str] = []
-        """Differences between the given and the stored state that torch accepts in silence."""
-        self.omissions: list[str] = []
-        """Stored values that a partial state lacks."""
+        self.differences: list[str] = []  # between the given and the stored state, which torch accepts in silence
+        self.omissions: list[str] = []  # stored values that a partial state lacks
         self._stages = PipelineStages(parts.rank_of)
         stored = select_each(parts.shapes(), tensors)
         fillable = isinstance(state, (torch.Tensor, np.ndarray, TensorShard, Mapping, list, tuple, Stateful))
@@ -106,7 +104,8 @@ class InPlaceFill:
         if not fillable or empty or isinstance(state, type):
             raise InvalidInputError(f"into={state!r:.100}: give a state with tensors to fill")
         self._stored_where = "the checkpoint" + (f", or not in the selection {tensors!r}" if tensors != "*" else "")
-        self._finish = self._match(state, stored, ())
+        self.finish = self._match(state, stored, ())
+        """Sets plain values and calls ``load_state_dict()`` in order. Raises RefusedStateError if an object refuses."""
         self._problems += self._stages.problems()
         if self._problems:
             shown = "\n  ".join(self._problems[:_SHOWN])
@@ -120,20 +119,11 @@ class InPlaceFill:
         """Boxes of stored tensors that the state needs."""
         return list(self._demands.values())
 
-    def finish(self, assembly: Assembly) -> object:
-        """Set plain values and call ``load_state_dict`` in order; return the state.
-
-        Raises:
-            RefusedStateError: an object refused its state.
-        """
-        return self._finish(assembly)
-
     # ``stored`` has the entries of all ranks at one path; it is never empty, and starts with the own rank.
 
     def _match(self, current: object, stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
         if isinstance(current, (torch.Tensor, np.ndarray, TensorShard)) and not is_nested(current):
-            self._match_tensor(current, stored, path)
-            return lambda _assembly: current
+            return self._match_tensor(current, stored, path)
         if isinstance(current, Stateful) and not isinstance(current, (Mapping, type)):
             return self._match_stateful(current, stored, path)
         parts = None if isinstance(current, _PLAIN) and not isinstance(current, Enum) else typed_value(current)
@@ -161,8 +151,10 @@ class InPlaceFill:
             advice = "add a member of the class to the given state, or give None to get the values of members"
             self._refuse(path, f"the stored set has {listed(unknown)}, of which no class is given; {advice}")
 
-    def _refuse(self, path: tuple[Key, ...], problem: str) -> None:
+    def _refuse(self, path: tuple[Key, ...], problem: str) -> Finish:
+        """Note a problem. The result is never called, because a state with problems is refused as a whole."""
         self._problems.append(f"{join_name(path) or '<root>'}: {problem}")
+        return lambda _assembly: None
 
     def _made(self, shape: object, path: tuple[Key, ...]) -> Finish:
         """Create a stored value, including its tensors and the members of given Enum classes."""
@@ -194,17 +186,17 @@ class InPlaceFill:
             self._demands[number, box] = Demand.of(self._parts, number, box)
         return self._demands[number, box]
 
-    def _match_tensor(self, current: _Given, stored: Sequence[object], path: tuple[Key, ...]) -> None:
+    def _match_tensor(self, current: _Given, stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
         ref = next((value for value in stored if isinstance(value, RowRef)), None)
         if ref is None:
-            self._refuse(path, f"a tensor is given, but {_noun(stored[0])} is stored")
-            return
+            return self._refuse(path, f"a tensor is given, but {_noun(stored[0])} is stored")
         try:
             self._take(current, ref.row)
         except UnsupportedValueError as error:
-            self._refuse(path, error.reason)
+            return self._refuse(path, error.reason)
         except StateMismatchError as error:
-            self._refuse(path, str(error))
+            return self._refuse(path, str(error))
+        return lambda _assembly: current
 
     def _take(self, current: _Given, number: int) -> None:
         """Demand that a tensor is filled in place.
@@ -238,8 +230,7 @@ class InPlaceFill:
         found = next((value for value in stored if isinstance(value, TypedValue)), None)
         problem = misfit(current, parts, found) if found else f"but {_noun(stored[0])} is stored"
         if found is None or problem:
-            self._refuse(path, problem if found else f"a {parts.kind} is given, {problem}")
-            return lambda _assembly: current
+            return self._refuse(path, problem if found else f"a {parts.kind} is given, {problem}")
         if parts.kind == "set":
             self._check_members(found, path)
         contents = [value.content for value in stored if isinstance(value, TypedValue) and value.kind == found.kind]
@@ -263,16 +254,14 @@ class InPlaceFill:
         name = join_name(path)
         mappings = [value for value in stored if isinstance(value, dict)]
         if not mappings:
-            self._refuse(path, f"an object with load_state_dict() is given, but {_noun(stored[0])} is stored")
-            return lambda _assembly: current
+            return self._refuse(path, f"an object with load_state_dict() is given, but {_noun(stored[0])} is stored")
         given, current = current, local_part(current)
         state = current.state_dict()
         if isinstance(current, torch.nn.Module):
             mappings = [with_names_of(state, mapping) for mapping in mappings]
         fitting = [key for key, part in mappings[0].items() if isinstance(part, dict) and state.keys() <= part.keys()]
         if not path and state and fitting and state.keys().isdisjoint(mappings[0]):
-            self._refuse(path, f"an object is given that fits {fitting[0]!r}: give {{{fitting[0]!r}: …}}")
-            return lambda _assembly: current
+            return self._refuse(path, f"an object is given that fits {fitting[0]!r}: give {{{fitting[0]!r}: …}}")
         shape = with_classes(state_for(current, mappings, state), state, lambda: enum_classes(self._state, state))
         self._problems += [
             ".".join(filter(None, (name, problem))) for problem in misfits(current, shape, self._parts.row)
@@ -333,8 +322,7 @@ class InPlaceFill:
     def _match_mapping(self, current: dict[Key, object], stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
         mappings = [value for value in stored if isinstance(value, dict)]
         if not mappings:
-            self._refuse(path, f"a mapping is given, but {_noun(stored[0])} is stored")
-            return lambda _assembly: current
+            return self._refuse(path, f"a mapping is given, but {_noun(stored[0])} is stored")
         finishes = {}
         for key, value in current.items():
             values = [mapping[key] for mapping in mappings if key in mapping]
@@ -389,17 +377,16 @@ class InPlaceFill:
     ) -> Finish:
         """Replace a list of plain values by one of another length, or extend a shorter list of other values."""
         value = next((value for value in stored if type(value) is type(current)), None)
-        grows = self._grows and isinstance(current, list) and isinstance(value, list)
-        is_plain = all(map(_is_plain, current))
-        if not grows or not isinstance(current, list) or not isinstance(value, list):
+        if not (self._grows and isinstance(current, list) and isinstance(value, list)):
+            given = f"a {type(current).__name__} of {len(current)}"
             kept = f"a {type(value).__name__} of {len(value)}" if isinstance(value, (list, tuple)) else "no such"
             advice = "; give None to create it" if value is not None and path else ""
-            self._refuse(path, f"a {type(current).__name__} of {len(current)} is given, but {kept} is stored{advice}")
-            return lambda _assembly: current
+            return self._refuse(path, f"{given} is given, but {kept} is stored{advice}")
+        is_plain = all(map(_is_plain, current))
         if not is_plain and len(current) > len(value):
-            surplus = f"remove the last {len(current) - len(value)} before the restore"
-            self._refuse(path, f"a list of {len(current)} is given, but a list of {len(value)} is stored; {surplus}")
-            return lambda _assembly: current
+            problem = f"a list of {len(current)} is given, but a list of {len(value)} is stored"
+            surplus = len(current) - len(value)
+            return self._refuse(path, f"{problem}; remove the last {surplus} before the restore")
         kept_items = 0 if is_plain else len(current)
         alike = [item[:kept_items] for item in stored if isinstance(item, list) and _is_like(item, value)]
         fill = self._match_sequence(current, alike, path) if kept_items else None

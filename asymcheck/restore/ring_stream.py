@@ -76,7 +76,7 @@ def stream_from_rings(
     step: int | str | None,
     tensors: str,
     sink: Sink,
-    progress: Progress | None = None,
+    progress: Progress | None,
 ) -> Loaded:
     """Stream the newest complete capture of a killed process, or that of a step, to ``sink``.
 

@@ -237,7 +237,7 @@ class PipelineStages:
                 rank = self._rank_of(row)
                 for key, parameter in parameters:
                     if key not in mapping:
-                        self._lacking.setdefault(id(parameter), {})[rank] = _joined(name, key)
+                        self._lacking.setdefault(id(parameter), {})[rank] = f"{name}.{key}" if name else key
 
     def add_optimizer(self, name: str, optimizer: torch.optim.Optimizer, stored: Mapping[Key, object]) -> None:
         """Add an optimizer and its stored state."""
@@ -256,7 +256,3 @@ class PipelineStages:
             if place is not None:
                 what = f"its parameters are numbered as rank {rank} has them, which saved no {place}"
                 yield f"{name or '<root>'}: {what}: {_ADVICE}"
-
-
-def _joined(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key

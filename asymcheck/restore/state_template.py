@@ -40,10 +40,8 @@ def _set_metadata(mapping: OrderedDict[Key, object], metadata: object) -> None:
 class RowRef:
     """Placeholder for the tensor of a row."""
 
-    row: int
-    """Row of the manifest, or the tensor number of a :class:`asymcheck.restore.reshard.ShardSet`."""
-    as_array: bool
-    """Whether the tensor was a numpy array."""
+    row: int  # row of the manifest, or number of the tensor in a ShardSet
+    as_array: bool  # whether the tensor was a numpy array
 
 
 class _ShapeBuilder:
@@ -240,11 +238,7 @@ def _without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-class _Absent:
-    """Marker for values outside of a selection."""
-
-
-_ABSENT = _Absent()
+_ABSENT = object()  # stands for a value outside of a selection
 
 
 def select(shape: object, pattern: str) -> object:

@@ -26,10 +26,8 @@ _GATHERED_BYTES = 256 << 20
 class CheckpointOutline:
     """A checkpoint without its bytes."""
 
-    shape: object
-    """State with a :class:`asymcheck.restore.state_template.RowRef` in place of each tensor."""
-    tensors: Mapping[int, TensorRow]
-    """Tensors of the shape, by row."""
+    shape: object  # state with a placeholder (RowRef) in place of each tensor
+    tensors: Mapping[int, TensorRow]  # by number of the placeholder
 
 
 class Sink(Protocol):
@@ -51,9 +49,9 @@ def stream(
     step: int | str | None,
     tensors: str,
     sink: Sink,
-    progress: Progress | None = None,
+    progress: Progress | None,
     *,
-    rank: int | None = None,
+    rank: int | None,
 ) -> Loaded:
     """Read a checkpoint, verify every byte, and pass it to ``sink``.
 
@@ -88,9 +86,9 @@ def hand_on(
         # Tensors whose bytes arrive out of order are assembled in memory, in batches.
         direct = [demand for demand in wanted if demand.in_runs]
         rounds = [direct, *_batches([demand for demand in wanted if not demand.in_runs])]
-        report = _reporter(progress, sum(demand.row.nbytes for demand in wanted))
+        meter = ProgressMeter(progress, sum(demand.row.nbytes for demand in wanted))
         for batch in filter(None, rounds):
-            read(ReadPlan({demand: _Whole(wanted[demand], demand, report) for demand in batch}))
+            read(ReadPlan({demand: _Whole(wanted[demand], demand, meter) for demand in batch}))
     except BaseException:
         sink.abandon()
         raise
@@ -111,16 +109,16 @@ def _batches(demands: Sequence[Demand]) -> Iterator[list[Demand]]:
 class _Whole:
     """Target that passes a tensor to a sink, in pieces or as a whole."""
 
-    def __init__(self, target: ByteTarget, demand: Demand, report: Callable[[int], None]) -> None:
+    def __init__(self, target: ByteTarget, demand: Demand, meter: ProgressMeter) -> None:
         self._target = target
-        self._report = report
+        self._meter = meter
         self._gathered = None if demand.in_runs else np.empty(demand.row.nbytes, dtype=np.uint8)
         self._left = demand.row.nbytes
         self._lock = threading.Lock()
 
     def put(self, start: int, data: memoryview) -> None:
         self._target.put(start, data)
-        self._report(len(data))
+        self._meter.add(len(data))
 
     def put_regions(self, regions: Iterable[Region], data: memoryview) -> None:
         done = 0
@@ -136,18 +134,20 @@ class _Whole:
         if is_complete and self._gathered is not None:
             self._target.put(0, self._gathered.data)
             self._gathered = None
-        self._report(done)
+        self._meter.add(done)
 
 
-def _reporter(progress: Progress | None, total: int) -> Callable[[int], None]:
-    """Return a function that counts bytes and reports them to ``progress``."""
-    done = 0
+class ProgressMeter:
+    """Counter of bytes for a progress bar. Approximate if several threads count at the same time."""
 
-    def report(count: int) -> None:
-        nonlocal done
-        if progress is not None:
-            # Approximate if several threads count at the same time.
-            done += count
-            progress(min(done, total), total)
+    def __init__(self, progress: Progress | None, total: int = 0) -> None:
+        """Report to ``progress``. Bytes that are counted before ``total`` is set are ignored."""
+        self._progress = progress
+        self._done = 0
+        self.total = total
 
-    return report
+    def add(self, count: int) -> None:
+        """Count and report more bytes."""
+        if self._progress is not None and self.total:
+            self._done += count
+            self._progress(min(self._done, self.total), self.total)

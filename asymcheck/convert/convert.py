@@ -220,7 +220,7 @@ def foreign_state(
                 left_out += folder.ignored
             state = _state_of(path, folder.tensors, folder.metadata, _small_files(path, folder.others, opened), opened)
         elif kind == "safetensors":
-            header = read_header(path, opened(path))
+            header = read_header(opened(path))
             state = _state_of(path, header.tensors, header.metadata, {}, opened)
         elif kind == "torch":
             state = read_torch_file(opened(path), parts=parts)
@@ -229,7 +229,7 @@ def foreign_state(
                 f"cannot import {path}: unknown format; give a safetensors file, a file of torch.save() such as .pt, "
                 ".pth, .bin or .ckpt, or a folder"
             )
-        state = rename_tensors(keep_parts(path, state, parts), renames, _is_tensor)
+        state = rename_tensors(keep_parts(path, state, parts), renames, TensorBytes, torch.Tensor)
         distinct = {id(leaf): leaf for _, leaf in leaves_of(state) if isinstance(leaf, TensorBytes)}
         meter.total = sum(leaf.nbytes for leaf in distinct.values())
         for file in files.values():
@@ -238,10 +238,6 @@ def foreign_state(
         with refused(path, str, _REMEDY, UnsupportedValueError):
             flatten(state)
         yield state
-
-
-def _is_tensor(leaf: object) -> bool:
-    return isinstance(leaf, (TensorBytes, torch.Tensor))
 
 
 def _kind_of(path: Path) -> str:

@@ -125,10 +125,6 @@ class TargetFile:
         with translated("read", self.path):
             return os.pread(self._descriptor, length, start)
 
-    def region(self, row: TensorRow, start: int) -> Region:
-        """Return the region of a tensor that begins at byte ``start``."""
-        return Region(self, row, start)
-
     def sync(self) -> None:
         """Make the content durable."""
         with translated("sync", self.path):
@@ -142,11 +138,10 @@ class TargetFile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Region:
-    """Region of one tensor in a file."""
+class FileRegion:
+    """FileRegion of one tensor in a file, from byte ``start`` on."""
 
     file: TargetFile
-    row: TensorRow
     start: int
 
     def put(self, start: int, data: memoryview) -> None:
@@ -282,7 +277,7 @@ class DraftSink:
         from asymcheck.restore.state_template import RowRef
 
         part = pick(shape, self._part, tensors_only=tensors_only)
-        renamed = rename_tensors(part.shape, self._renames, lambda leaf: isinstance(leaf, RowRef))
+        renamed = rename_tensors(part.shape, self._renames, RowRef)
         return dataclasses.replace(part, shape=renamed)
 
     def finish(self) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from asymcheck.convert.export_target import Draft, DraftSink
+from asymcheck.convert.export_target import Draft, DraftSink, FileRegion
 from asymcheck.convert.part import MODEL, Part, encode_tied
 from asymcheck.convert.rename import Renames
 from asymcheck.convert.safetensors_format import (
@@ -79,7 +79,7 @@ class Shard(NamedTuple):
     tensors: tuple[NewTensor, ...]
 
 
-def read_folder(folder: Path, opened: Callable[[Path], SourceFile] | None = None) -> ModelFolder:
+def read_folder(folder: Path, opened: Callable[[Path], SourceFile]) -> ModelFolder:
     """Read the headers of a model in the layout of Hugging Face; no tensor data is read.
 
     The weights are the shards in ``model.safetensors.index.json``, else ``model.safetensors``, else the only file that
@@ -91,7 +91,7 @@ def read_folder(folder: Path, opened: Callable[[Path], SourceFile] | None = None
 
     Args:
         folder: the folder.
-        opened: callback that opens a weights file; by default, files are opened and closed again.
+        opened: callback that opens a weights file.
 
     Raises:
         ForeignFileError: the folder has no such weights, names files outside of the folder, or contradicts itself; or
@@ -250,10 +250,10 @@ def _stays_inside(folder: Path, name: str) -> bool:
     return in_cache or target.is_relative_to(home)
 
 
-def _shard_header(folder: Path, name: str, opened: Callable[[Path], SourceFile] | None) -> SafetensorsHeader:
+def _shard_header(folder: Path, name: str, opened: Callable[[Path], SourceFile]) -> SafetensorsHeader:
     path = _inside(folder, name)
     try:
-        return read_header(path, None if opened is None else opened(path))
+        return read_header(opened(path))
     except NotFoundError as error:
         raise ForeignFileError(path, "the weights file is missing", _FETCH_AGAIN) from error
 
@@ -345,7 +345,7 @@ class SafetensorsSink(DraftSink):
             file = self._draft.file(shard.name, size)
             file.write(0, header)
             for tensor, start in zip(shard.tensors, starts, strict=True):
-                targets[rows[tensor.name]] = file.region(stored[tensor.name], start)
+                targets[rows[tensor.name]] = FileRegion(file, start)
         if self._max_shard_bytes is not None:
             targets.update(self._write_small_files(part, outline))
         return targets
@@ -385,7 +385,7 @@ class SafetensorsSink(DraftSink):
                 data = path.read_bytes()
             self._draft.file(path.name, len(data)).write(0, data)
         return {
-            ref.row: self._draft.file(name, outline.tensors[ref.row].nbytes).region(outline.tensors[ref.row], 0)
+            ref.row: FileRegion(self._draft.file(name, outline.tensors[ref.row].nbytes), 0)
             for name, ref in part.files.items()
             if name not in given
         }

@@ -76,8 +76,7 @@ def pick(shape: object, part: str | None, *, tensors_only: bool = False) -> Part
         metadata, files = source["metadata"], source["files"]
     picked = shape if part is None else _descend(shape, part)
     if picked is _MISSING:
-        keys = [join_name((key,)) for key in shape] if isinstance(shape, dict) else []
-        raise InvalidInputError(f"the checkpoint has no part {part!r}; it has {listed(keys) or 'no parts'}")
+        raise _no_part("the checkpoint", part, shape)
     if tensors_only and requested is not None and not any(isinstance(leaf, RowRef) for _, leaf in leaves_of(picked)):
         raise InvalidInputError(f"part {requested!r} of the checkpoint has no tensors; write a .pt file instead")
     for name in files:
@@ -86,6 +85,11 @@ def pick(shape: object, part: str | None, *, tensors_only: bool = False) -> Part
                 f"cannot export file {name!r} of the checkpoint: the name leads out of the folder; write a .pt file"
             )
     return Part(picked, metadata, files, _top_keys(shape) if part is None else ())
+
+
+def _no_part(whole: str, part: str | None, state: object) -> InvalidInputError:
+    keys = [join_name((key,)) for key in state if type(key) in (str, int)] if isinstance(state, dict) else []
+    return InvalidInputError(f"{whole} has no part {part!r}; it has {listed(keys) or 'no parts'}")
 
 
 def _top_keys(shape: object) -> tuple[str, ...]:
@@ -182,8 +186,7 @@ def keep_parts(path: Path, state: object, parts: Sequence[str]) -> object:
     content = kept(state, ()) if isinstance(state, dict) else {}
     for part in parts:
         if part not in found:
-            keys = [join_name((key,)) for key in state if type(key) in (str, int)] if isinstance(state, dict) else []
-            raise InvalidInputError(f"{path} has no part {part!r}; it has {listed(keys) or 'no parts'}")
+            raise _no_part(str(path), part, state)
     return content
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from asymcheck.convert.part import SOURCE, leaves_of
 from asymcheck.errors import InvalidInputError
 from asymcheck.format.tree import Key, join_name
 
+_Path = tuple[Key, ...]
 Renames = tuple[tuple[re.Pattern[str], str], ...]
 """Patterns and replacements, as for ``re.sub``, which are applied in this order."""
 
@@ -32,8 +33,8 @@ def compile_renames(pairs: Iterable[tuple[str, str]]) -> Renames:
     return tuple(compiled)
 
 
-def rename_tensors(state: object, renames: Renames, is_tensor: Callable[[object], bool]) -> object:
-    """Return a state with renamed tensors. The rest of the state keeps its names.
+def rename_tensors(state: object, renames: Renames, *tensor_types: type) -> object:
+    """Return a state with renamed tensors, which are leaves of these types. The rest of the state keeps its names.
 
     Names are the dotted names of tensors. A tensor whose renamed name leads to another mapping moves there. The
     metadata and files of an imported safetensors file keep their names.
@@ -43,12 +44,12 @@ def rename_tensors(state: object, renames: Renames, is_tensor: Callable[[object]
     """
     if not renames or not isinstance(state, dict):
         return state
-    names: dict[str, tuple[Key, ...]] = {}
-    targets: dict[tuple[Key, ...], tuple[Key, ...]] = {}
-    unused = {pattern.pattern: pattern for pattern, _ in renames}
+    names: dict[str, _Path] = {}
+    targets: dict[_Path, _Path] = {}
+    unused = dict.fromkeys(pattern.pattern for pattern, _ in renames)
     for path, leaf in leaves_of(state):
         old = new = join_name(path)
-        if is_tensor(leaf) and path[0] != SOURCE:
+        if isinstance(leaf, tensor_types) and path[0] != SOURCE:
             for pattern, replacement in renames:
                 if pattern.search(new):
                     unused.pop(pattern.pattern, None)
@@ -57,12 +58,15 @@ def rename_tensors(state: object, renames: Renames, is_tensor: Callable[[object]
             targets[path] = _target(path, new)
         other = names.setdefault(new, path)
         if other != path and (other in targets or path in targets):
-            _refuse(join_name(other), old, new)
+            raise InvalidInputError(
+                f"cannot rename: {join_name(other)} and {old} would both be named {new}; choose another pattern or "
+                "replacement"
+            )
     if unused:
         raise InvalidInputError(
             f"cannot rename: {next(iter(unused))!r} matches no name of a tensor; --dry-run lists the names"
         )
-    moved: list[tuple[tuple[Key, ...], object, tuple[Key, ...]]] = []
+    moved: list[tuple[_Path, object, _Path]] = []
     renamed: Any = _copied(state, (), targets, moved)
     for target, leaf, path in moved:
         container = renamed
@@ -77,17 +81,8 @@ def rename_tensors(state: object, renames: Renames, is_tensor: Callable[[object]
     return renamed
 
 
-def _refuse(first: str, second: str, new: str) -> None:
-    raise InvalidInputError(
-        f"cannot rename: {first} and {second} would both be named {new}; choose another pattern or replacement"
-    )
-
-
 def _copied(
-    value: object,
-    path: tuple[Key, ...],
-    targets: dict[tuple[Key, ...], tuple[Key, ...]],
-    moved: list[tuple[tuple[Key, ...], object, tuple[Key, ...]]],
+    value: object, path: _Path, targets: dict[_Path, _Path], moved: list[tuple[_Path, object, _Path]]
 ) -> object:
     """Copy containers without renamed tensors, which are added to ``moved`` unless they stay in their mapping."""
     if isinstance(value, dict):
@@ -97,7 +92,8 @@ def _copied(
             target = targets.get(below)
             if target is None:
                 content = _copied(item, below, targets, moved)
-                if content or not item if isinstance(item, dict) else True:
+                lost_all = isinstance(item, dict) and item and not content
+                if not lost_all:
                     copy[key] = content
             elif target[:-1] == path and target[-1] not in value:
                 copy[target[-1]] = item
@@ -113,7 +109,7 @@ def _copied(
     return value
 
 
-def _target(path: tuple[Key, ...], new: str) -> tuple[Key, ...]:
+def _target(path: _Path, new: str) -> _Path:
     """Return the path of a new name, with the keys of the old path at both ends where the names agree."""
     if not all(new.split(".")):
         raise InvalidInputError(
@@ -121,19 +117,16 @@ def _target(path: tuple[Key, ...], new: str) -> tuple[Key, ...]:
             "choose another replacement"
         )
     start: list[Key] = []
-    while len(start) < len(path) - 1 and new.startswith(f"{join_name(path[len(start) : len(start) + 1])}."):
-        new = new[len(join_name(path[len(start) : len(start) + 1])) + 1 :]
-        start.append(path[len(start)])
+    for key in path[:-1]:
+        prefix = f"{join_name((key,))}."
+        if not new.startswith(prefix):
+            break
+        new = new.removeprefix(prefix)
+        start.append(key)
     if not start and len(path) > 1 and "." in new:
         first, new = new.split(".", 1)
         start.append(first)
-    end = _same_end(path[len(start) + 1 :], new)
+    ends = (path[place:] for place in range(len(start) + 1, len(path)))
+    end = next((end for end in ends if new.endswith(f".{join_name(end)}")), ())
     middle = new[: -len(join_name(end)) - 1] if end else new
     return (*start, middle, *end)
-
-
-def _same_end(keys: Sequence[Key], name: str) -> tuple[Key, ...]:
-    for first in range(len(keys)):
-        if name.endswith(f".{join_name(keys[first:])}"):
-            return tuple(keys[first:])
-    return ()

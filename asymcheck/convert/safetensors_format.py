@@ -21,7 +21,6 @@ numbers beyond the range of a float and lists nested more than 128 deep.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -107,23 +106,17 @@ class NewTensor(NamedTuple):
     nbytes: int
 
 
-def read_header(path: Path, file: SourceFile | None = None) -> SafetensorsHeader:
+def read_header(file: SourceFile) -> SafetensorsHeader:
     """Read and check the header of a safetensors file.
 
     Memory use is bounded by the header's real length, which is at most the size of the file and at most 100 MB. Parsing
     takes at most 48 times that length.
 
-    Args:
-        path: the file.
-        file: the same file, if it is already open.
-
     Raises:
         ForeignFileError: the file breaks a rule of the format, or uses a dtype that asymcheck does not store.
-        NotFoundError: the file does not exist.
         StorageError: the operating system refused to read the file.
     """
-    with SourceFile(path) if file is None else contextlib.nullcontext(file) as opened:
-        text, file_bytes = _read_text(opened), opened.size
+    path, text = file.path, _read_text(file)
     try:
         header = parse_json(text, "the header")
     except StructureError as error:
@@ -135,7 +128,7 @@ def read_header(path: Path, file: SourceFile | None = None) -> SafetensorsHeader
     data_start = _LENGTH_BYTES + len(text)
     tensors = [_tensor(path, name, entry, data_start) for name, entry in header.items()]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.nbytes))
-    _check_cover(path, tensors, data_start, file_bytes)
+    _check_cover(path, tensors, data_start, file.size)
     return SafetensorsHeader(tuple(tensors), metadata)
 
 

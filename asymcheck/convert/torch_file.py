@@ -29,7 +29,7 @@ from typing import IO, Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from asymcheck.convert.export_target import DraftSink, TargetFile
+from asymcheck.convert.export_target import DraftSink, FileRegion, TargetFile
 from asymcheck.convert.part import keep_parts, leaves_of
 from asymcheck.convert.pickle_limits import PickleScan, scan_pickle, tensors_max, without_appends
 from asymcheck.convert.source_file import SourceFile, first_line, refused
@@ -614,7 +614,7 @@ class TorchSink(DraftSink):
             _map_leaves(archive.load_faked(), leaves.append)
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             starts = {row: archive.record_of(tensor)[1] for row, tensor in zip(order, tensors, strict=True)}
-        return {row: file.region(outline.tensors[row], start) for row, start in starts.items()}
+        return {row: FileRegion(file, start) for row, start in starts.items()}
 
     def finish(self) -> None:
         """Write the checksums, and rename the file to its target."""

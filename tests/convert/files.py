@@ -1,12 +1,21 @@
 """Build safetensors files as raw bytes, valid or not."""
 
+import contextlib
 import json
 import struct
 from pathlib import Path
 
 import safetensors
 
-from asymcheck.convert.safetensors_format import DTYPE_TAGS, NewTensor, SafetensorsHeader, encode_header
+from asymcheck.convert.hugging_face import ModelFolder, read_folder
+from asymcheck.convert.safetensors_format import (
+    DTYPE_TAGS,
+    NewTensor,
+    SafetensorsHeader,
+    encode_header,
+    read_header,
+)
+from asymcheck.convert.source_file import SourceFile
 
 U8 = {"dtype": "U8", "shape": [], "data_offsets": [0, 1]}
 """Entry of a tensor of one byte."""
@@ -58,3 +67,15 @@ def same_tensors(header: SafetensorsHeader, data: bytes) -> bool:
         for name, found in safetensors.deserialize(data)
     }
     return ours == theirs and len(header.tensors) == len(ours)
+
+
+def header_of(path: Path) -> SafetensorsHeader:
+    """Return the header of a safetensors file."""
+    with SourceFile(path) as file:
+        return read_header(file)
+
+
+def folder_of(path: Path) -> ModelFolder:
+    """Return the content of a model folder."""
+    with contextlib.ExitStack() as stack:
+        return read_folder(path, lambda file: stack.enter_context(SourceFile(file)))

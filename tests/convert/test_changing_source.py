@@ -15,6 +15,8 @@ import torch.distributed.checkpoint as dcp
 from asymcheck import Store
 from asymcheck.convert import convert, hugging_face, safetensors_format
 from asymcheck.convert.convert import foreign_state, import_checkpoint
+from asymcheck.convert.safetensors_format import SafetensorsHeader
+from asymcheck.convert.source_file import SourceFile
 from asymcheck.errors import ForeignFileError
 from tests.store.equality import assert_same
 
@@ -96,9 +98,9 @@ def test_file_that_changes_during_the_import_is_refused(
 def _after_header(monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object]) -> None:
     """Change a file after its header was read, and before its tensors are."""
 
-    def read_header(path: Path, *arguments: Any) -> Any:  # noqa: ANN401 - whatever the function takes
-        header = safetensors_format.read_header(path, *arguments)
-        change(path)
+    def read_header(file: SourceFile) -> SafetensorsHeader:
+        header = safetensors_format.read_header(file)
+        change(file.path)
         return header
 
     for module in (convert, hugging_face):

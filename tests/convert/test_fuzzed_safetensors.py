@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asymcheck.convert.safetensors_format import DTYPE_TAGS, SafetensorsHeader, encode_header, read_header
+from asymcheck.convert.safetensors_format import DTYPE_TAGS, SafetensorsHeader, encode_header
 from asymcheck.errors import ForeignFileError
-from tests.convert.files import U8, byte_tensor, package_accepts, raw, same_tensors
+from tests.convert.files import U8, byte_tensor, header_of, package_accepts, raw, same_tensors
 from tests.convert.test_safetensors_format import SUB_BYTE, new
 
 ROUNDS = 1_500
@@ -34,7 +34,7 @@ PIECES = [
 def _read(path: Path, data: bytes) -> SafetensorsHeader | None:
     path.write_bytes(data)
     try:
-        return read_header(path)
+        return header_of(path)
     except ForeignFileError:
         return None
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from asymcheck.convert.safetensors_format import SafetensorsHeader, read_header
+from asymcheck.convert.safetensors_format import SafetensorsHeader
 from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, StorageError
-from tests.convert.files import U8, one, package_accepts, raw, same_tensors
+from tests.convert.files import U8, header_of, one, package_accepts, raw, same_tensors
 
 HUGE = 1 << 62
 
@@ -115,7 +115,7 @@ STRICTER = {"leading space", "a name twice", "metadata key twice", "tensor is a 
 def _read(folder: Path, data: bytes) -> SafetensorsHeader:
     path = folder / "x.safetensors"
     path.write_bytes(data)
-    return read_header(path)
+    return header_of(path)
 
 
 @pytest.mark.parametrize(("data", "what"), HOSTILE.values(), ids=HOSTILE)
@@ -193,7 +193,7 @@ def test_a_claimed_length_allocates_nothing(length: int, tmp_path: Path) -> None
     os.truncate(long, 1 << 30)
     for path in (short, long):
         with traced() as peak, pytest.raises(ForeignFileError):
-            read_header(path)
+            header_of(path)
         assert peak[0] < 1 << 20
 
 
@@ -217,7 +217,7 @@ def test_parsing_stays_within_the_stated_multiple(filling: bytes, tmp_path: Path
     path = tmp_path / "x"
     path.write_bytes(raw(text))
     with traced() as peak, pytest.raises(ForeignFileError, match="not a JSON object"):
-        read_header(path)
+        header_of(path)
     assert len(text) < peak[0] < 48 * len(text)
 
 
@@ -225,7 +225,7 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     """Test that tensors have the path that was given."""
     (tmp_path / "x").write_bytes(one())
     (tmp_path / "link").symlink_to("x")
-    assert [tensor.path for tensor in read_header(tmp_path / "link").tensors] == [tmp_path / "link"]
+    assert [tensor.path for tensor in header_of(tmp_path / "link").tensors] == [tmp_path / "link"]
 
 
 def test_non_files_are_refused(tmp_path: Path) -> None:
@@ -233,12 +233,12 @@ def test_non_files_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/null")):
         with pytest.raises(ForeignFileError, match=r"not a file|not a regular file"):
-            read_header(path)
+            header_of(path)
     with pytest.raises(NotFoundError, match="does not exist"):
-        read_header(tmp_path / "missing")
+        header_of(tmp_path / "missing")
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(StorageError, match=r"open .*loop"):
-        read_header(tmp_path / "loop")
+        header_of(tmp_path / "loop")
 
 
 def test_file_that_shrinks_during_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,4 +254,4 @@ def test_file_that_shrinks_during_reading(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "fstat", cut_after)
     with pytest.raises(ForeignFileError, match="changed while it was read"):
-        read_header(path)
+        header_of(path)

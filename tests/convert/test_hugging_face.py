@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asymcheck.convert import hugging_face
-from asymcheck.convert.hugging_face import INDEX_NAME, Shard, encode_index, plan_shards, read_folder
+from asymcheck.convert.hugging_face import INDEX_NAME, Shard, encode_index, plan_shards
 from asymcheck.convert.safetensors_format import NewTensor
 from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, StorageError
-from tests.convert.files import byte_tensor, write
+from tests.convert.files import byte_tensor, folder_of, write
 
 SHARDS = {"model-00001-of-00002.safetensors": ["a", "b"], "model-00002-of-00002.safetensors": ["c"]}
 FIRST, SECOND = SHARDS
@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_shards_with_an_index(folder: Path) -> None:
     """Test tensors of all shards by file and position, metadata, and small files without the index."""
-    model = read_folder(folder)
+    model = folder_of(folder)
     assert [(t.path, t.name) for t in model.tensors] == [(folder / WEIGHT_MAP[name], name) for name in "abc"]
     assert model.metadata == {"format": "pt"}
     assert model.others == ("config.json", "tokenizer.model")
@@ -60,7 +60,7 @@ def test_a_single_file(name: str, tmp_path: Path) -> None:
     """Test a file of any name."""
     put(tmp_path / name, ["w", "v"], {"k": "1"})
     (tmp_path / "config.json").write_text("{}")
-    model = read_folder(tmp_path)
+    model = folder_of(tmp_path)
     assert [(t.path, t.name) for t in model.tensors] == [(tmp_path / name, "v"), (tmp_path / name, "w")]
     assert (model.metadata, model.others, model.ignored) == ({"k": "1"}, ("config.json",), ())
 
@@ -69,7 +69,7 @@ def test_the_usual_name_goes_first(tmp_path: Path) -> None:
     """Test that model.safetensors is read, and that the other files are listed as ignored."""
     put(tmp_path / "model.safetensors", ["w"])
     put(tmp_path / "consolidated.safetensors", ["x"])
-    model = read_folder(tmp_path)
+    model = folder_of(tmp_path)
     assert [t.name for t in model.tensors] == ["w"]
     assert model.ignored == ("consolidated.safetensors",)
 
@@ -78,7 +78,7 @@ def test_an_index_of_a_single_file(tmp_path: Path) -> None:
     """Test an index that only names model.safetensors."""
     put(tmp_path / "model.safetensors", ["w"])
     put_index(tmp_path, {"w": "model.safetensors"})
-    assert [t.name for t in read_folder(tmp_path).tensors] == ["w"]
+    assert [t.name for t in folder_of(tmp_path).tensors] == ["w"]
 
 
 def test_nothing_in_the_folder_goes_unmentioned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_nothing_in_the_folder_goes_unmentioned(folder: Path, monkeypatch: pytes
     (folder / "full.json").write_bytes(bytes(1000))
     for name in (".gitattributes", "pytorch_model.bin", "pytorch_model.bin.index.json", "old.safetensors"):
         (folder / name).write_text("")
-    model = read_folder(folder)
+    model = folder_of(folder)
     assert model.others == ("config.json", "full.json", "inside.json", "tokenizer.model")
     listed = {*model.others, *model.ignored, INDEX_NAME, *SHARDS}
     assert listed == set(os.listdir(folder))
@@ -105,7 +105,7 @@ def test_metadata_on_which_shards_disagree(folder: Path) -> None:
     """Test that a key with two values is left out, and that a key of only some shards is kept."""
     put(folder / FIRST, SHARDS[FIRST], {"format": "pt", "part": "1", "x": "y"})
     put(folder / SECOND, SHARDS[SECOND], {"format": "pt", "part": "2"})
-    assert read_folder(folder).metadata == {"format": "pt", "x": "y"}
+    assert folder_of(folder).metadata == {"format": "pt", "x": "y"}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_names_that_may_lead_elsewhere(name: str, folder: Path) -> None:
         put(place, ["c"])
     put_index(folder, WEIGHT_MAP | {"c": name})
     with pytest.raises(ForeignFileError, match=r"which is not a .safetensors file in this folder"):
-        read_folder(folder)
+        folder_of(folder)
 
 
 @pytest.mark.parametrize("shard", [None, 1, ["x"], {"x": "y"}], ids=str)
@@ -131,7 +131,7 @@ def test_shards_that_are_no_names(shard: object, folder: Path) -> None:
     """Test every type of JSON other than text."""
     put_index(folder, WEIGHT_MAP | {"c": shard})
     with pytest.raises(ForeignFileError, match="which is not a"):
-        read_folder(folder)
+        folder_of(folder)
 
 
 @pytest.mark.parametrize("name", [FIRST, INDEX_NAME])
@@ -141,12 +141,12 @@ def test_links_that_lead_outside(name: str, absolute: bool, folder: Path) -> Non
     inside, outside = folder / f"moved-{name}", folder.parent / f"moved-{name}"
     (folder / name).rename(inside)
     (folder / name).symlink_to(inside.name)
-    assert len(read_folder(folder).tensors) == 3
+    assert len(folder_of(folder).tensors) == 3
     inside.rename(outside)
     (folder / name).unlink()
     (folder / name).symlink_to(outside if absolute else f"../{outside.name}")
     with pytest.raises(ForeignFileError, match="link that leads out of the folder") as caught:
-        read_folder(folder)
+        folder_of(folder)
     assert name in caught.value.path
 
 
@@ -157,7 +157,7 @@ def test_a_link_by_way_of_a_folder(folder: Path) -> None:
     (folder / "sub").symlink_to("../elsewhere")
     (folder / FIRST).symlink_to("sub/x")
     with pytest.raises(ForeignFileError, match="link that leads out"):
-        read_folder(folder)
+        folder_of(folder)
 
 
 def test_a_single_file_behind_a_link(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_single_file_behind_a_link(tmp_path: Path) -> None:
     put(tmp_path / "x", ["w"])
     (tmp_path / "model" / "model.safetensors").symlink_to("../x")
     with pytest.raises(ForeignFileError, match="link that leads out"):
-        read_folder(tmp_path / "model")
+        folder_of(tmp_path / "model")
 
 
 def test_the_cache_of_the_hub(folder: Path) -> None:
@@ -179,78 +179,78 @@ def test_the_cache_of_the_hub(folder: Path) -> None:
         (cache / "snapshots" / "main" / name).symlink_to(f"../../blobs/{number}")
     (cache / "snapshots" / "current").symlink_to("main")
     for revision in ("main", "current"):
-        model = read_folder(cache / "snapshots" / revision)
+        model = folder_of(cache / "snapshots" / revision)
         assert [t.name for t in model.tensors] == ["a", "b", "c"]
         assert model.others == ("config.json", "tokenizer.model")
     (cache / "snapshots").rename(cache / "revisions")
     with pytest.raises(ForeignFileError, match="link that leads out"):
-        read_folder(cache / "revisions" / "main")
+        folder_of(cache / "revisions" / "main")
     (cache / "revisions").rename(cache / "snapshots")
     (cache / "blobs").rename(cache / "refs")
     (cache / "blobs").symlink_to("refs")
     with pytest.raises(ForeignFileError, match="link that leads out"):
-        read_folder(cache / "snapshots" / "main")
+        folder_of(cache / "snapshots" / "main")
 
 
 def test_a_missing_shard(folder: Path) -> None:
     """Test that an incomplete folder is not a NotFoundError."""
     (folder / SECOND).unlink()
     with pytest.raises(ForeignFileError, match=rf"{SECOND}: the weights file is missing"):
-        read_folder(folder)
+        folder_of(folder)
 
 
 def test_a_tensor_that_is_not_where_the_index_says(folder: Path) -> None:
     """Test a tensor in another shard, and in none: the error names both."""
     put_index(folder, WEIGHT_MAP | {"b": SECOND})
     with pytest.raises(ForeignFileError, match=f"'b' is not in {SECOND}, but in {FIRST}"):
-        read_folder(folder)
+        folder_of(folder)
     put_index(folder, WEIGHT_MAP | {"d": SECOND})
     with pytest.raises(ForeignFileError, match=f"'d' is not in {SECOND}, but in no shard"):
-        read_folder(folder)
+        folder_of(folder)
 
 
 def test_a_tensor_in_two_shards(folder: Path) -> None:
     """Test a tensor of which two versions exist."""
     put(folder / SECOND, ["c", "a"])
     with pytest.raises(ForeignFileError, match=f"'a' is in {FIRST} and in {SECOND}"):
-        read_folder(folder)
+        folder_of(folder)
 
 
 def test_a_tensor_that_the_index_lacks(folder: Path) -> None:
     """Test a tensor that only some readers would load."""
     put(folder / SECOND, ["c", "d"])
     with pytest.raises(ForeignFileError, match=f"'d' of {SECOND} is not in the index"):
-        read_folder(folder)
+        folder_of(folder)
 
 
 def test_index_and_single_file(folder: Path) -> None:
     """Test two possible sources, between which readers differ."""
     put(folder / "model.safetensors", ["a", "b", "c"])
     with pytest.raises(ForeignFileError, match=r"also has model.safetensors"):
-        read_folder(folder)
+        folder_of(folder)
 
 
 def test_no_weights_and_too_many(tmp_path: Path) -> None:
     """Test a foreign folder and an ambiguous one; the error says what to pass."""
     (tmp_path / "pytorch_model.bin").write_text("")
     with pytest.raises(ForeignFileError, match=r"no file ends in .safetensors; .*pytorch_model.bin"):
-        read_folder(tmp_path)
+        folder_of(tmp_path)
     for name in ("x.safetensors", "y.safetensors"):
         put(tmp_path / name, ["w"])
     with pytest.raises(ForeignFileError, match=r"2 files end in .safetensors, .*x.safetensors', 'y"):
-        read_folder(tmp_path)
+        folder_of(tmp_path)
 
 
 def test_non_folders_are_refused(tmp_path: Path) -> None:
     """Test a missing folder, a file, and a link to itself."""
     with pytest.raises(NotFoundError, match="does not exist"):
-        read_folder(tmp_path / "missing")
+        folder_of(tmp_path / "missing")
     put(tmp_path / "x.safetensors", ["w"])
     with pytest.raises(ForeignFileError, match="not a folder"):
-        read_folder(tmp_path / "x.safetensors")
+        folder_of(tmp_path / "x.safetensors")
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(StorageError, match="cannot list"):
-        read_folder(tmp_path / "loop")
+        folder_of(tmp_path / "loop")
 
 
 @pytest.mark.parametrize(
@@ -270,25 +270,25 @@ def test_an_index_that_is_none(text: str, what: str, folder: Path) -> None:
     """Test that the index is parsed as strictly as a header."""
     (folder / INDEX_NAME).write_text(text)
     with pytest.raises(ForeignFileError, match=what) as caught:
-        read_folder(folder)
+        folder_of(folder)
     assert caught.value.path == str(folder / INDEX_NAME)
 
 
 def test_an_index_beyond_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test the limit, and one byte more."""
     monkeypatch.setattr(hugging_face, "OTHER_BYTES_MAX", (folder / INDEX_NAME).stat().st_size)
-    read_folder(folder)
+    folder_of(folder)
     with (folder / INDEX_NAME).open("a") as file:
         file.write(" ")
     with pytest.raises(ForeignFileError, match="more than the maximum"):
-        read_folder(folder)
+        folder_of(folder)
 
 
 def test_a_broken_shard_is_named(folder: Path) -> None:
     """Test that the error is that of the file."""
     os.truncate(folder / SECOND, 9)
     with pytest.raises(ForeignFileError, match="truncated") as caught:
-        read_folder(folder)
+        folder_of(folder)
     assert caught.value.path == str(folder / SECOND)
 
 
@@ -347,7 +347,7 @@ def test_reads_folders_of_huggingface_hub(limit: int, tmp_path: Path) -> None:
     hub = pytest.importorskip("huggingface_hub", reason="comes with transformers")
     state = _model().state_dict()
     hub.save_torch_state_dict(state, tmp_path, max_shard_size=limit)
-    model = read_folder(tmp_path)
+    model = folder_of(tmp_path)
     assert {t.name for t in model.tensors} == state.keys()
     assert (len({t.path for t in model.tensors}) > 1) == (limit == 64)
     for tensor in model.tensors:
@@ -370,5 +370,5 @@ def test_huggingface_hub_reads_our_folders(limit: int, tmp_path: Path) -> None:
     loaded = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
     hub.load_torch_model(loaded, tmp_path, strict=True)
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in state.items())
-    assert {t.name for t in read_folder(tmp_path).tensors} == state.keys()
+    assert {t.name for t in folder_of(tmp_path).tensors} == state.keys()
     assert {name for shard in shards for name in safetensors.torch.load_file(tmp_path / shard.name)} == state.keys()

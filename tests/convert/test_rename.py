@@ -20,7 +20,7 @@ ONE, TWO = torch.ones(1), torch.ones(2)
 
 def renamed(state: object, *pairs: tuple[str, str]) -> Any:  # noqa: ANN401 - a nested state
     """Return the state with renamed tensors."""
-    return rename_tensors(state, compile_renames(pairs), lambda leaf: isinstance(leaf, torch.Tensor))
+    return rename_tensors(state, compile_renames(pairs), torch.Tensor)
 
 
 @pytest.mark.parametrize(

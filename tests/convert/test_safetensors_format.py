@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asymcheck.convert import safetensors_format
-from asymcheck.convert.safetensors_format import DTYPE_TAGS, NewTensor, encode_header, read_header
+from asymcheck.convert.safetensors_format import DTYPE_TAGS, NewTensor, encode_header
 from asymcheck.errors import InvalidInputError
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.state.dtypes import TORCH_DTYPES
-from tests.convert.files import byte_tensor, raw, write
+from tests.convert.files import byte_tensor, header_of, raw, write
 
 SHAPES = [(), (1,), (5,), (2, 3, 4), (0,), (2, 0, 3), (1, 1, 1, 1)]
 
@@ -70,7 +70,7 @@ def test_reads_files_of_the_package(dtype: str, tmp_path: Path) -> None:
     tensors = {f"t{i}": filled(dtype, shape) for i, shape in enumerate(SHAPES)}
     path = tmp_path / "a.safetensors"
     safetensors.torch.save_file(tensors, path, {"format": "pt"})
-    header, data = read_header(path), path.read_bytes()
+    header, data = header_of(path), path.read_bytes()
     assert header.metadata == {"format": "pt"}
     assert {tensor.name for tensor in header.tensors} == tensors.keys()
     for tensor in header.tensors:
@@ -132,7 +132,7 @@ def test_written_headers_are_read_back(
     path = scratch / "round_trip.safetensors"
     head, starts = encode_header(tensors, metadata)
     path.write_bytes(head + bytes(sum(tensor.nbytes for tensor in tensors)))
-    header = read_header(path)
+    header = header_of(path)
     assert header.metadata == (metadata or {})
     assert len(header.tensors) == len(tensors)
     expected = {t.name: (t.dtype, t.shape, start, t.nbytes) for t, start in zip(tensors, starts, strict=True)}

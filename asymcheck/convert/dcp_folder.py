@@ -228,19 +228,15 @@ def _read_metadata(path: Path) -> _Folder:
             if os.fstat(file.fileno()).st_size > _METADATA_BYTES_MAX:
                 raise TruncatedError(f"it is larger than {_METADATA_BYTES_MAX:,} bytes")
             content = file.read()
-        _check_cost(content)
+        # Before the pickle is loaded, the scan refuses one that costs more than a file of this size justifies.
+        size = len(content)
+        scan = scan_pickle(content, 0, size, tensors_max(0) + size // _OBJECT_BYTES)
+        if scan.problem or not scan.is_whole:
+            raise TruncatedError(scan.problem or f"its pickle ends at byte {scan.end:,}, or is not one of DCP")
         metadata: object = _Unpickler(io.BytesIO(content)).load()
         return _folder_of(metadata)
     except _ERRORS as error:
         raise ForeignFileError(path, str(error) or type(error).__name__, _REMEDY) from error
-
-
-def _check_cost(content: bytes) -> None:
-    """Scan a pickle before it is loaded, and raise if loading costs more than a file of this size justifies."""
-    size = len(content)
-    scan = scan_pickle(content, 0, size, tensors_max(0) + size // _OBJECT_BYTES)
-    if scan.problem or not scan.is_whole:
-        raise TruncatedError(scan.problem or f"its pickle ends at byte {scan.end:,}, or is not one of DCP")
 
 
 def _folder_of(metadata: object) -> _Folder:

@@ -184,7 +184,7 @@ def read_torch_slice(file: SourceFile, start: int, length: int, parts: Sequence[
             classes = _scan_legacy(file.path, source, length)
             outline = _Outline(file.path, length, lambda _: _load_legacy(source), classes)
             state = outline.load(parts)
-            leaves = {id(leaf): leaf for leaf in _leaves_within(file.path, state, length)}
+            leaves = {id(leaf): leaf for leaf in outline.leaves(state)}
             _check_claim(file.path, (leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor)), length)
             return state
         archive = _Archive(file.path, source)
@@ -242,8 +242,7 @@ class _Outline(NamedTuple):
 
     def _unsupported(self, state: object) -> str:
         """Return the dotted name of a class that has a stand-in in the state, or an empty string."""
-        leaves = _leaves_within(self.path, state, self.file_bytes)
-        return next((leaf.name for leaf in leaves if isinstance(leaf, (_StandIn, _Inert))), "")
+        return next((leaf.name for leaf in self.leaves(state) if isinstance(leaf, (_StandIn, _Inert))), "")
 
     def _supported_parts(self) -> list[str]:
         """Return the first names of parts that have tensors and no objects of other classes."""
@@ -253,14 +252,34 @@ class _Outline(NamedTuple):
             return [
                 join_name((key,))
                 for key, value in parts
-                if type(key) in (str, int) and not self._unsupported(value) and self._has_tensors(value)
+                if type(key) in (str, int)
+                and not self._unsupported(value)
+                and any(isinstance(leaf, torch.Tensor) for leaf in self.leaves(value))
             ][:_SUGGESTED]
         except (*_LOAD_ERRORS, *_DAMAGE_ERRORS, ForeignFileError):
             return []
 
-    def _has_tensors(self, value: object) -> bool:
-        leaves = _leaves_within(self.path, value, self.file_bytes)
-        return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    def leaves(self, state: object) -> Iterator[object]:
+        """Yield the values in nested containers.
+
+        Raises:
+            ForeignFileError: a file of this size cannot describe so many values, unless containers are shared or
+                cyclic.
+        """
+        left = min(self.file_bytes, _VALUES_MAX) + _SHARED_VALUES_MAX
+        stack = [state]
+        while stack:
+            value = stack.pop()
+            left -= 1
+            if left < 0:
+                problem = "its containers contain each other, or expand to millions of values"
+                raise ForeignFileError(self.path, problem, _REMEDY)
+            if isinstance(value, dict):
+                stack.extend(value.values())
+            elif isinstance(value, (list, tuple)):
+                stack.extend(value)
+            else:
+                yield value
 
 
 def _check_scan(path: Path, content: bytes, start: int, file_bytes: int) -> PickleScan:
@@ -282,27 +301,6 @@ def _scan_legacy(path: Path, source: IO[bytes], length: int) -> frozenset[str]:
             raise ForeignFileError(path, f"its pickle is larger than {len(content):,} bytes", _REWRITE)
         end, classes = scan.end, classes | scan.classes
     return classes
-
-
-def _leaves_within(path: Path, state: object, file_bytes: int) -> Iterator[object]:
-    """Yield the values in nested containers.
-
-    Raises:
-        ForeignFileError: a file of this size cannot describe so many values, unless containers are shared or cyclic.
-    """
-    left = min(file_bytes, _VALUES_MAX) + _SHARED_VALUES_MAX
-    stack = [state]
-    while stack:
-        value = stack.pop()
-        left -= 1
-        if left < 0:
-            raise ForeignFileError(path, "its containers contain each other, or expand to millions of values", _REMEDY)
-        if isinstance(value, dict):
-            stack.extend(value.values())
-        elif isinstance(value, (list, tuple)):
-            stack.extend(value)
-        else:
-            yield value
 
 
 def _check_claim(path: Path, sizes: Iterable[int], file_bytes: int) -> None:

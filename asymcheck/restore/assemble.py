@@ -48,8 +48,7 @@ class Target:
         self._existing = list(existing) or [allocate(row, device, shift)]
         self.in_place = bool(existing)
         self.touched = False
-        self.shares_memory = False
-        """Whether other tensors that are filled share its memory."""
+        self.shares_memory = False  # with other tensors that are filled
         self._left = row.nbytes
         self._lock = threading.Lock()
         # Bytes for strided tensors, and for tensors on devices, are gathered first.
@@ -180,8 +179,8 @@ class Assembly(ReadPlan):
             for demand in demands
         }
         existing = [(tensor, demand) for demand in self._filled for tensor in demand.existing]
+        # Existing tensors that share memory, with their demands.
         self.overlapping = [existing[number] for number in overlapping([tensor for tensor, _ in existing])]
-        """Existing tensors that share memory, with their demands."""
         for _, demand in self.overlapping:
             self._filled[demand].shares_memory = True
         self._direct: dict[Digest, tuple[Target, memoryview]] = {}

@@ -73,8 +73,7 @@ class ReadPlan:
     def __init__(self, targets: Mapping[Demand, RegionTarget]) -> None:
         """Plan to fill the target of each demand."""
         self._targets = targets
-        self.fills: dict[Digest, list[Fill]] = {}
-        """By partition."""
+        self.fills: dict[Digest, list[Fill]] = {}  # by partition
         for target, row, crossing in self._pieces():
             start = 0
             for extent in row.extents:

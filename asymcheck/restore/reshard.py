@@ -52,8 +52,7 @@ class ShardSet:
         self._firsts = list(itertools.accumulate(map(len, self._manifests), initial=0))
         self._rows: dict[int, list[TensorRow]] = {}
         self._outlines: dict[int, list[_Outline]] = {}
-        self.gaps: set[str] = set()
-        """Messages about requested parts that no rank saved."""
+        self.gaps: set[str] = set()  # messages about requested parts that no rank saved
 
     @property
     def own_shape(self) -> object:

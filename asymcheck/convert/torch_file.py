@@ -59,19 +59,16 @@ _DESCRIPTOR = b"PK\x07\x08"
 _ENCRYPTED = 1
 _CHUNK = 8 << 20
 _EXPANSION_MAX: Final = 4
-_EXPANDED_BYTES_MAX: Final = 1 << 26
-"""Bytes that expanded views may have in a small file."""
+_EXPANDED_BYTES_MAX: Final = 1 << 26  # bytes that expanded views may have in a small file
 _VALUES_MAX: Final = 50_000_000
-_SHARED_VALUES_MAX: Final = 1_000_000
-"""Values that shared containers may repeat."""
+_SHARED_VALUES_MAX: Final = 1_000_000  # values that shared containers may repeat
 _INFLATED_BYTES_MAX: Final = 1 << 28
 """Maximum size of a compressed record. Pickles are far smaller, because each tensor has its own record."""
 _INFLATION_MAX: Final = 8
 """Maximum bytes of a compressed record per byte of the file, beyond :data:`_INFLATED_SMALL`."""
 _INFLATED_SMALL: Final = 1 << 24
 _LEGACY_PICKLES: Final = 5
-_LEGACY_BYTES_MAX: Final = 1 << 28
-"""Maximum size of the pickles before the tensors in a file from before torch 1.6."""
+_LEGACY_BYTES_MAX: Final = 1 << 28  # maximum size of the pickles before the tensors in a file from before torch 1.6
 
 _OFFSET = "_checkpoint_offset"  # attribute of a storage without memory: its offset in the file
 _SUGGESTED = 4  # parts in an error message

@@ -439,7 +439,7 @@ class _Comparison:
                         self.unchanged.append(pair.b)
         except (MissingPartitionError, DamagedPartitionError) as error:
             side = self.a if error.digest in self.a.partitions else self.b
-            needed = needed_by(side.manifests, side.ref, error.digest)
+            needed = needed_by(side.manifests, error.digest)
             raise type(error)(f"{error}; {needed}", error.digest) from error
 
     def _values(self) -> tuple[tuple[ValueChange, ...], int]:

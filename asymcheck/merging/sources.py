@@ -55,7 +55,7 @@ class Source:
     def __init__(self, store: Store, resolved: Resolved, pattern: str | None) -> None:
         """Select the tensors to merge: those that match ``pattern``, or without one all but optimizer state."""
         self.store, self.resolved = store, resolved
-        self.parts, shape = read_parts(resolved.manifests, resolved.ref, None, pattern or "*")
+        self.parts, shape = read_parts(resolved.manifests, None, pattern or "*")
         kept = shape if pattern else _without_optimizer(shape, self._roles)
         if kept is None:
             raise InvalidInputError(
@@ -83,7 +83,7 @@ class Source:
     def _find_masters(self) -> dict[str, int]:
         """Return the float32 masters in the whole checkpoint by the name of their weight, as far as names tell."""
         masters: dict[str, int] = {}
-        for number in rows_in(read_parts(self.resolved.manifests, self.resolved.ref, None, "*")[1]):
+        for number in rows_in(read_parts(self.resolved.manifests, None, "*")[1]):
             stem, _, last = self.parts.row(number).name.rpartition(".")
             if last in _MASTERS and self.parts.row(number).dtype == "float32":
                 masters[stem] = number

@@ -72,8 +72,7 @@ _WITH_MEMBERS = ("enum", *SETS)
 Finish = Callable[[Assembly], object]
 """Set plain values and load objects, given the filled tensors; return the value for the container above."""
 _Given = torch.Tensor | np.ndarray | TensorShard
-_Tensors = dict[int, Finish]
-"""Results by tensor number."""
+_Tensors = dict[int, Finish]  # results by tensor number
 
 
 class InPlaceFill:

@@ -30,8 +30,7 @@ class Lineage:
     """Line of training of one run."""
 
     generation: int
-    limits: dict[int, CheckpointRef | None]
-    """Last checkpoint of each generation on the line; None for the current generation, which is open."""
+    limits: dict[int, CheckpointRef | None]  # last checkpoint of each generation on the line; None for the open one
 
     @classmethod
     def read_or_empty(cls, tier: ReadTier, run: str) -> Lineage:

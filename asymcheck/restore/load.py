@@ -198,7 +198,7 @@ def _load_one(wanted: LoadRequest, resolved: Resolved) -> object:
 
 
 def _load_anew(wanted: LoadRequest, resolved: Resolved) -> object:
-    parts, shape = read_parts(resolved.manifests, resolved.ref, wanted.rank, wanted.tensors)
+    parts, shape = read_parts(resolved.manifests, wanted.rank, wanted.tensors)
     with _with_advice(resolved, parts, ". "):
         demands = demands_of(parts, shape, whole=wanted.rank is None)
     assembly = Assembly(demands.values(), wanted.device, resolved.sources)

@@ -28,8 +28,7 @@ _FRAME_MASK = (1 << _FRAME_BITS) - 1
 _NOWHERE = -1
 _ROUNDS = registry.DELTA_DEPTH_MAX + 1
 """Maximum number of bases below a partition: a derived frame may be on top of the longest chain of deltas."""
-_SHOWN = 8
-"""Maximum number of packs that an error names."""
+_SHOWN = 8  # maximum number of packs that an error names
 
 
 @dataclasses.dataclass(frozen=True)

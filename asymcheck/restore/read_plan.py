@@ -15,7 +15,7 @@ from asymcheck.restore.reshard import ShardSet, StoredPiece, box_of, of_box
 from asymcheck.restore.resolve import Resolved, needed_by
 from asymcheck.restore.state_template import merge, rows_in, select
 from asymcheck.state.boxes import Box, Crossing, Region
-from asymcheck.types import CheckpointRef, Digest
+from asymcheck.types import Digest
 
 
 class ByteTarget(Protocol):
@@ -119,7 +119,7 @@ def execute(plan: ReadPlan, resolved: Resolved) -> None:
     try:
         fetch(resolved.sources, list(plan.fills), plan.put, resolved.sources.tier, plan.room)
     except DamagedPartitionError as error:
-        needed = needed_by(resolved.manifests, resolved.ref, error.digest)
+        needed = needed_by(resolved.manifests, error.digest)
         raise DamagedPartitionError(f"{error}; {needed}", error.digest) from error
     plan.put_inline()
 
@@ -131,9 +131,7 @@ def execute_in_memory(plan: ReadPlan, payload: Callable[[Digest], memoryview]) -
     plan.put_inline()
 
 
-def read_parts(
-    manifests: Sequence[Manifest], ref: CheckpointRef, rank: int | None, tensors: str
-) -> tuple[ShardSet, object]:
+def read_parts(manifests: Sequence[Manifest], rank: int | None, tensors: str) -> tuple[ShardSet, object]:
     """Return the tensors of a checkpoint and its shape, of one ``rank`` or of all ranks (None).
 
     Raises:
@@ -142,7 +140,7 @@ def read_parts(
     """
     if rank is not None and rank >= len(manifests):
         raise InvalidInputError(
-            f"{ref} was saved by {len(manifests)} ranks, so rank {rank} does not exist; "
+            f"{manifests[0].header.ref} was saved by {len(manifests)} ranks, so rank {rank} does not exist; "
             "with into=, any rank can read the checkpoint"
         )
     parts = ShardSet(manifests, rank or 0)

@@ -205,11 +205,11 @@ def resolve_manifests(tier: ReadTier, listing: CheckpointFiles, manifests: list[
         again = tier.manifests.listing(listing.run, listing.ref)
         if not again.manifests:
             raise MissingPartitionError(f"it was deleted while it was being read ({error})") from error
-        raise MissingPartitionError(f"{error}; {needed_by(manifests, listing.ref, error.digest)}") from error
+        raise MissingPartitionError(f"{error}; {needed_by(manifests, error.digest)}") from error
     return Resolved(listing.run, listing.ref, manifests, sources)
 
 
-def needed_by(manifests: Sequence[Manifest], ref: CheckpointRef, digest: bytes | None) -> str:
+def needed_by(manifests: Sequence[Manifest], digest: bytes | None) -> str:
     """Return the end of an error message: the tensors that need a partition, and the remedy."""
     names = [
         row.name + (f" of rank {manifest.header.rank}" if len(manifests) > 1 else "")
@@ -217,6 +217,7 @@ def needed_by(manifests: Sequence[Manifest], ref: CheckpointRef, digest: bytes |
         for row in manifest.rows(range(len(manifest)))
         if any(extent.digest == digest for extent in row.extents)
     ]
+    ref = manifests[0].header.ref
     shown = listed(names, _SHOWN)
     needed = f"tensor {shown} of {ref}" if len(names) == 1 else f"{len(names):,} tensors of {ref}: {shown}"
     return f"needed by {needed}; run asymcheck verify"

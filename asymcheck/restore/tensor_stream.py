@@ -78,7 +78,7 @@ def hand_on(
     read: Callable[[ReadPlan], None],
 ) -> object:
     """Pass tensors to ``sink`` with plans that ``read`` executes; finish the sink, or discard its data on failure."""
-    parts, shape = read_parts(manifests, manifests[0].header.ref, rank, tensors)
+    parts, shape = read_parts(manifests, rank, tensors)
     demands = demands_of(parts, shape, whole=rank is None)
     try:
         targets = sink.begin(CheckpointOutline(shape, {number: demand.row for number, demand in demands.items()}))

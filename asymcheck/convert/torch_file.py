@@ -179,7 +179,7 @@ def read_torch_slice(file: SourceFile, start: int, length: int, parts: Sequence[
     ):
         if magic != _LOCAL_MAGIC:
             classes = _scan_legacy(file.path, source, length)
-            outline = _Outline(file.path, length, lambda _: _load_legacy(source), classes)
+            outline = _ScannedPickle(file.path, length, lambda _: _load_legacy(source), classes)
             state = outline.load(parts)
             leaves = {id(leaf): leaf for leaf in outline.leaves(state)}
             _check_claim(file.path, (leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor)), length)
@@ -190,7 +190,7 @@ def read_torch_slice(file: SourceFile, start: int, length: int, parts: Sequence[
         def replaced(leaf: object) -> object:
             return _lazy_tensor(leaf, file, start, archive, tensors) if isinstance(leaf, torch.Tensor) else leaf
 
-        state = _Outline(file.path, length, archive.load_faked, archive.classes).load(parts)
+        state = _ScannedPickle(file.path, length, archive.load_faked, archive.classes).load(parts)
         mapped = _map_leaves(state, replaced)
         _check_claim(file.path, (tensor.nbytes for tensor in tensors.values()), length)
         return mapped
@@ -201,7 +201,7 @@ def _load_legacy(source: IO[bytes]) -> object:
     return torch.load(source, map_location="cpu", weights_only=True)
 
 
-class _Outline(NamedTuple):
+class _ScannedPickle(NamedTuple):
     """A file whose pickle was scanned."""
 
     path: Path

@@ -58,11 +58,10 @@ def doctor(store: str, quick: bool, mtbf: float, state_size: int | None, ring_fo
         output.note(f"measuring: writes up to {written} to a temporary file in {store}, then deletes the file")
         facts = measure_store(opened.resources.nvme, ring_folder, quick=quick)
     size = state_size or facts.state_bytes or 0
+    defaults = StoreConfig()
+    situation = Situation(size, mtbf, defaults.partition_bytes, defaults.pack_bytes, _PACK_BYTES_MAX)
     # No setting matters to a state of a single partition.
-    is_small = size <= StoreConfig.partition_bytes
-    config = StoreConfig()
-    situation = Situation(size, mtbf, config.partition_bytes, config.pack_bytes, _PACK_BYTES_MAX)
-    advice = None if is_small else advise(facts, situation)
+    advice = None if size <= defaults.partition_bytes else advise(facts, situation)
     document = {"store": store, "quick": quick, "facts": facts, "advice": advice}
     return Report(document, partial(_show, facts, advice, size, store))
 

@@ -31,12 +31,8 @@ Exit status:
 
 def status_of(error: AsymcheckError) -> int:
     """Return the exit status of an error."""
-    for kind, status in (
-        (InvalidInputError, USAGE),
-        (NotFoundError, NOT_FOUND),
-        (FormatError, UNREADABLE),
-        (RecoveryError, UNREADABLE),
-    ):
-        if isinstance(error, kind):
-            return status
-    return STORAGE
+    if isinstance(error, InvalidInputError):
+        return USAGE
+    if isinstance(error, NotFoundError):
+        return NOT_FOUND
+    return UNREADABLE if isinstance(error, (FormatError, RecoveryError)) else STORAGE

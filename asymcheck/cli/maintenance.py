@@ -37,12 +37,10 @@ _INCOMPLETE = "incomplete-checkpoint"
 
 @command("Check every byte of a store, and repair damage with --repair.")
 @store_argument
-@click.option(
-    "--run", default=None, help="Check only the manifests of this run [default: all runs; with --step: 'default']."
-)
-@click.option("--step", type=int, default=None, help="Check only the checkpoints of this step.")
+@click.option("--run", help="Check only the manifests of this run [default: all runs; with --step: 'default'].")
+@click.option("--step", type=int, help="Check only the checkpoints of this step.")
 @click.option("--repair", is_flag=True, help="Repair the whole store first. No checkpoint is deleted.")
-@click.option("--remote", default=None, help="With --repair: fetch lost data from this remote location.")
+@click.option("--remote", help="With --repair: fetch lost data from this remote location.")
 @click.option(
     "--deep", is_flag=True, help="For a remote location: also read every frame. Local frames are always read."
 )
@@ -270,7 +268,7 @@ def _summary(done: Collected, *, dry_run: bool) -> str:
 @store_argument
 @click.argument("step", type=click.IntRange(min=0))
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run of the checkpoints.")
-@click.option("--generation", type=int, default=None, help="Delete only in this generation [default: all generations].")
+@click.option("--generation", type=int, help="Delete only in this generation [default: all generations].")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation; required without a terminal.")
 def delete(store: str, step: int, run: str, generation: int | None, yes: bool) -> Report:
     """Delete the checkpoints of STEP from STORE permanently, after confirmation.

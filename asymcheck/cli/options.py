@@ -28,9 +28,8 @@ _STEP = re.compile(r"[0-9]{1,18}", re.ASCII)
 _SIZE = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,9}))? ?([KMGT]?B|[KMGT]iB|)\Z", re.ASCII)
 _POWERS = "KMGT"
 _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?(s|min|h|d|)\Z", re.ASCII)
-_SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86_400}
+_SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _AGE = re.compile(r"([0-9]{1,6})(min|[shdw])\Z", re.ASCII)
-_UNITS = {"s": "seconds", "min": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 _BEST = re.compile(r"(.+):([0-9]{1,9})(?::(min|max))?\Z", re.ASCII)
 
 store_argument = click.argument("store", type=click.Path())
@@ -42,9 +41,6 @@ ring_folder_option = click.option(
     show_default=True,
     help="Folder of the ring files, as in CaptureConfig(ring_folder=...).",
 )
-show_remote_option = click.option(
-    "--remote", default=None, help="Also show which checkpoints are at this remote location."
-)
 target_option = click.option(
     "--to",
     "target",
@@ -52,6 +48,7 @@ target_option = click.option(
     type=click.Path(path_type=Path),
     help="Output: *.safetensors, *.pt (.pth, .bin), or a folder in the layout of Hugging Face.",
 )
+show_remote_option = click.option("--remote", help="Also show which checkpoints are at this remote location.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +89,9 @@ def command(short_help: str) -> Callable[[Callable[..., Report]], ReportCommand]
         json_help = "Print one JSON document instead of text."
         command.params.append(click.Option(["--json", "as_json"], is_flag=True, help=json_help))
         for parameter in command.params:
-            _add_completion(parameter)
+            values = _VALUES.get(parameter.name or "")
+            if values is not None:
+                parameter.shell_complete = functools.partial(_complete, values)  # type: ignore[method-assign]  # for this parameter only
         return command
 
     return decorate
@@ -132,7 +131,6 @@ step_option = click.option(
     "--step",
     metavar="STEP",
     callback=parse_checkpoint,
-    default=None,
     help="Checkpoint to use: a step, or save:DIGITS for one save of a step [default: newest consistent checkpoint].",
 )
 
@@ -179,14 +177,7 @@ def parse_age(_ctx: click.Context, _param: click.Parameter, text: str | None) ->
     match = _AGE.match(text)
     if match is None:
         raise click.BadParameter(f"{text!r} is not a duration; give a number with s, min, h, d or w, such as 7d")
-    return timedelta(**{_UNITS[match[2]]: int(match[1])})
-
-
-def _add_completion(parameter: click.Parameter) -> None:
-    """Complete a parameter that names a step, a run or a part, if the command line has a store before it."""
-    values = _VALUES.get(parameter.name or "")
-    if values is not None:
-        parameter.shell_complete = functools.partial(_complete, values)  # type: ignore[method-assign]  # for this parameter only
+    return timedelta(seconds=int(match[1]) * _SECONDS[match[2]])
 
 
 def _complete(
@@ -222,3 +213,4 @@ def _parts(store: Store, run: str) -> Iterator[CompletionItem]:
 
 
 _VALUES = {"step": _steps, "a": _steps, "b": _steps, "run": _runs, "part": _parts}
+"""Values of the parameters that name a step, a run or a part of a store."""

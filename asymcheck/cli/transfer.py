@@ -41,7 +41,7 @@ def _selection_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--all", "everything", is_flag=True, help="Copy all complete checkpoints on the line of training."
         ),
-        click.option("--run", default=None, help="Run to copy [default: 'default'; with --all: all runs]."),
+        click.option("--run", help="Run to copy [default: 'default'; with --all: all runs]."),
         step_option,
     ):
         function = option(function)
@@ -55,14 +55,8 @@ def _selection_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--follow", "follows", is_flag=True, help="Push each checkpoint as it becomes durable, until Ctrl-C or SIGTERM."
 )
-@click.option("--every", type=int, default=None, help="With --follow: push steps that are multiples of this [all].")
-@click.option(
-    "--limit-rate",
-    metavar="SIZE",
-    callback=parse_size,
-    default=None,
-    help="Send at most SIZE per second, such as 50MB.",
-)
+@click.option("--every", type=int, help="With --follow: push steps that are multiples of this [all].")
+@click.option("--limit-rate", metavar="SIZE", callback=parse_size, help="Send at most SIZE per second, such as 50MB.")
 def push(
     store: str,
     location: str,
@@ -216,28 +210,22 @@ def _show_total(done: Moved, verb: str) -> None:
 @target_option
 @step_option
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run of the checkpoint.")
-@click.option(
-    "--part", default=None, help="Write only this part of the state, for example 'model', without the prefix in names."
-)
+@click.option("--part", help="Write only this part of the state, for example 'model', without the prefix in names.")
 @click.option("--tensors", default="*", help="Write only tensors whose full name matches this glob.")
-@click.option(
-    "--rank", type=int, default=None, help="Write only the shards of this rank [default: whole tensors of all ranks]."
-)
+@click.option("--rank", type=int, help="Write only the shards of this rank [default: whole tensors of all ranks].")
 @click.option(
     "--max-shard-size",
     metavar="SIZE",
     callback=parse_size,
-    default=None,
     help="Maximum size of one file in a model folder, for example 200MB or 2GiB [default: 5GB].",
 )
 @click.option(
     "--files-from",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    default=None,
     help="Copy small files (config.json, tokenizer …) from this model folder.",
 )
 @ring_options
-@click.option("--remote", default=None, help="Read data that is missing or damaged in STORE from this remote location.")
+@click.option("--remote", help="Read data that is missing or damaged in STORE from this remote location.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing file or folder.")
 def restore(
     store: str,
@@ -327,7 +315,6 @@ def _show_export(done: Exported) -> None:
 @click.option(
     "--step",
     type=int,
-    default=None,
     help="Step to save [default: that of a Trainer checkpoint, else 0] or to read [default: newest].",
 )
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run to save or to read.")

@@ -12,7 +12,7 @@ import click
 from asymcheck.cli import exit_status, output
 from asymcheck.cli.inspect_command import inspect
 from asymcheck.cli.maintenance import verify
-from asymcheck.cli.options import ReportCommand, ring_folder_option, store_argument
+from asymcheck.cli.options import ReportCommand, ring_folder_option, show_remote_option, store_argument
 from asymcheck.cli.reports import diff, du
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import InvalidInputError, StorageError
@@ -22,26 +22,19 @@ _COMMANDS: dict[str, ReportCommand] = {"diff": diff, "du": du, "inspect": inspec
 
 @click.command(epilog=exit_status.HELP, short_help="Show a store in a web page.")
 @store_argument
-@click.option("--remote", default=None, help="Also show which checkpoints are at this remote location.")
+@show_remote_option
 @ring_folder_option
-@click.option("--trace", type=click.Path(path_type=Path), default=None, help="Also show a file of asymcheck.trace().")
+@click.option("--trace", type=click.Path(path_type=Path), help="Also show a file of asymcheck.trace().")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port on 127.0.0.1 [default: a free port].")
 @click.option("--open", "opens", is_flag=True, help="Open the page in the web browser.")
 @click.option(
     "--export",
     type=click.Path(path_type=Path),
-    default=None,
     metavar="FILE",
     help="Write the page to one HTML file instead. It contains all data and works offline.",
 )
 @click.option("--verify", "verifies", is_flag=True, help="With --export: read and check every byte first.")
-@click.option(
-    "--compare",
-    nargs=2,
-    default=None,
-    metavar="A B",
-    help="With --export: compare two checkpoints, as 'asymcheck diff'.",
-)
+@click.option("--compare", nargs=2, metavar="A B", help="With --export: compare two checkpoints, as 'asymcheck diff'.")
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="With --compare: run of A and B.")
 def view(
     store: str,

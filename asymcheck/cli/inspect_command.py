@@ -29,17 +29,14 @@ _ITEMS_SHOWN = 5
 
 @command("List checkpoints, or the tensors or values of one checkpoint.")
 @store_argument
-@click.option("--run", default=None, help="Run to list [default: all runs; for tensors and values: 'default'].")
+@click.option("--run", help="Run to list [default: all runs; for tensors and values: 'default'].")
 @click.option(
     "--step",
     metavar="STEP",
     callback=parse_checkpoint,
-    default=None,
     help="List the tensors of this step's checkpoint; save:DIGITS selects one save of a step.",
 )
-@click.option(
-    "--tensors", "pattern", default=None, help="List the tensors whose names match this glob, for example 'model.*'."
-)
+@click.option("--tensors", "pattern", help="List the tensors whose names match this glob, for example 'model.*'.")
 @click.option("--values", is_flag=True, help="List plain values (counters, hyperparameters …) instead of tensors.")
 @ring_options
 @show_remote_option
@@ -135,16 +132,12 @@ def _show_checkpoints(heading: str, checkpoints: list[Checkpoint], locations: Lo
     if not checkpoints:
         click.echo("no checkpoints yet")
         return
-    is_repeated = output.has_repeated_steps(checkpoints)
     # The newest complete checkpoint on the line of each run.
     newest = {item.run: item.save_id for item in checkpoints if item.complete and item.on_line}
     is_shared = any(item.world_size > 1 for item in checkpoints)
     rows = [
         {
-            "run": item.run,
-            "step": item.step,
-            "generation": item.generation,
-            "save": output.short_save_id(item.save_id) if is_repeated else None,
+            **identity,
             "saved (UTC)": output.timestamp(item.created_ns),
             "age": output.age(item.created_ns).removesuffix(" ago"),
             "ranks": item.ranks if is_shared else None,
@@ -153,7 +146,7 @@ def _show_checkpoints(heading: str, checkpoints: list[Checkpoint], locations: Lo
             "stored": None if locations is None else locations.describe(item),
             "metrics": output.metrics(item.metrics, _METRICS_SHOWN),
         }
-        for item in checkpoints
+        for identity, item in zip(output.identity_columns(checkpoints), checkpoints, strict=True)
     ]
     output.print_table(rows, numbers=("step", "generation", "ranks", "size"))
     if status:
@@ -180,8 +173,7 @@ def _show_values(
     checkpoint: Checkpoint, values: list[StoredValue], merged: Mapping[str, object] | None, *, everything: bool
 ) -> None:
     is_shared = checkpoint.world_size > 1
-    click.echo(f"{_title(checkpoint)}: {output.count(len(values), 'plain value')}{_ranks(checkpoint)}")
-    show_sources(merged)
+    _show_heading(checkpoint, output.count(len(values), "plain value"), merged)
     rows: list[dict[str, object]] = []
     for _, items in itertools.groupby(values, _list_of):
         shown = list(items)
@@ -195,12 +187,11 @@ def _show_values(
     output.print_table(rows, numbers=["rank"])
 
 
-def _title(checkpoint: Checkpoint) -> str:
-    return f"run {checkpoint.run}, step {checkpoint.step}, generation {checkpoint.generation}"
-
-
-def _ranks(checkpoint: Checkpoint) -> str:
-    return f", {checkpoint.world_size} ranks" if checkpoint.world_size > 1 else ""
+def _show_heading(checkpoint: Checkpoint, content: str, merged: Mapping[str, object] | None) -> None:
+    ranks = f", {checkpoint.world_size} ranks" if checkpoint.world_size > 1 else ""
+    title = f"run {checkpoint.run}, step {checkpoint.step}, generation {checkpoint.generation}"
+    click.echo(f"{title}: {content}{ranks}")
+    show_sources(merged)
 
 
 def _show_tensors(
@@ -212,9 +203,8 @@ def _show_tensors(
     where: bool,
 ) -> None:
     groups = _group_by_tensor(tensors)
-    total = output.size(sum(map(_nbytes, groups)))
-    click.echo(f"{_title(checkpoint)}: {output.count(len(groups), 'tensor')}, {total}{_ranks(checkpoint)}")
-    show_sources(merged)
+    content = f"{output.count(len(groups), 'tensor')}, {output.size(sum(map(_nbytes, groups)))}"
+    _show_heading(checkpoint, content, merged)
     rows = [
         {
             "tensor": " = ".join((shards[0].name, *shards[0].aliases)),

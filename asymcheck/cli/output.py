@@ -8,8 +8,7 @@ import json
 import sys
 import textwrap
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -99,10 +98,18 @@ def short_save_id(save_id: str) -> str:
     return save_id[:_SAVE_SHOWN]
 
 
-def has_repeated_steps(items: Iterable[Checkpoint | CheckpointBytes]) -> bool:
-    """Tell whether some checkpoints differ only by their save ids."""
-    counts = Counter((item.run, item.step, item.generation) for item in items)
-    return any(count > 1 for count in counts.values())
+def identity_columns(items: Sequence[Checkpoint | CheckpointBytes]) -> list[dict[str, object]]:
+    """Return the columns that identify checkpoints, with the save ids if a step was saved several times."""
+    is_repeated = len({(item.run, item.step, item.generation) for item in items}) < len(items)
+    return [
+        {
+            "run": item.run,
+            "step": item.step,
+            "generation": item.generation,
+            "save": short_save_id(item.save_id) if is_repeated else None,
+        }
+        for item in items
+    ]
 
 
 def timestamp(nanoseconds: int) -> str:

@@ -126,7 +126,7 @@ def _show_opening(opening: GenerationStart) -> None:
 
 @command("Show disk usage per checkpoint and tensor role.")
 @store_argument
-@click.option("--run", default=None, help="List the checkpoints of this run only. The totals are for the whole store.")
+@click.option("--run", help="List the checkpoints of this run only. The totals are for the whole store.")
 def du(store: str, run: str | None) -> Report:
     """Show the disk usage of STORE per checkpoint, per tensor role, and in total.
 
@@ -167,20 +167,16 @@ def _show_accounting(accounting: DiskUsage) -> None:
 
 
 def _show_checkpoints(items: tuple[CheckpointBytes, ...]) -> None:
-    is_repeated = output.has_repeated_steps(items)
     rows = [
         {
-            "run": item.run,
-            "step": item.step,
-            "generation": item.generation,
-            "save": output.short_save_id(item.save_id) if is_repeated else None,
+            **identity,
             "size": output.size(item.state_bytes),
             "stored": output.size(item.stored_bytes),
             "exclusive": output.size(item.own_bytes),
             "shared": output.size(item.shared_bytes),
             "status": _status_of(item),
         }
-        for item in items
+        for identity, item in zip(output.identity_columns(items), items, strict=True)
     ]
     output.print_table(rows, numbers=("step", "generation", "size", "stored", "exclusive", "shared"))
 

@@ -43,8 +43,11 @@ import inspect
 import logging
 import os
 import warnings
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class AsymcheckError(Exception):
@@ -312,6 +315,19 @@ class GivenUpError(AsymcheckError, kind="given-up"):
 
 INCONCLUSIVE = (TooManyFilesError, RemoteUnreachableError, ReadOnlyStoreError)
 """Errors that say nothing about stored bytes. Treating them as damage would skip an intact checkpoint."""
+
+
+def result_or_error(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T | AsymcheckError:
+    """Call a function that reads stored bytes; return its result, or the error that describes their damage.
+
+    Errors in :data:`INCONCLUSIVE` are raised.
+    """
+    try:
+        return function(*args, **kwargs)
+    except INCONCLUSIVE:
+        raise
+    except AsymcheckError as error:
+        return error
 
 
 class CatalogError(StorageError, kind="catalog"):

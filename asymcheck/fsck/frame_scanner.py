@@ -20,6 +20,7 @@ from asymcheck.errors import (
     MissingPartitionError,
     StorageError,
     UnsupportedFormatError,
+    result_or_error,
 )
 from asymcheck.format.digest import digest as digest_of
 from asymcheck.format.digest import sum8
@@ -44,12 +45,9 @@ Opened = OpenPack | AsymcheckError
 def each_pack(pack_ids: Iterable[PackId], open_pack: Callable[[PackId], OpenPack]) -> Iterator[tuple[PackId, Opened]]:
     """Open packs one after the other. Each pack is closed before the next is opened."""
     for pack_id in pack_ids:
-        try:
-            pack = open_pack(pack_id)
-        except INCONCLUSIVE:
-            raise
-        except AsymcheckError as error:
-            yield pack_id, error
+        pack = result_or_error(open_pack, pack_id)
+        if isinstance(pack, AsymcheckError):
+            yield pack_id, pack
         else:
             with contextlib.closing(pack):
                 yield pack_id, pack
@@ -57,16 +55,10 @@ def each_pack(pack_ids: Iterable[PackId], open_pack: Callable[[PackId], OpenPack
 
 def each_manifest(tier: ReadTier, listing: CheckpointFiles) -> Iterator[tuple[ManifestName, Manifest | AsymcheckError]]:
     """Read the manifests of a checkpoint, or yield the error. Skip manifests that were deleted since the listing."""
+    run, ref = listing.run, listing.ref
     for name in listing.manifests:
-        try:
-            manifest = tier.manifests.read(listing.run, listing.ref, name)
-        except INCONCLUSIVE:
-            raise
-        except AsymcheckError as error:
-            is_missing = isinstance(error, MissingPartitionError)
-            if not is_missing or name in tier.manifests.listing(listing.run, listing.ref).manifests:
-                yield name, error
-        else:
+        manifest = result_or_error(tier.manifests.read, run, ref, name)
+        if not isinstance(manifest, MissingPartitionError) or name in tier.manifests.listing(run, ref).manifests:
             yield name, manifest
 
 

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from asymcheck.errors import (
-    INCONCLUSIVE,
     AsymcheckError,
     BaseDamagedError,
     LimitError,
     LockTimeoutError,
     MissingPartitionError,
+    result_or_error,
 )
 from asymcheck.format import layout
 from asymcheck.format.manifest import SCHEMA, Manifest
@@ -101,7 +101,7 @@ class Severity(str, enum.Enum):
     WARNING = "warning"
     """Data is damaged or could not be checked, but no checkpoint is known to be lost."""
     HINT = "hint"
-    """Garbage that collection will remove, or a state that only the user can choose_kept."""
+    """Garbage that collection will remove, or a state that only the user can resolve."""
 
 
 UNCHECKED = "unchecked-partitions"
@@ -140,11 +140,7 @@ class _Checker:
     def __init__(
         self, tier: StoreTier, run: str | None, step: int | None, progress: Progress | None, *, deep: bool
     ) -> None:
-        self.tier = tier
-        self.deep = deep
-        self.run = run
-        self.step = step
-        self.progress = progress
+        self.tier, self.run, self.step, self.progress, self.deep = tier, run, step, progress, deep
         self.packs = set(tier.pack_ids())
         self.listings: list[CheckpointFiles] = []
         self.findings: list[Finding] = []
@@ -416,16 +412,13 @@ def _check_line(tier: ReadTier, run: str) -> Iterator[Finding]:
     parents: dict[int, int] = {}
     problems: dict[int, tuple[str, str]] = {}
     for generation in generations([*numbers, *listed]):
-        try:
-            record = tier.manifests.read_head(run, generation)
-        except INCONCLUSIVE:
-            raise
-        except AsymcheckError as error:
-            problems[generation] = ("damaged-head", str(error))
-            continue
-        if record is None and generation > 1:
-            problems[generation] = ("missing-head", f"generation {generation} has no head record")
-        elif record is not None:
+        record = result_or_error(tier.manifests.read_head, run, generation)
+        if isinstance(record, AsymcheckError):
+            problems[generation] = ("damaged-head", str(record))
+        elif record is None:
+            if generation > 1:
+                problems[generation] = ("missing-head", f"generation {generation} has no head record")
+        else:
             head, damaged = record
             parents[generation] = head.parent.generation if head.parent is not None else 0
             if damaged:

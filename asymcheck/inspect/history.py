@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from asymcheck.errors import INCONCLUSIVE, AsymcheckError, HeadRecordError
+from asymcheck.errors import AsymcheckError, HeadRecordError, result_or_error
 from asymcheck.format.manifest import Manifest
 from asymcheck.restore.lineage import Lineage, check_generations, read_line
 from asymcheck.restore.resolve import check_run_exists, read_manifests
@@ -37,12 +37,8 @@ def is_on_line(tier: ReadTier, run: str, ref: CheckpointRef) -> bool | None:
 
 def describe(tier: ReadTier, listing: CheckpointFiles, line: Lineage | None) -> Checkpoint:
     """Describe a checkpoint from its name and its manifests."""
-    try:
-        return describe_by(listing, read_manifests(tier, listing), line)
-    except INCONCLUSIVE:
-        raise
-    except AsymcheckError:
-        return describe_by(listing, None, line)
+    manifests = result_or_error(read_manifests, tier, listing)
+    return describe_by(listing, None if isinstance(manifests, AsymcheckError) else manifests, line)
 
 
 def describe_by(listing: CheckpointFiles, manifests: Sequence[Manifest] | None, line: Lineage | None) -> Checkpoint:
@@ -200,12 +196,9 @@ class _HistoryReader:
         return dataclasses.replace(entry, checkpoint=dataclasses.replace(entry.checkpoint, on_line=on_line))
 
     def _read_manifests(self, listing: CheckpointFiles) -> HistoryEntry:
-        try:
-            manifests = read_manifests(self.tier, listing)
-        except INCONCLUSIVE:
-            raise
-        except AsymcheckError as error:
-            return HistoryEntry(describe_by(listing, None, self.line), "", None, None, str(error))
+        manifests = result_or_error(read_manifests, self.tier, listing)
+        if isinstance(manifests, AsymcheckError):
+            return HistoryEntry(describe_by(listing, None, self.line), "", None, None, str(manifests))
         writers = dict.fromkeys(manifest.header.writer for manifest in manifests)
         return HistoryEntry(describe_by(listing, manifests, self.line), ", ".join(writers), None, None, "")
 
@@ -238,14 +231,10 @@ class _HistoryReader:
 
     def _generation_start(self, generation: int, before: int) -> GenerationStart:
         on_line = self.line is not None and generation in self.line.limits
-        try:
-            record = self.tier.manifests.read_head(self.run, generation)
-        except INCONCLUSIVE:
-            raise
-        except AsymcheckError as error:
-            return GenerationStart(generation, on_line, problem=str(error))
-        if record is None:
-            return GenerationStart(generation, on_line, problem="the head record is missing")
+        record = result_or_error(self.tier.manifests.read_head, self.run, generation)
+        if record is None or isinstance(record, AsymcheckError):
+            problem = "the head record is missing" if record is None else str(record)
+            return GenerationStart(generation, on_line, problem=problem)
         head, parent = record[0], record[0].parent
         step, number, save_id = (parent.step, parent.generation, parent.save_id.hex()) if parent else (None, None, None)
         abandoned = self._abandoned_by(generation, before)

@@ -18,6 +18,7 @@ from asymcheck.fsck.rebuild_catalog import Rebuilt, reconcile
 from asymcheck.restore.resolve import what_is_missing
 from asymcheck.storage.manifests import generations
 from asymcheck.storage.nvme import Catalog, CheckpointFiles, NvmeTier, PackWriter, Slot, Transaction
+from asymcheck.storage.reachability import pinned_packs
 from asymcheck.types import Digest, Location, PackId, Progress
 
 
@@ -87,8 +88,7 @@ def repair(tier: NvmeTier, catalog: Catalog, progress: Progress | None = None, m
 
 class _Repairer:
     def __init__(self, tier: NvmeTier, catalog: Catalog) -> None:
-        self._tier = tier
-        self._catalog = catalog
+        self._tier, self._catalog = tier, catalog
         self._done: list[Repair] = []
         self._left: list[Unrepaired] = []
         self._copied: dict[Digest, Location] = {}
@@ -245,9 +245,7 @@ class _Repairer:
 _Copy = tuple[Digest, bytes]
 """Digest of a partition, and digest of the base of one of its frames (zero for a full frame)."""
 
-_CHANGED = "the store changed during the repair"
 _HELD = "another process reads or writes it"
-_PINNED = "a save in progress reuses partitions of it"
 
 
 class _IntactFrames:
@@ -282,11 +280,9 @@ class Replacement:
     """
 
     def __init__(self, tier: NvmeTier, catalog: Catalog, content: PackContent, intact_frames: _IntactFrames) -> None:
-        self._tier = tier
-        self._catalog = catalog
-        self._content = content
-        self._pack_id = content.header.pack_id
-        self._path = tier.packs / layout.pack_name(self._pack_id)
+        self._tier, self._catalog = tier, catalog
+        self._content, self._pack_id = content, content.header.pack_id
+        self._path = tier.pack_path(self._pack_id)
         readable = {content.copy(sequence): sequence for sequence in content.readable()}
         self._copies = {
             (name, base): sequence
@@ -334,13 +330,12 @@ class Replacement:
         return ""
 
     def _find_obstacle(self, transaction: Transaction) -> str:
-        if any(self._pack_id in packs for _, packs in transaction.pins().values()):
-            return _PINNED
+        if self._pack_id in pinned_packs(transaction):
+            return "a save in progress reuses partitions of it"
         # Collection or another repair may have freed the packs of replacement frames.
         pack_ids = {location.pack_id for location in self._replacements.values()}
-        if any(transaction.pack_state(pack_id) != registry.PACK_LIVE for pack_id in pack_ids):
-            return _CHANGED
-        return ""
+        is_gone = any(transaction.pack_state(pack_id) != registry.PACK_LIVE for pack_id in pack_ids)
+        return "the store changed during the repair" if is_gone else ""
 
     def _catalog_digests(self, transaction: Transaction) -> list[Digest]:
         """Return the partitions that the catalog locates in the pack. Only the catalog names those of lost frames."""
@@ -360,21 +355,10 @@ class Replacement:
             yield None, {}
             return
         entries = self._content.entries[list(self._copies.values())]
-        writer = self._tier.start_pack(sum(map(entry_length, entries)))
-        try:
-            try:
-                self._copy_frames(writer, int(entries["stored_length"].max()))
-                header, locations = writer.seal(time.time_ns(), WRITER)
-            except BaseException:
-                writer.abandon()
-                raise
+        with self._tier.provisional_pack(sum(map(entry_length, entries)), lambda: self._entered) as writer:
+            self._copy_frames(writer, int(entries["stored_length"].max()))
+            header, locations = writer.seal(time.time_ns(), WRITER)
             yield header, {(name, location.base_digest): location for name, location in locations}
-        finally:
-            if not self._entered:
-                # No other process could open the new pack yet. If the removal fails, a harmless second copy stays.
-                with contextlib.suppress(AsymcheckError):
-                    self._tier.files.unlink(self._tier.packs / layout.pack_name(writer.pack_id))
-            writer.close()
 
     def _copy_frames(self, writer: PackWriter, longest: int) -> None:
         with contextlib.closing(self._tier.open_pack_to_repair(self._pack_id)) as pack:

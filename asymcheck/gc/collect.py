@@ -13,7 +13,7 @@ from pathlib import Path
 from asymcheck.commit.orphan_recovery import is_of_a_copy, is_store_missing
 from asymcheck.errors import StorageError
 from asymcheck.events import emit
-from asymcheck.format import layout, registry
+from asymcheck.format import registry
 from asymcheck.gc.repack import Repacked, plan_repack, repack
 from asymcheck.storage.nvme import Catalog, NvmeTier
 from asymcheck.storage.reachability import NamedCheckpoint, Reachability, StoreReachability, pinned_packs
@@ -206,7 +206,7 @@ class StoreSweep(Sweep):
         trimmed = self.result.returned_bytes
         room = space = self._tier.pool.room() + trimmed
         for pack_id in self.candidates:
-            with self._tier.locked(_path(self._tier, pack_id)) as held:
+            with self._tier.locked(self._tier.pack_path(pack_id)) as held:
                 if not held:
                     self.result.busy_packs += 1
                 elif pack_id in pinned:
@@ -221,7 +221,7 @@ class StoreSweep(Sweep):
 
     def _count_pooled(self, pack_id: PackId, space: float) -> float:
         """Count a pack that would be freed. Return the space left in the pool."""
-        path = _path(self._tier, pack_id)
+        path = self._tier.pack_path(pack_id)
         self._count_freed(path.stat().st_size)
         if not self._tier.pool.would_keep(path, space):
             self.result.returned_bytes += path.stat().st_size
@@ -241,7 +241,9 @@ class StoreSweep(Sweep):
             batch = candidates[start : start + _BATCH]
             with contextlib.ExitStack() as stack:
                 locked = [
-                    pack_id for pack_id in batch if stack.enter_context(self._tier.locked(_path(self._tier, pack_id)))
+                    pack_id
+                    for pack_id in batch
+                    if stack.enter_context(self._tier.locked(self._tier.pack_path(pack_id)))
                 ]
                 freed = self._announce_freed(locked, blocks_commits=blocks_commits)
                 if freed is None:
@@ -278,7 +280,7 @@ class StoreSweep(Sweep):
     def _retire(self, freed: Sequence[PackId]) -> None:
         """Do step 5 of SPEC.md §B5: move freed packs, which the caller has locked, to the pool."""
         for pack_id in freed:
-            path = _path(self._tier, pack_id)
+            path = self._tier.pack_path(pack_id)
             size = path.stat().st_size
             self._count_freed(size)
             is_pooled = self._tier.pool.put(path)
@@ -308,10 +310,6 @@ class StoreSweep(Sweep):
         for run, ref, names in unfinished:
             if ref.save_id not in saving:
                 manifests.remove_unfinished(run, ref, names)
-
-
-def _path(tier: NvmeTier, pack_id: PackId) -> Path:
-    return tier.packs / layout.pack_name(pack_id)
 
 
 @dataclasses.dataclass(frozen=True)

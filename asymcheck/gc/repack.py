@@ -10,14 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import numpy as np
 
 from asymcheck.config import WRITER
-from asymcheck.errors import (
-    AsymcheckError,
-    DigestMismatchError,
-    FormatError,
-    MissingPartitionError,
-    OutOfSpaceError,
-    StorageError,
-)
+from asymcheck.errors import DigestMismatchError, FormatError, MissingPartitionError, OutOfSpaceError, StorageError
 from asymcheck.events import emit
 from asymcheck.format import layout, registry
 from asymcheck.format.digest import ZERO_DIGEST, digest
@@ -66,8 +59,7 @@ class BaseLocations:
                 slot = stack.enter_context(self._tier.slots.slot(location.stored_length))
                 # No match if the index was damaged since the mark.
                 for number in np.flatnonzero(pack.entries["offset"] == location.offset).tolist():
-                    where = f"frame {number} of pack {layout.pack_name(location.pack_id)}"
-                    _check_stored(pack.read_frame(number, slot), location.pack_id, number, where)
+                    _check_stored(pack.read_frame(number, slot), location.pack_id, number)
                     self._sound[location] = True
         return self._sound[location]
 
@@ -132,7 +124,7 @@ def plan_repack(
             if states.get(pack_id) == registry.PACK_LIVE:
                 plan.kept.add(_locations(pack_id, held, wanted))
             continue
-        with tier.locked(tier.packs / layout.pack_name(pack_id)) as free:
+        with tier.locked(tier.pack_path(pack_id)) as free:
             if not free:
                 expected.busy += 1
                 continue
@@ -217,7 +209,7 @@ class _Batch:
             free = [
                 pack_id
                 for pack_id in self._held
-                if locks.enter_context(self._tier.locked(self._tier.packs / layout.pack_name(pack_id)))
+                if locks.enter_context(self._tier.locked(self._tier.pack_path(pack_id)))
             ]
             done.busy += len(self._held) - len(free)
             freed = self._enter(header, free)
@@ -236,29 +228,17 @@ class _Batch:
         if not expected:
             yield None
             return
-        writer = self._tier.start_pack(expected)
-        try:
-            try:
-                header, locations = self._copy_frames(writer)
-            except BaseException:
-                writer.abandon()
-                raise
-            if header is None:
-                writer.abandon()
+        with self._tier.provisional_pack(expected, lambda: self._entered) as writer:
+            header, locations = self._copy_frames(writer)
             self._copied = {(name, location.base_digest): location for name, location in locations}
             yield header
-        finally:
-            if not self._entered:
-                # No other process could open the new pack yet. If the removal fails, a harmless second copy stays.
-                with contextlib.suppress(AsymcheckError):
-                    self._tier.files.unlink(self._tier.packs / layout.pack_name(writer.pack_id))
-            writer.close()
 
     def _copy_frames(self, writer: PackWriter) -> tuple[PackHeader | None, list[tuple[Digest, Location]]]:
         for pack_id, numbers in self._frames.items():
             for slot, descriptor in self._read(pack_id, numbers):
                 writer.write(slot, descriptor)
         if writer.length == registry.BLOCK_BYTES:
+            writer.abandon()
             return None, []
         return writer.seal(time.time_ns(), WRITER)
 
@@ -272,8 +252,7 @@ class _Batch:
                 pack = stack.enter_context(contextlib.closing(self._tier.open_pack(pack_id)))
                 slot = stack.enter_context(self._tier.slots.slot(longest))
                 for number in numbers:
-                    where = f"frame {number} of pack {layout.pack_name(pack_id)}"
-                    yield slot, _check_stored(pack.read_frame(number, slot), pack_id, number, where)
+                    yield slot, _check_stored(pack.read_frame(number, slot), pack_id, number)
             except FormatError:
                 # The next collection must not try to copy this pack again.
                 self._needed.unmovable.add(pack_id)
@@ -339,8 +318,9 @@ class _Batch:
         return freed
 
 
-def _check_stored(frame: memoryview, pack_id: PackId, number: int, where: str) -> FrameDescriptor:
+def _check_stored(frame: memoryview, pack_id: PackId, number: int) -> FrameDescriptor:
     """Check a frame without decoding it, and return its descriptor."""
+    where = f"frame {number} of pack {layout.pack_name(pack_id)}"
     descriptor, payload = check_frame(frame, pack_id, number, where)
     if descriptor.codec == registry.CODEC_IDENTITY and digest(payload) != descriptor.digest:
         raise DigestMismatchError(f"digest mismatch in {where}")

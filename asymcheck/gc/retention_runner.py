@@ -171,7 +171,7 @@ class Pruner:
         return {save_id: "being read" for save_id in to_delete if packs[save_id] & locked}
 
     def _is_locked(self, pack_id: PackId) -> bool:
-        path = self._tier.packs / layout.pack_name(pack_id)
+        path = self._tier.pack_path(pack_id)
         with self._tier.locked(path) as held:
             # A repacked pack no longer exists.
             return not held and path.exists()

@@ -279,7 +279,7 @@ class StoreReachability(Reachability):
 
     def _is_file(self, pack_id: PackId) -> bool:
         """Tell whether a pack is a file, and not a folder or a dangling link."""
-        path = self.tier.packs / layout.pack_name(pack_id)
+        path = self.tier.pack_path(pack_id)
         with translated("access", path):
             return path.is_file()
 

@@ -8,11 +8,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from asymcheck.config import WRITER, StoreConfig
 from asymcheck.errors import (
+    AsymcheckError,
     InvalidInputError,
     MissingPartitionError,
     ReadOnlyStoreError,
@@ -241,15 +242,34 @@ class NvmeTier(StoreTier):
         """Start a pack of about ``needed_bytes``, in a freed file if possible."""
         return self.pool.writer(self.packs, PackId(os.urandom(16)), needed_bytes)
 
+    @contextlib.contextmanager
+    def provisional_pack(self, needed_bytes: int, is_entered: Callable[[], bool]) -> Iterator[PackWriter]:
+        """Start a pack that is locked for the ``with`` block, and removed at its end unless ``is_entered()``."""
+        writer = self.start_pack(needed_bytes)
+        try:
+            yield writer
+        finally:
+            if not is_entered():
+                # No other process could open the pack yet. If the removal fails, a harmless second copy stays.
+                with contextlib.suppress(AsymcheckError):
+                    self.files.unlink(self.pack_path(writer.pack_id))
+                with contextlib.suppress(AsymcheckError):
+                    writer.abandon()
+            writer.close()
+
     def pack_ids(self) -> list[PackId]:
         """Return the ids of all complete packs."""
         ids = map(layout.parse_pack_name, self.files.list(self.packs))
         return [pack_id for pack_id in ids if pack_id is not None]
 
+    def pack_path(self, pack_id: PackId) -> Path:
+        """Return the path of a complete pack."""
+        return self.packs / layout.pack_name(pack_id)
+
     def pack_bytes(self, pack_id: PackId) -> int:
         """Return the size of the file of a pack; 0 if the file does not exist."""
         with contextlib.suppress(FileNotFoundError):
-            return (self.packs / layout.pack_name(pack_id)).stat().st_size
+            return self.pack_path(pack_id).stat().st_size
         return 0
 
     def usage(self) -> tuple[int, int, int, int]:
@@ -258,7 +278,7 @@ class NvmeTier(StoreTier):
         for pack_id in self.pack_ids():
             # A pack may be recycled after the listing.
             with contextlib.suppress(FileNotFoundError):
-                sizes.append((self.packs / layout.pack_name(pack_id)).stat().st_size)
+                sizes.append(self.pack_path(pack_id).stat().st_size)
         pooled = self.pool.sizes().values()
         return len(sizes), sum(sizes), len(pooled), sum(pooled)
 
@@ -268,7 +288,7 @@ class NvmeTier(StoreTier):
 
     def index_of(self, pack_id: PackId) -> PackIndex:
         """Return the index of a complete pack, cached while the file is unchanged; see :meth:`open_pack`."""
-        path = self.packs / layout.pack_name(pack_id)
+        path = self.pack_path(pack_id)
         try:
             with translated("access", path):
                 status = path.stat()
@@ -384,7 +404,7 @@ def seal_scratch_pack(tier: NvmeTier, slot: Slot, descriptor: FrameDescriptor) -
         writer.write(slot, descriptor)
         writer.seal(time.time_ns(), WRITER)
         took = time.perf_counter() - began
-        tier.files.unlink(tier.packs / layout.pack_name(pack_id))
+        tier.files.unlink(tier.pack_path(pack_id))
     finally:
         writer.abandon()
     return took

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 
 from asymcheck.events import emit
@@ -88,10 +88,10 @@ class _Changes:
         manifests: Mapping[bytes, int],
         transaction: Transaction,
     ) -> None:
-        self._tier = tier
-        self._scan = scan
-        self._transaction = transaction
+        self._tier, self._scan, self._transaction = tier, scan, transaction
         self._pack_ids = set(tier.pack_ids())
+        # Keys to delete from each database of the catalog.
+        self._deleted: dict[str, Collection[bytes]] = {"partitions": (), "packs": (), "manifests": (), "pins": ()}
         # Packs that belong in the catalog. Writers and collections enter or remove the packs that they hold.
         self._live: dict[PackId, PackContent] = {}
         self._locked: set[PackId] = set()
@@ -100,14 +100,13 @@ class _Changes:
         # Partitions with a correct location in the catalog.
         self._correct: set[Digest] = set()
         self._put_locations: dict[Digest, Location] = {}
-        self._delete_locations: list[Digest] = []
-        self._compare_locations(transaction)
+        self._compare_locations()
         self._compare_manifests(manifests, transaction.manifests())
-        self._delete_pins = sorted(transaction.still_dead(dead_pins))
-        self._kept_pins = len(transaction.pins()) - len(self._delete_pins)
+        self._deleted["pins"] = sorted(transaction.still_dead(dead_pins))
+        self._kept_pins = len(transaction.pins()) - len(self._deleted["pins"])
 
     def _compare_packs(self, states: Mapping[PackId, int | None]) -> None:
-        self._delete_packs = [pack_id for pack_id in states if pack_id not in self._pack_ids]
+        self._deleted["packs"] = [pack_id for pack_id in states if pack_id not in self._pack_ids]
         for pack_id, pack in self._scan.packs.items():
             if pack_id not in self._pack_ids or pack.damage:
                 continue
@@ -115,7 +114,7 @@ class _Changes:
                 # A collection locks packs that it has marked and not removed yet, and a writer locks packs that it has
                 # not entered yet. If the lock is free, neither holds the pack, and neither can begin to during this
                 # transaction.
-                with self._tier.locked(self._tier.packs / layout.pack_name(pack_id), exclusive=False) as free:
+                with self._tier.locked(self._tier.pack_path(pack_id), exclusive=False) as free:
                     if not free:
                         self._locked.add(pack_id)
                         continue
@@ -123,16 +122,18 @@ class _Changes:
             if not self._transaction.has_pack(pack_id, pack.header.frame_count, pack.header.pack_length):
                 self._put_packs.append(pack_id)
 
-    def _compare_locations(self, transaction: Transaction) -> None:
+    def _compare_locations(self) -> None:
         sequences = {
             pack_id: {pack.digests[sequence]: sequence for sequence in reversed(pack.reusable())}
             for pack_id, pack in self._live.items()
         }
-        for name, location in transaction.locations():
+        wrong: list[Digest] = []
+        for name, location in self._transaction.locations():
             if location is not None and self._is_correct(location, sequences.get(location.pack_id, {}).get(name)):
                 self._correct.add(name)
             else:
-                self._delete_locations.append(name)
+                wrong.append(name)
+        self._deleted["partitions"] = wrong
         for pack_id, pack in self._live.items():
             for name, sequence in sequences[pack_id].items():
                 if name not in self._correct and name not in self._put_locations:
@@ -144,9 +145,7 @@ class _Changes:
         if pack is None:
             # An unscanned pack is new or locked. The process that entered it knew its frames.
             return location.pack_id in self._pack_ids and location.pack_id not in self._scan.packs
-        if sequence is None:
-            return False
-        return location == pack.location(sequence)
+        return sequence is not None and location == pack.location(sequence)
 
     def _compare_manifests(self, listed: Mapping[bytes, int], entered: set[bytes]) -> None:
         # Keep manifests committed since the listing, because collection relies on them. Remove deleted manifests.
@@ -158,29 +157,24 @@ class _Changes:
             for key, size in listed.items()
             if key not in gone and not self._transaction.has_manifest(key, size)
         }
-        self._delete_manifests = sorted(entered & gone)
+        self._deleted["manifests"] = sorted(entered & gone)
         self._manifests = keys - gone
 
     def count(self) -> int:
         """Return the number of different entries."""
-        # A replaced entry is in both the put and the delete list, and counts once.
-        locations = self._put_locations.keys() | set(self._delete_locations)
-        manifests = self._put_manifests.keys() | set(self._delete_manifests)
-        return sum(map(len, (self._put_packs, self._delete_packs, locations, manifests, self._delete_pins)))
+        # A replaced entry is both deleted and put, and counts once.
+        locations = {*self._put_locations, *self._deleted["partitions"]}
+        manifests = {*self._put_manifests, *self._deleted["manifests"]}
+        return sum(map(len, (self._put_packs, self._deleted["packs"], locations, manifests, self._deleted["pins"])))
 
     def apply(self) -> Rebuilt:
         """Apply the changes to the catalog."""
         transaction = self._transaction
         # Saves rely on entered packs, but a process may have been killed between the rename of a pack and the sync.
         self._tier.files.sync_directory(self._tier.packs)
-        for name in self._delete_locations:
-            transaction.delete("partitions", name)
-        for pack_id in self._delete_packs:
-            transaction.delete("packs", pack_id)
-        for key in self._delete_manifests:
-            transaction.delete("manifests", key)
-        for key in self._delete_pins:
-            transaction.delete("pins", key)
+        for database, keys in self._deleted.items():
+            for key in keys:
+                transaction.delete(database, key)
         for pack_id in self._put_packs:
             header = self._live[pack_id].header
             transaction.put_pack(pack_id, registry.PACK_LIVE, header.frame_count, header.pack_length)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,17 +44,17 @@ class CheckpointBytes:
     on_line: bool
     """Whether the checkpoint is on the line."""
     state_bytes: int
-    stored_bytes: int
+    stored_bytes: int = 0
     """Stored bytes of the partitions of the checkpoint, each counted once."""
-    own_bytes: int
+    own_bytes: int = 0
     """Stored bytes that only this checkpoint needs, which become garbage if it is deleted."""
-    shared_bytes: int
+    shared_bytes: int = 0
     """Stored bytes that other checkpoints need, too."""
-    new_bytes: int
+    new_bytes: int = 0
     """Stored bytes that no earlier checkpoint of the store needs. Their sum over all checkpoints is the total."""
-    manifest_bytes: int
+    manifest_bytes: int = 0
     """Bytes of the manifests, which a deletion frees immediately."""
-    missing_partitions: int
+    missing_partitions: int = 0
     """Number of partitions in no readable pack."""
 
 
@@ -122,7 +123,7 @@ def account(tier: NvmeTier, run: str | None = None) -> DiskUsage:
     for name in runs:
         needs.add_run(tier, name)
     for pack_id, pack in each_pack(tier.pack_ids(), tier.open_pack):
-        frames.add(tier.packs / layout.pack_name(pack_id), pack)
+        frames.add(tier.pack_path(pack_id), pack)
     return _Totals(tier, needs, frames).result(run)
 
 
@@ -163,12 +164,7 @@ class _References:
                 complete=listing.is_complete and read == len(listing.manifests),
                 on_line=listing.ref in line,
                 state_bytes=int(by_role.sum()),
-                stored_bytes=0,
-                own_bytes=0,
-                shared_bytes=0,
-                new_bytes=0,
                 manifest_bytes=manifest_bytes,
-                missing_partitions=0,
             )
             self.checkpoints.append(checkpoint)
             self.manifests += len(listing.manifests)
@@ -221,11 +217,8 @@ class _Totals:
 
     def __init__(self, tier: NvmeTier, needs: _References, frames: _FrameTable) -> None:
         self.tier, self.needs, self.frames = tier, needs, frames
-        users, self.roles, self.role_bytes = (
-            _concatenate(needs.users),
-            _concatenate(needs.roles),
-            _concatenate(needs.lengths),
-        )
+        users = _concatenate(needs.users)
+        self.roles, self.role_bytes = _concatenate(needs.roles), _concatenate(needs.lengths)
         digests = b"".join(needs.digests + frames.digests + frames.based + frames.bases)
         column = np.frombuffer(digests, dtype=f"V{registry.DIGEST_BYTES}")
         digest_set = DigestSet(column)
@@ -307,11 +300,8 @@ class _Totals:
         return is_first
 
     def _by_role(self, chosen: npt.NDArray[np.bool_]) -> tuple[RoleBytes, ...]:
-        state = sum(
-            (by_role for by_role, wanted in zip(self.needs.state_by_role, chosen, strict=True) if wanted),
-            np.zeros(len(_ROLES), dtype=np.int64),
-        )
-        is_counted = chosen[self.users] if len(self.users) else np.zeros(0, dtype=bool)
+        state = sum(itertools.compress(self.needs.state_by_role, chosen), np.zeros(len(_ROLES), dtype=np.int64))
+        is_counted = chosen[self.users]
         keys = self.needed[is_counted] * len(_ROLES) + self.roles[is_counted]
         stored = _divide_by_role(keys, self.role_bytes[is_counted], self.bytes_of)
         return tuple(

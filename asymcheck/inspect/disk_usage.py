@@ -28,6 +28,10 @@ from asymcheck.storage.nvme import NvmeTier
 _Ints = npt.NDArray[np.int64]
 _STAT_BLOCK = 512
 _ROLES = {role: number for number, role in enumerate(registry.ROLES)}
+_Table = npt.NDArray[np.void]
+_DIGEST = f"V{registry.DIGEST_BYTES}"
+_EXTENTS = np.dtype([("digest", _DIGEST), ("length", np.int64), ("role", np.int64), ("checkpoint", np.int64)])
+_FRAMES = np.dtype([("digest", _DIGEST), ("base", _DIGEST), ("kind", "u1"), ("length", np.int64), ("pack", np.int64)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,17 +132,14 @@ def account(tier: NvmeTier, run: str | None = None) -> DiskUsage:
 
 
 class _References:
-    """References of checkpoints to partitions: one row per extent, in columns."""
+    """References of checkpoints to partitions, one row per extent."""
 
     def __init__(self) -> None:
         self.checkpoints: list[CheckpointBytes] = []
         """Checkpoints with the facts from manifests. Sums over frames are 0."""
         self.manifests = 0
         self.unreadable = 0
-        self.digests: list[bytes] = []
-        self.users: list[_Ints] = []
-        self.roles: list[_Ints] = []
-        self.lengths: list[_Ints] = []
+        self.extents: list[_Table] = []
         self.state_by_role: list[_Ints] = []
 
     def add_run(self, tier: NvmeTier, run: str) -> None:
@@ -173,21 +174,18 @@ class _References:
     def _add(self, manifest: Manifest, by_role: _Ints) -> None:
         roles = np.array([_ROLES[role] for role in manifest.roles()], dtype=np.int64)
         np.add.at(by_role, roles, manifest.nbytes)
-        self.digests.append(manifest.extent_digests.tobytes())
-        self.roles.append(np.repeat(roles, np.diff(manifest.extent_starts)))
-        self.lengths.append(manifest.extent_lengths)
-        self.users.append(np.full(len(manifest.extent_digests), len(self.checkpoints), dtype=np.int64))
+        extents = np.empty(len(manifest.extent_digests), dtype=_EXTENTS)
+        extents["digest"], extents["length"] = manifest.extent_digests, manifest.extent_lengths
+        extents["role"] = np.repeat(roles, np.diff(manifest.extent_starts))
+        extents["checkpoint"] = len(self.checkpoints)
+        self.extents.append(extents)
 
 
 class _FrameTable:
-    """Frames of all packs: one row per frame, in columns."""
+    """Frames of all packs, one row per frame."""
 
     def __init__(self) -> None:
-        self.digests: list[bytes] = []
-        self.based: list[bytes] = []
-        self.bases: list[bytes] = []
-        self.lengths: list[_Ints] = []
-        self.packs: list[_Ints] = []
+        self.frames: list[_Table] = []
         self.file_bytes: list[int] = []
         self.is_damaged: list[bool] = []
         self.unreadable = 0
@@ -201,15 +199,14 @@ class _FrameTable:
                 self.unreadable_bytes += path.stat().st_size
                 self.unreadable += 1
             return
+        frames = np.empty(len(pack.entries), dtype=_FRAMES)
+        frames["digest"], frames["base"] = pack.entries["digest"], pack.entries["base_digest"]
+        frames["kind"], frames["length"] = pack.entries["kind"], frame_lengths(pack.entries)
+        frames["pack"] = len(self.file_bytes)
+        self.frames.append(frames)
         # The pack is open and therefore locked, so its file exists.
         self.file_bytes.append(path.stat().st_size)
         self.is_damaged.append(pack.damage is not None)
-        self.digests.append(pack.entries["digest"].tobytes())
-        based = pack.entries[pack.entries["kind"] != registry.KIND_FULL]
-        self.based.append(based["digest"].tobytes())
-        self.bases.append(based["base_digest"].tobytes())
-        self.lengths.append(frame_lengths(pack.entries).astype(np.int64))
-        self.packs.append(np.full(len(pack.entries), len(self.file_bytes) - 1, dtype=np.int64))
 
 
 class _Totals:
@@ -217,19 +214,18 @@ class _Totals:
 
     def __init__(self, tier: NvmeTier, needs: _References, frames: _FrameTable) -> None:
         self.tier, self.needs, self.frames = tier, needs, frames
-        users = _concatenate(needs.users)
-        self.roles, self.role_bytes = _concatenate(needs.roles), _concatenate(needs.lengths)
-        digests = b"".join(needs.digests + frames.digests + frames.based + frames.bases)
-        column = np.frombuffer(digests, dtype=f"V{registry.DIGEST_BYTES}")
-        digest_set = DigestSet(column)
-        numbers, self.count = digest_set.numbers(column), len(digest_set)
-        stored = sum(map(len, frames.digests)) // registry.DIGEST_BYTES
-        self.needed, self.stored, based = np.split(numbers, [len(users), len(users) + stored])
-        self.users = users
-        self.lengths, self.packs = _concatenate(frames.lengths), _concatenate(frames.packs)
+        self.extents = np.concatenate([np.empty(0, dtype=_EXTENTS), *needs.extents])
+        stored = np.concatenate([np.empty(0, dtype=_FRAMES), *frames.frames])
+        based = stored[stored["kind"] != registry.KIND_FULL]
+        digests = np.concatenate([self.extents["digest"], stored["digest"], based["digest"], based["base"]])
+        digest_set = DigestSet(digests)
+        numbers, self.count = digest_set.numbers(digests), len(digest_set)
+        ends = np.cumsum([len(self.extents), len(stored), len(based)])
+        self.needed, self.stored, with_base, bases = np.split(numbers, ends)
+        self.lengths, self.packs = stored["length"], stored["pack"]
         self.bytes_of = _sum_by_key(self.stored, self.lengths, self.count)
-        pairs = np.unique(users * max(self.count, 1) + self.needed)
-        pairs = _with_bases(pairs, max(self.count, 1), *np.split(based, 2))
+        pairs = np.unique(self.extents["checkpoint"] * max(self.count, 1) + self.needed)
+        pairs = _with_bases(pairs, max(self.count, 1), with_base, bases)
         self.pair_users, self.pair_needs = np.divmod(pairs, max(self.count, 1))
         self.users_of = np.bincount(self.pair_needs, minlength=self.count)
 
@@ -301,18 +297,14 @@ class _Totals:
 
     def _by_role(self, chosen: npt.NDArray[np.bool_]) -> tuple[RoleBytes, ...]:
         state = sum(itertools.compress(self.needs.state_by_role, chosen), np.zeros(len(_ROLES), dtype=np.int64))
-        is_counted = chosen[self.users]
-        keys = self.needed[is_counted] * len(_ROLES) + self.roles[is_counted]
-        stored = _divide_by_role(keys, self.role_bytes[is_counted], self.bytes_of)
+        is_counted = chosen[self.extents["checkpoint"]]
+        keys = self.needed[is_counted] * len(_ROLES) + self.extents["role"][is_counted]
+        stored = _divide_by_role(keys, self.extents["length"][is_counted], self.bytes_of)
         return tuple(
             RoleBytes(role, int(state[number]), int(stored[number]))
             for role, number in _ROLES.items()
             if state[number] or stored[number]
         )
-
-
-def _concatenate(columns: list[_Ints]) -> _Ints:
-    return np.concatenate([np.zeros(0, dtype=np.int64), *columns])
 
 
 def _sum_by_key(keys: _Ints, values: _Ints, count: int) -> _Ints:

@@ -76,7 +76,7 @@ def note_unflushed_captures(store: Store, run: str | None, ring_folder: Path) ->
             )
 
 
-def _ring_advice(store: Path | str, run: str | None, ring_folder: Path) -> str:
+def _ring_advice(store: str, run: str | None, ring_folder: Path) -> str:
     command = restore_command(store, run, ring_folder)
     return f"Checkpointer.restore() commits captures from memory. To write one to a file: {command}"
 

@@ -66,6 +66,11 @@ def pack_name(pack_id: PackId) -> str:
     return f"{pack_id.hex()}.pack"
 
 
+def pack_path(pack_id: PackId) -> str:
+    """Return the path of a complete pack, relative to the store."""
+    return f"{PACKS}/{pack_name(pack_id)}"
+
+
 def pack_temporary_name(pack_id: PackId) -> str:
     """Return the file name of a pack being written."""
     return f"{pack_id.hex()}{TEMPORARY}"
@@ -113,6 +118,11 @@ def head_name(generation: int) -> str:
     return f"{generation:08d}.head"
 
 
+def head_path(run: str, generation: int) -> str:
+    """Return the path of a head record, relative to the store."""
+    return f"{HEADS}/{run}/{head_name(generation)}"
+
+
 def lock_name(run: str) -> str:
     """Return the file name of the lock of a run."""
     return f"{run}.lock"
@@ -138,6 +148,11 @@ def parse_head_name(name: str) -> int | None:
 def checkpoint_name(ref: CheckpointRef) -> str:
     """Return the directory name of a checkpoint."""
     return f"{ref.generation:08d}-{ref.step:012d}-{ref.save_id.hex()}"
+
+
+def checkpoint_path(run: str, ref: CheckpointRef) -> str:
+    """Return the path of the directory of a checkpoint, relative to the store."""
+    return f"{MANIFESTS}/{run}/{checkpoint_name(ref)}"
 
 
 def parse_checkpoint_name(name: str) -> CheckpointRef | None:

@@ -132,7 +132,7 @@ class _Repairer:
         numbers = self._tier.manifests.heads(run)
         listed = [listing.ref.generation for listing in self._tier.manifests.checkpoints(run)]
         for generation in generations([*numbers, *listed]):
-            where = f"{layout.HEADS}/{run}/{layout.head_name(generation)}"
+            where = layout.head_path(run, generation)
             if generation not in numbers:
                 if generation > 1:
                     message = f"generation {generation} has no head record"
@@ -148,18 +148,16 @@ class _Repairer:
 
     def _check_manifests(self, run: str, needs: dict[Digest, set[int]]) -> None:
         for listing in self._tier.manifests.checkpoints(run):
-            checkpoint = f"run {run}, {listing.ref}"
+            checkpoint, where = f"run {run}, {listing.ref}", layout.checkpoint_path(run, listing.ref)
             # Refer to checkpoints by index, because hashing the listing of many ranks for every partition is slow.
             number = len(self._checkpoints)
             self._checkpoints.append(listing)
             if not listing.is_complete:
-                where = f"{layout.MANIFESTS}/{run}/{layout.checkpoint_name(listing.ref)}"
                 problem = what_is_missing(listing)
                 self._left.append(Unrepaired("incomplete-checkpoint", where, problem, _INCOMPLETE, (checkpoint,)))
             for name, manifest in each_manifest(self._tier, listing):
                 if isinstance(manifest, AsymcheckError):
-                    where = f"{layout.MANIFESTS}/{run}/{layout.checkpoint_name(listing.ref)}/{name}"
-                    self._left.append(Unrepaired("damaged-manifest", where, str(manifest), _DELETE, (checkpoint,)))
+                    self._left.append(Unrepaired("damaged-manifest", f"{where}/{name}", str(manifest), _DELETE, (checkpoint,)))
                 else:
                     for digest in manifest.partitions():
                         needs.setdefault(digest, set()).add(number)
@@ -187,11 +185,11 @@ class _Repairer:
             busy = isinstance(error, LockTimeoutError)
             remedy = _RETRY if busy else "fix the reported problem and run the repair again; the pack was not changed"
             kind = "busy-pack" if busy else "unreadable-pack"
-            self._left.append(Unrepaired(kind, _pack_path(pack_id), str(error), remedy))
+            self._left.append(Unrepaired(kind, layout.pack_path(pack_id), str(error), remedy))
         return readable
 
     def _replace_pack(self, pack_id: PackId, pack: PackContent, intact_frames: _IntactFrames) -> None:
-        where = _pack_path(pack_id)
+        where = layout.pack_path(pack_id)
         reason = next(iter(pack.damaged.values()), "")
         damage = pack.damage or f"{len(pack.damaged)} of {len(pack.digests)} frames are damaged: {reason}"
         replacement = Replacement(self._tier, self._catalog, pack, intact_frames)
@@ -392,10 +390,6 @@ class Replacement:
         self._entered = True
         emit("repair.entered", self._path.name)
         return ""
-
-
-def _pack_path(pack_id: PackId) -> str:
-    return f"{layout.PACKS}/{layout.pack_name(pack_id)}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -208,7 +208,7 @@ class _Checker:
         listings = list(self._listings(run))
         for ref in sorted(set(refs) - {listing.ref for listing in listings}):
             # I10: a directory without a manifest. Readers ignore it.
-            where = f"{layout.MANIFESTS}/{run}/{layout.checkpoint_name(ref)}"
+            where = layout.checkpoint_path(run, ref)
             message = (
                 "no manifest: a save or a deletion was killed, and gc removes the directory; or manifests were lost"
             )
@@ -216,7 +216,7 @@ class _Checker:
         for listing in listings:
             self.listings.append(listing)
             name = f"run {run}, {listing.ref}"
-            where = f"{layout.MANIFESTS}/{run}/{layout.checkpoint_name(listing.ref)}"
+            where = layout.checkpoint_path(run, listing.ref)
             if not listing.is_complete:
                 self._add("incomplete-checkpoint", Severity.WARNING, "I4", where, _describe_incomplete(listing), [name])
             coverage = TensorCoverage() if listing.is_whole and listing.world_size > 1 else None
@@ -287,7 +287,7 @@ class _Checker:
     def _each_pack(self, pack_ids: Iterable[PackId], *, report: bool) -> Iterator[tuple[PackId, OpenPack]]:
         """Open packs one at a time. Report locked packs, and with ``report`` also damaged packs."""
         for pack_id, pack in each_pack(pack_ids, self.tier.open_pack):
-            where = f"{layout.PACKS}/{layout.pack_name(pack_id)}"
+            where = layout.pack_path(pack_id)
             if isinstance(pack, OpenPack):
                 if report and pack.damage is not None:
                     message = f"{pack.damage}; its frames are found by scanning"
@@ -423,7 +423,7 @@ def _check_line(tier: ReadTier, run: str) -> Iterator[Finding]:
             parents[generation] = head.parent.generation if head.parent is not None else 0
             if damaged:
                 message = "one of two copies of the head record is damaged"
-                yield Finding("damaged-copy", Severity.WARNING, "I9", _head_path(run, generation), message)
+                yield Finding("damaged-copy", Severity.WARNING, "I9", layout.head_path(run, generation), message)
     line = {max([1, *numbers, *listed])}
     while parents.get(min(line), 0):
         line.add(parents[min(line)])
@@ -431,11 +431,7 @@ def _check_line(tier: ReadTier, run: str) -> Iterator[Finding]:
         problems[min(line)] = ("missing-head", f"generation {min(line)} has no head record")
     for generation, (kind, message) in problems.items():
         severity = Severity.ERROR if generation in line else Severity.WARNING
-        yield Finding(kind, severity, "I6", _head_path(run, generation), message)
-
-
-def _head_path(run: str, generation: int) -> str:
-    return f"{layout.HEADS}/{run}/{layout.head_name(generation)}"
+        yield Finding(kind, severity, "I6", layout.head_path(run, generation), message)
 
 
 def verify(

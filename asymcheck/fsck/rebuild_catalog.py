@@ -6,7 +6,6 @@ it includes their changes.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Collection, Mapping
@@ -66,10 +65,8 @@ def _manifest_sizes(tier: NvmeTier) -> dict[bytes, int]:
     sizes = {}
     for run in tier.manifests.runs():
         for listing in tier.manifests.checkpoints(run):
-            for name in listing.manifests:
-                path = tier.manifests.directory(run, listing.ref) / str(name)
-                with contextlib.suppress(OSError):  # deleted since the listing, or a dangling link
-                    sizes[manifest_key(run, listing.ref, name)] = path.stat().st_size
+            for name, size in tier.manifests.sizes(listing).items():
+                sizes[manifest_key(run, listing.ref, name)] = size
     return sizes
 
 

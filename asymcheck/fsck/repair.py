@@ -157,7 +157,8 @@ class _Repairer:
                 self._left.append(Unrepaired("incomplete-checkpoint", where, problem, _INCOMPLETE, (checkpoint,)))
             for name, manifest in each_manifest(self._tier, listing):
                 if isinstance(manifest, AsymcheckError):
-                    self._left.append(Unrepaired("damaged-manifest", f"{where}/{name}", str(manifest), _DELETE, (checkpoint,)))
+                    path = f"{where}/{name}"
+                    self._left.append(Unrepaired("damaged-manifest", path, str(manifest), _DELETE, (checkpoint,)))
                 else:
                     for digest in manifest.partitions():
                         needs.setdefault(digest, set()).add(number)

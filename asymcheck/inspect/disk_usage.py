@@ -146,11 +146,7 @@ class _References:
         line = Lineage.read_or_empty(tier, run)
         for listing in tier.manifests.checkpoints(run):
             by_role = np.zeros(len(_ROLES), dtype=np.int64)
-            manifest_bytes = read = 0
-            for name in listing.manifests:
-                path = tier.manifests.directory(run, listing.ref) / str(name)
-                with contextlib.suppress(OSError):  # deleted since the listing
-                    manifest_bytes += path.stat().st_size
+            manifest_bytes, read = sum(tier.manifests.sizes(listing).values()), 0
             for _, manifest in each_manifest(tier, listing):
                 if isinstance(manifest, AsymcheckError):
                     self.unreadable += 1

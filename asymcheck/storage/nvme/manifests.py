@@ -84,6 +84,14 @@ class ManifestFiles(ManifestReader):
         """Return the folder of a checkpoint."""
         return self._manifests / run / layout.checkpoint_name(ref)
 
+    def sizes(self, listing: CheckpointFiles) -> dict[ManifestName, int]:
+        """Return the sizes in bytes of the manifests of a checkpoint, without deleted ones."""
+        sizes = {}
+        for name in listing.manifests:
+            with contextlib.suppress(OSError):  # deleted since the listing, or a dangling link
+                sizes[name] = (self.directory(listing.run, listing.ref) / str(name)).stat().st_size
+        return sizes
+
     def publish(self, run: str, ref: CheckpointRef, rank: int, world_size: int, data: bytes) -> ManifestName:
         """Commit a manifest. The rank's part of the checkpoint is then durable.
 

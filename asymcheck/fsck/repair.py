@@ -376,11 +376,7 @@ class Replacement:
             obstacle = self._find_obstacle(transaction)
             if obstacle:
                 return obstacle
-            for name in {*entered_digests, *self._content.digests}:
-                transaction.forget_location(name, self._pack_id)
-            for name, location in self._replacements.items():
-                if transaction.location(name) is None:
-                    transaction.put_location(name, location)
+            transaction.leave_pack(self._pack_id, {*entered_digests, *self._content.digests}, self._replacements)
             for (name, _), location in locations.items():
                 transaction.put_location(name, location)
             if header is not None:

@@ -271,8 +271,7 @@ class StoreSweep(Sweep):
             pinned = pinned_packs(transaction)
             freed = [pack_id for pack_id in locked if pack_id in self.candidates and pack_id not in pinned]
             for pack_id in freed:
-                for name in self.candidates[pack_id]:
-                    transaction.forget_location(name, pack_id)
+                transaction.leave_pack(pack_id, self.candidates[pack_id], {})
                 transaction.put_pack(pack_id, registry.PACK_FREED, 0, 0)
         emit("gc.marked_freed", f"{len(freed)} packs")
         return freed

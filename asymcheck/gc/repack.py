@@ -306,11 +306,7 @@ class _Batch:
             targets = {location.pack_id for location in locations.values()} - {header.pack_id if header else None}
             if any(transaction.pack_state(target) != registry.PACK_LIVE for target in targets):
                 continue
-            for name in self._held[pack_id].names:
-                transaction.forget_location(name, pack_id)
-            for name, location in locations.items():
-                if transaction.location(name) is None:
-                    transaction.put_location(name, location)
+            transaction.leave_pack(pack_id, self._held[pack_id].names, locations)
             transaction.put_pack(pack_id, registry.PACK_FREED, 0, 0)
             freed.append(pack_id)
         if freed and header is not None:

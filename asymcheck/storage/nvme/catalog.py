@@ -97,11 +97,15 @@ class Transaction:
         """Set the location of a partition."""
         self._txn.put(digest, codec.encode_location(digest, location), db=self._db["partitions"])
 
-    def forget_location(self, digest: Digest, pack_id: PackId) -> None:
-        """Remove the entry of a partition if it points into ``pack_id``."""
-        location = self.location(digest)
-        if location is None or location.pack_id == pack_id:
-            self.delete("partitions", digest)
+    def leave_pack(self, pack_id: PackId, names: Iterable[Digest], moved: Mapping[Digest, Location]) -> None:
+        """Remove the entries of partitions that point into a pack, and enter ``moved`` where no entry is left."""
+        for name in names:
+            location = self.location(name)
+            if location is None or location.pack_id == pack_id:
+                self.delete("partitions", name)
+        for name, new_location in moved.items():
+            if self.location(name) is None:
+                self.put_location(name, new_location)
 
     def delete(self, database: str, key: bytes) -> None:
         """Remove an entry of ``partitions``, ``packs``, ``manifests`` or ``pins``."""

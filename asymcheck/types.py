@@ -36,6 +36,11 @@ def readable_size(count: int) -> str:
     return f"{number:.1f} {_UNITS[-1]}"
 
 
+def counted(number: int, noun: str) -> str:
+    """Format a number of things, for instance ``1 checkpoint`` or ``2 checkpoints``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 @runtime_checkable
 class Stateful(Protocol):
     """Object whose ``state_dict()`` is stored in its place."""

@@ -21,7 +21,7 @@ from asymcheck.cli.options import (
 from asymcheck.config import StoreConfig
 from asymcheck.inspect.sample import measure_store
 from asymcheck.measurement import planned_bytes
-from asymcheck.policies.advice import IDENTITY, Advice, Facts, Situation, advise
+from asymcheck.policies.advice import IDENTITY, Advice, Facts, Situation, advise, rate
 
 _WHOLE_MS_S = 0.1  # times from this length on are shown in whole milliseconds
 
@@ -83,19 +83,19 @@ def _show(facts: Facts, advice: Advice | None, size: int, store: str) -> None:
 def _show_facts(facts: Facts) -> None:
     drive = facts.drive
     rows = [
-        ("memory copy, 1 thread", _rate(facts.copy_bytes_per_s)),
-        ("digest, 1 thread", _rate(facts.digest_bytes_per_s)),
-        ("overwrite a file", _rate(drive.write_bytes_per_s)),
-        ("overwrite a file, with fsync", _rate(drive.durable_write_bytes_per_s)),
-        ("write a new file, with fsync", _rate(drive.durable_new_bytes_per_s)),
-        ("read a file", _rate(drive.read_bytes_per_s)),
+        ("memory copy, 1 thread", rate(facts.copy_bytes_per_s)),
+        ("digest, 1 thread", rate(facts.digest_bytes_per_s)),
+        ("overwrite a file", rate(drive.write_bytes_per_s)),
+        ("overwrite a file, with fsync", rate(drive.durable_write_bytes_per_s)),
+        ("write a new file, with fsync", rate(drive.durable_new_bytes_per_s)),
+        ("read a file", rate(drive.read_bytes_per_s)),
         ("durable write of one block, median", _ms(drive.write_latency_median_s)),
         ("durable write of one block, 95th percentile", _ms(drive.write_latency_p95_s)),
         ("pack flush latency, without data transfer", _ms(drive.flush_latency_s)),
         ("memory available for a ring", output.size(facts.ring_room_bytes)),
     ]
     if facts.device_copy_bytes_per_s is not None:
-        rows.insert(1, (f"copy from {facts.device}", _rate(facts.device_copy_bytes_per_s)))
+        rows.insert(1, (f"copy from {facts.device}", rate(facts.device_copy_bytes_per_s)))
     output.print_table([{"measurement": name, "result": result} for name, result in rows], numbers=["result"])
 
 
@@ -107,8 +107,8 @@ def _show_codecs(facts: Facts) -> None:
             "dtype": codec.dtype,
             "codec": codec.codec,
             "ratio": f"{codec.ratio:.3f}",
-            "encode": _rate(codec.encode_bytes_per_s),
-            "decode": _rate(codec.decode_bytes_per_s),
+            "encode": rate(codec.encode_bytes_per_s),
+            "decode": rate(codec.decode_bytes_per_s),
         }
         for codec in facts.codecs
     ]
@@ -160,10 +160,6 @@ capture = asymcheck.CaptureConfig(ring_bytes={advice.ring.ring_bytes})
 store = asymcheck.Store.open({store!r}, config=config, create=True)
 interval = asymcheck.AutoInterval(mtbf=timedelta(seconds={advice.situation.mtbf_s:.0f}))
 checkpointer = asymcheck.Checkpointer(store, state, every=interval, capture=capture)"""
-
-
-def _rate(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.3g} GB/s"
 
 
 def _ms(seconds: float) -> str:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from asymcheck.inspect.disk_usage import CheckpointBytes
 from asymcheck.inspect.documents import jsonable
-from asymcheck.types import Checkpoint, readable_size
+from asymcheck.types import Checkpoint, counted, readable_size
 
 # Output into a pipe or file is neither cut nor wrapped.
 _PIPE_WIDTH = 10_000
@@ -29,6 +29,7 @@ _LIST_ITEM = "\n  "
 _SAVE_SHOWN = 12
 _NAMES_SHOWN = 3
 size = readable_size
+count = counted
 _DURATION_UNITS = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
 
 
@@ -139,11 +140,6 @@ def age(nanoseconds: int) -> str:
         if whole >= length:
             return f"{whole // length} {unit} ago"
     return f"{whole} s ago" if passed >= 0 else "in the future"
-
-
-def count(number: int, thing: str) -> str:
-    """Format a number of things, for example ``1 checkpoint`` or ``2 checkpoints``."""
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def shape(sizes: Sequence[int]) -> str:

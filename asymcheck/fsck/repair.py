@@ -19,7 +19,7 @@ from asymcheck.restore.resolve import what_is_missing
 from asymcheck.storage.manifests import generations
 from asymcheck.storage.nvme import Catalog, CheckpointFiles, NvmeTier, PackWriter, Slot, Transaction
 from asymcheck.storage.reachability import pinned_packs
-from asymcheck.types import Digest, Location, PackId, Progress
+from asymcheck.types import Digest, Location, PackId, Progress, counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,9 +205,9 @@ class _Repairer:
             copied, lost = len(replacement.copied), len(pack.damaged) - len(pack.salvageable)
             stored = len(pack.readable()) - copied
             done = (
-                copied and f"{_count(copied, 'partition')} copied into a new pack",
-                stored and f"{_count(stored, 'partition')} already stored in other packs",
-                lost and f"{_count(lost, 'frame')} beyond repair",
+                copied and f"{counted(copied, 'partition')} copied into a new pack",
+                stored and f"{counted(stored, 'partition')} already stored in other packs",
+                lost and f"{counted(lost, 'frame')} beyond repair",
                 replacement.removed and "damaged pack removed",
             )
             self._done.append(Repair("pack", where, damage, ", ".join(part for part in done if part)))
@@ -387,7 +387,3 @@ class Replacement:
         self._entered = True
         emit("repair.entered", self._path.name)
         return ""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number > 1 else ''}"

@@ -213,7 +213,7 @@ def _stall(facts: Facts, situation: Situation) -> StallAdvice:
     speed = facts.copy_bytes_per_s if device is None else device
     source = "in memory" if device is None else f"from {facts.device}"
     reason = (
-        f"copies {source} run at {_rate(speed)}; those that overlap with forward and backward do not stall training"
+        f"copies {source} run at {rate(speed)}; those that overlap with forward and backward do not stall training"
     )
     return StallAdvice(situation.state_bytes / speed, reason)
 
@@ -255,12 +255,12 @@ def _codec(facts: Facts, codecs: Sequence[CodecFacts], length: int) -> CodecAdvi
     best = min(codecs, key=lambda codec: times[codec.codec])
     gain = plain_s / times[best.codec]
     encode = (
-        f"{best.codec} makes it {best.ratio:.2f} times smaller at {_rate(best.encode_bytes_per_s * _threads(facts))}"
+        f"{best.codec} makes it {best.ratio:.2f} times smaller at {rate(best.encode_bytes_per_s * _threads(facts))}"
     )
     if gain <= 1:
-        reason = f"{encode}, the drive takes plain bytes at {_rate(speed)}: encoding would only delay it"
+        reason = f"{encode}, the drive takes plain bytes at {rate(speed)}: encoding would only delay it"
         return CodecAdvice(best.role, best.dtype, IDENTITY, 1.0, reason)
-    reason = f"{encode}, the drive takes {_rate(speed)}: encoded it is durable in {100 / gain:.0f} % of the time"
+    reason = f"{encode}, the drive takes {rate(speed)}: encoded it is durable in {100 / gain:.0f} % of the time"
     return CodecAdvice(best.role, best.dtype, best.codec, gain, reason)
 
 
@@ -274,5 +274,6 @@ def _threads(facts: Facts) -> int:
     return max(1, facts.cores // 2)
 
 
-def _rate(bytes_per_s: float) -> str:
+def rate(bytes_per_s: float) -> str:
+    """Format a speed, for instance ``1.5 GB/s``."""
     return f"{bytes_per_s / 1e9:.3g} GB/s"

@@ -116,7 +116,7 @@ class _Repairer:
         return Repaired(tuple(self._done), tuple(self._left), len(self._copied), copied_bytes)
 
     def _remove_temporaries(self) -> None:
-        stale = [str(path.relative_to(self._tier.root)) for path in self._tier.stale_temporaries()]
+        stale = self._tier.leftovers()
         removed = self._tier.remove_stale_temporaries()
         if removed:
             damage = "temporary files of a killed process, or a replaced damaged catalog"

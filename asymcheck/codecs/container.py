@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,6 @@ from asymcheck.format import registry
 
 HEADER = struct.Struct("<IIII")
 SEGMENT_DTYPE = np.dtype([("length", "<u4"), ("width", "u1"), ("is_float", "u1"), ("reserved_a", "<u2")])
-_Rows = npt.NDArray[np.void]
 CHUNK_BYTES_MIN = 4096
 CHUNK_BYTES_MAX = 8 << 20
 
@@ -33,10 +33,8 @@ _VALUE_MASK = (1 << _VALUE_BITS) - 1
 class Segment:
     """Consecutive elements of one width in a partition."""
 
-    length: int
-    """Bytes, a multiple of the width."""
-    width: int
-    """Bytes of an element, or of a component of a complex element: 1, 2, 4 or 8."""
+    length: int  # bytes, a multiple of the width
+    width: int  # bytes of an element, or of a component of a complex element: 1, 2, 4 or 8
     is_float: bool = False
     """Whether elements are IEEE floats (sign, exponent, fraction). Always False for width 1."""
 
@@ -47,67 +45,37 @@ def segment_of(dtype: str, length: int) -> Segment:
     return Segment(length, width, width > 1 and dtype.startswith(("float", "bfloat", "complex")))
 
 
-@dataclasses.dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A piece of a segment. Each chunk is encoded and decoded independently."""
 
-    start: int
-    """Bytes from the start of the partition."""
-    length: int
-    """Bytes, a multiple of the width."""
-    width: int
-    """Bytes of an element."""
+    start: int  # bytes from the start of the partition
+    length: int  # bytes, a multiple of the width
+    width: int  # bytes of an element
     is_float: bool
-    entry: int
-    """Index of the first plane of the chunk in the table of planes."""
+    entry: int  # index of the first plane of the chunk in the table of planes
 
     @property
     def end(self) -> int:
         """Bytes from the start of the partition to the end of the chunk."""
         return self.start + self.length
 
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """The chunks of a partition, as columns."""
-
-    starts: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64]
-    widths: npt.NDArray[np.int64]
-    floats: npt.NDArray[np.bool_]
-    entries: npt.NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def chunk(self, number: int) -> Chunk:
-        """Return the chunk with the index ``number``."""
-        columns = self.starts, self.lengths, self.widths, self.entries
-        start, length, width, entry = (int(column[number]) for column in columns)
-        return Chunk(start, length, width, bool(self.floats[number]), entry)
-
-    def plane_lengths(self) -> npt.NDArray[np.int64]:
-        """Return the plain length of every plane, in the order of the table."""
-        return np.repeat(self.lengths // self.widths, self.widths)
+    @property
+    def elements(self) -> int:
+        """Number of elements, which is the plain length of each plane."""
+        return self.length // self.width
 
 
-def segment_table(segments: Sequence[Segment]) -> _Rows:
-    """Return segments as rows of the table of segments."""
-    rows = [(segment.length, segment.width, int(segment.is_float), 0) for segment in segments]
-    return np.array(rows, dtype=SEGMENT_DTYPE)
-
-
-def cut(rows: _Rows, chunk_bytes: int) -> Layout:
-    """Cut segments into chunks of ``chunk_bytes``. The last chunk of a segment_of_chunk may be shorter."""
-    lengths, widths = rows["length"].astype(np.int64), rows["width"].astype(np.int64)
-    counts = -(-lengths // chunk_bytes)
-    segment_of_chunk = np.repeat(np.arange(len(lengths)), counts)
-    offsets = (np.arange(len(segment_of_chunk)) - np.repeat(np.cumsum(counts) - counts, counts)) * chunk_bytes
-    starts = np.repeat(np.cumsum(lengths) - lengths, counts) + offsets
-    chunk_widths = widths[segment_of_chunk]
-    entries = np.cumsum(chunk_widths) - chunk_widths
-    floats = rows["is_float"].astype(np.bool_)[segment_of_chunk]
-    return Layout(starts, np.minimum(chunk_bytes, lengths[segment_of_chunk] - offsets), chunk_widths, floats, entries)
+def cut(segments: Iterable[Segment], chunk_bytes: int) -> list[Chunk]:
+    """Cut segments into chunks of ``chunk_bytes``. The last chunk of a segment may be shorter."""
+    chunks: list[Chunk] = []
+    start = entry = 0
+    for segment in segments:
+        for offset in range(0, segment.length, chunk_bytes):
+            length = min(chunk_bytes, segment.length - offset)
+            chunks.append(Chunk(start + offset, length, segment.width, segment.is_float, entry))
+            entry += segment.width
+        start += segment.length
+    return chunks
 
 
 def merge_segments(segments: Iterable[Segment], chunk_bytes: int) -> list[Segment]:
@@ -132,21 +100,21 @@ def plane_entry(encoding: int, value: int) -> int:
     return encoding << _VALUE_BITS | value
 
 
-def encode_tables(rows: _Rows, chunk_bytes: int, entries: Sequence[int]) -> bytes:
+def encode_tables(segments: Sequence[Segment], chunk_bytes: int, entries: Sequence[int]) -> bytes:
     """Return the header and the tables of a payload."""
-    return HEADER.pack(chunk_bytes, len(rows), len(entries), 0) + rows.tobytes() + np.array(entries, "<u4").tobytes()
+    rows = [(segment.length, segment.width, int(segment.is_float), 0) for segment in segments]
+    table = np.array(rows, dtype=SEGMENT_DTYPE).tobytes() + np.array(entries, dtype="<u4").tobytes()
+    return HEADER.pack(chunk_bytes, len(segments), len(entries), 0) + table
 
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
     """The checked tables of a payload."""
 
-    layout: Layout
+    chunks: list[Chunk]
     encodings: npt.NDArray[np.uint32]
-    values: npt.NDArray[np.uint32]
-    """Stored length of every plane, or its repeated byte."""
-    offsets: npt.NDArray[np.int64]
-    """Offset of the data of every plane in the payload, in bytes."""
+    values: npt.NDArray[np.uint32]  # stored length of every plane, or its repeated byte
+    offsets: npt.NDArray[np.int64]  # offset of the data of every plane in the payload, in bytes
 
 
 def decode_tables(payload: memoryview, plain_length: int, where: str) -> Tables:
@@ -163,18 +131,21 @@ def decode_tables(payload: memoryview, plain_length: int, where: str) -> Tables:
     data = start + 4 * entry_count
     if len(payload) < data:
         raise TruncatedError(f"{where}: payload has {len(payload)} bytes, its tables need {data}")
-    layout = _decode_segments(payload[HEADER.size : start], plain_length, chunk_bytes, entry_count, where)
+    chunks = _decode_segments(payload[HEADER.size : start], plain_length, chunk_bytes, entry_count, where)
     entries = np.frombuffer(payload[start:data], dtype="<u4")
     encodings, values = entries >> np.uint32(_VALUE_BITS), entries & np.uint32(_VALUE_MASK)
-    ends = data + _stored_lengths(encodings, values, layout.plane_lengths(), where).cumsum()
+    plain = np.repeat([chunk.elements for chunk in chunks], [chunk.width for chunk in chunks])
+    ends = data + _stored_lengths(encodings, values, plain, where).cumsum()
     if int(ends[-1]) > len(payload):
         raise TruncatedError(f"{where}: payload has {len(payload)} bytes, its planes need {int(ends[-1])}")
     if int(ends[-1]) < len(payload):
         raise StructureError(f"{where}: {len(payload) - int(ends[-1])} bytes after the last plane")
-    return Tables(layout, encodings, values, np.concatenate([[data], ends[:-1]]))
+    return Tables(chunks, encodings, values, np.concatenate([[data], ends[:-1]]))
 
 
-def _decode_segments(table: memoryview, plain_length: int, chunk_bytes: int, entry_count: int, where: str) -> Layout:
+def _decode_segments(
+    table: memoryview, plain_length: int, chunk_bytes: int, entry_count: int, where: str
+) -> list[Chunk]:
     rows = np.frombuffer(table, dtype=SEGMENT_DTYPE)
     lengths, widths = rows["length"].astype(np.int64), rows["width"].astype(np.int64)
     if not len(rows) or int(lengths.sum()) != plain_length:
@@ -189,7 +160,8 @@ def _decode_segments(table: memoryview, plain_length: int, chunk_bytes: int, ent
     planes = int((-(-lengths // chunk_bytes) * widths).sum())
     if planes != entry_count:
         raise StructureError(f"{where}: table has {entry_count} planes, the segments need {planes}")
-    return cut(rows, chunk_bytes)
+    segments = (Segment(length, width, bool(is_float)) for length, width, is_float, _ in rows.tolist())
+    return cut(segments, chunk_bytes)
 
 
 def _stored_lengths(

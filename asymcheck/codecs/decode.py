@@ -29,17 +29,9 @@ from asymcheck.format.digest import digest as digest_of
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.types import Digest
 
-Mapper = Callable[[Callable[[int], None], Iterable[int]], Iterable[None]]
-"""Processes chunks: the builtin ``map``, or ``map`` of a thread pool. The caller consumes the result."""
-
 
 def decode(
-    descriptor: FrameDescriptor,
-    payload: memoryview,
-    base: memoryview | None = None,
-    *,
-    where: str = "frame",
-    mapped: Mapper = map,
+    descriptor: FrameDescriptor, payload: memoryview, base: memoryview | None = None, *, where: str = "frame"
 ) -> memoryview:
     """Return the plain bytes of a payload. For codec identity, return the payload itself, without a copy.
 
@@ -50,7 +42,6 @@ def decode(
         payload: its payload.
         base: plain bytes of the partition ``descriptor.base_digest``, whose digest was checked.
         where: the frame in error messages.
-        mapped: runs the chunks.
 
     Raises:
         FormatError: the payload breaks a rule of its codec, or does not fit the base.
@@ -61,7 +52,7 @@ def decode(
     if descriptor.codec == registry.CODEC_ZSTD:
         return memoryview(zstd.decompress(payload, length, where))
     if descriptor.codec == registry.CODEC_BYTE_PLANES:
-        return _decode_planes(payload, length, None, where, mapped)
+        return _decode_planes(payload, length, None, where)
     if descriptor.codec not in registry.SUPPORTED_CODECS:
         name = registry.CODECS.get(descriptor.codec, "unknown")
         raise UnsupportedCodecError(
@@ -72,18 +63,14 @@ def decode(
     if descriptor.codec == registry.CODEC_DELTA:
         if len(base) != length:
             raise StructureError(f"{where}: delta of {length} bytes against a base of {len(base)} bytes")
-        return _decode_planes(payload, length, np.frombuffer(base, dtype=np.uint8), where, mapped)
+        return _decode_planes(payload, length, np.frombuffer(base, dtype=np.uint8), where)
     return decode_derived(payload, length, base, where)
 
 
-def _decode_planes(
-    payload: memoryview, plain_length: int, base: Bytes | None, where: str, mapped: Mapper
-) -> memoryview:
+def _decode_planes(payload: memoryview, plain_length: int, base: Bytes | None, where: str) -> memoryview:
     tables = container.decode_tables(payload, plain_length, where)
     plain = np.empty(plain_length, dtype=np.uint8)
-
-    def decode_chunk(number: int) -> None:
-        chunk = tables.layout.chunk(number)
+    for chunk in tables.chunks:
         words = _read_planes(payload, tables, chunk, where)
         if base is not None:
             base_words = planes.as_words(base[chunk.start : chunk.end], chunk.width)
@@ -91,9 +78,6 @@ def _decode_planes(
         elif chunk.is_float:
             words = planes.rotated_back(words)
         planes.as_words(plain[chunk.start : chunk.end], chunk.width)[:] = words
-
-    for _ in mapped(decode_chunk, range(len(tables.layout))):
-        pass
     return plain.data
 
 

@@ -16,20 +16,14 @@ BFLOAT16 = 1
 FLOAT16 = 2
 DTYPES = {BFLOAT16: "bfloat16", FLOAT16: "float16"}
 """Target dtypes by their number in the payload."""
+SOURCE = struct.Struct("<B7sQ")
+"""Payload: number of the target dtype, reserved bytes, and offset of the float32 elements in the base."""
 
 _Rounded = npt.NDArray[np.uint16]
 _Bits = npt.NDArray[np.uint32]
 _BLOCK = 1 << 18
 """Elements per numpy call. Measured: with smaller blocks, threads wait for each other longer than they compute."""
 _thread = threading.local()
-
-
-def rounded(bits: _Bits, dtype: int) -> _Rounded:
-    """Round float32 elements, given as bits, to the dtype with this number. Return the bits of the result."""
-    result: _Rounded = np.empty(len(bits), dtype=np.uint16)
-    for start in range(0, len(bits), _BLOCK):
-        _ROUND[dtype](bits[start : start + _BLOCK], result[start : start + _BLOCK])
-    return result
 
 
 def _scratch(number: int, dtype: np.dtype[Any], length: int) -> npt.NDArray[Any]:
@@ -65,18 +59,13 @@ def _round_to_float16(bits: _Bits, result: _Rounded) -> None:
 _ROUND = {BFLOAT16: _round_to_bfloat16, FLOAT16: _round_to_float16}
 
 
-SOURCE = struct.Struct("<B7sQ")
-"""Payload of a derived partition."""
-
-
-def encode_source(dtype: int, offset: int) -> bytes:
-    """Return the payload: the number of the target dtype, and the offset of the float32 elements in the base."""
-    return SOURCE.pack(dtype, bytes(7), offset)
-
-
 def rounded_base(base: memoryview, offset: int, plain_length: int, dtype: int) -> Bytes:
     """Round the float32 elements of the base from ``offset`` on. Return the ``plain_length`` bytes of the result."""
-    return rounded(_bits(base, offset, plain_length), dtype).view(np.uint8)
+    bits = _bits(base, offset, plain_length)
+    result: _Rounded = np.empty(len(bits), dtype=np.uint16)
+    for start in range(0, len(bits), _BLOCK):
+        _ROUND[dtype](bits[start : start + _BLOCK], result[start : start + _BLOCK])
+    return result.view(np.uint8)
 
 
 def is_rounded_base(plain: memoryview, base: memoryview, offset: int, dtype: int) -> bool:

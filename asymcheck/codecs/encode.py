@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from asymcheck.codecs import container, derived, planes, zstd
-from asymcheck.codecs.container import Segment
+from asymcheck.codecs.container import Chunk, Segment
 from asymcheck.codecs.planes import Bytes
 from asymcheck.codecs.zstd import Effort
 from asymcheck.errors import InvalidInputError
@@ -46,25 +46,13 @@ class Encoded:
         return b"".join(self.parts)
 
 
-_Packed = list[tuple[int, Buffer]]
-"""Table entry and data of every plane of a chunk."""
-
-Mapper = Callable[[Callable[[int], _Packed], Iterable[int]], Iterable[_Packed]]
-"""Processes chunks in order: the builtin ``map``, or ``map`` of a thread pool."""
-
-
 def encode_zstd(name: Digest, plain: memoryview) -> Encoded:
     """Encode with codec zstd; ``name`` is the digest of ``plain``."""
     return _encoded(name, plain, registry.CODEC_ZSTD, [zstd.compress(plain, Effort.REPEATS)])
 
 
 def encode_planes(
-    name: Digest,
-    plain: memoryview,
-    segments: Sequence[Segment],
-    *,
-    chunk_bytes: int = CHUNK_BYTES,
-    mapped: Mapper = map,
+    name: Digest, plain: memoryview, segments: Sequence[Segment], *, chunk_bytes: int = CHUNK_BYTES
 ) -> Encoded:
     """Encode with codec byte-planes. Each plane is stored raw, compressed, or as one repeated byte.
 
@@ -73,11 +61,11 @@ def encode_planes(
     """
     data = np.frombuffer(plain, dtype=np.uint8)
 
-    def rows(chunk: container.Chunk) -> Bytes:
+    def rows(chunk: Chunk) -> Bytes:
         words = planes.as_words(data[chunk.start : chunk.end], chunk.width)
         return planes.split_rotated(words) if chunk.is_float else planes.split(words)
 
-    parts = _pack_chunks(len(data), segments, chunk_bytes, rows, mapped)
+    parts = _pack_chunks(len(data), segments, chunk_bytes, rows)
     return _encoded(name, plain, registry.CODEC_BYTE_PLANES, parts)
 
 
@@ -89,7 +77,6 @@ def encode_delta(
     base: memoryview,
     *,
     chunk_bytes: int = CHUNK_BYTES,
-    mapped: Mapper = map,
 ) -> Encoded:
     """Encode with codec ordered-integer-delta against a base of the same length. ``base_name`` is the base's digest.
 
@@ -100,11 +87,11 @@ def encode_delta(
         raise InvalidInputError(f"delta of {len(plain)} bytes against a base of {len(base)} bytes: pass one as long")
     data, base_data = np.frombuffer(plain, dtype=np.uint8), np.frombuffer(base, dtype=np.uint8)
 
-    def rows(chunk: container.Chunk) -> Bytes:
+    def rows(chunk: Chunk) -> Bytes:
         target, base_words = (planes.as_words(side[chunk.start : chunk.end], chunk.width) for side in (data, base_data))
         return planes.split(planes.difference(target, base_words, is_float=chunk.is_float))
 
-    parts = _pack_chunks(len(data), segments, chunk_bytes, rows, mapped)
+    parts = _pack_chunks(len(data), segments, chunk_bytes, rows)
     return _encoded(name, plain, registry.CODEC_DELTA, parts, base_name)
 
 
@@ -115,11 +102,11 @@ def encode_derived(
 
     ``dtype`` is ``derived.BFLOAT16`` or ``derived.FLOAT16``. The float32 elements begin at byte ``offset`` of the base.
     """
-    if len(plain) % 2 or offset + 2 * len(plain) > len(base):
+    is_possible = len(plain) % 2 == 0 and offset + 2 * len(plain) <= len(base)
+    if not is_possible or not derived.is_rounded_base(plain, base, offset, dtype):
         return None
-    if not derived.is_rounded_base(plain, base, offset, dtype):
-        return None
-    return _encoded(name, plain, registry.CODEC_DERIVED, [derived.encode_source(dtype, offset)], base_name)
+    source = derived.SOURCE.pack(dtype, bytes(7), offset)
+    return _encoded(name, plain, registry.CODEC_DERIVED, [source], base_name)
 
 
 def _encoded(
@@ -132,19 +119,16 @@ def _encoded(
 
 
 def _pack_chunks(
-    length: int, segments: Sequence[Segment], chunk_bytes: int, rows: Callable[[container.Chunk], Bytes], mapped: Mapper
+    length: int, segments: Sequence[Segment], chunk_bytes: int, rows: Callable[[Chunk], Bytes]
 ) -> list[Buffer]:
     joined = container.merge_segments(segments, chunk_bytes)
     if sum(segment.length for segment in joined) != length or any(segment.length % segment.width for segment in joined):
         raise InvalidInputError(
             f"segments {joined} do not fit a partition of {length} bytes: pass those of its tensors"
         )
-    table = container.segment_table(joined)
-    layout = container.cut(table, chunk_bytes)
-    packed = mapped(lambda number: [_pack_plane(plane) for plane in rows(layout.chunk(number))], range(len(layout)))
-    plane_data = [plane for chunk in packed for plane in chunk]
-    tables = container.encode_tables(table, chunk_bytes, [entry for entry, _ in plane_data])
-    return [tables, *(data for _, data in plane_data if len(data))]
+    packed = [_pack_plane(plane) for chunk in container.cut(joined, chunk_bytes) for plane in rows(chunk)]
+    tables = container.encode_tables(joined, chunk_bytes, [entry for entry, _ in packed])
+    return [tables, *(data for _, data in packed if len(data))]
 
 
 def _pack_plane(plane: Bytes) -> tuple[int, Buffer]:

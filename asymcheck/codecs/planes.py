@@ -20,20 +20,17 @@ def as_words(chunk: Bytes, width: int) -> Words:
     return words
 
 
-def rotated(words: Words) -> Words:
-    """Rotate each element left by one bit. The sign becomes the lowest bit, and the exponent fills the highest byte."""
-    one, rest = words.dtype.type(1), words.dtype.type(8 * words.itemsize - 1)
-    result: Words = np.left_shift(words, one)
-    result |= np.right_shift(words, rest)
+def rotated(words: Words, bits: int = 1) -> Words:
+    """Rotate each element left. By one bit, the sign becomes the lowest bit, and the exponent fills the highest byte."""
+    left, right = words.dtype.type(bits), words.dtype.type(8 * words.itemsize - bits)
+    result: Words = np.left_shift(words, left)
+    result |= np.right_shift(words, right)
     return result
 
 
 def rotated_back(words: Words) -> Words:
-    """Undo :func:`rotated`."""
-    one, rest = words.dtype.type(1), words.dtype.type(8 * words.itemsize - 1)
-    result: Words = np.right_shift(words, one)
-    result |= np.left_shift(words, rest)
-    return result
+    """Undo :func:`rotated` by one bit."""
+    return rotated(words, 8 * words.itemsize - 1)
 
 
 def split(words: Words) -> Bytes:

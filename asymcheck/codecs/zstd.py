@@ -30,19 +30,25 @@ _PARAMETERS = {
     ),
     Effort.REPEATS: zstandard.ZstdCompressionParameters.from_level(1),
 }
-# A compressor reuses its tables and serves one thread at a time.
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    """Compressors and decompressor of this thread. They reuse their tables and serve one thread at a time."""
+
+    def __init__(self) -> None:
+        self.compressors = {
+            effort: zstandard.ZstdCompressor(compression_params=parameters)
+            for effort, parameters in _PARAMETERS.items()
+        }
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_thread = _Thread()
 
 
 def compress(plain: Buffer, effort: Effort) -> bytes:
     """Return one frame with content size, without dictionary and checksum. Releases the GIL."""
-    compressors: dict[Effort, zstandard.ZstdCompressor] | None = getattr(_thread, "compressors", None)
-    if compressors is None:
-        compressors = _thread.compressors = {
-            effort: zstandard.ZstdCompressor(compression_params=parameters)
-            for effort, parameters in _PARAMETERS.items()
-        }
-    return compressors[effort].compress(plain)
+    return _thread.compressors[effort].compress(plain)
 
 
 def decompress(packed: Buffer, plain_length: int, where: str) -> bytes:
@@ -61,10 +67,7 @@ def decompress(packed: Buffer, plain_length: int, where: str) -> bytes:
                 f"{where}: Zstandard frame of {parameters.content_size} bytes and dictionary {parameters.dict_id}, "
                 f"expected {plain_length} bytes and no dictionary"
             )
-        decompressor: zstandard.ZstdDecompressor | None = getattr(_thread, "decompressor", None)
-        if decompressor is None:
-            decompressor = _thread.decompressor = zstandard.ZstdDecompressor()
-        plain = decompressor.decompress(packed, allow_extra_data=False)
+        plain = _thread.decompressor.decompress(packed, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise StructureError(f"{where}: damaged Zstandard frame: {error}") from error
     if len(plain) != plain_length:

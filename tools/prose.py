@@ -97,13 +97,14 @@ def check_docstrings(path: Path) -> Iterator[Problem]:
 
 
 def check_comments(path: Path) -> Iterator[Problem]:
-    """Check comments. Consecutive lines are one paragraph."""
+    """Check comments. Consecutive lines are one paragraph, but not comments after code."""
     where, paragraph, first, last = str(path.relative_to(ROOT)), list[str](), 0, 0
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
         text = token.string.lstrip("#: ")
         if token.type != tokenize.COMMENT or text.startswith(("noqa", "type:", "!", "pragma")):
             continue
-        if paragraph and token.start[0] != last + 1:
+        is_after_code = bool(token.line[: token.start[1]].strip())
+        if paragraph and (is_after_code or token.start[0] != last + 1):
             yield from check_text(where, first, " ".join(paragraph))
             paragraph = []
         first, last = (first if paragraph else token.start[0]), token.start[0]

@@ -21,36 +21,25 @@ _ENCODE_OVERHEAD_S = 2e-4
 class CodecFacts:
     """Measurements of one codec on tensors of one role and dtype, on one thread."""
 
-    role: str
-    """A role of the format, for instance ``weights``."""
+    role: str  # a role of the format, for instance ``weights``
     dtype: str
     codec: str
-    sample_bytes: int
-    """Plain bytes of the sample."""
-    ratio: float
-    """Plain bytes divided by payload bytes; more is better."""
-    encode_bytes_per_s: float
-    """Plain bytes encoded per second."""
-    decode_bytes_per_s: float
-    """Plain bytes decoded per second."""
+    sample_bytes: int  # plain bytes of the sample
+    ratio: float  # plain bytes divided by payload bytes; more is better
+    encode_bytes_per_s: float  # plain bytes encoded per second
+    decode_bytes_per_s: float  # plain bytes decoded per second
 
 
 @dataclasses.dataclass(frozen=True)
 class DriveFacts:
     """Measurements of a store's drive, with direct I/O if the file system supports it."""
 
-    write_bytes_per_s: float
-    """Overwriting an existing file, without sync."""
-    durable_write_bytes_per_s: float
-    """Overwriting an existing file, with sync: the limit for recycled packs."""
-    durable_new_bytes_per_s: float
-    """Writing a new file, with sync: the limit for new packs."""
-    read_bytes_per_s: float
-    """Reading a file."""
-    write_latency_median_s: float
-    """Median time to write and sync one block."""
-    write_latency_p95_s: float
-    """95th percentile of the time to write and sync one block."""
+    write_bytes_per_s: float  # overwriting an existing file, without sync
+    durable_write_bytes_per_s: float  # overwriting an existing file, with sync: the limit for recycled packs
+    durable_new_bytes_per_s: float  # writing a new file, with sync: the limit for new packs
+    read_bytes_per_s: float  # reading a file
+    write_latency_median_s: float  # median time to write and sync one block
+    write_latency_p95_s: float  # 95th percentile of that time
     flush_latency_s: float
     """Time to make one pack durable without its bytes: file, index, header, sync, rename, and idle time."""
 
@@ -59,58 +48,40 @@ class DriveFacts:
 class Facts:
     """Measurements of a machine and a store."""
 
-    cores: int
-    """Number of processors available to this process."""
+    cores: int  # number of processors available to this process
     ring_room_bytes: int
     """Memory for a ring: most of the free space in its folder, and at most half of the available memory."""
-    copy_bytes_per_s: float
-    """Speed of a copy in memory, one thread."""
-    digest_bytes_per_s: float
-    """Speed of digests, one thread."""
+    copy_bytes_per_s: float  # speed of a copy in memory, one thread
+    digest_bytes_per_s: float  # speed of digests, one thread
     drive: DriveFacts
-    """The drive of the store."""
-    codecs: tuple[CodecFacts, ...]
-    """Measurements of encoding, by role, dtype and codec."""
-    sample: str
-    """Data that the codecs were measured on."""
-    state_bytes: int | None
-    """Tensor bytes of the newest checkpoint; None without a checkpoint."""
-    device: str | None
-    """Accelerator whose copies were measured; None without an accelerator."""
+    codecs: tuple[CodecFacts, ...]  # measurements of encoding, by role, dtype and codec
+    sample: str  # data that the codecs were measured on
+    state_bytes: int | None  # tensor bytes of the newest checkpoint; None without a checkpoint
+    device: str | None  # accelerator whose copies were measured; None without an accelerator
     device_copy_bytes_per_s: float | None
     """Speed of copies from the accelerator to pinned memory; None without an accelerator."""
-    written_bytes: int
-    """Bytes that the measurement wrote to the drive, and removed."""
-    took_s: float
-    """Duration of the measurement."""
+    written_bytes: int  # bytes that the measurement wrote to the drive, and removed
+    took_s: float  # duration of the measurement
 
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
     """Requirements of the training, beside the measurements."""
 
-    state_bytes: int
-    """Tensor bytes of one checkpoint."""
-    mtbf_s: float
-    """Mean time between failures."""
-    partition_bytes: int
-    """Maximum size of a partition."""
-    pack_bytes: int
-    """Configured maximum size of a pack."""
-    pack_limit_bytes: int
-    """Largest possible value of this setting."""
+    state_bytes: int  # tensor bytes of one checkpoint
+    mtbf_s: float  # mean time between failures
+    partition_bytes: int  # maximum size of a partition
+    pack_bytes: int  # configured maximum size of a pack
+    pack_limit_bytes: int  # largest possible value of this setting
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchAdvice:
     """Recommended size of packs."""
 
-    pack_bytes: int
-    """For ``StoreConfig(pack_bytes=...)``."""
-    flush_s: float
-    """Predicted time until a checkpoint is durable with this size."""
-    present_flush_s: float
-    """Predicted time with the configured size."""
+    pack_bytes: int  # for ``StoreConfig(pack_bytes=...)``
+    flush_s: float  # predicted time until a checkpoint is durable with this size
+    present_flush_s: float  # predicted time with the configured size
     reason: str
 
 
@@ -118,8 +89,7 @@ class BatchAdvice:
 class StallAdvice:
     """Predicted stall of the training per checkpoint."""
 
-    stall_s: float
-    """Upper bound, if no copy overlaps with forward and backward."""
+    stall_s: float  # upper bound, if no copy overlaps with forward and backward
     reason: str
 
 
@@ -127,12 +97,9 @@ class StallAdvice:
 class IntervalAdvice:
     """Recommended checkpoint interval."""
 
-    interval_s: float
-    """Seconds from one checkpoint to the next."""
-    mtbf_s: float
-    """Assumed mean time between failures."""
-    lost_share: float
-    """Fraction of the training time lost to stalls and repeated work, without restarts."""
+    interval_s: float  # seconds from one checkpoint to the next
+    mtbf_s: float  # assumed mean time between failures
+    lost_share: float  # fraction of the training time lost to stalls and repeated work, without restarts
     reason: str
 
 
@@ -140,12 +107,9 @@ class IntervalAdvice:
 class RingAdvice:
     """Recommended size of the ring."""
 
-    ring_bytes: int
-    """For ``CaptureConfig(ring_bytes=...)``; limited by the available memory."""
-    wanted_bytes: int
-    """Size of two states: the newest complete one stays while the next is captured."""
-    room_bytes: int
-    """Memory available for a ring."""
+    ring_bytes: int  # for ``CaptureConfig(ring_bytes=...)``; limited by the available memory
+    wanted_bytes: int  # size of two states: the newest complete one stays while the next is captured
+    room_bytes: int  # memory available for a ring
     reason: str
 
 
@@ -155,10 +119,8 @@ class CodecAdvice:
 
     role: str
     dtype: str
-    codec: str
-    """Name of the codec; ``identity`` if encoding does not pay."""
-    gain: float
-    """Time to write plain bytes divided by time to encode and write; 1 for ``identity``."""
+    codec: str  # name of the codec; ``identity`` if encoding does not pay
+    gain: float  # time to write plain bytes divided by time to encode and write; 1 for ``identity``
     reason: str
 
 
@@ -171,8 +133,7 @@ class Advice:
     stall: StallAdvice
     interval: IntervalAdvice
     ring: RingAdvice
-    codecs: tuple[CodecAdvice, ...]
-    """Recommended codecs, by role and dtype."""
+    codecs: tuple[CodecAdvice, ...]  # recommended codecs, by role and dtype
 
 
 def advise(facts: Facts, situation: Situation) -> Advice:

@@ -21,16 +21,11 @@ _BLOCK_BYTES = 4096
 class FlushFacts:
     """Bytes to write, and costs of writing."""
 
-    volume_bytes: int
-    """V: bytes to write, encoded."""
-    latency_s: float
-    """L: time of a durable write without its bytes."""
-    chunk_bytes: int
-    """s: bytes of one chunk, encoded."""
-    chunk_s: float
-    """Tc: time to produce one chunk."""
-    write_bytes_per_s: float
-    """W: write speed of the drive."""
+    volume_bytes: int  # V: bytes to write, encoded
+    latency_s: float  # L: time of a durable write without its bytes
+    chunk_bytes: int  # s: bytes of one chunk, encoded
+    chunk_s: float  # Tc: time to produce one chunk
+    write_bytes_per_s: float  # W: write speed of the drive
 
 
 def batch_bytes(facts: FlushFacts, limit_bytes: int) -> int:

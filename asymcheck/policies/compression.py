@@ -25,10 +25,8 @@ _OVERHEAD = 0.05
 class EncodingSample:
     """Results of encoding partitions of one kind."""
 
-    ratio: float
-    """Plain bytes over stored bytes."""
-    bytes_per_s: float
-    """Plain bytes that one thread encodes per second."""
+    ratio: float  # plain bytes over stored bytes
+    bytes_per_s: float  # plain bytes that one thread encodes per second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +34,7 @@ class Choice:
     """A codec and the reason for it."""
 
     codec: int
-    why: str
-    """One sentence without a full stop."""
+    why: str  # one sentence without a full stop
 
 
 def choose_codec(mode: Compression, sampled: Mapping[int, EncodingSample], link_bytes_per_s: float | None) -> Choice:

@@ -9,20 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from asymcheck.commit.encoder import Encoder
 from asymcheck.commit.save_request import LineagePosition
 from asymcheck.commit.synchronous_save import EarlierState, save
-from asymcheck.errors import (
-    AsymcheckError,
-    FormatError,
-    InvalidInputError,
-    PruneWarning,
-    RecoveryError,
-    warn_user,
-)
+from asymcheck.errors import AsymcheckError, FormatError, InvalidInputError, PruneWarning, RecoveryError, warn_user
 from asymcheck.events import timed
 from asymcheck.format import registry
 from asymcheck.policies.push_selection import check_seconds
@@ -102,14 +94,15 @@ class Release:
 def training_step(store: Store, release: Checkpoint) -> int:
     """Return the training step of a release; -1 if its manifest cannot be read."""
     tier = store.resources.tier
-    return int(metrics_of(tier, tier.manifests.listing(RUN, release.ref)).get(TRAINING_STEP, -1))
+    return _metric(tier, tier.manifests.listing(RUN, release.ref), TRAINING_STEP, -1)
 
 
-def metrics_of(tier: ReadTier, listing: CheckpointFiles) -> Mapping[str, float]:
-    """Return the metrics of a release, which are empty if its manifest cannot be read."""
+def _metric(tier: ReadTier, listing: CheckpointFiles, name: str, default: int) -> int:
+    """Return a metric of a release; ``default`` if it is missing, or the manifest cannot be read."""
     with contextlib.suppress(AsymcheckError):
-        return tier.manifests.read(RUN, listing.ref, listing.manifests[0]).header.metrics
-    return {}
+        header = tier.manifests.read(RUN, listing.ref, listing.manifests[0]).header
+        return int(header.metrics.get(name, default))
+    return default
 
 
 class Publisher:
@@ -159,7 +152,7 @@ class Publisher:
     def last_step(self) -> int | None:
         """Return the training step of the newest release; None if there is none."""
         newest = self._listed()[-1:]
-        return None if not newest else int(metrics_of(self._store.resources.nvme, newest[0]).get(TRAINING_STEP, -1))
+        return _metric(self._store.resources.nvme, newest[0], TRAINING_STEP, -1) if newest else None
 
     def commit(self, copies: dict[str, object], step: int) -> Release:
         """Publish the result of :meth:`take`; see :meth:`publish`."""
@@ -204,7 +197,7 @@ class Publisher:
         with contextlib.suppress(FormatError, RecoveryError, InvalidInputError):
             state = self._store.load(f"save:{newest.ref.save_id.hex()}", run=RUN)
             self._earlier = EarlierState.of(flatten(state), self._store.resources.nvme.config)
-            self._deltas = int(metrics_of(self._store.resources.nvme, newest).get(_DELTAS, self.rules.full_every))
+            self._deltas = _metric(self._store.resources.nvme, newest, _DELTAS, self.rules.full_every)
 
     def _remote(self) -> RemoteTier:
         if self._far is None:

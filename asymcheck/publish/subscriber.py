@@ -82,10 +82,8 @@ class _Prepared:
     manifest: Manifest
     weights: list[Weight]
     fetched_bytes: int
-    new: list[tuple[Weight, torch.Tensor]] | None = None
-    """The second buffer; None if there is too little memory."""
-    pause_s: float | None = None
-    """Seconds in which the tensors were overwritten; None if they were not."""
+    new: list[tuple[Weight, torch.Tensor]] | None = None  # the second buffer; None if there is too little memory
+    pause_s: float | None = None  # seconds in which the tensors were overwritten; None if they were not
 
 
 class _Discard:
@@ -279,8 +277,9 @@ class Subscriber:
 
     def _fits(self, changed: list[Weight]) -> bool:
         """Tell whether a second buffer is to be used."""
-        if self._buffering != "auto" or not all(weight.tensors for weight in changed):
-            return self._buffering != "single" or not all(weight.tensors for weight in changed)
+        is_new = not all(weight.tensors for weight in changed)
+        if is_new or self._buffering != "auto":
+            return is_new or self._buffering == "double"
         for device in {weight.device for weight in changed}:
             needed = sum(weight.row.nbytes for weight in changed if weight.device == device)
             free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()

@@ -38,12 +38,9 @@ def tensors_of(value: object, name: str | None = None) -> Iterator[tuple[str, to
 class Weight:
     """A tensor of a release, and the tensors of the subscriber that receive it."""
 
-    row: TensorRow
-    """The stored tensor."""
-    tensors: list[torch.Tensor]
-    """Tensors with distinct memory."""
-    ties: list[torch.Tensor]
-    """Tensors that are views of the memory of the first one, with the same shape."""
+    row: TensorRow  # the stored tensor
+    tensors: list[torch.Tensor]  # tensors with distinct memory
+    ties: list[torch.Tensor]  # tensors that are views of the memory of the first one, with the same shape
 
     @property
     def state(self) -> tuple[tuple[int, int], ...]:
@@ -82,7 +79,7 @@ def match(into: object, manifest: Manifest, release: str) -> list[Weight]:
     unused = [row.name for row in rows if not any(n.removeprefix(prefix) in given for n in (row.name, *row.aliases))]
     if missing or unused:
         parts = [
-            f"{what} {listed(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
+            f"{what} {listed(names, _SHOWN)}"
             for what, names in (("it lacks", missing), ("the given state lacks", unused))
             if names
         ]
@@ -103,7 +100,7 @@ def _prefix(given: Mapping[str, object], stored: Mapping[str, object]) -> str:
     first = next(iter(given), "")
     ends = [name.removesuffix(first) for name in stored if name == first or name.endswith(f".{first}")]
     fitting = [prefix for prefix in ends if all(prefix + name in stored for name in given)]
-    return min([*fitting, *ends, ""], key=len) if not fitting else min(fitting, key=len)
+    return min(fitting, key=len, default="")
 
 
 def _take(weight: Weight, tensor: torch.Tensor, name: str, taken: dict[tuple[object, ...], str], release: str) -> None:

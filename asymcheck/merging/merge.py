@@ -9,7 +9,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import cast
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from asymcheck.format.manifest import Manifest
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.merging import methods
 from asymcheck.merging.methods import BLOCK_ELEMENTS, Angle, Block, MergeSettings, Threshold
-from asymcheck.merging.sources import Source, SourceName, SourceTensor, opened
+from asymcheck.merging.sources import Source, SourceName, SourceTensor, named, opened
 from asymcheck.restore.resolve import read_manifests
 from asymcheck.restore.state_template import rows_in, with_tensors
 from asymcheck.state.leaves import Leaf, TensorBytes
@@ -119,9 +118,7 @@ def merge(  # noqa: PLR0913 - options of the command
     chosen.check_used(name for name, value in settings.items() if value is not None)
     tier = store.resources.writable()
     check_run(to_run)
-    names = [item if isinstance(item, SourceName) else SourceName(store, item) for item in steps]
-    if base is not None:
-        names.append(base if isinstance(base, SourceName) else SourceName(store, base))
+    names = [named(store, item) for item in (*steps, *([] if base is None else [base]))]
     with opened(names, run, tensors) as every:
         merging = _Merge(every[: len(steps)], every[len(steps) :], chosen, tier)
         merging.check_target(store, to_run)
@@ -143,7 +140,6 @@ class _Merge:
         for source in (*sources[:-1], *base):
             source.check_names(newest)
         made: dict[int, MergedTensor] = {}
-
         for number in rows_in(newest.shape):
             row = newest.parts.row(number)
             inputs = [source.tensor(row) for source in (*sources, *base)]
@@ -153,15 +149,15 @@ class _Merge:
 
     def record(self) -> dict[str, object]:
         """Return the key ``merged`` of the manifest."""
-        base = [source.record(None) for source in self._base]
-        settings, sources = self._settings, self._sources_record()
-        return {"method": settings.method, "sources": sources, "base": base[0] if base else None, **settings.used()}
+        sources, base = self._records()
+        return {"method": self._settings.method, "sources": sources, "base": base, **self._settings.used()}
 
-    def _sources_record(self) -> list[dict[str, object]]:
+    def _records(self) -> tuple[list[dict[str, object]], dict[str, object] | None]:
+        """Describe the sources with their weights, and the base if there is one."""
         # A mean has shares as weights, task vectors are not divided by the sum of theirs.
         divisor = 1.0 if self._settings.uses_base else math.fsum(self._weights)
-        shares = [weight / divisor for weight in self._weights]
-        return [source.record(share) for source, share in zip(self.sources, shares, strict=True)]
+        sources = [source.record(weight / divisor) for source, weight in zip(self.sources, self._weights, strict=True)]
+        return sources, next((source.record(None) for source in self._base), None)
 
     def check_target(self, store: Store, run: str) -> None:
         """Check that a run has only merged checkpoints, so that no training finds one of them in its line."""
@@ -189,14 +185,14 @@ class _Merge:
         catalog, encoder = store.resources.catalog(), store.resources.encoder
         placing = partial(place, tier, request.run, None)
         saved = save(tier, catalog, encoder, flat, request, placing, known=known)
-        base = [source.record(None) for source in self._base]
+        sources, base = self._records()
         return Merged(
             checkpoint=Checkpoint.of(
                 request.run, saved.ref, 1, {}, saved.state_bytes, written_bytes=saved.written_bytes
             ),
             method=settings.method,
-            sources=tuple(self._sources_record()),
-            base=base[0] if base else None,
+            sources=tuple(sources),
+            base=base,
             settings=settings.used(),
             tensors=len(self._tensors),
             reused_bytes=reused,
@@ -262,7 +258,6 @@ class MergedTensor(TensorBytes):
         self.width = DTYPE_BYTES[self.dtype]
         self.element_bytes = sum(item.width for item in inputs)
         """Bytes of one element in all inputs."""
-        self._permits, self._report = threading.Semaphore(), cast("Callable[[int], None]", _ignore)
 
     def prepare(self, permits: threading.Semaphore, report: Callable[[int], None]) -> None:
         """Read with ``permits``, and report the bytes that are done."""
@@ -329,7 +324,7 @@ class MergedTensor(TensorBytes):
 
     def _blocks(self, first: int, last: int) -> Iterator[tuple[int, list[Block]]]:
         """Yield blocks of elements: the number of the first one, and the values of all inputs."""
-        most = _most_elements(self.element_bytes)
+        most = max(BLOCK_ELEMENTS, _MEMORY_BYTES // self.element_bytes)
         for start in range(first, last, most):
             count = min(most, last - start)
             with self._permits:
@@ -344,15 +339,6 @@ class MergedTensor(TensorBytes):
                             for item, data in parts
                         ],
                     )
-
-
-def _ignore(_count: int) -> None:
-    pass
-
-
-def _most_elements(element_bytes: int) -> int:
-    """Return the number of elements that one thread reads at once."""
-    return max(BLOCK_ELEMENTS, _MEMORY_BYTES // element_bytes)
 
 
 def known_cut(leaves: Sequence[Leaf], columns: Columns, config: StoreConfig) -> KnownCut:

@@ -251,9 +251,7 @@ def ties(
     for value, weight, threshold in zip(values, weights, thresholds, strict=True):
         delta = value - base
         trimmed.append(np.where(magnitude(delta) >= np.float32(threshold), delta, 0.0) * weight)
-    total = trimmed[0].copy()
-    for delta in trimmed[1:]:
-        total += delta
+    total = combined(trimmed, [1.0] * len(trimmed))
     elected = np.where(total >= 0, 1.0, -1.0)
     merged, divisor = np.zeros_like(base), np.zeros_like(base)
     for delta, weight in zip(trimmed, weights, strict=True):

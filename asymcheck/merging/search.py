@@ -21,7 +21,7 @@ from asymcheck.convert.convert import Output, export_checkpoint
 from asymcheck.errors import InvalidInputError
 from asymcheck.format.digest import digest
 from asymcheck.merging.merge import MERGED_RUN, Merged, merge
-from asymcheck.merging.sources import SourceName
+from asymcheck.merging.sources import SourceName, named
 from asymcheck.store import Store
 
 FOLDER = "{folder}"
@@ -85,18 +85,10 @@ def search(  # noqa: PLR0913 - arguments of merge()
 ) -> Searched:
     """Search the settings of ``method`` whose merge has the best number, and save that merge.
 
-    Trials need space for two models beside the store. Their temporary stores are removed.
-
-    Args:
-        store: see :func:`asymcheck.merge`.
-        steps: see :func:`asymcheck.merge`.
-        evaluation: command and bounds of the search.
-        method: ``weighted``, ``ema``, ``slerp``, ``ties`` or ``dare``.
-        base: see :func:`asymcheck.merge`.
-        run: see :func:`asymcheck.merge`.
-        to_run: see :func:`asymcheck.merge`.
-        step: see :func:`asymcheck.merge`.
-        note: callback with the number of each trial, its result and its settings.
+    Trials need space for two models beside the store. Their temporary stores are removed. ``evaluation`` has the
+    command and the bounds of the search. ``method`` is ``weighted``, ``ema``, ``slerp``, ``ties`` or ``dare``. ``note``
+    is called with the number of each trial, its result and its settings. The other arguments are those of
+    :func:`asymcheck.merge`.
 
     Raises:
         InvalidInputError: optuna is missing, the method has nothing to search, or the command failed.
@@ -105,12 +97,12 @@ def search(  # noqa: PLR0913 - arguments of merge()
     if FOLDER not in evaluation.command:
         raise InvalidInputError(f"evaluation command {evaluation.command!r} has no {FOLDER}; add it as an argument")
     ranges = _ranges(method, len(steps), evaluation)
-    names = [item if isinstance(item, SourceName) else SourceName(store, item) for item in steps]
-    start = base if base is None or isinstance(base, SourceName) else SourceName(store, base)
+    names = [named(store, item) for item in steps]
+    start = None if base is None else named(store, base)
     given = [*names, *([] if start is None else [start])]
     subject = [method, run, str(evaluation.part), *(f"{item.store.location} {item.name}" for item in given)]
-    study = _study(evaluation, subject)
-    optuna: Any = _optuna()
+    optuna = _optuna()
+    study = _study(optuna, evaluation, subject)
     complete = (optuna.trial.TrialState.COMPLETE,)
 
     def settings_of(parameters: Mapping[str, float]) -> dict[str, Any]:
@@ -122,7 +114,11 @@ def search(  # noqa: PLR0913 - arguments of merge()
     while len(study.get_trials(states=complete)) < evaluation.trials:
         trial = study.ask()
         settings = settings_of({name: trial.suggest_float(name, *bounds) for name, bounds in ranges.items()})
-        with _failing(study, trial, optuna.trial.TrialState.FAIL), _folder(store) as folder:
+        with (
+            _failing(study, trial, optuna.trial.TrialState.FAIL),
+            tempfile.TemporaryDirectory(prefix=".asymcheck-merge-", dir=store.path.parent) as temporary,
+        ):
+            folder = Path(temporary)
             with Store.open(folder / "store", config=store.resources.tier.config, create=True) as scratch:
                 merge(scratch, names, method=method, base=start, run=run, **settings)
                 output = Output(folder / "model", files_from=evaluation.files_from)
@@ -146,7 +142,7 @@ def _ranges(method: str, sources: int, evaluation: Evaluation) -> dict[str, tupl
     return _SEARCHED[method]
 
 
-def _optuna() -> object:
+def _optuna() -> Any:  # noqa: ANN401 - optuna may be missing
     try:
         import optuna
     except ImportError as error:
@@ -155,9 +151,8 @@ def _optuna() -> object:
     return optuna
 
 
-def _study(evaluation: Evaluation, subject: Sequence[str]) -> Any:  # noqa: ANN401 - optuna may be missing
+def _study(optuna: Any, evaluation: Evaluation, subject: Sequence[str]) -> Any:  # noqa: ANN401 - as above
     """Open or create the study of one search; other searches may be in the same file."""
-    optuna: Any = _optuna()
     from optuna.storages.journal import JournalFileBackend
 
     storage = optuna.storages.JournalStorage(JournalFileBackend(str(evaluation.study)))
@@ -178,12 +173,6 @@ def _failing(study: Any, trial: Any, state: object) -> Iterator[None]:  # noqa: 
     except BaseException:
         study.tell(trial, state=state)
         raise
-
-
-@contextlib.contextmanager
-def _folder(store: Store) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix=".asymcheck-merge-", dir=store.path.parent) as folder:
-        yield Path(folder)
 
 
 def _evaluated(command: str, folder: Path) -> float:

@@ -49,6 +49,11 @@ class SourceName:
     """``STEP`` or ``save:DIGITS``, or either after ``RUN@``."""
 
 
+def named(store: Store, source: int | str | SourceName) -> SourceName:
+    """Return the name of a source, which is in ``store`` unless its name says otherwise."""
+    return source if isinstance(source, SourceName) else SourceName(store, source)
+
+
 class Source:
     """An open checkpoint."""
 
@@ -141,9 +146,11 @@ class Source:
         return {**described, "save_id": ref.save_id.hex(), "weight": weight}
 
     def is_deleted(self) -> bool:
-        """Tell whether the checkpoint was deleted in the meantime."""
-        manifests = self.resolved.sources.tier.manifests
-        return not manifests.listing(self.resolved.run, self.resolved.ref).manifests
+        """Tell whether the checkpoint was deleted in the meantime; False if the store cannot be read."""
+        with contextlib.suppress(AsymcheckError):
+            manifests = self.resolved.sources.tier.manifests
+            return not manifests.listing(self.resolved.run, self.resolved.ref).manifests
+        return False
 
 
 def _without_optimizer(shape: object, roles: Callable[[object], set[str]]) -> object | None:
@@ -273,15 +280,9 @@ def opened(names: Sequence[SourceName], run: str, pattern: str | None) -> Iterat
         try:
             yield sources
         except (FormatError, RecoveryError) as error:
-            deleted = [source for source in sources if _is_deleted(source)]
+            deleted = [source for source in sources if source.is_deleted()]
             if deleted:
                 raise CheckpointNotFoundError(
                     f"{deleted[0]} was deleted while it was merged; nothing was saved"
                 ) from error
             raise
-
-
-def _is_deleted(source: Source) -> bool:
-    with contextlib.suppress(AsymcheckError):
-        return source.is_deleted()
-    return False

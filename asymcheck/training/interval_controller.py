@@ -65,7 +65,12 @@ class IntervalController:
         """The interval and the reason for it."""
 
     def is_due(self, step: int, now_s: float, so_far: Statistics) -> bool:
-        """Return whether a checkpoint is due after ``step``, which ends at ``now_s`` [s] of a monotonic clock."""
+        """Return whether a checkpoint is due after ``step``, which ends at ``now_s`` [s] of a monotonic clock.
+
+        Raises:
+            RanksMissingError: rank 0 does not decide in time.
+            RankFailedError: rank 0 is at another step.
+        """
         self._measure(step, now_s, so_far.step_s + so_far.fence_s + so_far.hooks_s)
         return self._decide(step, so_far)
 
@@ -150,14 +155,7 @@ class RankedIntervalController(IntervalController):
         super().__init__(aim)
         self._announced = AnnouncedSteps(broadcast)
 
-    def is_due(self, step: int, now_s: float, so_far: Statistics) -> bool:
-        """Return the decision of rank 0 whether a checkpoint is due.
-
-        Raises:
-            RanksMissingError: rank 0 does not decide in time.
-            RankFailedError: rank 0 is at another step.
-        """
-        self._measure(step, now_s, so_far.step_s + so_far.fence_s + so_far.hooks_s)
+    def _decide(self, step: int, so_far: Statistics) -> bool:
         decision = self._announced.decide(step, partial(self._choose, step, so_far))
         if decision is None:
             return False
@@ -165,7 +163,8 @@ class RankedIntervalController(IntervalController):
         return decision["step"] == step and bool(decision["is_due"])
 
     def _choose(self, step: int, so_far: Statistics) -> object:
-        is_due = self._decide(step, so_far)
+        """Decide on rank 0, and announce the next decision."""
+        is_due = super()._decide(step, so_far)
         if self.chosen.steps:
             captured = self._captured if self._captured is not None and not is_due else step
             upcoming = max(captured + self.chosen.steps, step + 1)

@@ -160,8 +160,8 @@ class ResumeCoordinator:
             # A second read by step would select the newest attempt again, which a rank has found damaged.
             by_step = is_one and ref.step not in steps
             steps.add(ref.step)
-            read = partial(self._read if by_step else self._read_part, ref, into, report, strict=strict)
-            returned = self._try(session, (number, part + 1), ref, read, skipped if step is None else None)
+            read = partial(self._read if by_step else self._read_part, ref, into, strict=strict)
+            returned = self._try(session, (number, part + 1), ref, read, report, skipped if step is None else None)
             if returned is not None:
                 _settle(into)
                 return dataclasses.replace(returned, skipped=tuple(skipped))
@@ -201,16 +201,14 @@ class ResumeCoordinator:
         session.post(at, json.dumps(_named(ref)).encode())
         return ref
 
-    def _read(self, ref: CheckpointRef, into: object, report: Callable[[], object], *, strict: bool) -> Checkpoint:
-        report()
+    def _read(self, ref: CheckpointRef, into: object, *, strict: bool) -> Checkpoint:
         restored = self._store.restore(ref.step, into=into, run=self._run, rank=self.rank, grows=True, strict=strict)
         read = restored.checkpoint
         if read.ref != ref:
             raise InconsistentCheckpointError(f"{ref} could not be read, but another attempt, {read.ref}")
         return read
 
-    def _read_part(self, ref: CheckpointRef, into: object, report: Callable[[], object], *, strict: bool) -> Checkpoint:
-        report()
+    def _read_part(self, ref: CheckpointRef, into: object, *, strict: bool) -> Checkpoint:
         wanted = LoadRequest("*", into, check_device(None), rank=self.rank, grows=True, strict=strict)
         return _restored_part(self._store, self._run, ref, wanted)
 
@@ -220,14 +218,16 @@ class ResumeCoordinator:
         at: tuple[int, int],
         ref: CheckpointRef,
         read: Callable[[], Checkpoint],
+        report: Callable[[], object],
         skipped: list[str] | None,
     ) -> ResumePoint | None:
-        """Restore on all ranks by ``read``; return None if the checkpoint is damaged and another may be tried.
+        """Restore on all ranks by ``read``, after ``report``; return None if the checkpoint is damaged.
 
-        Rank 0 appends the reason to ``skipped``. If that is None, no other checkpoint is tried.
+        Rank 0 appends the reason to ``skipped``, and may try another checkpoint. If ``skipped`` is None, it does not.
         """
         checkpoint, failure, is_damage = None, None, False
         try:
+            report()
             checkpoint = read()
         except AsymcheckError as error:
             failure = error
@@ -297,13 +297,12 @@ class ResumeCoordinator:
             )
 
         def read() -> Checkpoint:
-            report()
             capture = background.newest_in_ring(lambda candidate: candidate == ref)
             if capture is None:
                 raise RanksError(f"{ref} is not in memory any more")
             return _loaded_from_ring(*capture, into)
 
-        returned = self._try(session, (number, 2), ref, read, None)
+        returned = self._try(session, (number, 2), ref, read, report, None)
         if returned is None:
             raise RankFailedError(f"{ref} could not be restored")
         _settle(into)

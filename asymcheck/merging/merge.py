@@ -371,13 +371,8 @@ def known_cut(leaves: Sequence[Leaf], columns: Columns, config: StoreConfig) -> 
         partitions.append(partition)
         if partition.length == parts[0][2] and all(_is_equal(leaves, piece) for piece in partition.pieces):
             digests[partition] = name
-    sizes, groups = [columns.sizes[row] for row in others], [columns.groups[row] for row in others]
-    rest = cut(sizes, groups, config, [columns.widths[row] for row in others])
-    partitions += [
-        Partition(tuple(dataclasses.replace(piece, row=others[piece.row]) for piece in partition.pieces))
-        for partition in rest.partitions
-    ]
-    return KnownCut(Cut((*inline, *(others[row] for row in rest.inline)), tuple(partitions)), digests)
+    rest = cut(columns.sizes, columns.groups, config, columns.widths, others)
+    return KnownCut(Cut((*inline, *rest.inline), (*partitions, *rest.partitions)), digests)
 
 
 def _is_equal(leaves: Sequence[Leaf], piece: Piece) -> bool:

@@ -178,13 +178,6 @@ class Region:
         """Whether the bytes are contiguous in source and target."""
         return len(self.shape) == 1
 
-    def runs(self) -> Iterator[tuple[int, int, int]]:
-        """Yield first byte in the source, first byte in the target, and length of each row."""
-        for place in np.ndindex(self.shape[:-1]):
-            source = sum(map(int.__mul__, place, self.source_strides))
-            target = sum(map(int.__mul__, place, self.target_strides))
-            yield self.source + source, self.target + target, self.shape[-1]
-
     def copy(self, source: memoryview, target: npt.NDArray[np.uint8]) -> None:
         """Copy the bytes from ``source`` into ``target``, a writable array. Releases the GIL for large copies."""
         if self.is_run:

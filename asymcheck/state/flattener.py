@@ -22,9 +22,8 @@ from asymcheck.format.tree import Node, join_name
 from asymcheck.state.leaves import PLAIN_TENSORS, Leaf, Source, identity_key
 from asymcheck.state.shards import TensorShard, is_dtensor, is_laid_out, layout_of
 from asymcheck.state.typed_values import typed_value
-from asymcheck.state.walk import Called, Columns, FlatState, Walker, below, is_to_be_called, state_of
+from asymcheck.state.walk import TENSOR_TAGS, Called, Columns, FlatState, Walker, below, is_to_be_called, state_of
 
-_TENSOR_TAGS = ("T", "N")
 _MAPPING_TAGS: dict[object, type] = {"d": dict, "o": OrderedDict, "m": OrderedDict}
 _SEQUENCE_TAGS: dict[object, type] = {"l": list, "t": tuple}
 
@@ -353,7 +352,7 @@ def _template_of(node: Node, name: str | None, depth: int) -> _Template:
     # A node with tensors is a list of its tag and its content.
     parts: list[Any] = node if isinstance(node, list) else [None, None]
     tag, content, *rest = parts
-    if tag in _TENSOR_TAGS:
+    if tag in TENSOR_TAGS:
         return _Tensor(node)
     if tag in _SEQUENCE_TAGS:
         items = [_template_of(item, below(name, str(index)), depth + 1) for index, item in enumerate(content)]

@@ -192,35 +192,35 @@ def make_leaf(source: Source, path: str, group: str, box: Box | None = None) -> 
     # The most frequent type comes first.
     if isinstance(source, torch.Tensor):
         _check_tensor(source, path)
-        name = TORCH_NAMES.get(source.dtype)
-        if name is None:
+        dtype = TORCH_NAMES.get(source.dtype)
+        if dtype is None:
             raise UnsupportedValueError(path, f"tensors of dtype {source.dtype} are not supported")
         shape = tuple(source.shape)
-        _check_dimensions(shape, path)
-        if box is None:
-            box = Box.of_whole(shape)
-            shape = box.shape
-        return Leaf(source, path, name, shape, source.nbytes, group, box)
-    if isinstance(source, TensorBytes):
-        _check_dimensions(source.shape, path)
-        return Leaf(source, path, source.dtype, source.shape, source.nbytes, group, Box.of_whole(source.shape))
-    if type(source) not in (np.ndarray, np.memmap):
-        raise UnsupportedValueError(
-            path,
-            f"numpy subclass {type(source).__qualname__} is not supported; use numpy.asarray(), and "
-            "store other attributes separately",
-        )
-    dtype = numpy_name(source.dtype)
-    if dtype is None:
-        raise UnsupportedValueError(
-            path, f"numpy arrays of dtype {source.dtype} have no portable bytes; convert them to numbers"
-        )
-    return Leaf(source, path, dtype, source.shape, source.nbytes, group, Box.of_whole(source.shape))
-
-
-def _check_dimensions(shape: tuple[int, ...], path: str) -> None:
+    elif isinstance(source, TensorBytes):
+        dtype, shape = source.dtype, source.shape
+    else:
+        dtype, shape = _numpy_dtype(source, path), source.shape
     if len(shape) > DIMENSIONS_MAX:
         raise UnsupportedValueError(path, f"tensors of more than {DIMENSIONS_MAX} dimensions are not supported")
+    if box is None:
+        box = Box.of_whole(shape)
+        shape = box.shape
+    return Leaf(source, path, dtype, shape, source.nbytes, group, box)
+
+
+def _numpy_dtype(array: np.ndarray, path: str) -> str:
+    if type(array) not in (np.ndarray, np.memmap):
+        raise UnsupportedValueError(
+            path,
+            f"numpy subclass {type(array).__qualname__} is not supported; use numpy.asarray(), and "
+            "store other attributes separately",
+        )
+    dtype = numpy_name(array.dtype)
+    if dtype is None:
+        raise UnsupportedValueError(
+            path, f"numpy arrays of dtype {array.dtype} have no portable bytes; convert them to numbers"
+        )
+    return dtype
 
 
 def _check_tensor(tensor: torch.Tensor, path: str) -> None:

@@ -34,14 +34,9 @@ def unique_name(name: str, taken: dict[str, int]) -> str:
     return unique
 
 
-def as_stored(name: str) -> str:
-    """Return the stored name of a name from :func:`unique_name`."""
-    return _NUMBER.sub("", name)
-
-
 def matches(pattern: str, names: Iterable[str]) -> bool:
-    """Tell whether a glob matches a unique name or its stored name."""
-    return any(fnmatch.fnmatchcase(form, pattern) for name in names for form in (name, as_stored(name)))
+    """Tell whether a glob matches a name from :func:`unique_name`, or the stored name without a number."""
+    return any(fnmatch.fnmatchcase(form, pattern) for name in names for form in (name, _NUMBER.sub("", name)))
 
 
 def did_you_mean(key: object, stored: Iterable[object], given: Container[object]) -> str:

@@ -62,7 +62,13 @@ class Cut:
     partitions: tuple[Partition, ...]
 
 
-def cut(sizes: Sequence[int], groups: Sequence[str], config: StoreConfig, widths: Sequence[int] | None = None) -> Cut:
+def cut(
+    sizes: Sequence[int],
+    groups: Sequence[str],
+    config: StoreConfig,
+    widths: Sequence[int] = (),
+    rows: Sequence[int] | None = None,
+) -> Cut:
     """Split tensors into partitions.
 
     Tensors of at least ``config.bundle_below_bytes`` are split into pieces of equal size, which are multiples of 4 KiB
@@ -73,20 +79,22 @@ def cut(sizes: Sequence[int], groups: Sequence[str], config: StoreConfig, widths
         sizes: bytes of each tensor, by row.
         groups: tensors are bundled only within their group.
         config: configuration with the desired sizes.
-        widths: bytes of an element of each tensor; 4 for all if None. Tensors of 2 and 4 bytes are split at the same
+        widths: bytes of an element of each tensor; 4 for all if empty. Tensors of 2 and 4 bytes are split at the same
             elements, so that each partition of a rounded copy corresponds to one partition of its original.
+        rows: the tensors to split; all if None.
     """
     inline: list[int] = []
     inline_room = config.inline_total_bytes
     partitions: list[Partition] = []
     bundles: dict[str, list[Piece]] = {}
     filled: dict[str, int] = {}
-    for row, (size, group) in enumerate(zip(sizes, groups, strict=True)):
+    for row in range(len(sizes)) if rows is None else rows:
+        size, group = sizes[row], groups[row]
         if size <= min(config.inline_bytes, inline_room, INLINE_BYTES_MAX):
             inline.append(row)
             inline_room -= size
         elif size >= config.bundle_below_bytes:
-            width = 4 if widths is None else widths[row]
+            width = widths[row] if widths else 4
             partitions.extend(
                 Partition((Piece(row, start, length),))
                 for start, length in _pieces(size, width, config.partition_bytes)
@@ -143,13 +151,7 @@ class PlanInput:
 
     def cut(self, rows: Sequence[int], config: StoreConfig) -> Cut:
         """Return the canonical split of some rows."""
-        widths = [self.widths[row] for row in rows] if self.widths else None
-        parts = cut([self.sizes[row] for row in rows], [self.groups[row] for row in rows], config, widths)
-        partitions = (
-            Partition(tuple(dataclasses.replace(piece, row=rows[piece.row]) for piece in partition.pieces))
-            for partition in parts.partitions
-        )
-        return Cut(tuple(rows[row] for row in parts.inline), tuple(partitions))
+        return cut(self.sizes, self.groups, config, self.widths, rows)
 
 
 def make_plan(layout: PlanInput, config: StoreConfig, kind: str, number: int, profile: Windows | None = None) -> Plan:

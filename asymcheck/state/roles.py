@@ -11,16 +11,13 @@ _BY_LAST_PART = {
     "grad": "gradient",
     "master": "weights",
     "master_param": "weights",
+    "weight": "weights",
+    "bias": "weights",
 }
-_FIRST_PARTS = {"model": "weights", "module": "weights", "ema": "weights", "rng": "rng"}
+_BY_FIRST_PART = {"model": "weights", "module": "weights", "ema": "weights", "rng": "rng"}
 
 
 def role_of(name: str) -> str:
     """Return the role of a tensor: by the last part of its dotted name, else by the first, else ``other``."""
     parts = name.split(".")
-    last = _BY_LAST_PART.get(parts[-1])
-    if last is not None:
-        return last
-    if parts[-1] in ("weight", "bias"):
-        return "weights"
-    return _FIRST_PARTS.get(parts[0], "other")
+    return _BY_LAST_PART.get(parts[-1]) or _BY_FIRST_PART.get(parts[0], "other")

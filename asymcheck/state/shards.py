@@ -163,14 +163,10 @@ def _offset_of(
 def _cut(placement: Placement, dims: int, path: str) -> _Cut:
     if placement.is_replicate():
         return None
-    return _dimension(placement, dims, path), getattr(placement, _SPLITS, 1)
-
-
-def _dimension(placement: Placement, dims: int, path: str) -> int:
     dim = getattr(placement, "dim", None)
     if type(dim) is not int or not -dims <= dim < dims:
         raise UnsupportedValueError(path, f"the tensor has the unsupported placement {placement}; redistribute it")
-    return dim % dims
+    return dim % dims, getattr(placement, _SPLITS, 1)
 
 
 def _share(span: Sequence[range], place: int, size: int, splits: int) -> list[range]:

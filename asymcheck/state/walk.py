@@ -25,7 +25,7 @@ from asymcheck.state.typed_values import TypedValue, is_nested, remedy_for, type
 from asymcheck.state.zero_redundancy import local_part
 from asymcheck.types import Stateful, is_stateful
 
-_TENSOR_TAGS = ("T", "N")
+TENSOR_TAGS = ("T", "N")
 _SHARED_ENTRIES = 16
 _SHARED_KEY = 200  # longer mappings and keys are rare, and would fill the cache
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
@@ -282,7 +282,7 @@ def _entry(key: Node, node: Node) -> tuple[str, str, int] | None:
     if type(key) is str and len(key) <= _SHARED_KEY:
         if type(node) is int:
             return key, "", node
-        if type(node) is list and node[0] in _TENSOR_TAGS:
+        if type(node) is list and node[0] in TENSOR_TAGS:
             return key, node[0], node[1]
     return None
 

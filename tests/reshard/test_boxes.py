@@ -137,12 +137,8 @@ def crossings(draw: st.DrawFn) -> tuple[Box, Box, Box, int]:
     return source, target, common, draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
 
 
-@given(crossings(), st.lists(st.integers(0, 1 << 20), max_size=6), st.booleans())
-def test_bytes_of_one_box_go_where_slices_say(
-    case: tuple[Box, Box, Box, int],
-    cuts: list[int],
-    by_run: bool,
-) -> None:
+@given(crossings(), st.lists(st.integers(0, 1 << 20), max_size=6))
+def test_bytes_of_one_box_go_where_slices_say(case: tuple[Box, Box, Box, int], cuts: list[int]) -> None:
     """Test any byte ranges, also ranges that split elements, and that other bytes are not changed."""
     source, target, common, width = case
     whole = np.random.default_rng(0).integers(0, 256, (*source.whole, width), dtype=np.uint8)
@@ -158,11 +154,7 @@ def test_bytes_of_one_box_go_where_slices_say(
         for region in regions:
             assert math.prod(region.shape) == region.nbytes
             done += region.nbytes
-            if by_run:
-                for first, place, count in region.runs():
-                    room[place : place + count] = np.frombuffer(data[first : first + count], dtype=np.uint8)
-            else:
-                region.copy(data, room)
+            region.copy(data, room)
     assert done == crossing.nbytes == common.elements * width
     expected = np.zeros_like(whole)
     expected[_slices(common)] = whole[_slices(common)]

@@ -229,9 +229,7 @@ class EngineState:
         state = states[part.flat]
         for key, value in elementwise.items():
             if key not in state:
-                dtype = (
-                    value.local.dtype if isinstance(value, TensorShard) else getattr(value, "dtype", part.flat.dtype)
-                )
+                dtype = getattr(value, "dtype", part.flat.dtype)
                 state[key] = torch.zeros_like(part.flat, dtype=dtype, requires_grad=False)
             part.fill(state[key], value)
         options = self.optimizer.param_groups[part.group]

@@ -176,11 +176,7 @@ def _failing(study: Any, trial: Any, state: object) -> Iterator[None]:  # noqa: 
 
 
 def _evaluated(command: str, folder: Path) -> float:
-    """Run the command, and return the last word of its output as a number.
-
-    Raises:
-        InvalidInputError: the command cannot be run, failed, or printed no finite number.
-    """
+    """Run the command, and return the last word of its output as a number."""
     words = [word.replace(FOLDER, str(folder)) for word in shlex.split(command)]
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False)

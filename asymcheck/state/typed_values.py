@@ -142,22 +142,18 @@ def misfit(given: object, parts: TypedValue, stored: TypedValue) -> str:
         return f"a generator of {parts.parameter} is given, but one of {device} is stored; {advice}"
     if stored.kind != parts.kind:
         return f"a {parts.kind} is given, but a {stored.kind} is stored"
-    content = stored.content
+    content: Any = stored.content
+    own_content: Any = parts.content
     if isinstance(given, enum.Enum):
         if _member(type(given), stored) is None:
             return f"{type(given).__name__} has no member for the stored {stored.parameter}"
     elif parts.kind in ("dataclass", "namedtuple"):
-        extra = [
-            str(key)
-            for key in cast("dict[str, object]", content)
-            if key not in cast("dict[str, object]", parts.content)
-        ]
+        extra = [str(key) for key in content if key not in own_content]
         if extra:
             return f"{type(given).__name__} lacks the stored field{'s' if len(extra) > 1 else ''} {', '.join(extra)}"
     elif parts.kind == "deque":
-        count = len(cast("list[object]", content))
-        if isinstance(parts.parameter, int) and count > parts.parameter:
-            return f"a deque of at most {parts.parameter} items is given, but {count} are stored"
+        if isinstance(parts.parameter, int) and len(content) > parts.parameter:
+            return f"a deque of at most {parts.parameter} items is given, but {len(content)} are stored"
     elif parts.parameter != stored.parameter and parts.kind == "nested-tensor":
         return f"a nested tensor of layout {parts.parameter} is given, but one of layout {stored.parameter} is stored"
     elif parts.parameter != stored.parameter and parts.kind == "numpy-generator":

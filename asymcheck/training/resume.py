@@ -310,12 +310,7 @@ class ResumeCoordinator:
 
 
 def _restored_part(store: Store, run: str, ref: CheckpointRef, wanted: LoadRequest) -> Checkpoint:
-    """Fill a state with the part that one rank saved, from this store or from its remote.
-
-    Raises:
-        InconsistentCheckpointError, FormatError, RecoveryError, StorageError: the part is complete in neither.
-        StateMismatchError, RefusedStateError: the state does not fit, or an object refused its own.
-    """
+    """Fill a state with the part that one rank saved, from this store or from its remote."""
     store.training.fence()
     opened = store.resources
     problems: list[str] = []
@@ -341,12 +336,7 @@ def _restored_part(store: Store, run: str, ref: CheckpointRef, wanted: LoadReque
 def _loaded_from_ring(
     ref: CheckpointRef, captured: Manifest, payload: Callable[[Digest], memoryview], into: object
 ) -> Checkpoint:
-    """Fill a state with a checkpoint in memory.
-
-    Raises:
-        StateMismatchError: the state does not fit; nothing was overwritten.
-        DigestMismatchError: the memory has changed; tensors may have been overwritten.
-    """
+    """Fill a state with a checkpoint in memory."""
     load_captured(captured, payload, into)
     header = captured.header
     return Checkpoint.of(header.run, ref, header.world_size, header.metrics, captured.total_bytes)

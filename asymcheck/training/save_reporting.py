@@ -107,16 +107,7 @@ class SaveReporting:
             pusher.warn()
 
     def _report_settled(self, settled: Sequence[Capture]) -> None:
-        """Raise or warn of lost checkpoints, and warn of suspicious ones.
-
-        Raises:
-            LostCheckpointError: checkpoints are lost, and failures are raised.
-
-        Warns:
-            SilentDivergenceWarning: replicas of a tensor differ between ranks.
-            StaleStateWarning: a checkpoint is identical to the previous one.
-            LostCheckpointWarning: a checkpoint is lost, and failures are only warned of.
-        """
+        """Raise or warn of lost checkpoints, and warn of suspicious ones."""
         for capture in settled:
             if capture.is_stale:
                 warn_user(
@@ -133,11 +124,7 @@ class SaveReporting:
             warn_user(self._lost([capture]), LostCheckpointWarning)
 
     def _report_pruning(self, failure: BaseException | None) -> None:
-        """Raise or warn of old checkpoints that could not be removed.
-
-        Raises:
-            PruneError: pruning failed, and failures are raised.
-        """
+        """Raise or warn of old checkpoints that could not be removed."""
         if failure is None:
             return
         message = f"cannot remove old checkpoints of run {self._run!r}: {failure}"

@@ -318,15 +318,11 @@ def narrow(values: Block, dtype: str) -> Bytes:
     with np.errstate(over="ignore", invalid="ignore"):
         if dtype in _FLOATS:
             return values.astype(dtype).view(np.uint8)
-        return _rounded_by_torch(values, dtype)
-
-
-def _rounded_by_torch(values: Block, dtype: str) -> Bytes:
-    """Round by way of float32. Rounding to odd there prevents that a value is rounded twice."""
-    rough = values.astype(np.float32)
-    back = rough.astype(np.float64)
-    bits = rough.view(np.uint32)
-    bits -= np.abs(back) > np.abs(values)
-    bits |= (back != values) & ~np.isnan(values)
+        # torch rounds float32 values. Rounding to odd there prevents that a value is rounded twice.
+        rough = values.astype(np.float32)
+        back = rough.astype(np.float64)
+        bits = rough.view(np.uint32)
+        bits -= np.abs(back) > np.abs(values)
+        bits |= (back != values) & ~np.isnan(values)
     rounded: Bytes = torch.from_numpy(rough).to(TORCH_DTYPES[dtype]).view(torch.uint8).numpy()
     return rounded

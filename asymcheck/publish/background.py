@@ -34,8 +34,6 @@ class BackgroundPublisher:
         self._publisher: Publisher | None = None
         self._running: Future[Release] | None = None
         self._last_step: int | None = None
-        self.newest: Release | None = None
-        """The newest release of this training."""
 
     def step(self, step: int, state: object) -> None:
         """Publish ``state`` if a release is due and no other one is in flight. Otherwise a later step publishes it.
@@ -67,8 +65,10 @@ class BackgroundPublisher:
     def _collect(self) -> None:
         """Wait for the release in flight, and report its failure."""
         running, self._running = self._running, None
+        if running is None:
+            return
         try:
-            self.newest = self.newest if running is None else running.result()
+            running.result()
         except AsymcheckError as error:
             self._fail(error)
 

@@ -236,7 +236,7 @@ class InPlaceFill:
         items = parts.content
         # A set, an Enum member or a nested tensor is restored as a whole, and a deque of another length, too.
         is_whole = parts.kind in ("set", "enum", "nested-tensor") or (
-            isinstance(items, list) and not any(_is_like(items, value) for value in contents)  # type: ignore[arg-type]  # lists
+            isinstance(items, list) and not any(_is_like(items, value) for value in contents)
         )
         make = self._made(merge(contents), path) if is_whole else self._match(items, contents, path)
 

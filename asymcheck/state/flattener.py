@@ -113,7 +113,7 @@ class _Known:
         columns, row = self._columns, self._rows[number]
         if isinstance(given, TensorShard):
             return given.local if given.box == columns.boxes[row] else None
-        walker = Walker(called, columns.groups[row])
+        walker = Walker(called)
         walker.node(given, columns.names[row], 1)
         (leaf,) = walker.leaves
         known = (columns.dtypes[row], columns.shapes[row], columns.boxes[row], columns.sizes[row])

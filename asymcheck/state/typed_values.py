@@ -41,7 +41,7 @@ class TypedValue:
 
     kind: str
     parameter: str | int | None
-    content: object
+    content: Any  # depends on the kind, for example a list of items or a dict of fields
     like: object = None
     """Given value that supplies the class, or the object to restore in place; None for neither."""
 
@@ -142,13 +142,12 @@ def misfit(given: object, parts: TypedValue, stored: TypedValue) -> str:
         return f"a generator of {parts.parameter} is given, but one of {device} is stored; {advice}"
     if stored.kind != parts.kind:
         return f"a {parts.kind} is given, but a {stored.kind} is stored"
-    content: Any = stored.content
-    own_content: Any = parts.content
+    content = stored.content
     if isinstance(given, enum.Enum):
         if _member(type(given), stored) is None:
             return f"{type(given).__name__} has no member for the stored {stored.parameter}"
     elif parts.kind in ("dataclass", "namedtuple"):
-        extra = [str(key) for key in content if key not in own_content]
+        extra = [str(key) for key in content if key not in parts.content]
         if extra:
             return f"{type(given).__name__} lacks the stored field{'s' if len(extra) > 1 else ''} {', '.join(extra)}"
     elif parts.kind == "deque":
@@ -171,7 +170,7 @@ def build(parts: TypedValue) -> object:
         RefusedStateError: the class, or a random number generator, refused the content.
     """
     try:
-        return _BUILDERS[parts.kind](parts, parts.content)
+        return _BUILDERS[parts.kind](parts)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise RefusedStateError(f"a {parts.kind} refused the stored content: {error!r}", (), None) from error
 
@@ -233,17 +232,19 @@ def _member(kind: type[enum.Enum], stored: TypedValue) -> enum.Enum | None:
     return member
 
 
-def _build_enum(parts: TypedValue, content: object) -> object:
-    return _member(type(parts.like), parts) if isinstance(parts.like, enum.Enum) else content
+def _build_enum(parts: TypedValue) -> object:
+    return _member(type(parts.like), parts) if isinstance(parts.like, enum.Enum) else parts.content
 
 
-def _build_namedtuple(parts: TypedValue, content: Any) -> object:  # noqa: ANN401 - a dict
+def _build_namedtuple(parts: TypedValue) -> object:
+    if parts.like is None:
+        return parts.content
     kind: Any = type(parts.like)
-    return content if parts.like is None else kind._make([content[name] for name in kind._fields])  # noqa: SLF001 - public
+    return kind._make([parts.content[name] for name in kind._fields])  # noqa: SLF001 - public
 
 
-def _build_dataclass(parts: TypedValue, content: Any) -> object:  # noqa: ANN401 - a dict
-    target = parts.like
+def _build_dataclass(parts: TypedValue) -> object:
+    target, content = parts.like, parts.content
     if target is None:
         return content
     try:
@@ -257,43 +258,43 @@ def _build_dataclass(parts: TypedValue, content: Any) -> object:  # noqa: ANN401
     return target
 
 
-def _build_set(parts: TypedValue, content: Any) -> object:  # noqa: ANN401 - a tuple
+def _build_set(parts: TypedValue) -> object:
     if not isinstance(parts.like, set):
-        return set(content)
+        return set(parts.content)
     parts.like.clear()
-    parts.like.update(content)
+    parts.like.update(parts.content)
     return parts.like
 
 
-def _build_deque(parts: TypedValue, content: Any) -> object:  # noqa: ANN401 - a list
+def _build_deque(parts: TypedValue) -> object:
     if not isinstance(parts.like, deque):
-        return deque(content, cast("int | None", parts.parameter))
+        return deque(parts.content, cast("int | None", parts.parameter))
     parts.like.clear()
-    parts.like.extend(content)
+    parts.like.extend(parts.content)
     return parts.like
 
 
-def _build_path(parts: TypedValue, content: Any) -> object:  # noqa: ANN401 - a string
+def _build_path(parts: TypedValue) -> object:
     is_own = (parts.parameter == "windows") == isinstance(Path(), WindowsPath)
     if parts.kind == "path" and is_own:
-        return Path(content)
+        return Path(parts.content)
     # The path of another operating system cannot be opened here.
-    return PureWindowsPath(content) if parts.parameter == "windows" else PurePosixPath(content)
+    return PureWindowsPath(parts.content) if parts.parameter == "windows" else PurePosixPath(parts.content)
 
 
-def _build_torch_generator(parts: TypedValue, content: Any) -> object:  # noqa: ANN401 - a tensor
+def _build_torch_generator(parts: TypedValue) -> object:
     if not isinstance(parts.like, torch.Generator) and parts.kind == "device-generator":
         # This machine may lack the device, so only a given generator takes the state.
-        return content
+        return parts.content
     generator = parts.like if isinstance(parts.like, torch.Generator) else torch.Generator()
-    generator.set_state(content.cpu())
+    generator.set_state(parts.content.cpu())
     return generator
 
 
-def _build_nested(parts: TypedValue, content: Any) -> object:  # noqa: ANN401 - a list of tensors
-    given = parts.like
+def _build_nested(parts: TypedValue) -> object:
+    given, content = parts.like, parts.content
     if isinstance(given, torch.Tensor):
-        own: Any = cast("TypedValue", typed_value(given)).content
+        own = cast("TypedValue", typed_value(given)).content
         content = [part.to(given.device) for part in content]
         # The first tensor of the jagged layout has the elements, and the others say where each component is.
         filled = 1 if parts.parameter == "jagged" else len(own)
@@ -325,7 +326,8 @@ def _check_offsets(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.T
         raise RefusedStateError("a component of a nested-tensor is outside of its values", (), None)
 
 
-def _build_numpy_generator(parts: TypedValue, content: Any) -> object:  # noqa: ANN401 - a dict
+def _build_numpy_generator(parts: TypedValue) -> object:
+    content = parts.content
     # numpy does not check these positions, with which it reads from memory.
     positions = [
         (content.get("state", {}).get("pos", 0), _MT19937_WORDS),
@@ -340,8 +342,8 @@ def _build_numpy_generator(parts: TypedValue, content: Any) -> object:  # noqa: 
     return generator
 
 
-def _build_python_random(parts: TypedValue, content: Any) -> object:  # noqa: ANN401 - a tuple
-    version, words, gauss = content
+def _build_python_random(parts: TypedValue) -> object:
+    version, words, gauss = parts.content
     if len(words) != _MT19937_WORDS + 1:
         raise RefusedStateError(f"a python-random has {_MT19937_WORDS + 1} words, not {len(words)}", (), None)
     generator = parts.like if isinstance(parts.like, random.Random) else random.Random()  # noqa: S311 - no secret
@@ -349,24 +351,24 @@ def _build_python_random(parts: TypedValue, content: Any) -> object:  # noqa: AN
     return generator
 
 
-_BUILDERS: dict[str, Callable[[TypedValue, Any], object]] = {
-    "defaultdict": lambda parts, content: defaultdict(
-        getattr(builtins, str(parts.parameter)) if parts.parameter else None, content
+_BUILDERS: dict[str, Callable[[TypedValue], object]] = {
+    "defaultdict": lambda parts: defaultdict(
+        getattr(builtins, str(parts.parameter)) if parts.parameter else None, parts.content
     ),
     "deque": _build_deque,
     "set": _build_set,
-    "frozenset": lambda _parts, content: frozenset(content),
+    "frozenset": lambda parts: frozenset(parts.content),
     "namedtuple": _build_namedtuple,
     "dataclass": _build_dataclass,
     "enum": _build_enum,
     "path": _build_path,
     "pure-path": _build_path,
-    "date": lambda _parts, content: dt.date.fromisoformat(content),
-    "time": lambda parts, content: dt.time.fromisoformat(content).replace(fold=int(parts.parameter or 0)),
-    "datetime": lambda parts, content: dt.datetime.fromisoformat(content).replace(fold=int(parts.parameter or 0)),
-    "timedelta": lambda _parts, content: dt.timedelta(*content),
-    "range": lambda _parts, content: range(*content),
-    "slice": lambda _parts, content: slice(*content),
+    "date": lambda parts: dt.date.fromisoformat(parts.content),
+    "time": lambda parts: dt.time.fromisoformat(parts.content).replace(fold=int(parts.parameter or 0)),
+    "datetime": lambda parts: dt.datetime.fromisoformat(parts.content).replace(fold=int(parts.parameter or 0)),
+    "timedelta": lambda parts: dt.timedelta(*parts.content),
+    "range": lambda parts: range(*parts.content),
+    "slice": lambda parts: slice(*parts.content),
     "torch-generator": _build_torch_generator,
     "device-generator": _build_torch_generator,
     "nested-tensor": _build_nested,

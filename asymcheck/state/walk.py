@@ -7,7 +7,7 @@ import functools
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -84,13 +84,13 @@ def flatten(state: object) -> FlatState:
 class Walker:
     """Walk over a state. The name of the root is None. Saves wait for it: a millisecond for about 300 nodes."""
 
-    def __init__(self, called: Called, group: str = "") -> None:
-        """Start a walk. Objects in ``called`` are not called again. Tensors below the root belong to ``group``."""
+    def __init__(self, called: Called) -> None:
+        """Start a walk. Objects in ``called`` are not called again."""
         self.leaves: list[Leaf] = []  # tensors by row
         self.visits: list[tuple[object, int]] = []  # every occurrence of a tensor, and its row
         self._called = called
         self._rows: dict[tuple[object, ...], int] = {}
-        self._group = group
+        self._group = ""  # first part of the name
 
     def node(self, value: object, name: str | None, depth: int) -> Node:
         """Return the node of a value."""
@@ -124,8 +124,7 @@ class Walker:
     def _typed(self, parts: TypedValue, name: str | None, depth: int) -> Node:
         if parts.kind in SETS:
             # The order of a set differs from process to process, so items are named like the set.
-            items: Any = parts.content
-            nodes = [self.node(item, name, depth + 2) for item in items]
+            nodes = [self.node(item, name, depth + 2) for item in parts.content]
             content = ["t", in_order(nodes)] if nodes else self.node((), name, depth + 1)
         else:
             content = self.node(parts.content, name, depth + 1)

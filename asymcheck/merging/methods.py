@@ -174,7 +174,6 @@ class Angle:
     """Sums of the first pass of SLERP over two tensors: ``x·x``, ``y·y`` and ``x·y``."""
 
     def __init__(self) -> None:
-        """Start with no elements."""
         self._sums = [0.0, 0.0, 0.0]
 
     def add(self, x: Block, y: Block) -> None:

@@ -119,7 +119,6 @@ class AnnouncedSteps:
     """Decisions of rank 0 at steps that it has announced before, so that no rank waits at the steps between them."""
 
     def __init__(self, broadcast: Broadcast) -> None:
-        """Distribute decisions by ``broadcast``."""
         self._broadcast = broadcast
         self._before: int | None = None
         self._next = 0
@@ -151,7 +150,6 @@ class RankedIntervalController(IntervalController):
     """
 
     def __init__(self, aim: AutoInterval, broadcast: Broadcast) -> None:
-        """Distribute decisions of rank 0 by ``broadcast``."""
         super().__init__(aim)
         self._announced = AnnouncedSteps(broadcast)
 

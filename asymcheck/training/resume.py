@@ -141,24 +141,24 @@ class ResumeCoordinator:
         """
         session = self.session()
         does = "restores the newest checkpoint" if step is None else f"restores step {step}"
-        is_one = session.store_ranks is None
-        number, _ = session.begin(does, None, 2 if is_one else 1, lambda: None, f"restore of run {self._run!r}")
+        shares_store = session.store_ranks is None
+        number, _ = session.begin(does, None, 2 if shares_store else 1, lambda: None, f"restore of run {self._run!r}")
         skipped: list[str] = []
         proposals: Iterator[CheckpointRef] = iter(())
-        if is_one and self.is_first:
+        if shares_store and self.is_first:
             proposals = self._proposals(step, skipped, prepare)
-        elif not is_one:
+        elif not shares_store:
             common = _Proposals(session, self._store, self._run, step)
             common.gather((number, 1), prepare)
             proposals = common.each(skipped)
-        part = 1 if is_one else 2
+        part = 1 if shares_store else 2
         steps = set[int]()
         while True:
             ref = self._proposed(session, (number, part), proposals, step)
             if ref is None:
                 return None
             # A second read by step would select the newest attempt again, which a rank has found damaged.
-            by_step = is_one and ref.step not in steps
+            by_step = shares_store and ref.step not in steps
             steps.add(ref.step)
             read = partial(self._read if by_step else self._read_part, ref, into, strict=strict)
             returned = self._try(session, (number, part + 1), ref, read, report, skipped if step is None else None)

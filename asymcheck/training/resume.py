@@ -39,6 +39,7 @@ from asymcheck.errors import (
     warn_user,
 )
 from asymcheck.events import timed
+from asymcheck.format.layout import checkpoint_name, parse_checkpoint_name
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.record import HeadRecord, head_from_json, head_to_json
 from asymcheck.format.spans import Spans, named_spans, ranks_in
@@ -51,7 +52,7 @@ from asymcheck.storage.fallback_tier import FallbackTier
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.process_identity import this_process
 from asymcheck.store import Store
-from asymcheck.types import Checkpoint, CheckpointRef, Digest, Part, SaveId
+from asymcheck.types import Checkpoint, CheckpointRef, Digest, Part
 from asymcheck.validation import check_device
 
 _SHOWN = 4
@@ -187,7 +188,7 @@ class ResumeCoordinator:
     ) -> CheckpointRef | None:
         """Return the next checkpoint that rank 0 proposes; None if none is left."""
         if not self.is_first:
-            return _ref_of(json.loads(session.receive(at, f"restore of run {self._run!r}")))
+            return _ref_of(session.receive(at, f"restore of run {self._run!r}"))
         try:
             ref = next(proposals, None)
         except CheckpointNotFoundError as error:
@@ -198,7 +199,7 @@ class ResumeCoordinator:
         except BaseException as error:
             session.post(at, f"rank 0: {reason_of(error)}".encode(), failed=True)
             raise
-        session.post(at, json.dumps(_named(ref)).encode())
+        session.post(at, _encoded(ref))
         return ref
 
     def _read(self, ref: CheckpointRef, into: object, *, strict: bool) -> Checkpoint:
@@ -281,15 +282,14 @@ class ResumeCoordinator:
         session = self.session()
         what = f"rollback of run {self._run!r}"
         number, _ = session.begin("rolls back", None, 1, lambda: None, what)
-        mine = [_named(ref) for ref in (() if background is None else background.in_ring())]
+        mine = [checkpoint_name(ref) for ref in (() if background is None else background.in_ring())]
 
         def decide(reports: Sequence[bytes]) -> bytes:
-            everywhere = set.intersection(*({_ref_of(one) for one in json.loads(report)} for report in reports))
+            everywhere = map(parse_checkpoint_name, set.intersection(*(set(json.loads(report)) for report in reports)))
             line = read_line(self._store.resources.tier, self._run)
-            newest = max((ref for ref in everywhere if ref is not None and ref in line), default=None)
-            return json.dumps(_named(newest)).encode()
+            return _encoded(max((ref for ref in everywhere if ref is not None and ref in line), default=None))
 
-        ref = _ref_of(json.loads(session.agree((number, 1), json.dumps(mine).encode(), decide, what)))
+        ref = _ref_of(session.agree((number, 1), json.dumps(mine).encode(), decide, what))
         if ref is None or background is None:
             raise CheckpointNotFoundError(
                 f"no checkpoint of run {self._run!r} is in the memory of all {self.world_size} ranks; restore() reads "
@@ -403,17 +403,13 @@ def rolled_back_alone(store: Store, run: str, background: BackgroundSaver | None
     return ResumePoint(checkpoint, store.training.begin_generation(checkpoint, run=run), ())
 
 
-def _named(ref: CheckpointRef | None) -> list[object] | None:
-    """Return the identity of a checkpoint as JSON."""
-    return None if ref is None else [ref.generation, ref.step, ref.save_id.hex()]
+def _encoded(ref: CheckpointRef | None) -> bytes:
+    """Return the name of a checkpoint for other ranks; empty for None."""
+    return b"" if ref is None else checkpoint_name(ref).encode()
 
 
-def _ref_of(record: object) -> CheckpointRef | None:
-    """Return the identity that :func:`_named` encoded."""
-    if not isinstance(record, list):
-        return None
-    generation, step, save_id = record
-    return CheckpointRef(generation, step, SaveId(bytes.fromhex(save_id)))
+def _ref_of(encoded: bytes) -> CheckpointRef | None:
+    return parse_checkpoint_name(encoded.decode())
 
 
 def align(session: Session, store: Store, run: str) -> None:
@@ -475,34 +471,32 @@ class _Proposals:
         """Call ``prepare`` on the first rank of each store, and report the checkpoints that its ranks can read."""
         session = self._session
         try:
-            mine: list[object] = []
+            mine: dict[str, bool] = {}
             if session.is_first_here:
                 prepare()
-                mine = [[_named(ref), is_readable] for ref, is_readable in self._of_this_store()]
+                mine = self._of_this_store()
         except BaseException as error:
             session.report(at, reason_of(error).encode(), failed=True)
             raise
         what = f"restore of run {self._run!r}"
         session.agree(at, json.dumps(mine).encode(), self._take, what)
 
-    def _of_this_store(self) -> list[tuple[CheckpointRef, bool]]:
-        """Return the checkpoints, and for each whether all ranks of this store have a part."""
+    def _of_this_store(self) -> dict[str, bool]:
+        """Return the names of checkpoints, and for each whether all ranks of this store have a part."""
         ranks = ranks_in(self._session.groups[0])
         with self._store.resources.source() as source, contextlib.suppress(CheckpointNotFoundError):
-            return [
-                (
-                    listing.ref,
-                    bool(listing.world_size) and all(listing.has(rank % listing.world_size) for rank in ranks),
-                )
+            return {
+                checkpoint_name(listing.ref): bool(listing.world_size)
+                and all(listing.has(rank % listing.world_size) for rank in ranks)
                 for listing in candidates(source, self._run, self._step)
-            ]
-        return []
+            }
+        return {}
 
     def _take(self, reports: Sequence[bytes]) -> bytes:
         firsts = [json.loads(reports[group[0][0]]) for group in self._session.groups]
         self._readable = [
-            {ref: is_readable for record, is_readable in report if (ref := _ref_of(record)) is not None}
-            for report in firsts
+            {ref: is_readable for name, is_readable in first.items() if (ref := parse_checkpoint_name(name))}
+            for first in firsts
         ]
         return b""
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from asymcheck.commit.encoder import Encoder
-from asymcheck.commit.save_request import LineagePosition
 from asymcheck.commit.synchronous_save import EarlierState, save
 from asymcheck.errors import AsymcheckError, FormatError, InvalidInputError, PruneWarning, RecoveryError, warn_user
 from asymcheck.events import timed
@@ -170,7 +170,8 @@ class Publisher:
         earlier = None if is_full else self._earlier
         with timed("publish", 0, lambda: {"number": number}):
             catalog = self._store.resources.catalog()
-            saved = save(tier, catalog, self._encoder, flatten(copies), request, self._place, earlier=earlier)
+            placing = partial(place, tier, RUN, None)
+            saved = save(tier, catalog, self._encoder, flatten(copies), request, placing, earlier=earlier)
             self._newest, self._earlier, self._deltas = saved.ref, saved.state, deltas
             self._snapshot.keep()
             try:
@@ -179,9 +180,6 @@ class Publisher:
                 # Otherwise a location that accepts no upload lets the spool grow without limit.
                 self._prune()
         return Release(number, step, saved.state_bytes, written, deltas)
-
-    def _place(self) -> LineagePosition:
-        return place(self._store.resources.nvme, RUN, None)
 
     def _listed(self) -> list[CheckpointFiles]:
         return self._store.resources.nvme.manifests.checkpoints(RUN)

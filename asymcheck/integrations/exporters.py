@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
@@ -91,7 +92,7 @@ def prometheus(
 
     known = registry or (REGISTRY if textfile is None else CollectorRegistry())
     gauges = {
-        name: Gauge(f"asymcheck_checkpoint_{_unit(name)}", text, ["run"], registry=known)
+        name: Gauge(f"asymcheck_checkpoint_{re.sub('_s$', '_seconds', name)}", text, ["run"], registry=known)
         for name, text in _MEANINGS.items()
     }
     step = Gauge("asymcheck_durable_step", "Newest durable step", ["run"], registry=known)
@@ -114,10 +115,6 @@ def prometheus(
             write_to_textfile(os.fspath(textfile), known)
 
     return export
-
-
-def _unit(name: str) -> str:
-    return f"{name.removesuffix('_s')}_seconds" if name.endswith("_s") else name
 
 
 @contextlib.contextmanager

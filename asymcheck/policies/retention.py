@@ -111,6 +111,8 @@ def choose_kept(
     last = retention.keep_last or 0
     newest = {checkpoint.save_id for checkpoint in complete[max(len(complete) - last, 0) :]}
     best = {} if retention.keep_best is None else _best(retention.keep_best, complete)
+    # Integers, because floats of nanoseconds since 1970 are off by hundreds.
+    keep_for_ns = None if retention.keep_for is None else retention.keep_for // timedelta(microseconds=1) * 1000
 
     def reasons(checkpoint: Checkpoint) -> Iterator[str]:
         if checkpoint.save_id in held:
@@ -122,15 +124,10 @@ def choose_kept(
             yield f"keep every {retention.keep_every}"
         if checkpoint.save_id in best:
             yield best[checkpoint.save_id]
-        if retention.keep_for is not None and checkpoint.created_ns >= now_ns - _nanoseconds(retention.keep_for):
+        if keep_for_ns is not None and checkpoint.created_ns >= now_ns - keep_for_ns:
             yield f"keep for {retention.keep_for}"
 
     return [Verdict(checkpoint, tuple(reasons(checkpoint))) for checkpoint in ordered]
-
-
-def _nanoseconds(span: timedelta) -> int:
-    """Return a span as an integer. Floats of nanoseconds since 1970 are off by hundreds."""
-    return span // timedelta(microseconds=1) * 1000
 
 
 def _fixed_reasons(retention: Retention, checkpoint: Checkpoint, complete: Sequence[Checkpoint]) -> list[str]:

@@ -221,8 +221,8 @@ class Crossing:
                 dims.append((p, q, c, start - a, start - b))
         columns = list(zip(*reversed(dims), strict=True))
         self._sizes, target_sizes, self._counts, self._starts, self._target_starts = columns
-        self._strides = _strides(self._sizes)
-        self._target_strides = _strides(target_sizes)
+        self._strides = strides_of(self._sizes)
+        self._target_strides = strides_of(target_sizes)
 
     @property
     def is_run(self) -> bool:
@@ -259,7 +259,8 @@ class Crossing:
         )
 
 
-def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
+def strides_of(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a row-major array, in elements."""
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 

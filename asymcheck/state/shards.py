@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeGuard, runtime_checkable
@@ -13,7 +12,7 @@ import torch
 
 from asymcheck.errors import UnsupportedValueError
 from asymcheck.format.tree import Key
-from asymcheck.state.boxes import Box
+from asymcheck.state.boxes import Box, strides_of
 from asymcheck.types import Stateful
 
 if TYPE_CHECKING:
@@ -207,7 +206,7 @@ def like(tensor: DTensor, local: torch.Tensor) -> DTensor:
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - an optional part of torch
 
     # Row-major strides, which may differ from those of the other tensor.
-    strides = tuple(math.prod(tensor.shape[dim + 1 :]) for dim in range(tensor.ndim))
+    stride = strides_of(tensor.shape)
     return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=strides
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=stride
     )

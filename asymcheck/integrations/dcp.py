@@ -12,8 +12,6 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import secrets
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -40,6 +38,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from asymcheck.commit.save_request import new_save_id
 from asymcheck.config import DEFAULT_RUN, StoreConfig
 from asymcheck.convert.dcp_folder import with_lists
 from asymcheck.convert.torch_file import value_file
@@ -230,7 +229,7 @@ class AsymcheckWriter(_StoreUser, StorageWriter):
 
         A rank with several shards of one tensor, as in Megatron-Core, gets as many parts.
         """
-        save_id = f"{time.time_ns():016x}{secrets.token_hex(8)}"
+        save_id = new_save_id().hex()
         if not all(getattr(plan, "usable", True) for plan in plans):
             raise InvalidInputError(_CACHED)
         counts = [max(Counter(item.index.fqn for item in plan.items).values(), default=1) for plan in plans]

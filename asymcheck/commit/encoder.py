@@ -5,12 +5,11 @@ Measurements are kept by kind of bytes: the role of the tensors and the type of 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -24,52 +23,16 @@ from asymcheck.events import timed
 from asymcheck.format.registry import CODEC_BYTE_PLANES, CODEC_DELTA, CODEC_DERIVED, CODEC_IDENTITY, CODECS
 from asymcheck.policies.compression import Choice, EncodingSample, choose_codec
 from asymcheck.state.partition_plan import Originals, Piece
+from asymcheck.storage.throughput import ThroughputMeter
 from asymcheck.types import Digest
 
 _AGAIN = 64
 """Number of partitions of a kind between two samples."""
 _SELDOM = 1024
 """Maximum number of partitions of a kind between two searches for a base while bases do not pay."""
-_SAMPLE_BYTES = CHUNK_BYTES
 _FAST_BYTES_PER_S = 1e9
 _ENCODED_BYTES_MIN = 64 * 1024
 """Minimum size of a partition to encode. Smaller ones are few, and have the same overhead."""
-
-
-_HALF_BYTES = 1 << 28
-"""Bytes after which older measurements count half."""
-_ENOUGH_BYTES = 16 << 20
-"""Minimum number of bytes for a valid measurement."""
-
-
-class WriteMeter:
-    """Measures the write speed of single threads. Thread-safe.
-
-    Waits for other threads or a core are included, because the times to encode include them as well.
-    """
-
-    def __init__(self) -> None:
-        """Start without a measurement."""
-        self._lock = threading.Lock()
-        self._bytes = 0.0
-        self._seconds = 0.0
-
-    @contextlib.contextmanager
-    def write(self, size: int) -> Iterator[None]:
-        """Measure a block that writes ``size`` bytes."""
-        began = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - began
-        with self._lock:
-            kept = 0.5 ** (size / _HALF_BYTES)
-            self._bytes = self._bytes * kept + size
-            self._seconds = self._seconds * kept + seconds
-
-    @property
-    def bytes_per_s(self) -> float | None:
-        """Speed in bytes per second; None before enough bytes were measured."""
-        with self._lock:
-            return self._bytes / self._seconds if self._bytes >= _ENOUGH_BYTES and self._seconds > 0 else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,8 +107,11 @@ class Encoder:
         self, mode: Compression, target: Literal["nvme", "hdfs"], link: Callable[[], float | None] | None = None
     ) -> None:
         """Encode for ``target``; ``link`` returns the write speed of one thread to the target in bytes per second."""
-        self.meter = WriteMeter()
-        """Write speed of the target, if no other object measures it."""
+        self.meter = ThroughputMeter()
+        """Write speed of the target, if no other object measures it.
+
+        Waits for other threads or a core are included, because the times to encode include them as well.
+        """
         self._link = link or (lambda: self.meter.bytes_per_s)
         self._mode, self._target = mode, target
         self._source = "dram" if target == "nvme" else "nvme"
@@ -239,29 +205,24 @@ class Encoder:
             self._sampled[key] = sampled
         return sampled
 
-    def _note(
-        self, contents: Contents, base: Base | None, encoded: Encoded | None, length: int, seconds: float
-    ) -> None:
+    def _note(self, contents: Contents, base: Base | None, measured: EncodingSample) -> None:
         """Record the measurement of a whole partition."""
-        ratio = 0.0 if encoded is None else length / encoded.descriptor.stored_length
-        if _is_no_original(base, ratio):
-            return
-        with self._lock:
+        if not _is_no_original(base, measured.ratio):
             key = (*contents.kind, CODEC_BYTE_PLANES if base is None else base.codec)
-            self._sampled[key] = EncodingSample(ratio, length / max(seconds, 1e-9))
+            with self._lock:
+                self._sampled[key] = measured
 
     def encode(
         self, name: Digest, choice: Choice, plain: memoryview, contents: Contents, bases: Sequence[Base]
     ) -> Encoded | None:
         """Encode a partition as chosen, or without a base if that fails; return None to store it plain."""
-        encoded = None
+        encoded: Encoded | None = None
         if choice.codec != CODEC_IDENTITY:
             detail = {"from": self._source, "to": self._target, "role": contents.role, "why": choice.why}
             with timed("encode", len(plain), lambda: detail):
                 base = next((base for base in bases if base.codec == choice.codec), None)
-                began = time.perf_counter()
-                encoded = _encode(name, plain, contents.segments, base)
-                self._note(contents, base, encoded, len(plain), time.perf_counter() - began)
+                encoded, measured = _measured(name, plain, contents.segments, base)
+                self._note(contents, base, measured)
                 if encoded is None and self._mode == "smallest":
                     encoded = _encode(name, plain, contents.segments, None)
             if encoded is not None and encoded.descriptor.stored_length >= len(plain):
@@ -285,6 +246,17 @@ def _encode(name: Digest, plain: memoryview, segments: Sequence[Segment], base: 
     return encode_derived(name, plain, base.dtype, base.name, base.plain, base.offset)
 
 
+def _measured(
+    name: Digest, plain: memoryview, segments: Sequence[Segment], base: Base | None
+) -> tuple[Encoded | None, EncodingSample]:
+    """Encode a partition or a piece; return the result and its measurement."""
+    began = time.perf_counter()
+    encoded = _encode(name, plain, segments, base)
+    seconds = time.perf_counter() - began
+    ratio = 0.0 if encoded is None else len(plain) / encoded.descriptor.stored_length
+    return encoded, EncodingSample(ratio, len(plain) / max(seconds, 1e-9))
+
+
 def _try(plain: memoryview, contents: Contents, base: Base | None) -> EncodingSample:
     """Encode a piece from the middle of the longest run of elements of one kind."""
     start, longest = 0, (0, contents.segments[0])
@@ -293,16 +265,12 @@ def _try(plain: memoryview, contents: Contents, base: Base | None) -> EncodingSa
             longest = start, segment
         start += segment.length
     first, segment = longest
-    length = min(segment.length, _SAMPLE_BYTES)
+    length = min(segment.length, CHUNK_BYTES)
     # Multiples of 16 bytes keep elements whole, whatever their width.
     offset = first + (segment.length - length) // 2 // 16 * 16
-    piece, name = plain[offset : offset + length], Digest(bytes(16))
+    piece = plain[offset : offset + length]
     if base is not None and base.codec == CODEC_DELTA:
         base = dataclasses.replace(base, plain=base.plain[offset : offset + length])
     elif base is not None:
         base = dataclasses.replace(base, offset=base.offset + 2 * offset)
-    began = time.perf_counter()
-    encoded = _encode(name, piece, [dataclasses.replace(segment, length=length)], base)
-    seconds = time.perf_counter() - began
-    ratio = 0.0 if encoded is None else length / encoded.descriptor.stored_length
-    return EncodingSample(ratio, length / max(seconds, 1e-9))
+    return _measured(Digest(bytes(16)), piece, [dataclasses.replace(segment, length=length)], base)[1]

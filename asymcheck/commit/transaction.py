@@ -103,7 +103,7 @@ class CommitTransaction:
         Raises:
             StorageError: the drive is full or failed.
         """
-        with self._encoder.meter.write(descriptor.stored_length):
+        with self._encoder.meter.measure(descriptor.stored_length):
             self.packing.write(descriptor, write)
 
     def _encoded(self, name: Digest, plain: memoryview, contents: Contents, bases: Sequence[Base]) -> Encoded | None:

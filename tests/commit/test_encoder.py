@@ -12,12 +12,13 @@ import torch
 from asymcheck.codecs.derived import BFLOAT16
 from asymcheck.codecs.encode import Encoded
 from asymcheck.commit import encoder as module
-from asymcheck.commit.encoder import Base, Contents, Encoder, WriteMeter, contents_of
+from asymcheck.commit.encoder import Base, Contents, Encoder, contents_of
 from asymcheck.config import Compression
 from asymcheck.format.digest import digest
 from asymcheck.format.registry import CODEC_BYTE_PLANES, CODEC_DERIVED, CODEC_IDENTITY
 from asymcheck.policies.compression import EncodingSample
 from asymcheck.state.partition_plan import Piece
+from asymcheck.storage.throughput import ThroughputMeter
 
 PLAIN = memoryview(np.random.default_rng(0).normal(0, 0.02, 1 << 20).astype("<f4").tobytes())
 NAME = digest(PLAIN)
@@ -43,7 +44,7 @@ def test_an_encoder_that_has_to_wait_for_a_core_is_not_asked_again(
     encode = module._encode
     monkeypatch.setattr(module, "_encode", starved)
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now_s))
-    monkeypatch.setattr(WriteMeter, "bytes_per_s", 5e6)
+    monkeypatch.setattr(ThroughputMeter, "bytes_per_s", 5e6)
     encoder = Encoder("auto", "nvme")
     first = encoder.choose(PLAIN, contents, [])
     assert first.codec == CODEC_BYTE_PLANES
@@ -61,7 +62,7 @@ def test_off_looks_at_nothing(contents: Contents, monkeypatch: pytest.MonkeyPatc
 
 def test_looks_for_bases_that_do_not_pay_become_seldom(contents: Contents, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test that searches are repeated, but rarely, if a base was missing or not worth its time."""
-    monkeypatch.setattr(WriteMeter, "bytes_per_s", 5e8)
+    monkeypatch.setattr(ThroughputMeter, "bytes_per_s", 5e8)
     encoder = Encoder("auto", "nvme")
     looks = [number for number in range(10_000) if encoder.searches_base(CODEC_DERIVED, contents)]
     pauses = [after - before - 1 for before, after in itertools.pairwise(looks)]
@@ -74,7 +75,7 @@ def test_bases_are_searched_where_they_pay(
     contents: Contents, monkeypatch: pytest.MonkeyPatch, mode: Compression, bytes_per_s: float, looks: int
 ) -> None:
     """Test a slow drive, and a fast one."""
-    monkeypatch.setattr(WriteMeter, "bytes_per_s", bytes_per_s)
+    monkeypatch.setattr(ThroughputMeter, "bytes_per_s", bytes_per_s)
     encoder = Encoder(mode, "nvme")
     encoder._sampled[(*contents.kind, CODEC_DERIVED)] = EncodingSample(1000, 1e9)
     assert sum(encoder.searches_base(CODEC_DERIVED, contents) for _ in range(100)) == looks

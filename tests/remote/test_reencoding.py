@@ -16,7 +16,7 @@ from asymcheck.errors import DamagedPartitionError
 from asymcheck.format import registry
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.remote import RemoteTier, parse_location
-from asymcheck.storage.remote.throughput import ThroughputMeter
+from asymcheck.storage.throughput import ThroughputMeter
 from asymcheck.types import PackId
 from tests.store.deltas import entries_of
 
@@ -208,7 +208,7 @@ def test_the_speed_is_measured_before_most_is_sent(
 ) -> None:
     """Test that a first part is sent plain, and that the same push encodes the rest if the link was slow."""
     monkeypatch.setattr("asymcheck.replication.push._PROBE_BYTES", MIB)
-    monkeypatch.setattr("asymcheck.storage.remote.throughput._ENOUGH_BYTES", MIB // 2)
+    monkeypatch.setattr("asymcheck.storage.throughput._ENOUGH_BYTES", MIB // 2)
     noted = ThroughputMeter.note
     monkeypatch.setattr(ThroughputMeter, "note", lambda self, count, _seconds: noted(self, count, count / 1e6))
     with Store.open(store_path, config=changed(compression="auto", pack_bytes=1 << 30), create=True) as opened:

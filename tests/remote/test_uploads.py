@@ -18,7 +18,7 @@ from asymcheck.storage.remote.deadline import within
 from asymcheck.storage.remote.manifests import RemoteManifests
 from asymcheck.storage.remote.ranges import OpenedFile, RangeMemory
 from asymcheck.storage.remote.remote_files import RemoteFiles
-from asymcheck.storage.remote.throughput import RateLimit
+from asymcheck.storage.throughput import RateLimit
 from asymcheck.types import CheckpointRef, Part
 from tests.remote.conftest import CONFIG, check_location, check_state, config, state_of
 

@@ -36,7 +36,7 @@ from asymcheck.storage.remote.deadline import tried, within
 from asymcheck.storage.remote.location import RemoteLocation
 from asymcheck.storage.remote.object_stores import short_text
 from asymcheck.storage.remote.ranges import OpenedFile, RangeMemory, read_range
-from asymcheck.storage.remote.throughput import Throughput
+from asymcheck.storage.throughput import Throughput
 
 _T = TypeVar("_T")
 
@@ -227,9 +227,8 @@ class RemoteFiles:
         try:
             count = 0
             for piece in pieces:
-                began = time.perf_counter()
-                self._do("write to", path, partial(file.write, piece))
-                self.pace.writing.note(len(piece), time.perf_counter() - began)
+                with self.pace.writing.measure(len(piece)):
+                    self._do("write to", path, partial(file.write, piece))
                 count += len(piece)
                 emit("remote.piece_sent", path.name, len(piece))
             if written is not None:
@@ -290,9 +289,8 @@ class RemoteFiles:
                 data = bytearray().join(pieces)
                 # A large object may take longer than other operations.
                 seconds = self.config.deadline_s + len(data) / _SLOW_BYTES_PER_S
-                began = time.perf_counter()
-                is_new = self._do("put", path, partial(self._objects.put, str(path), data), seconds)
-                self.pace.writing.note(len(data), time.perf_counter() - began)
+                with self.pace.writing.measure(len(data)):
+                    is_new = self._do("put", path, partial(self._objects.put, str(path), data), seconds)
             if is_new and self.config.read_back:
                 check(path, len(data))
             return is_new

@@ -29,9 +29,9 @@ from asymcheck.storage.remote.location import RemoteLocation
 from asymcheck.storage.remote.manifests import RemoteManifests
 from asymcheck.storage.remote.pack_reader import ReadAhead, RemotePack, read_pack_index
 from asymcheck.storage.remote.remote_files import RemoteFiles
-from asymcheck.storage.remote.throughput import RateLimit
 from asymcheck.storage.remote.upload import PackUpload
 from asymcheck.storage.slots import SlotPool
+from asymcheck.storage.throughput import RateLimit
 from asymcheck.types import PackId
 
 

@@ -23,8 +23,8 @@ from asymcheck.format.frame import FrameDescriptor, check_frame, frame_length
 from asymcheck.format.pack import ENTRY_DTYPE, Entries, PackHeader, encode_index, encode_pack_header, entry_length
 from asymcheck.storage.remote.pack_reader import read_pack_index
 from asymcheck.storage.remote.remote_files import Content, RemoteFiles
-from asymcheck.storage.remote.throughput import RateLimit
 from asymcheck.storage.slots import Slot
+from asymcheck.storage.throughput import RateLimit
 from asymcheck.types import PackId
 
 _T = TypeVar("_T")

@@ -1,9 +1,11 @@
-"""Measured throughput of a remote location, and rate limiting."""
+"""Measured throughput of a drive or a remote location, and rate limiting."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 
 _HALF_BYTES = 1 << 28
 """Number of bytes after which older measurements have half their weight."""
@@ -27,6 +29,13 @@ class ThroughputMeter:
         with self._lock:
             nbytes, spent = self._sums
             self._sums = (nbytes * kept + count, spent * kept + seconds)
+
+    @contextlib.contextmanager
+    def measure(self, count: int) -> Iterator[None]:
+        """Record the seconds of a block that transfers ``count`` bytes, unless the block raises."""
+        began = time.perf_counter()
+        yield
+        self.note(count, time.perf_counter() - began)
 
     @property
     def bytes_per_s(self) -> float | None:

@@ -47,7 +47,6 @@ class ManifestBuilder:
     """
 
     def __init__(self) -> None:
-        """Start with no cached columns."""
         self._described: Columns | None = None
         self._describing: list[Column] = []
         self._cut: Cut | None = None
@@ -59,11 +58,8 @@ class ManifestBuilder:
     ) -> list[Column]:
         """Return the columns of a manifest.
 
-        Args:
-            described: names, types and shapes of the tensors.
-            cut: partitions of the tensors.
-            names: digest of each partition of ``cut``.
-            inline: bytes of the tensors that the manifest itself stores, by row.
+        ``names`` has the digest of each partition of ``cut``. ``inline`` has the bytes of the tensors that the manifest
+        itself stores, by row.
         """
         count = len(described.names)
         if described is not self._described and described != self._described:

@@ -123,24 +123,19 @@ class _RingCapture(NamedTuple):
         return (header.run, header.ref, header.world_size) == (other.run, other.ref, other.world_size)
 
 
+@dataclasses.dataclass
 class _Adoption:
-    """Adoption of rings by one process."""
+    """Adoption of rings by one process; see :func:`adopting`."""
 
-    def __init__(
-        self,
-        tier: NvmeTier,
-        open_catalog: Callable[[], Catalog],
-        encoder: Encoder,
-        placing: Callable[[ManifestHeader], LineagePosition],
-        *,
-        raises: bool,
-    ) -> None:
-        self._raises = raises
-        self._tier, self._open_catalog, self._encoder, self._placing = tier, open_catalog, encoder, placing
-        self.adopted: list[RecoveredCapture] = []
-        self._kept: set[RingReader] = set()
-        # Runs and save ids of captures that a newer program may read.
-        self._unread: set[tuple[str, SaveId]] = set()
+    tier: NvmeTier
+    open_catalog: Callable[[], Catalog]
+    encoder: Encoder
+    placing: Callable[[ManifestHeader], LineagePosition]
+    raises: bool
+    adopted: list[RecoveredCapture] = dataclasses.field(default_factory=list)
+    _kept: set[RingReader] = dataclasses.field(default_factory=set)
+    _unread: set[tuple[str, SaveId]] = dataclasses.field(default_factory=set)
+    """Runs and save ids of captures that a newer program may read."""
 
     def taken(self, paths: Sequence[Path], take: Callable[[Path], RingReader | None]) -> Iterator[RingReader]:
         """Lock and yield the rings that no other process uses."""
@@ -153,7 +148,7 @@ class _Adoption:
                 if remove_unreadable_ring(path) == "damaged":
                     self._note(None, None, f"{error}; {_KEPT}")
                 continue
-            if reader is not None and is_of_a_copy(self._tier, reader.header.store):
+            if reader is not None and is_of_a_copy(self.tier, reader.header.store):
                 self._skip_copied_store(reader)
             elif reader is not None:
                 yield reader
@@ -198,7 +193,7 @@ class _Adoption:
     def _commit(self, capture: _RingCapture, captures: Sequence[_RingCapture]) -> None:
         header = capture.header
         run, step = header.run, header.ref.step
-        stored = self._tier.manifests.listing(run, header.ref)
+        stored = self.tier.manifests.listing(run, header.ref)
         if stored.has(header.rank):
             # The process was killed after the commit, before it marked the capture as committed.
             return
@@ -215,19 +210,19 @@ class _Adoption:
             return
         try:
             # A full drive may have no space for a new catalog, either.
-            catalog = self._open_catalog()
-            transaction = RingTransaction(self._tier, catalog, self._encoder, header.ref.save_id, header.rank)
+            catalog = self.open_catalog()
+            transaction = RingTransaction(self.tier, catalog, self.encoder, header.ref.save_id, header.rank)
             with transaction:
                 # Check the lineage before the write, so that a rejected capture is not written at each start.
-                self._placing(header)
-                _check_line(self._tier, header)
+                self.placing(header)
+                _check_line(self.tier, header)
                 self._add_all(transaction, capture)
-                ref = transaction.commit_capture(capture.manifest, partial(self._placing, header))
+                ref = transaction.commit_capture(capture.manifest, partial(self.placing, header))
         except MissingPartitionError as error:
             self._note(run, step, str(error))
         except OutOfSpaceError as error:
-            if self._raises:
-                store = self._tier.root
+            if self.raises:
+                store = self.tier.root
                 command = restore_command(store, run, capture.reader.path.parent, step)
                 raise OutOfSpaceError(
                     f"step {step} of run {run!r} is complete in memory, but the drive of store {store} is full. Free "
@@ -257,8 +252,8 @@ class _Adoption:
                 transaction.reuse(name, lengths[name])
 
         # Frames are written directly from the ring, so the slots hold no payload.
-        config = self._tier.config
-        run_with_slots(list(lengths), add, slots=self._tier.slots, payload_bytes=0, threads=config.slots, name="adopt")
+        config = self.tier.config
+        run_with_slots(list(lengths), add, slots=self.tier.slots, payload_bytes=0, threads=config.slots, name="adopt")
 
 
 def _check_line(tier: NvmeTier, header: ManifestHeader) -> None:

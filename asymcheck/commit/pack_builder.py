@@ -23,7 +23,6 @@ class KnownPartitions:
     """Lookup of stored partitions: the catalog locates a partition, and the index of its pack confirms the location."""
 
     def __init__(self, tier: NvmeTier, catalog: Catalog) -> None:
-        """Look up digests in ``catalog`` and confirm them in the packs of ``tier``."""
         self._tier = tier
         self._catalog = catalog
         self._indexes: dict[PackId, tuple[npt.NDArray[np.uint64], Entries] | None] = {}

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 
 from asymcheck.codecs.encode import Encoded
 from asymcheck.commit.encoder import Base, Contents, Encoder
@@ -31,11 +30,12 @@ WriteFrame = Callable[[PackWriter, FrameDescriptor], object]
 """Write a plain partition from its memory."""
 
 
-class CommitTransaction:
+class CommitTransaction(contextlib.AbstractContextManager["CommitTransaction"]):
     """One rank's part of one checkpoint, from partitions to a published manifest.
 
     Threads may call :meth:`add`, :meth:`claim` and :meth:`write` together. The other methods are for one thread.
     Call :meth:`abort` after any failure, or use a ``with`` block, which does.
+    Methods raise StorageError if the drive is full or fails.
     """
 
     def __init__(self, tier: NvmeTier, catalog: Catalog, encoder: Encoder, save_id: SaveId, rank: int) -> None:
@@ -48,13 +48,7 @@ class CommitTransaction:
         self._is_committed = False
         hold(self._pin)
 
-    def __enter__(self) -> CommitTransaction:
-        """Return the transaction."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         """Abort, unless the checkpoint was committed."""
         self.abort()
 
@@ -84,9 +78,6 @@ class CommitTransaction:
             write_plain: function that writes the plain partition.
             bases: possible bases, at most one per codec.
             shift: payload shift of an unencoded frame, in bytes.
-
-        Raises:
-            StorageError: the drive is full or failed.
         """
         if not self.claim(name):
             return False
@@ -98,11 +89,7 @@ class CommitTransaction:
         return True
 
     def write(self, descriptor: FrameDescriptor, write: WriteFrame) -> None:
-        """Write the frame of a claimed partition.
-
-        Raises:
-            StorageError: the drive is full or failed.
-        """
+        """Write the frame of a claimed partition."""
         with self._encoder.meter.measure(descriptor.stored_length):
             self.packing.write(descriptor, write)
 
@@ -208,9 +195,6 @@ class CommitTransaction:
         """Write the manifest and enter it in the catalog, which drops the pin: steps 4 and 5.
 
         With ``keep_existing``, :meth:`abort` keeps a manifest that was published before.
-
-        Raises:
-            StorageError: the drive is full or failed.
         """
         if not (keep_existing and self._tier.manifests.listing(run, ref).has(self._rank)):
             self._published = run, ref
@@ -229,10 +213,6 @@ class CommitTransaction:
         """
         if self._is_committed:
             return
-        self._withdraw()
-        self._release()
-
-    def _withdraw(self) -> None:
         if self._published is not None:
             with contextlib.suppress(AsymcheckError, FileNotFoundError):
                 self._tier.manifests.withdraw(*self._published, self._rank)
@@ -241,6 +221,7 @@ class CommitTransaction:
             # The packs of a manifest that cannot be removed stay.
             if self._published is None or not self._tier.manifests.listing(*self._published).has(self._rank):
                 transaction.delete("pins", self._pin)
+        self._release()
 
     def _release(self) -> None:
         self.packing.abandon()
@@ -257,7 +238,6 @@ class RingTransaction(CommitTransaction):
     """Transaction of a capture whose frames are in the ring (SPEC.md §B9)."""
 
     def __init__(self, tier: NvmeTier, catalog: Catalog, encoder: Encoder, save_id: SaveId, rank: int) -> None:
-        """Start; see :class:`CommitTransaction`."""
         super().__init__(tier, catalog, encoder, save_id, rank)
         self._frames: dict[Digest, tuple[int, memoryview | None]] = {}
 
@@ -269,11 +249,7 @@ class RingTransaction(CommitTransaction):
         contents: Contents | None = None,
         bases: Sequence[Base] = (),
     ) -> bool:
-        """Add a partition of the ring as :meth:`add` does; return whether it was written.
-
-        Raises:
-            StorageError: the drive is full or failed.
-        """
+        """Add a partition of the ring as :meth:`add` does; return whether it was written."""
         self._frames.setdefault(name, (length, None))
         start = payload_offset(length)
         payload = frame[start : start + length]
@@ -310,11 +286,7 @@ class RingTransaction(CommitTransaction):
             writer.write_in_place(payload, descriptor, slot)
 
     def seal_frames(self) -> None:
-        """Make all added partitions durable, so that other ranks can reuse them. More may be added later.
-
-        Raises:
-            StorageError: the drive is full or failed.
-        """
+        """Make all added partitions durable, so that other ranks can reuse them. More may be added later."""
         self.seal(list(self._frames), self._rewrite)
 
     def commit_capture(

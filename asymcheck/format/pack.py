@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -153,6 +154,12 @@ def entry_of(frame: FrameDescriptor, offset: int) -> tuple[object, ...]:
     lengths = offset, frame.stored_length, frame.plain_length
     numbers = frame.kind, frame.codec, frame.digest_algorithm
     return (frame.digest, frame.base_digest, *lengths, *numbers, frame.payload_shift, bytes(3))
+
+
+def entries_of(frames: Iterable[tuple[FrameDescriptor, int]]) -> Entries:
+    """Return the index entries of frames, given with their offsets."""
+    entries: Entries = np.array([entry_of(*frame) for frame in frames], dtype=ENTRY_DTYPE)
+    return entries
 
 
 def entry_length(entry: np.void) -> int:

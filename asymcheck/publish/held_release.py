@@ -9,13 +9,12 @@ import os
 from collections.abc import Mapping
 from pathlib import PurePath
 
-import numpy as np
 import torch
 
 from asymcheck.format import registry
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.manifest import Manifest
-from asymcheck.format.pack import ENTRY_DTYPE, PackHeader, entry_of
+from asymcheck.format.pack import PackHeader, entries_of
 from asymcheck.state.leaves import Leaf, make_leaf
 from asymcheck.storage.interfaces import OpenPack
 from asymcheck.storage.pack_index import PackIndex
@@ -49,9 +48,9 @@ class HeldRelease(OpenPack):
         ]
         self._pieces = [pieces[name] for name in whole]
         self._descriptors = [FrameDescriptor.identity(name, lengths[name]) for name in whole]
-        entries = [entry_of(descriptor, registry.BLOCK_BYTES) for descriptor in self._descriptors]
+        entries = entries_of((descriptor, registry.BLOCK_BYTES) for descriptor in self._descriptors)
         header = PackHeader(PackId(os.urandom(16)), len(entries), registry.BLOCK_BYTES, 0, "")
-        super().__init__(PackIndex(header, np.array(entries, dtype=ENTRY_DTYPE), None), PurePath("memory"))
+        super().__init__(PackIndex(header, entries, None), PurePath("memory"))
 
     def read_frame(self, sequence: int, slot: Slot) -> memoryview:
         """Return a frame with the present bytes of the tensors, in the memory of ``slot``."""

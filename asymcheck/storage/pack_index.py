@@ -5,19 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import numpy as np
-
 from asymcheck.errors import FormatError, StructureError, TruncatedError, UnsupportedFormatError
 from asymcheck.format import registry
-from asymcheck.format.frame import HEADER_BYTES, FrameHeader, decode_header
+from asymcheck.format.frame import HEADER_BYTES, FrameDescriptor, FrameHeader, decode_header
 from asymcheck.format.pack import (
-    ENTRY_DTYPE,
     Entries,
     PackHeader,
     decode_index,
     decode_pack_header,
+    entries_of,
     entry_length,
-    entry_of,
     round_up,
 )
 from asymcheck.types import Digest, PackId
@@ -87,22 +84,22 @@ def _scan(read: ReadRange, name: str, pack_id: PackId, *, thorough: bool) -> Ent
         UnsupportedFormatError: the scan is thorough, and a frame needs a newer program.
         StructureError: all frames belong to another pack, so the file has a wrong name.
     """
-    entries: list[tuple[object, ...]] = []
+    frames: list[tuple[FrameDescriptor, int]] = []
     offset, foreign_frames = registry.BLOCK_BYTES, 0
     while len(block := read(offset, HEADER_BYTES)[0]) == HEADER_BYTES:
-        header = _frame_header(block, f"frame {len(entries)} of pack {name}", thorough=thorough)
+        header = _frame_header(block, f"frame {len(frames)} of pack {name}", thorough=thorough)
         # In a recycled file, a frame of the earlier pack has the id of that pack.
-        if header is not None and header.place_id == pack_id and (thorough or header.sequence == len(entries)):
-            entries.append(entry_of(header.descriptor, offset))
+        if header is not None and header.place_id == pack_id and (thorough or header.sequence == len(frames)):
+            frames.append((header.descriptor, offset))
             offset += header.descriptor.frame_length
         elif thorough:
             foreign_frames += header is not None
             offset += registry.BLOCK_BYTES
         else:
             break
-    if foreign_frames and not entries:
+    if foreign_frames and not frames:
         raise StructureError(f"pack {name} is damaged: it contains only frames of another pack")
-    return np.array(entries, dtype=ENTRY_DTYPE)
+    return entries_of(frames)
 
 
 def _frame_header(data: memoryview, where: str, *, thorough: bool) -> FrameHeader | None:

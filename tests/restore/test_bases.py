@@ -62,10 +62,11 @@ def write_pack(path: Path, *encoded: Encoded) -> Path:
     for one in encoded:
         slot = Slot(one.descriptor.stored_length)
         one.write_to(slot.payload(one.descriptor.stored_length))
-        location = writer.write(slot, one.descriptor)
+        writer.write(slot, one.descriptor)
+    header, locations = writer.seal(0, "test")
+    for one, (_, location) in zip(encoded, locations, strict=True):
         assert (location.kind, location.codec) == (one.descriptor.kind, one.descriptor.codec)
         assert location.base_digest == one.descriptor.base_digest
-    header, _ = writer.seal(0, "test")
     writer.close()
     return path / "packs" / f"{header.pack_id.hex()}.pack"
 

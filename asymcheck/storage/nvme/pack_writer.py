@@ -11,13 +11,11 @@ import stat
 import threading
 from pathlib import Path
 
-import numpy as np
-
 from asymcheck.errors import StorageError
 from asymcheck.events import emit, timed
 from asymcheck.format import layout, registry
 from asymcheck.format.frame import FrameDescriptor
-from asymcheck.format.pack import ENTRY_DTYPE, Entries, PackHeader, encode_index, encode_pack_header, entry_of, round_up
+from asymcheck.format.pack import PackHeader, encode_index, encode_pack_header, entries_of, location_of, round_up
 from asymcheck.storage.local_files import DESCRIPTORS, Files, OpenFile, is_same_file, try_lock, wait_lock
 from asymcheck.storage.slots import Slot
 from asymcheck.types import Digest, Location, PackId
@@ -54,13 +52,12 @@ class PackWriter:
         """Bytes of the header and of all frames so far."""
         return self._end
 
-    def write(self, slot: Slot, descriptor: FrameDescriptor) -> Location:
-        """Append a frame whose payload is in ``slot``; return its location."""
+    def write(self, slot: Slot, descriptor: FrameDescriptor) -> None:
+        """Append a frame whose payload is in ``slot``."""
         sequence, offset = self._append(descriptor)
         frame = slot.stamp(descriptor, self.pack_id, sequence)
         self._file.write([frame], offset)
         emit("frame.written", self._path.name, len(frame))
-        return self._location(offset, descriptor)
 
     def write_in_place(self, payload: memoryview, descriptor: FrameDescriptor, slot: Slot) -> None:
         """Append a frame directly from the memory of its payload, which is not changed.
@@ -100,7 +97,7 @@ class PackWriter:
         Returns:
             The header, and the digests and locations of all frames.
         """
-        entries: Entries = np.array([entry_of(*frame) for frame in self._frames], dtype=ENTRY_DTYPE)
+        entries = entries_of(self._frames)
         header = PackHeader(self.pack_id, len(entries), self._end, created_ns, writer)
         index = encode_index(self.pack_id, entries)
         self._pwrite_aligned(index, self._end)
@@ -117,19 +114,8 @@ class PackWriter:
         emit("pack.renamed", final.name)
         self._files.sync_directory(self._directory)
         emit("pack.sealed", final.name, header.pack_length)
-        return header, [(frame.digest, self._location(offset, frame)) for frame, offset in self._frames]
-
-    def _location(self, offset: int, frame: FrameDescriptor) -> Location:
-        return Location(
-            self.pack_id,
-            offset,
-            frame.stored_length,
-            frame.plain_length,
-            frame.kind,
-            frame.codec,
-            frame.digest_algorithm,
-            frame.base_digest,
-        )
+        numbered = enumerate(self._frames)
+        return header, [(frame.digest, location_of(self.pack_id, entries, number)) for number, (frame, _) in numbered]
 
     def _pwrite_aligned(self, data: bytes, offset: int) -> None:
         # Do not use a slot, because its huge pages would be zeroed for a few bytes.

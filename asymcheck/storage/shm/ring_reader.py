@@ -20,9 +20,8 @@ from asymcheck.format.frame import HEADER_BYTES, check_frame, decode_header, fra
 from asymcheck.format.layout import parse_ring_name, ring_name
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.manifest_reader import decode_manifest
-from asymcheck.format.pack import ENTRY_DTYPE, Entries, PackHeader, entry_of
+from asymcheck.format.pack import Entries, PackHeader, entries_of
 from asymcheck.format.record import RECORD_BYTES
-from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.format.ring_records import (
     CAPTURES_MAX,
     CAPTURES_OFFSET,
@@ -101,16 +100,16 @@ class RingReader(contextlib.AbstractContextManager["RingReader"]):
             words: npt.NDArray[np.uint64] = np.frombuffer(self._memory[start:end], dtype=np.uint64)
             first = start // registry.BLOCK_BYTES
             blocks += (np.flatnonzero(words[:: registry.BLOCK_BYTES // 8] == magic) + first).tolist()
-        entries = []
+        frames = []
         for block in blocks:
             offset = block * registry.BLOCK_BYTES
             with contextlib.suppress(FormatError):
                 header = decode_header(self._memory[offset : offset + HEADER_BYTES], "ring")
                 fits = offset + header.descriptor.frame_length <= len(self._memory)
-                stamped = (header.place_id, header.sequence) == (self.header.ring_id, offset // registry.BLOCK_BYTES)
+                stamped = (header.place_id, header.sequence) == (self.header.ring_id, block)
                 if fits and stamped and not header.descriptor.payload_shift:
-                    entries.append(entry_of(header.descriptor, offset))
-        return np.array(entries, dtype=ENTRY_DTYPE)
+                    frames.append((header.descriptor, offset))
+        return entries_of(frames)
 
     def frame(self, offset: int, stored_length: int) -> memoryview:
         """Return a whole frame, without checks."""
@@ -216,7 +215,7 @@ class RingPack(OpenPack):
 
     def stamped(self, sequence: int) -> int:
         """Return the sequence number in the header of a frame, which is its block number in a ring."""
-        return int(self.entries["offset"][sequence]) // BLOCK_BYTES
+        return int(self.entries["offset"][sequence]) // registry.BLOCK_BYTES
 
     def read_frame(self, sequence: int, slot: Slot) -> memoryview:  # noqa: ARG002 - used by other tiers
         """Return frame ``sequence`` in the memory of the ring, without checks."""

@@ -416,14 +416,14 @@ class PackSender:
             return descriptor
 
         plan = plan_pack([frame.entry for frame in frames])
-        header, _ = self._packs.upload(plan, read, self._sent, self._probe_written.set)
+        pack_id = self._packs.upload(plan, read, self._sent, self._probe_written.set)
         self._remote.pace.making.note(stored, sum(spent))
         with self._lock:
             self._moved.packs += 1
             self._moved.moved_bytes += stored
             self._moved.plain_bytes += plain
             self._moved.moved_partitions += len(frames)
-        return header.pack_id
+        return pack_id
 
     def _sent(self, count: int) -> None:
         with self._lock:

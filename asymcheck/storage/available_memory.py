@@ -16,8 +16,7 @@ _CGROUPS = Path("sys/fs/cgroup")
 def available_bytes(root: Path = _ROOT) -> int | None:
     """Return how many bytes this process may still allocate; None if the system does not say.
 
-    Args:
-        root: the folder that contains ``proc`` and ``sys``.
+    ``root`` is the folder that contains ``proc`` and ``sys``.
     """
     return min([*_machine_bytes(root), *_cgroup_bytes(root)], default=None)
 

@@ -15,6 +15,9 @@ from asymcheck.storage.pack_index import PackIndex, digests_of
 from asymcheck.storage.slots import Slot, SlotPool
 from asymcheck.types import Digest, PackId
 
+FrameParts = tuple[memoryview, memoryview, memoryview]
+"""Frame in three parts: header and padding, payload, and padding."""
+
 
 class OpenPack(abc.ABC):
     """Complete pack that is open for reading, on any tier."""
@@ -56,12 +59,7 @@ class OpenPack(abc.ABC):
         """
         return None
 
-    def read_payload(
-        self,
-        sequence: int,  # noqa: ARG002 - used by packs on a drive
-        payload: memoryview,  # noqa: ARG002 - as above
-        slot: Slot,  # noqa: ARG002 - as above
-    ) -> tuple[memoryview, memoryview, memoryview] | None:
+    def read_payload(self, sequence: int, payload: memoryview, slot: Slot) -> FrameParts | None:  # noqa: ARG002 - used by packs on a drive
         """Read frame ``sequence``, with its payload directly in ``payload``, without checks. Thread-safe.
 
         Args:
@@ -70,8 +68,8 @@ class OpenPack(abc.ABC):
             slot: memory for the header and the padding.
 
         Returns:
-            The frame in three parts: header and padding, ``payload``, and padding. None if the device cannot read
-            into this memory, or a read through a slot is faster.
+            The frame, with ``payload`` as its payload. None if the device cannot read into this memory, or a read
+            through a slot is faster.
 
         Raises:
             TruncatedError: the file ends before the frame does.

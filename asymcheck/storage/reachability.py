@@ -252,16 +252,11 @@ class StoreReachability(Reachability):
         """Tell whether the last :meth:`refresh` is still valid. Call it in the transaction that frees packs.
 
         A newer manifest may need the packs. A frame in a newer pack may be encoded against partitions that seem to be
-        garbage.
-
-        Args:
-            transaction: the transaction, which lists the manifests.
-            gone: the deleted manifests. A pull may have restored a manifest under its old name.
-            but: packs of the caller, which are ignored.
+        garbage. A pull may have restored one of the deleted manifests ``gone`` under its old name. The packs of the
+        caller, ``but``, are ignored.
         """
-        if transaction.manifests() - self._digests.keys() - {*gone} or not all(
-            is_manifest_deleted(self.tier, key) for key in gone
-        ):
+        unknown = transaction.manifests() - self._digests.keys() - {*gone}
+        if unknown or not all(is_manifest_deleted(self.tier, key) for key in gone):
             return False
         unseen = set(self.tier.pack_ids()) - self._bases.keys() - {*but}
         return not any(

@@ -12,7 +12,7 @@ from asymcheck.errors import LockTimeoutError, MissingPartitionError, StorageErr
 from asymcheck.format import layout
 from asymcheck.format.pack import entry_length
 from asymcheck.format.registry import ALIGNED_PAYLOAD_MIN_BYTES, BLOCK_BYTES, CODEC_IDENTITY
-from asymcheck.storage.interfaces import OpenPack
+from asymcheck.storage.interfaces import FrameParts, OpenPack
 from asymcheck.storage.local_files import DESCRIPTORS, Files, OpenFile, is_same_file, refuses_direct, try_lock
 from asymcheck.storage.nvme.drives import needs_slot
 from asymcheck.storage.pack_index import PackIndex, find_frames
@@ -47,9 +47,7 @@ class PackFile(OpenPack):
         is_plain = entry["codec"] == CODEC_IDENTITY and entry["stored_length"] >= ALIGNED_PAYLOAD_MIN_BYTES
         return int(entry["payload_shift"]) if self._file.is_direct and is_plain else None
 
-    def read_payload(
-        self, sequence: int, payload: memoryview, slot: Slot
-    ) -> tuple[memoryview, memoryview, memoryview] | None:
+    def read_payload(self, sequence: int, payload: memoryview, slot: Slot) -> FrameParts | None:
         """Read a frame with its payload directly in ``payload``; see :meth:`OpenPack.read_payload`.
 
         Header, padding, and the payload bytes in the same blocks are copied through ``slot``.

@@ -247,7 +247,7 @@ def connect(location: RemoteLocation, config: RemoteConfig) -> Client:
             raise InvalidInputError(f"location {location}: hdfs-native is not installed; {_INSTALL}")
         _probe(location, config.deadline_s)
         if config.client != "libhdfs" and has_native:
-            return _native(location, options)
+            return hdfs_native.connect(location, options)
         return _PyarrowClient(_libhdfs(location, options, config.deadline_s), "libhdfs", location.path)
     filesystem, top = _by_pyarrow(location, options, config.deadline_s)
     return _PyarrowClient(filesystem, "other", top)
@@ -295,15 +295,6 @@ def _probe(location: RemoteLocation, deadline_s: float) -> None:
             f"{action}: no NameNode is at host {host}, port {port} ({error}); start it, or use the host and port of "
             "fs.defaultFS in its core-site.xml"
         ) from error
-
-
-def _native(location: RemoteLocation, options: Mapping[str, str]) -> Client:
-    try:
-        return hdfs_native.connect(location.authority, location.path, options)
-    except (OSError, ValueError, RuntimeError) as error:
-        is_service = "No NameNode hosts found" in str(error)
-        advice = "; without a port it is a name service: give the port, or its options" if is_service else ""
-        raise InvalidInputError(f"location {location}: hdfs-native refuses it: {error}{advice}") from error
 
 
 def _libhdfs(location: RemoteLocation, options: Mapping[str, str], deadline_s: float) -> fs.FileSystem:

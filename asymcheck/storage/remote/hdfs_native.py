@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
+from asymcheck.errors import InvalidInputError
 from asymcheck.storage.remote.client_interface import Entry, FileSystem, Readable, Writable
+from asymcheck.storage.remote.location import RemoteLocation
 
 _NS_PER_MS = 1_000_000
 
@@ -99,12 +101,7 @@ class _HdfsClient(FileSystem):
         # Do not use the recursive listing of the client, which fails if any directory is removed meanwhile.
         return [_entry(status) for status in self._client.list_status(path, recursive=False)]
 
-    def reading(
-        self,
-        path: str,
-        offset: int,  # noqa: ARG002 - used by other clients
-        length: int,  # noqa: ARG002 - as above
-    ) -> contextlib.AbstractContextManager[Readable]:
+    def reading(self, path: str, offset: int, length: int) -> contextlib.AbstractContextManager[Readable]:  # noqa: ARG002 - used by others
         return contextlib.nullcontext(_Reader(self._client.read(path)))
 
     def create(self, path: str) -> Writable:
@@ -137,10 +134,15 @@ def _entry(status: Any) -> Entry:  # noqa: ANN401 - the client has no stable typ
     return Entry(PurePosixPath(status.path), not status.isdir, size, status.modification_time * _NS_PER_MS)
 
 
-def connect(authority: str, top: str, options: Mapping[str, str]) -> FileSystem:
-    """Return the client for a directory of the NameNode, or name service, ``authority``.
+def connect(location: RemoteLocation, options: Mapping[str, str]) -> FileSystem:
+    """Return the client for a directory of a NameNode or name service.
 
     Raises:
-        ImportError: hdfs-native is not installed.
+        InvalidInputError: hdfs-native refuses the location or an option.
     """
-    return _HdfsClient(authority, top, options)
+    try:
+        return _HdfsClient(location.authority, location.path, options)
+    except (OSError, ValueError, RuntimeError) as error:
+        is_service = "No NameNode hosts found" in str(error)
+        advice = "; without a port it is a name service: give the port, or its options" if is_service else ""
+        raise InvalidInputError(f"location {location}: hdfs-native refuses it: {error}{advice}") from error

@@ -61,12 +61,7 @@ class RemoteManifests(ManifestReader):
     ) -> None:
         """Commit a manifest. The rank's part of the checkpoint is then visible at the remote location.
 
-        Args:
-            run: name of the run.
-            ref: checkpoint of the manifest.
-            name: file name of the manifest.
-            data: content of the manifest.
-            staged: result of :meth:`stage`. If it cannot be renamed, the manifest is written again.
+        ``staged`` is the result of :meth:`stage`. If it cannot be renamed, the manifest is written again.
         """
         path = self.directory(run, ref) / str(name)
         # An existing manifest has the same bytes, because the digest is part of the name.

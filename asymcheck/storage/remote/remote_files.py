@@ -153,12 +153,7 @@ class RemoteFiles:
     ) -> tuple[memoryview, int]:
         """Return ``length`` bytes from ``offset``, fewer at the end of the file, and the size of the file.
 
-        Args:
-            path: path of the file.
-            offset: offset of the first byte.
-            length: number of bytes.
-            kept: cache of the open file, shared by all reads of one file.
-            memory: pool of buffers for large reads.
+        All reads of one file share ``kept``, a cache of the open file. ``memory`` is a pool of buffers for large reads.
 
         Raises:
             FileNotFoundError: there is no such file.

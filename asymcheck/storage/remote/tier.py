@@ -186,9 +186,8 @@ class RemoteTier(StoreTier):
 
     def doom(self, entry: Entry, pack_id: PackId, collection: bytes) -> bool:
         """Announce that ``collection`` will remove a pack; return False if the pack was removed or renamed."""
-        if not self.files.renames:
-            return self.files.put_small(self.packs / layout.doomed_name(pack_id, collection), b"")
-        return self.files.rename(entry.path, self.packs / layout.doomed_name(pack_id, collection))
+        target = self.packs / layout.doomed_name(pack_id, collection)
+        return self.files.rename(entry.path, target) if self.files.renames else self.files.put_small(target, b"")
 
     def reprieve(self, pack_ids: Iterable[PackId]) -> set[PackId]:
         """Withdraw announced removals of packs by any process; return the packs that were removed."""

@@ -71,8 +71,8 @@ class PackUpload:
 
     def upload(
         self, entries: Entries, read: ReadFrame, sent: Callable[[int], None], written: Callable[[], None]
-    ) -> tuple[PackHeader, Entries]:
-        """Write, check and publish one pack.
+    ) -> PackId:
+        """Write, check and publish one pack; return its id.
 
         At most ``uploads`` packs are written at the same time. The next upload starts after the last write of a pack,
         because HDFS needs half a second to complete a file.
@@ -101,15 +101,10 @@ class PackUpload:
                 with contextlib.closing(ahead(self._pieces(header, entries, read, sent))) as pieces:
                     yield pieces, turn.close
 
-        def check(path: PurePosixPath, count: int) -> None:
-            emit("remote.pack_closed", path.name, count)
-            self._check(path, header, entries, count)
-            emit("remote.pack_checked", path.name)
-
         # An existing file with this random name is this pack, put by an attempt whose answer was lost.
-        self._files.put(final, content, check, random_bytes=16)
+        self._files.put(final, content, partial(self._check, header, entries), random_bytes=16)
         emit("remote.pack_renamed", final.name, end)
-        return header, entries
+        return header.pack_id
 
     def _pieces(
         self, header: PackHeader, entries: Entries, read: ReadFrame, sent: Callable[[int], None]
@@ -133,22 +128,24 @@ class PackUpload:
             yield piece
             offset = 0
 
-    def _check(self, temporary: PurePosixPath, header: PackHeader, entries: Entries, written: int) -> None:
+    def _check(self, header: PackHeader, entries: Entries, path: PurePosixPath, written: int) -> None:
         """Check length, header and index of an uploaded pack; with ``read_back``, also every frame."""
-        where = self._files.url(temporary)
-        entry = self._files.stat(temporary)
+        emit("remote.pack_closed", path.name, written)
+        where = self._files.url(path)
+        entry = self._files.stat(path)
         size = None if entry is None else entry.size
         if size != written or written != header.pack_length:
             raise StorageError(f"{where}: the file has {size} of {header.pack_length} bytes after the upload")
         try:
-            stored = read_pack_index(self._files, temporary, header.pack_id)
+            stored = read_pack_index(self._files, path, header.pack_id)
             if stored.damage or stored.header != header or stored.entries.tobytes() != entries.tobytes():
                 raise StorageError(f"{where}: header and index read back differ from those written")
             for sequence, frame in enumerate(entries if self._files.config.read_back else ()):
-                data, _ = self._files.read_range(temporary, int(frame["offset"]), entry_length(frame))
+                data, _ = self._files.read_range(path, int(frame["offset"]), entry_length(frame))
                 check_frame(data, header.pack_id, sequence, f"frame {sequence} of {where}")
         except FormatError as error:
             raise StorageError(f"{where}: the uploaded pack is damaged: {error}") from error
+        emit("remote.pack_checked", path.name)
 
 
 def ahead(items: Iterator[_T]) -> Generator[_T, None, None]:

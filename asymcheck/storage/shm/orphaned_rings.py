@@ -46,13 +46,10 @@ def restore_command(store: Path | str, run: str | None, ring_folder: Path, step:
 
 
 def list_rings(folder: Path, store_id: bytes | None) -> list[Path]:
-    """Return the rings in ``folder`` that belong to this user, in use or not; an empty list without such a folder.
+    """Return the rings of a store in ``folder``, or of all stores if ``store_id`` is None, in use or not.
 
-    Files of other users are ignored, because every user may write into ``/dev/shm``.
-
-    Args:
-        folder: folder of the rings.
-        store_id: id of the store; None for all stores.
+    Return an empty list without such a folder. Files of other users are ignored, because every user may write into
+    ``/dev/shm``.
     """
     with translated("list", folder):
         try:
@@ -252,10 +249,7 @@ class RingFile:
 def inspect_ring(path: Path, manifests: ManifestReader, *, check: bool) -> RingFile | None:
     """Return the content of a ring; None if the ring was removed.
 
-    Args:
-        path: file of the ring.
-        manifests: manifests of the store, which show the committed captures.
-        check: whether to verify the frames, if the process is dead.
+    ``manifests`` of the store show the committed captures. With ``check``, verify the frames of a dead process.
 
     Raises:
         StorageError: the ring cannot be read.

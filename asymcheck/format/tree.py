@@ -31,19 +31,15 @@ class TreeBuilder(Protocol[_T_co]):
 
     def plain(self, value: object) -> _T_co:
         """Build a None, bool, int, float, complex, str or bytes."""
-        ...
 
     def sequence(self, kind: str, items: list[object]) -> _T_co:
         """Build a list (``l``) or a tuple (``t``)."""
-        ...
 
     def mapping(self, kind: str, pairs: list[tuple[Key, object]], metadata: object) -> _T_co:
         """Build a mapping (``d``), an ordered mapping (``o``) or a module's state (``m``, with version metadata)."""
-        ...
 
     def tensor(self, row: int, as_array: bool) -> _T_co:  # noqa: FBT001 - a protocol method, called by position in one place
         """Build the tensor of a row, or a numpy array."""
-        ...
 
     def tagged(self, kind: str, value: object) -> _T_co:
         """Build a value of torch or numpy.
@@ -51,11 +47,9 @@ class TreeBuilder(Protocol[_T_co]):
         The values are a tensor shape (``z``) from a tuple of int, a numpy scalar (``n``) from its dtype and bytes, and
         a dtype (``y``) or a device (``v``) from its name.
         """
-        ...
 
     def typed(self, kind: str, parameter: str | int | None, content: object) -> _T_co:
         """Build a typed value (``x``) from its type, its parameter and its content."""
-        ...
 
 
 def encode_plain(value: object) -> Node:

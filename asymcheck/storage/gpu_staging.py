@@ -47,12 +47,6 @@ class Staging:
         self._allocator = Allocator(0, self._buffer.numel())
         self._lock = threading.Lock()
 
-    @property
-    def free_bytes(self) -> int:
-        """Free bytes of the buffer."""
-        with self._lock:
-            return self._allocator.free_bytes
-
     def take(self, length: int) -> StagingRegion | None:
         """Allocate ``length`` bytes; None if no free range is long enough."""
         taken = max(1, -(-length // _ALIGNED_TO)) * _ALIGNED_TO

@@ -98,7 +98,7 @@ def test_many_tensors_come_in_one_copy(device: SimulatedDevice) -> None:
         transfers.hold()
         transfers.wait(0)
         assert payload == wanted
-        assert transfers.lanes[0].staging.free_bytes == max(staging_bytes - MIB, 0)
+        assert transfers.lanes[0].staging._allocator.free_bytes == max(staging_bytes - MIB, 0)
 
 
 def test_a_clone_for_which_the_device_has_no_memory_is_none(
@@ -116,7 +116,7 @@ def test_a_clone_for_which_the_device_has_no_memory_is_none(
         # torch 2.4 has no class of this name.
         patch.delattr(torch, "OutOfMemoryError", raising=False)
         assert not transfers.stage(0)
-    assert transfers.lanes[0].staging.free_bytes == 7 * MIB
+    assert transfers.lanes[0].staging._allocator.free_bytes == 7 * MIB
     assert transfers.stage(0)
 
 
@@ -263,7 +263,7 @@ def test_a_staging_buffer_for_which_the_device_has_no_memory_is_empty(monkeypatc
     monkeypatch.setattr(torch, "empty", refuse)
     monkeypatch.delattr(torch, "OutOfMemoryError", raising=False)
     staging = Staging(torch.device("cpu"), 1 << 20)
-    assert (staging.free_bytes, staging.take(1)) == (0, None)
+    assert (staging._allocator.free_bytes, staging.take(1)) == (0, None)
 
 
 def test_a_place_is_not_free_while_part_of_a_copy_that_failed_may_still_come(device: SimulatedDevice) -> None:

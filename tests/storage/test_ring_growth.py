@@ -68,7 +68,7 @@ def _grown(ring: Ring) -> None:
 def test_slot_is_available_before_all_memory(tmp_path: Path, memory: Memory) -> None:
     """Test that larger requests wait, and that the ring finally is one contiguous range."""
     ring = make_ring(tmp_path)
-    assert ring.free_bytes == FIRST
+    assert ring._allocator.free_bytes == FIRST
     early = put(ring, b"e" * 5000)
     late = []
     thread = threading.Thread(target=lambda: late.append(ring.take(HEADER.data_bytes - 8192 - 128)))
@@ -79,10 +79,10 @@ def test_slot_is_available_before_all_memory(tmp_path: Path, memory: Memory) -> 
     thread.join(60)
     assert late[0] is not None
     _grown(ring)
-    assert ring.free_bytes == 0
+    assert ring._allocator.free_bytes == 0
     for place in (early, late[0]):
         ring.give_back(place)
-    assert ring.free_bytes == HEADER.data_bytes
+    assert ring._allocator.free_bytes == HEADER.data_bytes
     assert os.stat(ring.path).st_size == DATA_OFFSET + HEADER.data_bytes
     ring.close()
 
@@ -93,7 +93,7 @@ def test_memory_refused_later_is_an_error_of_the_user(tmp_path: Path, memory: Me
     ring = make_ring(tmp_path)
     memory.goes_on.set()
     _grown(ring)
-    assert ring.free_bytes == FIRST + PIECE
+    assert ring._allocator.free_bytes == FIRST + PIECE
     with pytest.raises(OutOfSpaceError, match=r"ring_bytes.*ring_folder"):
         ring.take(FIRST + PIECE)
     place = ring.take(PIECE)

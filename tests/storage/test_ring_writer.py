@@ -74,10 +74,10 @@ def test_places_are_given_out_and_taken_back(tmp_path: Path) -> None:
     whole = HEADER.data_bytes - 128
     with pytest.raises(InvalidInputError, match="does not fit into a ring of 65536: raise ring_bytes"):
         ring.take(whole + 1)
-    assert ring.free_bytes == HEADER.data_bytes
+    assert ring._allocator.free_bytes == HEADER.data_bytes
     slots = [ring.take(3969) for _ in range(8)]
     assert [slot and slot.offset for slot in slots] == [DATA_OFFSET + 2 * BLOCK * number for number in range(8)]
-    assert ring.free_bytes == 0
+    assert ring._allocator.free_bytes == 0
     assert ring.take(1) is None
     for slot in slots:
         assert slot is not None
@@ -92,7 +92,7 @@ def test_shared_slot_is_free_after_all_releases(tmp_path: Path) -> None:
     """Test releases in any order, each once; a free slot cannot be shared."""
     ring = make_ring(tmp_path)
     first = put(ring, b"a" * 5000)
-    taken = HEADER.data_bytes - ring.free_bytes
+    taken = HEADER.data_bytes - ring._allocator.free_bytes
     second = ring.share(first)
     assert second is not None
     third = ring.share(second)
@@ -100,18 +100,18 @@ def test_shared_slot_is_free_after_all_releases(tmp_path: Path) -> None:
     assert {first.offset, second.offset, third.offset} == {first.offset}
     for place in (second, second, first, first):
         ring.give_back(place)
-        assert HEADER.data_bytes - ring.free_bytes == taken
+        assert HEADER.data_bytes - ring._allocator.free_bytes == taken
     assert ring.share(first) is None
     fourth = ring.share(third)
     assert fourth is not None
     ring.give_back(third)
     assert bytes(ring.payload(fourth)) == b"a" * 5000
-    assert HEADER.data_bytes - ring.free_bytes == taken
+    assert HEADER.data_bytes - ring._allocator.free_bytes == taken
     ring.give_back(fourth)
-    assert ring.free_bytes == HEADER.data_bytes
+    assert ring._allocator.free_bytes == HEADER.data_bytes
     # The last holder frees the slot.
     ring.give_back(put(ring, b"b" * 5000))
-    assert ring.free_bytes == HEADER.data_bytes
+    assert ring._allocator.free_bytes == HEADER.data_bytes
     ring.close()
 
 

@@ -182,12 +182,6 @@ class Ring:
             self._is_pin_attempted = True
             self._pinned_by = link if link.pin(self._memory) else None
 
-    @property
-    def free_bytes(self) -> int:
-        """Free bytes in the reserved memory."""
-        with self._changed:
-            return self._allocator.free_bytes
-
     def take(self, length: int) -> RingSlot | None:
         """Allocate a slot for a frame with ``length`` bytes of payload; None if no free range is long enough.
 

@@ -40,9 +40,7 @@ class Contents:
     """Meaning of the bytes of a partition."""
 
     role: str
-    """Role of the tensors."""
     segments: tuple[Segment, ...]
-    """Its elements."""
 
     @property
     def kind(self) -> tuple[str, Segment]:
@@ -63,9 +61,7 @@ class Base:
     codec: int
     """Codec: delta or derived."""
     name: Digest
-    """Its digest."""
     plain: memoryview
-    """Its bytes."""
     offset: int = 0
     """For derived: first byte of the elements in the base."""
     dtype: int = 0
@@ -149,10 +145,7 @@ class Encoder:
             return True
 
     def stays_plain(self, length: int, contents: Contents, codecs: Sequence[int]) -> bool:
-        """Tell, without reading a partition, whether it is stored plain. False if a new sample is due.
-
-        ``codecs`` are the possible codecs.
-        """
+        """Tell, without reading a partition, whether it is stored plain. False if a new sample is due."""
         link = self._link()
         if self._mode == "off" or length < _ENCODED_BYTES_MIN or (self._mode == "auto" and link is None):
             return True

@@ -17,7 +17,6 @@ class LineagePosition:
     """Generation and parent of a new checkpoint."""
 
     generation: int
-    """Generation of the checkpoint."""
     parent: CheckpointRef | None
     """Previous checkpoint on the line; None for the first checkpoint."""
 
@@ -32,15 +31,10 @@ class SaveRequest:
     """Run, step, rank and save id of one save."""
 
     run: str
-    """Name of the run."""
     step: int
-    """Training step."""
     metrics: Mapping[str, float]
-    """Metrics that the manifest stores with the checkpoint."""
     rank: int = 0
-    """Rank of this process."""
     world_size: int = 1
-    """Number of ranks that save the checkpoint."""
     save_id: SaveId = dataclasses.field(default_factory=new_save_id)
     """Save id, equal on all ranks."""
     store_ranks: Spans | None = None
@@ -58,9 +52,7 @@ class SaveRound:
     number: int
     """Number of the round in the session."""
     step: int
-    """Training step."""
     save_id: SaveId
-    """Save id of the round."""
     generation: int | None
     """Generation of the checkpoint; None if the commit opens a new generation."""
     plan: object

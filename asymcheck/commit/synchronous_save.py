@@ -48,7 +48,6 @@ class KnownCut:
     """Cut of a state whose bytes are computed from stored partitions."""
 
     cut: Cut
-    """Partitions of the state."""
     digests: Mapping[Partition, Digest]
     """Partitions whose digest is known. They are read only if the store lacks them."""
 
@@ -62,7 +61,6 @@ class EarlierState:
     leaves: Sequence[Leaf]
     """The tensors. Nothing may change them while a save uses them."""
     names: dict[Partition, Digest]
-    """Digest of each partition."""
 
     @classmethod
     def of(cls, state: FlatState, config: StoreConfig) -> EarlierState:
@@ -280,7 +278,6 @@ class Saved:
     """A committed state."""
 
     ref: CheckpointRef
-    """The checkpoint."""
     state_bytes: int
     """Bytes of all tensors."""
     written_bytes: int

@@ -71,13 +71,8 @@ class CommitTransaction(contextlib.AbstractContextManager["CommitTransaction"]):
     ) -> bool:
         """Claim a partition, encode it and write it; return whether it was written.
 
-        Args:
-            name: digest of the partition.
-            plain: its bytes.
-            contents: role and element types; None for unknown bytes, which are stored plain.
-            write_plain: function that writes the plain partition.
-            bases: possible bases, at most one per codec.
-            shift: payload shift of an unencoded frame, in bytes.
+        ``contents`` is None for unknown bytes, which are stored plain. ``write_plain`` writes a plain partition.
+        ``bases`` has at most one possible base per codec. ``shift`` is the payload shift of an unencoded frame in bytes.
         """
         if not self.claim(name):
             return False

@@ -27,11 +27,9 @@ class OpenPack(abc.ABC):
         self.header = index.header
         """Header of the pack, or a header rebuilt by a scan."""
         self.entries = index.entries
-        """Index entries, one per frame."""
         self.damage = index.damage
         """Damage of the header or the index, if the frames were found by scanning; else None."""
         self.path = path
-        """Path of the file."""
 
     def digests(self) -> list[Digest]:
         """Return the digests of all frames, in order."""
@@ -87,11 +85,8 @@ class ReadTier(abc.ABC):
     root: PurePath | str
     """Path or URI, as shown in errors."""
     config: StoreConfig
-    """Configuration of the store."""
     manifests: ManifestReader
-    """Manifests and head records."""
     slots: SlotPool
-    """Reusable memory for frames."""
 
     @abc.abstractmethod
     def pack_ids(self) -> list[PackId]:
@@ -115,7 +110,6 @@ class StoreTier(ReadTier):
     """Open store or remote location. Thread-safe. A forked child must open its own."""
 
     descriptor: Descriptor
-    """Descriptor of the store."""
     damaged_descriptor_copies: int
     """Number of damaged copies of the descriptor."""
 

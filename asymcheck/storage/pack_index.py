@@ -30,7 +30,6 @@ class PackIndex:
     header: PackHeader
     """Header of the pack, or a header rebuilt by a scan."""
     entries: Entries
-    """Index entries, one per frame."""
     damage: FormatError | None
     """Damage of the header or the index, if the frames were found by scanning; else None."""
 

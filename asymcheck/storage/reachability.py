@@ -43,9 +43,7 @@ class HeldFrames:
 
     def __init__(self, entries: Entries) -> None:
         self.entries = entries
-        """Index entries of the pack."""
         self.names = digests_of(entries)
-        """Digests of the frames, in order."""
         self.lengths: npt.NDArray[np.int64] = frame_lengths(entries).astype(np.int64)
         """Bytes of each frame, including header and padding."""
 

@@ -62,11 +62,8 @@ class PackWriter:
     def write_in_place(self, payload: memoryview, descriptor: FrameDescriptor, slot: Slot) -> None:
         """Append a frame directly from the memory of its payload, which is not changed.
 
-        Args:
-            payload: memory at an address congruent to the offset of the payload in the frame modulo a block. Small
-                frames may be at any address.
-            descriptor: descriptor of the frame.
-            slot: buffer for the blocks that payload and header or padding share, or for a whole small frame.
+        The address of ``payload`` is congruent to the offset of the payload in the frame modulo a block, unless the
+        frame is small. ``slot`` holds the blocks that payload and header or padding share, or a whole small frame.
         """
         start = descriptor.payload_offset
         if start < registry.BLOCK_BYTES:

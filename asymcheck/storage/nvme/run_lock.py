@@ -91,9 +91,7 @@ class RunLock:
     def take(self, timeout_s: float, *, takeover: bool) -> None:
         """Take the lock. The lock of a dead process, and of this process, is taken over at once.
 
-        Args:
-            timeout_s: time to wait for a living process [s].
-            takeover: take the lock over from a living process.
+        Wait up to ``timeout_s`` seconds for a living process. With ``takeover``, take the lock over from it at once.
 
         Raises:
             RunInUseError: another process trains the run.

@@ -78,7 +78,6 @@ class NvmeTier(StoreTier):
         self.files = files or Files()
         self.read_only = read_only
         self.packs = root / layout.PACKS
-        """Folder of complete packs."""
         self._catalog: Catalog | None = None
         self._catalog_lock = threading.Lock()
         self._indexes: dict[PackId, tuple[tuple[int, ...], PackIndex]] = {}

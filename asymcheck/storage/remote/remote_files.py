@@ -81,11 +81,9 @@ class RemoteFiles:
         # Object stores have none of its operations, which only their own callers use.
         self._files = cast("FileSystem", client)
         self.kind: str = self._client.kind
-        """Kind of the client."""
         self.top = PurePosixPath(self._client.top)
         """Path of the location in the file system."""
         self.pace = Throughput()
-        """Measured throughput."""
 
     @property
     def renames(self) -> bool:

@@ -56,10 +56,8 @@ class RemoteTier(StoreTier):
         self.config = config
         self.files = RemoteFiles(location, config.remote)
         self.pace = self.files.pace
-        """Measured throughput."""
         self._top = self.files.top
         self.packs = self._top / layout.PACKS
-        """Folder of packs."""
         self._indexes: dict[PackId, PackIndex] = {}
         self._doomed: dict[PackId, Entry] = {}
         self._announced: dict[PackId, list[Entry]] = {}

@@ -153,9 +153,8 @@ class Encoder:
         with self._lock:
             if any(key not in self._sampled or self._since.get(key, 0) % _AGAIN == 0 for key in keys):
                 return False
-            stays = (
-                choose_codec(self._mode, {key[-1]: self._sampled[key] for key in keys}, link).codec == CODEC_IDENTITY
-            )
+            sampled = {key[-1]: self._sampled[key] for key in keys}
+            stays = choose_codec(self._mode, sampled, link).codec == CODEC_IDENTITY
             if stays:
                 for key in keys:
                     self._since[key] += 1

@@ -72,7 +72,7 @@ class CommitTransaction(contextlib.AbstractContextManager["CommitTransaction"]):
         """Claim a partition, encode it and write it; return whether it was written.
 
         ``contents`` is None for unknown bytes, which are stored plain. ``write_plain`` writes a plain partition.
-        ``bases`` has at most one possible base per codec. ``shift`` is the payload shift of an unencoded frame in bytes.
+        ``bases`` has at most one possible base per codec. ``shift`` is the shift of an unencoded payload in bytes.
         """
         if not self.claim(name):
             return False

@@ -194,16 +194,11 @@ def _rows_message(buffer: pa.Buffer, schema: pa.Schema, batches: int, where: str
     # Refuse a compressed body before it is read, because it could expand to any size.
     messages = pa.ipc.MessageReader.open_stream(pa.BufferReader(buffer.slice(len(_FILE_MAGIC))))
     first, second = messages.read_next_message(), messages.read_next_message()
-    if (
-        batches != 1
-        or first.type != "schema"
-        or second.type != "record batch"
-        or not schema.remove_metadata().equals(SCHEMA)
-    ):
+    is_one_batch = (first.type, second.type, batches) == ("schema", "record batch", 1)
+    if not is_one_batch or not schema.remove_metadata().equals(SCHEMA):
         raise StructureError(f"{where}: schema or number of record batches is not that of a manifest")
-    if not pa.ipc.read_schema(first).equals(schema, check_metadata=True) or _is_compressed(
-        second.metadata.to_pybytes(), where
-    ):
+    is_same = pa.ipc.read_schema(first).equals(schema, check_metadata=True)
+    if not is_same or _is_compressed(second.metadata.to_pybytes(), where):
         raise StructureError(f"{where}: footer and schema message disagree, or the record batch is compressed")
     return second
 

@@ -251,10 +251,9 @@ class FallbackTier(ReadTier):
             yield from new
             seen.update(new)
             # List again, because a repair may have replaced a listed pack with a new one.
-            more = [pack_id for pack_id in self._near.pack_ids() if pack_id not in seen]
-            if not more:
+            new = [pack_id for pack_id in self._near.pack_ids() if pack_id not in seen]
+            if not new:
                 return
-            new = more
 
     def open_pack(self, pack_id: PackId) -> OpenPack:
         """Open a complete pack of the local store or of the remote location."""

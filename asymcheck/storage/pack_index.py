@@ -52,11 +52,9 @@ def find_frames(read: ReadRange, name: str, pack_id: PackId, *, thorough: bool =
         raise
     except FormatError as error:
         entries = _scan(read, name, pack_id, thorough=thorough)
-        if not len(entries):
-            if not thorough:
-                raise
-            return PackIndex(PackHeader(pack_id, 0, 0, 0, ""), entries, error)
-        end = int(entries["offset"][-1]) + entry_length(entries[-1])
+        if not len(entries) and not thorough:
+            raise
+        end = int(entries["offset"][-1]) + entry_length(entries[-1]) if len(entries) else 0
         return PackIndex(PackHeader(pack_id, len(entries), end, 0, ""), entries, error)
     return PackIndex(header, entries, None)
 

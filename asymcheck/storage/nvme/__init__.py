@@ -1,6 +1,6 @@
 """Local store on NVMe: packs written by direct I/O, manifest files, and the LMDB catalog."""
 
-from asymcheck.storage.base_frames import BaseFrames, bases_in
+from asymcheck.storage.base_frames import bases_in
 from asymcheck.storage.local_files import Files, OpenFile
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme.catalog import Catalog, Transaction
@@ -11,7 +11,6 @@ from asymcheck.storage.nvme.tier import NvmeTier, scratch, seal_scratch_pack
 from asymcheck.storage.slots import Slot, SlotPool, run_with_slots
 
 __all__ = [
-    "BaseFrames",
     "Catalog",
     "CheckpointFiles",
     "Files",

@@ -115,9 +115,8 @@ class NvmeTier(StoreTier):
                 raise StoreNotFoundError(f"{self.root} is a file, but a store is a directory; check the path")
         data = self.files.read_small(path, RECORD_BYTES)
         if data is None:
-            what = (
-                "it is not an asymcheck store (no asymcheck.store file)" if self.root.exists() else "it does not exist"
-            )
+            is_there = self.root.exists()
+            what = "it is not an asymcheck store (no asymcheck.store file)" if is_there else "it does not exist"
             hint = "" if self.read_only else ", or pass create=True"
             raise StoreNotFoundError(f"cannot open store {self.root}: {what}. Check the path{hint}")
         return decode_descriptor(data, f"store descriptor {path}")

@@ -91,13 +91,10 @@ class RemoteManifests(ManifestReader):
             self._check_head(head)
         for head in heads:
             if head.generation not in present:
-                self._publish_head(head)
-
-    def _publish_head(self, head: HeadRecord) -> None:
-        path = self._root / layout.HEADS / head.run / layout.head_name(head.generation)
-        if not self._files.put_small(path, encode_head(head)):
-            self._check_head(head)
-        emit("remote.head_renamed", f"{head.run} generation {head.generation}")
+                path = self._root / layout.HEADS / run / layout.head_name(head.generation)
+                if not self._files.put_small(path, encode_head(head)):
+                    self._check_head(head)
+                emit("remote.head_renamed", f"{run} generation {head.generation}")
 
     def _check_head(self, head: HeadRecord) -> None:
         published = self.read_head(head.run, head.generation)

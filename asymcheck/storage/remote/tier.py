@@ -31,7 +31,6 @@ from asymcheck.storage.remote.pack_reader import ReadAhead, RemotePack, read_pac
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from asymcheck.storage.remote.upload import PackUpload
 from asymcheck.storage.slots import SlotPool
-from asymcheck.storage.throughput import RateLimit
 from asymcheck.types import PackId
 
 
@@ -245,8 +244,8 @@ class RemoteTier(StoreTier):
         return dict(zip(requested, self._ahead.threads.map(index_of, requested), strict=True))
 
     def uploader(self) -> PackUpload:
-        """Return an uploader for packs. Its rate limit applies to all of its uploads together."""
-        return PackUpload(self.files, self.packs, RateLimit(self.config.remote.bytes_per_s))
+        """Return an uploader for packs."""
+        return PackUpload(self.files, self.packs)
 
     def pack_bytes(self, pack_id: PackId) -> int:
         """Return the size of the file of a pack; 0 if the file does not exist."""

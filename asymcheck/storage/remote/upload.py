@@ -61,12 +61,12 @@ def _cut(entries: Entries, size: int) -> list[tuple[range, int]]:
 
 
 class PackUpload:
-    """Uploader of packs to one remote location."""
+    """Uploader of packs to one remote location. Its rate limit applies to all uploads together."""
 
-    def __init__(self, files: RemoteFiles, packs: PurePosixPath, rate: RateLimit) -> None:
+    def __init__(self, files: RemoteFiles, packs: PurePosixPath) -> None:
         self._files = files
         self._packs = packs
-        self._rate = rate
+        self._rate = RateLimit(files.config.bytes_per_s)
         self._streams = threading.Semaphore(files.config.uploads)
 
     def upload(

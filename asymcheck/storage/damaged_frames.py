@@ -6,18 +6,14 @@ the newest one is damaged, would compute the same bytes again and refer to the d
 
 from __future__ import annotations
 
-import threading
-
 from asymcheck.types import PackId
 
 _damaged: set[tuple[PackId, int]] = set()
-_lock = threading.Lock()
 
 
 def note(pack_id: PackId, offset: int) -> None:
     """Record that the frame at ``offset`` of a pack is damaged. Pack ids are random, so they name no other pack."""
-    with _lock:
-        _damaged.add((pack_id, offset))
+    _damaged.add((pack_id, offset))
 
 
 def is_damaged(pack_id: PackId, offset: int) -> bool:

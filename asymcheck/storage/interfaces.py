@@ -113,8 +113,10 @@ class StoreTier(ReadTier):
     damaged_descriptor_copies: int
     """Number of damaged copies of the descriptor."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: StoreConfig) -> None:
         """Bind the tier to this process."""
+        self.config = config
+        self.slots = SlotPool(config.slots, config.partition_bytes)
         self._pid = os.getpid()
         self._closed = False
 

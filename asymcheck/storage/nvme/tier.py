@@ -41,7 +41,7 @@ from asymcheck.storage.nvme.manifests import ManifestFiles
 from asymcheck.storage.nvme.pack_reader import PackFile, open_pack, peek
 from asymcheck.storage.nvme.pack_writer import PackWriter, Pool, create_locked
 from asymcheck.storage.pack_index import PackIndex
-from asymcheck.storage.slots import Slot, SlotPool
+from asymcheck.storage.slots import Slot
 from asymcheck.types import PackId
 
 _logger = logging.getLogger(__name__)
@@ -72,9 +72,8 @@ class NvmeTier(StoreTier):
             FormatError: the descriptor is damaged or of another version.
             ReadOnlyStoreError: the store has a writer feature that this program lacks.
         """
-        super().__init__()
+        super().__init__(config)
         self.root = root
-        self.config = config
         self.files = files or Files()
         self.read_only = read_only
         self.packs = root / layout.PACKS
@@ -105,7 +104,6 @@ class NvmeTier(StoreTier):
         if not read_only:
             self._make_missing_folders()
         self.manifests = ManifestFiles(self.files, root)
-        self.slots = SlotPool(config.slots, config.partition_bytes)
         self.pool = Pool(self.files, root / layout.POOL)
 
     def _read_descriptor(self) -> tuple[Descriptor, int]:

@@ -30,7 +30,6 @@ from asymcheck.storage.remote.manifests import RemoteManifests
 from asymcheck.storage.remote.pack_reader import ReadAhead, RemotePack, read_pack_index
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from asymcheck.storage.remote.upload import PackUpload
-from asymcheck.storage.slots import SlotPool
 from asymcheck.types import PackId
 
 
@@ -49,10 +48,9 @@ class RemoteTier(StoreTier):
             FormatError: the descriptor is damaged or of another version.
             InvalidInputError: no client supports the location.
         """
-        super().__init__()
+        super().__init__(config)
         self.root = str(location)
         self.location = location
-        self.config = config
         self.files = RemoteFiles(location, config.remote)
         self.pace = self.files.pace
         self._top = self.files.top
@@ -68,7 +66,6 @@ class RemoteTier(StoreTier):
         self.descriptor, self.damaged_descriptor_copies = decode_descriptor(data, f"store descriptor of {location}")
         self._refuse_local_store()
         self.manifests = RemoteManifests(self.files)
-        self.slots = SlotPool(config.slots, config.partition_bytes)
         self._ahead = ReadAhead(config.remote)
 
     def _refuse_local_store(self) -> None:

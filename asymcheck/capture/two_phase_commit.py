@@ -96,7 +96,7 @@ class Divergence:
             if not names:
                 return "a digest that is in another store"
             manifest = manifests.read(run, ref, names[0])
-            for row in manifest.rows(range(len(manifest))):
+            for row in manifest.rows():
                 at = 0
                 for extent in row.extents if row.name == self.tensor else ():
                     if at == self.start:

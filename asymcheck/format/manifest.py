@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -72,14 +72,6 @@ def distinct(column: pa.StringArray) -> tuple[list[str], npt.NDArray[np.int64]]:
         return list(indices), np.array([indices[value] for value in values], dtype=np.int64)
     encoded = column.dictionary_encode()
     return encoded.dictionary.to_pylist(), encoded.indices.to_numpy().astype(np.int64)
-
-
-def take_rows(column: pa.Array, rows: Sequence[int]) -> list[Any]:
-    """Return the given rows of a column as Python values."""
-    if len(rows) * 8 < len(column):
-        return [column[row].as_py() for row in rows]
-    values = column.to_pylist()
-    return [values[row] for row in rows]
 
 
 Column: TypeAlias = pa.Array
@@ -243,17 +235,13 @@ class Manifest:
         roles: list[str] = self._batch.column("role").to_pylist()
         return roles
 
-    def row(self, index: int) -> TensorRow:
-        """Return one row. Use the columns to read many rows."""
-        return self.rows([index])[0]
-
-    def rows(self, indices: Sequence[int]) -> list[TensorRow]:
-        """Return the given rows."""
+    def rows(self) -> list[TensorRow]:
+        """Return all rows. Reading single columns is faster."""
         names = (name for name in SCHEMA.names if name not in ("inline_digest", "extents"))
-        columns = [take_rows(self._batch.column(name), indices) for name in names]
+        columns = [self._batch.column(name).to_pylist() for name in names]
         rows = []
-        values = zip(indices, *columns, strict=True)
-        for index, name, aliases, dtype, role, shape, whole, offset, nbytes, inline in values:
+        for index, values in enumerate(zip(*columns, strict=True)):
+            name, aliases, dtype, role, shape, whole, offset, nbytes, inline = values
             parts = tuple(aliases), dtype, role, tuple(shape), tuple(whole), tuple(offset)
             rows.append(TensorRow(name, *parts, nbytes, inline, self.extents(index)))
         return rows

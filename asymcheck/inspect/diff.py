@@ -529,7 +529,7 @@ class Side:
         rank = manifest.header.rank
         self.partitions.update(manifest.partitions())
         name_counts: dict[str, int] = {}
-        for row in manifest.rows(range(len(manifest))):
+        for row in manifest.rows():
             if row.inline is not None:
                 self.inline.add(row.inline)
             names = tuple(unique_name(name, name_counts) for name in (row.name, *row.aliases))

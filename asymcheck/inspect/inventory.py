@@ -105,11 +105,11 @@ def inventory(
         with PartitionLocator.of_manifests(tier, [manifest], must_be_complete=False) as sources:
             tensors += [
                 _tensor(row, manifest, sources)
-                for row in manifest.rows(range(len(manifest)))
+                for row in manifest.rows()
                 if any(fnmatch.fnmatchcase(name, pattern) for name in (row.name, *row.aliases))
             ]
     if not tensors and pattern != "*":
-        rows = (row for manifest in manifests for row in manifest.rows(range(len(manifest))))
+        rows = (row for manifest in manifests for row in manifest.rows())
         raise no_match(pattern, (row.name for row in rows), "the tensors of the checkpoint")
     return listing.ref, tensors
 

@@ -103,13 +103,13 @@ def _older(tier: NvmeTier, listings: list[CheckpointFiles]) -> dict[tuple[str, i
         manifests = read_manifests(tier, listings[0]) if listings else []
     except (FormatError, RecoveryError, StorageError):
         return {}
-    rows = (row for manifest in manifests for row in manifest.rows(range(len(manifest))))
+    rows = (row for manifest in manifests for row in manifest.rows())
     return {piece.key(): piece for row in rows for piece in _pieces(row)}
 
 
 def _choose(manifests: list[Manifest], bytes_each: int) -> dict[tuple[str, str], list[_Piece]]:
     """Choose pieces of the largest tensors of each role and dtype, in rotation, up to ``bytes_each`` bytes."""
-    rows = [row for manifest in manifests for row in manifest.rows(range(len(manifest)))]
+    rows = [row for manifest in manifests for row in manifest.rows()]
     by_kind: dict[tuple[str, str], list[list[_Piece]]] = {}
     for row in sorted(rows, key=lambda row: -row.nbytes):
         if row.dtype.startswith(("float", "bfloat")) and registry.DTYPE_BYTES[row.dtype] > 1 and row.extents:

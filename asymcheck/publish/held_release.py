@@ -35,7 +35,7 @@ class HeldRelease(OpenPack):
         """Describe the partitions of ``manifest`` that ``tensors``, by stored name, hold completely."""
         pieces: dict[Digest, list[_Piece]] = {}
         lengths = manifest.partitions()
-        for row in manifest.rows(range(len(manifest))):
+        for row in manifest.rows():
             if row.name not in tensors:
                 continue
             start, leaf = 0, make_leaf(tensors[row.name], row.name, "")

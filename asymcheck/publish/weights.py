@@ -70,7 +70,7 @@ def match(into: object, manifest: Manifest, release: str) -> list[Weight]:
         StateMismatchError: names, shapes, dtypes or ties differ; nothing was changed.
     """
     given = dict(tensors_of(into))
-    rows = manifest.rows(range(len(manifest)))
+    rows = manifest.rows()
     by_name = {name: row for row in rows for name in (row.name, *row.aliases)}
     if isinstance(into, dict) and not into:
         return [Weight(row, [], []) for row in rows]

@@ -79,7 +79,7 @@ class ShardSet:
         position = self._position(number)
         if position not in self._rows:
             manifest = self._manifests[position]
-            self._rows[position] = manifest.rows(range(len(manifest)))
+            self._rows[position] = manifest.rows()
         return self._rows[position][number - self._firsts[position]]
 
     def rank_of(self, number: int) -> int:

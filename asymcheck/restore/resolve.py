@@ -214,7 +214,7 @@ def needed_by(manifests: Sequence[Manifest], digest: bytes | None) -> str:
     names = [
         row.name + (f" of rank {manifest.header.rank}" if len(manifests) > 1 else "")
         for manifest in manifests
-        for row in manifest.rows(range(len(manifest)))
+        for row in manifest.rows()
         if any(extent.digest == digest for extent in row.extents)
     ]
     ref = manifests[0].header.ref

@@ -306,7 +306,7 @@ def test_training_keeps_its_plan_over_a_restart(tmp_path: Path) -> None:
     for listing in tier.manifests.checkpoints("default"):
         manifest = tier.manifests.read("default", listing.ref, listing.manifests[0])
         plans.append(manifest.header.plan)
-        frozen.add(tuple(extent.digest for extent in manifest.row(manifest.names().index("model.0.weight")).extents))
+        frozen.add(tuple(extent.digest for extent in manifest.extents(manifest.names().index("model.0.weight"))))
     assert [plan["kind"] for plan in plans] == ["canonical"] * 5 + ["asymmetric"] * 5
     assert [plan["windows"] for plan in plans[5:]] == [planned["windows"]] * 5  # type: ignore[index]  # JSON
     assert {phase for phase, _ in plans[-1]["windows"]} == {"forward", "backward"}  # type: ignore[attr-defined]  # JSON

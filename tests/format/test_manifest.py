@@ -74,12 +74,10 @@ def tensor_rows(draw: st.DrawFn) -> TensorRow:
 @pytest.mark.slow
 @given(st.lists(tensor_rows(), max_size=6))
 def test_rows_go_round(rows: list[TensorRow]) -> None:
-    """Test every row, one by one and all at once, in any order."""
+    """Test all rows, and their sums."""
     manifest = read(rows)
     assert len(manifest) == len(rows)
-    assert manifest.rows(range(len(rows))) == rows
-    assert manifest.rows(range(len(rows) - 1, -1, -1)) == rows[::-1]
-    assert [manifest.row(number) for number in range(len(rows))] == rows
+    assert manifest.rows() == rows
     assert manifest.names() == [row.name for row in rows]
     assert manifest.total_bytes == sum(row.nbytes for row in rows)
     extents = [extent for row in rows for extent in row.extents]
@@ -105,7 +103,7 @@ def test_headers_go_round(
 def test_no_rows() -> None:
     """Test a state without tensors."""
     manifest = read([])
-    assert (len(manifest), manifest.total_bytes, manifest.rows([]), manifest.partitions()) == (0, 0, [], {})
+    assert (len(manifest), manifest.total_bytes, manifest.rows(), manifest.partitions()) == (0, 0, [], {})
 
 
 def _many(count: int) -> list[TensorRow]:
@@ -125,8 +123,7 @@ def test_a_hundred_thousand_rows() -> None:
     data = encode_manifest(header_for(named(len(rows))), rows)
     manifest = decode_manifest(data, "test")
     assert time.process_time() - began < 20
-    some = [0, 1, 49_999, 50_000, 99_998, 99_999]
-    assert manifest.rows(some) == [rows[number] for number in some]
+    assert manifest.rows() == rows
     assert len(manifest.partitions()) == 100_000
     assert len(data) < 40 << 20
 

@@ -36,7 +36,7 @@ def test_flipped_bits_break_nothing(vector: Vector) -> None:
         except FormatError:
             refused += 1
         else:
-            manifest.rows(range(len(manifest)))
+            manifest.rows()
     assert refused > 0
 
 

@@ -48,13 +48,6 @@ def test_null_values(values: list[bytes | None], start: int) -> None:
     assert manifest.is_valid(column).tolist() == [value is not None for value in values[start:]]
 
 
-@given(count=st.integers(1, 60), picks=st.lists(st.integers(0, 59), max_size=60))
-def test_picked_rows(count: int, picks: list[int]) -> None:
-    """Test few and many rows, in any order, and repeated rows."""
-    rows = [pick % count for pick in picks]
-    assert manifest.take_rows(pa.array([[number] for number in range(count)]), rows) == [[row] for row in rows]
-
-
 @pytest.mark.slow
 def test_a_small_state_is_saved_and_restored_without_slow_imports(tmp_path: Path) -> None:
     """Test a new process, like a resumed training."""

@@ -40,7 +40,7 @@ def put_manifest(
     name = listing.manifests[rank]
     folder = manifests.directory("default", listing.ref)
     manifest = manifests.read("default", listing.ref, name)
-    header, old = manifest.header, manifest.rows(range(len(manifest))) if rows is None else rows
+    header, old = manifest.header, manifest.rows() if rows is None else rows
     data = encode_manifest(dataclasses.replace(header, tree=tree, packs=tuple(packs) or header.packs), old)
     (folder / str(name)).unlink()
     path = folder / str(ManifestName(rank, name.world_size, digest(data)))

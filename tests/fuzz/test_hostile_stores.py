@@ -102,7 +102,7 @@ def test_partition_with_a_wrong_length_is_missing_to_both(tmp_path: Path, ranks:
             for part in range(ranks):
                 store.save(state, step=2, part=Part(part, ranks, save_id) if ranks > 1 else None)
             listing = store.resources.tier.manifests.checkpoints("default")[-1]
-            (tensor,) = store.resources.tier.manifests.read_all(listing)[rank].rows([0])
+            tensor = store.resources.tier.manifests.read_all(listing)[rank].rows()[0]
             ((name, _, length, whole),) = map(dataclasses.astuple, tensor.extents)
             extents = (Extent(name, whole, length, 2 * whole),)
             put_manifest(store, ["d", [["w", ROW]]], [dataclasses.replace(tensor, extents=extents)], rank)

@@ -202,7 +202,7 @@ def test_manifests(
     header = ManifestHeader(run, ref, 0, 1, parent, 5, "writer", metrics, plan, (PackId(pack_id),), tree)
     data = encode_manifest(header, rows)
     manifest = decode_manifest(data, "x")
-    assert manifest.rows(range(len(manifest))) == rows
+    assert manifest.rows() == rows
     read = manifest.header
     assert dataclasses.replace(read, metrics={}) == dataclasses.replace(header, metrics={})
     assert str(sorted(read.metrics.items())) == str(sorted(metrics.items()))

@@ -244,11 +244,6 @@ class RemoteTier(StoreTier):
         """Return an uploader for packs."""
         return PackUpload(self.files, self.packs)
 
-    def pack_bytes(self, pack_id: PackId) -> int:
-        """Return the size of the file of a pack; 0 if the file does not exist."""
-        entry = self.files.stat(self.packs / layout.pack_name(pack_id))
-        return 0 if entry is None else entry.size
-
     def usage(self) -> tuple[int, int, int, int]:
         """Return number and bytes of the packs, then zeros, because remote locations have no pool."""
         files = self.lasting_packs()

@@ -21,7 +21,7 @@ from asymcheck.executor import Workers
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.manifest import encode, manifest_of
-from asymcheck.format.registry import CODEC_DELTA, CODEC_DERIVED
+from asymcheck.format.registry import CODEC_DELTA
 from asymcheck.state.partition_plan import Originals, Plan
 from asymcheck.storage.nvme import Catalog, NvmeTier
 from asymcheck.storage.shm.ring_writer import Ring, RingSlot
@@ -258,7 +258,7 @@ class RingFlusher:
         return (
             self._encoder.wants_bases
             and self._bases.may_be_derived(capture, number)
-            and self._encoder.searches_base(CODEC_DERIVED, capture.contents(number))
+            and self._encoder.searches_original(capture.contents(number))
         )
 
     def _queue_postponed(self, inflight: InFlight) -> None:

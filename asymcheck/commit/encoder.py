@@ -123,17 +123,18 @@ class Encoder:
         link = self._link()
         return self._mode == "smallest" or (self._mode == "auto" and link is not None and link < _FAST_BYTES_PER_S)
 
-    def searches_base(self, codec: int, contents: Contents) -> bool:
-        """Tell whether to search for a base of a partition for ``codec``.
+    def searches_original(self, contents: Contents) -> bool:
+        """Tell whether to search for the partition from which a partition was rounded.
 
-        While bases do not pay, the pauses between searches grow, because each search takes time.
+        While such bases do not pay, the pauses between searches grow, because each search takes time.
         """
         if self._mode == "smallest" or not self.wants_bases:
             return self._mode == "smallest"
-        key = (*contents.kind, codec)
+        key = (*contents.kind, CODEC_DERIVED)
         with self._lock:
             known = self._sampled.get(key)
-            if known is not None and choose_codec(self._mode, {codec: known}, self._link()).codec == codec:
+            choice = None if known is None else choose_codec(self._mode, {CODEC_DERIVED: known}, self._link())
+            if choice is not None and choice.codec == CODEC_DERIVED:
                 return True
             remaining, pause = self._pauses.get(key, (0, 1))
             if remaining:

@@ -23,13 +23,7 @@ from asymcheck.events import timed
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.manifest import manifest_of
-from asymcheck.format.registry import (
-    ALIGNED_PAYLOAD_MIN_BYTES,
-    BLOCK_BYTES,
-    CODEC_BYTE_PLANES,
-    CODEC_DELTA,
-    CODEC_DERIVED,
-)
+from asymcheck.format.registry import ALIGNED_PAYLOAD_MIN_BYTES, BLOCK_BYTES, CODEC_BYTE_PLANES, CODEC_DELTA
 from asymcheck.state.leaves import Leaf, TensorBytes, copy_partition
 from asymcheck.state.partition_plan import PLAN_KIND, Cut, Originals, Partition, cut
 from asymcheck.state.walk import Columns, FlatState
@@ -133,7 +127,7 @@ class Flusher:
             number
             for number, partition in enumerate(partitions if self._encoder.wants_bases else ())
             if next(originals.candidates(number), None) is not None
-            and self._encoder.searches_base(CODEC_DERIVED, self._contents(partition))
+            and self._encoder.searches_original(self._contents(partition))
         }
         others = [number for number in range(len(partitions)) if number not in copies]
 

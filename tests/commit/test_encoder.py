@@ -64,7 +64,7 @@ def test_looks_for_bases_that_do_not_pay_become_seldom(contents: Contents, monke
     """Test that searches are repeated, but rarely, if a base was missing or not worth its time."""
     monkeypatch.setattr(ThroughputMeter, "bytes_per_s", 5e8)
     encoder = Encoder("auto", "nvme")
-    looks = [number for number in range(10_000) if encoder.searches_base(CODEC_DERIVED, contents)]
+    looks = [number for number in range(10_000) if encoder.searches_original(contents)]
     pauses = [after - before - 1 for before, after in itertools.pairwise(looks)]
     assert pauses[:11] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
     assert set(pauses[11:]) == {1024}
@@ -78,14 +78,14 @@ def test_bases_are_searched_where_they_pay(
     monkeypatch.setattr(ThroughputMeter, "bytes_per_s", bytes_per_s)
     encoder = Encoder(mode, "nvme")
     encoder._sampled[(*contents.kind, CODEC_DERIVED)] = EncodingSample(1000, 1e9)
-    assert sum(encoder.searches_base(CODEC_DERIVED, contents) for _ in range(100)) == looks
+    assert sum(encoder.searches_original(contents) for _ in range(100)) == looks
 
 
 def test_the_smallest_is_always_looked_for(contents: Contents) -> None:
     """Test any time of a search, and any earlier result."""
     encoder = Encoder("smallest", "nvme")
     encoder._sampled[(*contents.kind, CODEC_DERIVED)] = EncodingSample(1, 1e9)
-    assert all(encoder.searches_base(CODEC_DERIVED, contents) for _ in range(100))
+    assert all(encoder.searches_original(contents) for _ in range(100))
 
 
 @pytest.mark.parametrize("wrong_from", [0, len(PLAIN) - 4096], ids=["all", "the end"])

@@ -293,11 +293,6 @@ def set_direct(descriptor: int) -> bool:
     return True
 
 
-def clear_direct(descriptor: int) -> None:
-    """Switch a descriptor back to buffered I/O."""
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT)
-
-
 class OpenFile:
     """Open file with direct I/O, if the file system supports it. Thread-safe. The owner manages the lock."""
 
@@ -335,7 +330,8 @@ class OpenFile:
             if not (was_direct and refuses_direct(error)):
                 raise
             # Clear O_DIRECT first: a thread that sees is_direct cleared takes any refusal for an error.
-            clear_direct(self.descriptor)
+            flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
             self.is_direct = False
             return transfer(self.descriptor, buffers, offset, self.path)
 

@@ -205,11 +205,7 @@ class Flusher:
         return None if in_place is None or not stays or self._tier.needs_slot(in_place) else in_place
 
     def _put_in_place(self, partition: Partition, number: int, slot: Slot, in_place: memoryview) -> Digest:
-        """Digest a partition and write it without a copy; return the digest.
-
-        Raises:
-            TornCaptureError: the bytes changed during the write.
-        """
+        """Digest a partition and write it without a copy; return the digest. Raise if the bytes changed meanwhile."""
         sample = np.frombuffer(in_place, dtype=np.uint8)[::_SAMPLE_STRIDE]
         before = sample.copy()
         with self._copying, timed("digest", partition.length, lambda: {"partition": number}):

@@ -215,10 +215,7 @@ class Pool:
             raise
 
     def _claim(self, path: Path) -> int | None:
-        """Open and lock a freed pack; None if another process uses it.
-
-        Also return None for a folder, a link, or a file with a second hard link.
-        """
+        """Open and lock a freed pack; None if it is in use, is a folder or a link, or has a second hard link."""
         try:
             descriptor = DESCRIPTORS.open(self._files.open_existing, path)
         except (FileNotFoundError, StorageError):

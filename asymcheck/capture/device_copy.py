@@ -268,8 +268,7 @@ class Transfers:
 class EagerCopies:
     """Reads small parts of tensors in their current state.
 
-    Parts in host memory are read at once. Parts on a device are gathered in its staging buffer and
-    fetched in one copy.
+    Parts in host memory are read at once. Parts on a device are gathered in its staging buffer and fetched in one copy.
     """
 
     def __init__(self, transfers: Transfers, leaves: Sequence[Leaf]) -> None:

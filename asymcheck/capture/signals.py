@@ -152,7 +152,7 @@ class _Interrupts:
             _install(number, handler)
 
     def __enter__(self) -> None:
-        """Defer handlers until :meth:`come` or the end of the block."""
+        """Defer handlers until :meth:`deliver` or the end of the block."""
         if not _on_main_thread():
             return
         self._depth += 1

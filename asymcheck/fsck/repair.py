@@ -49,7 +49,7 @@ class Unrepaired:
     remedy: str
     """Advice to the user."""
     checkpoints: tuple[str, ...] = ()
-    """Checkpoints that this problem makes unrestorable, as ``<run> <checkpoint>``."""
+    """Checkpoints that this problem makes unrestorable, as ``run NAME, step N (generation G, save ID)``."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -121,7 +121,7 @@ class Finding:
     """The file, and the position in the file."""
     message: str
     checkpoints: tuple[str, ...] = ()
-    """Checkpoints that are lost or could not be checked, as ``<run> <checkpoint>``."""
+    """Checkpoints that are lost or could not be checked, as ``run NAME, step N (generation G, save ID)``."""
     tensors: tuple[str, ...] = ()
     """Some of the affected tensors."""
 

@@ -66,7 +66,7 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """Requirements of the training, beside the measurements."""
+    """Requirements of the training, in addition to the measurements."""
 
     state_bytes: int  # tensor bytes of one checkpoint
     mtbf_s: float  # mean time between failures

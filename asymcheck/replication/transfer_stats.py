@@ -12,7 +12,7 @@ class Moved:
     location: str
     """The remote location."""
     committed: tuple[str, ...] = ()
-    """Newly committed checkpoints, as ``<run> <checkpoint>``."""
+    """Newly committed checkpoints, as ``run NAME, step N (generation G, save ID)``."""
     present: int = 0
     """Number of checkpoints that the target already had."""
     packs: int = 0

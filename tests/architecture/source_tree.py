@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = "asymcheck"
 
 READ_FOLDERS = (PACKAGE, "format_spec", "tools", "benchmarks", "tests")
-"""The folders of our own Python code. Everything else in the repository (.venv, build) is not ours to choose_kept."""
+"""The folders of our own Python code. Everything else in the repository (.venv, build) is not ours to judge."""
 
 
 @dataclass(frozen=True)

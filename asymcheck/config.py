@@ -84,7 +84,7 @@ def _check_bounds(config: StoreConfig | RemoteConfig, bounds: Mapping[str, tuple
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RemoteConfig:
-    """Configuration of a remote location: HDFS, a shared file system, or another file system of pyarrow."""
+    """Configuration of a remote location: HDFS, an object store, a shared file system, or a file system of pyarrow."""
 
     client: Literal["hdfs-native", "libhdfs"] | None = None
     """Client for ``hdfs://``; None selects hdfs-native if it is installed, else libhdfs."""
@@ -104,7 +104,10 @@ class RemoteConfig:
     within ``deadline_s``; each attempt except the last may take half of the remaining time.
     """
     pack_bytes: int = 256 * MIB
-    """Approximate size at which a pack is closed: HDFS works best with few large files."""
+    """Approximate size at which a pack is closed: HDFS works best with few large files.
+
+    In an object store, a pack has at most 64 MiB.
+    """
     compression: Compression = "auto"
     """Lossless compression of plain partitions during a push.
 
@@ -259,8 +262,7 @@ class CaptureConfig:
 
     ``sampled`` digests all bytes of the first two captures, and a sixteenth in later ones. A device computes checksums
     instead. Version counters and addresses of all tensors are compared, too. Tensors that have changed are copied
-    inside ``step()`` from then on. ``full`` digests everything in each
-    capture. ``off`` compares nothing.
+    inside ``step()`` from then on. ``full`` digests everything in each capture. ``off`` compares nothing.
     """
     schedule: Literal["asymmetric", "symmetric", "eager"] = "asymmetric"
     """How deferred tensors are cut and copied: in proportion to the windows, evenly, or all at once in ``step()``."""
@@ -273,10 +275,10 @@ class CaptureConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Grace:
-    """How a training learns that it will be killed soon, and the time that it then has: ``save_on_signal``."""
+    """Grace period before a kill, and the signals or notices that announce the kill: for ``save_on_signal``."""
 
     seconds: float = 30.0
-    """Time between the signal and the kill [s]. Give the value of the scheduler."""
+    """Time between the signal and the kill [s], as configured in the scheduler."""
     signals: tuple[int, ...] = (signal.SIGTERM, signal.SIGUSR1)
     """Signals that announce the kill. Signals that the process ignores stay ignored."""
     notice: Callable[[], float | None] | None = None

@@ -19,6 +19,7 @@
     ├── TornCaptureError               the state changed while it was captured; nothing was committed
     ├── LostCheckpointError            background saves failed
     ├── PruneError                     old checkpoints could not be removed; none was lost
+    ├── PublishError                   a step could not be published; checkpoints are not affected
     ├── RunInUseError                  another process trains this run
     ├── RanksError                     a common operation of several ranks failed
     │   └── RanksMissingError, RankFailedError
@@ -29,10 +30,10 @@
 
 Warnings: :class:`AbandonedCheckpointsWarning`, :class:`SkippedCheckpointWarning`, :class:`StateDifferenceWarning`,
 :class:`StepOrderWarning`, :class:`CaptureWarning`, :class:`StaleStateWarning`, :class:`LostCheckpointWarning`,
-:class:`PruneWarning`, :class:`UnreachableRemoteWarning`, :class:`RemoteCopyWarning`,
+:class:`PruneWarning`, :class:`PublishWarning`, :class:`UnreachableRemoteWarning`, :class:`RemoteCopyWarning`,
 :class:`SilentDivergenceWarning`, :class:`PreemptionWarning`.
 
-:class:`Preempted` is not an error: it ends a training that was told to end.
+:class:`Preempted` is not an error: it ends a training whose kill was announced.
 
 ``kind`` is a stable machine-readable code; codes are only ever added.
 """
@@ -395,7 +396,7 @@ def listed(items: Sequence[object], limit: int = 8) -> str:
 
 
 class Preempted(SystemExit):
-    """The training was told to end. Its newest checkpoint is durable, unless a warning says otherwise.
+    """The kill of the training was announced. Its newest checkpoint is durable, unless a warning says otherwise.
 
     :meth:`asymcheck.Checkpointer.step` raises this exception if ``save_on_signal`` is set. Not an Exception: a loop
     that catches errors does not catch it. The exit status of the process is 143, as after SIGTERM.

@@ -407,11 +407,11 @@ class Store:
         may save to this store and push to the location at the same time.
 
         Args:
-            remote: ``hdfs://namenode:port/path``, ``file:///path``, or another URI that pyarrow knows; created if
+            remote: URI, such as ``hdfs://namenode:port/path``, ``s3://bucket/prefix`` or ``file:///path``; created if
                 missing.
             step: a step, or ``save:DIGITS``; None for the newest consistent checkpoint.
-            run: name of the run, by default ``"default"``.
-            everything: copy all complete checkpoints on the line, of ``run`` or of all runs, instead of one ``step``.
+            run: name of the run; by default ``"default"``, or all runs with ``everything``.
+            everything: copy all complete checkpoints on the line instead of one ``step``.
             progress: callback, run with the bytes sent and the total bytes of the current checkpoint.
 
         Raises:

@@ -122,8 +122,9 @@ def _waits_as_notes() -> Iterator[None]:
 def commands() -> None:
     """Inspect, verify, repair and convert asymcheck checkpoint stores.
 
-    A store is a directory to which a training loop saves with asymcheck.Store or asymcheck.Checkpointer. Commands that
-    only read, gc and delete also accept a remote location, such as hdfs://namenode:8020/runs/gpt2.
+    A store is a directory to which a training loop saves with asymcheck.Store or asymcheck.Checkpointer. The commands
+    inspect, log, diff, verify, restore, view, delete and gc also accept a remote location, such as
+    hdfs://namenode:8020/runs/gpt2.
     """
 
 

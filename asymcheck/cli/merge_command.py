@@ -73,9 +73,9 @@ def _parse_name(ctx: click.Context, param: click.Parameter, text: str) -> int | 
 )
 @click.option("--to-run", default="merged", show_default=True, help="Run of the result.")
 @click.option("--to-step", type=int, default=None, help="Step of the result [default: that of the last checkpoint].")
-@click.option("--search", is_flag=True, help="Search the settings of the method whose merge is best (needs optuna).")
+@click.option("--search", is_flag=True, help="Search for the settings of the best merge (needs optuna).")
 @click.option(
-    "--evaluate", default=None, metavar="COMMAND", help="Command with {folder} that prints a number; see --search."
+    "--evaluate", default=None, metavar="COMMAND", help="For --search: command with {folder} that prints a number."
 )
 @click.option(
     "--trials", type=click.IntRange(min=1), default=20, show_default=True, help="Trials of the search in total."
@@ -86,7 +86,7 @@ def _parse_name(ctx: click.Context, param: click.Parameter, text: str) -> int | 
     type=click.Path(path_type=Path, dir_okay=False),
     default=Path("merge-search.log"),
     show_default=True,
-    help="File with the trials, by which an interrupted search continues.",
+    help="File that keeps the trials, so that an interrupted search can continue.",
 )
 @click.option("--part", default="model", show_default=True, help="Part of the state that the command gets; '' for all.")
 @click.option(

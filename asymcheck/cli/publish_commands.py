@@ -50,7 +50,7 @@ poll_option = click.option(
 @click.option("--dtype", type=click.Choice(_DTYPES), default=None, help="Cast floating-point tensors to this dtype.")
 @step_option
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run of the checkpoint.")
-@click.option("--full-every", type=int, default=8, show_default=True, help="Every such release is full.")
+@click.option("--full-every", type=int, default=8, show_default=True, help="Make one of this many releases full.")
 @click.option("--keep", type=int, default=3, show_default=True, help="Number of newest releases to keep.")
 @follow_option
 @poll_option
@@ -128,7 +128,7 @@ def _show_release(document: dict[str, object]) -> None:
     click.echo(f"{document['location']}: release {document['number']}, step {document['step']}, {sizes}, {kind}")
 
 
-@command("Write the newest release of weights to a file, and keep it up to date.")
+@command("Write the newest release of weights to a file.")
 @click.argument("location")
 @target_option
 @click.option("--part", default=None, help="Write only this part, for example 'model', without the prefix in names.")

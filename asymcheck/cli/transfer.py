@@ -48,14 +48,14 @@ def _selection_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-@command("Copy checkpoints to HDFS or a shared file system.")
+@command("Copy checkpoints to a remote location, such as HDFS or S3.")
 @store_argument
 @click.argument("location")
 @_selection_options
 @click.option(
     "--follow", "follows", is_flag=True, help="Push each checkpoint as it becomes durable, until Ctrl-C or SIGTERM."
 )
-@click.option("--every", type=int, help="With --follow: push steps that are multiples of this [all].")
+@click.option("--every", type=int, help="With --follow: push steps that are multiples of this.")
 @click.option("--limit-rate", metavar="SIZE", callback=parse_size, help="Send at most SIZE per second, such as 50MB.")
 def push(
     store: str,
@@ -69,12 +69,12 @@ def push(
 ) -> Report:
     """Copy checkpoints of STORE to LOCATION, where they survive the loss of this node.
 
-    LOCATION is hdfs://namenode:port/path, file:///path (a shared file system), or another URI that pyarrow supports.
+    LOCATION is hdfs://namenode:port/path, s3://bucket/prefix, file:///path (a shared file system), or another URI.
     Data that is already at LOCATION is not sent again. An interrupted push continues where it stopped.
 
     --follow pushes the checkpoints of one run, newest first, and waits for new ones. If STORE does not exist yet, the
-    command first waits until a training creates it. A failure is tried again. Ctrl-C or SIGTERM ends the command after
-    the present upload; a second signal cancels the upload.
+    command first waits until a training creates it. A failed upload is tried again. Ctrl-C or SIGTERM ends the
+    command after the present upload. A second signal cancels the upload.
 
     \b
     Examples:
@@ -150,7 +150,7 @@ def _follow_loop(loop: PushLoop, progress: Progress) -> None:
     follow(loop, tick, lets_signals_end_it=True)
 
 
-@command("Copy checkpoints from HDFS or a shared file system.")
+@command("Copy checkpoints from a remote location into a store.")
 @click.argument("location")
 @click.argument("store", type=click.Path(path_type=Path))
 @_selection_options

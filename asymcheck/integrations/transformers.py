@@ -50,7 +50,7 @@ class AsymcheckCallback(SavingCallback, TrainerCallback):
         trainer.train(resume_from_checkpoint=callback.resume(trainer))
 
     A checkpoint holds ``model``, ``optimizer``, ``scheduler``, ``scaler``, ``rng`` and ``trainer``. Its step is the
-    Trainer's ``global_step``, the number of steps done. With several ranks (DDP), every rank uses the callback.
+    Trainer's ``global_step``, the number of steps done. With several ranks, every rank uses the callback.
     """
 
     _training: _Training | None = None

@@ -64,7 +64,7 @@ class Source:
         kept = shape if pattern else _without_optimizer(shape, self._roles)
         if kept is None:
             raise InvalidInputError(
-                f"{self} has no weights that can be told from optimizer state; name the tensors to merge: tensors=GLOB"
+                f"{self}: weights and optimizer state cannot be distinguished; name the tensors to merge: tensors=GLOB"
             )
         self.shape: object = kept
         self.left_out: tuple[str, ...] = ()

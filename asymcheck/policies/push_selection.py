@@ -21,7 +21,7 @@ class Push:
     """
 
     remote: str
-    """``hdfs://namenode:port/path``, ``file:///path``, or another URI that pyarrow knows."""
+    """URI of the remote location: ``hdfs://namenode:port/path``, ``s3://bucket/prefix``, ``file:///path``, …"""
     every: int | None = None
     """Select checkpoints whose step is a multiple of this."""
     every_s: float | None = None

@@ -414,7 +414,7 @@ class BackgroundPush:
         self._ends += 1
 
     def _attempt(self, job: PushJob) -> Exception | None:
-        """Run one child until it ends; return the reason, or None if it was told to end."""
+        """Run one child until it ends; return the reason, or None if a request has ended it."""
         remote = job.rules.remote
         try:
             with self._started(job) as process:

@@ -139,7 +139,7 @@ class RunLease:
             try:
                 self._advance()
             except AsymcheckError as error:
-                # A holder could not renew its lease during an outage, so a newcomer watches anew.
+                # A holder could not renew its lease during an outage, so a newcomer starts its watch again.
                 self._watched = 0
                 if self._status.phase != "held":
                     self._note("unguarded", problem=str(error))

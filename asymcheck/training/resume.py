@@ -206,7 +206,7 @@ class ResumeCoordinator:
         restored = self._store.restore(ref.step, into=into, run=self._run, rank=self.rank, grows=True, strict=strict)
         read = restored.checkpoint
         if read.ref != ref:
-            raise InconsistentCheckpointError(f"{ref} could not be read, but another attempt, {read.ref}")
+            raise InconsistentCheckpointError(f"{ref} could not be read; another save of the step was read: {read.ref}")
         return read
 
     def _read_part(self, ref: CheckpointRef, into: object, *, strict: bool) -> Checkpoint:
@@ -504,7 +504,7 @@ class _Proposals:
         """Yield, on rank 0, the checkpoints that all ranks can read, newest first; append the others to ``skipped``."""
         which = "no checkpoint" if self._step is None else f"no checkpoint of step {self._step}"
         if not any(self._readable):
-            raise CheckpointNotFoundError(f"none of {len(self._readable)} stores has {which} of run {self._run!r}")
+            raise CheckpointNotFoundError(f"{which} of run {self._run!r} is in any of the {len(self._readable)} stores")
         skips = SkippedCheckpoints(skipped)
         for ref in sorted(set[CheckpointRef]().union(*self._readable), reverse=True):
             if all(readable.get(ref, False) for readable in self._readable):
@@ -512,8 +512,8 @@ class _Proposals:
             else:
                 skips.add(ref, self._lacking(ref))
         raise InconsistentCheckpointError(
-            f"{which} of run {self._run!r} can be restored by all ranks. Machines that lost their store, or run other "
-            "ranks than before, restore from the remote to which all push; pass remote=<URI>:",
+            f"{which} of run {self._run!r} can be restored by all ranks. If a machine has lost its store or changed "
+            "its ranks, pass the remote location to which all machines push as Store.open(…, remote=URI):",
             skipped,
         )
 

@@ -243,7 +243,7 @@ class PublishError(AsymcheckError, kind="publish"):
 
 
 class RunInUseError(AsymcheckError, kind="run-in-use"):
-    """Another process trains this run, or has taken it over."""
+    """Another process trains this run, or has taken it over; or another process publishes to the location."""
 
     def __init__(self, run: str, trainer: str, last_step: int | None, *, taken_over: bool = False) -> None:
         """Create an error about ``run`` and the process that trains it."""
@@ -344,7 +344,7 @@ class ForkedStoreError(StorageError, kind="forked"):
 
 
 class AbandonedCheckpointsWarning(UserWarning):
-    """Training starts from scratch, although the run has checkpoints."""
+    """Training starts from scratch although the run has checkpoints, or checkpoints may be torn."""
 
 
 class SkippedCheckpointWarning(UserWarning):
@@ -360,7 +360,7 @@ class StepOrderWarning(UserWarning):
 
 
 class CaptureWarning(UserWarning):
-    """Captures are degraded, for instance by a small ring. Checkpoints are correct anyway."""
+    """Captures take longer, or fewer of them survive the process, for instance because of a small ring."""
 
 
 class StaleStateWarning(UserWarning):

@@ -48,7 +48,7 @@ class PushJob:
 
 @dataclasses.dataclass(frozen=True)
 class PushRequest:
-    """Wishes of the training."""
+    """Requests of the training."""
 
     looks: int = 0
     """Number of commits so far: after each, the loop lists the store."""

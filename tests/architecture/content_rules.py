@@ -30,7 +30,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def names_say_something(tree: SourceTree) -> Iterator[Violation]:
-    """A module or folder named for nothing in particular."""
+    """A module or folder with a general name."""
     for module in tree.package:
         words = {word for part in PurePosixPath(module.path).with_suffix("").parts for word in part.split("_")}
         for word in sorted(words & EMPTY_NAMES):
@@ -84,7 +84,7 @@ def errors_are_our_own(tree: SourceTree) -> Iterator[Violation]:
 
 
 def _raises(node: ast.AST, inside: Function | None) -> Iterator[tuple[ast.Raise, Function | None]]:
-    """Every raise, with the function it stands in."""
+    """Every raise, with its function."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Raise):
             yield child, inside
@@ -102,7 +102,7 @@ def _may_raise(module: Module, raised: ast.expr, inside: Function | None) -> boo
             "StopIteration": inside is not None and inside.name == "__next__",
             "SystemExit": in_cli,
         }.get(written, False)
-    # A local name re-raises what was caught, an attribute of self builds one of ours; a foreign one stays where it is.
+    # A local name raises a caught error again, and an attribute of self creates an error of the package.
     return origin is None or origin.top == PACKAGE or (in_cli and origin.top == "click")
 
 
@@ -125,8 +125,8 @@ def errors_have_one_home(tree: SourceTree) -> Iterator[Violation]:
 def nothing_is_unpickled(tree: SourceTree) -> Iterator[Violation]:
     """An import of a pickling module, a use of torch's pickling calls, or `allow_pickle` that is not False.
 
-    One module reads and writes torch's own files; there, every `torch.load` says `weights_only=True`. One reads DCP's
-    metadata; there, unpickling is done by a class that says itself what each name in the pickle stands for.
+    The module of torch's own files may call `torch.load` with `weights_only=True`. The module of DCP's metadata may
+    derive an unpickler that defines only `find_class`.
     """
     for module in tree.package:
         if module.path == DCP_METADATA:
@@ -208,40 +208,40 @@ def suppressions_give_a_reason(tree: SourceTree) -> Iterator[Violation]:
 CONTENT_RULES = (
     Rule(
         "names_say_something",
-        "A name that promises nothing attracts everything. Name the module for what is in it.",
+        "A module with a general name collects unrelated code. Name the module after its content.",
         names_say_something,
     ),
     Rule(
         "public_things_are_documented",
-        "The docstring is the contract: what it takes, what it gives, what is durable when it returns.",
+        "The docstring is the contract: arguments, results, errors, and what is durable when the call returns.",
         public_things_are_documented,
     ),
     Rule(
         "errors_are_our_own",
-        "A caller handles a failure by its class and kind. A ValueError can come from anywhere, so nobody can handle "
-        "it; raise one of asymcheck.errors. Free are NotImplementedError in an abstract method, StopIteration in "
-        "__next__, AttributeError in __getattr__, and in the CLI SystemExit and click's own.",
+        "Callers handle a failure by its class and kind, but a ValueError can come from anywhere. Raise an error of "
+        "asymcheck.errors. Exceptions are NotImplementedError in an abstract method, StopIteration in __next__, "
+        "AttributeError in __getattr__, and in the CLI SystemExit and the errors of click.",
         errors_are_our_own,
     ),
     Rule(
         "errors_have_one_home",
-        "The tree of errors is part of the API and is read as a whole, with its stable kinds: asymcheck/errors.py.",
+        "The tree of errors, with its stable kinds, is part of the public interface: asymcheck/errors.py.",
         errors_have_one_home,
     ),
     Rule(
         "nothing_is_unpickled",
-        "Loading a checkpoint must not run code that lies in it. Not even a little, not even for plain values.",
+        "Loading a checkpoint must never run code that is stored in it, not even for plain values.",
         nothing_is_unpickled,
     ),
     Rule(
         "no_star_imports",
-        "With a star nobody, reader or rule, sees what is imported.",
+        "With a star import, neither readers nor rules see which names are imported.",
         no_star_imports,
     ),
     Rule(
         "suppressions_give_a_reason",
-        "A silenced check is a decision. Without its code it silences the next defect too; without its reason nobody "
-        "dares to remove it.",
+        "A silenced check is a decision. Without its code, the comment also silences the next defect. Without a reason "
+        "for it, nobody can remove it.",
         suppressions_give_a_reason,
     ),
 )

@@ -1,8 +1,8 @@
-"""The rules that the tree keeps, each with its reason: a failure should explain itself to whoever meets it first.
+"""Rules about imports, each with its reason, which a failing test prints.
 
-A rule is a function from a tree to its violations. `test_layers` runs all of them over the repository;
-`test_rules_can_fail` shows each of them something it has to catch. Rules about who imports whom are here,
-rules about what a module contains are in `content_rules`.
+A rule is a function from a tree to its violations. `test_layers` applies all rules to the repository.
+`test_rules_can_fail` gives each rule a violation to find. Rules about the content of a module are in
+`content_rules`.
 """
 
 import sys
@@ -57,14 +57,14 @@ LAYERS = (
     Layer(8, ("gc",), siblings_allowed=False),
     Layer(7, ("inspect",), siblings_allowed=False),
     Layer(6, ("fsck",), siblings_allowed=False),
-    # The write path and the read path do not know each other.
+    # The write path and the read path do not import each other.
     Layer(5, ("commit", "restore"), siblings_allowed=False),
-    # `measurement` asks storage and codecs, and gives facts to policies, which may not meet those.
+    # `measurement` measures storage and codecs for the policies, which may not import them.
     Layer(4, ("measurement", "distributed"), siblings_allowed=False),
     Layer(3, ("policies", "state", "storage", "codecs", "validation", "tracing"), siblings_allowed=False),
     # `config` checks its values against the limits of the format.
     Layer(2, ("format", "config"), siblings_allowed=True),
-    # What may meet on the lowest layer is narrower than "anything", see `lowest_layer`.
+    # The imports of the lowest layer are restricted further, see `lowest_layer`.
     Layer(1, ("errors", "types", "events", "executor"), siblings_allowed=True),
 )
 
@@ -72,7 +72,7 @@ LAYER_OF = {f"{PACKAGE}.{package}": layer for layer in LAYERS for package in lay
 
 IMPURE = (
     {"torch", "os", "io", "time", "threading", "mmap", "pathlib", "socket", "subprocess"}
-    | {"asyncio", "concurrent", "multiprocessing", "shutil", "tempfile"}  # the same by another door
+    | {"asyncio", "concurrent", "multiprocessing", "shutil", "tempfile"}  # the same in another way
 )
 
 TORCH_FREE = (f"{PACKAGE}.storage", f"{PACKAGE}.policies")
@@ -96,7 +96,7 @@ def is_inside(name: str, package: str) -> bool:
 
 
 def package_of(name: str) -> str | None:
-    """`asymcheck.storage` for `asymcheck.storage.nvme.catalog`; None for the public face and for strangers."""
+    """`asymcheck.storage` for `asymcheck.storage.nvme.catalog`; None for `asymcheck` itself and for other packages."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == PACKAGE and len(parts) > 1 else None
 
@@ -158,7 +158,7 @@ def no_import_of_the_public_interface(tree: SourceTree) -> Iterator[Violation]:
 
 
 def format_is_pure(tree: SourceTree) -> Iterator[Violation]:
-    """An import in `format` of something that acts on the world."""
+    """An import in `format` of a module for I/O, time or threads."""
     for module in tree.package:
         if is_inside(module.name, f"{PACKAGE}.format"):
             for found in module.imports:
@@ -202,7 +202,7 @@ def the_reference_reader_is_independent(tree: SourceTree) -> Iterator[Violation]
 
 
 def no_cycles(tree: SourceTree) -> Iterator[Violation]:
-    """A ring of modules that import each other; the first line of each module in it is named once."""
+    """A cycle of modules that import each other, reported once."""
     arrows = {
         module.name: sorted({tree.resolve(found) for found in module.imports} & tree.by_name.keys() - {module.name})
         for module in tree.package
@@ -216,7 +216,7 @@ def no_cycles(tree: SourceTree) -> Iterator[Violation]:
 
 
 def _way_back(arrows: dict[str, list[str]], start: str) -> list[str]:
-    """The shortest path along the arrows that leaves `start` and could step back to it; empty if there is none."""
+    """The shortest path of imports from `start` whose last module imports `start`; empty if there is none."""
     paths = [[start]]
     seen = {start}
     for path in paths:
@@ -232,66 +232,67 @@ def _way_back(arrows: dict[str, list[str]], start: str) -> list[str]:
 IMPORT_RULES = (
     Rule(
         "every_module_has_a_layer",
-        "A package that no layer lists is a package without rules. A new one is a decision: say what may import it.",
+        "A package without a layer has no rules. Give each new package a layer in LAYERS.",
         every_module_has_a_layer,
     ),
     Rule(
         "arrows_point_down",
-        "A lower layer is understood, tested and replaced without knowing who uses it. One arrow upwards, even inside "
-        "a function or under TYPE_CHECKING, makes two layers one. Pass a value or a callback down instead.",
+        "A lower layer must not depend on its users, so that it can be understood, tested and replaced alone. Imports "
+        "inside functions and under TYPE_CHECKING count, too. Pass a value or a callback down instead.",
         arrows_point_down,
     ),
     Rule(
         "siblings_do_not_import",
-        "The way down, the way up and the look at both share formats and tiers, not code; policies decide about bytes "
-        "that tiers hold and codecs encode, without calling them. What two siblings both need lies a layer below.",
+        "Packages on one layer share formats and interfaces, but no code. Move code that two of them need to a lower "
+        "layer.",
         siblings_do_not_import,
     ),
     Rule(
         "lowest_layer",
-        "errors, types and events are imported by everyone, so they import nothing of ours except types: "
-        "anything more, and importing an error class would load an engine.",
+        "All packages import errors, types and events. If these imported an engine, importing an error class would "
+        "load the engine.",
         lowest_layer,
     ),
     Rule(
         "no_import_of_the_public_interface",
-        "asymcheck/__init__.pyi names something of every package. A module that imports from it depends on what nobody "
-        "sees, and rules about layers cannot be checked.",
+        "asymcheck/__init__.pyi names objects of every package. An import from there hides the real dependency from "
+        "the rules about layers.",
         no_import_of_the_public_interface,
     ),
     Rule(
         "format_is_pure",
-        "The format layer is SPEC.md in code: bytes to values and back. Without I/O, clock, threads and torch it can "
-        "be fuzzed, checked against vectors, and read beside the specification.",
+        "The format layer is SPEC.md in code: bytes to values and back. Without I/O, clock, threads and torch, it can "
+        "be fuzzed, and compared with vectors and the specification.",
         format_is_pure,
     ),
     Rule(
         "storage_and_policies_know_no_torch",
-        "A tier moves bytes and a policy weighs numbers; neither knows what a model is. Only the GPU staging buffer "
-        "and the pinned ring own memory that torch must see.",
+        "A tier moves bytes, and a policy compares numbers. Only the GPU staging buffer and the pinned ring have "
+        "memory that torch must see.",
         storage_and_policies_know_no_torch,
     ),
     Rule(
         "one_importer_each",
-        "An engine with one importer can be bounded, checked and replaced in one place, and its surprises (LMDB's "
-        "unchecked pages, Arrow's unvalidated buffers) are dealt with once.",
+        "An engine with one importer can be limited, checked and replaced in one module. LMDB's unchecked pages and "
+        "Arrow's unvalidated buffers are examples.",
         one_importer_each,
     ),
     Rule(
         "shipped_code_stands_alone",
-        "tools, tests, benchmarks and format_spec are not in the wheel: such an import works here, not at a user's.",
+        "tools, tests, benchmarks and format_spec are not in the wheel. Such an import works in the repository, but "
+        "not in an installation.",
         shipped_code_stands_alone,
     ),
     Rule(
         "the_reference_reader_is_independent",
-        "format_spec proves that SPEC.md alone is enough to read a store. A reader that imports the library proves "
-        "only that the library agrees with itself.",
+        "format_spec shows that SPEC.md alone is enough to read a store. A reader that imports the library would only "
+        "show that the library agrees with itself.",
         the_reference_reader_is_independent,
     ),
     Rule(
         "no_cycles",
-        "Modules in a ring can only be read, tested and changed together. Local and TYPE_CHECKING imports count: they "
-        "hide a ring, they do not open it.",
+        "Modules in a cycle can only be read, tested and changed together. Imports inside functions and under "
+        "TYPE_CHECKING count, because they only hide a cycle.",
         no_cycles,
     ),
 )

@@ -1,6 +1,6 @@
 """The repository as parsed source: modules, their imports, their comments.
 
-Nothing here imports the code it looks at. A tree is read from disk, or made from a mapping of paths to text, so that
+No examined code is imported. A tree is read from disk, or made from a mapping of paths to text, so that
 every rule can be shown a violation that the repository does not contain.
 """
 
@@ -32,7 +32,7 @@ class Import:
 
     @property
     def full_name(self) -> str:
-        """`target.name`, which is a module or something in one; only the tree knows which."""
+        """`target.name`, which is a module or an object in a module; the tree decides."""
         return f"{self.target}.{self.name}" if self.name else self.target
 
     @property
@@ -69,7 +69,7 @@ class Module:
     def imports(self) -> tuple[Import, ...]:
         """Every import anywhere in the file: at module level, in a function, under TYPE_CHECKING, by `import_module`.
 
-        All of them count, because a rule with a way round it is a rule about style.
+        All imports count, because otherwise a rule could be avoided.
         """
         return tuple(self._imports())
 
@@ -121,12 +121,12 @@ class SourceTree:
 
     @classmethod
     def from_sources(cls, sources: Mapping[str, str]) -> "SourceTree":
-        """A tree made of text, for showing a rule what it must catch."""
+        """A tree made of text, as an example for a rule."""
         return cls(tuple(Module(path, source) for path, source in sorted(sources.items())))
 
     @classmethod
     def from_disk(cls, root: Path = REPOSITORY) -> "SourceTree":
-        """The tree as it lies in the repository."""
+        """The tree of the repository."""
         paths = (path for folder in READ_FOLDERS for path in (root / folder).rglob("*.py"))
         return cls.from_sources({path.relative_to(root).as_posix(): path.read_text("utf-8") for path in paths})
 
@@ -145,5 +145,5 @@ class SourceTree:
         return tuple(module for module in self.modules if module.path.startswith(f"{folder}/"))
 
     def resolve(self, found: Import) -> str:
-        """The module that an import really reaches: `from a import b` is `a.b` where that is a module, else `a`."""
+        """The imported module: `from a import b` imports `a.b` if that is a module, else `a`."""
         return found.full_name if found.full_name in self.by_name else found.target

@@ -67,7 +67,7 @@ def push(
     every: int | None,
     limit_rate: int | None,
 ) -> Report:
-    """Copy checkpoints of STORE to LOCATION, where they survive the loss of this node.
+    """Copy checkpoints of STORE to LOCATION, where they survive the loss of this machine.
 
     LOCATION is hdfs://namenode:port/path, s3://bucket/prefix, file:///path (a shared file system), or another URI.
     Data that is already at LOCATION is not sent again. An interrupted push continues where it stopped.

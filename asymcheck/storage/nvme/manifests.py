@@ -228,7 +228,7 @@ class ManifestFiles(ManifestReader):
         if not stored[0].is_same(head):
             raise HeadRecordError(
                 f"store {self._root} has another generation {head.generation} of run {head.run!r} than the stores of "
-                "the other nodes, which do not know this attempt. Remove the store, or the run in it"
+                "the other machines, which do not know this attempt. Remove the store, or the run in it"
             )
 
     def replace_head(self, head: HeadRecord) -> None:

@@ -24,6 +24,7 @@ WORKLOADS = (
     "catalog",
     "memory",
     "stall",
+    "link",
     "gpu",
     "batch",
     "codec",

@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.curve import draw_curve
+from benchmarks.curve import draw_curve, draw_link
 from benchmarks.panels import draw_goodput, draw_models
 from benchmarks.report import Report, Row
 
@@ -28,7 +28,7 @@ _NAME = "asymcheck"
 
 def draw(report: Report, path: Path) -> None:
     """Write a PNG file with a panel for each metric."""
-    special = {"batch": draw_curve, "models": draw_models, "goodput": draw_goodput}.get(report.workload)
+    special = {"batch": draw_curve, "link": draw_link, "models": draw_models, "goodput": draw_goodput}.get(report.workload)
     if special is not None:
         special(report, path)
         return

@@ -11,7 +11,7 @@ from benchmarks.pictures import Reports, draw_summary
 from benchmarks.report import Report, Row, read_json
 
 WORKLOADS = (
-    *("stall", "durable", "restore", "small", "gpu", "models", "goodput", "batch", "codec", "bytes", "catalog"),
+    *("stall", "link", "durable", "restore", "small", "gpu", "models", "goodput", "batch", "codec", "bytes", "catalog"),
     *("memory", "ranks", "reshard", "dedupe", "hdfs", "objects", "publish", "merge"),
 )
 """Workloads of a report, in the order of its pages."""

@@ -84,7 +84,7 @@ QUICK = Shape(2, 128, (Plan(1, 8),))
 def run(folder: Path | None, *, quick: bool, shape: Shape | None = None) -> Report:
     """Measure in a temporary folder inside ``folder``; ``shape`` replaces model and steps."""
     shape = shape or (QUICK if quick else FULL)
-    loop = _Loop(shape.layers, shape.width)
+    loop = Loop(shape.layers, shape.width)
     results: list[Row] = []
     at_1: dict[str, float] = {}
     ratios: dict[str, float] = {}
@@ -136,7 +136,7 @@ class _Result:
     """Slowdown of each round, relative to the iterations without checkpoints before and after it."""
 
 
-def _rounds(loop: _Loop, scratch: Path, plan: Plan) -> tuple[dict[str, _Result], list[float]]:
+def _rounds(loop: Loop, scratch: Path, plan: Plan) -> tuple[dict[str, _Result], list[float]]:
     """Train with each system in turn, for several rounds; return the measurements and means of plain iterations."""
     factories = {name: one for name, one in (OURS | SYNC | ASYNC).items() if not plan.systems or name in plan.systems}
     found = {name: _Result() for name in factories}
@@ -156,7 +156,7 @@ def _rounds(loop: _Loop, scratch: Path, plan: Plan) -> tuple[dict[str, _Result],
     return found, plain
 
 
-def _measured(loop: _Loop, factory: Factory, where: Path, plan: Plan) -> tuple[Saver, float]:
+def _measured(loop: Loop, factory: Factory, where: Path, plan: Plan) -> tuple[Saver, float]:
     """Train with one system; return it and the mean time of an iteration."""
     peers.remove(where)
     where.mkdir()
@@ -168,16 +168,17 @@ def _measured(loop: _Loop, factory: Factory, where: Path, plan: Plan) -> tuple[S
     return saver, mean
 
 
-class _Loop:
+class Loop:
     """A GPT-2 that learns the sources of Python's standard library."""
 
     def __init__(self, layers: int, width: int) -> None:
+        """Create the model, and train until the optimizer has its state."""
         logging.set_verbosity_error()
         torch.manual_seed(0)
         config = GPT2Config(n_layer=layers, n_embd=width, n_head=max(width // 64, 2), n_positions=_CONTEXT)
-        self._model = GPT2LMHeadModel(config).train()
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
-        self.state: dict[str, Any] = {"model": self._model, "optimizer": self._optimizer}
+        self.model = GPT2LMHeadModel(config).train()
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.state: dict[str, Any] = {"model": self.model, "optimizer": self._optimizer}
         source = Path(sysconfig.get_paths()["stdlib"]) / "argparse.py"
         self._text = torch.frombuffer(bytearray(source.read_bytes()), dtype=torch.uint8)
         self.tokens = _SHORT
@@ -197,7 +198,7 @@ class _Loop:
     @property
     def described(self) -> str:
         """Description of the saved state."""
-        parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
         return f"GPT-2 of {parameters / 1e6:.0f} million parameters with AdamW, {self.nbytes / 1e9:.2f} GB"
 
     def copy_bandwidth(self) -> float:
@@ -214,12 +215,13 @@ class _Loop:
     def time(self, saver: Saver, every: int, steps: int) -> float:
         """Train; return the mean seconds of an iteration including checkpoints."""
 
-        def iterate(_step: int) -> None:
-            start = int(torch.randint(len(self._text) - self.tokens, ()))
-            tokens = self._text[None, start : start + self.tokens].long()
-            self._optimizer.zero_grad()
-            self._model(tokens, labels=tokens).loss.backward()
-            saver.before_optimizer()
-            self._optimizer.step()
+        return async_peers.train(lambda _step: self.iterate(saver), saver, every, steps)
 
-        return async_peers.train(iterate, saver, every, steps)
+    def iterate(self, saver: Saver) -> None:
+        """Train for one step."""
+        start = int(torch.randint(len(self._text) - self.tokens, ()))
+        tokens = self._text[None, start : start + self.tokens].long()
+        self._optimizer.zero_grad()
+        self.model(tokens, labels=tokens).loss.backward()
+        saver.before_optimizer()
+        self._optimizer.step()

@@ -24,6 +24,7 @@ from benchmarks import (
     goodput,
     gpu,
     hdfs,
+    link,
     memory,
     merge,
     models,
@@ -75,6 +76,7 @@ RUNS: dict[str, Callable[[Path], Report]] = {
     "catalog": lambda folder: catalog.run(folder, quick=True, shape=synthetic.Shape(2000, 20)),
     "memory": lambda folder: memory.run(folder, quick=True, state=states.small()),
     "stall": lambda folder: stall.run(folder, quick=True, shape=stall.Shape(1, 64, (stall.Plan(1, 3),))),
+    "link": lambda folder: link.run(folder, quick=True, shape=link.Shape(1, 64, (1.0,), 1)),
     "gpu": lambda folder: gpu.run(folder, quick=True),
     "batch": lambda folder: batch.run(folder, quick=True, state=states.small(), sizes=[4 << 20, 8 << 20]),
     "codec": lambda folder: codec.run(folder, quick=True, shape=TINY),
@@ -92,7 +94,7 @@ QUICK = ("goodput", "catalog", "bytes")
 """Workloads that take a second or two; `make test` runs them."""
 LONG = (
     *("models", "reshard", "small", "dedupe", "ranks", "memory", "merge", "stall", "restore", "objects", "batch"),
-    "publish",
+    *("publish", "link"),
 )
 """Workloads that start many processes, train or take many seconds; `make check` runs all but these."""
 MARKS = {name: pytest.mark.long if name in LONG else pytest.mark.slow for name in RUNS if name not in QUICK} | {

@@ -28,7 +28,9 @@ _NAME = "asymcheck"
 
 def draw(report: Report, path: Path) -> None:
     """Write a PNG file with a panel for each metric."""
-    special = {"batch": draw_curve, "link": draw_link, "models": draw_models, "goodput": draw_goodput}.get(report.workload)
+    special = {"batch": draw_curve, "link": draw_link, "models": draw_models, "goodput": draw_goodput}.get(
+        report.workload
+    )
     if special is not None:
         special(report, path)
         return

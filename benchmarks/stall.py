@@ -214,7 +214,6 @@ class Loop:
 
     def time(self, saver: Saver, every: int, steps: int) -> float:
         """Train; return the mean seconds of an iteration including checkpoints."""
-
         return async_peers.train(lambda _step: self.iterate(saver), saver, every, steps)
 
     def iterate(self, saver: Saver) -> None:

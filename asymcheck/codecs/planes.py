@@ -21,7 +21,7 @@ def as_words(chunk: Bytes, width: int) -> Words:
 
 
 def rotated(words: Words, bits: int = 1) -> Words:
-    """Rotate each element left. By one bit, the sign becomes the lowest bit, and the exponent fills the highest byte."""
+    """Rotate each element left. By one bit, the sign becomes the lowest bit, and the exponent fills the top byte."""
     left, right = words.dtype.type(bits), words.dtype.type(8 * words.itemsize - bits)
     result: Words = np.left_shift(words, left)
     result |= np.right_shift(words, right)

@@ -82,7 +82,11 @@ class MergeSettings:
         if sources < 2 and not has_base:  # noqa: PLR2004 - one checkpoint is no merge
             raise InvalidInputError(f"a merge needs at least 2 checkpoints, not {sources}; give --steps or --last")
         if self.uses_base != has_base:
-            problem = "needs a base checkpoint; give --base" if self.uses_base else "has no base; leave out --base, or choose method ties or dare"
+            problem = (
+                "needs a base checkpoint; give --base"
+                if self.uses_base
+                else "has no base; leave out --base, or choose method ties or dare"
+            )
             raise InvalidInputError(f"method {self.method} {problem}")
         for name, value, least in (("alpha", self.alpha, 0), ("t", self.t, 0), ("density", self.density, 2**-53)):
             if not least <= value <= 1:

@@ -173,9 +173,7 @@ def _stall(facts: Facts, situation: Situation) -> StallAdvice:
     device = facts.device_copy_bytes_per_s
     speed = facts.copy_bytes_per_s if device is None else device
     source = "in memory" if device is None else f"from {facts.device}"
-    reason = (
-        f"copies {source} run at {rate(speed)}; those that overlap with forward and backward do not stall training"
-    )
+    reason = f"copies {source} run at {rate(speed)}; those that overlap with forward and backward do not stall training"
     return StallAdvice(situation.state_bytes / speed, reason)
 
 

@@ -264,7 +264,7 @@ def test_wrong_requests_change_nothing(store: asymcheck.Store) -> None:
         asymcheck.merge(store, [40, 10], method="ema")
     with pytest.raises(InvalidInputError, match="unknown setting 'beta'"):
         asymcheck.merge(store, [10, 40], beta=1)
-    with pytest.raises(InvalidInputError, match="mean has no setting density; .*, or choose method ties or dare"):
+    with pytest.raises(InvalidInputError, match=r"mean has no setting density; .*, or choose method ties or dare"):
         asymcheck.merge(store, [10, 40], density=0.5)
     with pytest.raises(InvalidInputError, match=r"run 'default' of .* has checkpoints of a training"):
         asymcheck.merge(store, [10, 40], to_run="default")

@@ -56,7 +56,7 @@ class Shape:
     checkpoints: int
 
 
-FULL = Shape(6, 512, (0.25, 0.5, 0.75, 1.0, 1.5, 2.0), 6)
+FULL = Shape(6, 512, (0.5, 1.0, 2.0), 6)
 QUICK = Shape(2, 128, (0.5, 1.5), 2)
 
 

@@ -4,7 +4,7 @@ Train a GPT-2 with AdamW on half of the cores, with a checkpoint at every third 
 through a paced link, which carries one piece at a time and sleeps for the time that the piece takes at a limited
 bandwidth. The *load* is the time to copy the state over the link, divided by the time of an iteration. In the second
 part, the training uses the link itself: each block of the model transfers data before its forward and before its
-backward, for a quarter of the iteration in all, as if its weights were gathered or loaded.
+backward, together for a quarter of the iteration, as if its weights were gathered or loaded.
 
 The plans differ in when partitions are released: inside ``step()`` (eager), all when ``step()`` returns (at once),
 evenly over the windows of the iteration (symmetric), or in proportion to their length (asymmetric, the default).

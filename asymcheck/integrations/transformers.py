@@ -172,7 +172,10 @@ class _Training:
         self._log: list[str] = []
         self._folder: Path | None = None
         self._groups: Groups = []
-        self._parameters = [list(group["params"]) for group in self._optimizer.param_groups]
+        self._parameters = self._list_parameters()
+
+    def _list_parameters(self) -> list[list[torch.Tensor]]:
+        return [list(group["params"]) for group in self._optimizer.param_groups]
 
     def state(self) -> dict[str, object]:
         return {

@@ -90,8 +90,8 @@ _CAUSES: Mapping[tuple[str, str], str] = {
         "restore/limit",
     ): "In part, memory in small pages: a raw read into it takes 1.2 times as long. The rest is not measured.",
     ("small", "durable/torch_save"): "A commit syncs more files than the one of `torch.save`.",
-    ("stall", "slowdown_every_10"): "The training keeps both cores busy. Without any write, a checkpoint at every 10th "
-    "step still slowed it by 17 to 32 % ([decision 13](../decisions/0013-low-priority-writers.md)).",
+    ("stall", "stall_p95/best_peer"): "About two thirds of the median stall are digests of a sixteenth of the state in "
+    "`step()` and at the fence, which detect torn checkpoints. The longest stalls are not explained.",
     ("hdfs", "slowdown_while_pushing"): "The client's own put of as many bytes slows the training as much "
     "(`slowdown_beside_raw_put`).",
 }

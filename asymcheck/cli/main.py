@@ -172,19 +172,21 @@ def _prepare_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     # A replaced stream stays: dropping the stream would close its descriptor, and free the number for another file.
     if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr is sys.__stderr__:
-        raw = io.BufferedWriter(_LossyStderr(sys.stderr.fileno(), "w", closefd=False))
-        sys.stderr = io.TextIOWrapper(raw, sys.stderr.encoding, "backslashreplace", line_buffering=True)
+        # No buffer: a signal handler may raise at the end of a write, and the buffer would be written again at exit.
+        raw = _LossyStderr(sys.stderr.fileno(), "w", closefd=False)
+        sys.stderr = io.TextIOWrapper(raw, sys.stderr.encoding, "backslashreplace", write_through=True)
 
 
 class _LossyStderr(io.FileIO):
     """Standard error that drops output when a write fails, so that the exit status stays right on a full disk."""
 
     def write(self, data: Any, /) -> int:  # noqa: ANN401 - signature of the base class
-        """Write bytes, and drop them if that fails."""
-        try:
-            return super().write(data)
-        except OSError:
-            return memoryview(data).nbytes
+        """Write all bytes, and drop the rest if that fails."""
+        left = memoryview(data).cast("B")
+        with contextlib.suppress(OSError):
+            while left:
+                left = left[super().write(left) :]
+        return memoryview(data).nbytes
 
 
 def _exit_without_flush(status: int) -> None:

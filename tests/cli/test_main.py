@@ -200,6 +200,24 @@ def test_messages_that_cannot_be_written_change_no_status(store: Path, words: st
     assert done.returncode == status
 
 
+def test_a_signal_at_the_end_of_a_write_repeats_no_message() -> None:
+    """Test a handler that raises when the bytes are written, but the write has not returned."""
+    script = """
+import click, importlib
+main = importlib.import_module("asymcheck.cli.main")
+class Interrupted(main._LossyStderr):
+    def write(self, data):
+        if super().write(data):  # click probes the stream with no bytes
+            raise SystemExit(3)
+        return 0
+main._LossyStderr = Interrupted
+main._prepare_streams()
+click.echo("once", err=True)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (3, "once\n")
+
+
 @pytest.mark.slow
 def test_a_defect_has_a_status_of_its_own(store: Path) -> None:
     """Test that the status is not Python's 1, which reports a lost checkpoint."""

@@ -25,7 +25,7 @@ def test_one_process_has_one_mark_in_a_catalog(tmp_path: Path) -> None:
 
 
 def test_a_mark_that_was_left_counts_as_dead(tmp_path: Path) -> None:
-    """Test the mark of a process whose last commit failed, seen by the same process before and after the next mark."""
+    """Test the mark of a process in which a commit failed, seen by the same process before and after the next mark."""
     folder = tmp_path / "open"
     first, second = CatalogUsers(Files(), folder), CatalogUsers(Files(), folder)
     first.put()

@@ -6,8 +6,7 @@ LMDB maps its file without checksums. Damage can therefore read back as wrong va
 - After an unclean end, the catalog is rebuilt from the packs. If other processes use it, a child process checks it.
 - An error in use is recorded. The next start then moves the file aside and rebuilds the catalog.
 - A failed commit changes nothing, but LMDB then refuses all transactions. The next transaction reopens the environment.
-  If no later commit succeeds, the next start rebuilds the catalog, because LMDB reports some damage only as a failed
-  write.
+  The next start rebuilds the catalog, because LMDB reports some damage only as a failed write.
 
 Transactions are not synced. They survive the death of the process, but not a power loss. After a power loss, the marks
 of the lost processes remain, because marks are durable before the first transaction. The next start then rebuilds the
@@ -270,7 +269,8 @@ class CatalogUsers:
             if not (pid.isdecimal() and ticks.isdecimal()):
                 continue
             owner = Owner(int(pid), int(ticks), boot_id, namespace)
-            if self.is_dead(owner) or (mark == own and self._own is None):
+            is_left = mark == own and self._own is None and not mark.is_symlink()
+            if is_left or self.is_dead(owner):
                 dead.append(mark)
             elif mark != own:
                 alive[mark] = owner
@@ -410,8 +410,6 @@ class Catalog:
             try:
                 with txn:
                     yield Transaction(txn, self._db)
-                if write:
-                    self._has_commit_failed = False
             finally:
                 with self._idle:
                     self._running -= 1

@@ -19,6 +19,10 @@ _STYLES = ("--", ":", "-.", (0, (7, 2, 1, 2, 1, 2)))
 _CHOSEN = {
     "durable": ("throughput",),
     "restore": ("throughput",),
+    "stall": (
+        *("visible stall, every 1", "visible stall, every 10", "visible stall of the first two, every 10"),
+        *("time to durable, every 10", "slowdown, every 10"),
+    ),
     "memory": ("peak memory", "peak memory without files"),
     "codec": ("ratio, mixed", "encode, 1 thread, mixed"),
 }

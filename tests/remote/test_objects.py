@@ -113,6 +113,7 @@ def test_a_service_that_ignores_preconditions_is_refused(
     assert raw.walk(raw.top, recursive=True) == []
 
 
+@pytest.mark.slow(long=["azure-50?"])
 @pytest.mark.parametrize("status", [409, 500, 502])
 def test_a_lost_answer_is_resolved_by_reading_back(
     server: Server, bucket: str, store: Path, monkeypatch: pytest.MonkeyPatch, status: int
@@ -136,6 +137,7 @@ def test_a_lost_answer_is_resolved_by_reading_back(
     check_location(bucket, 1, 2)
 
 
+@pytest.mark.slow(long=["azure"])
 def test_a_throttled_push_and_restore_complete(
     server: Server, bucket: str, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -393,11 +393,13 @@ def _digests_of(leaves: Mapping[int, Leaf], pieces: Sequence[Piece]) -> list[Dig
     left = deque(enumerate(pieces))
 
     def work() -> None:
-        # Another thread may take the last piece.
-        with contextlib.suppress(IndexError):
-            while True:
+        while True:
+            try:
                 number, piece = left.popleft()
-                found[number] = digest(_bytes_of(leaves[piece.row], piece))
+            except IndexError:
+                # Not asked before, because another thread may take the last piece.
+                return
+            found[number] = digest(_bytes_of(leaves[piece.row], piece))
 
     share = sum(piece.length for piece in pieces) // _BYTES_FOR_A_THREAD
     together(work, max(1, min(share, _THREADS, len(os.sched_getaffinity(0)))), "digest", left.clear)

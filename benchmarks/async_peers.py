@@ -84,7 +84,7 @@ def train(iterate: Callable[[int], object], saver: Saver, every: int, steps: int
     first = untimed(every)
     for step in range(first):
         iterate(step)
-        if step in (0, first // SETTLING):
+        if step in [number * first // SETTLING for number in range(SETTLING)]:
             saver.save(step)
     saver.drain()
     began = time.perf_counter()

@@ -8,6 +8,7 @@ are as durable as the files of asymcheck. That thread does not count as a stall.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import tempfile
 import threading
 import time
@@ -15,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -22,7 +24,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 
 import asymcheck
+from asymcheck.capture.schedule import CaptureSchedule
 from asymcheck.config import CaptureConfig
+from asymcheck.state.partition_plan import Plan, PlanInput
 from benchmarks import peers
 
 with warnings.catch_warnings():
@@ -111,6 +115,23 @@ def _flat(value: object, name: str = "") -> dict[str, torch.Tensor]:
     }
 
 
+Schedule = Literal["asymmetric", "symmetric", "at once", "eager"]
+"""When partitions are released: in proportion to the windows' lengths, evenly, after ``step()``, or inside it."""
+
+
+@contextlib.contextmanager
+def _all_at_once() -> Iterator[None]:
+    """Release all partitions in window 0. asymcheck itself does not offer this plan."""
+    plan_of = CaptureSchedule.plan
+
+    def plan(self: CaptureSchedule, layout: PlanInput, leading: object = None) -> Plan:
+        made = plan_of(self, layout, leading)
+        return dataclasses.replace(made, release=tuple(min(window, 0) for window in made.release))
+
+    with mock.patch.object(CaptureSchedule, "plan", plan):
+        yield
+
+
 class Ours(Saver):
     """Save with asymcheck in the background."""
 
@@ -118,7 +139,7 @@ class Ours(Saver):
         self,
         state: dict[str, Any],
         where: Path,
-        schedule: Literal["asymmetric", "symmetric", "eager"] = "asymmetric",
+        schedule: Schedule = "asymmetric",
         config: asymcheck.StoreConfig | None = None,
         keep: asymcheck.Retention | None = None,
     ) -> None:
@@ -126,9 +147,11 @@ class Ours(Saver):
         super().__init__(state, where)
         self.name = f"asymcheck {schedule}"
         self._store = asymcheck.Store.open(where, config=config, create=True)
-        self._checkpointer = asymcheck.Checkpointer(
-            self._store, state, capture=CaptureConfig(schedule=schedule), every=1, keep=keep
-        )
+        self._plan = contextlib.ExitStack()
+        if schedule == "at once":
+            self._plan.enter_context(_all_at_once())
+        capture = CaptureConfig(schedule="asymmetric" if schedule == "at once" else schedule)
+        self._checkpointer = asymcheck.Checkpointer(self._store, state, capture=capture, every=1, keep=keep)
         self._counted = 0.0
 
     def save(self, step: int) -> None:
@@ -157,6 +180,7 @@ class Ours(Saver):
         self.durable = self._checkpointer.statistics().durable_s
         self._checkpointer.close()
         self._store.close()
+        self._plan.close()
 
 
 class Blocking(Saver):
@@ -194,6 +218,8 @@ class Background(Saver):
         self._thread: threading.Thread | None = None
         self.staged: Callable[[], object] | None = None
         """Function that waits until the state may change, for libraries that copy in the background."""
+        self.stager: DefaultStager | None = None
+        """Memory of torch DCP for copies of the state, kept between checkpoints as its guides recommend."""
 
     def save(self, step: int) -> None:
         """Wait for the previous checkpoint, then begin a checkpoint."""
@@ -225,17 +251,25 @@ class Background(Saver):
         if self._thread is not None:
             self._thread.join()
 
+    def finish(self) -> None:
+        """Wait for the last checkpoint, and free the memory for copies."""
+        self.drain()
+        if self.stager is not None:
+            self.stager.close()
+
 
 def _dcp(kind: AsyncCheckpointerType, *, staged: bool = False) -> Begin:
     def begin(saver: Background, target: Path) -> Callable[[], object]:
-        # Pinned memory and copies that do not block, where the state is on a GPU.
-        on_gpu = any(tensor.is_cuda for tensor in saver.tensors().values())
-        stager = DefaultStager(StagingOptions(on_gpu, False, True, on_gpu)) if staged else None
+        if staged and saver.stager is None:
+            # Pinned memory and copies that do not block, where the state is on a GPU; shared memory for a process.
+            on_gpu = any(tensor.is_cuda for tensor in saver.tensors().values())
+            options = StagingOptions(on_gpu, kind is AsyncCheckpointerType.PROCESS, True, on_gpu)
+            saver.stager = DefaultStager(options)
         response = async_save(
             dict(saver.tensors()),
             storage_writer=FileSystemWriter(target, thread_count=peers.THREADS),
             async_checkpointer_type=kind,
-            async_stager=stager,
+            async_stager=saver.stager,
         )
         if isinstance(response, AsyncSaveResponse):
             saver.staged = response.staging_completion.result
@@ -282,7 +316,7 @@ ASYNC: dict[str, Factory] = {
     for name, begin in {
         "torch DCP async thread": _dcp(AsyncCheckpointerType.THREAD),
         "torch DCP async staged": _dcp(AsyncCheckpointerType.THREAD, staged=True),
-        "torch DCP async process": _dcp(AsyncCheckpointerType.PROCESS),
+        "torch DCP async process": _dcp(AsyncCheckpointerType.PROCESS, staged=True),
         "torchsnapshot async": _torchsnapshot,
     }.items()
 }

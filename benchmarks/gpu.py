@@ -2,10 +2,11 @@
 
 Train a GPT-2 with AdamW on the device. *Limit* is the bandwidth of plain copies from the device to pinned memory.
 *Capture* is the size of the state divided by the time from the call of ``step()`` until the last copy on the device, on
-an idle machine. *Visible stall* is the duration of ten iterations, of which the first has a checkpoint, minus that of
-ten without, by the device's clock. Each checkpoint is durable before the next begins, so that the drive is not the
-limit. *Host stall* is the host time in calls, hooks and fences. *Restores* read from the drive, not from the page
-cache. The workload needs CUDA; ``measure()`` runs on any device, so that a test can run it.
+an idle machine, once the plan is made. *Visible stall* is the duration of ten iterations, of which the first has a
+checkpoint, minus that of ten without, by the device's clock. Each checkpoint is durable before the next begins, so that
+the drive is not the limit. In a second part, an iteration has one sequence and is shorter than the copy of the state,
+so that the link is the limit. *Host stall* is the host time in calls, hooks and fences. *Restores* read from the drive,
+not from the page cache. The workload needs CUDA; ``measure()`` runs on any device, so that a test can run it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors.torch import load_file
@@ -30,7 +31,7 @@ from transformers.utils import logging
 import asymcheck
 from asymcheck.config import CaptureConfig
 from benchmarks import async_peers, coldness, environment, peers, raw
-from benchmarks.async_peers import ASYNC, SYNC, Factory, Ours, Saver
+from benchmarks.async_peers import ASYNC, SYNC, Factory, Ours, Saver, Schedule
 from benchmarks.report import Report, Row, best, rotated, row
 
 _BYTES_PER_PARAMETER = 12
@@ -42,13 +43,16 @@ _LEAD = 2
 """Iterations before each measurement, so that the host is ahead of the device, as in a training."""
 _WARM_UP = 7
 """Warm-up checkpoints of asymcheck: the first creates the ring, and the plan follows after five measured iterations."""
+_SHORT = "one sequence"
+"""Name of the part with short iterations."""
 _NEWEST = asymcheck.Retention(keep_last=1)
 OURS_NAME = "asymcheck asymmetric"
 OURS: dict[str, Factory] = {
-    f"asymcheck {schedule}": partial(Ours, schedule=schedule, keep=_NEWEST)
-    for schedule in ("asymmetric", "symmetric", "eager")
+    f"asymcheck {schedule}": partial(Ours, schedule=schedule, keep=_NEWEST) for schedule in get_args(Schedule)
 }
 """asymcheck, by schedule. Disks are small, so each keeps one checkpoint."""
+_SMALL_STAGING = 4 << 20
+"""Bytes of a staging buffer for the small tensors of a checkpoint, and hardly any of its clones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +125,10 @@ def measure(folder: Path | None, shape: Shape, device: torch.device, systems: di
         results = [row(OURS_NAME, "capture", "GB/s", _capture_rates(loop, where / "capture"))]
         peers.remove(where / "capture")
         stalls, ratios = _stalls(loop, where, systems)
+        loop.shape = dataclasses.replace(shape, batch=1, rounds=2 * shape.rounds)
+        plans, plan_ratios = _stalls(loop, where, {name: one for name, one in systems.items() if name in OURS | ASYNC})
+        stalls += [dataclasses.replace(one, metric=f"{one.metric}, {_SHORT}") for one in plans]
+        ratios |= {f"{name}_of_1_sequence": ratio for name, ratio in plan_ratios.items()}
         restores, restore_ratios = _restores(loop, where / "restore", shape.rounds)
         described = environment.describe(where)
     described["state"] = loop.described
@@ -128,15 +136,15 @@ def measure(folder: Path | None, shape: Shape, device: torch.device, systems: di
 
 
 def _capture_rates(loop: _Loop, where: Path) -> list[float]:
-    """Return GB/s of captures without training, for each round after the fully compared ones."""
+    """Return GB/s of captures without training, for each round after the plan is made."""
     rates = []
-    # Disable staging. Otherwise, the clock would stop when a part has only been cloned on the device.
-    capture = CaptureConfig(staging_bytes=0)
+    # Otherwise, the clock would stop when parts have only been cloned on the device.
+    capture = CaptureConfig(staging_bytes=_SMALL_STAGING)
     with (
         asymcheck.Store.open(where, create=True) as store,
         asymcheck.Checkpointer(store, loop.state, capture=capture, every=1, keep=_NEWEST) as checkpointer,
     ):
-        for step in range(loop.shape.rounds + 2):
+        for step in range(_WARM_UP + loop.shape.rounds):
             loop.iterate()
             _Mark(loop.device).wait()
             began = time.perf_counter()
@@ -146,8 +154,7 @@ def _capture_rates(loop: _Loop, where: Path) -> list[float]:
             _Mark(loop.device).wait()
             rates.append(loop.nbytes / 1e9 / (time.perf_counter() - began))
             checkpointer.wait()
-    # The first two captures are compared byte by byte, and the first creates and pins the ring.
-    return rates[2:]
+    return rates[_WARM_UP:]
 
 
 @dataclasses.dataclass

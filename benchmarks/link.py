@@ -21,22 +21,20 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 from unittest import mock
 
 import torch
 
 from asymcheck.capture import engine
 from asymcheck.capture.device_copy import Transfers
-from asymcheck.capture.schedule import CaptureSchedule, blocks_of
+from asymcheck.capture.schedule import blocks_of
 from asymcheck.state.leaves import Leaf, copy_partition
-from asymcheck.state.partition_plan import Partition, Plan, PlanInput
+from asymcheck.state.partition_plan import Partition
 from benchmarks import environment, peers
-from benchmarks.async_peers import Ours, Saver, process_group
+from benchmarks.async_peers import Ours, Saver, Schedule, process_group
 from benchmarks.report import Report, Row, rotated, row
 from benchmarks.stall import Loop
 
-Schedule = Literal["asymmetric", "symmetric", "at once", "eager"]
 SCHEDULES: tuple[Schedule, ...] = ("asymmetric", "symmetric", "at once", "eager")
 PARTS = ("link of its own", "link shared with the training")
 _EVERY = 3
@@ -110,9 +108,9 @@ class PacedLink:
             time.sleep(length / self._bytes_per_s)
 
     @contextlib.contextmanager
-    def for_captures(self, schedule: Schedule) -> Iterator[None]:
-        """Let all copies of captures pass through the link; ``at once`` releases all partitions in window 0."""
-        copy, plan_of = Transfers.copy, CaptureSchedule.plan
+    def for_captures(self) -> Iterator[None]:
+        """Let all copies of captures pass through the link."""
+        copy = Transfers.copy
 
         def copy_eager(partition: Partition, leaves: Sequence[Leaf], payload: memoryview) -> None:
             self.carry(len(payload))
@@ -122,15 +120,10 @@ class PacedLink:
             self.carry(len(payload))
             copy(transfers, number, payload)
 
-        def plan(self: CaptureSchedule, layout: PlanInput, leading: object = None) -> Plan:
-            made = plan_of(self, layout, leading)
-            return dataclasses.replace(made, release=tuple(min(window, 0) for window in made.release))
-
-        with contextlib.ExitStack() as patches:
-            patches.enter_context(mock.patch.object(engine, "copy_partition", copy_eager))
-            patches.enter_context(mock.patch.object(Transfers, "copy", copy_later))
-            if schedule == "at once":
-                patches.enter_context(mock.patch.object(CaptureSchedule, "plan", plan))
+        with (
+            mock.patch.object(engine, "copy_partition", copy_eager),
+            mock.patch.object(Transfers, "copy", copy_later),
+        ):
             yield
 
     @contextlib.contextmanager
@@ -161,7 +154,7 @@ def _part(loop: Loop, part: str, shape: Shape, scratch: Path) -> Iterator[Row]:
         with link.for_training(loop.model, used) if used else contextlib.nullcontext():
             for schedule in rotated(SCHEDULES, number):
                 before = _times(loop, Saver(loop.state, scratch), 2 * _EVERY)
-                with link.for_captures(schedule):
+                with link.for_captures():
                     stalls, seconds = _trained(loop, schedule, shape, scratch / "store")
                 plain = statistics.median([*before, *_times(loop, Saver(loop.state, scratch), 2 * _EVERY)])
                 slowdowns = [one / plain for one in seconds]
@@ -185,7 +178,7 @@ def _times(loop: Loop, saver: Saver, steps: int) -> list[float]:
 def _trained(loop: Loop, schedule: Schedule, shape: Shape, where: Path) -> tuple[list[float], list[float]]:
     """Train with checkpoints; return their stalls, and the seconds of the iterations that begin with one."""
     where.mkdir()
-    saver = Ours(loop.state, where, "asymmetric" if schedule == "at once" else schedule)
+    saver = Ours(loop.state, where, schedule)
     try:
         seconds = _times(loop, saver, _EVERY * (_PROFILED + shape.checkpoints))
     finally:

@@ -81,16 +81,19 @@ def test_pages_at_the_edges_are_left_alone() -> None:
 
 
 @pytest.mark.skipif(_KERNEL < (5, 14), reason="needs MADV_POPULATE_WRITE, of Linux 5.14")
-def test_pages_are_mapped_in_advance() -> None:
-    """Test that no page fault slows down copies."""
-    size, half = 16 << 20, 8 << 20
+@pytest.mark.parametrize("cores", [1, 4, 64])
+def test_pages_are_mapped_in_advance(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    """Test that no page fault slows down copies, with one thread and with several."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(cores)))
+    # Not a multiple of the share of a thread.
+    size, half = 48 << 20, (24 << 20) + 3 * mmap.PAGESIZE
     with tempfile.TemporaryFile(dir="/dev/shm") as file:
         os.posix_fallocate(file.fileno(), 0, size)
         with map_file(file.fileno(), size) as mapped:
             populate(np.frombuffer(mapped, dtype=np.uint8).ctypes.data, half)
-            faults = [_faults_of_touching(mapped, start, half) for start in (0, half)]
+            faults = [_faults_of_touching(mapped, *part) for part in ((0, half), (half, size - half))]
     assert faults[0] < 100
-    assert faults[1] >= half // mmap.PAGESIZE
+    assert faults[1] >= (size - half) // mmap.PAGESIZE
 
 
 def _faults_of_touching(mapped: mmap.mmap, start: int, length: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -57,10 +58,17 @@ def populate(address: int, nbytes: int) -> None:
     parts = deque(range(0, nbytes, share))
 
     def work() -> None:
-        start = parts.popleft()
-        _advise(address + start, min(share, nbytes - start), _POPULATE_WRITE)
+        while True:
+            try:
+                start = parts.popleft()
+            except IndexError:
+                return
+            _advise(address + start, min(share, nbytes - start), _POPULATE_WRITE)
 
-    together(work, len(parts), "populate", lambda: None)
+    # Python starts no thread while it exits.
+    with contextlib.suppress(RuntimeError):
+        together(work, len(parts), "populate", lambda: None)
+    work()
 
 
 def are_huge(address: int, nbytes: int) -> bool:

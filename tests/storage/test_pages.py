@@ -6,6 +6,7 @@ import mmap
 import os
 import resource
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +95,22 @@ def test_pages_are_mapped_in_advance(monkeypatch: pytest.MonkeyPatch, cores: int
             faults = [_faults_of_touching(mapped, *part) for part in ((0, half), (half, size - half))]
     assert faults[0] < 100
     assert faults[1] >= (size - half) // mmap.PAGESIZE
+
+
+@pytest.mark.skipif(_KERNEL < (5, 14), reason="needs MADV_POPULATE_WRITE, of Linux 5.14")
+def test_pages_are_mapped_while_python_exits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a Python that starts no thread any more, as during its exit."""
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(16)))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        os.posix_fallocate(file.fileno(), 0, 24 << 20)
+        with map_file(file.fileno(), 24 << 20) as mapped:
+            populate(np.frombuffer(mapped, dtype=np.uint8).ctypes.data, 24 << 20)
+            assert _faults_of_touching(mapped, 0, 24 << 20) < 100
 
 
 def _faults_of_touching(mapped: mmap.mmap, start: int, length: int) -> int:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -207,6 +207,27 @@ Begin = Callable[["Background", Path], Callable[[], object]]
 """Function that begins to save into a folder, and returns a function that waits for the end."""
 
 
+class _KeptStager(DefaultStager):
+    """Stager of torch DCP that keeps its memory between checkpoints, as the guides recommend; torch 2.11 frees it.
+
+    Its copies wait for the work that the training has queued. Otherwise, they would copy an unfinished step.
+    """
+
+    def __init__(self, options: StagingOptions) -> None:
+        super().__init__(options)
+        self._free: Callable[[], None] = self._state_dict_stager.close
+        self._state_dict_stager.close = lambda: None  # type: ignore[method-assign]  # until close()
+
+    def stage(self, state_dict: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as in torch
+        if self._staging_stream is not None:
+            self._staging_stream.wait_stream(torch.cuda.current_stream())
+        return super().stage(state_dict, **kwargs)
+
+    def close(self) -> None:
+        super().close()
+        self._free()
+
+
 class Background(Saver):
     """Save with a library in the background, one save at a time, as the guides of the libraries recommend."""
 
@@ -215,17 +236,17 @@ class Background(Saver):
         super().__init__(state, where)
         self.name = name
         self._begin = begin
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1)
+        self._saving: Future[None] | None = None
         self.staged: Callable[[], object] | None = None
         """Function that waits until the state may change, for libraries that copy in the background."""
         self.stager: DefaultStager | None = None
-        """Memory of torch DCP for copies of the state, kept between checkpoints as its guides recommend."""
+        """Copies the state for torch DCP."""
 
     def save(self, step: int) -> None:
         """Wait for the previous checkpoint, then begin a checkpoint."""
         began = time.perf_counter()
-        if self._thread is not None:
-            self._thread.join()
+        self.drain()
         target = self.where / str(step)
         wait = self._begin(self, target)
 
@@ -234,8 +255,7 @@ class Background(Saver):
             peers.sync(target)
             self.durable.append(time.perf_counter() - began)
 
-        self._thread = threading.Thread(target=end)
-        self._thread.start()
+        self._saving = self._thread.submit(end)
         self.stalls.append(time.perf_counter() - began)
 
     def before_optimizer(self) -> None:
@@ -247,13 +267,14 @@ class Background(Saver):
             self.stalls[-1] += time.perf_counter() - began
 
     def drain(self) -> None:
-        """Wait for the last checkpoint."""
-        if self._thread is not None:
-            self._thread.join()
+        """Wait for the last checkpoint, and raise its error."""
+        if self._saving is not None:
+            self._saving.result()
 
     def finish(self) -> None:
-        """Wait for the last checkpoint, and free the memory for copies."""
+        """Wait for the last checkpoint, and free the memory of its copy."""
         self.drain()
+        self._thread.shutdown()
         if self.stager is not None:
             self.stager.close()
 
@@ -264,7 +285,7 @@ def _dcp(kind: AsyncCheckpointerType, *, staged: bool = False) -> Begin:
             # Pinned memory and copies that do not block, where the state is on a GPU; shared memory for a process.
             on_gpu = any(tensor.is_cuda for tensor in saver.tensors().values())
             options = StagingOptions(on_gpu, kind is AsyncCheckpointerType.PROCESS, True, on_gpu)
-            saver.stager = DefaultStager(options)
+            saver.stager = _KeptStager(options)
         response = async_save(
             dict(saver.tensors()),
             storage_writer=FileSystemWriter(target, thread_count=peers.THREADS),

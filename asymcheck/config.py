@@ -264,8 +264,13 @@ class CaptureConfig:
     instead. Version counters and addresses of all tensors are compared, too. Tensors that have changed are copied
     inside ``step()`` from then on. ``full`` digests everything in each capture. ``off`` compares nothing.
     """
-    schedule: Literal["asymmetric", "symmetric", "eager"] = "asymmetric"
-    """How deferred tensors are cut and copied: in proportion to the windows, evenly, or all at once in ``step()``."""
+    schedule: Literal["immediate", "asymmetric", "symmetric", "eager"] = "asymmetric"
+    """When tensors are copied that only an optimizer changes.
+
+    ``immediate`` begins with all when ``step()`` returns. ``asymmetric`` (AsymCheck) spreads them over the forward and
+    backward passes of the next iteration, in proportion to the measured times of the modules, and ``symmetric`` evenly.
+    ``eager`` copies them inside ``step()``.
+    """
     staging_bytes: int = 256 * MIB
     """Size of the staging buffer on each GPU [B], for eager tensors and late copies.
 

@@ -8,7 +8,6 @@ are as durable as the files of asymcheck. That thread does not count as a stall.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import tempfile
 import time
 import warnings
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -24,9 +22,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 
 import asymcheck
-from asymcheck.capture.schedule import CaptureSchedule
 from asymcheck.config import CaptureConfig
-from asymcheck.state.partition_plan import Plan, PlanInput
 from benchmarks import peers
 
 with warnings.catch_warnings():
@@ -115,21 +111,8 @@ def _flat(value: object, name: str = "") -> dict[str, torch.Tensor]:
     }
 
 
-Schedule = Literal["asymmetric", "symmetric", "at once", "eager"]
-"""When partitions are released: in proportion to the windows' lengths, evenly, after ``step()``, or inside it."""
-
-
-@contextlib.contextmanager
-def _all_at_once() -> Iterator[None]:
-    """Release all partitions in window 0. asymcheck itself does not offer this plan."""
-    plan_of = CaptureSchedule.plan
-
-    def plan(self: CaptureSchedule, layout: PlanInput, leading: object = None) -> Plan:
-        made = plan_of(self, layout, leading)
-        return dataclasses.replace(made, release=tuple(min(window, 0) for window in made.release))
-
-    with mock.patch.object(CaptureSchedule, "plan", plan):
-        yield
+Schedule = Literal["immediate", "asymmetric", "symmetric", "eager"]
+"""When asymcheck copies tensors (see ``CaptureConfig.schedule``)."""
 
 
 class Ours(Saver):
@@ -139,7 +122,7 @@ class Ours(Saver):
         self,
         state: dict[str, Any],
         where: Path,
-        schedule: Schedule = "asymmetric",
+        schedule: Schedule = "immediate",
         config: asymcheck.StoreConfig | None = None,
         keep: asymcheck.Retention | None = None,
     ) -> None:
@@ -147,10 +130,7 @@ class Ours(Saver):
         super().__init__(state, where)
         self.name = f"asymcheck {schedule}"
         self._store = asymcheck.Store.open(where, config=config, create=True)
-        self._plan = contextlib.ExitStack()
-        if schedule == "at once":
-            self._plan.enter_context(_all_at_once())
-        capture = CaptureConfig(schedule="asymmetric" if schedule == "at once" else schedule)
+        capture = CaptureConfig(schedule=schedule)
         self._checkpointer = asymcheck.Checkpointer(self._store, state, capture=capture, every=1, keep=keep)
         self._counted = 0.0
 
@@ -180,7 +160,6 @@ class Ours(Saver):
         self.durable = self._checkpointer.statistics().durable_s
         self._checkpointer.close()
         self._store.close()
-        self._plan.close()
 
 
 class Blocking(Saver):
@@ -322,7 +301,7 @@ Factory = Callable[[dict[str, Any], Path], Saver]
 
 OURS: dict[str, Factory] = {
     f"asymcheck {schedule}": (lambda state, where, schedule=schedule: Ours(state, where, schedule))  # type: ignore[misc]  # the default binds the loop's value
-    for schedule in ("asymmetric", "symmetric", "eager")
+    for schedule in ("immediate", "asymmetric", "eager")
 }
 """Savers of asymcheck, by schedule."""
 

@@ -46,7 +46,7 @@ _WARM_UP = 7
 _SHORT = "one sequence"
 """Name of the part with short iterations."""
 _NEWEST = asymcheck.Retention(keep_last=1)
-OURS_NAME = "asymcheck asymmetric"
+OURS_NAME = "asymcheck immediate"
 OURS: dict[str, Factory] = {
     f"asymcheck {schedule}": partial(Ours, schedule=schedule, keep=_NEWEST) for schedule in get_args(Schedule)
 }

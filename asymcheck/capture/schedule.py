@@ -1,8 +1,10 @@
 """Capture schedule: the partition plan of a state, and the start times of its windows.
 
-The first captures use the canonical plan, while the windows between module boundaries are measured. Then one plan is
-computed and kept, because another plan would change the digests of all deferred bytes. A resumed run continues with the
-plan of its newest checkpoint. Release *times* of partitions adapt from step to step; partition boundaries do not.
+The immediate schedule has a plan with one window, which begins when ``step()`` returns, and observes no modules. With
+others, the first captures use the canonical plan, while the windows between module boundaries are measured. Then one
+plan is computed and kept, because another plan would change the digests of all deferred bytes. A resumed run continues
+with the plan of its newest checkpoint. Release *times* of partitions adapt from step to step; partition boundaries do
+not.
 
 Hooks report module boundaries, at which windows begin. The hooks never replace outputs of a block. Therefore the
 backward pass is observed through hooks on graph nodes, not through ``register_full_backward_pre_hook``, which passes
@@ -32,11 +34,13 @@ from torch.utils.hooks import RemovableHandle
 from asymcheck.config import CaptureConfig, StoreConfig
 from asymcheck.executor import begin
 from asymcheck.state.iteration_profile import MARKS_MIN, Iteration, Phase, Windows, profile_of, timed_profile
-from asymcheck.state.partition_plan import EAGER, PLAN_KIND, Plan, PlanInput, make_plan, plan_from_record
+from asymcheck.state.partition_plan import ASYMMETRIC, EAGER, PLAN_KIND, Plan, PlanInput, make_plan, plan_from_record
 from asymcheck.storage.gpu_staging import Link, Mark
 
 _OnBoundary = Callable[[Phase], None]
 
+IMMEDIATE = "immediate"
+_ONE_WINDOW: Windows = (("forward", 1.0),)
 _PROFILED = 5
 """Number of iterations to measure before a plan is computed. The first ones allocate, compile and fill caches."""
 _CALM = 16
@@ -143,7 +147,7 @@ class CaptureSchedule:
     def watch(self, modules: Sequence[nn.Module]) -> None:
         """Observe the boundaries of ``modules`` instead of earlier ones."""
         self.stop()
-        self._boundaries = ModuleHooks(modules, self._mark) if modules else None
+        self._boundaries = ModuleHooks(modules, self._mark) if modules and self._kind != IMMEDIATE else None
 
     def stop(self) -> None:
         """Stop observing boundaries."""
@@ -178,9 +182,16 @@ class CaptureSchedule:
     def _previous_plan(self, layout: PlanInput) -> Plan | None:
         """Return the plan of the previous checkpoint if it fits the configured schedule."""
         plan = plan_from_record(self._previous, layout, self._config)
-        return plan if plan is not None and plan.kind in (self._kind, self._kind_before_profile) else None
+        if plan is None:
+            return None
+        is_immediate = plan.kind == ASYMMETRIC and len(plan.windows) == len(_ONE_WINDOW)
+        if self._kind == IMMEDIATE or is_immediate:
+            return plan if self._kind == IMMEDIATE and is_immediate else None
+        return plan if plan.kind in (self._kind, self._kind_before_profile) else None
 
     def _made(self, layout: PlanInput, number: int, profile: Windows | None) -> Plan:
+        if self._kind == IMMEDIATE:
+            return make_plan(layout, self._config, ASYMMETRIC, number, _ONE_WINDOW)
         kind = self._kind if profile is not None else self._kind_before_profile
         return make_plan(layout, self._config, kind, number, profile)
 

@@ -264,7 +264,7 @@ class CaptureConfig:
     instead. Version counters and addresses of all tensors are compared, too. Tensors that have changed are copied
     inside ``step()`` from then on. ``full`` digests everything in each capture. ``off`` compares nothing.
     """
-    schedule: Literal["immediate", "asymmetric", "symmetric", "eager"] = "asymmetric"
+    schedule: Literal["immediate", "asymmetric", "symmetric", "eager"] = "immediate"
     """When tensors are copied that only an optimizer changes.
 
     ``immediate`` begins with all when ``step()`` returns. ``asymmetric`` (AsymCheck) spreads them over the forward and

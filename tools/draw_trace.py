@@ -20,20 +20,26 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 import asymcheck
+from asymcheck.config import MIB
+from asymcheck.events import timed
 
 TARGET = Path(__file__).parents[1] / "docs" / "trace.svg"
-_STEPS, _EVERY, _PLANNED = 33, 2, 14
+_STEPS, _EVERY, _SETTLED = 33, 2, 6
+_CONFIG = asymcheck.StoreConfig(deferred_bytes_max=4 * MIB)
+"""Smaller partitions than usual, as the model is small."""
 _WORDS, _WIDTH, _BLOCKS, _BATCH = 16384, 512, 10, 1024
 _INK, _PAPER = "#1d2733", "#ffffff"
 _COLORS = {
     "forward": "#cfe8dd",
     "backward": "#cddcf2",
+    "optimizer": "#f3e3c3",
     "copy": "#1f6f54",
     "digest": "#b9a04a",
     "write": "#7a5ea8",
     "step": "#c0392b",
     "fence": "#c0392b",
 }
+_PHASES = ("forward", "backward", "optimizer")
 _LANE_OF = {"step": 0, "fence": 0, "copy": 1, "digest": 2, "write": 3}
 _LANES = ("training waits", "copies, by size", "digests", "writes")
 
@@ -48,15 +54,18 @@ def train(path: Path) -> None:
     state: dict[str, object] = {"model": model, "optimizer": optimizer}
     with (
         tempfile.TemporaryDirectory() as scratch,
-        asymcheck.Store.open(Path(scratch) / "store", create=True) as store,
+        asymcheck.Store.open(Path(scratch) / "store", config=_CONFIG, create=True) as store,
         asymcheck.trace(path),
         asymcheck.Checkpointer(store, state, every=_EVERY, keep=None) as checkpointer,
     ):
         for step in range(_STEPS):
-            loss = model(torch.randint(_WORDS, (_BATCH,))).square().mean()
+            named: partial[dict[str, int]] = partial(dict, step=step - 1)
+            with timed("forward", detail=named):
+                loss = model(torch.randint(_WORDS, (_BATCH,))).square().mean()
             optimizer.zero_grad()
-            loss.backward()
-            with asymcheck.events.timed("optimizer", detail=partial(dict, step=step - 1)):
+            with timed("backward", detail=named):
+                loss.backward()
+            with timed("optimizer", detail=named):
                 optimizer.step()
             # Wait for each checkpoint, so that the figure shows only one.
             checkpointer.wait()
@@ -77,26 +86,20 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
     """Write the figure of one iteration to ``path``."""
     mpl.rcParams.update({"svg.fonttype": "path", "svg.hashsalt": "trace", "font.family": "DejaVu Sans"})
     iteration = _least_disturbed(records)
-    windows = [record for record in iteration if record["cat"] == "window"]
+    phases = [record for record in iteration if record["cat"] in _PHASES]
     start = next(record["ts"] for record in iteration if record["cat"] == "step")
     end = max(_end(record) for record in iteration if record["cat"] == "optimizer")
     figure = Figure(figsize=(12, 4.2), facecolor=_PAPER)
     axes = figure.add_axes((0.11, 0.14, 0.87, 0.68))
-    for window in windows:
-        left, width = (window["ts"] - start) / 1e3, window["dur"] / 1e3
-        axes.axvspan(left, left + width, color=_COLORS[window["name"]], lw=0)
-        axes.axvline(left, color=_PAPER, lw=1.2)
+    for phase in phases:
+        left, width = (phase["ts"] - start) / 1e3, phase["dur"] / 1e3
+        axes.axvspan(left, left + width, color=_COLORS[phase["cat"]], lw=0)
+        axes.text(left + width / 2, len(_LANES) + 0.12, phase["cat"], ha="center", fontsize=12, color=_INK)
     lines = sorted({record["tid"] for record in iteration if record["cat"] == "write"})
     largest = max(record["args"]["bytes"] for record in iteration if record["cat"] == "copy")
     for record in iteration:
         if record["cat"] in _LANE_OF:
             _bar(axes, record, start, largest, lines)
-    for phase in ("forward", "backward"):
-        inside = [window for window in windows if window["name"] == phase]
-        middle = (inside[0]["ts"] + _end(inside[-1])) / 2e3 - start / 1e3
-        axes.text(middle, len(_LANES) + 0.12, phase, ha="center", fontsize=12, fontweight="bold", color=_INK)
-    middle = (_end(windows[-1]) + end) / 2e3 - start / 1e3
-    axes.text(middle, len(_LANES) + 0.12, "optimizer", ha="center", fontsize=12, color=_INK)
     margin = (end - start) / 1e3 * 0.01
     axes.set_xlim(-margin, (end - start) / 1e3 + margin)
     axes.set_ylim(0, len(_LANES))
@@ -111,11 +114,12 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def _least_disturbed(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events of the shortest iteration with a plan."""
+    """Return the events of the shortest iteration with a checkpoint."""
     spans: dict[int, float] = {}
-    for window in records:
-        if window.get("cat") == "window" and window["args"]["step"] >= _PLANNED:
-            spans[window["args"]["step"]] = spans.get(window["args"]["step"], 0.0) + window["dur"]
+    begun = {record["args"]["step"] for record in records if record.get("cat") == "step"}
+    for phase in records:
+        if phase.get("cat") in _PHASES and phase["args"]["step"] in begun and phase["args"]["step"] >= _SETTLED:
+            spans[phase["args"]["step"]] = spans.get(phase["args"]["step"], 0.0) + phase["dur"]
     shown = min(spans, key=lambda step: spans[step])
     return [record for record in records if record["ph"] == "X" and record["args"].get("step") == shown]
 

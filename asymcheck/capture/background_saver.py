@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from asymcheck.capture.device_copy import DeviceQueues
+from asymcheck.capture.device_copy import Devices
 from asymcheck.capture.engine import CaptureEngine
 from asymcheck.capture.inflight import Capture
 from asymcheck.capture.optimizer_fence import OptimizerFences, OptimizerOwnership, distributed, find
 from asymcheck.capture.ring_flush import Placing, RingFlusher
-from asymcheck.capture.schedule import CaptureSchedule, WindowTimer
+from asymcheck.capture.schedule import CaptureSchedule
 from asymcheck.capture.signals import INTERRUPTS
 from asymcheck.capture.tear_detection import TearDetector
 from asymcheck.capture.two_phase_commit import TwoPhaseCommit
@@ -107,10 +107,9 @@ class BackgroundSaver:
         self._fences: OptimizerFences | None = None
         self._schedule: CaptureSchedule | None = None
         self._processes = 1 if session is None else session.local_size
-        self._timer = WindowTimer(self._enter_timed)
         self._modules: list[nn.Module] = []
         self._flattener, self._ownership = Flattener(), OptimizerOwnership()
-        self._lanes = DeviceQueues(config.staging_bytes)
+        self._devices = Devices(config.staging_bytes)
         self._unfenced: Capture | None = None
         self._short: Ring | None = None
         self.statistics = Statistics()
@@ -138,16 +137,16 @@ class BackgroundSaver:
         with contextlib.nullcontext(0) if self._two_phase is None else self._two_phase.beginning() as number:
             capture, engine = self._prepared(state, request, generation, number)
         capture.began_s = began
-        if self._ring is not None and capture.transfers.lanes:
-            self._ring.pin(capture.transfers.lanes[0].link)
+        if self._ring is not None and capture.transfers.devices:
+            self._ring.pin(capture.transfers.devices[0].link)
         with INTERRUPTS:
             engine.begin(capture)
             # Only a begun capture becomes durable or lost.
             self.statistics.captures += 1
             self.statistics.captured_bytes += capture.state_bytes
             self._captures.append(capture)
-        schedule = self._timed(state)
-        schedule.began(capture.transfers.lanes[0].link if capture.transfers.lanes else None)
+        schedule = self._watching(state)
+        schedule.began(capture.transfers.devices[0].link if capture.transfers.devices else None)
         self._unfenced = capture
         ended = time.perf_counter()
         capture.stalled_s += ended - began
@@ -170,7 +169,7 @@ class BackgroundSaver:
         optimizers = fences.trusted(find(Optimizer, state))
         parts = [part for part in distributed(state) if fences.trusted([part.optimizer])]
         columns = flat.columns
-        schedule, two_phase, save_round = self._timed(state), self._two_phase, None
+        schedule, two_phase, save_round = self._watching(state), self._two_phase, None
         owned = self._ownership.deferred_rows(flat.leaves, optimizers, parts, self._modules)
         changing = self.detector.changing
         deferred = tuple(
@@ -187,11 +186,11 @@ class BackgroundSaver:
             plan = schedule.plan(layout, save_round.plan)
             request, generation = dataclasses.replace(request, save_id=save_round.save_id), save_round.generation
         engine = self._started(plan)
-        capture = Capture(flat, plan, request, generation, self._lanes)
+        capture = Capture(flat, plan, request, generation, self._devices)
         capture.save_round = save_round
         return capture, engine
 
-    def _timed(self, state: object) -> CaptureSchedule:
+    def _watching(self, state: object) -> CaptureSchedule:
         if self._schedule is None:
             config, folder = self._config, Path(self._config.ring_folder)
             self._schedule = CaptureSchedule(
@@ -199,7 +198,6 @@ class BackgroundSaver:
                 cut_for_ring(self._tier.config, config.ring_bytes, folder, self._processes),
                 newest_plan(self._tier, self._run),
                 self._enter_window,
-                self._timer,
             )
         modules = list(find(nn.Module, state))
         if modules != self._modules:
@@ -212,10 +210,6 @@ class BackgroundSaver:
         if self._engine is not None and not self._is_forked():
             with self.held:
                 self._engine.enter_window(number)
-
-    def _enter_timed(self, number: int) -> None:
-        if self._engine is not None and not self._is_forked():
-            self._engine.enter_timed(number)
 
     def _started(self, plan: Plan) -> CaptureEngine:
         needed = sum(frame_length(partition.length) for partition in plan.cut.partitions)
@@ -280,7 +274,7 @@ class BackgroundSaver:
                     return
                 compared_s = self.detector.compared_s - compared_s
                 # The wait of a device is measured later, and counts for a later iteration.
-                waited = time.perf_counter() - began + self._lanes.held_s()
+                waited = time.perf_counter() - began + self._devices.held_s()
                 iteration = schedule.fenced(began, waited - compared_s)
                 self.statistics.fence_s += waited
                 self.statistics.hooks_s = schedule.hooks_s
@@ -354,7 +348,6 @@ class BackgroundSaver:
             self._fences.remove()
         if self._schedule is not None:
             self._schedule.stop()
-        self._timer.stop()
         self._end_ring()
         self._fences = self._unfenced = None
         INTERRUPTS.release(self)

@@ -35,7 +35,7 @@ _ASIDE_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class DeviceQueue:
+class Device:
     """A device and its staging buffers."""
 
     link: Link
@@ -58,14 +58,14 @@ class _Wanted:
     give: Give
 
 
-class DeviceQueues:
-    """Queues of all devices of a training."""
+class Devices:
+    """All devices of a training."""
 
     def __init__(self, staging_bytes: int, find: LinkOf = link_of) -> None:
         """Reserve ``staging_bytes`` on each device at its first tensor."""
         self._staging_bytes = staging_bytes
         self._find = find
-        self._lanes: dict[Link, DeviceQueue] = {}
+        self._devices: dict[Link, Device] = {}
         self.holds: deque[tuple[Mark, Mark]] = deque()
         """Marks before and after each unmeasured wait of a device for copies."""
 
@@ -77,19 +77,19 @@ class DeviceQueues:
             seconds += after.seconds_after(before)
         return seconds
 
-    def of_all(self, sources: Sequence[Source]) -> list[DeviceQueue | None]:
-        """Return the queue of each tensor; None for host memory."""
+    def of_all(self, sources: Sequence[Source]) -> list[Device | None]:
+        """Return the device of each tensor; None for host memory."""
         links = [*map(self._find, sources)]
         return [None if link is None else self._of(link, source) for link, source in zip(links, sources, strict=True)]
 
-    def _of(self, link: Link, source: Source) -> DeviceQueue:
-        if link not in self._lanes:
+    def _of(self, link: Link, source: Source) -> Device:
+        if link not in self._devices:
             assert isinstance(source, torch.Tensor)  # noqa: S101 - only tensors have links
             aside_bytes = min(_ASIDE_BYTES, self._staging_bytes // 4)
-            self._lanes[link] = DeviceQueue(
+            self._devices[link] = Device(
                 link, Staging(source.device, self._staging_bytes - aside_bytes), Staging(source.device, aside_bytes)
             )
-        return self._lanes[link]
+        return self._devices[link]
 
 
 class Transfers:
@@ -98,32 +98,32 @@ class Transfers:
     ``leaves`` are the tensors, by row. Partitions are identified by their number in the plan.
     """
 
-    def __init__(self, lanes: DeviceQueues, leaves: Sequence[Leaf], partitions: Sequence[Partition]) -> None:
+    def __init__(self, devices: Devices, leaves: Sequence[Leaf], partitions: Sequence[Partition]) -> None:
         """Assign the tensors to devices."""
         self._leaves = leaves
         self._partitions = partitions
-        self._holds = lanes.holds
-        self._lane_of = lanes.of_all([leaf.source for leaf in leaves])
-        self._gates: dict[DeviceQueue, Mark] = {}
-        self._clone_gates: dict[DeviceQueue, Mark] = {}
-        self._last: dict[tuple[DeviceQueue, int], Mark] = {}
+        self._holds = devices.holds
+        self._device_of_row = devices.of_all([leaf.source for leaf in leaves])
+        self._gates: dict[Device, Mark] = {}
+        self._clone_gates: dict[Device, Mark] = {}
+        self._last: dict[tuple[Device, int], Mark] = {}
         self._ends: dict[int, list[Mark]] = {}
-        self._regions: dict[int, tuple[DeviceQueue, StagingRegion]] = {}
-        self.lanes = tuple(dict.fromkeys(lane for lane in self._lane_of if lane is not None))
+        self._regions: dict[int, tuple[Device, StagingRegion]] = {}
+        self.devices = tuple(dict.fromkeys(device for device in self._device_of_row if device is not None))
         """All devices with tensors of this capture."""
 
-    def lane_of(self, row: int) -> DeviceQueue | None:
+    def device_of_row(self, row: int) -> Device | None:
         """Return the device of a tensor; None for host memory."""
-        return self._lane_of[row]
+        return self._device_of_row[row]
 
     def is_on_device(self, number: int) -> bool:
         """Tell whether a part of a partition is on a device."""
-        return any(self._lane_of[piece.row] is not None for piece in self._partitions[number].pieces)
+        return any(self._device_of_row[piece.row] is not None for piece in self._partitions[number].pieces)
 
-    def device_of(self, number: int) -> DeviceQueue | None:
+    def device_of(self, number: int) -> Device | None:
         """Return the device of a partition; None if a part is in host memory or on another device."""
-        lanes = {self._lane_of[piece.row] for piece in self._partitions[number].pieces}
-        return lanes.pop() if len(lanes) == 1 else None
+        devices = {self._device_of_row[piece.row] for piece in self._partitions[number].pieces}
+        return devices.pop() if len(devices) == 1 else None
 
     def is_staged(self, number: int) -> bool:
         """Tell whether a partition has been cloned into a staging buffer."""
@@ -135,89 +135,89 @@ class Transfers:
         Pieces in host memory are included, if other pieces of the partition are on one device.
         """
         partition = self._partitions[number]
-        lanes = {lane for piece in partition.pieces if (lane := self._lane_of[piece.row]) is not None}
-        if len(lanes) != 1:
+        devices = {device for piece in partition.pieces if (device := self._device_of_row[piece.row]) is not None}
+        if len(devices) != 1:
             return False
-        lane = lanes.pop()
-        region = lane.staging.take(partition.length)
+        device = devices.pop()
+        region = device.staging.take(partition.length)
         if region is None:
             return False
         try:
-            lane.link.run(partial(_gather, partial(_views, self._leaves, partition.pieces), region.memory))
+            device.link.run(partial(_gather, partial(_views, self._leaves, partition.pieces), region.memory))
         except torch.cuda.OutOfMemoryError:
             # A strided tensor needs a contiguous copy first.
-            lane.staging.give_back(region)
+            device.staging.give_back(region)
             return False
-        self._regions[number] = lane, region
+        self._regions[number] = device, region
         return True
 
     def catch_up(self, numbers: Iterable[int]) -> None:
         """Wait until the devices have computed partitions, so that the program may read them."""
         rows = (piece.row for number in numbers for piece in self._partitions[number].pieces)
-        for lane in {self._lane_of[row] for row in rows}:
-            if lane is not None:
-                lane.link.mark().wait()
+        for device in {self._device_of_row[row] for row in rows}:
+            if device is not None:
+                device.link.mark().wait()
 
     def begin(self) -> None:
         """Order all copies after the operations that are queued now."""
         self.gate()
-        for lane, gate in self._gates.items():
+        for device, gate in self._gates.items():
             # Gates of windows may be in other streams of the training, which are not ordered with this point.
-            lane.link.queue(_nothing, gate)
+            device.link.queue(_nothing, gate)
 
     def gate(self) -> None:
         """Order later copies of tensors after the operations that are queued now."""
-        self._gates = {lane: lane.link.mark() for lane in self.lanes}
+        self._gates = {device: device.link.mark() for device in self.devices}
 
     def gate_clones(self) -> None:
         """Order copies of clones after the clones, without effect on other copies."""
-        self._clone_gates = {lane: lane.link.mark() for lane in self.lanes}
+        self._clone_gates = {device: device.link.mark() for device in self.devices}
 
     @property
     def is_recorded(self) -> bool:
         """Tell whether a device records operations into a graph instead of executing them."""
-        return any(lane.link.is_recorded() for lane in self.lanes)
+        return any(device.link.is_recorded() for device in self.devices)
 
     def copy(self, number: int, payload: memoryview) -> None:
         """Queue the device copies of a partition, and copy its pieces in host memory."""
         ends = self._ends[number] = []
         if number in self._regions:
-            lane, region = self._regions[number]
-            gate = self._clone_gates.get(lane) or self._gates[lane]
-            ends.append(lane.link.queue(partial(_fetch, region.memory, payload), gate))
+            device, region = self._regions[number]
+            gate = self._clone_gates.get(device) or self._gates[device]
+            ends.append(device.link.queue(partial(_fetch, region.memory, payload), gate))
             return
         position = 0
-        by_lane: dict[DeviceQueue, list[tuple[Piece, memoryview]]] = {}
+        by_device: dict[Device, list[tuple[Piece, memoryview]]] = {}
         for piece in self._partitions[number].pieces:
             target = payload[position : position + piece.length]
             position += piece.length
-            lane_of_row = self._lane_of[piece.row]
-            if lane_of_row is None:
+            source = self._device_of_row[piece.row]
+            if source is None:
                 self._leaves[piece.row].copy_bytes(piece.start, target)
             else:
-                by_lane.setdefault(lane_of_row, []).append((piece, target))
-        for lane, parts in by_lane.items():
+                by_device.setdefault(source, []).append((piece, target))
+        for device, parts in by_device.items():
             is_whole = sum(piece.length for piece, _ in parts) == len(payload)
-            work = self._work(number, lane, parts, payload if is_whole else None)
+            work = self._work(number, device, parts, payload if is_whole else None)
             try:
-                mark = lane.link.queue(work, self._gates[lane])
+                mark = device.link.queue(work, self._gates[device])
             except BaseException:
                 # A queued copy may still write to the slot.
-                ends.append(lane.link.queue(_nothing, self._gates[lane]))
+                ends.append(device.link.queue(_nothing, self._gates[device]))
                 raise
             # Both threads queue copies, but copies are ordered only within a thread.
-            self._last[lane, threading.get_ident()] = mark
+            self._last[device, threading.get_ident()] = mark
             ends.append(mark)
 
     def _work(
-        self, number: int, lane: DeviceQueue, parts: Sequence[tuple[Piece, memoryview]], payload: memoryview | None
+        self, number: int, device: Device, parts: Sequence[tuple[Piece, memoryview]], payload: memoryview | None
     ) -> Callable[[], None]:
         """Return a function that copies pieces from a device to host memory, which is ``payload`` if given."""
         if payload is not None and len(parts) > 1:
             # With space in the staging buffer, one copy replaces hundreds of small ones.
-            region = lane.staging.take(len(payload))
+            region = device.staging.take(len(payload))
             if region is not None:
-                self._regions[number] = lane, region
+                self._regions[number] = device, region
                 return partial(self._gather_and_fetch, [piece for piece, _ in parts], region.memory, payload)
         return partial(self._copy_pieces, parts)
 
@@ -229,21 +229,21 @@ class Transfers:
         for piece, target in parts:
             self._leaves[piece.row].copy_bytes(piece.start, target, wait=False)
 
-    def queue(self, lane: DeviceQueue, work: Callable[[], None]) -> Mark:
+    def queue(self, device: Device, work: Callable[[], None]) -> Mark:
         """Queue a copy from a staging buffer."""
-        return lane.link.queue(work, self._gates[lane])
+        return device.link.queue(work, self._gates[device])
 
     def hold(self) -> None:
         """Order later operations of the device after the queued copies of tensors."""
-        by_lane: dict[DeviceQueue, list[Mark]] = {}
+        by_device: dict[Device, list[Mark]] = {}
         # Copied, because the capture thread may still queue copies of a failed capture.
-        for (lane, _), mark in list(self._last.items()):
-            by_lane.setdefault(lane, []).append(mark)
-        for lane, marks in by_lane.items():
-            before = lane.link.mark()
+        for (device, _), mark in list(self._last.items()):
+            by_device.setdefault(device, []).append(mark)
+        for device, marks in by_device.items():
+            before = device.link.mark()
             for mark in marks:
-                lane.link.hold(mark)
-            self._holds.append((before, lane.link.mark()))
+                device.link.hold(mark)
+            self._holds.append((before, device.link.mark()))
 
     def have_passed(self, number: int) -> bool:
         """Tell whether all queued copies of a partition are done."""
@@ -256,8 +256,8 @@ class Transfers:
                 mark.wait()
         finally:
             if number in self._regions:
-                lane, region = self._regions.pop(number)
-                lane.staging.give_back(region)
+                device, region = self._regions.pop(number)
+                device.staging.give_back(region)
 
     def drop(self) -> None:
         """Wait for all queued copies, and free the staging buffers."""
@@ -274,28 +274,28 @@ class EagerCopies:
     def __init__(self, transfers: Transfers, leaves: Sequence[Leaf]) -> None:
         """Start without requests; ``leaves`` are those of ``transfers``."""
         self._transfers, self._leaves = transfers, leaves
-        self._wanted: dict[DeviceQueue, list[_Wanted]] = {}
-        self._regions: dict[DeviceQueue, tuple[Staging, StagingRegion]] = {}
-        self._fetched: list[tuple[DeviceQueue, memoryview, Mark]] = []
+        self._wanted: dict[Device, list[_Wanted]] = {}
+        self._regions: dict[Device, tuple[Staging, StagingRegion]] = {}
+        self._fetched: list[tuple[Device, memoryview, Mark]] = []
 
     def want(self, row: int, start: int, length: int, give: Give) -> None:
         """Request bytes of a tensor. ``give`` receives them, at once or in :meth:`settle`."""
-        lane = self._transfers.lane_of(row)
+        device = self._transfers.device_of_row(row)
         piece = Piece(row, start, length)
-        if lane is None:
+        if device is None:
             give(self._leaves[row].some_bytes(start, length))
         else:
-            self.want_computed(lane, length, partial(_view, self._leaves, piece), give)
+            self.want_computed(device, length, partial(_view, self._leaves, piece), give)
 
-    def want_computed(self, lane: DeviceQueue, length: int, compute: Callable[[], torch.Tensor], give: Give) -> None:
+    def want_computed(self, device: Device, length: int, compute: Callable[[], torch.Tensor], give: Give) -> None:
         """Request ``length`` bytes that ``compute`` returns as a uint8 tensor of a device, after its queued work."""
-        self._wanted.setdefault(lane, []).append(_Wanted(length, compute, give))
+        self._wanted.setdefault(device, []).append(_Wanted(length, compute, give))
 
     def want_whole(self, rows: Iterable[int], give: Callable[[int, bytes], None]) -> None:
         """Request all bytes of tensors. ``give`` receives row and bytes, at once or in :meth:`settle`."""
         on_host: list[int] = []
         for row in rows:
-            if self._transfers.lane_of(row) is None:
+            if self._transfers.device_of_row(row) is None:
                 on_host.append(row)
             else:
                 self.want(row, 0, self._leaves[row].nbytes, partial(give, row))
@@ -304,36 +304,38 @@ class EagerCopies:
 
     def gather(self) -> None:
         """Gather the requested parts on each device; without space in a buffer, wait and read directly."""
-        for lane, wanted in list(self._wanted.items()):
+        for device, wanted in list(self._wanted.items()):
             length = sum(one.length for one in wanted)
-            buffer, region = lane.aside, lane.aside.take(length)
+            buffer, region = device.aside, device.aside.take(length)
             if region is None:
-                buffer, region = lane.staging, lane.staging.take(length)
+                buffer, region = device.staging, device.staging.take(length)
             if region is None:
-                lane.link.mark().wait()
-                for one in self._wanted.pop(lane):
+                device.link.mark().wait()
+                for one in self._wanted.pop(device):
                     one.give(one.compute().cpu().numpy().tobytes())
                 continue
-            self._regions[lane] = buffer, region
-            lane.link.run(partial(_gather, partial(_computed, wanted), region.memory))
+            self._regions[device] = buffer, region
+            device.link.run(partial(_gather, partial(_computed, wanted), region.memory))
 
     def fetch(self, room: Callable[[int], memoryview]) -> None:
         """Queue the copies to host memory, which ``room`` allocates for each device."""
         # Copied, because an allocation may settle earlier copies.
-        for lane, (_, region) in list(self._regions.items()):
+        for device, (_, region) in list(self._regions.items()):
             target = room(len(region.memory))
-            self._fetched.append((lane, target, self._transfers.queue(lane, partial(_fetch, region.memory, target))))
+            self._fetched.append(
+                (device, target, self._transfers.queue(device, partial(_fetch, region.memory, target)))
+            )
 
     def settle(self) -> None:
         """Wait for the copies, and deliver the requested bytes. May be called again."""
         while self._fetched:
-            lane, data, end = self._fetched.pop()
+            device, data, end = self._fetched.pop()
             end.wait()
             start = 0
-            for one in self._wanted.pop(lane):
+            for one in self._wanted.pop(device):
                 one.give(bytes(data[start : start + one.length]))
                 start += one.length
-            buffer, region = self._regions.pop(lane)
+            buffer, region = self._regions.pop(device)
             buffer.give_back(region)
 
     def drop(self) -> None:

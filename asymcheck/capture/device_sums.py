@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asymcheck.capture.device_copy import DeviceQueue, EagerCopies, gathered
+from asymcheck.capture.device_copy import Device, EagerCopies, gathered
 from asymcheck.state.leaves import Leaf
 from asymcheck.state.partition_plan import Piece
 from asymcheck.storage.gpu_staging import Mark
@@ -74,9 +74,9 @@ def _rows(words: _Words) -> _Words:
 class DeviceSums:
     """Checksums of partitions on one device, at the start of a capture and at its fence."""
 
-    def __init__(self, lane: DeviceQueue, pieces: Mapping[int, Sequence[Piece]]) -> None:
+    def __init__(self, device: Device, pieces: Mapping[int, Sequence[Piece]]) -> None:
         """Prepare; ``pieces`` are those of each partition, by number."""
-        self._lane, self._pieces = lane, pieces
+        self._device, self._pieces = device, pieces
         self.at_start: dict[int, Checksum] = {}
         """Checksums at the start, by number, once ``asides`` of :meth:`take` are settled."""
         self._taken: list[torch.Tensor] = []
@@ -86,7 +86,7 @@ class DeviceSums:
         """Queue the checksums of the current bytes, and request them from ``asides``."""
         self._queue(leaves)
         length = len(self._pieces) * _SUMS * _WORD
-        asides.want_computed(self._lane, length, lambda: self._taken[0].view(-1).view(torch.uint8), self._started)
+        asides.want_computed(self._device, length, lambda: self._taken[0].view(-1).view(torch.uint8), self._started)
 
     def _started(self, data: bytes) -> None:
         sums = np.frombuffer(data, dtype=np.int64).reshape(-1, _SUMS).tolist()
@@ -94,16 +94,16 @@ class DeviceSums:
 
     def fence(self, leaves: Mapping[int, Leaf]) -> None:
         """Queue the checksums again, before the training changes the bytes."""
-        if not self._lane.link.is_recorded():
+        if not self._device.link.is_recorded():
             self._queue(leaves)
-            self._fenced = self._lane.link.mark()
+            self._fenced = self._device.link.mark()
 
     def _queue(self, leaves: Mapping[int, Leaf]) -> None:
         def work() -> None:
             sums = [_device_checksum(gathered(leaves, pieces)) for pieces in self._pieces.values()]
             self._taken.append(torch.stack(sums))
 
-        self._lane.link.run(work)
+        self._device.link.run(work)
 
     def changed(self) -> Iterable[int]:
         """Return the partitions that changed between start and fence. Waits until the device has reached the fence."""
@@ -116,6 +116,6 @@ class DeviceSums:
             found.extend((start != fence).any(1).tolist())
 
         # On the copy queue, because the queue of the training has later work.
-        self._lane.link.queue(work, self._fenced).wait()
+        self._device.link.queue(work, self._fenced).wait()
         self._fenced = None
         return [number for number, has_changed in zip(self._pieces, found, strict=True) if has_changed]

@@ -118,11 +118,6 @@ class CaptureEngine:
                     # The device reaches this point later.
                     self._open.transfers.gate()
 
-    def enter_timed(self, number: int) -> None:
-        """Begin a window on the timer thread. Device copies keep their gate."""
-        with self._changed:
-            self._release(number)
-
     def _release(self, window: int | None) -> bool:
         released = False
         while self._unreleased:
@@ -152,7 +147,7 @@ class CaptureEngine:
 
     def _wait_until_copied(self, capture: Capture) -> None:
         with self._changed:
-            if capture.transfers.lanes:
+            if capture.transfers.devices:
                 self._stage_late(capture)
             self._release(None)
         while not capture.copied.is_set():

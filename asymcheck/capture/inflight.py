@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
-from asymcheck.capture.device_copy import DeviceQueues, EagerCopies, Transfers
+from asymcheck.capture.device_copy import Devices, EagerCopies, Transfers
 from asymcheck.capture.tear_detection import SourceDigests
 from asymcheck.commit.encoder import Contents, contents_of
 from asymcheck.commit.save_request import SaveRequest, SaveRound
@@ -34,7 +34,7 @@ class Capture:
     request: SaveRequest
     generation: int | None
     """The generation; None if the commit begins a new one."""
-    lanes: dataclasses.InitVar[DeviceQueues]
+    devices: dataclasses.InitVar[Devices]
     began_s: float = dataclasses.field(default_factory=time.perf_counter)
     """Start time, by ``time.perf_counter()``."""
     complete_s: float | None = None
@@ -70,7 +70,7 @@ class Capture:
     durable: threading.Event = dataclasses.field(default_factory=threading.Event)
     """Set when the checkpoint is durable or lost."""
 
-    def __post_init__(self, lanes: DeviceQueues) -> None:
+    def __post_init__(self, devices: Devices) -> None:
         """Set up the columns of the tensors, by row, and the progress of the partitions, by number."""
         leaves, columns, count = self.state.leaves, self.state.columns, len(self.partitions)
         self.names, self.dtypes, self.shapes, self.boxes = columns.names, columns.dtypes, columns.shapes, columns.boxes
@@ -83,7 +83,7 @@ class Capture:
         """Number of partitions that are not copied."""
         self.undigested = count
         """Number of partitions that are not complete in the ring."""
-        self.transfers = Transfers(lanes, leaves, self.partitions)
+        self.transfers = Transfers(devices, leaves, self.partitions)
         self.asides = EagerCopies(self.transfers, leaves)
         self.source_digests = SourceDigests(self.names, self.partitions, self.transfers, self.digests)
 

@@ -11,35 +11,38 @@ backward pass is observed through hooks on graph nodes, not through ``register_f
 inputs and outputs of the module through another function. In-place operations on the results, such as the next ReLU,
 would raise.
 
-Without visible modules, because all are compiled or none exist, windows are equal parts of the time from ``step()`` to
-the fence, and a timer starts them.
+Without visible modules, because all are compiled or none exist, the canonical plan stays. It releases everything when
+``step()`` returns.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import statistics
-import threading
 import time
 import types
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from asymcheck.config import CaptureConfig, StoreConfig
-from asymcheck.executor import begin
-from asymcheck.state.iteration_profile import MARKS_MIN, Iteration, Phase, Windows, profile_of, timed_profile
-from asymcheck.state.partition_plan import ASYMMETRIC, EAGER, PLAN_KIND, Plan, PlanInput, make_plan, plan_from_record
+from asymcheck.state.iteration_profile import Iteration, Phase, Windows, profile_of
+from asymcheck.state.partition_plan import (
+    ASYMMETRIC,
+    PLAN_KIND,
+    SYMMETRIC,
+    Plan,
+    PlanInput,
+    make_plan,
+    plan_from_record,
+)
 from asymcheck.storage.gpu_staging import Link, Mark
 
 _OnBoundary = Callable[[Phase], None]
 
 IMMEDIATE = "immediate"
+"""Kind of schedule; its plan is asymmetric, with one window."""
 _ONE_WINDOW: Windows = (("forward", 1.0),)
 _PROFILED = 5
 """Number of iterations to measure before a plan is computed. The first ones allocate, compile and fill caches."""
@@ -47,60 +50,6 @@ _CALM = 16
 """Number of fences without a wait, after which partitions are released one window later."""
 _WAIT_SHARE = 0.002
 """Fraction of an iteration below which a fence counts as no wait."""
-
-
-class WindowTimer:
-    """Calls ``reached`` with a number at a given time, on a thread that the first use starts."""
-
-    def __init__(self, reached: Callable[[int], None]) -> None:
-        """Call ``reached``, which must be short and must not raise."""
-        self._reached = reached
-        self._changed = threading.Condition()
-        self._pending: deque[tuple[int, float]] = deque()
-        self._stopping = False
-        self._thread: Future[None] | None = None
-
-    def begin(self, times: Sequence[tuple[int, float]]) -> None:
-        """Replace all pending calls by these numbers and ascending times of ``time.perf_counter()``."""
-        with self._changed:
-            self._pending = deque(times)
-            self._changed.notify_all()
-        if self._thread is None and times:
-            self._thread = begin(self._run, "timer")
-
-    def cancel(self) -> None:
-        """Cancel pending calls. A running call may end later."""
-        with self._changed:
-            self._pending.clear()
-
-    def due(self, now_s: float) -> tuple[int | None, float | None]:
-        """Remove due calls; return the greatest due number and the seconds until the next call, or None."""
-        number = None
-        while self._pending and self._pending[0][1] <= now_s:
-            number = self._pending.popleft()[0]
-        return number, self._pending[0][1] - now_s if self._pending else None
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                number, remaining_s = self.due(time.perf_counter())
-                if number is None:
-                    if self._stopping:
-                        return
-                    self._changed.wait(remaining_s)
-                    continue
-            # Outside the lock, because the callee may call cancel() under its own lock.
-            self._reached(number)
-
-    def stop(self) -> None:
-        """End the thread, and raise the error of a call that ended the thread early. May be called again."""
-        with self._changed:
-            self._stopping = True
-            self._pending.clear()
-            self._changed.notify_all()
-        if self._thread is not None:
-            thread, self._thread = self._thread, None
-            thread.result()
 
 
 class CaptureSchedule:
@@ -112,7 +61,6 @@ class CaptureSchedule:
         store: StoreConfig,
         previous: object,
         enter_window: Callable[[int], None],
-        timer: WindowTimer,
     ) -> None:
         """Start without a profile.
 
@@ -121,15 +69,11 @@ class CaptureSchedule:
             store: configuration with the sizes of partitions.
             previous: plan record of the run's newest checkpoint, or None.
             enter_window: callback at the start of a window, on the thread that reached its boundary.
-            timer: timer for windows without a boundary. The caller stops the timer.
         """
         self._kind = capture.schedule
         self._config = store
         self._previous = previous
         self._enter_window = enter_window
-        self._timer = timer
-        self._recent: deque[tuple[float, int]] = deque(maxlen=_PROFILED)
-        self._timed: list[tuple[Phase, float]] = []
         self._layout: PlanInput | None = None
         self._plan: Plan | None = None
         self._iterations: list[Iteration] = []
@@ -169,7 +113,7 @@ class CaptureSchedule:
             self._plan = self._previous_plan(layout) or self._made(layout, 0, None)
         elif self._plan.kind == PLAN_KIND and len(self._iterations) >= _PROFILED:
             self._read_device_times()
-            profile = timed_profile(self._iterations) or profile_of(self._iterations)
+            profile = profile_of(self._iterations)
             self._iterations.clear()
             if profile is not None:
                 self._plan = self._made(layout, self._plan.number + 1, profile)
@@ -184,20 +128,18 @@ class CaptureSchedule:
         plan = plan_from_record(self._previous, layout, self._config)
         if plan is None:
             return None
-        is_immediate = plan.kind == ASYMMETRIC and len(plan.windows) == len(_ONE_WINDOW)
-        if self._kind == IMMEDIATE or is_immediate:
-            return plan if self._kind == IMMEDIATE and is_immediate else None
-        return plan if plan.kind in (self._kind, self._kind_before_profile) else None
+        kind = IMMEDIATE if plan.kind == ASYMMETRIC and len(plan.windows) == len(_ONE_WINDOW) else plan.kind
+        return plan if kind in (self._kind, self._kind_before_profile) else None
 
     def _made(self, layout: PlanInput, number: int, profile: Windows | None) -> Plan:
-        if self._kind == IMMEDIATE:
-            return make_plan(layout, self._config, ASYMMETRIC, number, _ONE_WINDOW)
         kind = self._kind if profile is not None else self._kind_before_profile
+        if kind == IMMEDIATE:
+            kind, profile = ASYMMETRIC, _ONE_WINDOW
         return make_plan(layout, self._config, kind, number, profile)
 
     @property
     def _kind_before_profile(self) -> str:
-        return EAGER if self._kind == EAGER else PLAN_KIND
+        return PLAN_KIND if self._kind in (ASYMMETRIC, SYMMETRIC) else self._kind
 
     def began(self, link: Link | None = None) -> None:
         """Note the start of a capture and its window 0. Device operations are measured by marks on ``link``."""
@@ -205,20 +147,8 @@ class CaptureSchedule:
         self._points = [] if self._link is None else [self._link.mark()]
         self._marks = []
         self._began = time.perf_counter()
-        self._time_windows(self._began)
         if self._lead:
             self._enter_window(self._lead)
-
-    def _time_windows(self, began: float) -> None:
-        """Without visible boundaries, start windows by the timer, based on recent iterations."""
-        self._timed = []
-        is_blind = self._recent and all(marks < MARKS_MIN for _, marks in self._recent)
-        if not is_blind or self._plan is None or not self._plan.windows:
-            return
-        windows = self._plan.windows
-        length = statistics.median(seconds for seconds, _ in self._recent) / len(windows)
-        self._timed = [(phase, began + number * length) for number, (phase, _) in enumerate(windows)]
-        self._timer.begin([(number + self._lead, at_s) for number, (_, at_s) in enumerate(self._timed) if number])
 
     def _mark(self, phase: Phase) -> None:
         if self._began is None:
@@ -228,7 +158,7 @@ class CaptureSchedule:
         if self._link is not None and not self._link.is_recorded():
             self._points.append(self._link.mark())
         # The first boundary is inside window 0, which began when step() returned.
-        if len(self._marks) > 1 and not self._timed:
+        if len(self._marks) > 1:
             self._enter_window(len(self._marks) - 1 + self._lead)
         self.hooks_s += time.perf_counter() - began
 
@@ -239,10 +169,7 @@ class CaptureSchedule:
         """
         if self._began is None:
             return None
-        self._timer.cancel()
         iteration = Iteration(self._began, tuple(self._marks), at_s)
-        self._recent.append((at_s - self._began, len(self._marks)))
-        windows = self._timed or self._marks
         # Device times of an iteration are incomplete if a part was recorded as a graph.
         is_known = self._link is None or len(self._points) == len(self._marks) + 1
         if len(self._iterations) < _PROFILED and is_known:
@@ -251,13 +178,13 @@ class CaptureSchedule:
                 phases = tuple(phase for phase, _ in self._marks)
                 self._unread.append((phases, [*self._points, self._link.mark()]))
         if waited_s > _WAIT_SHARE * (at_s - self._began):
-            self._lead, self._calm = min(self._lead + 1, len(windows)), 0
+            self._lead, self._calm = min(self._lead + 1, len(self._marks)), 0
         else:
             self._calm += 1
             if self._calm >= _CALM:
                 self._lead, self._calm = max(self._lead - 1, 0), 0
         self._began = None
-        return dataclasses.replace(iteration, marks=tuple(windows))
+        return iteration
 
     def _read_device_times(self) -> None:
         """Replace the program's times of boundaries by the device's times."""

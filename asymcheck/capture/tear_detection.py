@@ -24,7 +24,7 @@ from typing import Literal
 
 import torch
 
-from asymcheck.capture.device_copy import DeviceQueue, EagerCopies, Transfers
+from asymcheck.capture.device_copy import Device, EagerCopies, Transfers
 from asymcheck.capture.device_sums import DeviceSums, checksum
 from asymcheck.errors import CaptureWarning, TornCaptureError, warn_user
 from asymcheck.executor import together
@@ -104,12 +104,12 @@ class SourceDigests:
 
     def take(self, numbers: Iterable[int], asides: EagerCopies) -> None:
         """Digest whole partitions. Those on one device are digested there, after its queued work."""
-        on_device: dict[DeviceQueue, list[int]] = {}
+        on_device: dict[Device, list[int]] = {}
         on_host: list[int] = []
         for number in numbers:
-            lane = self._transfers.device_of(number)
-            if lane is not None:
-                on_device.setdefault(lane, []).append(number)
+            device = self._transfers.device_of(number)
+            if device is not None:
+                on_device.setdefault(device, []).append(number)
                 continue
             # A device failure is raised again by the code that waits for the copies.
             with contextlib.suppress(RuntimeError):
@@ -122,8 +122,8 @@ class SourceDigests:
             for piece in self.partitions[number].pieces:
                 self._sources.setdefault(number, []).append(_SourceDigest(piece, position, next(digests)))
                 position += piece.length
-        for lane, there in on_device.items():
-            sums = DeviceSums(lane, {number: self.partitions[number].pieces for number in there})
+        for device, there in on_device.items():
+            sums = DeviceSums(device, {number: self.partitions[number].pieces for number in there})
             # A device without memory for the computation proves nothing in this capture.
             with contextlib.suppress(RuntimeError):
                 sums.take(self._leaves, asides)

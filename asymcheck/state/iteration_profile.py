@@ -49,38 +49,6 @@ class Iteration:
         return tuple(after - before for _, before, after in self.windows)
 
 
-MARKS_MIN = 3  # with fewer marks, most of the iteration is one window
-TIMED_S = 0.005
-"""Desired length of a window without marks."""
-TIMED_MAX = 32
-"""Maximum number of windows without marks in one iteration."""
-
-
-def timed_profile(iterations: Sequence[Iteration]) -> Windows | None:
-    """Return windows of equal length, for a training without visible module boundaries.
-
-    Their number follows from the median length of an iteration, and their phases from its first mark of backward.
-
-    Returns:
-        None for fewer than ``AGREEING_MIN`` iterations, or if an iteration has at least ``MARKS_MIN`` marks, for which
-        :func:`profile_of` is more precise.
-    """
-    usable = [iteration for iteration in iterations if 0 < iteration.fence_s - iteration.begin_s < math.inf]
-    if len(usable) < AGREEING_MIN or any(len(iteration.marks) >= MARKS_MIN for iteration in usable):
-        return None
-    length = statistics.median(iteration.fence_s - iteration.begin_s for iteration in usable)
-    turn = statistics.median(_turn(iteration) for iteration in usable)
-    count = min(max(round(length / TIMED_S), 1), TIMED_MAX)
-    phases: list[Phase] = ["backward" if (number + 0.5) / count > turn else "forward" for number in range(count)]
-    return tuple((phase, length / count) for phase in phases)
-
-
-def _turn(iteration: Iteration) -> float:
-    """Return the fraction of an iteration after which backward begins; 1 without a mark of backward."""
-    times = [time_s for phase, time_s in iteration.marks if phase == "backward"]
-    return (times[0] - iteration.begin_s) / (iteration.fence_s - iteration.begin_s) if times else 1.0
-
-
 def profile_of(iterations: Sequence[Iteration]) -> Windows | None:
     """Return the median length of each window over the iterations with the most frequent sequence of phases.
 

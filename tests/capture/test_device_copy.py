@@ -14,7 +14,7 @@ import torch
 import asymcheck
 from asymcheck.capture import background_saver
 from asymcheck.capture.background_saver import Statistics
-from asymcheck.capture.device_copy import DeviceQueues, EagerCopies, Transfers
+from asymcheck.capture.device_copy import Devices, EagerCopies, Transfers
 from asymcheck.capture.schedule import CaptureSchedule
 from asymcheck.config import MIB, CaptureConfig
 from asymcheck.errors import CaptureWarning, LostCheckpointWarning
@@ -48,7 +48,7 @@ def test_the_device_waits_for_the_copies_that_both_threads_have_queued(
     """Test also a thread that queued the first copy and reads the last mark."""
     first, second = torch.zeros(10), torch.zeros(10)
     leaves = _leaves(device, first, second)
-    transfers = Transfers(DeviceQueues(0, device.link_of), leaves, [_whole(leaves, 0), _whole(leaves, 1)])
+    transfers = Transfers(Devices(0, device.link_of), leaves, [_whole(leaves, 0), _whole(leaves, 1)])
     transfers.begin()
     whole, may_copy, may_return = device.queue, threading.Event(), threading.Event()
 
@@ -89,8 +89,8 @@ def test_many_tensors_come_in_one_copy(device: SimulatedDevice) -> None:
     leaves = _leaves(device, *tensors)
     wanted = b"".join(tensor.numpy().tobytes() for tensor in tensors)
     for staging_bytes in (8 * MIB, 0):
-        lanes = DeviceQueues(staging_bytes, device.link_of)
-        transfers = Transfers(lanes, leaves, [_whole(leaves, *range(len(tensors)))])
+        devices = Devices(staging_bytes, device.link_of)
+        transfers = Transfers(devices, leaves, [_whole(leaves, *range(len(tensors)))])
         transfers.begin()
         payload = bytearray(len(wanted))
         transfers.copy(0, memoryview(payload))
@@ -98,7 +98,7 @@ def test_many_tensors_come_in_one_copy(device: SimulatedDevice) -> None:
         transfers.hold()
         transfers.wait(0)
         assert payload == wanted
-        assert transfers.lanes[0].staging._allocator.free_bytes == max(staging_bytes - MIB, 0)
+        assert transfers.devices[0].staging._allocator.free_bytes == max(staging_bytes - MIB, 0)
 
 
 def test_a_clone_for_which_the_device_has_no_memory_is_none(
@@ -106,7 +106,7 @@ def test_a_clone_for_which_the_device_has_no_memory_is_none(
 ) -> None:
     """Test that the tensor is copied synchronously, and that the buffer is unchanged."""
     leaves = _leaves(device, torch.ones(1000))
-    transfers = Transfers(DeviceQueues(8 * MIB, device.link_of), leaves, [_whole(leaves, 0)])
+    transfers = Transfers(Devices(8 * MIB, device.link_of), leaves, [_whole(leaves, 0)])
 
     def refuse(_work: Callable[[], None]) -> None:
         raise torch.cuda.OutOfMemoryError
@@ -116,14 +116,14 @@ def test_a_clone_for_which_the_device_has_no_memory_is_none(
         # torch 2.4 has no class of this name.
         patch.delattr(torch, "OutOfMemoryError", raising=False)
         assert not transfers.stage(0)
-    assert transfers.lanes[0].staging._allocator.free_bytes == 7 * MIB
+    assert transfers.devices[0].staging._allocator.free_bytes == 7 * MIB
     assert transfers.stage(0)
 
 
 def test_nothing_is_fetched_of_a_tensor_without_elements(device: SimulatedDevice) -> None:
     """Test a device from which nothing else is fetched."""
     leaves = _leaves(device, torch.zeros(0))
-    transfers = Transfers(DeviceQueues(MIB, device.link_of), leaves, [])
+    transfers = Transfers(Devices(MIB, device.link_of), leaves, [])
     asides, given = EagerCopies(transfers, leaves), []
     asides.want(0, 0, 0, given.append)
     asides.gather()
@@ -136,26 +136,26 @@ def test_nothing_is_fetched_of_a_tensor_without_elements(device: SimulatedDevice
 def test_device_wait_is_measured_later(device: SimulatedDevice) -> None:
     """Test that the host asks for the wait later, and that each wait counts once."""
     leaves = _leaves(device, torch.zeros(10))
-    lanes = DeviceQueues(0, device.link_of)
-    transfers = Transfers(lanes, leaves, [_whole(leaves, 0)])
+    devices = Devices(0, device.link_of)
+    transfers = Transfers(devices, leaves, [_whole(leaves, 0)])
     transfers.begin()
     may_copy, may_go_on = threading.Event(), SimulatedMark()
-    device.queue(may_copy.wait, transfers.lanes[0].link.mark())
+    device.queue(may_copy.wait, transfers.devices[0].link.mark())
     transfers.copy(0, memoryview(bytearray(40)))
     transfers.hold()
-    assert lanes.held_s() == 0
+    assert devices.held_s() == 0
     # The device is a thread, which may begin to wait some time after the request.
-    lanes.holds[0][0].wait()
+    devices.holds[0][0].wait()
     time.sleep(0.05)
     may_copy.set()
     device.run(may_go_on.event.set)
     may_go_on.wait()
-    assert 0.05 <= lanes.held_s() < 30
-    assert lanes.held_s() == 0
+    assert 0.05 <= devices.held_s() < 30
+    assert devices.held_s() == 0
 
 
 def _train(path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, steps: int) -> Statistics:
-    monkeypatch.setattr(background_saver, "DeviceQueues", lambda size: DeviceQueues(size, device.link_of))
+    monkeypatch.setattr(background_saver, "Devices", lambda size: Devices(size, device.link_of))
     weight = torch.nn.Parameter(torch.zeros(700_000))
     device.own(weight)
     optimizer = torch.optim.SGD([weight], foreach=False)
@@ -182,7 +182,7 @@ def test_unversioned_change_on_a_device_is_found_in_the_first_capture(
 ) -> None:
     """Test a change of one element through ``.data``; later captures clone the tensor inside ``step()``."""
     copy_late(monkeypatch)
-    monkeypatch.setattr(background_saver, "DeviceQueues", lambda size: DeviceQueues(size, device.link_of))
+    monkeypatch.setattr(background_saver, "Devices", lambda size: Devices(size, device.link_of))
     weight = torch.nn.Parameter(torch.zeros(700_000))
     device.own(weight)
     optimizer = torch.optim.SGD([weight], foreach=False)
@@ -228,7 +228,7 @@ def test_asides_are_read_in_their_original_state(
         return whole(work, after)
 
     monkeypatch.setattr(device, "queue", slowly)
-    monkeypatch.setattr(background_saver, "DeviceQueues", lambda size: DeviceQueues(size, device.link_of))
+    monkeypatch.setattr(background_saver, "Devices", lambda size: Devices(size, device.link_of))
     scales, on_host = torch.zeros(30, 60), [torch.zeros(1 << 18) for _ in range(4)]
     device.own(scales)
     capture = CaptureConfig(proof=proof, ring_bytes=ring_bytes)  # type: ignore[arg-type]  # one of the literals
@@ -269,7 +269,7 @@ def test_a_staging_buffer_for_which_the_device_has_no_memory_is_empty(monkeypatc
 def test_a_place_is_not_free_while_part_of_a_copy_that_failed_may_still_come(device: SimulatedDevice) -> None:
     """Test a device that accepted the first piece of a copy before it refused the second."""
     leaves = _leaves(device, torch.ones(10), torch.ones(10))
-    transfers = Transfers(DeviceQueues(0, device.link_of), leaves, [_whole(leaves, 0, 1)])
+    transfers = Transfers(Devices(0, device.link_of), leaves, [_whole(leaves, 0, 1)])
     transfers.begin()
     may_copy = threading.Event()
     whole, payload = device.queue, bytearray(80)
@@ -302,7 +302,7 @@ def test_device_failure_loses_captures_without_a_hang(
 
     monkeypatch.setattr(SimulatedMark, "passed", fail)
     monkeypatch.setattr(SimulatedMark, "wait", fail)
-    monkeypatch.setattr(DeviceQueues, "held_s", lambda _lanes: 0.0)
+    monkeypatch.setattr(Devices, "held_s", lambda _devices: 0.0)
     # The simulated queues also wait for marks, and would continue after the state is gone.
     monkeypatch.setattr(device, "run", lambda work: work())
     monkeypatch.setattr(device, "queue", lambda work, _after: (work(), SimulatedMark())[1])
@@ -328,7 +328,7 @@ def test_nothing_is_asked_of_a_device_while_a_graph_is_recorded(
     tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Test that no window begins, because a query would become a part of the graph; the fence copies the rest."""
-    monkeypatch.setattr(background_saver, "DeviceQueues", lambda size: DeviceQueues(size, device.link_of))
+    monkeypatch.setattr(background_saver, "Devices", lambda size: Devices(size, device.link_of))
     model = torch.nn.Sequential(*(torch.nn.Linear(600, 600) for _ in range(3)))
     device.own(*model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, foreach=False)

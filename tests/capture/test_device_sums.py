@@ -11,7 +11,7 @@ import torch
 
 import asymcheck
 from asymcheck.capture import background_saver
-from asymcheck.capture.device_copy import DeviceQueues
+from asymcheck.capture.device_copy import Devices
 from asymcheck.capture.device_sums import _device_checksum, checksum
 from asymcheck.errors import AbandonedCheckpointsWarning, CaptureWarning
 from tests.capture.simulated_device import SimulatedDevice
@@ -84,7 +84,7 @@ def test_unversioned_changes_after_the_copy_on_a_device_are_detected(
 
     The captures are exact, and only the checksums of the fence differ. From then on, ``step()`` copies the tensor.
     """
-    monkeypatch.setattr(background_saver, "DeviceQueues", lambda size: DeviceQueues(size, device.link_of))
+    monkeypatch.setattr(background_saver, "Devices", lambda size: Devices(size, device.link_of))
     weight = torch.nn.Parameter(torch.zeros(700_000))
     device.own(weight)
     optimizer = torch.optim.SGD([weight], foreach=False)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import queue
-import threading
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,14 +11,11 @@ import torch
 from asymcheck import Checkpointer, Store
 from asymcheck.capture import schedule as module
 from asymcheck.capture.background_saver import newest_plan
-from asymcheck.capture.schedule import CaptureSchedule, WindowTimer
+from asymcheck.capture.schedule import CaptureSchedule
 from asymcheck.config import CaptureConfig
-from asymcheck.state import iteration_profile
-from asymcheck.state.iteration_profile import Phase
 from asymcheck.state.partition_plan import Plan, PlanInput
 from asymcheck.storage.nvme import NvmeTier
-from tests.checkpointer.loops import CONFIG, assert_every_step_is_right, folder_for_rings
-from tests.checkpointer.optimizers import WIDTH, simple
+from tests.checkpointer.loops import CONFIG, folder_for_rings
 
 LAYOUT = PlanInput((64 << 10,) * 6, ("model",) * 6, (True,) * 6)
 SMALL = dataclasses.replace(CONFIG, deferred_bytes_min=4096, deferred_bytes_max=128 << 10)
@@ -44,8 +38,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def _timing(schedule: str = "asymmetric", previous: object = None) -> tuple[CaptureSchedule, list[int]]:
     windows: list[int] = []
-    config = CaptureConfig(schedule=schedule)  # type: ignore[arg-type]  # one of the three
-    return CaptureSchedule(config, SMALL, previous, windows.append, WindowTimer(windows.append)), windows
+    config = CaptureConfig(schedule=schedule)  # type: ignore[arg-type]  # one of the four
+    return CaptureSchedule(config, SMALL, previous, windows.append), windows
 
 
 def _iterate(timing: CaptureSchedule, clock: Clock, waited_s: float = 0.0, layout: PlanInput = LAYOUT) -> Plan:
@@ -148,135 +142,57 @@ def test_a_state_of_another_layout_is_cut_by_the_same_shares(clock: Clock) -> No
     assert sum(partition.length for partition in again.cut.partitions) == sum(larger.sizes)
 
 
-class Alarm(WindowTimer):
-    """A timer that only records requests."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda _number: None)
-        self.asked: list[tuple[int, float]] = []
-
-    def begin(self, times: Sequence[tuple[int, float]]) -> None:
-        """Record the times."""
-        self.asked = list(times)
-
-    def cancel(self) -> None:
-        """Discard the times."""
-        self.asked = []
+def test_an_immediate_schedule_has_one_plan_from_the_first_step_on(clock: Clock) -> None:
+    """Test large partitions that are all released at once, without a profile."""
+    timing, _ = _timing("immediate")
+    plan = _iterate(timing, clock)
+    assert (plan.kind, plan.number, plan.windows) == ("asymmetric", 0, (("forward", 781250),))
+    assert set(plan.release) == {0}
+    assert all(_iterate(timing, clock) is plan for _ in range(8))
+    large = PlanInput((4 * SMALL.deferred_bytes_max,), ("model",), (True,))
+    assert len(_iterate(timing, clock, layout=large).cut.partitions) == 4
+    resumed, _ = _timing("immediate", plan.record())
+    assert _iterate(resumed, clock) == plan
 
 
-def _blind(
-    clock: Clock, previous: object = None
-) -> tuple[CaptureSchedule, Alarm, Callable[..., list[tuple[int, float]]]]:
-    """Return a timing with at most one boundary, its timer, and a function that iterates and returns requests."""
-    alarm = Alarm()
-    timing = CaptureSchedule(CaptureConfig(), SMALL, previous, lambda _number: None, alarm)
+def test_an_immediate_schedule_observes_no_modules(clock: Clock) -> None:
+    """Test that the modules of a training have no hooks."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
+    for schedule, hooks in (("immediate", 0), ("asymmetric", 4)):
+        timing, _ = _timing(schedule)
+        timing.watch([model])
+        assert sum(len(block._forward_pre_hooks) for block in model) == hooks
+        timing.stop()
 
-    def iterate(seconds: float = 0.08, waited_s: float = 0.0, marks: Sequence[Phase] = ()) -> list[tuple[int, float]]:
-        timing.plan(LAYOUT)
+
+@pytest.mark.parametrize(("schedule", "other"), [("immediate", "asymmetric"), ("asymmetric", "immediate")])
+def test_one_window_and_measured_windows_do_not_replace_each_other(clock: Clock, schedule: str, other: str) -> None:
+    """Test that a resumed run with another schedule makes a new plan: without hooks, no measured window begins."""
+    if schedule == "asymmetric":
+        _, _, plan = _profiled(schedule, clock)
+    else:
+        plan = _iterate(_timing(schedule)[0], clock)
+    timing, _ = _timing(other, plan.record())
+    again = _iterate(timing, clock)
+    assert again.windows != plan.windows
+    assert set(again.release) == {0}
+
+
+def test_without_boundaries_the_canonical_plan_stays(clock: Clock) -> None:
+    """Test a training without visible modules, which releases everything when ``step()`` returns."""
+    timing, windows = _timing()
+    for _ in range(8):
+        plan = timing.plan(LAYOUT)
         timing.began()
-        began, asked = clock.now, alarm.asked
-        for phase in marks:
-            clock.now += seconds / 4
-            timing._mark(phase)
-        clock.now = began + seconds
-        timing.fenced(clock.now, waited_s)
-        assert alarm.asked == []
-        return [(number, at_s - began) for number, at_s in asked]
-
-    return timing, alarm, iterate
-
-
-@pytest.mark.parametrize("marks", [(), ("forward", "backward")], ids=["no modules", "a compiled one"])
-def test_without_boundaries_windows_are_parts_of_the_time(clock: Clock, marks: Sequence[Phase]) -> None:
-    """Test equal windows of some 5 ms; a slower iteration changes their times, and not the plan."""
-    timing, _, iterate = _blind(clock)
-    assert [iterate(marks=marks) for _ in range(5)] == [[]] * 5
-    asked = iterate(marks=marks)
-    assert [number for number, _ in asked] == list(range(1, 16))
-    assert [at_s for _, at_s in asked] == pytest.approx([0.005 * number for number in range(1, 16)])
-    plan = timing.plan(LAYOUT)
-    assert plan.kind == "asymmetric"
-    assert [phase for phase, _ in plan.windows] == ["forward"] * (8 if marks else 16) + ["backward"] * 8 * bool(marks)
-    assert len(set(plan.release)) > 4
-    for _ in range(5):
-        iterate(0.16, marks=marks)
-    assert [at_s for _, at_s in iterate(marks=marks)] == pytest.approx([0.01 * number for number in range(1, 16)])
-    assert timing.plan(LAYOUT) is plan
-
-
-def test_a_timed_window_is_released_earlier_after_a_fence_that_waits(clock: Clock) -> None:
-    """Test that timed windows are released earlier, like windows with boundaries."""
-    _, _, iterate = _blind(clock)
-    for _ in range(6):
-        iterate()
-    iterate(waited_s=1.0)
-    assert [number for number, _ in iterate()] == list(range(2, 17))
-
-
-def test_a_resumed_run_is_timed_after_its_first_iteration(clock: Clock) -> None:
-    """Test the plan of the newest checkpoint with a new measurement of the iteration."""
-    timing, _, iterate = _blind(clock)
-    for _ in range(6):
-        iterate()
-    plan = timing.plan(LAYOUT)
-    again, _, iterate = _blind(clock, plan.record())
-    assert iterate(0.32) == []
-    assert iterate()[0] == (1, pytest.approx(0.02))
-    assert again.plan(LAYOUT) == plan
-
-
-def test_a_training_with_boundaries_is_not_timed(clock: Clock) -> None:
-    """Test also iterations without boundaries, such as evaluations."""
-    _, _, iterate = _blind(clock)
-    for _ in range(6):
-        iterate(marks=PHASES[:3])
-    assert iterate() == []
-    assert iterate() == []
-
-
-def test_timer_returns_due_number_and_remaining_time() -> None:
-    """Test the greatest due number, and None after a cancel."""
-    timer = WindowTimer(lambda _number: None)
-    timer._pending.extend([(1, 10.0), (2, 11.0), (5, 13.0)])
-    assert timer.due(9.5) == (None, 0.5)
-    assert timer.due(11.5) == (2, 1.5)
-    timer.cancel()
-    assert timer.due(20.0) == (None, None)
-
-
-def test_a_timer_calls_on_a_thread_of_its_own() -> None:
-    """Test due and distant times, and that the thread ends when the timer is stopped."""
-    called: queue.Queue[tuple[int, str]] = queue.Queue()
-    timer = WindowTimer(lambda number: called.put((number, threading.current_thread().name)))
-    for number in (3, 4):
-        timer.begin([(number, 0.0), (9, 1e9)])
-        assert called.get(timeout=60) == (number, "asymcheck-timer")
-    timer.stop()
-    assert called.empty()
-    assert "asymcheck-timer" not in [thread.name for thread in threading.enumerate()]
-
-
-@pytest.mark.slow
-def test_a_compiled_model_is_captured_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Test that the manifest names more windows than two boundaries make, and that each step is correct."""
-    monkeypatch.setattr(iteration_profile, "TIMED_S", 1e-4)
-    config = CaptureConfig(ring_folder=str(folder_for_rings(tmp_path)), proof="full")
-    torch.compiler.reset()
-    model = torch.compile(torch.nn.Linear(WIDTH, WIDTH), backend="eager")
-    assert isinstance(model, torch.nn.Module)
-    with Store.open(tmp_path / "store", config=SMALL, create=True) as store:
-        assert_every_step_is_right(store, simple(model, torch.optim.AdamW(model.parameters())), 8, config)
-    tier = NvmeTier(tmp_path / "store", SMALL, read_only=True)
-    record = newest_plan(tier, "default")
-    tier.close()
-    assert isinstance(record, dict)
-    assert len(record["windows"]) > 2
-    assert "asymcheck-timer" not in [thread.name for thread in threading.enumerate()]
+        clock.now += 1
+        timing.fenced(clock.now, 0.0)
+        assert (plan.kind, set(plan.release)) == ("canonical", {0})
+    assert windows == []
 
 
 def test_training_keeps_its_plan_over_a_restart(tmp_path: Path) -> None:
     """Test boundaries of real modules, the plan in manifests, and that a frozen part keeps its partitions."""
-    config = CaptureConfig(ring_folder=str(folder_for_rings(tmp_path)), proof="full")
+    config = CaptureConfig(ring_folder=str(folder_for_rings(tmp_path)), proof="full", schedule="asymmetric")
 
     def train(steps: range) -> None:
         torch.manual_seed(0)

@@ -381,7 +381,7 @@ def test_a_step_may_be_a_numpy_integer(store: Store) -> None:
     [
         (3, "capture=3: give asymcheck.CaptureConfig"),
         (CaptureConfig(proof="Full"), "proof 'Full': give 'full', 'sampled', 'off'"),  # type: ignore[arg-type]  # as users do
-        (CaptureConfig(schedule="even"), "schedule 'even': give 'asymmetric', 'symmetric', 'eager'"),  # type: ignore[arg-type]  # as users do
+        (CaptureConfig(schedule="even"), "schedule 'even': give 'immediate', 'asymmetric', 'symmetric', 'eager'"),  # type: ignore[arg-type]  # as users do
         (CaptureConfig(ring_bytes="2G"), "ring_bytes '2G': give an integer"),  # type: ignore[arg-type]  # as users do
         (CaptureConfig(ring_bytes=0), "ring_bytes 0: give an integer"),
         (CaptureConfig(ring_bytes=1 << 63), f"ring_bytes {1 << 63}: give an integer from 1 to {1 << 46}, or None"),

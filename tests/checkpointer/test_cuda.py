@@ -63,10 +63,11 @@ def _check(store: asymcheck.Store, step: int, expected: list[torch.Tensor]) -> N
         CaptureConfig(staging_bytes=64 * 1024),
         CaptureConfig(staging_bytes=2 * MIB, ring_bytes=11 * MIB),
         CaptureConfig(proof="full"),
+        CaptureConfig(schedule="asymmetric"),
         CaptureConfig(schedule="symmetric"),
         CaptureConfig(schedule="eager"),
     ],
-    ids=["default", "no staging", "little staging", "small ring", "full proof", "symmetric", "eager"],
+    ids=["default", "no staging", "little staging", "small ring", "full proof", "asymmetric", "symmetric", "eager"],
 )
 def test_cuda_checkpoints_have_the_bytes_of_their_steps(tmp_path: Path, capture: CaptureConfig) -> None:
     """Test weights, moments, counters and buffers of each step, for all sizes of staging buffer and ring."""

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 import asymcheck
 from asymcheck.capture import background_saver
 from asymcheck.capture.background_saver import Statistics
-from asymcheck.capture.device_copy import DeviceQueues
+from asymcheck.capture.device_copy import Devices
 from asymcheck.config import MIB, CaptureConfig
 from asymcheck.storage.gpu_staging import Staging
 from tests.capture.simulated_device import SimulatedDevice
@@ -66,7 +66,7 @@ def train(
     location: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, capture: CaptureConfig
 ) -> Statistics:
     """Train on the device with one checkpoint a step; buffers change in the forward pass."""
-    monkeypatch.setattr(background_saver, "DeviceQueues", functools.partial(DeviceQueues, find=device.link_of))
+    monkeypatch.setattr(background_saver, "Devices", functools.partial(Devices, find=device.link_of))
     large = torch.nn.Parameter(torch.zeros(700_000))
     strided = torch.nn.Parameter(torch.zeros(600, 500).t())
     small = [torch.nn.Parameter(torch.zeros(3 + number)) for number in range(6)]
@@ -122,10 +122,11 @@ def check(location: Path) -> None:
         CaptureConfig(staging_bytes=2 * MIB, ring_bytes=11 * MIB),
         CaptureConfig(staging_bytes=2 * MIB, ring_bytes=4 * MIB),
         CaptureConfig(proof="full", staging_bytes=2 * MIB),
+        CaptureConfig(schedule="asymmetric"),
         CaptureConfig(schedule="symmetric"),
         CaptureConfig(schedule="eager"),
     ],
-    ids=["default", "roomy", "tight", "small ring", "stream", "full proof", "symmetric", "eager"],
+    ids=["default", "roomy", "tight", "small ring", "stream", "full proof", "asymmetric", "symmetric", "eager"],
 )
 def test_each_checkpoint_has_the_bytes_of_its_step(
     tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, capture: CaptureConfig
@@ -164,7 +165,7 @@ def test_a_device_without_room_for_a_staging_buffer_is_captured_all_the_same(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("schedule", ["asymmetric", "eager"])
+@pytest.mark.parametrize("schedule", ["immediate", "asymmetric", "eager"])
 @pytest.mark.parametrize("proof", ["full", "sampled", "off"])
 @pytest.mark.parametrize("own_stream", [False, True], ids=["default stream", "own stream"])
 def test_on_cuda_each_checkpoint_has_the_bytes_of_its_step(

@@ -10,7 +10,7 @@ import torch
 
 from asymcheck import Checkpointer, Store
 from asymcheck.capture import engine
-from asymcheck.capture.device_copy import DeviceQueues, Transfers
+from asymcheck.capture.device_copy import Devices, Transfers
 from asymcheck.capture.tear_detection import SourceDigests, TearDetector
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import LostCheckpointError
@@ -97,7 +97,7 @@ def test_an_optimizer_of_another_thread_waits_while_bytes_are_compared() -> None
                 assert goes_on.wait(60)
             return []
 
-    source_digests = Compared([], [], Transfers(DeviceQueues(0), [], []), [])
+    source_digests = Compared([], [], Transfers(Devices(0), [], []), [])
     first, other = (threading.Thread(target=detector.fence, args=(source_digests,)) for _ in range(2))
     first.start()
     assert compares.wait(60)

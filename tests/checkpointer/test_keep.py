@@ -63,7 +63,9 @@ def test_the_disk_stays_bounded(store: Store, config: CaptureConfig, *, waits: b
     # Two checkpoints are kept, and a third until it is pruned. Both captures in the ring may be written by then.
     assert most < each * (3.5 if waits else 5.5)
     assert_stored(store, {step: expected[step] for step in (48, 49)})
-    assert store.disk_usage().locked_bytes == 0
+    usage = store.disk_usage()
+    # A pack is repacked when more than half of it is garbage.
+    assert usage.locked_bytes <= usage.live_bytes * frozen
     assert store.verify() == []
 
 

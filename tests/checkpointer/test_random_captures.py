@@ -76,7 +76,7 @@ class Training:
         self.delays = delays
         delays.often, delays.most_s = chance.choice(((0.0, 0.0), (0.02, 0.004), (0.2, 0.0005)))
         size = None if chance.random() < _LARGE_RINGS else chance.randint(256 << 10, 2 << 20)
-        schedule = chance.choice(("asymmetric", "asymmetric", "symmetric", "eager"))
+        schedule = chance.choice(("immediate", "immediate", "asymmetric", "symmetric", "eager"))
         config = CaptureConfig(ring_bytes=size, ring_folder=str(folder), proof="full", schedule=schedule)
         self.store = store
         self.reports: list[CheckpointReport] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -39,7 +40,8 @@ def _deep_loop() -> Loop:
 
 @pytest.fixture
 def trained(store: Store, config: CaptureConfig, tmp_path: Path) -> list[dict[str, Any]]:
-    """Return the closed trace of a training that saved every step."""
+    """Return the closed trace of a training that saved every step, with windows."""
+    config = dataclasses.replace(config, schedule="asymmetric")
     with asymcheck.trace(tmp_path / "trace.json"):
         assert_every_step_is_right(store, _deep_loop(), STEPS, config)
     return _read(tmp_path / "trace.json")

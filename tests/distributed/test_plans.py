@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from asymcheck.capture.schedule import CaptureSchedule, WindowTimer
+from asymcheck.capture.schedule import CaptureSchedule
 from asymcheck.config import CaptureConfig, StoreConfig
 from asymcheck.state.partition_plan import PlanInput
 
@@ -15,7 +15,7 @@ RECORD = {"number": 3, "kind": "asymmetric", "windows": [["forward", 30], ["back
 
 def test_rank_uses_the_given_plan() -> None:
     """Test equal boundaries, and that the plan object stays the same until another plan arrives."""
-    timing = CaptureSchedule(CaptureConfig(), SMALL, None, lambda _number: None, WindowTimer(lambda _number: None))
+    timing = CaptureSchedule(CaptureConfig(schedule="asymmetric"), SMALL, None, lambda _number: None)
     own = timing.plan(LAYOUT)
     led = timing.plan(LAYOUT, RECORD)
     assert led.record() == RECORD

@@ -45,7 +45,7 @@ def _found(report: Report, metric: str, labels: Mapping[str, str]) -> list[Bar]:
 
 def _stall(axis: Axes, reports: Reports) -> None:
     labels = {
-        "asymcheck asymmetric": "asymcheck",
+        "asymcheck immediate": "asymcheck",
         "torch DCP async staged": "DCP async, staged",
         "torch DCP async thread": "DCP async, thread",
         "torch DCP async process": "DCP async, process",

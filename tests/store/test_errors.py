@@ -63,7 +63,8 @@ def test_warning_of_a_background_thread_points_at_no_library() -> None:
     """Test that a warning does not quote a line of Python's own threading module."""
     with pytest.warns(CaptureWarning, match="torn") as caught:
         _warn_on_a_thread()
-    assert caught[0].filename == "sys"
+    # Newer versions of Python write <sys>.
+    assert caught[0].filename.strip("<>") == "sys"
 
 
 def test_every_field_is_tested() -> None:

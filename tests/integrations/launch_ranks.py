@@ -18,13 +18,24 @@ _PROGRAM = "tests.integrations.trainer_ranks"
 
 def by_lightning(folder: Path, what: str, *steps: int, expect: int = 0, trainer: str = "lightning") -> None:
     """Launch the other rank with Lightning, which ends both by SIGKILL when one has ended."""
-    command = [sys.executable, "-m", _PROGRAM, trainer, what, str(folder), *map(str, steps)]
+    run_alone(["-m", _PROGRAM, trainer, what, str(folder), *map(str, steps)], expect)
+
+
+def run_alone(words: Sequence[str], expect: int = 0, **environment: str) -> str:
+    """Run ``python words...``, which starts the ranks itself; return its output."""
     # Use one thread each, and do not wait for a missing network.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    common = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S
+        [sys.executable, *words],
+        env={**os.environ, **common, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
     )
     assert done.returncode == expect, done.stderr[-6000:]
+    return done.stdout
 
 
 def one_is_killed(zygote: Zygote, folder: Path, words: Sequence[object], program: str = _PROGRAM) -> None:

@@ -52,7 +52,7 @@ def typed_value(value: object) -> TypedValue | None:
     if isinstance(value, torch.Tensor):
         return _nested_tensor(value) if value.is_nested else None
     if isinstance(value, enum.Enum):
-        return TypedValue("enum", f"{kind.__name__}.{value.name}", value.value)
+        return TypedValue("enum", f"{kind.__name__}.{_name_of(value)}", value.value)
     if isinstance(value, tuple):
         fields = getattr(kind, "_fields", None)
         return TypedValue("namedtuple", kind.__name__, dict(zip(fields, value, strict=True))) if fields else None
@@ -219,6 +219,13 @@ def without_class(shape: object) -> list[str]:
     if shape.kind == "enum":
         return [] if isinstance(shape.like, enum.Enum) else [str(shape.parameter)]
     return without_class(shape.content)
+
+
+def _name_of(member: enum.Enum) -> str:
+    # Before Python 3.11, a combination of flags has no name.
+    return member.name or "|".join(
+        flag.name for flag in type(member) if flag.value & member.value and not flag.value & (flag.value - 1)
+    )
 
 
 def _member(kind: type[enum.Enum], stored: TypedValue) -> enum.Enum | None:

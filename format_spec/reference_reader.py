@@ -129,8 +129,11 @@ def unpack(data: bytes, layout: str, what: str) -> dict[str, Any]:
     if layout in MAGICS:
         magic, end = MAGICS[layout]
         need(data[:8] == magic, f"{what}: magic {data[:8]!r}", "bad-magic")
+        # A version whose sum is right for version 1 is damaged (§A11.3).
+        is_sound = digest(data[:8] + b"\1\0" + data[10:end])[16:] == data[end : end + 8].hex()
+        need(h["format"] == 1 or not is_sound, f"{what}: damaged version {h['format']}", "bad-checksum")
         need(h["format"] == 1, f"{what}: format version {h['format']}, this reader knows 1", "unsupported-version")
-        need(digest(data[:end])[16:] == data[end : end + 8].hex(), f"{what}: header sum", "bad-checksum")
+        need(is_sound, f"{what}: header sum", "bad-checksum")
     need(not (h["reserved_a"] + h.get("reserved_b", "")).strip("0"), f"{what}: reserved bytes are not zero")
     return h
 
@@ -264,6 +267,20 @@ def check_encoding(h: dict[str, Any], what: str) -> None:
     need(kind == 0 or h["base_digest"] != h["digest"], f"{what}: its own base")
 
 
+def decode_frame_header(data: bytes, what: str, expected: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Decode the header of a frame, with the checks 1 to 3 of §A6."""
+    h = unpack(data, FRAME, what)
+    stored, start = h["stored_length"], h["payload_offset"]
+    check_encoding(h, what)
+    need(not h["codec_parameters"].strip("0"), f"{what}: codec parameters are not zero")
+    h["payload_shift"] = shift = start - BLOCK if stored >= ALIGNED_MIN else start - 128
+    need(0 <= shift < BLOCK and (shift == 0 or stored >= ALIGNED_MIN), f"{what}: payload_offset {start}")
+    need(digest(data[88:120])[16:] == h["placement_sum"], f"{what}: placement_sum", "bad-checksum")
+    for key in h.keys() & (expected or {}):
+        need(expected and h[key] == expected[key], f"{what}: {key} is {h[key]}, not as the pack says")
+    return h
+
+
 def decode_frame(
     data: bytes,
     what: str,
@@ -272,15 +289,8 @@ def decode_frame(
     above: list[dict[str, Any]] | None = None,
 ) -> tuple[dict[str, Any], bytes]:
     """Decode one frame (§A6), with the checks in the order given there: its header fields and its plain bytes."""
-    h, view = unpack(data, FRAME, what), memoryview(data)
+    h, view = decode_frame_header(data, what, expected), memoryview(data)
     stored, start = h["stored_length"], h["payload_offset"]
-    check_encoding(h, what)
-    need(not h["codec_parameters"].strip("0"), f"{what}: codec parameters are not zero")
-    h["payload_shift"] = shift = start - BLOCK if stored >= ALIGNED_MIN else start - 128
-    need(0 <= shift < BLOCK and (shift == 0 or stored >= ALIGNED_MIN), f"{what}: payload_offset {start}")
-    need(digest(view[88:120])[16:] == h["placement_sum"], f"{what}: placement_sum", "bad-checksum")
-    for key in h.keys() & (expected or {}):
-        need(expected and h[key] == expected[key], f"{what}: {key} is {h[key]}, not as the pack says")
     need(len(data) >= length_of(h), f"{what}: {len(data)} bytes of {length_of(h)}", "truncated")
     need(len(data) == length_of(h), f"{what}: {len(data)} bytes, not {length_of(h)}")
     payload = view[start : start + stored]
@@ -322,6 +332,18 @@ def decode_pack(read: Callable[[int, int], bytes], size: int, what: str) -> list
         need(good, f"{what}: entry {sequence}: payload_shift {shift}")
         offset += length_of(entry)
     need(offset == end, f"{what}: the last frame ends at {offset}, not at index_offset")
+    return entries
+
+
+def scan_pack(read: Callable[[int, int], bytes], what: str) -> list[dict[str, Any]]:
+    """Scan a pack whose header or index is refused (§A7): the entries of the frames that follow one another."""
+    entries: list[dict[str, Any]] = []
+    offset = BLOCK
+    with suppress(SpecError):
+        while True:
+            place = {"place_id": what.partition(".")[0], "sequence": len(entries)}
+            entries.append(decode_frame_header(read(offset, 128), what, place) | {"offset": offset})
+            offset += length_of(entries[-1])
     return entries
 
 
@@ -750,13 +772,24 @@ class Store:
             self.seen.add(pack.name)
             try:
                 with open_file(pack, "missing-partition") as (read, size):
-                    for entry in decode_pack(read, size, pack.name):
-                        self.locations.setdefault(entry["digest"], []).append((pack, entry))
+                    entries = self.read_entries(read, size, pack.name)
             except SpecError as error:
                 self.damaged[pack.name] = str(error)
-                if error.kind.startswith("unsupported"):
-                    self.unsupported = error
+                continue
+            for entry in entries:
+                self.locations.setdefault(entry["digest"], []).append((pack, entry))
         return bool(packs)
+
+    def read_entries(self, read: Callable[[int, int], bytes], size: int, what: str) -> list[dict[str, Any]]:
+        """The entries of a pack, by a scan if its header or index is damaged; none if it is unsupported (§A7)."""
+        try:
+            return decode_pack(read, size, what)
+        except SpecError as error:
+            self.damaged[what] = str(error)
+            if error.kind.startswith("unsupported"):
+                self.unsupported = error
+                return []
+            return scan_pack(read, what)
 
     def directories(self) -> list[tuple[str, list[str]]]:
         """The checkpoint directories of the run that have manifests (§A11.2), with the names of these."""

@@ -240,6 +240,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "no descriptor": lambda store: (store / "asymcheck.store").unlink(),
     "foreign files": _add_foreign_files,
     **{f"a bit of pack {number}": functools.partial(_flip_pack, number=number) for number in range(10)},
+    **{f"the version of pack {n}": lambda store, n=n: _flip(_pack(store, n), 8) for n in range(5)},
     **{f"pack {number} is cut": functools.partial(_cut_pack, number=number) for number in range(5)},
 }
 

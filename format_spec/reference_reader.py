@@ -13,6 +13,7 @@ import re
 import struct
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -907,6 +908,34 @@ class Store:
             data = memoryview(self.read_partition(extent, hints))
             parts.append(bytes(data[extent["offset"] : extent["offset"] + extent["length"]]))
         return b"".join(parts)
+
+    def read_whole(self, checkpoint: dict[str, Any], name: str, rank: int = 0) -> bytes:
+        """The bytes of a whole tensor of this name (§A11.4), as far as possible from the manifest of one rank."""
+        manifests = self.manifests(checkpoint)
+        named = [[(row, {row["name"], *row["aliases"]}) for row in rows] for _, rows in manifests]
+        # A name that two rows of one manifest have says nothing.
+        said = [Counter(itertools.chain(*(names for _, names in rows))) for rows in named]
+        unclear = {word for counts in said for word, count in counts.items() if count > 1}
+        need(name not in unclear, f"two tensors of one rank have the name {name}")
+        ordered = [(*pair, number) for number in [*range(rank, len(named)), *range(rank)] for pair in named[number]]
+        first = next(((row, names - unclear) for row, names, _ in ordered if name in names), None)
+        if first is None:
+            raise SpecError(f"no tensor has the name {name}")
+        own, wanted = first
+        agree = [item for item in ordered if all(item[0][key] == own[key] for key in ("dtype", "global_shape"))]
+        parts = [(row, manifests[number][0]["packs"]) for row, names, number in agree if wanted & names]
+        shape, size = own["global_shape"], DTYPES[own["dtype"]]
+        boxes = [tuple(slice(a, a + n) for a, n in zip(row["offset"], row["shape"], strict=True)) for row, _ in parts]
+        # Before any memory is taken: a whole may be of any size.
+        enough = sum(row["nbytes"] for row, _ in parts) >= math.prod(shape) * size
+        need(enough, f"{name}: its parts lack elements of {shape}")
+        whole, seen = np.zeros((*shape, size), np.uint8), np.zeros(shape, bool)
+        for box in boxes:
+            seen[box] = True
+        need(seen.all(), f"{name}: its parts lack the element {np.argwhere(~seen)[:1].tolist()} of {shape}")
+        for box, (row, hints) in reversed([*zip(boxes, parts, strict=True)]):
+            whole[box] = np.frombuffer(self.read_tensor(row, hints), np.uint8).reshape(*row["shape"], size)
+        return whole.tobytes()
 
     def candidates(self, step: int | None) -> list[dict[str, Any]]:
         """The candidates (§A11.1), the preferred first: those on the line, or of that step."""

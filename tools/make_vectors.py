@@ -20,6 +20,7 @@ from tools.vectors_manifest import manifest_vectors
 from tools.vectors_manifest_invalid import manifest_damage_vectors
 from tools.vectors_names import catalog_vectors, layout_vectors
 from tools.vectors_pack import frame_vectors, pack_vectors
+from tools.vectors_part_stores import make_part_stores
 from tools.vectors_record import record_vectors
 from tools.vectors_ring import ring_vectors
 from tools.vectors_stores import make_stores
@@ -54,7 +55,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.stores:
         out = options.out / "stores"
-        for path in [*make_stores(out), *make_encoded_stores(out), *make_typed_stores(out)]:
+        for path in [*make_stores(out), *make_encoded_stores(out), *make_typed_stores(out), *make_part_stores(out)]:
             print(path)
     else:
         count = write_vectors(all_vectors(), options.out / "vectors" / "v1")

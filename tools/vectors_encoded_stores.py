@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -129,28 +129,44 @@ def _plains(packs: Path) -> Iterator[bytes]:
             yield data[start : start + int(entry["plain_length"])]
 
 
-def _save_ranks(path: Path) -> Facts:
-    """Save a checkpoint of four ranks: two shards of each tensor overlap, one tensor is a replica, one differs."""
+def rank_states() -> tuple[list[dict[str, object]], dict[str, object]]:
+    """Return the states of four ranks, and their merged state.
+
+    Two shards of each tensor overlap, one tensor is a replica, one differs.
+    """
     whole = torch.arange(9 * 64, dtype=torch.float32).reshape(9, 64)
     replica = torch.arange(300, dtype=torch.int32)
-    states = []
+    states: list[dict[str, object]] = []
     for rank in range(RANKS):
         shard = TensorShard(whole[2 * rank : 2 * rank + 3].clone(), (9, 64), (2 * rank, 0))
-        own = torch.frombuffer(bytearray(fixed_bytes(f"rank {rank}", 512)), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(fixed_bytes(f"rank {rank}", 128)), dtype=torch.uint8)
         states.append({"model": {"shard": shard, "replica": replica}, "own": own, "rank": rank})
-    save_id, checkpoints = new_save_id().hex(), []
+    return states, {"model": {"shard": whole, "replica": replica}, "own": states[0]["own"], "rank": 0}
+
+
+def save_ranks(store: asymcheck.Store, run: str, states: Sequence[object]) -> list[asymcheck.Checkpoint]:
+    """Save one checkpoint of several ranks into one store."""
+    save_id = new_save_id().hex()
+    parts = [Part(rank, len(states), save_id) for rank in range(len(states))]
+    metrics = {"loss": 0.5}
+    return [
+        store.save(state, step=5, metrics=metrics, run=run, part=part)
+        for state, part in zip(states, parts, strict=True)
+    ]
+
+
+def describe_ranks(checkpoint: asymcheck.Checkpoint, states: Sequence[object], merged: object) -> Facts:
+    """Return the expected result of a reader for each rank, and for all ranks as one."""
+    found = [describe(checkpoint, state) for state in [*states, merged]]
+    described = [{"tree": facts["tree"], "tensors": facts["tensors"]} for facts in found]
+    return {**found[0], "on_line": True, "parts": described[:-1], "merged": described[-1]}
+
+
+def _save_ranks(path: Path) -> Facts:
+    """Save a checkpoint of four ranks."""
+    states, merged = rank_states()
     with asymcheck.Store.open(path, config=CONFIG, create=True) as store:
-        for rank, state in enumerate(states):
-            part = Part(rank, RANKS, save_id)
-            checkpoints.append(store.save(state, step=5, metrics={"loss": 0.5}, run="ranks", part=part))
-    parts = [_described(describe(one, state)) for one, state in zip(checkpoints, states, strict=True)]
-    merged = {"model": {"shard": whole, "replica": replica}, "own": states[0]["own"], "rank": 0}
-    first = describe(checkpoints[0], states[0])
-    return {**first, "on_line": True, "parts": parts, "merged": _described(describe(checkpoints[0], merged))}
-
-
-def _described(facts: Facts) -> Facts:
-    return {"tree": facts["tree"], "tensors": facts["tensors"]}
+        return describe_ranks(save_ranks(store, "ranks", states)[0], states, merged)
 
 
 def _doom_a_pack(remote: Path) -> None:

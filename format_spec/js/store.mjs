@@ -4,6 +4,7 @@ import { join } from "node:path";
 import { digest, isRun, isUnsupported, must, plain, readDescriptor, readHead, SpecError } from "./basics.mjs";
 import { parseCheckpointName, parseManifestName, readManifest } from "./manifest.mjs";
 import { Partitions, readPack, scanPack } from "./packs.mjs";
+import { DTYPES } from "./tree.mjs";
 
 function names(path) {
   try {
@@ -19,6 +20,17 @@ const order = ({ generation, step, saveId }) =>
 
 const PACK = /^([0-9a-f]{32})\.pack$/;
 const DOOMED = /^([0-9a-f]{32})\.[0-9a-f]{32}\.doomed$/;
+
+const sameKind = (one, other) =>
+  one.dtype === other.dtype && String(one.global_shape) === String(other.global_shape);
+
+// Returns the numbers of the elements of a box in the whole, both in row-major order.
+function elementsOf(offset, lengths, shape) {
+  let found = [0];
+  for (const [axis, length] of lengths.entries())
+    found = found.flatMap((at) => Array.from({ length }, (_, index) => at * shape[axis] + offset[axis] + index));
+  return found;
+}
 
 export class Store {
   constructor(root) {
@@ -180,6 +192,43 @@ export class Store {
     }));
   }
 
+  // §A11.4: returns the digest of each whole tensor by name, from the first rank that has each element; null if some
+  // element is in no part, and without names that two rows of a rank have.
+  wholes(ranks) {
+    const rows = ranks.flatMap((manifest, rank) => manifest.rows.map((row) => ({ row, rank })));
+    const namesOf = ({ row }) => new Set([row.name, ...row.aliases]);
+    const found = new Map();
+    for (const one of rows)
+      for (const name of namesOf(one)) found.set(name, [...(found.get(name) ?? []), one]);
+    for (const [name, all] of found) if (new Set(all.map(({ rank }) => rank)).size < all.length) found.delete(name);
+    const wholes = {};
+    for (const [name, [first]] of found) {
+      const isSame = ({ row, rank }) => row === first.row || (rank !== first.rank && sameKind(row, first.row));
+      const shared = [...namesOf(first)].flatMap((other) => found.get(other) ?? []);
+      const parts = rows.filter((one) => shared.includes(one) && isSame(one));
+      wholes[name] = this.wholeDigest(parts.map(({ row }) => row));
+    }
+    return wholes;
+  }
+
+  wholeDigest(rows) {
+    const shape = rows[0].global_shape.map(Number);
+    const size = DTYPES[rows[0].dtype];
+    const count = shape.reduce((product, length) => product * length, 1);
+    const parts = rows.filter(({ nbytes }) => nbytes > 0n);
+    // Before any memory is taken: a whole may be of any size.
+    if (parts.reduce((sum, { nbytes }) => sum + Number(nbytes), 0) < count * size) return null;
+    const places = parts.map((row) => elementsOf(row.offset.map(Number), row.shape.map(Number), shape));
+    const [bytes, seen] = [Buffer.alloc(count * size), new Uint8Array(count)];
+    for (const place of places) for (const at of place) seen[at] = 1;
+    if (seen.includes(0)) return null;
+    for (const [number, row] of [...parts.entries()].reverse()) {
+      const part = Buffer.from(this.tensorBytes(row));
+      places[number].forEach((at, index) => part.copy(bytes, at * size, index * size, (index + 1) * size));
+    }
+    return digest(bytes);
+  }
+
   // Returns the facts of a checkpoint: tree and tensors of each rank, or a problem; null if it has disappeared.
   facts(checkpoint, line) {
     const { run, generation, step, saveId, files } = checkpoint;
@@ -190,6 +239,7 @@ export class Store {
       if (ranks === null) return null;
       facts.metrics = plain(ranks[0].header.get("metrics"));
       facts.parts = ranks.map((manifest) => ({ tree: plain(manifest.header.get("tree")), tensors: this.tensors(manifest) }));
+      if (ranks.length > 1) facts.wholes = this.wholes(ranks);
     } catch (error) {
       if (!error.kind) throw error;
       facts.problem = error.message;

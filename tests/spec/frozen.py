@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
+import pytest
 
 import asymcheck
+from asymcheck.errors import StateMismatchError
 from asymcheck.format.digest import digest
 from asymcheck.state.walk import flatten
 from tests.spec.corpus import FORMAT_SPEC
@@ -89,7 +91,34 @@ class Frozen:
                         transaction.put(bytes.fromhex(key), bytes.fromhex(value), db=databases[name])
 
 
-OTHERS = ("-torn", "-codecs", "-remote", "-typed-value", "-nested-tensor")
+@dataclasses.dataclass(frozen=True)
+class FrozenParts(Frozen):
+    """The stores of one job, one per machine (SPEC.md §C6)."""
+
+    machines: tuple[int, ...] = (0, 1)
+    """Stores whose manifests and packs a copy brings together."""
+
+    def copy_to(self, path: Path, *, with_catalog: bool = False) -> Path:
+        """Copy the stores into one at ``path``, with the catalog if there is one store; return ``path``."""
+        for machine in self.machines:
+            shutil.copytree(self.whole / f"store-{machine}", path, dirs_exist_ok=True)
+        if with_catalog:
+            self._write_catalog(path / "catalog")
+        return path
+
+    @property
+    def catalog(self) -> dict[str, dict[str, str]]:
+        """Return the catalog's entries of the only store."""
+        (machine,) = self.machines
+        dump: dict[str, dict[str, str]] = json.loads((self.whole / f"catalog-{machine}.json").read_text("ascii"))
+        return dump
+
+    def of(self, machine: int) -> "FrozenParts":
+        """Return the store of one machine."""
+        return dataclasses.replace(self, machines=(machine,))
+
+
+OTHERS = ("-torn", "-codecs", "-remote", "-typed-value", "-nested-tensor", "-parts")
 """Ends of the names of folders with other contents than the run ``default`` and the run ``values``."""
 
 
@@ -105,7 +134,12 @@ def encoded_stores() -> list[Frozen]:
 
 def typed_stores() -> list[Frozen]:
     """Return every store of typed values."""
-    return [Frozen(path) for path in sorted(STORES.iterdir()) if path.name.endswith(OTHERS[3:])]
+    return [Frozen(path) for path in sorted(STORES.iterdir()) if path.name.endswith(OTHERS[3:5])]
+
+
+def part_stores() -> list[FrozenParts]:
+    """Return the stores of each job with one store per machine."""
+    return [FrozenParts(path) for path in sorted(STORES.iterdir()) if path.name.endswith(OTHERS[5])]
 
 
 def torn_stores() -> list[Frozen]:
@@ -130,6 +164,15 @@ def found_tensors(state: object) -> tuple[object, list[dict[str, Any]]]:
     return flat.tree, tensors
 
 
+def expected_wholes(facts: dict[str, Any]) -> dict[str, str | None]:
+    """Return the digest of each whole tensor of a checkpoint by name, None where elements are in no part."""
+    tensors = facts.get("merged", {"tensors": []})["tensors"]
+    found: dict[str, str | None] = {
+        name: tensor["digest"] for tensor in tensors for name in [tensor["name"], *tensor["aliases"]]
+    }
+    return found | dict.fromkeys(facts.get("lacks", []))
+
+
 def check_everything(store: asymcheck.Store, frozen: Frozen) -> None:
     """Check that every expected checkpoint exists and restores bit for bit, and the newest one."""
     listed = {(item.run, item.save_id): item for item in store.checkpoints()}
@@ -148,12 +191,20 @@ def check_everything(store: asymcheck.Store, frozen: Frozen) -> None:
         if not facts["on_line"] and facts["step"] in steps:
             # An abandoned checkpoint whose step was trained again cannot be requested by its step alone.
             continue
-        restored = store.restore(facts["step"], run=facts["run"])
+        for rank, part in enumerate(facts.get("parts", [])):
+            state = store.load(facts["step"], run=facts["run"], rank=rank)
+            assert found_tensors(state) == (part["tree"], part["tensors"])
+        selected = "*"
+        for name in facts.get("lacks", []):
+            with pytest.raises(StateMismatchError, match=name):
+                store.load(facts["step"], run=facts["run"], tensors=name)
+            (selected,) = (tensor["name"] for tensor in facts["merged"]["tensors"])
+        restored = store.restore(facts["step"], run=facts["run"], tensors=selected)
         assert restored.checkpoint.save_id == facts["save_id"]
         # The library merges the trees of several ranks.
         whole = facts.get("merged", facts)
         assert found_tensors(restored.state) == (whole["tree"], whole["tensors"])
     for run, save_id in frozen.newest.items():
-        restored = store.restore(run=run)
+        restored = store.restore(run=run, rank=0)
         assert restored.skipped == ()
         assert restored.checkpoint.save_id == save_id

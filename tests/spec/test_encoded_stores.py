@@ -1,4 +1,4 @@
-"""Test that both readers read the frozen store with all codecs and several ranks, and the remote layout of it."""
+"""Test that both readers read the frozen stores with all codecs and several ranks, and the remote layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ import asymcheck
 from asymcheck.format import layout, registry
 from asymcheck.format.manifest_reader import decode_manifest
 from asymcheck.format.pack import Entries, decode_index, decode_pack_header
-from tests.spec.frozen import Frozen, check_everything, encoded_stores, found_tensors
+from tests.spec.frozen import (
+    Frozen,
+    check_everything,
+    encoded_stores,
+    expected_wholes,
+    found_tensors,
+    part_stores,
+)
+from tests.spec.test_readers_agree import reader
 from tests.spec.test_reference_reader import read
 
 ALL = encoded_stores()
@@ -50,16 +58,33 @@ def test_a_collection_keeps_bases_and_ranks(frozen: Frozen, store_path: Path) ->
 
 
 @pytest.mark.slow(quick=["v1-by-0.1.0-remote"])
-@pytest.mark.parametrize("frozen", ALL, ids=str)
-def test_reference_reader_reads_every_rank(frozen: Frozen) -> None:
+@pytest.mark.parametrize("frozen", [*ALL, *part_stores()], ids=str)
+def test_reference_reader_reads_every_rank(frozen: Frozen, store_path: Path) -> None:
     """Test tree and digest of every tensor: each step of one rank, and each rank of one step."""
+    frozen.copy_to(store_path)
     for facts in frozen.checkpoints:
         for rank, part in enumerate(facts.get("parts", [facts])):
-            where = (frozen.whole / "store", "--run", facts["run"], "--step", facts["step"], "--rank", rank)
+            where = (store_path, "--run", facts["run"], "--step", facts["step"], "--rank", rank)
             chosen = read(*where)["chosen"]
             assert chosen["save_id"] == facts["save_id"]
             assert chosen["world_size"] == facts["world_size"]
             assert (chosen["tree"], chosen["tensors"]) == (part["tree"], part["tensors"])
+
+
+@pytest.mark.parametrize("frozen", [*ALL, *part_stores()], ids=str)
+def test_reference_reader_reads_whole_tensors(frozen: Frozen, store_path: Path) -> None:
+    """Test that the parts of all ranks are put together by name, and that missing elements are refused."""
+    frozen.copy_to(store_path)
+    for facts in frozen.checkpoints:
+        wholes = expected_wholes(facts)
+        store = reader()["read_store"](store_path, facts["run"]) if wholes else None
+        for name, digest in wholes.items():
+            (checkpoint,) = store.candidates(facts["step"])
+            if digest is None:
+                with pytest.raises(reader()["SpecError"], match=f"{name}: its parts lack"):
+                    store.read_whole(checkpoint, name)
+            else:
+                assert reader()["digest"](store.read_whole(checkpoint, name)) == digest
 
 
 def packs(frozen: Frozen) -> Iterator[tuple[str, bytes, Entries]]:

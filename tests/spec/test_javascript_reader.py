@@ -17,7 +17,15 @@ import asymcheck
 from asymcheck.errors import AsymcheckError
 from asymcheck.fsck.verify import Severity
 from tests.spec.corpus import FORMAT_SPEC, Vector, vectors
-from tests.spec.frozen import Frozen, encoded_stores, torn_stores, whole_stores
+from tests.spec.frozen import (
+    Frozen,
+    FrozenParts,
+    encoded_stores,
+    expected_wholes,
+    part_stores,
+    torn_stores,
+    whole_stores,
+)
 from tests.spec.test_readers_agree import (
     COLUMNS,
     NODES,
@@ -102,17 +110,29 @@ def check_listing(found: dict[str, Any], frozen: Frozen) -> None:
         return f"{facts['run']} {facts['save_id']}"
 
     assert sorted(listed, key=identity) == sorted(expected, key=identity)
+    wholes = {identity(checkpoint): checkpoint.get("wholes", {}) for checkpoint in found["checkpoints"]}
+    assert wholes == {identity(facts): expected_wholes(facts) for facts in frozen.checkpoints}
     on_line = [facts for facts in frozen.checkpoints if facts["on_line"]]
     order = [(facts["run"], facts["generation"], facts["step"], facts["save_id"]) for facts in on_line]
     assert found["newest"] == {run: save_id for run, _, _, save_id in sorted(order)}
 
 
-@pytest.mark.parametrize("frozen", [*whole_stores(), *encoded_stores()], ids=str)
-def test_frozen_store_is_read(frozen: Frozen) -> None:
+@pytest.mark.parametrize("frozen", [*whole_stores(), *encoded_stores(), *part_stores()], ids=str)
+def test_frozen_store_is_read(frozen: Frozen, tmp_path: Path) -> None:
     """Test every bit of every checkpoint and rank, in stores and in a remote layout."""
-    command = [str(NODE), str(FOLDER / "reader.mjs"), str(frozen.whole / "store")]
+    command = [str(NODE), str(FOLDER / "reader.mjs"), str(frozen.copy_to(tmp_path / "store"))]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     check_listing(json.loads(run.stdout), frozen)
+
+
+@pytest.mark.parametrize("frozen", part_stores(), ids=str)
+def test_store_of_one_machine_has_no_consistent_checkpoint_of_the_job(frozen: FrozenParts, tmp_path: Path) -> None:
+    """Test that its checkpoint is listed with a problem, and is the newest of no run."""
+    paths = [frozen.of(machine).copy_to(tmp_path / str(machine)) for machine in frozen.machines]
+    for answer in answers([{"store": str(path)} for path in paths]):
+        (problem,) = (one["problem"] for one in answer["value"]["checkpoints"] if one["run"] == "job")
+        assert problem.startswith("inconsistent-checkpoint")
+        assert "job" not in answer["value"]["newest"]
 
 
 def test_torn_stores_are_read(tmp_path: Path) -> None:

@@ -265,11 +265,12 @@ class CaptureConfig:
     inside ``step()`` from then on. ``full`` digests everything in each capture. ``off`` compares nothing.
     """
     schedule: Literal["immediate", "asymmetric", "symmetric", "eager"] = "immediate"
-    """When tensors are copied that only an optimizer changes.
+    """When to copy the tensors that only an optimizer changes.
 
-    ``immediate`` begins with all when ``step()`` returns. ``asymmetric`` (AsymCheck) spreads them over the forward and
-    backward passes of the next iteration, in proportion to the measured times of the modules, and ``symmetric`` evenly.
-    ``eager`` copies them inside ``step()``.
+    ``immediate`` begins all copies when ``step()`` returns. ``asymmetric`` (AsymCheck) spreads them over the forward
+    and backward passes of the next iteration, in proportion to the measured times of the modules, and ``symmetric``
+    evenly.
+    ``eager`` copies inside ``step()``.
     """
     staging_bytes: int = 256 * MIB
     """Size of the staging buffer on each GPU [B], for eager tensors and late copies.

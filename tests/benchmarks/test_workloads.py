@@ -152,6 +152,7 @@ def test_gpu_workload_runs_on_any_device(tmp_path: Path) -> None:
         for metric in ("visible stall, every 3", "host stall", "time to durable"):
             assert counts[system, metric] == 2, (system, metric)
     assert counts["asymcheck immediate", "capture"] == 2
+    assert counts["asymcheck immediate", "visible stall, every 3, one sequence"] == 4
     assert counts["asymcheck load", "time to restore onto the device"] == 2
     report.ratios["slowdown_every_10"] = report.ratios["slowdown_every_3"]
     document = dataclasses.asdict(report)

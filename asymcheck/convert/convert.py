@@ -8,8 +8,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.convert.dcp_folder import is_dcp_folder, read_dcp_folder
 from asymcheck.convert.deepspeed_folder import is_deepspeed_folder, read_deepspeed_folder
@@ -229,7 +227,7 @@ def foreign_state(
                 f"cannot import {path}: unknown format; give a safetensors file, a file of torch.save() such as .pt, "
                 ".pth, .bin or .ckpt, or a folder"
             )
-        state = rename_tensors(keep_parts(path, state, parts), renames, TensorBytes, torch.Tensor)
+        state = rename_tensors(keep_parts(path, state, parts), renames, TensorBytes)
         distinct = {id(leaf): leaf for _, leaf in leaves_of(state) if isinstance(leaf, TensorBytes)}
         meter.total = sum(leaf.nbytes for leaf in distinct.values())
         for file in files.values():

@@ -1,49 +1,41 @@
 """Read folders of torch.distributed.checkpoint (DCP), as ``dcp.save(checkpoint_id=…)`` writes them.
 
-The file ``.metadata`` is a pickle, and no code in it is executed. This is the only module with an unpickler. The
-unpickler replaces DCP's metadata classes by stand-ins that only store their state, and refuses all other names.
-Therefore no class of torch is called with content of the file.
+The file ``.metadata`` is a pickle, and no code in it is executed. DCP's metadata classes are replaced by stand-ins that
+only store their state, and all other names are refused. Therefore no class of torch is called with content of the file.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from asymcheck.convert.pickle_limits import scan_pickle, tensors_max
+from asymcheck.convert.restricted_pickle import load_pickle
 from asymcheck.convert.source_file import SourceFile
 from asymcheck.convert.torch_file import read_torch_slice
-from asymcheck.errors import ForeignFileError, TruncatedError
+from asymcheck.errors import ForeignFileError, StructureError, TruncatedError
 from asymcheck.format.registry import DTYPE_BYTES, TREE_DEPTH_MAX
 from asymcheck.format.tree import Key
 from asymcheck.state.boxes import Box, Crossing, Region, tile
 from asymcheck.state.dtypes import TORCH_NAMES
-from asymcheck.state.leaves import TensorBytes, flat_bytes
+from asymcheck.state.leaves import TensorBytes
 from asymcheck.storage.local_files import translated
 
 _METADATA = ".metadata"
 _METADATA_BYTES_MAX = 1 << 30
 _OBJECT_BYTES = 16
 """Bytes of metadata for each object; torch writes about 24."""
-# A tensor in row-major order is TensorBytes; other tensors are views of the mapped file.
-_Piece = TensorBytes | torch.Tensor
 _REWRITE = "save the checkpoint again, or load it with torch.distributed.checkpoint"
 _REMEDY = (
     "fetch the folder again if it is damaged, or load it with torch.distributed.checkpoint and save the result with "
     "Store.save()"
 )
-_ERRORS = (
-    *(pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError),
-    *(OverflowError, MemoryError, RecursionError, TruncatedError),
-)
+_ERRORS = (ValueError, TypeError, LookupError, AttributeError, OverflowError, StructureError, TruncatedError)
 
 
 def is_dcp_folder(path: Path) -> bool:
@@ -124,38 +116,24 @@ class _Folder(NamedTuple):
     paths: dict[str, tuple[Key, ...]]
 
 
-def _tensor(name: str, tensor: _Tensor, opened: Callable[[_Entry], SourceFile]) -> _Piece:
-    pieces: list[tuple[Box, _Piece]] = []
+def _tensor(name: str, tensor: _Tensor, opened: Callable[[_Entry], SourceFile]) -> TensorBytes:
+    pieces: list[tuple[Box, TensorBytes]] = []
     for box, entry in tensor.pieces:
         file = opened(entry)
         piece = read_torch_slice(file, entry.offset, entry.length)
-        if not isinstance(piece, (TensorBytes, torch.Tensor)) or _form(piece) != (tensor.dtype, box.shape):
+        if not isinstance(piece, TensorBytes) or (piece.dtype, piece.shape) != (tensor.dtype, box.shape):
             raise ForeignFileError(file.path, f"{box} of {name} contradicts the metadata", _REWRITE)
         pieces.append((box, piece))
     return pieces[0][1] if len(pieces) == 1 else _Joined(tensor.dtype, tensor.shape, pieces)
 
 
-def _form(piece: _Piece) -> tuple[str | None, tuple[int, ...]]:
-    if isinstance(piece, TensorBytes):
-        return piece.dtype, piece.shape
-    # Files from before torch 1.6 may hold sparse tensors, which are not supported.
-    return TORCH_NAMES.get(piece.dtype) if piece.layout == torch.strided else None, tuple(piece.shape)
-
-
 class _Joined(TensorBytes):
     """A tensor that is stored in several pieces."""
 
-    def __init__(self, dtype: str, shape: tuple[int, ...], pieces: Sequence[tuple[Box, _Piece]]) -> None:
+    def __init__(self, dtype: str, shape: tuple[int, ...], pieces: Sequence[tuple[Box, TensorBytes]]) -> None:
         super().__init__(dtype, shape)
         whole, width = Box.of_whole(shape), DTYPE_BYTES[dtype]
-        self._pieces = [
-            (
-                Crossing(whole, box, box, width),
-                flat_bytes(piece).numpy().data if isinstance(piece, torch.Tensor) else piece,
-            )
-            for box, piece in pieces
-            if box.elements
-        ]
+        self._pieces = [(Crossing(whole, box, box, width), piece) for box, piece in pieces if box.elements]
 
     def read(self, start: int, target: memoryview) -> None:
         """Fill ``target``, and read only the needed bytes of each piece."""
@@ -163,11 +141,8 @@ class _Joined(TensorBytes):
         for crossing, piece in self._pieces:
             for region in crossing.regions(start, start + len(target)):
                 # The bytes are contiguous in the piece: whole rows, or a part of one row.
-                if isinstance(piece, memoryview):
-                    data = piece[region.target : region.target + region.nbytes]
-                else:
-                    data = memoryview(bytearray(region.nbytes))
-                    piece.read(region.target, data)
+                data = memoryview(bytearray(region.nbytes))
+                piece.read(region.target, data)
                 Region(0, region.source, region.shape, region.target_strides, region.source_strides).copy(data, flat)
 
 
@@ -213,35 +188,28 @@ _STAND_INS: dict[tuple[str, str], Any] = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401 - signature of the base class
-        """Return the stand-in of a metadata class of DCP, and refuse all other names."""
-        stand_in = _STAND_INS.get((module, name))
-        if stand_in is None:
-            raise TruncatedError(f"it names {module}.{name}, which is not metadata of DCP and is never executed")
-        return stand_in
+def _find_class(module: str, name: str) -> Any:  # noqa: ANN401 - any stand-in
+    """Return the stand-in of a metadata class of DCP, and refuse all other names."""
+    stand_in = _STAND_INS.get((module, name))
+    if stand_in is None:
+        raise StructureError(f"it names {module}.{name}, which is not metadata of DCP and is never executed")
+    return stand_in
 
 
 def _read_metadata(path: Path) -> _Folder:
     try:
         with translated("read", path), path.open("rb") as file:
             if os.fstat(file.fileno()).st_size > _METADATA_BYTES_MAX:
-                raise TruncatedError(f"it is larger than {_METADATA_BYTES_MAX:,} bytes")
+                raise StructureError(f"it is larger than {_METADATA_BYTES_MAX:,} bytes")
             content = file.read()
-        # Before the pickle is loaded, the scan refuses one that costs more than a file of this size justifies.
-        size = len(content)
-        scan = scan_pickle(content, 0, size, tensors_max(0) + size // _OBJECT_BYTES)
-        if scan.problem or not scan.is_whole:
-            raise TruncatedError(scan.problem or f"its pickle ends at byte {scan.end:,}, or is not one of DCP")
-        metadata: object = _Unpickler(io.BytesIO(content)).load()
-        return _folder_of(metadata)
+        return _folder_of(load_pickle(io.BytesIO(content), len(content), _find_class, object_bytes=_OBJECT_BYTES))
     except _ERRORS as error:
         raise ForeignFileError(path, str(error) or type(error).__name__, _REMEDY) from error
 
 
 def _folder_of(metadata: object) -> _Folder:
     if type(metadata) is not _MetadataStandIn:
-        raise TruncatedError("it does not hold metadata of DCP")
+        raise StructureError("it does not hold metadata of DCP")
     entries = {
         (index.field("fqn"), None if index.field("offset") is None else _sizes(index.field("offset"))): _entry(info)
         for index, info in metadata.field("storage_data").items()
@@ -264,20 +232,20 @@ def _check_paths(paths: Sequence[tuple[Key, ...]]) -> None:
     """Check that no two values have the same path, because one of them would be lost."""
     for path in paths:
         if not 0 < len(path) <= TREE_DEPTH_MAX or not all(type(key) in (str, int) for key in path):
-            raise TruncatedError("a name of its state is invalid")
+            raise StructureError("a name of its state is invalid")
     distinct = set(paths)
     if len(distinct) < len(paths) or any(path[:length] in distinct for path in paths for length in range(1, len(path))):
-        raise TruncatedError("two values of its state have the same path")
+        raise StructureError("two values of its state have the same path")
 
 
 def _entry(info: _StandIn) -> _Entry:
     if info.field("transform_descriptors"):
-        raise TruncatedError(
+        raise StructureError(
             f"its files are transformed by {info.field('transform_descriptors')}, which is not supported"
         )
     file, offset, length = (info.field(name) for name in ("relative_path", "offset", "length"))
     if type(file) is not str or Path(file).name != file or not _is_natural(offset) or not _is_natural(length):
-        raise TruncatedError(f"it names {file!r:.100}, which is not a file of the folder")
+        raise StructureError(f"it names {file!r:.100}, which is not a file of the folder")
     return _Entry(file, offset, length)
 
 
@@ -292,21 +260,21 @@ def _described(
     for chunk in description.field("chunks"):
         box = Box(shape, _sizes(chunk.field("offsets")), _sizes(chunk.field("sizes")))
         if not all(map(_is_natural, (*box.whole, *box.offset, *box.shape))) or not box.is_valid:
-            raise TruncatedError(f"a piece of {name} is outside of the tensor")
+            raise StructureError(f"a piece of {name} is outside of the tensor")
         pieces.append((box, entries[name, box.offset]))
     boxes = [box for box, _ in pieces]
     whole = Box.of_whole(shape)
     # If the number of elements is right and none is missing, no two pieces overlap.
     is_complete = sum(box.elements for box in boxes) == whole.elements and tile(whole, boxes).missing is None
     if type(dtype) is not str or not is_complete:
-        raise TruncatedError(f"the pieces of {name} do not cover the tensor")
+        raise StructureError(f"the pieces of {name} do not cover the tensor")
     return _Tensor(dtype, shape, pieces)
 
 
 def _sizes(values: Any) -> tuple[Any, ...]:  # noqa: ANN401 - any content of the file
     """Return a short sequence as a tuple. Many objects may share a long one, and each would copy it."""
     if len(values) > TREE_DEPTH_MAX:
-        raise TruncatedError("a shape or a name of its state is invalid")
+        raise StructureError("a shape or a name of its state is invalid")
     return tuple(values)
 
 

@@ -33,8 +33,8 @@ def compile_renames(pairs: Iterable[tuple[str, str]]) -> Renames:
     return tuple(compiled)
 
 
-def rename_tensors(state: object, renames: Renames, *tensor_types: type) -> object:
-    """Return a state with renamed tensors, which are leaves of these types. The rest of the state keeps its names.
+def rename_tensors(state: object, renames: Renames, tensor_type: type) -> object:
+    """Return a state with renamed tensors, which are leaves of this type. The rest of the state keeps its names.
 
     Names are the dotted names of tensors. A tensor whose renamed name leads to another mapping moves there. The
     metadata and files of an imported safetensors file keep their names.
@@ -49,7 +49,7 @@ def rename_tensors(state: object, renames: Renames, *tensor_types: type) -> obje
     unused = dict.fromkeys(pattern.pattern for pattern, _ in renames)
     for path, leaf in leaves_of(state):
         old = new = join_name(path)
-        if isinstance(leaf, tensor_types) and path[0] != SOURCE:
+        if isinstance(leaf, tensor_type) and path[0] != SOURCE:
             for pattern, replacement in renames:
                 if pattern.search(new):
                     unused.pop(pattern.pattern, None)

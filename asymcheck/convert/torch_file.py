@@ -1,20 +1,17 @@
-"""Read files of ``torch.save`` with ``weights_only=True``, and write them without their tensors in memory.
+"""Read and write files of ``torch.save`` without their tensors in memory.
 
-Torch reports where the bytes of each tensor are stored. A storage that is loaded on the meta device (in older releases:
-under ``FakeTensorMode``) has its offset, and ``skip_data`` reserves space for the storages of a saved file (see torch's
-notes on serialization). This is the only module that calls ``torch.save`` and ``torch.load``.
+The pickle of a file is loaded with storages on the meta device, each with its key. The directory of the file, or in the
+format before torch 1.6 the order of the storages, gives the position of each storage. ``skip_data`` reserves space for
+the storages of a new file (see torch's notes on serialization). This is the only module that calls ``torch.save``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import itertools
 import math
 import mmap
-import pickle
-import re
 import shlex
 import struct
 import sys
@@ -22,18 +19,27 @@ import threading
 import zipfile
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple
+from types import MappingProxyType, SimpleNamespace
+from typing import IO, Any, Final
 
 import numpy as np
 import torch
 
 from asymcheck.convert.export_target import DraftSink, FileRegion, TargetFile
 from asymcheck.convert.part import keep_parts, leaves_of
-from asymcheck.convert.pickle_limits import PickleScan, scan_pickle, tensors_max, without_appends
+from asymcheck.convert.restricted_pickle import load_pickle, objects_max
 from asymcheck.convert.source_file import SourceFile, first_line, refused
-from asymcheck.errors import ForeignFileError, InvalidInputError, StorageError, listed
+from asymcheck.errors import (
+    ForeignFileError,
+    InvalidInputError,
+    StorageError,
+    StructureError,
+    TruncatedError,
+    listed,
+)
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.format.tree import join_name
@@ -68,16 +74,13 @@ _INFLATION_MAX: Final = 8
 """Maximum bytes of a compressed record per byte of the file, beyond :data:`_INFLATED_SMALL`."""
 _INFLATED_SMALL: Final = 1 << 24
 _LEGACY_PICKLES: Final = 5
+_ELEMENTS: Final = struct.Struct("<q")  # number of elements before a storage in such a file
 _LEGACY_BYTES_MAX: Final = 1 << 28  # maximum size of the pickles before the tensors in a file from before torch 1.6
 
-_OFFSET = "_checkpoint_offset"  # attribute of a storage without memory: its offset in the file
 _SUGGESTED = 4  # parts in an error message
-_FOLDER = "archive/"
+_KEY = "_asymcheck_key"  # attribute of a storage without memory: its key in the file
 _PICKLE = "data.pkl"
 _BYTE_ORDER = "byteorder"
-_COPIED = (_PICKLE, "version", ".data/version")
-# Torch would compute the offsets of storages from these records. Without them, torch reads the offsets from the file.
-_LEFT_OUT = (".format_version", ".storage_alignment")
 
 # Smaller tensors get ordinary memory, because a process can have only 65,530 mappings.
 _MAPPED_BYTES = 1 << 20
@@ -88,53 +91,61 @@ _METADATA = "_metadata"  # the attribute in which ``Module.state_dict()`` keeps 
 _PICKLE_MARK = b"\x80"
 TORCH_MARKS: Final = (_LOCAL_MAGIC, _PICKLE_MARK)
 """First bytes of files of ``torch.save``."""
-_PICKLED = re.compile(r"nsupported (?:(?:global|class|operand).{0,20}?)?GLOBAL (\S+)")
-_UNREAD = re.compile(r"WeightsUnpickler error:\s*(.+)")
-_ADVICE = " In PyTorch 2.6"
 # Raised for files that were cut short or damaged.
-_DAMAGE_ERRORS = (EOFError, KeyError, struct.error, zipfile.BadZipFile, zlib.error)
-_LOAD_ERRORS = (
-    *(pickle.UnpicklingError, RuntimeError, ValueError, TypeError, LookupError, AttributeError),
-    *(ArithmeticError, AssertionError),
-)
+_DAMAGE_ERRORS = (EOFError, KeyError, struct.error, zipfile.BadZipFile, zlib.error, TruncatedError)
+_LOAD_ERRORS = (*(RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, StructureError),)
 
 
-class _Inert(type):
-    """Class of the classes of stand-ins.
+class _StandIn:
+    """Object in place of an object of another class, whose code is never loaded. It ignores all content."""
 
-    Torch sets items only of objects whose class is equal to dict, and calls only objects that are equal to an allowed
-    class. A bound method is pickled as a call of the result of getattr, so that stand-ins are called, too.
-    """
-
-    def __eq__(cls, other: object) -> bool:
-        return cls is other or other is dict or isinstance(other, cls)
-
-    __hash__ = type.__hash__
     name = ""  # dotted name of the class
 
-
-class _StandIn(metaclass=_Inert):
-    """Object that stands for an object of a class that is never loaded; it ignores all content."""
-
-    name = ""
-
-    def __init__(self, *_arguments: object) -> None:
-        pass
-
-    def __setstate__(self, _state: object) -> None:
-        pass
-
-    def __setitem__(self, _key: object, _value: object) -> None:
+    def __init__(self, *_arguments: object, **_named: object) -> None:
         pass
 
     def __call__(self, *_arguments: object) -> _StandIn:
         return self
 
+    def _ignore(self, *_content: object) -> None:
+        pass
+
+    __setstate__ = __setitem__ = append = extend = add = _ignore
+
+
+def _bytes(text: str, _encoding: str) -> bytes:
+    return text.encode("latin-1")
+
+
+_KNOWN: Mapping[str, Any] = {
+    "_codecs.encode": _bytes,
+    "builtins.complex": complex,
+    "builtins.set": set,
+    "collections.Counter": Counter,
+    "collections.OrderedDict": OrderedDict,
+    "torch.Size": torch.Size,
+    "torch.device": torch.device,
+    # Classes of tensors and storages are never called. A storage class stands for its dtype.
+    **{name: name for name in ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")},
+    **{f"torch.{name}": dtype for name, dtype in torch.storage._storage_type_to_dtype_map().items()},  # noqa: SLF001 - torch has no public name for it
+    "torch.storage.UntypedStorage": torch.uint8,
+    **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+    # Only the functions that build a tensor from a storage are torch's own. Storages are on the meta device.
+    **{
+        f"torch._utils.{name}": getattr(torch._utils, name)  # noqa: SLF001 - the names are part of the format
+        for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
+    },
+    "torch._utils._rebuild_parameter": lambda data, *_options: data,
+    "torch._utils._rebuild_parameter_with_state": lambda data, *_options: data,
+    "torch._tensor._rebuild_from_type_v2": lambda function, _kind, arguments, _state: function(*arguments),
+}
+"""Classes and functions that may occur in a file of ``torch.save``, by dotted name, or their replacements."""
+
 
 def read_torch_file(file: SourceFile, stand_ins: Mapping[str, type] | None = None, parts: Sequence[str] = ()) -> object:
     """Return the state in a file of ``torch.save``; its tensors are read during the save.
 
-    No code in the file is executed. A file in the format before torch 1.6 is read into memory.
+    No code in the file is executed.
 
     Args:
         file: the file.
@@ -142,170 +153,171 @@ def read_torch_file(file: SourceFile, stand_ins: Mapping[str, type] | None = Non
         parts: dotted names of the parts to return. Other parts may hold objects of any class.
 
     Raises:
-        ForeignFileError: torch cannot read the file, or it holds objects other than tensors, containers and plain
-            values.
+        ForeignFileError: the file is damaged, or it holds objects other than tensors, containers and plain values.
         InvalidInputError: the file lacks a part.
     """
-    with _replaced(file.path, stand_ins or {}):
-        return read_torch_slice(file, 0, file.size, parts)
+    return read_torch_slice(file, 0, file.size, parts, stand_ins or {})
 
 
-@contextlib.contextmanager
-def _replaced(path: Path, stand_ins: Mapping[str, type]) -> Iterator[None]:
-    """Let torch load the stand-ins in place of classes with these dotted names."""
-    if not stand_ins:
-        yield
-        return
-    safe_globals = getattr(torch.serialization, "safe_globals", None)
-    if safe_globals is None:
-        raise ForeignFileError(
-            path, f"torch {torch.__version__} has no safe_globals(), which reading this file requires", _NEWER
-        )
-    with safe_globals([(kind, name) for name, kind in stand_ins.items()]):
-        yield
-
-
-def read_torch_slice(file: SourceFile, start: int, length: int, parts: Sequence[str] = ()) -> object:
+def read_torch_slice(
+    file: SourceFile,
+    start: int,
+    length: int,
+    parts: Sequence[str] = (),
+    stand_ins: Mapping[str, type] = MappingProxyType({}),
+) -> object:
     """Return the state, or some parts of it, in a file of ``torch.save`` that is a range of another file."""
     source: Any = _RangedFile(file, start, length)
     magic = source.read(len(_LOCAL_MAGIC))
     source.seek(0)
-    # A pickle begins with this mark. For other files, the error of torch would advise to trust the file.
     if not magic.startswith(TORCH_MARKS):
         raise ForeignFileError(file.path, "not a file of torch.save(), or truncated", _FETCH)
+    tensors: dict[tuple[object, ...], TensorBytes] = {}
     with (
-        refused(file.path, _problem, _REMEDY, *_LOAD_ERRORS),
+        refused(file.path, first_line, _REMEDY, *_LOAD_ERRORS),
         refused(file.path, _damage, _FETCH, *_DAMAGE_ERRORS),
     ):
-        if magic != _LOCAL_MAGIC:
-            classes = _scan_legacy(file.path, source, length)
-            outline = _ScannedPickle(file.path, length, lambda _: _load_legacy(source), classes)
-            state = outline.load(parts)
-            leaves = {id(leaf): leaf for leaf in outline.leaves(state)}
-            _check_claim(file.path, (leaf.nbytes for leaf in leaves.values() if isinstance(leaf, torch.Tensor)), length)
-            return state
-        archive = _Archive(file.path, source)
-        tensors: dict[tuple[object, ...], TensorBytes] = {}
-
-        def replaced(leaf: object) -> object:
-            return _lazy_tensor(leaf, file, start, archive, tensors) if isinstance(leaf, torch.Tensor) else leaf
-
-        state = _ScannedPickle(file.path, length, archive.load_faked, archive.classes).load(parts)
-        mapped = _map_leaves(state, replaced)
-        _check_claim(file.path, (tensor.nbytes for tensor in tensors.values()), length)
-        return mapped
+        archive = (_Archive if magic == _LOCAL_MAGIC else _LegacyFile)(file.path, source, stand_ins)
+        state = _supported_parts(file.path, archive.state, length, parts)
+        mapped = _map_leaves(
+            state,
+            lambda leaf: _lazy_tensor(leaf, file, start, archive, tensors) if isinstance(leaf, torch.Tensor) else leaf,
+        )
+    claimed = sum(tensor.nbytes for tensor in tensors.values())
+    if claimed > _EXPANSION_MAX * length + _EXPANDED_BYTES_MAX:
+        problem = f"its tensors have {claimed:,} bytes, but the file has {length:,}: they are expanded views"
+        raise ForeignFileError(file.path, problem, "clone these tensors before torch.save()")
+    return mapped
 
 
-def _load_legacy(source: IO[bytes]) -> object:
-    source.seek(0)
-    return torch.load(source, map_location="cpu", weights_only=True)
+def _supported_parts(path: Path, state: object, file_bytes: int, parts: Sequence[str]) -> object:
+    """Return the parts of a state, or the whole state, if they hold no objects of unknown classes.
+
+    Raises:
+        ForeignFileError: they hold such an object.
+        InvalidInputError: the file lacks a part.
+    """
+    kept = keep_parts(path, state, parts)
+    name = _unknown_class(path, kept, file_bytes)
+    if not name:
+        return kept
+    holder, advice = f"the part {listed(parts)}" if parts else "the file", ""
+    if not parts and isinstance(state, dict):
+        supported = [
+            f"--part {shlex.quote(join_name((key,)))}"
+            for key, value in state.items()
+            if type(key) in (str, int)
+            and not _unknown_class(path, value, file_bytes)
+            and any(isinstance(leaf, torch.Tensor) for leaf in _leaves(path, value, file_bytes))
+        ]
+        advice = " ".join(supported[:_SUGGESTED])
+    advice = advice and f"pass {advice} to import only parts without such objects, or "
+    raise ForeignFileError(
+        path, f"{holder} holds a pickled object of {name}, which is never executed", f"{advice}{_REMEDY}"
+    )
 
 
-class _ScannedPickle(NamedTuple):
-    """A file whose pickle was scanned."""
+def _unknown_class(path: Path, state: object, file_bytes: int) -> str:
+    """Return the dotted name of a class that has a stand-in in the state, or an empty string."""
+    for leaf in _leaves(path, state, file_bytes):
+        kind = leaf if isinstance(leaf, type) else type(leaf)
+        if issubclass(kind, _StandIn):
+            return kind.name
+    return ""
 
-    path: Path
-    file_bytes: int
-    load_all: Callable[[bool], object]  # called with True if classes have stand-ins
-    classes: frozenset[str]  # dotted names in the pickle
 
-    def load(self, parts: Sequence[str]) -> object:
-        """Return the parts of the state, or the whole state.
+def _leaves(path: Path, state: object, file_bytes: int) -> Iterator[object]:
+    """Yield the values in nested containers.
+
+    Raises:
+        ForeignFileError: a file of this size cannot describe so many values, unless containers are shared or cyclic.
+    """
+    left = min(file_bytes, _VALUES_MAX) + _SHARED_VALUES_MAX
+    stack = [state]
+    while stack:
+        value = stack.pop()
+        left -= 1
+        if left < 0:
+            problem = "its containers contain each other, or expand to millions of values"
+            raise ForeignFileError(path, problem, _REMEDY)
+        if isinstance(value, dict):
+            stack.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            stack.extend(value)
+        else:
+            yield value
+
+
+def _find_class(stand_ins: Mapping[str, type], module: str, name: str) -> Any:  # noqa: ANN401 - any class or function
+    """Return the replacement of a class or function, by default a class of stand-ins."""
+    dotted = f"{module}.{name}"
+    known = stand_ins.get(dotted) or _KNOWN.get(dotted)
+    return type("StandIn", (_StandIn,), {"name": dotted}) if known is None else known
+
+
+def _storage(pid: Any) -> Any:  # noqa: ANN401 - any content of the file
+    """Return the object with a persistent id: a storage, or the class of a module in a file from before torch 1.6."""
+    kind, *described = pid
+    if kind == "module":
+        return described[0]
+    dtype, key, _location, elements = described[:4]
+    storage = torch.UntypedStorage(elements * dtype.itemsize, device="meta")
+    setattr(storage, _KEY, key)
+    return SimpleNamespace(dtype=dtype, _untyped_storage=storage)
+
+
+def _key_of(tensor: torch.Tensor) -> str:
+    """Return the key of the storage of a tensor."""
+    key: str = getattr(tensor.untyped_storage(), _KEY)
+    return key
+
+
+class _LegacyFile:
+    """File of the format before torch 1.6: five pickles, then the storages, each after the number of its elements."""
+
+    def __init__(self, path: Path, file: IO[bytes], stand_ins: Mapping[str, type]) -> None:
+        """Read everything except the storages of ``file``.
 
         Raises:
-            ForeignFileError: the parts hold an object of a class that is not supported.
-            InvalidInputError: the file lacks a part.
+            ForeignFileError: the pickle is too large, or the file was written with another byte order.
         """
-        if parts:
-            state = keep_parts(self.path, self._load_with_stand_ins(), parts)
-            if name := self._unsupported(state):
-                problem = f"the part {listed(parts)} holds a pickled object of {name}, which is never executed"
-                raise ForeignFileError(self.path, problem, _REMEDY)
-            return state
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        pickles = io.BytesIO(file.read(min(size, _LEGACY_BYTES_MAX)))
+        dtypes: dict[str, torch.dtype] = {}
+
+        def storage(pid: Any) -> object:  # noqa: ANN401 - any content of the file
+            if pid[0] == "storage":
+                if any(view is not None for view in pid[5:]):
+                    raise StructureError("it has views of storages, as before torch 0.4")
+                dtypes[pid[2]] = pid[1]
+            return _storage(pid)
+
+        find = partial(_find_class, stand_ins)
         try:
-            state = self.load_all(False)
-        except pickle.UnpicklingError as error:
-            if not (supported := self._supported_parts()):
-                raise
-            options = " ".join(f"--part {shlex.quote(name)}" for name in supported)
-            remedy = f"pass {options} to import only parts without such objects, or {_REMEDY}"
-            raise ForeignFileError(self.path, _problem(error), remedy) from error
-        self._unsupported(state)  # refuses endless containers; the state has no stand-ins
-        return state
+            contents: list[Any] = [load_pickle(pickles, size, find, storage) for _ in range(_LEGACY_PICKLES)]
+        except TruncatedError as error:
+            if size > _LEGACY_BYTES_MAX:
+                problem = f"its pickle is larger than {_LEGACY_BYTES_MAX:,} bytes"
+                raise ForeignFileError(path, problem, _REWRITE) from error
+            raise
+        _magic, _protocol, system, self.state, keys = contents
+        _check_byte_order(path, "little" if system["little_endian"] else "big")
+        self._ranges: dict[str, tuple[int, int]] = {}
+        position = pickles.tell()
+        for key in keys:
+            file.seek(position)
+            (elements,) = _ELEMENTS.unpack(file.read(_ELEMENTS.size))
+            start, length = position + _ELEMENTS.size, elements * dtypes[key].itemsize
+            if not 0 <= length <= size - start:
+                raise ForeignFileError(path, f"truncated: storage {key} goes beyond the end of the file", _FETCH)
+            self._ranges[key] = start, length
+            position = start + length
 
-    def _load_with_stand_ins(self) -> object:
-        with _replaced(self.path, {name: _Inert("Inert", (_StandIn,), {"name": name}) for name in self.classes}):
-            return self.load_all(True)
-
-    def _unsupported(self, state: object) -> str:
-        """Return the dotted name of a class that has a stand-in in the state, or an empty string."""
-        return next((leaf.name for leaf in self.leaves(state) if isinstance(leaf, (_StandIn, _Inert))), "")
-
-    def _supported_parts(self) -> list[str]:
-        """Return the first names of parts that have tensors and no objects of other classes."""
-        try:
-            state = self._load_with_stand_ins()
-            parts = state.items() if isinstance(state, dict) else ()
-            return [
-                join_name((key,))
-                for key, value in parts
-                if type(key) in (str, int)
-                and not self._unsupported(value)
-                and any(isinstance(leaf, torch.Tensor) for leaf in self.leaves(value))
-            ][:_SUGGESTED]
-        except (*_LOAD_ERRORS, *_DAMAGE_ERRORS, ForeignFileError):
-            return []
-
-    def leaves(self, state: object) -> Iterator[object]:
-        """Yield the values in nested containers.
-
-        Raises:
-            ForeignFileError: a file of this size cannot describe so many values, unless containers are shared or
-                cyclic.
-        """
-        left = min(self.file_bytes, _VALUES_MAX) + _SHARED_VALUES_MAX
-        stack = [state]
-        while stack:
-            value = stack.pop()
-            left -= 1
-            if left < 0:
-                problem = "its containers contain each other, or expand to millions of values"
-                raise ForeignFileError(self.path, problem, _REMEDY)
-            if isinstance(value, dict):
-                stack.extend(value.values())
-            elif isinstance(value, (list, tuple)):
-                stack.extend(value)
-            else:
-                yield value
-
-
-def _check_scan(path: Path, content: bytes, start: int, file_bytes: int) -> PickleScan:
-    """Scan a pickle before it is loaded, and raise if loading costs more than a file of this size justifies."""
-    scan = scan_pickle(content, start, file_bytes)
-    if scan.problem:
-        raise ForeignFileError(path, scan.problem, _REMEDY)
-    return scan
-
-
-def _scan_legacy(path: Path, source: IO[bytes], length: int) -> frozenset[str]:
-    """Scan the pickles at the start of a file from before torch 1.6; return the names of their classes."""
-    content = source.read(min(length, _LEGACY_BYTES_MAX))
-    source.seek(0)
-    end, classes = 0, frozenset[str]()
-    for _ in range(_LEGACY_PICKLES):
-        scan = _check_scan(path, content, end, length)
-        if not scan.is_whole and length > len(content):
-            raise ForeignFileError(path, f"its pickle is larger than {len(content):,} bytes", _REWRITE)
-        end, classes = scan.end, classes | scan.classes
-    return classes
-
-
-def _check_claim(path: Path, sizes: Iterable[int], file_bytes: int) -> None:
-    """Raise if tensors have far more bytes than the file, because views of one storage are expanded or overlap."""
-    claimed = sum(sizes)
-    if claimed > _EXPANSION_MAX * file_bytes + _EXPANDED_BYTES_MAX:
-        problem = f"its tensors have {claimed:,} bytes, but the file has {file_bytes:,}: they are expanded views"
-        raise ForeignFileError(path, problem, "clone these tensors before torch.save()")
+    def record_of(self, tensor: torch.Tensor) -> tuple[str, int, int]:
+        """Return the name, the first byte and the length of the storage of a tensor."""
+        key = _key_of(tensor)
+        return (key, *self._ranges[key])
 
 
 class _RangedFile(io.RawIOBase):
@@ -338,15 +350,9 @@ class _RangedFile(io.RawIOBase):
 
 
 class _Archive:
-    """Zip archive that ``torch.save`` writes: its pickle and the offsets of its storages.
+    """Zip archive that ``torch.save`` writes: its state, and the positions of its storages."""
 
-    Without memory for storages, torch computes the offsets of storages from the layout of its own writer. If another
-    program, such as ``zip``, has packed the archive again, these offsets are wrong, without any error. Therefore torch
-    loads an outline: the same pickle with empty storages. The offset of a storage in the outline identifies its record,
-    and the directory of the file gives the real offset of the record.
-    """
-
-    def __init__(self, path: Path, file: IO[bytes]) -> None:
+    def __init__(self, path: Path, file: IO[bytes], stand_ins: Mapping[str, type] = MappingProxyType({})) -> None:
         """Read everything except the storages of ``file``, which must stay open.
 
         Raises:
@@ -356,54 +362,16 @@ class _Archive:
         self._path, self._file = path, file
         self._size = file.seek(0, io.SEEK_END)
         with zipfile.ZipFile(file) as packed:
-            members = self._members_by_name(packed.infolist())
-        self._check_byte_order(members)
-        content = {name: self._content(name, members[name]) for name in _COPIED if name in members}
-        self._scan = _check_scan(path, content[_PICKLE], 0, self._size)
-        self.classes = self._scan.classes
-        content[_BYTE_ORDER] = sys.byteorder.encode()
-        self._by_name, self._copied = members, content
-        self._members: dict[int, tuple[str, zipfile.ZipInfo]] = {}
-
-    def load_faked(self, has_stand_ins: bool = False) -> object:  # noqa: FBT001, FBT002 - the only argument
-        """Return the state in the file, with tensors without memory."""
-        outline = self._outlined(
-            without_appends(self._copied[_PICKLE], self._scan.foreign_appends)
-            if has_stand_ins
-            else self._copied[_PICKLE]
-        )
-        if _meta_has_offsets():
-            return torch.load(outline, map_location="meta", weights_only=True)
-        from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
-
-        with FakeTensorMode():
-            return torch.load(outline, map_location="cpu", weights_only=True)
-
-    def _outlined(self, pickled: bytes) -> io.BytesIO:
-        """Return the outline with this pickle, and note the offsets of its storages."""
-        content = self._copied | {_PICKLE: pickled}
-        names = [name for name in self._by_name | content if name not in _LEFT_OUT]
-        file = io.BytesIO()
-        with zipfile.ZipFile(file, "w") as outline:
-            for name in names:
-                outline.writestr(_FOLDER + name, content.get(name, b""))
-        starts = [_data_start(self._path, member, file) for member in outline.infolist()]
-        self._members = {
-            start: (name, self._by_name[name])
-            for start, name in zip(starts, names, strict=True)
-            if name in self._by_name
-        }
-        file.seek(0)
-        return file
+            self._members = self._members_by_name(packed.infolist())
+        order = self._content(_BYTE_ORDER) if _BYTE_ORDER in self._members else b"little"
+        _check_byte_order(path, order.decode(errors="replace"))
+        find = partial(_find_class, stand_ins)
+        self.state = load_pickle(io.BytesIO(self._content(_PICKLE)), self._size, find, _storage)
 
     def record_of(self, tensor: torch.Tensor) -> tuple[str, int, int]:
-        """Return the name, the first byte and the length of the record with the storage of a faked tensor."""
-        start: int | None = getattr(tensor.untyped_storage(), _OFFSET, None)
-        if start is None:
-            raise ForeignFileError(
-                self._path, f"torch {torch.__version__} does not report the offsets of tensors", _NEWER
-            )
-        name, member = self._members[start]
+        """Return the name, the first byte and the length of the record with the storage of a tensor."""
+        name = f"data/{_key_of(tensor)}"
+        member = self._members[name]
         if member.compress_type != zipfile.ZIP_STORED:
             raise ForeignFileError(self._path, f"record {name} is compressed", _UNCOMPRESSED)
         return name, self._start_of(name, member), member.compress_size
@@ -434,7 +402,7 @@ class _Archive:
 
     def _check_layout(self, members: Sequence[zipfile.ZipInfo]) -> None:
         """Refuse too many records, and records that share bytes, which make a small file look large."""
-        if len(members) > tensors_max(self._size):
+        if len(members) > objects_max(self._size):
             raise ForeignFileError(self._path, f"{len(members):,} records are too many for its size", _REMEDY)
         ordered = sorted(members, key=lambda member: member.header_offset)
         for member, following in itertools.pairwise(ordered):
@@ -444,16 +412,9 @@ class _Archive:
                     self._path, f"records {member.filename} and {following.filename} overlap", _FETCH
                 )
 
-    def _check_byte_order(self, members: dict[str, zipfile.ZipInfo]) -> None:
-        """Refuse files of another byte order, because torch would swap bytes. The default is little-endian."""
-        content = self._content(_BYTE_ORDER, members[_BYTE_ORDER]) if _BYTE_ORDER in members else b"little"
-        order = content.decode(errors="replace")
-        if order != sys.byteorder:
-            problem = f"its byte order is {order!r:.40}, but this machine is {sys.byteorder}-endian"
-            raise ForeignFileError(self._path, problem, _REWRITE)
-
-    def _content(self, name: str, member: zipfile.ZipInfo) -> bytes:
+    def _content(self, name: str) -> bytes:
         # The zipfile module requires checksums, but torch can write files without them.
+        member = self._members[name]
         self._file.seek(self._start_of(name, member))
         data = self._file.read(member.compress_size)
         if member.compress_type == zipfile.ZIP_STORED:
@@ -471,11 +432,10 @@ class _Archive:
         return content
 
 
-@functools.cache
-def _meta_has_offsets() -> bool:
-    """Tell whether this torch reports offsets for ``map_location="meta"``, which is several times as fast."""
-    tensor = torch.load(value_file(torch.zeros(1)), map_location="meta", weights_only=True)
-    return hasattr(tensor.untyped_storage(), _OFFSET)
+def _check_byte_order(path: Path, order: str) -> None:
+    if order != sys.byteorder:
+        problem = f"its byte order is {order!r:.40}, but this machine is {sys.byteorder}-endian"
+        raise ForeignFileError(path, problem, _REWRITE)
 
 
 def _data_start(path: Path, member: zipfile.ZipInfo, file: IO[bytes]) -> int:
@@ -489,17 +449,6 @@ def _data_start(path: Path, member: zipfile.ZipInfo, file: IO[bytes]) -> int:
     return int(member.header_offset + _LOCAL.size + name + extra)
 
 
-def _problem(error: Exception) -> str:
-    """Return the cause of an error of torch, without torch's advice to trust the file."""
-    pickled = _PICKLED.search(str(error))
-    if pickled is not None:
-        return f"the file holds a pickled object of {pickled[1]}, which is never executed"
-    unreadable = _UNREAD.search(str(error))
-    if unreadable is not None:
-        return f"torch.load(weights_only=True) cannot read the file ({unreadable[1].rstrip(' .')})"
-    return first_line(error).partition(_ADVICE)[0].rstrip(" .")
-
-
 def _damage(error: Exception) -> str:
     return f"damaged or truncated ({first_line(error)})"
 
@@ -508,10 +457,10 @@ def _lazy_tensor(
     tensor: torch.Tensor,
     file: SourceFile,
     begin: int,
-    archive: _Archive,
+    archive: _Archive | _LegacyFile,
     tensors: dict[tuple[object, ...], TensorBytes],
 ) -> object:
-    """Return a lazy tensor for a faked tensor of an archive that begins at byte ``begin`` of ``file``."""
+    """Return a lazy tensor for a tensor without memory, of an archive that begins at byte ``begin`` of ``file``."""
     is_plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_neg()
     if tensor.dtype not in TORCH_NAMES or not is_plain:
         kind = "quantized" if tensor.is_quantized else "negated by a flag" if tensor.is_neg() else tensor.layout
@@ -606,7 +555,7 @@ class TorchSink(DraftSink):
         with translated("read", file.path), file.path.open("rb") as written:
             archive = _Archive(file.path, written)
             leaves: list[object] = []
-            _map_leaves(archive.load_faked(), leaves.append)
+            _map_leaves(archive.state, leaves.append)
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             starts = {row: archive.record_of(tensor)[1] for row, tensor in zip(order, tensors, strict=True)}
         return {row: FileRegion(file, start) for row, start in starts.items()}

@@ -21,7 +21,7 @@ BUILTIN_EXCEPTIONS = frozenset(
 )
 
 TORCH_FILES = "asymcheck/convert/torch_file.py"
-DCP_METADATA = "asymcheck/convert/dcp_folder.py"
+RESTRICTED_PICKLE = "asymcheck/convert/restricted_pickle.py"
 
 NOQA_FORM = re.compile(r"# noqa: [A-Z]+[0-9]+(, [A-Z]+[0-9]+)* - \S.*")
 TYPE_IGNORE_FORM = re.compile(r"# type: ignore\[[a-z-]+(, ?[a-z-]+)*\]  # (?!noqa)\S.*")
@@ -125,15 +125,12 @@ def errors_have_one_home(tree: SourceTree) -> Iterator[Violation]:
 def nothing_is_unpickled(tree: SourceTree) -> Iterator[Violation]:
     """An import of a pickling module, a use of torch's pickling calls, or `allow_pickle` that is not False.
 
-    The module of torch's own files may call `torch.load` with `weights_only=True`. The module of DCP's metadata may
-    derive an unpickler that defines only `find_class`.
+    The module of torch's own files may call `torch.save`. The module of restricted pickles may derive an unpickler that
+    defines `find_class`, and call the derived unpickler.
     """
     for module in tree.package:
-        if module.path == DCP_METADATA:
+        if module.path == RESTRICTED_PICKLE:
             yield from _unpickles_what_is_named(module)
-            continue
-        if module.path == TORCH_FILES:
-            yield from _loads_of_more_than_weights(module)
             continue
         for found in module.imports:
             if found.top in PICKLE_MODULES or found.full_name in PICKLING_CALLS:
@@ -142,20 +139,11 @@ def nothing_is_unpickled(tree: SourceTree) -> Iterator[Violation]:
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Attribute):
                 first, *rest = ast.unparse(node).split(".")
-                if ".".join([bound.get(first, first), *rest]) in PICKLING_CALLS:
+                called = ".".join([bound.get(first, first), *rest])
+                if called in PICKLING_CALLS and (module.path, called) != (TORCH_FILES, "torch.save"):
                     yield Violation(module.path, node.lineno, f"uses {ast.unparse(node)}")
             elif isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
                 yield Violation(module.path, node.value.lineno, "allows pickle")
-
-
-def _loads_of_more_than_weights(module: Module) -> Iterator[Violation]:
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
-            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            if given.get("weights_only") != "True":
-                yield Violation(module.path, node.lineno, "torch.load without weights_only=True")
-        elif isinstance(node, ast.Attribute) and re.fullmatch(r"pickle\.(?!UnpicklingError).*", ast.unparse(node)):
-            yield Violation(module.path, node.lineno, f"uses {ast.unparse(node)}")
 
 
 def _unpickles_what_is_named(module: Module) -> Iterator[Violation]:
@@ -163,7 +151,7 @@ def _unpickles_what_is_named(module: Module) -> Iterator[Violation]:
         id(base)
         for node in ast.walk(module.tree)
         if isinstance(node, ast.ClassDef)
-        and {"find_class"} == {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+        and "find_class" in {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
         for base in node.bases
     }
     for node in ast.walk(module.tree):

@@ -149,10 +149,17 @@ def test_torch_file_round_trip(store: Store, tmp_path: Path) -> None:
 
 
 def test_an_old_torch_file_is_read_as_well(store: Store, tmp_path: Path) -> None:
-    """Test a file of the format before torch 1.6, which is not a zip file."""
-    torch.save({"a": torch.arange(5)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    """Test a file of the format before torch 1.6, which is not a zip file; tied tensors stay tied."""
+    base = torch.randn(40, 50)
+    state = {"a": torch.arange(5), "base": base, "again": base, "turned": base.t(), "half": torch.ones(3).half()}
+    torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
     import_checkpoint(store, tmp_path / "a.pt")
-    assert_same(store.load(), {"a": torch.arange(5)})
+    loaded: Any = store.load()
+    assert_same(loaded, state)
+    assert loaded["base"] is loaded["again"]
+    (tmp_path / "a.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:-8])
+    with pytest.raises(ForeignFileError, match="truncated: storage"):
+        import_checkpoint(store, tmp_path / "a.pt")
 
 
 class _Touch:
@@ -230,15 +237,44 @@ def test_a_torch_file_that_was_cut_short_is_to_be_fetched_again(store: Store, tm
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-def test_error_does_not_repeat_the_advice_of_torch(store: Store, tmp_path: Path) -> None:
-    """Test that the error names the cause instead of advising to trust the file."""
-    torch.save({"a": torch.randn(10)}, tmp_path / "a.pt", pickle_protocol=4)
-    with pytest.raises(ForeignFileError, match=r"Unsupported operand \d+\)") as caught:
-        import_checkpoint(store, tmp_path / "a.pt")
-    assert "PyTorch 2.6" not in str(caught.value)
-    torch.save({"a": torch.randn(3, dtype=torch.complex64).conj().imag}, tmp_path / "b.pt")
-    with pytest.raises(ForeignFileError, match=r"torch\.float32 is negated by a flag"):
-        import_checkpoint(store, tmp_path / "b.pt")
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_any_pickle_protocol_is_read(store: Store, tmp_path: Path, protocol: int) -> None:
+    """Test all values that torch allows, and tensors with attributes."""
+    noted = torch.nn.Parameter(torch.ones(2))
+    noted.note = "kept out"  # type: ignore[attr-defined]  # an attribute of this tensor
+    state = {
+        "a": torch.randn(10),
+        "bytes": b"\x00\xff",
+        "set": {1, 2},
+        "complex": 1 + 2j,
+        "size": torch.Size([1, 2]),
+        "dtype": torch.float16,
+        "device": torch.device("cpu"),
+        "unsigned": torch.ones(3, dtype=torch.uint16),
+        "small": torch.ones(3, dtype=torch.float8_e4m3fn),
+        "noted": noted,
+        "buffer": torch.nn.Buffer(torch.ones(2)) if hasattr(torch.nn, "Buffer") else torch.ones(2),
+    }
+    torch.save(state, tmp_path / "a.pt", pickle_protocol=protocol)
+    import_checkpoint(store, tmp_path / "a.pt")
+    assert_same(store.load(), {**state, "noted": torch.ones(2), "buffer": torch.ones(2)})
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("zipped", [True, False])
+def test_unsupported_tensors_are_named(store: Store, tmp_path: Path, zipped: bool) -> None:
+    """Test a tensor that is negated by a flag, a quantized one and a sparse one."""
+    for number, (tensor, problem) in enumerate(
+        (
+            (torch.randn(3, dtype=torch.complex64).conj().imag, r"torch\.float32 is negated by a flag"),
+            (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8), "_rebuild_qtensor"),
+            (torch.eye(3).to_sparse(), "_rebuild_sparse_tensor"),
+        )
+    ):
+        path = tmp_path / f"{number}.pt"
+        torch.save({"a": tensor}, path, _use_new_zipfile_serialization=zipped)
+        with pytest.raises(ForeignFileError, match=problem):
+            import_checkpoint(store, path)
 
 
 @pytest.mark.parametrize("content", [{}, [], {"optimizer_state_dict": {"zero_stage": "x"}}])

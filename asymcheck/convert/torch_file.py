@@ -11,7 +11,6 @@ import contextlib
 import io
 import itertools
 import math
-import mmap
 import shlex
 import struct
 import sys
@@ -82,9 +81,6 @@ _KEY = "_asymcheck_key"  # attribute of a storage without memory: its key in the
 _PICKLE = "data.pkl"
 _BYTE_ORDER = "byteorder"
 
-# Smaller tensors get ordinary memory, because a process can have only 65,530 mappings.
-_MAPPED_BYTES = 1 << 20
-_MAP_NORESERVE = 0x4000
 _PROBE_BYTES = 1 << 16
 _METADATA = "_metadata"  # the attribute in which ``Module.state_dict()`` keeps the versions of modules
 
@@ -593,11 +589,9 @@ def _hollow(row: TensorRow) -> torch.Tensor:
         raise InvalidInputError(
             f"tensor {row.name} has dtype {row.dtype}, which torch {torch.__version__} lacks; install a newer torch"
         )
-    length = math.prod(row.shape) * DTYPE_BYTES[row.dtype]
-    if length < _MAPPED_BYTES:
-        return torch.empty(row.shape, dtype=dtype, device="cpu")
-    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-    return torch.frombuffer(memory, dtype=dtype).view(row.shape)
+    # Unlike torch.empty(), a storage is never filled, not even with deterministic algorithms.
+    storage = torch.UntypedStorage(math.prod(row.shape) * DTYPE_BYTES[row.dtype])
+    return torch.empty(0, dtype=dtype).set_(storage).view(row.shape)
 
 
 def _fill_checksums(file: TargetFile) -> None:

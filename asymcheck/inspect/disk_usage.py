@@ -294,8 +294,8 @@ class _Totals:
     def _by_role(self, chosen: npt.NDArray[np.bool_]) -> tuple[RoleBytes, ...]:
         state = sum(itertools.compress(self.needs.state_by_role, chosen), np.zeros(len(_ROLES), dtype=np.int64))
         is_counted = chosen[self.extents["checkpoint"]]
-        keys = self.needed[is_counted] * len(_ROLES) + self.extents["role"][is_counted]
-        stored = _divide_by_role(keys, self.extents["length"][is_counted], self.bytes_of)
+        extents = self.extents[is_counted]
+        stored = _divide_by_role(self.needed[is_counted], extents["role"], extents["length"], self.bytes_of)
         return tuple(
             RoleBytes(role, int(state[number]), int(stored[number]))
             for role, number in _ROLES.items()
@@ -309,25 +309,12 @@ def _sum_by_key(keys: _Ints, values: _Ints, count: int) -> _Ints:
     return sums
 
 
-def _divide_by_role(keys: _Ints, weights: _Ints, bytes_of: _Ints) -> _Ints:
-    """Divide the bytes of each partition among roles by weight. Return the bytes of each role.
-
-    A key is the id of a partition times the number of roles, plus the number of a role. The shares of a partition are
-    integers that add up to its bytes.
-    """
-    pairs, inverse = np.unique(keys, return_inverse=True)
-    partitions, roles = np.divmod(pairs, len(_ROLES))
-    sums = np.cumsum(_sum_by_key(inverse, weights, len(pairs)))
-    # The pairs of a partition are adjacent. Each share is the range between two cumulative weights.
-    is_first = np.diff(partitions, prepend=-1) > 0
-    is_last = np.append(is_first[1:], True)[: len(pairs)]
-    group = np.cumsum(is_first) - 1
-    before = np.concatenate([np.zeros(1, dtype=np.int64), sums])[:-1]
-    low, high = before[is_first][group], sums[is_last][group]
-    spans = np.maximum(high - low, 1)
-    ends = np.floor(bytes_of[partitions] * ((sums - low) / spans)).astype(np.int64)
-    starts = np.floor(bytes_of[partitions] * ((before - low) / spans)).astype(np.int64)
-    return _sum_by_key(roles, ends - starts, len(_ROLES))
+def _divide_by_role(partitions: _Ints, roles: _Ints, weights: _Ints, bytes_of: _Ints) -> _Ints:
+    """Divide the bytes of each partition among roles by weight. Return the bytes of each role, which add up."""
+    total = _sum_by_key(partitions, weights, len(bytes_of))
+    shares = bytes_of[partitions] * (weights / np.maximum(total[partitions], 1))
+    by_role = np.bincount(roles, weights=shares, minlength=len(_ROLES))
+    return np.diff(np.rint(np.cumsum(by_role)).astype(np.int64), prepend=0)
 
 
 def _bytes_in(tier: NvmeTier, folder: Path, field: str, wanted: Callable[[str], bool] = bool) -> int:

@@ -161,14 +161,13 @@ def test_shares_are_whole_and_add_up() -> None:
     count = len(_ROLES)
     dice = np.random.default_rng(5)
     bytes_of = dice.integers(1, 1 << 30, 50)
-    keys = dice.integers(0, 50 * count, 1000)
-    keys = np.append(keys[keys // count != 7], 7 * count + 2)
-    found = _divide_by_role(keys, dice.integers(1, 1 << 26, len(keys)), bytes_of)
-    assert found.sum() == bytes_of[np.unique(keys // count)].sum()
+    partitions, roles = dice.integers(0, 50, 1000), dice.integers(0, count, 1000)
+    found = _divide_by_role(partitions, roles, dice.integers(1, 1 << 26, 1000), bytes_of)
+    assert found.sum() == bytes_of[np.unique(partitions)].sum()
     assert found.min() >= 0
-    alone = _divide_by_role(np.array([7 * count + 2]), np.array([13]), bytes_of)
+    alone = _divide_by_role(np.array([7]), np.array([2]), np.array([13]), bytes_of)
     assert alone[2] == alone.sum() == bytes_of[7]
-    assert _divide_by_role(keys[:0], keys[:0], bytes_of).sum() == 0
+    assert _divide_by_role(partitions[:0], roles[:0], roles[:0], bytes_of).sum() == 0
 
 
 def test_an_empty_store(store_path: Path) -> None:

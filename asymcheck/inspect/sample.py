@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from pathlib import Path
+
+import numpy as np
 
 from asymcheck.errors import FormatError, RecoveryError, StorageError
 from asymcheck.format import registry
-from asymcheck.format.manifest import Extent, Manifest, TensorRow
+from asymcheck.format.manifest import Manifest, TensorRow
 from asymcheck.measurement import NOISE, measure, noise_samples
 from asymcheck.policies.advice import Facts
-from asymcheck.restore.frame_reader import read_any
 from asymcheck.restore.lineage import read_line
 from asymcheck.restore.partition_locator import PartitionLocator, PartitionSet
 from asymcheck.restore.resolve import read_manifests
+from asymcheck.restore.tensor_reader import PartitionCache, TensorStream
 from asymcheck.storage.nvme import CheckpointFiles, NvmeTier
 from asymcheck.types import CheckpointRef, Sample
 
 _SAMPLE_BYTES = 8 << 20
 _QUICK_SAMPLE_BYTES = 1 << 20
+_TENSORS = 8
+"""Maximum number of tensors in a sample, so that one unusual tensor does not dominate."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,17 +35,6 @@ class CheckpointSample:
     """Bytes of all tensors."""
     samples: tuple[Sample, ...]
     """One sample for each role and float dtype with bytes outside the manifest."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Piece:
-    tensor: str
-    start: int
-    extent: Extent
-
-    def key(self) -> tuple[str, int, int]:
-        """Identify the piece across checkpoints."""
-        return self.tensor, self.start, self.extent.length
 
 
 def measure_store(tier: NvmeTier, ring_folder: Path, *, quick: bool = False) -> Facts:
@@ -76,7 +68,7 @@ def sample(tier: NvmeTier, bytes_each: int) -> CheckpointSample | None:
         return None
     try:
         manifests = read_manifests(tier, newest[0])
-        samples = _read(tier, _choose(manifests, bytes_each), _older(tier, newest[1:]), bytes_each)
+        samples = _samples(tier, manifests, _older(tier, newest[1:]), bytes_each)
     except (FormatError, RecoveryError, StorageError):
         return None
     state_bytes = sum(manifest.total_bytes for manifest in manifests)
@@ -98,71 +90,42 @@ def _newest(tier: NvmeTier) -> list[CheckpointFiles] | None:
     return max(filter(None, lines), key=lambda line: line[0].ref.save_id, default=None)
 
 
-def _older(tier: NvmeTier, listings: list[CheckpointFiles]) -> dict[tuple[str, int, int], _Piece]:
+def _older(tier: NvmeTier, listings: list[CheckpointFiles]) -> list[Manifest]:
     try:
-        manifests = read_manifests(tier, listings[0]) if listings else []
+        return read_manifests(tier, listings[0]) if listings else []
     except (FormatError, RecoveryError, StorageError):
-        return {}
-    rows = (row for manifest in manifests for row in manifest.rows())
-    return {piece.key(): piece for row in rows for piece in _pieces(row)}
+        return []
 
 
-def _choose(manifests: list[Manifest], bytes_each: int) -> dict[tuple[str, str], list[_Piece]]:
-    """Choose pieces of the largest tensors of each role and dtype, in rotation, up to ``bytes_each`` bytes."""
-    rows = [row for manifest in manifests for row in manifest.rows()]
-    by_kind: dict[tuple[str, str], list[list[_Piece]]] = {}
-    for row in sorted(rows, key=lambda row: -row.nbytes):
+def _samples(tier: NvmeTier, manifests: list[Manifest], older: list[Manifest], bytes_each: int) -> tuple[Sample, ...]:
+    """Sample the beginnings of the largest tensors of each role and dtype."""
+    by_kind: dict[tuple[str, str], list[TensorRow]] = {}
+    for row in sorted((row for manifest in manifests for row in manifest.rows()), key=lambda row: -row.nbytes):
         if row.dtype.startswith(("float", "bfloat")) and registry.DTYPE_BYTES[row.dtype] > 1 and row.extents:
-            by_kind.setdefault((row.role, row.dtype), []).append(_pieces(row))
-    return {kind: _rotate(tensors, bytes_each) for kind, tensors in by_kind.items()}
-
-
-def _pieces(row: TensorRow) -> list[_Piece]:
-    ends = list(itertools.accumulate(extent.length for extent in row.extents))
-    return [_Piece(row.name, end - extent.length, extent) for end, extent in zip(ends, row.extents, strict=True)]
-
-
-def _rotate(tensors: list[list[_Piece]], nbytes: int) -> list[_Piece]:
-    chosen: list[_Piece] = []
-    for pieces in itertools.zip_longest(*tensors):
-        for piece in filter(None, pieces):
-            if sum(other.extent.length for other in chosen) >= nbytes:
-                return chosen
-            chosen.append(piece)
-    return chosen
-
-
-def _read(
-    tier: NvmeTier,
-    chosen: dict[tuple[str, str], list[_Piece]],
-    older: dict[tuple[str, int, int], _Piece],
-    bytes_each: int,
-) -> tuple[Sample, ...]:
-    bases = {kind: [older[piece.key()] for piece in pieces if piece.key() in older] for kind, pieces in chosen.items()}
-    extents = [piece.extent for pieces in (*chosen.values(), *bases.values()) for piece in pieces]
+            by_kind.setdefault((row.role, row.dtype), []).append(row)
+    before = {row.name: row for manifest in older for row in manifest.rows()}
     samples = []
-    with PartitionLocator(
-        tier,
-        PartitionSet.of_lengths({extent.digest: extent.partition_length for extent in extents}),
-        (),
-        must_be_complete=False,
-    ) as sources:
-        for (role, dtype), pieces in chosen.items():
-            plain, base = (_bytes_of(sources, each, bytes_each) for each in (pieces, bases[role, dtype]))
-            if plain:
-                samples.append(Sample(role, dtype, plain, base if len(base) == len(plain) else None))
+    for (role, dtype), tensors in by_kind.items():
+        rows = tensors[:_TENSORS]
+        # A multiple of 16 bytes has whole elements of any dtype.
+        length = bytes_each // len(rows) // 16 * 16
+        plain = _read(tier, manifests, rows, length)
+        base = _read(tier, older, [before[row.name] for row in rows if row.name in before], length)
+        if plain:
+            samples.append(Sample(role, dtype, plain, base if len(base) == len(plain) else None))
     return tuple(samples)
 
 
-def _bytes_of(sources: PartitionLocator, pieces: list[_Piece], max_bytes: int) -> bytes:
-    """Read pieces from verified partitions. Return nothing if a partition is missing."""
-    if not all(sources.find(piece.extent.digest) for piece in pieces):
-        return b""
+def _read(tier: NvmeTier, manifests: list[Manifest], rows: list[TensorRow], length: int) -> bytes:
+    """Read the first bytes of tensors from verified partitions. Return nothing if a partition is missing."""
+    lengths = {extent.digest: extent.partition_length for row in rows for extent in row.extents}
+    hints = dict.fromkeys(pack for manifest in manifests for pack in manifest.header.packs)
     sampled = bytearray()
-    for piece in pieces:
-        extent = piece.extent
-        plain = read_any(sources, extent.digest)
-        # A multiple of 16 bytes has whole elements of any dtype.
-        length = min(extent.length, max(max_bytes - len(sampled), 0) // 16 * 16)
-        sampled += plain[extent.offset : extent.offset + length]
+    with PartitionLocator(tier, PartitionSet.of_lengths(lengths), hints, must_be_complete=False) as sources:
+        if lengths and all(map(sources.find, lengths)):
+            cache = PartitionCache(sources, list(lengths))
+            for row in rows:
+                block = np.empty(min(length, row.nbytes), dtype=np.uint8)
+                TensorStream(row, cache).read_into(block)
+                sampled += block.tobytes()
     return bytes(sampled)

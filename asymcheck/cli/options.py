@@ -65,11 +65,6 @@ class ReportCommand(click.Command):
 
     report: Callable[..., Report]  # function that the command calls
 
-    def document(self, words: list[str]) -> object:
-        """Return the document that the command prints with ``--json``, for arguments as on the command line."""
-        with self.make_context(self.name, words) as context:
-            return self.report(**{name: value for name, value in context.params.items() if name != "as_json"}).document
-
 
 def command(short_help: str) -> Callable[[Callable[..., Report]], ReportCommand]:
     """Turn a function that returns a report into a command with ``--json``."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import webbrowser
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -15,7 +14,7 @@ from asymcheck.cli.maintenance import verify
 from asymcheck.cli.options import ReportCommand, ring_folder_option, show_remote_option, store_argument
 from asymcheck.cli.reports import diff, du
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.errors import InvalidInputError, StorageError
+from asymcheck.errors import StorageError
 
 _COMMANDS: dict[str, ReportCommand] = {"diff": diff, "du": du, "inspect": inspect, "verify": verify}
 
@@ -62,7 +61,7 @@ def view(
         raise click.UsageError("--verify and --compare require --export; the served page has buttons for both")
     if export is not None and (opens or port):
         raise click.UsageError("--export starts no server: leave out --open and --port")
-    with contextlib.closing(Documents(Source(store, remote, ring_folder, trace), run_words)) as documents:
+    with contextlib.closing(Documents(Source(store, remote, ring_folder, trace), document_of)) as documents:
         if export is not None:
             page = static_page(documents.collect(verify=verifies, compare=compare and (run, *compare)))
             try:
@@ -79,10 +78,6 @@ def view(
                 server.serve_forever()
 
 
-def run_words(words: Sequence[str]) -> object:
-    """Return the document that a command prints with ``--json``."""
-    name, *arguments = words
-    try:
-        return _COMMANDS[name].document(arguments)
-    except click.UsageError as error:
-        raise InvalidInputError(error.format_message()) from error
+def document_of(command: str, **options: object) -> object:
+    """Return the document that a command prints with ``--json``; ``options`` are all its options."""
+    return _COMMANDS[command].report(**options).document

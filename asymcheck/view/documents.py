@@ -6,7 +6,7 @@ import dataclasses
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from asymcheck.errors import AsymcheckError, InvalidInputError
@@ -16,8 +16,8 @@ from asymcheck.store import Store
 from asymcheck.view.histories import Histories
 from asymcheck.view.trace_summary import TraceFile
 
-RunCommand = Callable[[Sequence[str]], object]
-"""Returns the document that ``asymcheck WORDS --json`` prints."""
+DocumentOf = Callable[..., object]
+"""Returns the document that ``asymcheck COMMAND --json`` prints, for the name of the command and all its options."""
 Query = Mapping[str, str]
 
 _LOCAL_INTERVAL_S, _REMOTE_INTERVAL_S = 1.0, 20.0
@@ -39,14 +39,14 @@ class Source:
 class Documents:
     """Documents of one store, by name. Threads may share it."""
 
-    def __init__(self, source: Source, run_command: RunCommand) -> None:
+    def __init__(self, source: Source, document_of: DocumentOf) -> None:
         """Open the store.
 
         Raises:
             StoreNotFoundError, FormatError, RemoteUnreachableError: as :meth:`asymcheck.Store.open`.
         """
         self._source = source
-        self._run_command = run_command
+        self._document_of = document_of
         self._store = Store.open(source.store, read_only=True)
         self._histories = Histories(self._store, _REMOTE_INTERVAL_S if is_uri(source.store) else _LOCAL_INTERVAL_S)
         self._remote: Store | None = None
@@ -61,7 +61,7 @@ class Documents:
             "log": lambda query: self._log(self._source.store, self._histories, query),
             "remote": self._remote_log,
             "memory": lambda _query: self._memory(),
-            "du": lambda _query: self._run("du", "--", self._source.store),
+            "du": lambda _query: self._read("du", run=None),
             "verify": lambda _query: self._verify(),
             "diff": self._diff,
             "trace": self._trace_window,
@@ -115,9 +115,9 @@ class Documents:
         if self._remote is not None:
             self._remote.close()
 
-    def _run(self, *words: str) -> object:
+    def _read(self, command: str, **options: object) -> object:
         with self._heavy:
-            return self._run_command(words)
+            return self._document_of(command, store=self._source.store, **options)
 
     def _state(self) -> object:
         return {
@@ -145,13 +145,16 @@ class Documents:
         return self._log(uri, self._remote_histories, query)
 
     def _memory(self) -> object:
-        folder = f"--ring-folder={self._source.ring_folder}"
+        of_tensors = {"step": None, "pattern": None, "values": False, "where": False}
+        of_rings = {"run": None, "tier": "memory", "ring_folder": self._source.ring_folder}
         # Without the lock, so that the page follows the store during a verification.
-        return self._run_command(["inspect", "--tier=memory", folder, "--", self._source.store])
+        return self._document_of(
+            "inspect", store=self._source.store, remote=None, follows=False, **of_rings, **of_tensors
+        )
 
     def _verify(self) -> object:
         started_ns = time.time_ns()
-        document = self._run("verify", "--", self._source.store)
+        document = self._read("verify", run=None, step=None, repair=False, remote=None, deep=False)
         self._verified = {"started_ns": started_ns, "ended_ns": time.time_ns(), "document": document}
         return self._verified
 
@@ -160,8 +163,8 @@ class Documents:
         if not all(map(_SIDE.match, sides)):
             raise InvalidInputError("choose two steps: a number, or save:DIGITS for one save of a step")
         run, tensors = query.get("run", "default"), query.get("tensors") or "*"
-        norms = "--no-norms" if query.get("norms") == "no" else "--norms"
-        return self._run("diff", f"--run={run}", f"--tensors={tensors}", norms, "--", self._source.store, *sides)
+        norms = query.get("norms") != "no"
+        return self._read("diff", a=sides[0], b=sides[1], run=run, pattern=tensors, norms=norms)
 
     def _trace_window(self, query: Query) -> object:
         if self._trace is None:

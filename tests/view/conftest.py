@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import asymcheck
-from asymcheck.cli.view_command import run_words
+from asymcheck.cli.view_command import document_of
 from asymcheck.view.documents import Documents, Source
 from asymcheck.view.server import PageServer
 
@@ -47,7 +47,7 @@ def serve(tmp_path: Path) -> Serve:
     @contextlib.contextmanager
     def run(store: Path | str, *, remote: str | None = None, trace: Path | None = None) -> Iterator[PageServer]:
         source = Source(str(store), remote, tmp_path, trace)
-        with contextlib.closing(Documents(source, run_words)) as documents, PageServer(documents, 0) as server:
+        with contextlib.closing(Documents(source, document_of)) as documents, PageServer(documents, 0) as server:
             thread = threading.Thread(target=server.serve_forever, args=(0.02,))
             thread.start()
             try:

@@ -145,65 +145,63 @@ def subscribe(location: str, target: Path, part: str | None, follow: bool, poll_
       asymcheck subscribe releases --to model.safetensors --part model
       asymcheck subscribe hdfs://namenode:8020/releases/gpt2 --to model.safetensors --follow
     """
-    follower = _FileFollower(location, target, part)
     if follow:
-        _repeat(follower.write_newer, poll_s)
-    document = follower.write_newest()
+        _follow_releases(location, target, part, poll_s)
+    document = _write_release(location, target, part)
     return Report(document, partial(_show_file, document))
 
 
-class _FileFollower:
-    """Writes releases to a file."""
+def _follow_releases(location: str, target: Path, part: str | None, poll_s: float) -> None:
+    """Write each newer release until interrupted. Wait for the first release."""
+    number = 0
 
-    def __init__(self, location: str, target: Path, part: str | None) -> None:
-        self._location, self._target, self._part = location, target, part
-        self._number = 0
-
-    def write_newest(self) -> dict[str, object]:
-        """Write the newest release; return the document.
-
-        Raises:
-            StoreNotFoundError, CheckpointNotFoundError: there is no release yet.
-            NotFoundError: the location was deleted or replaced; the file was not changed.
-        """
-        document = self._write(0)
-        assert document is not None  # noqa: S101 - the number of every release is 1 or more
-        return document
-
-    def write_newer(self) -> None:
-        """Write the newest release if it is newer than the file."""
+    def write_newer() -> None:
+        nonlocal number
         try:
-            document = self._write(self._number)
+            document = _write_release(location, target, part, number)
         except (StoreNotFoundError, CheckpointNotFoundError):
-            if self._number:
+            if number:
                 raise
             return
-        if document is not None:
+        if document["number"] != number:
+            number = int(str(document["number"]))
             _show_file(document)
 
-    def _write(self, newer_than: int) -> dict[str, object] | None:
-        from asymcheck.convert.convert import Output, export_checkpoint
-        from asymcheck.publish.release import RUN, training_step
+    _repeat(write_newer, poll_s)
 
-        with Store.open(self._location, read_only=True) as opened:
-            complete = [row for row in opened.checkpoints(RUN) if row.complete]
-            newest = max(complete, key=lambda row: row.step, default=None)
-            if newest is None or newest.step < newer_than:
-                raise CheckpointNotFoundError(
-                    f"{self._location} has no release{f' {newer_than}' if newer_than else ''}; {self._target} was not "
-                    "changed. Check the location, and whether a training publishes there"
-                )
-            if newest.step == newer_than:
-                return None
-            # This release and no other one: an older one must not replace the file.
-            destination = Output(self._target, overwrite=True)
-            done = export_checkpoint(opened, destination, step=f"save:{newest.save_id}", run=RUN, part=self._part)
-            step = training_step(opened, newest)
-        self._number = newest.step
+
+def _write_release(location: str, target: Path, part: str | None, written: int = 0) -> dict[str, object]:
+    """Write the newest release, unless the file already has it; return the document.
+
+    Args:
+        location: the location of the releases.
+        target: the file.
+        part: the part of the state to write, or None for the whole state.
+        written: number of the release in the file, or 0.
+
+    Raises:
+        StoreNotFoundError, CheckpointNotFoundError: there is no release, or the location was deleted or replaced.
+    """
+    from asymcheck.convert.convert import Output, export_checkpoint
+    from asymcheck.publish.release import RUN, training_step
+
+    with Store.open(location, read_only=True) as opened:
+        complete = [row for row in opened.checkpoints(RUN) if row.complete]
+        newest = max(complete, key=lambda row: row.step, default=None)
+        if newest is None or newest.step < written:
+            raise CheckpointNotFoundError(
+                f"{location} has no release{f' {written}' if written else ''}; {target} was not changed. Check the "
+                "location, and whether a training publishes there"
+            )
+        if newest.step == written:
+            return {"number": written}
+        # This release and no other one: an older one must not replace the file.
+        step, destination = f"save:{newest.save_id}", Output(target, overwrite=True)
+        done = export_checkpoint(opened, destination, step=step, run=RUN, part=part)
         return {
             "path": str(done.path),
             "number": newest.step,
-            "step": step,
+            "step": training_step(opened, newest),
             "tensors": done.tensors,
             "bytes": done.nbytes,
         }

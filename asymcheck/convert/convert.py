@@ -17,7 +17,8 @@ from asymcheck.convert.part import MODEL, SOURCE, TIED, keep_parts, leaves_of
 from asymcheck.convert.rename import Renames, rename_tensors
 from asymcheck.convert.safetensors_format import FileTensor, read_header
 from asymcheck.convert.source_file import SourceFile, refused
-from asymcheck.convert.torch_file import TORCH_MARKS, TorchSink, read_torch_file
+from asymcheck.convert.torch_file import TORCH_MARKS, read_torch_file
+from asymcheck.convert.torch_sink import TorchSink
 from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, UnsupportedValueError
 from asymcheck.restore.ring_stream import stream_from_rings
 from asymcheck.restore.tensor_stream import ProgressMeter, stream

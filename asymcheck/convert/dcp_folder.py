@@ -17,7 +17,7 @@ import numpy as np
 
 from asymcheck.convert.restricted_pickle import load_pickle
 from asymcheck.convert.source_file import SourceFile
-from asymcheck.convert.torch_file import read_torch_slice
+from asymcheck.convert.torch_file import read_torch_file
 from asymcheck.errors import ForeignFileError, StructureError, TruncatedError
 from asymcheck.format.registry import DTYPE_BYTES, TREE_DEPTH_MAX
 from asymcheck.format.tree import Key
@@ -60,7 +60,7 @@ def read_dcp_folder(path: Path, opened: Callable[[Path], SourceFile]) -> object:
         if name in folder.tensors:
             return _tensor(name, folder.tensors[name], lambda entry: opened(path / entry.file))
         entry = folder.values[name]
-        return read_torch_slice(opened(path / entry.file), entry.offset, entry.length)
+        return read_torch_file(opened(path / entry.file), entry.offset, entry.length)
 
     # Lists are restored in a tree of names, so that mappings with integer keys inside of values are not changed.
     state: dict[Key, Any] = {}
@@ -120,7 +120,7 @@ def _tensor(name: str, tensor: _Tensor, opened: Callable[[_Entry], SourceFile]) 
     pieces: list[tuple[Box, TensorBytes]] = []
     for box, entry in tensor.pieces:
         file = opened(entry)
-        piece = read_torch_slice(file, entry.offset, entry.length)
+        piece = read_torch_file(file, entry.offset, entry.length)
         if not isinstance(piece, TensorBytes) or (piece.dtype, piece.shape) != (tensor.dtype, box.shape):
             raise ForeignFileError(file.path, f"{box} of {name} contradicts the metadata", _REWRITE)
         pieces.append((box, piece))
@@ -147,7 +147,9 @@ class _Joined(TensorBytes):
 
 
 class _StandIn:
-    """Object that stores the state of a pickled object."""
+    """Object that stores the state of an object of DCP."""
+
+    kind = ""  # name of the class
 
     def __init__(self, *_arguments: object) -> None:
         self.state: Any = None
@@ -159,30 +161,23 @@ class _StandIn:
         return self.state.get(name) if isinstance(self.state, dict) else None
 
 
-class _MetadataStandIn(_StandIn):
-    pass
-
-
-class _TensorStandIn(_StandIn):
-    pass
-
-
-_DESCRIPTIONS = "torch.distributed.checkpoint.metadata"
 _STAND_INS: dict[tuple[str, str], Any] = {
-    (_DESCRIPTIONS, "Metadata"): _MetadataStandIn,
-    (_DESCRIPTIONS, "TensorStorageMetadata"): _TensorStandIn,
     **{
-        (_DESCRIPTIONS, name): _StandIn
-        for name in (
-            *("BytesStorageMetadata", "MetadataIndex", "ChunkStorageMetadata", "TensorProperties", "StorageMeta"),
-            "_MEM_FORMAT_ENCODING",
-        )
+        (module, name): type(name, (_StandIn,), {"kind": name})
+        for module, names in {
+            "torch.distributed.checkpoint.metadata": (
+                *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "MetadataIndex", "TensorProperties"),
+                *("ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+            ),
+            "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+            "torch.serialization": ("_get_layout",),
+            "pathlib": ("PosixPath", "PurePosixPath"),
+            "pathlib._local": ("PosixPath", "PurePosixPath"),
+        }.items()
+        for name in names
     },
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StandIn,
     ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): _StandIn,
     ("collections", "OrderedDict"): OrderedDict,
-    **{(module, name): _StandIn for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")},
     # A dtype has no state: it is pickled as the name torch.float32.
     **{("torch", str(dtype).removeprefix("torch.")): name for dtype, name in TORCH_NAMES.items()},
 }
@@ -208,7 +203,7 @@ def _read_metadata(path: Path) -> _Folder:
 
 
 def _folder_of(metadata: object) -> _Folder:
-    if type(metadata) is not _MetadataStandIn:
+    if not isinstance(metadata, _StandIn) or metadata.kind != "Metadata":
         raise StructureError("it does not hold metadata of DCP")
     entries = {
         (index.field("fqn"), None if index.field("offset") is None else _sizes(index.field("offset"))): _entry(info)
@@ -217,7 +212,7 @@ def _folder_of(metadata: object) -> _Folder:
     tensors: dict[str, _Tensor] = {}
     values: dict[str, _Entry] = {}
     for name, description in metadata.field("state_dict_metadata").items():
-        if type(description) is _TensorStandIn:
+        if description.kind == "TensorStorageMetadata":
             tensors[name] = _described(name, description, entries)
         else:
             values[name] = entries[name, None]

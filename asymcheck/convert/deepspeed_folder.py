@@ -130,7 +130,7 @@ class _Folder:
 
     @staticmethod
     def _read(file: SourceFile) -> Any:  # noqa: ANN401 - any content of the file
-        return read_torch_file(file, _STAND_INS)
+        return read_torch_file(file, stand_ins=_STAND_INS)
 
     def _files(self) -> list[Path]:
         by_rank = {}

@@ -1,16 +1,13 @@
-"""Read and write files of ``torch.save`` without their tensors in memory.
+"""Read files of ``torch.save`` without their tensors in memory.
 
 The pickle of a file is loaded with storages on the meta device, each with its key. The directory of the file, or in the
-format before torch 1.6 the order of the storages, gives the position of each storage. ``skip_data`` reserves space for
-the storages of a new file (see torch's notes on serialization). This is the only module that calls ``torch.save``.
+format before torch 1.6 the order of the storages, gives the position of each storage.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
-import math
 import shlex
 import struct
 import sys
@@ -27,42 +24,28 @@ from typing import IO, Any, Final
 import numpy as np
 import torch
 
-from asymcheck.convert.export_target import DraftSink, FileRegion, TargetFile
-from asymcheck.convert.part import keep_parts, leaves_of
+from asymcheck.convert.part import keep_parts
 from asymcheck.convert.restricted_pickle import load_pickle, objects_max
 from asymcheck.convert.source_file import SourceFile, first_line, refused
 from asymcheck.errors import (
     ForeignFileError,
-    InvalidInputError,
-    StorageError,
     StructureError,
     TruncatedError,
     listed,
 )
-from asymcheck.format.manifest import TensorRow
-from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.format.tree import join_name
-from asymcheck.restore.read_plan import ByteTarget
-from asymcheck.restore.state_template import RowRef
-from asymcheck.restore.tensor_stream import CheckpointOutline
-from asymcheck.state.dtypes import TORCH_DTYPES, TORCH_NAMES
+from asymcheck.state.dtypes import TORCH_NAMES
 from asymcheck.state.leaves import TensorBytes, flat_bytes
 from asymcheck.state.typed_values import TypedValue
-from asymcheck.storage.local_files import translated
 
 _REMEDY = "load the file in your own program, and save the result with Store.save()"
 _FETCH = "fetch or write the file again"
 _REWRITE = "load the file with torch.load() and write it again with torch.save()"
 _UNCOMPRESSED = f"pack the archive again without compression (zip -0), or {_REWRITE}"
-_NEWER = "install a newer torch, or use .safetensors"
 
 _LOCAL_MAGIC = b"PK\x03\x04"
 _LOCAL = struct.Struct("<4s22xHH")
-_CENTRAL = struct.Struct("<4s24xHHH12x")
-_CENTRAL_CRC = 16
-_DESCRIPTOR = b"PK\x07\x08"
 _ENCRYPTED = 1
-_CHUNK = 8 << 20
 _EXPANSION_MAX: Final = 4
 _EXPANDED_BYTES_MAX: Final = 1 << 26  # bytes that expanded views may have in a small file
 _VALUES_MAX: Final = 50_000_000
@@ -81,7 +64,6 @@ _KEY = "_asymcheck_key"  # attribute of a storage without memory: its key in the
 _PICKLE = "data.pkl"
 _BYTE_ORDER = "byteorder"
 
-_PROBE_BYTES = 1 << 16
 _METADATA = "_metadata"  # the attribute in which ``Module.state_dict()`` keeps the versions of modules
 
 _PICKLE_MARK = b"\x80"
@@ -138,31 +120,30 @@ _KNOWN: Mapping[str, Any] = {
 """Classes and functions that may occur in a file of ``torch.save``, by dotted name, or their replacements."""
 
 
-def read_torch_file(file: SourceFile, stand_ins: Mapping[str, type] | None = None, parts: Sequence[str] = ()) -> object:
+def read_torch_file(
+    file: SourceFile,
+    start: int = 0,
+    length: int | None = None,
+    *,
+    parts: Sequence[str] = (),
+    stand_ins: Mapping[str, type] = MappingProxyType({}),
+) -> object:
     """Return the state in a file of ``torch.save``; its tensors are read during the save.
 
     No code in the file is executed.
 
     Args:
-        file: the file.
-        stand_ins: replacement classes, by the dotted names of classes in the file.
+        file: the file, or another file that contains it as a range.
+        start: first byte of the range.
+        length: bytes of the range; by default, up to the end of ``file``.
         parts: dotted names of the parts to return. Other parts may hold objects of any class.
+        stand_ins: replacement classes, by the dotted names of classes in the file.
 
     Raises:
         ForeignFileError: the file is damaged, or it holds objects other than tensors, containers and plain values.
         InvalidInputError: the file lacks a part.
     """
-    return read_torch_slice(file, 0, file.size, parts, stand_ins or {})
-
-
-def read_torch_slice(
-    file: SourceFile,
-    start: int,
-    length: int,
-    parts: Sequence[str] = (),
-    stand_ins: Mapping[str, type] = MappingProxyType({}),
-) -> object:
-    """Return the state, or some parts of it, in a file of ``torch.save`` that is a range of another file."""
+    length = file.size - start if length is None else length
     source: Any = _RangedFile(file, start, length)
     magic = source.read(len(_LOCAL_MAGIC))
     source.seek(0)
@@ -173,9 +154,9 @@ def read_torch_slice(
         refused(file.path, first_line, _REMEDY, *_LOAD_ERRORS),
         refused(file.path, _damage, _FETCH, *_DAMAGE_ERRORS),
     ):
-        archive = (_Archive if magic == _LOCAL_MAGIC else _LegacyFile)(file.path, source, stand_ins)
+        archive = (Archive if magic == _LOCAL_MAGIC else _LegacyFile)(file.path, source, stand_ins)
         state = _supported_parts(file.path, archive.state, length, parts)
-        mapped = _map_leaves(
+        mapped = map_leaves(
             state,
             lambda leaf: _lazy_tensor(leaf, file, start, archive, tensors) if isinstance(leaf, torch.Tensor) else leaf,
         )
@@ -345,7 +326,7 @@ class _RangedFile(io.RawIOBase):
         return self.read(max(0, self._size - self._at)) or b""
 
 
-class _Archive:
+class Archive:
     """Zip archive that ``torch.save`` writes: its state, and the positions of its storages."""
 
     def __init__(self, path: Path, file: IO[bytes], stand_ins: Mapping[str, type] = MappingProxyType({})) -> None:
@@ -373,7 +354,7 @@ class _Archive:
         return name, self._start_of(name, member), member.compress_size
 
     def _start_of(self, name: str, member: zipfile.ZipInfo) -> int:
-        start = _data_start(self._path, member, self._file)
+        start = data_start(self._path, member, self._file)
         if start + member.compress_size > self._size:
             raise ForeignFileError(self._path, f"truncated: record {name} goes beyond the end of the file", _FETCH)
         if member.flag_bits & _ENCRYPTED:
@@ -434,7 +415,7 @@ def _check_byte_order(path: Path, order: str) -> None:
         raise ForeignFileError(path, problem, _REWRITE)
 
 
-def _data_start(path: Path, member: zipfile.ZipInfo, file: IO[bytes]) -> int:
+def data_start(path: Path, member: zipfile.ZipInfo, file: IO[bytes]) -> int:
     """Return the offset of a member's bytes in a zip file, from the local header of the member."""
     file.seek(member.header_offset)
     header = file.read(_LOCAL.size)
@@ -453,7 +434,7 @@ def _lazy_tensor(
     tensor: torch.Tensor,
     file: SourceFile,
     begin: int,
-    archive: _Archive | _LegacyFile,
+    archive: Archive | _LegacyFile,
     tensors: dict[tuple[object, ...], TensorBytes],
 ) -> object:
     """Return a lazy tensor for a tensor without memory, of an archive that begins at byte ``begin`` of ``file``."""
@@ -504,121 +485,15 @@ class _View(TensorBytes):
         self._file.check()
 
 
-def _map_leaves(value: Any, make: Callable[[object], object]) -> Any:  # noqa: ANN401 - a nested state
+def map_leaves(value: Any, make: Callable[[object], object]) -> Any:  # noqa: ANN401 - a nested state
+    """Return a nested state of plain containers, with the result of ``make`` in place of each leaf."""
     if type(value) in (dict, OrderedDict, Counter):
-        copy = type(value)({key: _map_leaves(item, make) for key, item in value.items()})
+        copy = type(value)({key: map_leaves(item, make) for key, item in value.items()})
         if hasattr(value, _METADATA):
             setattr(copy, _METADATA, getattr(value, _METADATA))
         return copy
     if isinstance(value, TypedValue):
-        return _map_leaves(value.content, make)
+        return map_leaves(value.content, make)
     if type(value) in (list, tuple):
-        return type(value)(_map_leaves(item, make) for item in value)
+        return type(value)(map_leaves(item, make) for item in value)
     return make(value)
-
-
-class TorchSink(DraftSink):
-    """Sink that writes a file for ``torch.load(weights_only=True)``.
-
-    Numpy arrays become tensors, and numpy scalars become Python numbers, because ``weights_only`` refuses both.
-    """
-
-    def begin(self, outline: CheckpointOutline) -> Mapping[int, ByteTarget]:
-        """Write the file with empty storages; return the regions of the storages."""
-        # The oldest supported versions of torch have no skip_data.
-        skip_data = getattr(torch.serialization, "skip_data", None)
-        if skip_data is None:
-            raise InvalidInputError(f"torch {torch.__version__} cannot stream tensors into .pt files; {_NEWER}")
-        hollow: dict[int, torch.Tensor] = {}
-        order: list[int] = []
-        shape = self._picked(outline.shape).shape
-        rows = {leaf.row: join_name(path) for path, leaf in leaves_of(shape) if isinstance(leaf, RowRef)}
-        self.names = [(name, outline.tensors[row]) for row, name in rows.items()]
-        self.tensors, self.nbytes = len(rows), sum(row.nbytes for _, row in self.names)
-        if self._draft.is_dry_run:
-            return {}
-
-        def make(leaf: object) -> object:
-            if isinstance(leaf, RowRef):
-                order.append(leaf.row)
-                return hollow.setdefault(leaf.row, _hollow(outline.tensors[leaf.row]))
-            return leaf.item() if isinstance(leaf, np.generic) else leaf
-
-        state = _map_leaves(shape, make)
-        self._file = file = self._draft.file(size=self.nbytes)
-        with _writing(file), skip_data():
-            torch.save(state, file.path)
-        with translated("read", file.path), file.path.open("rb") as written:
-            archive = _Archive(file.path, written)
-            leaves: list[object] = []
-            _map_leaves(archive.state, leaves.append)
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            starts = {row: archive.record_of(tensor)[1] for row, tensor in zip(order, tensors, strict=True)}
-        return {row: FileRegion(file, start) for row, start in starts.items()}
-
-    def finish(self) -> None:
-        """Write the checksums, and rename the file to its target."""
-        if self._draft.is_dry_run:
-            return
-        try:
-            _fill_checksums(self._file)
-        except BaseException:
-            self.abandon()
-            raise
-        super().finish()
-
-
-@contextlib.contextmanager
-def _writing(file: TargetFile) -> Iterator[None]:
-    try:
-        with translated("write", file.path):
-            yield
-    except RuntimeError as error:
-        # Torch hides the error of the operating system. Another write raises that error again.
-        with translated("access", file.path):
-            end = file.path.stat().st_size
-        file.write(end, bytes(_PROBE_BYTES))
-        advice = "check the drive, or choose another path"
-        raise StorageError(f"torch could not write {file.path}: {first_line(error)}; {advice}") from error
-
-
-def _hollow(row: TensorRow) -> torch.Tensor:
-    """Return a tensor with reserved memory that is never touched."""
-    dtype = TORCH_DTYPES.get(row.dtype)
-    if dtype is None:
-        raise InvalidInputError(
-            f"tensor {row.name} has dtype {row.dtype}, which torch {torch.__version__} lacks; install a newer torch"
-        )
-    # Unlike torch.empty(), a storage is never filled, not even with deterministic algorithms.
-    storage = torch.UntypedStorage(math.prod(row.shape) * DTYPE_BYTES[row.dtype])
-    return torch.empty(0, dtype=dtype).set_(storage).view(row.shape)
-
-
-def _fill_checksums(file: TargetFile) -> None:
-    """Write the missing CRC-32 of every member: in the directory and after the data (APPNOTE.TXT 4.3.9 and 4.3.12).
-
-    Torch ignores checksums, but ``unzip`` and Python's ``zipfile`` check them.
-    """
-    with zipfile.ZipFile(file.path) as archive, file.path.open("rb") as content:
-        position = archive.start_dir
-        for member in archive.infolist():
-            start = _data_start(file.path, member, content)
-            end = start + member.file_size
-            if member.CRC == 0 and member.file_size:
-                value = 0
-                for offset in range(start, end, _CHUNK):
-                    value = zlib.crc32(file.read(offset, min(_CHUNK, end - offset)), value)
-                checksum = struct.pack("<I", value)
-                file.write(position + _CENTRAL_CRC, checksum)
-                if file.read(end, 4) == _DESCRIPTOR:
-                    file.write(end + 4, checksum)
-            _, name, extra, comment = _CENTRAL.unpack(file.read(position, _CENTRAL.size))
-            position += _CENTRAL.size + name + extra + comment
-
-
-def value_file(value: object) -> io.BytesIO:
-    """Return a plain value as a file for ``torch.load``."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return file

@@ -41,7 +41,7 @@ from torch.futures import Future
 from asymcheck.commit.save_request import new_save_id
 from asymcheck.config import DEFAULT_RUN, StoreConfig
 from asymcheck.convert.dcp_folder import with_lists
-from asymcheck.convert.torch_file import value_file
+from asymcheck.convert.torch_sink import value_file
 from asymcheck.errors import (
     InconsistentCheckpointError,
     InvalidInputError,

@@ -20,7 +20,7 @@ BUILTIN_EXCEPTIONS = frozenset(
     name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
 )
 
-TORCH_FILES = "asymcheck/convert/torch_file.py"
+TORCH_FILES = "asymcheck/convert/torch_sink.py"
 RESTRICTED_PICKLE = "asymcheck/convert/restricted_pickle.py"
 
 NOQA_FORM = re.compile(r"# noqa: [A-Z]+[0-9]+(, [A-Z]+[0-9]+)* - \S.*")
@@ -125,8 +125,8 @@ def errors_have_one_home(tree: SourceTree) -> Iterator[Violation]:
 def nothing_is_unpickled(tree: SourceTree) -> Iterator[Violation]:
     """An import of a pickling module, a use of torch's pickling calls, or `allow_pickle` that is not False.
 
-    The module of torch's own files may call `torch.save`. The module of restricted pickles may derive an unpickler that
-    defines `find_class`, and call the derived unpickler.
+    The module that writes torch's files may call `torch.save`. The module of restricted pickles may derive an unpickler
+    that defines `find_class`, and call the derived unpickler.
     """
     for module in tree.package:
         if module.path == RESTRICTED_PICKLE:

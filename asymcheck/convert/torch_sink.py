@@ -1,0 +1,148 @@
+"""Write files of ``torch.save`` without their tensors in memory.
+
+``skip_data`` reserves space for the storages of a new file (see torch's notes on serialization). Their positions are
+then read from the file. This is the only module that calls ``torch.save``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+
+from asymcheck.convert.export_target import DraftSink, FileRegion, TargetFile
+from asymcheck.convert.part import leaves_of
+from asymcheck.convert.source_file import first_line
+from asymcheck.convert.torch_file import Archive, data_start, map_leaves
+from asymcheck.errors import InvalidInputError, StorageError
+from asymcheck.format.manifest import TensorRow
+from asymcheck.format.registry import DTYPE_BYTES
+from asymcheck.format.tree import join_name
+from asymcheck.restore.read_plan import ByteTarget
+from asymcheck.restore.state_template import RowRef
+from asymcheck.restore.tensor_stream import CheckpointOutline
+from asymcheck.state.dtypes import TORCH_DTYPES
+from asymcheck.storage.local_files import translated
+
+_CENTRAL = struct.Struct("<4s24xHHH12x")
+_CENTRAL_CRC = 16
+_DESCRIPTOR = b"PK\x07\x08"
+_CHUNK = 8 << 20
+_PROBE_BYTES = 1 << 16
+
+
+class TorchSink(DraftSink):
+    """Sink that writes a file for ``torch.load(weights_only=True)``.
+
+    Numpy arrays become tensors, and numpy scalars become Python numbers, because ``weights_only`` refuses both.
+    """
+
+    def begin(self, outline: CheckpointOutline) -> Mapping[int, ByteTarget]:
+        """Write the file with empty storages; return the regions of the storages."""
+        # The oldest supported versions of torch have no skip_data.
+        skip_data = getattr(torch.serialization, "skip_data", None)
+        if skip_data is None:
+            raise InvalidInputError(
+                f"torch {torch.__version__} cannot stream tensors into .pt files; install a newer torch, or use "
+                ".safetensors"
+            )
+        hollow: dict[int, torch.Tensor] = {}
+        order: list[int] = []
+        shape = self._picked(outline.shape).shape
+        rows = {leaf.row: join_name(path) for path, leaf in leaves_of(shape) if isinstance(leaf, RowRef)}
+        self.names = [(name, outline.tensors[row]) for row, name in rows.items()]
+        self.tensors, self.nbytes = len(rows), sum(row.nbytes for _, row in self.names)
+        if self._draft.is_dry_run:
+            return {}
+
+        def make(leaf: object) -> object:
+            if isinstance(leaf, RowRef):
+                order.append(leaf.row)
+                return hollow.setdefault(leaf.row, _hollow(outline.tensors[leaf.row]))
+            return leaf.item() if isinstance(leaf, np.generic) else leaf
+
+        state = map_leaves(shape, make)
+        self._file = file = self._draft.file(size=self.nbytes)
+        with _writing(file), skip_data():
+            torch.save(state, file.path)
+        with translated("read", file.path), file.path.open("rb") as written:
+            archive = Archive(file.path, written)
+            leaves: list[object] = []
+            map_leaves(archive.state, leaves.append)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            starts = {row: archive.record_of(tensor)[1] for row, tensor in zip(order, tensors, strict=True)}
+        return {row: FileRegion(file, start) for row, start in starts.items()}
+
+    def finish(self) -> None:
+        """Write the checksums, and rename the file to its target."""
+        if self._draft.is_dry_run:
+            return
+        try:
+            _fill_checksums(self._file)
+        except BaseException:
+            self.abandon()
+            raise
+        super().finish()
+
+
+@contextlib.contextmanager
+def _writing(file: TargetFile) -> Iterator[None]:
+    try:
+        with translated("write", file.path):
+            yield
+    except RuntimeError as error:
+        # Torch hides the error of the operating system. Another write raises that error again.
+        with translated("access", file.path):
+            end = file.path.stat().st_size
+        file.write(end, bytes(_PROBE_BYTES))
+        advice = "check the drive, or choose another path"
+        raise StorageError(f"torch could not write {file.path}: {first_line(error)}; {advice}") from error
+
+
+def _hollow(row: TensorRow) -> torch.Tensor:
+    """Return a tensor with reserved memory that is never touched."""
+    dtype = TORCH_DTYPES.get(row.dtype)
+    if dtype is None:
+        raise InvalidInputError(
+            f"tensor {row.name} has dtype {row.dtype}, which torch {torch.__version__} lacks; install a newer torch"
+        )
+    # Unlike torch.empty(), a storage is never filled, not even with deterministic algorithms.
+    storage = torch.UntypedStorage(math.prod(row.shape) * DTYPE_BYTES[row.dtype])
+    return torch.empty(0, dtype=dtype).set_(storage).view(row.shape)
+
+
+def _fill_checksums(file: TargetFile) -> None:
+    """Write the missing CRC-32 of every member: in the directory and after the data (APPNOTE.TXT 4.3.9 and 4.3.12).
+
+    Torch ignores checksums, but ``unzip`` and Python's ``zipfile`` check them.
+    """
+    with zipfile.ZipFile(file.path) as archive, file.path.open("rb") as content:
+        position = archive.start_dir
+        for member in archive.infolist():
+            start = data_start(file.path, member, content)
+            end = start + member.file_size
+            if member.CRC == 0 and member.file_size:
+                value = 0
+                for offset in range(start, end, _CHUNK):
+                    value = zlib.crc32(file.read(offset, min(_CHUNK, end - offset)), value)
+                checksum = struct.pack("<I", value)
+                file.write(position + _CENTRAL_CRC, checksum)
+                if file.read(end, 4) == _DESCRIPTOR:
+                    file.write(end + 4, checksum)
+            _, name, extra, comment = _CENTRAL.unpack(file.read(position, _CENTRAL.size))
+            position += _CENTRAL.size + name + extra + comment
+
+
+def value_file(value: object) -> io.BytesIO:
+    """Return a plain value as a file for ``torch.load``."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file

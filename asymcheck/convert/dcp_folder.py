@@ -17,7 +17,7 @@ import numpy as np
 
 from asymcheck.convert.restricted_pickle import load_pickle
 from asymcheck.convert.source_file import SourceFile
-from asymcheck.convert.torch_file import read_torch_file
+from asymcheck.convert.torch_file import map_leaves, read_torch_file
 from asymcheck.errors import ForeignFileError, StructureError, TruncatedError
 from asymcheck.format.registry import DTYPE_BYTES, TREE_DEPTH_MAX
 from asymcheck.format.tree import Key
@@ -56,7 +56,7 @@ def read_dcp_folder(path: Path, opened: Callable[[Path], SourceFile]) -> object:
     """
     folder = _read_metadata(path / _METADATA)
 
-    def read(name: str) -> object:
+    def read(name: Any) -> object:  # noqa: ANN401 - a leaf of the tree of names
         if name in folder.tensors:
             return _tensor(name, folder.tensors[name], lambda entry: opened(path / entry.file))
         entry = folder.values[name]
@@ -70,13 +70,7 @@ def read_dcp_folder(path: Path, opened: Callable[[Path], SourceFile]) -> object:
         for key in parents:
             container = container.setdefault(key, {})
         container[last] = name
-    return _replace_names(with_lists(state), read)
-
-
-def _replace_names(state: Any, read: Callable[[str], object]) -> object:  # noqa: ANN401 - a nested state of names
-    if type(state) is dict:
-        return {key: _replace_names(item, read) for key, item in state.items()}
-    return [_replace_names(item, read) for item in state] if type(state) is list else read(state)
+    return map_leaves(with_lists(state), read)
 
 
 def with_lists(value: Any) -> Any:  # noqa: ANN401 - a nested state

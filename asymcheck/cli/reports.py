@@ -11,9 +11,10 @@ from asymcheck.cli import exit_status, output
 from asymcheck.cli.locations import Locations, list_locations
 from asymcheck.cli.options import Report, command, show_remote_option, store_argument
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.inspect.diff import CheckpointDiff, TensorChange, TensorNorms
+from asymcheck.inspect.diff import CheckpointDiff, TensorChange
 from asymcheck.inspect.disk_usage import CheckpointBytes, DiskUsage
 from asymcheck.inspect.history import GenerationStart, History, HistoryEntry
+from asymcheck.inspect.norms import TensorNorms
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint
 

@@ -1,181 +1,31 @@
 """Compare two checkpoints: changed tensors with the norms of their differences, and changed values.
 
-Tensors with equal digests are not read. Other tensors are streamed, with a few partitions in memory at a time. Norms
-are accumulated block by block in float64 or complex128.
+Tensors with equal digests are not read. Other tensors are streamed, with a few partitions in memory at a time.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from asymcheck.errors import DamagedPartitionError, InvalidInputError, MissingPartitionError
 from asymcheck.format import layout
 from asymcheck.format.manifest import Extent, Manifest, TensorRow
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.inspect.history import describe_by
+from asymcheck.inspect.norms import NormSums, TensorNorms, without_norms
 from asymcheck.inspect.values import plain_values, shortened
 from asymcheck.restore.lineage import Lineage
 from asymcheck.restore.partition_locator import PartitionLocator, PartitionSet
 from asymcheck.restore.resolve import by_save_id, candidates, needed_by, read_manifests
 from asymcheck.restore.tensor_reader import PartitionCache, TensorStream
 from asymcheck.state.names import in_order, matches, no_match, unique_name
-from asymcheck.state.numpy_dtypes import NUMPY_DTYPES
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.types import Checkpoint, Digest, Progress
-
-_WIDE_INTEGERS = ("int64", "uint64")
-_PACKED = "float4_e2m1fn_x2"
-_RANDOM = "rng"
-
-Numbers = npt.NDArray[np.float64] | npt.NDArray[np.complex128]
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorNorms:
-    """Norms of the difference of two tensors of one shape.
-
-    Numbers are compared as float64, complex numbers as complex128, bool as 0 and 1. Norms skip elements that are
-    infinite or not a number. Norms of the difference skip elements that are so in either tensor.
-    """
-
-    l2_a: float | None
-    l2_difference: float | None
-    """L2 norm of B - A."""
-    relative: float | None
-    """``l2_difference / l2_a``; None if A is zero."""
-    largest: float | None
-    """The largest absolute difference of two elements."""
-    differing: int
-    """Number of different elements: by bytes if the dtypes are equal, otherwise by value."""
-    elements: int
-    """Number of elements. An element of dtype float4_e2m1fn_x2 is a byte with two numbers."""
-    nonfinite_a: int | None
-    """Number of elements of A that are infinite or not a number."""
-    nonfinite_b: int | None
-    note: str
-    """Reason why the norms are None; empty if they exist."""
-
-
-class NormSums:
-    """Accumulates the norms of two tensors of one shape, block by block."""
-
-    def __init__(self, dtype_a: str, dtype_b: str, role: str) -> None:
-        """Compare tensors of these dtypes. The state of a random number generator (by ``role``) has no norms."""
-        self.dtypes = (dtype_a, dtype_b)
-        self.note = _without_norms(self.dtypes, role)
-        self._l2_a = self._l2_difference = self._largest = 0.0
-        self._differing = self._elements = self._nonfinite_a = self._nonfinite_b = 0
-
-    def add(self, a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> None:
-        """Add the next block: the bytes of the same number of elements of A and of B."""
-        count = len(a) // DTYPE_BYTES[self.dtypes[0]]
-        self._elements += count
-        same_dtype = self.dtypes[0] == self.dtypes[1]
-        if same_dtype:
-            self._differing += _count_differing(a, b, DTYPE_BYTES[self.dtypes[0]])
-        if self.note and same_dtype:
-            return
-        # A sum that overflows is infinite, which is the correct result.
-        with np.errstate(over="ignore"):
-            numbers_a, numbers_b = _numbers(a, self.dtypes[0]), _numbers(b, self.dtypes[1])
-            self._add_numbers(numbers_a, numbers_b)
-            if not same_dtype:
-                both_nan = np.isnan(numbers_a) & np.isnan(numbers_b)
-                self._differing += int(((numbers_a != numbers_b) & ~both_nan).sum())
-            elif self.dtypes[0] in _WIDE_INTEGERS:
-                self._add_difference(_integer_difference(a, b, self.dtypes[0]))
-
-    def _add_numbers(self, a: Numbers, b: Numbers) -> None:
-        finite_a, finite_b = np.isfinite(a), np.isfinite(b)
-        nonfinite = [len(finite) - int(np.count_nonzero(finite)) for finite in (finite_a, finite_b)]
-        self._nonfinite_a += nonfinite[0]
-        self._nonfinite_b += nonfinite[1]
-        # Select elements only if necessary, because the selection copies them.
-        self._l2_a = math.hypot(self._l2_a, _l2(np.abs(a[finite_a] if nonfinite[0] else a)))
-        if self.dtypes[0] != self.dtypes[1] or self.dtypes[0] not in _WIDE_INTEGERS:
-            if any(nonfinite):
-                a, b = a[finite_a & finite_b], b[finite_a & finite_b]
-            self._add_difference(np.abs(b - a))
-
-    def _add_difference(self, sizes: npt.NDArray[np.float64]) -> None:
-        self._l2_difference = math.hypot(self._l2_difference, _l2(sizes))
-        self._largest = max(self._largest, float(sizes.max(initial=0.0)))
-
-    def result(self) -> TensorNorms:
-        """Return the norms of all added blocks."""
-        if self.note:
-            return TensorNorms(None, None, None, None, self._differing, self._elements, None, None, self.note)
-        l2_a, l2 = self._l2_a, self._l2_difference
-        sums = l2_a, l2, (l2 / l2_a if l2_a else None), self._largest, self._differing, self._elements
-        return TensorNorms(*sums, self._nonfinite_a, self._nonfinite_b, "")
-
-
-def _without_norms(dtypes: tuple[str, str], role: str) -> str:
-    for dtype in dtypes:
-        if dtype == _PACKED:
-            return f"{dtype} packs two numbers into a byte"
-        if dtype not in NUMPY_DTYPES and (problem := _unsupported_by_torch(dtype)):
-            return problem
-    # The state of a random number generator is a bit pattern, so that norms have no meaning.
-    return "state of a random number generator" if role == _RANDOM else ""
-
-
-def _unsupported_by_torch(dtype: str) -> str:
-    import torch
-
-    from asymcheck.state.dtypes import TORCH_DTYPES
-
-    return "" if dtype in TORCH_DTYPES else f"torch {torch.__version__} has no {dtype}"
-
-
-def _numbers(data: npt.NDArray[np.uint8], dtype: str) -> Numbers:
-    is_complex = dtype.startswith("complex")
-    numpy_dtype = NUMPY_DTYPES.get(dtype)
-    numbers: Numbers
-    if numpy_dtype is not None:
-        numbers = data.view(numpy_dtype).astype(np.complex128 if is_complex else np.float64)
-    else:
-        import torch
-
-        from asymcheck.state.dtypes import TORCH_DTYPES
-
-        wide = torch.complex128 if is_complex else torch.float64
-        numbers = torch.from_numpy(data).view(TORCH_DTYPES[dtype]).to(wide).numpy()
-    return numbers
-
-
-def _count_differing(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8], size: int) -> int:
-    words = f"u{min(size, 8)}"
-    differ = a.view(words) != b.view(words)
-    if size > 8:  # noqa: PLR2004 - the widest integer of numpy, in bytes
-        differ = differ.reshape(-1, size // 8).any(axis=1)
-    return int(np.count_nonzero(differ))
-
-
-def _integer_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.float64]:
-    """Return absolute differences of 64-bit integers, rounded to float64 after the subtraction."""
-    x, y = a.view(dtype), b.view(dtype)
-    # The larger minus the smaller integer is exact modulo 2^64.
-    higher, lower = np.maximum(x, y).view(np.uint64), np.minimum(x, y).view(np.uint64)
-    sizes: npt.NDArray[np.float64] = (higher - lower).astype(np.float64)
-    return sizes
-
-
-def _l2(sizes: npt.NDArray[np.float64]) -> float:
-    """Return the L2 norm of absolute values, scaled to avoid overflow and underflow."""
-    largest = float(sizes.max(initial=0.0))
-    if largest == 0.0 or not math.isfinite(largest):
-        return largest
-    # Avoid np.dot: on few cores, BLAS threads and torch threads wait for each other.
-    return largest * math.sqrt(float(np.square(sizes / largest).sum()))
-
 
 # Small enough that torch converts a block in this thread. Measured: on busy cores, its thread pool is tens of times
 # slower.
@@ -301,7 +151,7 @@ class _Pair:
     def is_comparable(self) -> bool:
         """Whether the tensors can be compared element by element."""
         if self.kind == "dtype":
-            return not _without_norms((self.a.dtype, self.b.dtype), "")
+            return not without_norms((self.a.dtype, self.b.dtype))
         return self.kind == "value"
 
     @property

@@ -95,6 +95,13 @@ def _bytes(text: str, _encoding: str) -> bytes:
     return text.encode("latin-1")
 
 
+def _parameter(data: torch.Tensor, *_options: object) -> torch.Tensor:
+    # A function that returned any argument could return a class, whose attributes the pickle could then change.
+    if not isinstance(data, torch.Tensor):
+        raise StructureError("a parameter is not a tensor")
+    return data
+
+
 _KNOWN: Mapping[str, Any] = {
     "_codecs.encode": _bytes,
     "builtins.complex": complex,
@@ -113,8 +120,8 @@ _KNOWN: Mapping[str, Any] = {
         f"torch._utils.{name}": getattr(torch._utils, name)  # noqa: SLF001 - the names are part of the format
         for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
     },
-    "torch._utils._rebuild_parameter": lambda data, *_options: data,
-    "torch._utils._rebuild_parameter_with_state": lambda data, *_options: data,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": lambda function, _kind, arguments, _state: function(*arguments),
 }
 """Classes and functions that may occur in a file of ``torch.save``, by dotted name, or their replacements."""
@@ -233,10 +240,10 @@ def _find_class(stand_ins: Mapping[str, type], module: str, name: str) -> Any:  
 
 
 def _storage(pid: Any) -> Any:  # noqa: ANN401 - any content of the file
-    """Return the object with a persistent id: a storage, or the class of a module in a file from before torch 1.6."""
+    """Return the object with a persistent id: a storage, or a stand-in for a class of modules."""
     kind, *described = pid
     if kind == "module":
-        return described[0]
+        return _find_class({}, "torch.nn", "Module")
     dtype, key, _location, elements = described[:4]
     storage = torch.UntypedStorage(elements * dtype.itemsize, device="meta")
     setattr(storage, _KEY, key)

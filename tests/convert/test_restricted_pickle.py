@@ -129,11 +129,25 @@ def test_hostile_key_does_not_kill_the_command(tmp_path: Path) -> None:
     assert (done.returncode, "nested deeper" in done.stderr) == (2, True), done.stderr
 
 
-@pytest.mark.parametrize("name", [b"collections\nCounter", b"argparse\nNamespace"])
-def test_class_is_not_changed(tmp_path: Path, name: bytes) -> None:
+COUNTER = b"ccollections\nCounter\n"
+UPDATE = b"N}X\x06\x00\x00\x00updateK\x01s\x86b."
+"""Operations that set an attribute of an object with slots."""
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (COUNTER + UPDATE, "changes attributes of a class"),
+        (COUNTER + b"q\x00h\x00" + UPDATE, "changes attributes of a class"),
+        (b"ctorch._utils\n_rebuild_parameter\n" + COUNTER + b"NN\x87R" + UPDATE, "is not a tensor"),
+        (b"(X\x06\x00\x00\x00module" + COUNTER + b"NNtQ" + UPDATE, "torch.nn.Module"),
+    ],
+    ids=["named", "remembered", "returned", "persistent"],
+)
+def test_class_is_not_changed(tmp_path: Path, content: bytes, problem: str) -> None:
     """Test a state that would replace a method of a class for the whole process."""
-    path = archive(tmp_path / "a.pt", PROTOCOL + b"c" + name + b"\nN}X\x06\x00\x00\x00updateK\x01s\x86b.")
-    with pytest.raises(ForeignFileError, match="changes attributes of a class"), foreign_state(path):
+    path = archive(tmp_path / "a.pt", PROTOCOL + content)
+    with pytest.raises(ForeignFileError, match=problem), foreign_state(path):
         pass
     assert callable(collections.Counter.update)
 

@@ -237,7 +237,7 @@ def gc(
 
 def _verdict(verdict: Verdict, *, dry_run: bool) -> str:
     item = verdict.checkpoint
-    name = f"run {item.run}, step {item.step} (generation {item.generation}, save {output.short_save_id(item.save_id)})"
+    name = f"run {item.run}, {item.ref}"
     if verdict.stays:
         return f"{'would keep' if dry_run else 'kept'} {name}: {', '.join(verdict.reasons)}"
     return f"{'would delete' if dry_run else 'deleted'} {name}, {output.size(item.state_bytes)}"

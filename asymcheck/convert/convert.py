@@ -12,10 +12,10 @@ from asymcheck.config import DEFAULT_RUN
 from asymcheck.convert.dcp_folder import is_dcp_folder, read_dcp_folder
 from asymcheck.convert.deepspeed_folder import is_deepspeed_folder, read_deepspeed_folder
 from asymcheck.convert.export_target import Draft, check_target, format_of
-from asymcheck.convert.hugging_face import SafetensorsSink, other_files, read_folder, torch_weights
+from asymcheck.convert.hugging_face import INDEX_NAME, SafetensorsSink, other_files, read_folder, torch_weights
 from asymcheck.convert.part import MODEL, SOURCE, TIED, keep_parts, leaves_of
 from asymcheck.convert.rename import Renames, rename_tensors
-from asymcheck.convert.safetensors_format import FileTensor, read_header
+from asymcheck.convert.safetensors_format import SafetensorsHeader, read_header
 from asymcheck.convert.source_file import SourceFile, refused
 from asymcheck.convert.torch_file import TORCH_MARKS, read_torch_file
 from asymcheck.convert.torch_sink import TorchSink
@@ -209,18 +209,14 @@ def foreign_state(
             state = read_dcp_folder(path, opened)
         elif kind == "deepspeed":
             state = read_deepspeed_folder(path, opened)
-        elif kind == "folder" and (shards := torch_weights(path)):
-            state = _torch_folder(path, shards, opened)
-            if left_out is not None:
-                left_out += sorted({item.name for item in path.iterdir()} - {*shards, *other_files(path)})
         elif kind == "folder":
-            folder = read_folder(path, opened)
+            state = _state_of_folder(path, opened)
             if left_out is not None:
-                left_out += folder.ignored
-            state = _state_of(path, folder.tensors, folder.metadata, _small_files(path, folder.others, opened), opened)
+                read = {INDEX_NAME, *(file.name for file in files)}
+                left_out += sorted({item.name for item in path.iterdir()} - read)
         elif kind == "safetensors":
-            header = read_header(opened(path))
-            state = _state_of(path, header.tensors, header.metadata, {}, opened)
+            model, metadata = _weights_of(path, read_header(opened(path)), opened)
+            state = {MODEL: model, SOURCE: {"metadata": metadata, "files": {}}}
         elif kind == "torch":
             state = read_torch_file(opened(path), parts=parts)
         else:
@@ -267,28 +263,31 @@ def import_checkpoint(store: Store, path: Path, *, step: int = 0, run: str = DEF
         return store.save(state, step=step, run=run)
 
 
-def _state_of(
-    path: Path,
-    tensors: tuple[FileTensor, ...],
-    metadata: Mapping[str, str],
-    files: Mapping[str, TensorBytes],
-    opened: Callable[[Path], SourceFile],
-) -> object:
-    sources = {name: opened(name) for name in sorted({tensor.path for tensor in tensors})}
-    model = {item.name: sources[item.path].tensor(item.start, item.dtype, item.shape) for item in tensors}
-    for name, first in _tied(path, metadata, model).items():
-        model[name] = model[first]
-    kept = {key: value for key, value in metadata.items() if key != TIED}
-    return {MODEL: model, SOURCE: {"metadata": kept, "files": dict(files)}}
+def _state_of_folder(path: Path, opened: Callable[[Path], SourceFile]) -> object:
+    """Return the weights of a model folder, with its metadata and small files."""
+    metadata: Mapping[str, str] = {}
+    if shards := torch_weights(path):
+        model = _torch_weights_of(path, shards, opened)
+    else:
+        model, metadata = _weights_of(path, read_folder(path, opened), opened)
+    files = {name: opened(path / name) for name in other_files(path)}
+    contents = {name: file.tensor(0, "uint8", (file.size,)) for name, file in files.items()}
+    return {MODEL: model, SOURCE: {"metadata": metadata, "files": contents}}
 
 
-def _small_files(path: Path, names: Sequence[str], opened: Callable[[Path], SourceFile]) -> dict[str, TensorBytes]:
-    files = {name: opened(path / name) for name in names}
-    return {name: file.tensor(0, "uint8", (file.size,)) for name, file in files.items()}
+def _weights_of(
+    path: Path, header: SafetensorsHeader, opened: Callable[[Path], SourceFile]
+) -> tuple[dict[object, object], dict[str, str]]:
+    """Return the tensors that a header describes, and the metadata without the entry for tied tensors."""
+    sources = {name: opened(name) for name in sorted({tensor.path for tensor in header.tensors})}
+    model: dict[object, object] = {
+        item.name: sources[item.path].tensor(item.start, item.dtype, item.shape) for item in header.tensors
+    }
+    model |= {name: model[first] for name, first in _tied(path, header.metadata, model).items()}
+    return model, {key: value for key, value in header.metadata.items() if key != TIED}
 
 
-def _torch_folder(path: Path, shards: Sequence[str], opened: Callable[[Path], SourceFile]) -> object:
-    """Return the state in a model folder whose weights are files of torch.save."""
+def _torch_weights_of(path: Path, shards: Sequence[str], opened: Callable[[Path], SourceFile]) -> dict[object, object]:
     model: dict[object, object] = {}
     for shard in shards:
         content = read_torch_file(opened(path / shard))
@@ -296,10 +295,10 @@ def _torch_folder(path: Path, shards: Sequence[str], opened: Callable[[Path], So
             problem = "not a mapping of tensors by name, or its names are in another shard, too"
             raise ForeignFileError(path / shard, problem, "fetch or export the folder again")
         model |= content
-    return {MODEL: model, SOURCE: {"metadata": {}, "files": _small_files(path, other_files(path), opened)}}
+    return model
 
 
-def _tied(path: Path, metadata: Mapping[str, str], model: Mapping[str, TensorBytes]) -> dict[str, str]:
+def _tied(path: Path, metadata: Mapping[str, str], model: Mapping[object, object]) -> dict[str, str]:
     """Return the aliases of tied tensors with their first names, from the metadata of an export."""
     try:
         tied = json.loads(metadata.get(TIED, "{}"))

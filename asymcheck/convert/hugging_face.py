@@ -18,7 +18,6 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -26,7 +25,6 @@ from asymcheck.convert.export_target import Draft, DraftSink, FileRegion
 from asymcheck.convert.part import MODEL, Part, encode_tied
 from asymcheck.convert.rename import Renames
 from asymcheck.convert.safetensors_format import (
-    FileTensor,
     NewTensor,
     SafetensorsHeader,
     encode_header,
@@ -61,17 +59,6 @@ _CONFIGURATION = "config.json"
 _SHOWN = 4
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFolder:
-    """Content of a model folder."""
-
-    tensors: tuple[FileTensor, ...]  # ordered by file name, then by offset
-    metadata: dict[str, str]  # entries on which all files that have the key agree
-    others: tuple[str, ...]  # names of small files: configuration, tokenizer, licence, code
-    ignored: tuple[str, ...]
-    """Names of other entries: unread weights, sub-folders, hidden or large files, links that lead outside."""
-
-
 class Shard(NamedTuple):
     """A file to write."""
 
@@ -79,8 +66,8 @@ class Shard(NamedTuple):
     tensors: tuple[NewTensor, ...]
 
 
-def read_folder(folder: Path, opened: Callable[[Path], SourceFile]) -> ModelFolder:
-    """Read the headers of a model in the layout of Hugging Face; no tensor data is read.
+def read_folder(folder: Path, opened: Callable[[Path], SourceFile]) -> SafetensorsHeader:
+    """Read the headers of a model in the layout of Hugging Face as one; no tensor data is read.
 
     The weights are the shards in ``model.safetensors.index.json``, else ``model.safetensors``, else the only file that
     ends in ``.safetensors``. If the folder has both an index and a ``model.safetensors`` that the index does not
@@ -108,10 +95,8 @@ def read_folder(folder: Path, opened: Callable[[Path], SourceFile]) -> ModelFold
     else:
         single = _single_name(folder, names)
         headers = {single: _shard_header(folder, single, opened)}
-    others = [name for name in names if name not in headers and _is_small_other(folder, name)]
-    ignored = [name for name in names if name not in headers and name not in others and name != INDEX_NAME]
     tensors = tuple(tensor for header in headers.values() for tensor in header.tensors)
-    return ModelFolder(tensors, _agreed(header.metadata for header in headers.values()), tuple(others), tuple(ignored))
+    return SafetensorsHeader(tensors, _agreed(header.metadata for header in headers.values()))
 
 
 def torch_weights(folder: Path) -> tuple[str, ...]:
@@ -290,6 +275,7 @@ def _is_small_other(folder: Path, name: str) -> bool:
 
 
 def _agreed(metadata: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Return the entries on which all files that have the key agree."""
     merged: dict[str, set[str]] = {}
     for part in metadata:
         for key, value in part.items():

@@ -91,9 +91,9 @@ class FileTensor:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """Header of a safetensors file."""
+    """Header of a safetensors file, or the headers of all files of a model folder."""
 
-    tensors: tuple[FileTensor, ...]  # ordered by offset
+    tensors: tuple[FileTensor, ...]  # ordered by file name, then by offset
     metadata: dict[str, str]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import safetensors
 
-from asymcheck.convert.hugging_face import ModelFolder, read_folder
+from asymcheck.convert.hugging_face import read_folder
 from asymcheck.convert.safetensors_format import (
     DTYPE_TAGS,
     NewTensor,
@@ -75,7 +75,7 @@ def header_of(path: Path) -> SafetensorsHeader:
         return read_header(file)
 
 
-def folder_of(path: Path) -> ModelFolder:
+def folder_of(path: Path) -> SafetensorsHeader:
     """Return the content of a model folder."""
     with contextlib.ExitStack() as stack:
         return read_folder(path, lambda file: stack.enter_context(SourceFile(file)))

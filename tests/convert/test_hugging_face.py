@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asymcheck.convert import hugging_face
-from asymcheck.convert.hugging_face import INDEX_NAME, Shard, encode_index, plan_shards
+from asymcheck.convert.convert import foreign_state
+from asymcheck.convert.hugging_face import INDEX_NAME, Shard, encode_index, other_files, plan_shards
 from asymcheck.convert.safetensors_format import NewTensor
 from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, StorageError
 from tests.convert.files import byte_tensor, folder_of, write
@@ -51,8 +52,7 @@ def test_shards_with_an_index(folder: Path) -> None:
     model = folder_of(folder)
     assert [(t.path, t.name) for t in model.tensors] == [(folder / WEIGHT_MAP[name], name) for name in "abc"]
     assert model.metadata == {"format": "pt"}
-    assert model.others == ("config.json", "tokenizer.model")
-    assert model.ignored == ()
+    assert other_files(folder) == ["config.json", "tokenizer.model"]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "adapter_model.safetensors"])
@@ -62,16 +62,18 @@ def test_a_single_file(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     model = folder_of(tmp_path)
     assert [(t.path, t.name) for t in model.tensors] == [(tmp_path / name, "v"), (tmp_path / name, "w")]
-    assert (model.metadata, model.others, model.ignored) == ({"k": "1"}, ("config.json",), ())
+    assert (model.metadata, other_files(tmp_path)) == ({"k": "1"}, ["config.json"])
 
 
 def test_the_usual_name_goes_first(tmp_path: Path) -> None:
     """Test that model.safetensors is read, and that the other files are listed as ignored."""
     put(tmp_path / "model.safetensors", ["w"])
     put(tmp_path / "consolidated.safetensors", ["x"])
-    model = folder_of(tmp_path)
-    assert [t.name for t in model.tensors] == ["w"]
-    assert model.ignored == ("consolidated.safetensors",)
+    left_out: list[str] = []
+    with foreign_state(tmp_path, left_out=left_out) as state:
+        assert isinstance(state, dict)
+        assert list(state["model"]) == ["w"]
+    assert left_out == ["consolidated.safetensors"]
 
 
 def test_an_index_of_a_single_file(tmp_path: Path) -> None:
@@ -94,11 +96,12 @@ def test_nothing_in_the_folder_goes_unmentioned(folder: Path, monkeypatch: pytes
     (folder / "full.json").write_bytes(bytes(1000))
     for name in (".gitattributes", "pytorch_model.bin", "pytorch_model.bin.index.json", "old.safetensors"):
         (folder / name).write_text("")
-    model = folder_of(folder)
-    assert model.others == ("config.json", "full.json", "inside.json", "tokenizer.model")
-    listed = {*model.others, *model.ignored, INDEX_NAME, *SHARDS}
-    assert listed == set(os.listdir(folder))
-    assert set(model.ignored).isdisjoint({*model.others, *SHARDS})
+    others = ["config.json", "full.json", "inside.json", "tokenizer.model"]
+    left_out: list[str] = []
+    with foreign_state(folder, left_out=left_out) as state:
+        assert isinstance(state, dict)
+        assert list(state["safetensors"]["files"]) == others
+    assert sorted([*others, *left_out, INDEX_NAME, *SHARDS]) == sorted(os.listdir(folder))
 
 
 def test_metadata_on_which_shards_disagree(folder: Path) -> None:
@@ -181,7 +184,7 @@ def test_the_cache_of_the_hub(folder: Path) -> None:
     for revision in ("main", "current"):
         model = folder_of(cache / "snapshots" / revision)
         assert [t.name for t in model.tensors] == ["a", "b", "c"]
-        assert model.others == ("config.json", "tokenizer.model")
+        assert other_files(cache / "snapshots" / revision) == ["config.json", "tokenizer.model"]
     (cache / "snapshots").rename(cache / "revisions")
     with pytest.raises(ForeignFileError, match="link that leads out"):
         folder_of(cache / "revisions" / "main")

@@ -12,6 +12,7 @@ from asymcheck.errors import AsymcheckError, BaseDamagedError, DigestMismatchErr
 from asymcheck.events import emit
 from asymcheck.format import layout, registry
 from asymcheck.format.digest import ZERO_DIGEST
+from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import PackHeader, entry_length
 from asymcheck.fsck.frame_scanner import FrameScanner, PackContent, ScanResult, each_manifest, scan_packs
 from asymcheck.fsck.rebuild_catalog import Rebuilt, reconcile
@@ -103,15 +104,14 @@ class _Repairer:
         self._remove_temporaries()
         if self._tier.repair_descriptor():
             self._note_record(layout.DESCRIPTOR_NAME)
-        # Read manifests before the scan, so that the scan finds the packs of all these manifests.
-        needs: dict[Digest, set[int]] = {}
+        # List checkpoints before the scan, so that the scan finds the packs of all these checkpoints.
         for run in self._tier.manifests.runs():
             self._repair_heads(run)
-            self._check_manifests(run, needs)
+            self._check_manifests(run)
         scan = scan_packs(self._tier, progress)
         self._correct_catalog(scan)
         readable = self._repair_packs(scan)
-        self._report_lost(needs, readable, scan)
+        self._report_lost(readable, scan)
         copied_bytes = sum(location.plain_length for location in self._copied.values())
         return Repaired(tuple(self._done), tuple(self._left), len(self._copied), copied_bytes)
 
@@ -146,11 +146,9 @@ class _Repairer:
                 if rewritten:
                     self._note_record(where)
 
-    def _check_manifests(self, run: str, needs: dict[Digest, set[int]]) -> None:
+    def _check_manifests(self, run: str) -> None:
         for listing in self._tier.manifests.checkpoints(run):
             checkpoint, where = f"run {run}, {listing.ref}", layout.checkpoint_path(run, listing.ref)
-            # Refer to checkpoints by index, because hashing the listing of many ranks for every partition is slow.
-            number = len(self._checkpoints)
             self._checkpoints.append(listing)
             if not listing.is_complete:
                 problem = what_is_missing(listing)
@@ -159,9 +157,6 @@ class _Repairer:
                 if isinstance(manifest, AsymcheckError):
                     path = f"{where}/{name}"
                     self._left.append(Unrepaired("damaged-manifest", path, str(manifest), _DELETE, (checkpoint,)))
-                else:
-                    for digest in manifest.partitions():
-                        needs.setdefault(digest, set()).add(number)
 
     def _correct_catalog(self, scan: ScanResult) -> None:
         changed = reconcile(self._tier, self._catalog, scan).changed
@@ -220,25 +215,18 @@ class _Repairer:
             remedy = f"{'replace the device; ' if unread else ''}remove the file when no checkpoint needs it any more"
             self._left.append(Unrepaired("unreadable-pack", where, message, remedy))
 
-    def _report_lost(self, needs: Mapping[Digest, set[int]], readable: set[Digest], scan: ScanResult) -> None:
-        lost_by_number: dict[int, list[Digest]] = {}
-        for digest, users in needs.items():
-            if digest not in readable:
-                for number in users:
-                    lost_by_number.setdefault(number, []).append(digest)
-        lost: dict[str, list[Digest]] = {}
-        for number, digests in lost_by_number.items():
-            listing = self._checkpoints[number]
-            # The checkpoint may have been deleted during the scan, and its packs collected.
-            if self._tier.manifests.listing(listing.run, listing.ref).manifests:
-                lost.setdefault(f"run {listing.run}, {listing.ref}", []).extend(digests)
+    def _report_lost(self, readable: set[Digest], scan: ScanResult) -> None:
         unless = ", unless a pack that could not be read stores it" if scan.skipped else ""
-        for checkpoint, digests in sorted(lost.items()):
-            first = digests[0].hex()
-            message = f"partition {first} is lost{unless}"
-            if len(digests) > 1:
-                message = f"{len(digests)} partitions are lost{unless}; the first is {first}"
-            self._left.append(Unrepaired("lost-partitions", checkpoint, message, _SAVE_AGAIN, (checkpoint,)))
+        for listing in sorted(self._checkpoints, key=lambda listing: (listing.run, listing.ref)):
+            # A checkpoint that was deleted during the scan has no manifests any more.
+            found = (manifest for _, manifest in each_manifest(self._tier, listing))
+            digests = (digest for item in found if isinstance(item, Manifest) for digest in item.partitions())
+            lost = list(dict.fromkeys(digest.hex() for digest in digests if digest not in readable))
+            if lost:
+                checkpoint, message = f"run {listing.run}, {listing.ref}", f"partition {lost[0]} is lost{unless}"
+                if len(lost) > 1:
+                    message = f"{len(lost)} partitions are lost{unless}; the first is {lost[0]}"
+                self._left.append(Unrepaired("lost-partitions", checkpoint, message, _SAVE_AGAIN, (checkpoint,)))
 
 
 _Copy = tuple[Digest, bytes]

@@ -314,7 +314,8 @@ def _divide_by_role(partitions: _Ints, roles: _Ints, weights: _Ints, bytes_of: _
     total = _sum_by_key(partitions, weights, len(bytes_of))
     shares = bytes_of[partitions] * (weights / np.maximum(total[partitions], 1))
     by_role = np.bincount(roles, weights=shares, minlength=len(_ROLES))
-    return np.diff(np.rint(np.cumsum(by_role)).astype(np.int64), prepend=0)
+    ends: _Ints = np.rint(np.cumsum(by_role)).astype(np.int64)
+    return ends - np.append(np.zeros(1, dtype=np.int64), ends[:-1])
 
 
 def _bytes_in(tier: NvmeTier, folder: Path, field: str, wanted: Callable[[str], bool] = bool) -> int:

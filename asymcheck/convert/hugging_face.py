@@ -252,15 +252,12 @@ def _check_agreement(folder: Path, weight_map: Mapping[str, str], headers: Mappi
                 raise ForeignFileError(
                     folder, f"tensor {shown(tensor.name)} is in {first} and in {shard}", _FETCH_AGAIN
                 )
-    index = folder / INDEX_NAME
-    remedy = f"{_FETCH_AGAIN}, with index and shards from the same export"
-    for name, shard in shard_of.items():
-        if name not in weight_map:
-            raise ForeignFileError(index, f"tensor {shown(name)} of {shard} is not in the index", remedy)
-    for name, shard in weight_map.items():
-        if shard_of.get(name) != shard:
-            location = f"in {shard_of[name]}" if name in shard_of else "in no shard"
-            raise ForeignFileError(index, f"tensor {shown(name)} is not in {shard}, but {location}", remedy)
+    for name in {**shard_of, **weight_map}:
+        indexed, stored = (places.get(name, "no shard") for places in (weight_map, shard_of))
+        if indexed != stored:
+            problem = f"tensor {shown(name)} is in {stored}, but in {indexed} according to the index"
+            remedy = f"{_FETCH_AGAIN}, with index and shards from the same export"
+            raise ForeignFileError(folder / INDEX_NAME, problem, remedy)
 
 
 def _is_small_other(folder: Path, name: str) -> bool:

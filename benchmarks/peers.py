@@ -19,12 +19,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
+from asymcheck import StoreConfig
+
 with warnings.catch_warnings():
     # Importing the library raises warnings about names that torch has deprecated.
     warnings.simplefilter("ignore")
     from torchsnapshot import Snapshot, StateDict
 
-THREADS = 4
+THREADS = StoreConfig().slots
 """Number of threads for peers with such an option: as many as asymcheck has frames in flight."""
 
 Tensors = dict[str, torch.Tensor]

@@ -27,7 +27,7 @@ import torch
 from asymcheck.capture.device_copy import Device, EagerCopies, Transfers
 from asymcheck.capture.device_sums import DeviceSums, checksum
 from asymcheck.errors import CaptureWarning, TornCaptureError, warn_user
-from asymcheck.executor import together
+from asymcheck.executor import share
 from asymcheck.format.digest import digest
 from asymcheck.state.leaves import Leaf
 from asymcheck.state.partition_plan import Partition, Piece
@@ -390,19 +390,12 @@ def _mark_of(leaf: Leaf) -> int:
 def _digests_of(leaves: Mapping[int, Leaf], pieces: Sequence[Piece]) -> list[Digest]:
     """Return the digests of pieces, computed by several threads because the training waits."""
     found: dict[int, Digest] = {}
-    left = deque(enumerate(pieces))
 
-    def work() -> None:
-        while True:
-            try:
-                number, piece = left.popleft()
-            except IndexError:
-                # Not asked before, because another thread may take the last piece.
-                return
-            found[number] = digest(_bytes_of(leaves[piece.row], piece))
+    def work(taken: Iterable[tuple[int, Piece]]) -> None:
+        found.update((number, digest(_bytes_of(leaves[piece.row], piece))) for number, piece in taken)
 
-    share = sum(piece.length for piece in pieces) // _BYTES_FOR_A_THREAD
-    together(work, max(1, min(share, _THREADS, len(os.sched_getaffinity(0)))), "digest", left.clear)
+    threads = sum(piece.length for piece in pieces) // _BYTES_FOR_A_THREAD
+    share(enumerate(pieces), work, max(1, min(threads, _THREADS, len(os.sched_getaffinity(0)))), "digest")
     return [found[number] for number in range(len(pieces))]
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import mmap
 import os
 import struct
-from collections import deque
+from collections.abc import Iterable
 
-from asymcheck.executor import together
+from asymcheck.executor import share
 
 HUGE_PAGE = 2 << 20
 """Bytes of a huge page on x86-64. Another size only reduces the benefit."""
@@ -54,21 +53,18 @@ def populate(address: int, nbytes: int) -> None:
     At most half of the cores take part, because the training uses the others.
     """
     threads = max(1, min(_THREADS, len(os.sched_getaffinity(0)) // 2, nbytes // _BYTES_FOR_A_THREAD))
-    share = max(1, -(-nbytes // threads // mmap.PAGESIZE)) * mmap.PAGESIZE
-    parts = deque(range(0, nbytes, share))
+    length = max(1, -(-nbytes // threads // mmap.PAGESIZE)) * mmap.PAGESIZE
+    starts = range(0, nbytes, length)
 
-    def work() -> None:
-        while True:
-            try:
-                start = parts.popleft()
-            except IndexError:
-                return
-            _advise(address + start, min(share, nbytes - start), _POPULATE_WRITE)
+    def work(taken: Iterable[int]) -> None:
+        for start in taken:
+            _advise(address + start, min(length, nbytes - start), _POPULATE_WRITE)
 
-    # Python starts no thread while it exits.
-    with contextlib.suppress(RuntimeError):
-        together(work, len(parts), "populate", lambda: None)
-    work()
+    try:
+        share(starts, work, len(starts), "populate")
+    except RuntimeError:
+        # Python starts no thread while it exits.
+        work(starts)
 
 
 def are_huge(address: int, nbytes: int) -> bool:

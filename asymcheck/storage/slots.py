@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
 
-from asymcheck.executor import together
+from asymcheck.executor import share
 from asymcheck.format import registry
 from asymcheck.format.frame import HEADER_BYTES, FrameDescriptor, encode_header, frame_length, payload_offset
 from asymcheck.storage.pages import HUGE_PAGE, use_huge_pages
 from asymcheck.types import PackId
 
 _T = TypeVar("_T")
+
+_IN_FLIGHT_BYTES = 128 << 20
+"""Maximum memory of more than two slots, which is enough to saturate a drive even with large partitions."""
 
 
 class Slot:
@@ -109,23 +111,16 @@ def run_with_slots(
     threads: int,
     name: str,
 ) -> None:
-    """Call ``work`` for every item on several threads, each with a slot for ``payload_bytes``.
+    """Call ``work`` for every item on at most ``threads`` threads, each with a slot for ``payload_bytes``.
 
     A single item is processed on the calling thread. The first failure stops all threads. No thread is running when
     this function returns or raises, even for an interrupt, so the caller may then close the files.
     """
-    todo: queue.SimpleQueue[_T] = queue.SimpleQueue()
-    for item in items:
-        todo.put(item)
-    stopped = threading.Event()
 
-    def run() -> None:
+    def run(taken: Iterator[_T]) -> None:
         with slots.slot(payload_bytes) as slot:
-            while not stopped.is_set():
-                try:
-                    item = todo.get_nowait()
-                except queue.Empty:
-                    return
+            for item in taken:
                 work(item, slot)
 
-    together(run, min(threads, len(items)), name, stopped.set)
+    fitting = max(2, _IN_FLIGHT_BYTES // max(payload_bytes, 1))
+    share(items, run, min(threads, fitting, len(items)), name)

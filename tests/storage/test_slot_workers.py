@@ -30,6 +30,22 @@ def test_every_item_is_worked_on_once(threads: int) -> None:
     assert _names() == []
 
 
+@pytest.mark.parametrize(("payload_mib", "most"), [(4, 8), (32, 4), (1024, 2)])
+def test_frames_in_flight_have_limited_memory(payload_mib: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that large partitions use fewer threads, but never only one."""
+    counts: list[int] = []
+    monkeypatch.setattr("asymcheck.storage.slots.share", lambda _items, _work, count, _name: counts.append(count))
+    run_with_slots(
+        range(50),
+        lambda _item, _slot: None,
+        slots=SlotPool(8, 1),
+        payload_bytes=payload_mib << 20,
+        threads=8,
+        name="test",
+    )
+    assert counts == [most]
+
+
 def test_no_item_needs_no_thread() -> None:
     """Test that a call without items returns immediately."""
     run_with_slots(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +22,7 @@ from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.manifest import manifest_of
 from asymcheck.format.registry import ALIGNED_PAYLOAD_MIN_BYTES, BLOCK_BYTES, CODEC_BYTE_PLANES, CODEC_DELTA
-from asymcheck.state.leaves import Leaf, TensorBytes, copy_partition
+from asymcheck.state.leaves import Leaf, copy_partition
 from asymcheck.state.partition_plan import PLAN_KIND, Cut, Originals, Partition, cut
 from asymcheck.state.walk import Columns, FlatState
 from asymcheck.storage.gpu_staging import catch_up
@@ -33,6 +31,8 @@ from asymcheck.types import CheckpointRef, Digest
 
 _SAMPLE_STRIDE = 65_521
 """Stride of the bytes that are compared after a write. A prime covers all positions in an element."""
+_JUDGED_BYTES = 16 << 20
+"""Number of bytes of a tensor that show the size of its memory pages."""
 _SHOWN = 4
 """Maximum number of tensors that an error names."""
 
@@ -107,8 +107,7 @@ class Flusher:
         self._tier = tier
         self._leaves = leaves
         self._lock = threading.Lock()
-        # Half of the cores saturate the drive. More threads would compete for memory bandwidth.
-        self._copying = threading.BoundedSemaphore(max(1, len(os.sched_getaffinity(0)) // 2))
+        self._direct: dict[int, memoryview | None] = {}
 
     def write(self, partitions: Sequence[Partition]) -> list[Digest]:
         """Digest all partitions and write those that the store lacks; return their digests in order.
@@ -196,19 +195,32 @@ class Flusher:
 
     def _writable_in_place(self, partition: Partition) -> memoryview | None:
         """Return the bytes of a partition in place if they can be written from there; else None."""
-        if partition.length < ALIGNED_PAYLOAD_MIN_BYTES or len(partition.pieces) > 1:
+        piece, *more = partition.pieces
+        whole = None if more or partition.length < ALIGNED_PAYLOAD_MIN_BYTES else self._direct_memory(piece.row)
+        if whole is None:
             return None
-        in_place = self._bytes_in_place(partition, 0, None)
-        is_congruent = in_place is not None and (self._tier.may_shift or not _shift_of(in_place))
+        in_place = whole[piece.start : piece.start + piece.length]
+        is_congruent = self._tier.may_shift or not _shift_of(in_place)
         codecs = (CODEC_BYTE_PLANES,)
         stays = is_congruent and self._encoder.stays_plain(partition.length, self._contents(partition), codecs)
-        return None if in_place is None or not stays or self._tier.needs_slot(in_place) else in_place
+        return in_place if stays else None
+
+    def _direct_memory(self, row: int) -> memoryview | None:
+        """Return the bytes of a tensor if writes from its memory are faster than copies; else None.
+
+        Asked once for each tensor. Once for each partition took a tenth of a save, due to waits for the GIL.
+        """
+        if row not in self._direct:
+            whole = self._leaves[row].bytes_in_place(0, self._leaves[row].nbytes)
+            is_slow = whole is None or self._tier.needs_slot(whole[:_JUDGED_BYTES])
+            self._direct[row] = None if is_slow else whole
+        return self._direct[row]
 
     def _put_in_place(self, partition: Partition, number: int, slot: Slot, in_place: memoryview) -> Digest:
         """Digest a partition and write it without a copy; return the digest. Raise if the bytes changed meanwhile."""
         sample = np.frombuffer(in_place, dtype=np.uint8)[::_SAMPLE_STRIDE]
         before = sample.copy()
-        with self._copying, timed("digest", partition.length, lambda: {"partition": number}):
+        with timed("digest", partition.length, lambda: {"partition": number}):
             name = digest(in_place)
         is_new, contents = True, self._contents(partition)
 
@@ -223,14 +235,11 @@ class Flusher:
 
     def _copy(self, partition: Partition, number: int, slot: Slot) -> tuple[Digest, memoryview]:
         payload = slot.payload(partition.length)
-        # Reading and computing a tensor need no memory bandwidth that other threads lack.
-        in_memory = not isinstance(self._leaves[partition.pieces[0].row].source, TensorBytes)
-        with self._copying if in_memory else contextlib.nullcontext():
-            with timed("copy", partition.length, lambda: {"partition": number}):
-                copy_partition(partition, self._leaves, payload)
-            # Digest now, while the bytes are in the cache of this core.
-            with timed("digest", partition.length, lambda: {"partition": number}):
-                return digest(payload), payload
+        with timed("copy", partition.length, lambda: {"partition": number}):
+            copy_partition(partition, self._leaves, payload)
+        # Digest now, while the bytes are in the cache of this core.
+        with timed("digest", partition.length, lambda: {"partition": number}):
+            return digest(payload), payload
 
     def _copied(self, partition: Partition, number: int, slot: Slot, known: Digest) -> FrameDescriptor:
         """Copy a partition with a known digest into ``slot``, and describe its unencoded frame."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -50,6 +51,8 @@ _STACKED = frozenset({"float32", "float64", "float16", "bfloat16", "int64", "int
 """Dtypes of optimizer counters. Not every version of torch can stack tensors of other dtypes."""
 
 Source = torch.Tensor | np.ndarray | TensorBytes
+FlatBytes = torch.Tensor | npt.NDArray[np.uint8]
+"""Bytes of a tensor in row-major order: an array, unless they are on a device."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -69,7 +72,7 @@ class Leaf:
     box: Box  # box in the whole tensor over all ranks
     aliases: tuple[str, ...] = ()  # further names
     key: tuple[object, ...] | None = None  # see :func:`identity_key`
-    _flat: torch.Tensor | None = None
+    _flat: FlatBytes | None = None
 
     @property
     def width(self) -> int:
@@ -91,10 +94,10 @@ class Leaf:
             source.read(start, target)
             return
         # Without waiting, the flat copy belongs to the copying stream, which frees the memory in stream order.
-        flat = (self._bytes(source) if wait else flat_bytes(source))[start : start + len(target)]
-        if flat.device.type == "cpu":
+        flat = (self._bytes(source) if wait else on_host(flat_bytes(source)))[start : start + len(target)]
+        if isinstance(flat, np.ndarray):
             # numpy calls memcpy once. torch would use a thread pool that competes with the training thread.
-            np.copyto(np.frombuffer(target, dtype=np.uint8), flat.numpy())
+            np.copyto(np.frombuffer(target, dtype=np.uint8), flat)
         else:
             torch.frombuffer(target, dtype=torch.uint8).copy_(flat, non_blocking=not wait)
 
@@ -138,10 +141,10 @@ class Leaf:
     def _lock(self) -> threading.Lock:
         return _LOCKS[id(self) // 64 % len(_LOCKS)]
 
-    def _bytes(self, source: torch.Tensor | np.ndarray) -> torch.Tensor:
+    def _bytes(self, source: torch.Tensor | np.ndarray) -> FlatBytes:
         with self._lock:
             if self._flat is None:
-                self._flat = flat_bytes(source)
+                self._flat = on_host(flat_bytes(source))
             return self._flat
 
 
@@ -175,6 +178,14 @@ def flat_bytes(source: torch.Tensor | np.ndarray) -> torch.Tensor:
     plain = source.detach().resolve_conj().resolve_neg()
     # Torch cannot copy strided tensors of the newest dtypes.
     return as_bytes((plain.view(torch.uint8) if plain.itemsize == 1 else plain).contiguous())
+
+
+def on_host(flat: torch.Tensor) -> FlatBytes:
+    """Return the memory of flat bytes as an array, if it is in host memory.
+
+    Threads slice an array many times: unlike numpy, each operation of torch releases the GIL, and then waits for it.
+    """
+    return flat.numpy() if flat.device.type == "cpu" else flat
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -59,6 +60,15 @@ def test_a_store_without_the_feature_has_no_shifts(store_path: Path) -> None:
         assert isinstance(found, dict)
         assert all(torch.equal(found[name], state[name]) for name in state)
         assert store.verify() == []
+
+
+def test_memory_pages_are_judged_once_for_each_tensor(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a tensor of three partitions, by the number of its bytes that were judged."""
+    judged: list[int] = []
+    monkeypatch.setattr(NvmeTier, "needs_slot", lambda _tier, memory: bool(judged.append(len(memory))))
+    with Store.open(store_path, config=dataclasses.replace(CONFIG, slots=1), create=True) as store:
+        store.save({"large": torch.randn(3 << 18), "small": torch.randn(1 << 17)}, step=1)
+    assert sorted(judged) == [1 << 19, 3 << 20]
 
 
 class Changing(Files):

@@ -16,7 +16,7 @@ from asymcheck.restore.partition_locator import PartitionLocator
 from asymcheck.restore.read_plan import Demand, ReadPlan
 from asymcheck.state.boxes import Region
 from asymcheck.state.dtypes import TORCH_DTYPES
-from asymcheck.state.leaves import as_bytes, flat_bytes
+from asymcheck.state.leaves import FlatBytes, as_bytes, flat_bytes, on_host
 from asymcheck.storage.gpu_staging import catch_up
 from asymcheck.storage.pages import use_huge_pages
 from asymcheck.types import Digest
@@ -55,7 +55,8 @@ class Target:
         self._gathers = any(
             not _is_plain(tensor) or (not in_runs and tensor.device.type != "cpu") for tensor in self._existing
         )
-        self._staged: torch.Tensor | None = None
+        self._flats: list[FlatBytes] = []
+        self.is_direct = True  # whether the tier has read into the tensor whenever it was offered
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -69,47 +70,50 @@ class Target:
 
     def room(self, start: int, length: int) -> memoryview | None:
         """Return the memory of a byte range for a direct read, or None. The caller calls :meth:`count` afterwards."""
-        if self.shares_memory or self._gathers or len(self._existing) > 1 or self.tensor.device.type != "cpu":
+        if self.shares_memory or self._gathers or len(self._existing) > 1:
             return None
-        return as_bytes(self.tensor.detach())[start : start + length].numpy().data
+        flat = self._memory()[0]
+        return flat[start : start + length].data if isinstance(flat, np.ndarray) else None
 
     def put(self, start: int, data: memoryview) -> None:
         """Copy ``data`` to the bytes from ``start`` on."""
-        for flat in self._flats():
+        self.touched = True
+        for flat in self._memory():
             _copy(flat[start : start + len(data)], data)
         self.count(len(data))
 
     def put_regions(self, regions: Iterable[Region], data: memoryview) -> None:
         """Copy regions of ``data`` into the tensor."""
-        flats, done = self._flats(), 0
+        self.touched = True
+        flats, done = self._memory(), 0
         for region in regions:
             for flat in flats:
                 if region.is_run:
                     count = region.nbytes
                     _copy(flat[region.target : region.target + count], data[region.source : region.source + count])
-                else:
-                    region.copy(data, flat.numpy())
+                elif isinstance(flat, np.ndarray):
+                    region.copy(data, flat)
             done += region.nbytes
         self.count(done)
 
-    def _flats(self) -> list[torch.Tensor]:
+    def _memory(self) -> list[FlatBytes]:
+        """Return the memory that receives bytes: that of the tensors, or of a copy in which bytes are gathered."""
         with self._lock:
-            self.touched = True
-            if not self._gathers:
-                return [as_bytes(tensor.detach()) for tensor in self._existing]
-            if self._staged is None:
-                self._staged = torch.empty(self.row.nbytes, dtype=torch.uint8, device="cpu")
-            return [self._staged]
+            if self._gathers and not self._flats:
+                self._flats = [np.empty(self.row.nbytes, dtype=np.uint8)]
+            elif not self._flats:
+                self._flats = [on_host(as_bytes(tensor.detach())) for tensor in self._existing]
+            return self._flats
 
     def count(self, done: int) -> None:
         """Note that ``done`` more bytes are in place; the last ones complete the tensor."""
         with self._lock:
             self._left -= done
-            if self._left == 0 and self._staged is not None:
-                whole = self._staged.view(TORCH_DTYPES[self.row.dtype]).reshape(self.row.shape)
+            if self._left == 0 and self._gathers and self._flats:
+                whole = torch.as_tensor(self._flats[0]).view(TORCH_DTYPES[self.row.dtype]).reshape(self.row.shape)
                 for tensor in self._existing:
                     tensor.detach().copy_(whole)
-                self._staged = None
+                self._flats = []
 
 
 def allocate(row: TensorRow, device: torch.device, shift: int | None = None) -> torch.Tensor:
@@ -207,7 +211,7 @@ class Assembly(ReadPlan):
         if self._sources is None or more or fill.crossing is not None or not isinstance(fill.target, Target):
             return None
         target = fill.target
-        shift = self._sources.direct_shift(name, fill.length)
+        shift = self._sources.direct_shift(name, fill.length) if target.is_direct else None
         memory = target.room(fill.start, fill.length) if shift is not None else None
         if memory is None or shift != np.frombuffer(memory, dtype=np.uint8).ctypes.data % BLOCK_BYTES:
             return None
@@ -220,8 +224,11 @@ class Assembly(ReadPlan):
         target, memory = self._direct.pop(name, (None, None))
         if target is not None and memory is data:
             target.count(len(data))
-        else:
-            super().put(name, data)
+            return
+        if target is not None:
+            # The tier would refuse the memory of the whole tensor, and each question takes time.
+            target.is_direct = False
+        super().put(name, data)
 
     def overwritten(self) -> list[str]:
         """Return the names of existing tensors that were overwritten at least in part."""
@@ -232,10 +239,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _copy(flat: torch.Tensor, data: memoryview) -> None:
+def _copy(flat: FlatBytes, data: memoryview) -> None:
     source = np.frombuffer(data, dtype=np.uint8)
-    if flat.device.type == "cpu":
-        np.copyto(flat.numpy(), source)
+    if isinstance(flat, np.ndarray):
+        np.copyto(flat, source)
     else:
         # The copy has ended on return. torch refuses read-only memory.
         flat.copy_(torch.from_numpy(source.copy() if data.readonly else source))

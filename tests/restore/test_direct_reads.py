@@ -111,11 +111,19 @@ def test_memory_in_small_pages_is_copied_on_a_paravirtual_drive(
     """Test that no buffer of a read is in the tensor."""
     state, into = {"w": _random(64)}, {"w": _at(64)}
     _save(store_path, state)
-    monkeypatch.setattr(pack_reader, "needs_slot", lambda _device, _memory: True)
+    asked: list[int] = []
+
+    def needs_slot(_device: int, memory: memoryview) -> bool:
+        asked.append(len(memory))
+        return True
+
+    monkeypatch.setattr(pack_reader, "needs_slot", needs_slot)
     with _opened(store_path, files) as store:
         store.load(into=into)
     assert torch.equal(into["w"], state["w"])
     assert files.bytes_into(into["w"]) == 0
+    # Only the first of three partitions asked.
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(("saved", "given"), [(0, 64), (64, 0), (64, 65)])

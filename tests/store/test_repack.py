@@ -90,7 +90,8 @@ def test_the_manifest_is_not_touched_and_its_hint_fails_softly(store: Store) -> 
 
 def test_half_of_a_pack_may_be_garbage(store_path: Path) -> None:
     """Test that the limit is configurable, and that only more than the limit triggers a repack."""
-    for waste, repacked in ((0.5, 0), (0.49, 1), (1.0, 0), (0.0, 1)):
+    # Two frames of a MiB may differ by a block, depending on the addresses of the tensors.
+    for waste, repacked in ((0.51, 0), (0.49, 1), (1.0, 0), (0.0, 1)):
         with Store.open(store_path / str(waste), config=StoreConfig(repack_waste=waste), create=True) as store:
             store.save({"shared": SHARED, "own": _bytes(0, 1)}, step=0)
             store.save({"shared": SHARED, "own": _bytes(1, 1)}, step=1)

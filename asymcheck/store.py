@@ -42,7 +42,7 @@ from asymcheck.replication.pull import pull
 from asymcheck.replication.push import push
 from asymcheck.replication.transfer_plan import selected
 from asymcheck.replication.transfer_stats import Moved
-from asymcheck.restore.resolve import available, candidates, check_run_exists
+from asymcheck.restore.resolve import available, check_run_exists
 from asymcheck.storage.interfaces import StoreTier
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.remote import RemoteLocation, RemoteTier, is_uri, parse_location
@@ -565,13 +565,7 @@ class Store:
             CheckpointNotFoundError: the store has no such step or run.
         """
         self._tier.check_usable()
-        if step is not None:
-            step = check_step(step)
-            run = run or DEFAULT_RUN
-            candidates(self._tier, run, step)
-        elif run is not None:
-            check_run_exists(self.location, layout.check_run(run), self.runs())
-        return verify(self._tier, run, step, progress, deep=deep)
+        return verify(self._tier, run, step, progress, deep=deep)[0]
 
     def close(self) -> None:
         """Finish background saves, and close the store. Closing twice is allowed."""

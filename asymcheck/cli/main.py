@@ -21,11 +21,12 @@ from asymcheck.cli import output
 from asymcheck.cli.doctor_command import doctor
 from asymcheck.cli.exit_status import DEFECT, HELP, INTERRUPTED, STORAGE, status_of
 from asymcheck.cli.inspect_command import inspect
-from asymcheck.cli.maintenance import delete, gc, rebuild_catalog, verify
+from asymcheck.cli.maintenance import delete, gc, rebuild_catalog
 from asymcheck.cli.merge_command import merge
 from asymcheck.cli.publish_commands import publish, subscribe
 from asymcheck.cli.reports import diff, du, log
 from asymcheck.cli.transfer import convert, pull, push, restore
+from asymcheck.cli.verify_command import merge_reports, verify
 from asymcheck.cli.view_command import view
 from asymcheck.config import __version__
 from asymcheck.errors import (
@@ -130,7 +131,7 @@ def commands() -> None:
 
 for _command in (
     *(completion, convert, delete, diff, doctor, du, gc, inspect, log),
-    *(merge, publish, pull, push, rebuild_catalog, restore, subscribe, verify, view),
+    *(merge, merge_reports, publish, pull, push, rebuild_catalog, restore, subscribe, verify, view),
 ):
     commands.add_command(_command)
 

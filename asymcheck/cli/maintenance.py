@@ -1,4 +1,4 @@
-"""Commands that verify, repair and clean up a store: verify, gc, delete and rebuild-catalog."""
+"""Commands that clean up a store: gc, delete and rebuild-catalog."""
 
 from __future__ import annotations
 
@@ -24,136 +24,11 @@ from asymcheck.cli.options import (
 from asymcheck.config import DEFAULT_RUN, StoreConfig
 from asymcheck.errors import InvalidInputError
 from asymcheck.fsck.rebuild_catalog import Rebuilt
-from asymcheck.fsck.repair import Repaired
-from asymcheck.fsck.verify import UNCHECKED, Finding, Severity
 from asymcheck.gc.collect import Collected, collect_rings
 from asymcheck.policies.retention import Best, Retention, Verdict
 from asymcheck.storage.remote import is_uri
 from asymcheck.store import Store
 from asymcheck.types import Checkpoint
-
-_INCOMPLETE = "incomplete-checkpoint"
-
-
-@command("Check every byte of a store, and repair damage with --repair.")
-@store_argument
-@click.option("--run", help="Check only the manifests of this run [default: all runs; with --step: 'default'].")
-@click.option("--step", type=int, help="Check only the checkpoints of this step.")
-@click.option("--repair", is_flag=True, help="Repair the whole store first. No checkpoint is deleted.")
-@click.option("--remote", help="With --repair: fetch lost data from this remote location.")
-@click.option(
-    "--deep", is_flag=True, help="For a remote location: also read every frame. Local frames are always read."
-)
-def verify(store: str, run: str | None, step: int | None, repair: bool, remote: str | None, deep: bool) -> Report:
-    """Check every byte of STORE, or the checkpoints of one step. Nothing is changed without --repair.
-
-    The check reads every frame and compares it with its digest. It compares manifests and records with their checksums,
-    and looks up every partition that a checkpoint needs. For a remote location, it reads manifests, records, and the
-    header, index and length of every pack. With --deep, it also reads every frame.
-
-    --repair rewrites damaged records from their second copy, and copies intact frames of damaged packs into new packs.
-    It fetches lost data from --remote, corrects the catalog, and removes files of killed processes. Then the store is
-    checked, and the exit status reports the remaining damage.
-
-    An incomplete checkpoint is not damage, because its save may still be running. With --step, the status is 1 if the
-    step has no complete checkpoint.
-    """
-    if repair and (run is not None or step is not None):
-        raise click.UsageError("--repair works on the whole store: leave out --run and --step")
-    if repair and is_uri(store):
-        raise click.UsageError(
-            "--repair works on a local store only. At a remote location, delete the damaged checkpoint "
-            "('asymcheck delete') and push it again from a store that has it"
-        )
-    if remote is not None and not repair:
-        raise click.UsageError("--remote requires --repair; to check a remote location, pass it as STORE")
-    # As in other commands, a step without a run is a step of the default run.
-    run = DEFAULT_RUN if run is None and step is not None else run
-    is_deep = deep or not is_uri(store)
-    repaired = None
-    if repair:
-        with open_existing(store, remote=remote) as opened, output.progress("repair") as progress:
-            repaired = opened.repair(progress)
-    with Store.open(store, read_only=True) as opened:
-        with output.progress("verify") as progress:
-            findings = opened.verify(step, run=run, progress=progress, deep=is_deep)
-        checkpoints = [item for item in opened.checkpoints(run) if step in (None, item.step)]
-    document = {
-        "store": store,
-        "checkpoints": len(checkpoints),
-        "deep": is_deep,
-        "lost": sorted(_lost(findings)),
-        "incomplete": sorted(_named(findings, _INCOMPLETE)),
-        "findings": findings,
-        "repaired": repaired,
-    }
-    is_lost = step is not None and not any(checkpoint.complete for checkpoint in checkpoints)
-    status = exit_status.DAMAGED if is_lost else _status(findings)
-    return Report(document, partial(_show_verified, repaired, findings, checkpoints, is_deep=is_deep), status)
-
-
-def _show_verified(
-    repaired: Repaired | None, findings: list[Finding], checkpoints: list[Checkpoint], *, is_deep: bool
-) -> None:
-    if repaired is not None:
-        _show_repaired(repaired)
-    _show_findings(findings, checkpoints)
-    if not is_deep:
-        click.echo("frames were not read; pass --deep to read and check them")
-
-
-def _lost(findings: list[Finding]) -> set[str]:
-    return {name for finding in findings if finding.severity is Severity.ERROR for name in finding.checkpoints}
-
-
-def _named(findings: list[Finding], kind: str) -> set[str]:
-    return {name for finding in findings if finding.kind == kind for name in finding.checkpoints}
-
-
-def _show_repaired(repaired: Repaired) -> None:
-    for done in repaired.done:
-        click.echo(output.printable(f"found:     {done.where}: {done.found}"))
-        click.echo(output.printable(f"repaired:  {done.where}: {done.done}"))
-    for left in repaired.left:
-        click.echo(output.printable(f"remaining: {left.where}: {left.message}: {left.remedy}"))
-    if not repaired.done:
-        click.echo("nothing to repair" if not repaired.left else "nothing could be repaired")
-
-
-def _show_findings(findings: list[Finding], checkpoints: list[Checkpoint]) -> None:
-    for item in findings:
-        output.print_entry(f"{item.severity.value} {item.kind}: {item.where}: {item.message}", _consequences(item))
-    if not checkpoints:
-        click.echo("no checkpoints to check")
-        return
-    lost, incomplete, unchecked = _lost(findings), _named(findings, _INCOMPLETE), _named(findings, UNCHECKED)
-    verdict = f"{len(lost)} cannot be restored"
-    if len(incomplete) == len(checkpoints):
-        verdict = "none can be restored"
-    elif not lost:
-        others = "all" + (" other" if unchecked else "") + (" complete checkpoints" if incomplete else "")
-        verdict = f"{others} can be restored"
-        # An error that costs no checkpoint is a lost head record: then the newest checkpoint is not known.
-        if any(item.severity is Severity.ERROR for item in findings):
-            verdict += " by step, but the newest one is unknown"
-        if any(checkpoint.store_ranks for checkpoint in checkpoints):
-            verdict = "all shards in this store are intact"
-    rest = f"; {len(incomplete)} incomplete" if incomplete else ""
-    rest += f"; {len(unchecked)} not checked" if unchecked else ""
-    click.echo(f"{output.count(len(checkpoints), 'checkpoint')} checked: {verdict}{rest}")
-
-
-def _consequences(finding: Finding) -> list[str]:
-    label = {_INCOMPLETE: "incomplete", UNCHECKED: "not checked"}.get(finding.kind, "lost")
-    checkpoints = [f"{label}: {name}" for name in finding.checkpoints]
-    return [*checkpoints, f"tensors: {', '.join(finding.tensors)}"] if finding.tensors else checkpoints
-
-
-def _status(findings: list[Finding]) -> int:
-    severities = {finding.severity for finding in findings}
-    if Severity.ERROR in severities:
-        return exit_status.DAMAGED
-    return exit_status.WARNINGS if Severity.WARNING in severities else exit_status.OK
 
 
 @command("Free disk space: garbage packs and, with --keep rules, old checkpoints.")

@@ -10,9 +10,9 @@ import click
 
 from asymcheck.cli import exit_status, output
 from asymcheck.cli.inspect_command import inspect
-from asymcheck.cli.maintenance import verify
 from asymcheck.cli.options import ReportCommand, ring_folder_option, show_remote_option, store_argument
 from asymcheck.cli.reports import diff, du
+from asymcheck.cli.verify_command import verify
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import StorageError
 

@@ -3,6 +3,10 @@
 Two invariants have no check. If I5 was broken (a needed pack was freed), the check of I2 finds the lost partitions. I8
 (the catalog agrees with the packs) loses no checkpoint: reads do not use the catalog, and a save trusts an entry only
 if the index of the pack agrees.
+
+Shards of the check may run in any order on any machines. Each shard reads all manifests and pack indexes, which are a
+small part of the bytes. Each checkpoint, each pack, and each partition with all its copies belongs to one shard, which
+alone checks and reports it. The findings of all shards together are those of the whole check.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from asymcheck.config import DEFAULT_RUN, __version__
 from asymcheck.errors import (
     AsymcheckError,
     BaseDamagedError,
@@ -22,14 +27,19 @@ from asymcheck.errors import (
     result_or_error,
 )
 from asymcheck.format import layout
+from asymcheck.format.digest import digest
 from asymcheck.format.manifest import SCHEMA, Manifest
+from asymcheck.format.registry import KIND_FULL
 from asymcheck.format.tree import check as check_tree
 from asymcheck.fsck.frame_scanner import FrameScanner, each_manifest, each_pack
+from asymcheck.restore.resolve import candidates, check_run_exists
 from asymcheck.state.boxes import Box, tile
 from asymcheck.storage.base_frames import bases_in
 from asymcheck.storage.interfaces import OpenPack, ReadTier, StoreTier
 from asymcheck.storage.manifests import CheckpointFiles, generations
+from asymcheck.storage.pack_index import digests_of
 from asymcheck.types import Digest, PackId, Progress
+from asymcheck.validation import check_step
 
 _COLUMNS = ("name", "aliases", "dtype", "global_shape", "offset", "shape")
 _Key = tuple[str, str, tuple[int, ...]]
@@ -91,6 +101,7 @@ class TensorCoverage:
 
 _TENSORS_SHOWN = 3
 _ATTEMPTS = 3
+_STRETCH_BYTES = 64 << 20  # of a pack, which one shard reads in a row; the maximum of a remote pack
 
 
 class Severity(str, enum.Enum):
@@ -108,7 +119,7 @@ UNCHECKED = "unchecked-partitions"
 """Kind of the finding for checkpoints whose partitions may be in locked packs."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, order=True)
 class Finding:
     """A violation of an invariant of SPEC.md §B11, or a hint."""
 
@@ -126,6 +137,27 @@ class Finding:
     """Some of the affected tensors."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Part ``index``, from 0, of ``count`` independent parts of a check. The default is the whole check."""
+
+    index: int = 0
+    count: int = 1
+
+    def owner(self, name: bytes) -> int:
+        """Return the shard that checks a checkpoint, a pack or a partition with this id."""
+        return int.from_bytes(name[-8:], "big") % self.count
+
+    def has(self, name: bytes) -> bool:
+        """Tell whether this shard checks a checkpoint, a pack or a partition with this id."""
+        return self.owner(name) == self.index
+
+
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
+    """Return distinct findings, for example those of all shards, in the order of reports: errors first."""
+    return sorted(set(findings), key=lambda item: (list(Severity).index(item.severity), item))
+
+
 @dataclasses.dataclass
 class _Need:
     """Checkpoints and tensors that need a partition."""
@@ -138,9 +170,9 @@ class _Need:
 
 class _Checker:
     def __init__(
-        self, tier: StoreTier, run: str | None, step: int | None, progress: Progress | None, *, deep: bool
+        self, tier: StoreTier, run: str | None, step: int | None, progress: Progress | None, shard: Shard, *, deep: bool
     ) -> None:
-        self.tier, self.run, self.step, self.progress, self.deep = tier, run, step, progress, deep
+        self.tier, self.run, self.step, self.progress, self.shard, self.deep = tier, run, step, progress, shard, deep
         self.packs = set(tier.pack_ids())
         self.listings: list[CheckpointFiles] = []
         self.findings: list[Finding] = []
@@ -151,10 +183,30 @@ class _Checker:
         self.busy: set[PackId] = set()
         self.damaged: dict[Digest, list[tuple[str, str]]] = {}
         self.bases: dict[Digest, set[Digest]] = {}
+        self.undecodable: set[Digest] = set()
         self.named: set[Digest] = set()
+        self.owners: dict[Digest, int] = {}
+        self.indexes: dict[PackId, bytes] = {}
         self.scanner = FrameScanner(tier)
 
     def check(self) -> list[Finding]:
+        for run in self.tier.manifests.runs():
+            if self.run in (None, run):
+                self._check_manifests(run)
+        self._check_packs()
+        self._check_partitions()
+        if self.shard.index == 0:
+            self._check_records()
+        return in_order(self.findings)
+
+    def content(self) -> str:
+        """Return a digest of everything that decides which shard checks what."""
+        parts = [pack_id + index for pack_id, index in sorted(self.indexes.items())]
+        listed = repr((__version__, self.listings)).encode()
+        return digest(b"".join([listed, *sorted(self.needs), *parts])).hex()
+
+    def _check_records(self) -> None:
+        """Check I6, I9 and I10: records and stray files."""
         # I7 was checked when the store was opened; I9: both copies are intact.
         if self.tier.damaged_descriptor_copies:
             message = "one of two copies of the store descriptor is damaged"
@@ -162,9 +214,6 @@ class _Checker:
         for run in self.tier.manifests.runs():
             if self.run in (None, run):
                 self.findings += _check_line(self.tier, run)
-                self._check_manifests(run)
-        self._check_packs()
-        self._check_partitions()
         if self.run is None and self.packs and not self.listings:
             message = (
                 "the store has packs and no checkpoint. If all checkpoints were deleted, run gc. If the directory "
@@ -177,7 +226,6 @@ class _Checker:
                 self._add("stale-temporary", Severity.HINT, "I10", where, "temporary file of a killed save: run gc")
             for where in self.tier.foreign():
                 self._add("foreign-file", Severity.HINT, "I10", where, "not a file of the store; no command changes it")
-        return self.findings
 
     def _add(
         self,
@@ -206,7 +254,7 @@ class _Checker:
         """Check I3 and I4. Record the needed partitions."""
         refs = self.tier.manifests.refs(run) if self.step is None else []
         listings = list(self._listings(run))
-        for ref in sorted(set(refs) - {listing.ref for listing in listings}):
+        for ref in filter(lambda ref: self.shard.has(ref.save_id), set(refs) - {listing.ref for listing in listings}):
             # I10: a directory without a manifest. Readers ignore it.
             where = layout.checkpoint_path(run, ref)
             message = (
@@ -217,11 +265,16 @@ class _Checker:
             self.listings.append(listing)
             name = f"run {run}, {listing.ref}"
             where = layout.checkpoint_path(run, listing.ref)
-            if not listing.is_complete:
+            is_own = self.shard.has(listing.ref.save_id)
+            if is_own and not listing.is_complete:
                 self._add("incomplete-checkpoint", Severity.WARNING, "I4", where, _describe_incomplete(listing), [name])
-            coverage = TensorCoverage() if listing.is_whole and listing.world_size > 1 else None
+            coverage = TensorCoverage() if is_own and listing.is_whole and listing.world_size > 1 else None
             intact = 0
             for manifest_name, manifest in each_manifest(self.tier, listing):
+                if isinstance(manifest, Manifest):
+                    self._record_needs(manifest, name)
+                if not is_own:
+                    continue
                 try:
                     if isinstance(manifest, AsymcheckError):
                         raise manifest
@@ -230,7 +283,6 @@ class _Checker:
                     self._add("damaged-manifest", Severity.ERROR, "I3", f"{where}/{manifest_name}", str(error), [name])
                 else:
                     intact += 1
-                    self._record_needs(manifest, name)
                     if coverage is not None:
                         coverage.add(manifest)
             # Parts are incomplete if a manifest was deleted since the listing.
@@ -264,19 +316,19 @@ class _Checker:
 
         A shallow check trusts intact indexes and reads no frames.
         """
-        pack_ids, sizes = self.tier.pack_ids(), {}
+        pack_ids, sizes = sorted(self.tier.pack_ids()), {}
         for pack_id, pack in self._each_pack(pack_ids, report=True):
-            sizes[pack_id] = self._bytes_to_check(pack)
+            self._assign(pack_id, pack)
+            sizes[pack_id] = self._bytes_to_check(pack_id, pack)
             for name, base in bases_in(pack.entries).items():
                 self.bases.setdefault(name, set()).add(base)
             if not self.deep:
                 self._record_intact(pack, range(len(pack.entries)))
         if self.bases:
             self._add_bases()
+            sizes = self._check_bases(pack_ids)
         if not self.deep:
             return
-        if self.bases:
-            sizes = {pack_id: self._bytes_to_check(pack) for pack_id, pack in self._each_pack(pack_ids, report=False)}
         # Unneeded partitions are not decoded, because their bases may have been collected.
         garbage = self.bases.keys() - self.needs.keys()
         total, done = sum(sizes.values()), 0
@@ -284,19 +336,47 @@ class _Checker:
             self._check_frames(pack, garbage, done, total)
             done += sizes[pack_id]
 
+    def _assign(self, pack_id: PackId, pack: OpenPack) -> None:
+        """Assign the partitions of a pack to shards in long stretches. The first pack of a partition decides."""
+        if self.shard.count > 1:
+            stretches = pack.entries["offset"] // _STRETCH_BYTES
+            owners = (stretches.astype(np.int64) + self.shard.owner(pack_id)) % self.shard.count
+            for name, owner in zip(pack.digests(), owners.tolist(), strict=True):
+                self.owners.setdefault(name, owner)
+
+    def _is_own(self, name: Digest) -> bool:
+        """Tell whether this shard checks a partition. Partitions in no pack are assigned by their digest."""
+        owner = self.owners.get(name, -1)
+        return self.shard.count == 1 or (self.shard.has(name) if owner < 0 else owner == self.shard.index)
+
+    def _check_bases(self, pack_ids: Sequence[PackId]) -> dict[PackId, int]:
+        """Find the partitions that cannot be decoded, because a base is in no pack. Return the bytes to check."""
+        absent, full, sizes = set[Digest]().union(*self.bases.values()), set[Digest](), dict[PackId, int]()
+        for pack_id, pack in self._each_pack(pack_ids, report=False):
+            sizes[pack_id] = self._bytes_to_check(pack_id, pack)
+            absent.difference_update(pack.digests())
+            full.update(self.bases.keys() & digests_of(pack.entries[pack.entries["kind"] == KIND_FULL]))
+        broken = absent
+        while broken:
+            based = {name for name, bases in self.bases.items() if bases <= absent | self.undecodable}
+            broken = based - full - self.undecodable
+            self.undecodable |= broken
+        self.undecodable &= self.needs.keys()
+        return sizes
+
     def _each_pack(self, pack_ids: Iterable[PackId], *, report: bool) -> Iterator[tuple[PackId, OpenPack]]:
         """Open packs one at a time. Report locked packs, and with ``report`` also damaged packs."""
         for pack_id, pack in each_pack(pack_ids, self.tier.open_pack):
             where = layout.pack_path(pack_id)
             if isinstance(pack, OpenPack):
-                if report and pack.damage is not None:
+                if report and pack.damage is not None and self.shard.has(pack_id):
                     message = f"{pack.damage}; its frames are found by scanning"
                     self._add("damaged-pack", Severity.WARNING, "I1", where, message)
                 yield pack_id, pack
                 continue
             # The pack was removed since the listing, is locked by its writer, or is damaged.
             is_locked = isinstance(pack, LockTimeoutError)
-            if report or (is_locked and pack_id not in self.busy):
+            if (report and self.shard.has(pack_id)) or (not report and is_locked and pack_id not in self.busy):
                 busy = is_locked or isinstance(pack, MissingPartitionError)
                 kind, severity = ("busy-pack", Severity.HINT) if busy else ("damaged-pack", Severity.WARNING)
                 self._add(kind, severity, "I1", where, str(pack))
@@ -328,11 +408,16 @@ class _Checker:
                     changed.add(base)
             new = changed & self.bases.keys()
 
-    def _bytes_to_check(self, pack: OpenPack) -> int:
+    def _bytes_to_check(self, pack_id: PackId, pack: OpenPack) -> int:
+        """Return the bytes of the frames to check. Note the index for :meth:`content` if any shard checks a frame."""
+        if self.step is None or not self.needs.keys().isdisjoint(pack.digests()):
+            self.indexes[pack_id] = digest(pack.entries.tobytes())
         return sum(int(pack.entries["stored_length"][i]) for i in self._frames_to_check(pack))
 
     def _frames_to_check(self, pack: OpenPack) -> list[int]:
-        return [i for i, name in enumerate(pack.digests()) if self.step is None or name in self.needs]
+        chosen = None if self.step is None else self.needs.keys()
+        names = enumerate(pack.digests())
+        return [i for i, name in names if (chosen is None or name in chosen) and self._is_own(name)]
 
     def _check_frames(self, pack: OpenPack, garbage: set[Digest], done: int, total: int) -> None:
         read: list[int] = []
@@ -361,8 +446,11 @@ class _Checker:
         missing = [
             (name, need)
             for name, need in (*self.needs.items(), *((name, need) for (name, _), need in self.disputed.items()))
-            if need is not self.needs[name]
-            or (name not in self.intact and name not in self.damaged and self._is_missing(name))
+            if (
+                need is not self.needs[name]
+                or (name not in self.intact and name not in self.damaged and self._is_missing(name))
+            )
+            and self._is_own(name)
         ]
         if self.busy and missing:
             self._report_unchecked(missing)
@@ -377,19 +465,15 @@ class _Checker:
     def _report_unchecked(self, missing: Sequence[tuple[Digest, _Need]]) -> None:
         """Report partitions in no readable pack. They are not lost, because a locked pack may store them."""
         message = (
-            f"cannot check {len({name for name, _ in missing})} partitions: {len(self.busy)} packs are locked; "
+            f"some partitions are in no readable pack, but {len(self.busy)} packs are locked and were not checked; "
             "run verify again when the process that locks them has ended"
         )
-        checkpoints = sorted(set[str]().union(*(need.checkpoints for _, need in missing)))
-        tensors = dict.fromkeys(tensor for _, need in missing for tensor in need.tensors)
-        shown = list(tensors)[:_TENSORS_SHOWN]
-        self._add(UNCHECKED, Severity.WARNING, "I2", f"{layout.PACKS}/", message, checkpoints, shown)
+        for checkpoint in set[str]().union(*(need.checkpoints for _, need in missing)):
+            self._add(UNCHECKED, Severity.WARNING, "I2", f"{layout.PACKS}/", message, [checkpoint])
 
     def _is_missing(self, name: Digest) -> bool:
         """Tell whether a manifest names the partition, or a needed partition cannot be decoded without it."""
-        if not self.bases or name in self.named:
-            return True
-        return any(name in bases and other not in self.intact for other, bases in self.bases.items())
+        return not self.bases or name in self.named or any(name in self.bases[other] for other in self.undecodable)
 
 
 def _describe_incomplete(listing: CheckpointFiles) -> str:
@@ -441,17 +525,24 @@ def verify(
     progress: Progress | None = None,
     *,
     deep: bool = True,
-) -> list[Finding]:
-    """Check a store, or the data of one step. Change nothing. Without ``deep``, read no frames.
+    shard: Shard | None = None,
+) -> tuple[list[Finding], str]:
+    """Check a store, the data of one step, or a shard of either. Change nothing. Without ``deep``, read no frames.
 
     Returns:
-        The findings; none if the store is sound. Files of a concurrent save are not reported as damage.
+        The findings; none if the store is sound. Files of a concurrent save are not reported as damage. Also a digest
+        of the checked manifests and pack indexes, which is equal for all shards if the store did not change.
     """
-    findings: list[Finding] = []
+    if step is not None:
+        run, step = run or DEFAULT_RUN, check_step(step)
+        candidates(tier, run, step)
+    elif run is not None:
+        check_run_exists(tier.root, layout.check_run(run), tier.manifests.runs())
+    findings, content = list[Finding](), ""
     for _ in range(_ATTEMPTS):
-        checker = _Checker(tier, run, step, progress, deep=deep)
-        findings = checker.check()
+        checker = _Checker(tier, run, step, progress, shard or Shard(), deep=deep)
+        findings, content = checker.check(), checker.content()
         # Missing data may have been moved to another pack, or deleted with its checkpoint, during the check.
         if all(finding.severity != Severity.ERROR for finding in findings) or not checker.has_changed():
             break
-    return findings
+    return findings, content

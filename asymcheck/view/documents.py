@@ -154,7 +154,7 @@ class Documents:
 
     def _verify(self) -> object:
         started_ns = time.time_ns()
-        document = self._read("verify", run=None, step=None, repair=False, remote=None, deep=False)
+        document = self._read("verify", run=None, step=None, repair=False, remote=None, deep=False, shard=None)
         self._verified = {"started_ns": started_ns, "ended_ns": time.time_ns(), "document": document}
         return self._verified
 

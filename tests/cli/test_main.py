@@ -107,8 +107,8 @@ def test_a_glob_that_matches_nothing(call: Call, store: Path, words: tuple[objec
     assert "(try 'model*')" in outcome.err
 
 
-NAMES = sorted(set(commands.commands) - {"completion", "pull"})
-"""Commands with a store argument; pull reads a remote location and creates its store."""
+NAMES = sorted(set(commands.commands) - {"completion", "merge-reports", "pull"})
+"""Commands with a store argument; pull reads a remote location and creates its store, merge-reports reads files."""
 
 
 STORES = sorted(set(NAMES) - {"convert"})

@@ -40,7 +40,7 @@ def test_unrepaired_damage(call: Call, store: Path) -> None:
     assert all("delete" in line for line in left)
     assert "3 cannot be restored" in outcome.out
     document = call("verify", store, "--repair", "--json").json
-    assert set(document) == {"store", "checkpoints", "deep", "lost", "incomplete", "findings", "repaired"}
+    assert set(document) == {"store", "checkpoints", "deep", "lost", "incomplete", "findings", "repaired", "shard"}
     repaired = document["repaired"]
     assert isinstance(repaired, dict)
     assert repaired["done"] == []

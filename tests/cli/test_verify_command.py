@@ -44,7 +44,8 @@ def test_damage_that_costs_checkpoints(call: Call, store: Path) -> None:
     assert "damaged-frame" in outcome.out
     assert "3 cannot be restored" in outcome.out
     document = call("verify", store, "--json").json
-    assert set(document) == {"store", "checkpoints", "deep", "lost", "incomplete", "findings", "repaired"}
+    assert set(document) == {"store", "checkpoints", "deep", "lost", "incomplete", "findings", "repaired", "shard"}
+    assert document["shard"] is None
     assert document["checkpoints"] == 5
     assert len(document["lost"]) == 3  # type: ignore[arg-type]  # JSON
     (finding,) = document["findings"]  # type: ignore[misc]  # JSON

@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT, PageError, Warm, blocks_of, normal, pages, ru
 LINK = re.compile(r"\[[^\]]*\]\((?!https?://)([^)#]+)[^)]*\)")
 COMMANDS = (
     *("completion", "convert", "delete", "diff", "doctor", "du", "gc", "inspect", "log"),
-    *("merge", "publish", "pull", "push", "rebuild-catalog", "restore", "subscribe", "verify", "view"),
+    *("merge", "merge-reports", "publish", "pull", "push", "rebuild-catalog", "restore", "subscribe", "verify", "view"),
 )
 
 

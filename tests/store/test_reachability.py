@@ -277,7 +277,7 @@ def test_verify_calls_nothing_missing_that_a_locked_pack_may_hold(store_path: Pa
     with Store.open(store_path, config=impatient, read_only=True) as reader:
         with NvmeTier(store_path, PLAIN, read_only=True).locked(new) as held:
             assert held
-            busy, unchecked = reader.verify(deep=deep)
+            unchecked, busy = reader.verify(deep=deep)
         assert (busy.kind, busy.severity) == ("busy-pack", Severity.HINT)
         assert (unchecked.kind, unchecked.severity) == ("unchecked-partitions", Severity.WARNING)
         assert [name.split(" (")[0] for name in unchecked.checkpoints] == ["run default, step 2"]

@@ -6,6 +6,7 @@ It validates arguments and calls the packages that do the work.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -38,6 +39,7 @@ from asymcheck.opened_store import OpenedStore
 from asymcheck.policies.retention import Retention
 from asymcheck.replication.collect_remote import collect_remote
 from asymcheck.replication.heal import can_be_healed, heal
+from asymcheck.replication.partial_copy import PARTIAL_RUN, Selection
 from asymcheck.replication.pull import pull
 from asymcheck.replication.push import push
 from asymcheck.replication.transfer_plan import selected
@@ -51,6 +53,7 @@ from asymcheck.types import Checkpoint, CheckpointRef, Part, Progress, Restored
 from asymcheck.validation import (
     check_device,
     check_flag,
+    check_glob,
     check_kinds,
     check_location,
     check_rank,
@@ -435,11 +438,15 @@ class Store:
         *,
         run: str | None = None,
         everything: bool = False,
+        tensors: str | None = None,
+        to_run: str = PARTIAL_RUN,
         progress: Progress | None = None,
     ) -> Moved:
         """Copy a checkpoint from a remote location into this store, and verify every byte; see :meth:`push`.
 
         With ``everything``, a checkpoint that cannot be copied does not stop the others; the final error lists all.
+        With ``tensors``, a glob, only matching tensors and plain values are requested and copied. They become a
+        checkpoint of the run ``to_run``, from which no training can continue.
 
         Raises:
             StoreNotFoundError: nothing was pushed to ``remote``.
@@ -448,10 +455,16 @@ class Store:
         """
         tier = self.resources.writable()
         step = _selected_step(step, everything=everything)
-        far = RemoteTier(parse_location(remote), tier.config)
+        selection, config = None, tier.config
+        if tensors is not None:
+            check_glob(tensors)
+            selection = Selection(tensors, layout.check_run(to_run))
+            # A gap between needed frames may hold frames of other tensors.
+            config = dataclasses.replace(config, remote=dataclasses.replace(config.remote, gap_bytes=0))
+        far = RemoteTier(parse_location(remote), config)
         with contextlib.closing(far), timed("pull", 0, lambda: {"location": str(far.location)}):
             listings = selected(far, _known_run(run), step, everything=everything)
-            return pull(far, tier, self.resources.catalog(), listings, progress)
+            return pull(far, tier, self.resources.catalog(), listings, progress, selection)
 
     def runs(self) -> list[str]:
         """Return the names of all runs."""

@@ -252,12 +252,16 @@ def _show(done: Merged, store: Path) -> None:
 
 
 def show_sources(merged: Mapping[str, object] | None) -> None:
-    """Print method and sources of a merged checkpoint. Other programs may have written other records."""
+    """Print the origin of a merged or partial checkpoint. Other programs may have written other records."""
     if merged is None:
         return
     settings = {name: value for name, value in merged.items() if name not in ("method", "sources", "base")}
     described = f", {_described(settings)}" if settings else ""
-    click.echo(output.printable(f"merged from these checkpoints, method {merged.get('method')}{described}:"))
+    method = merged.get("method")
+    origin = (
+        "pulled in part from this checkpoint" if method == "pull" else f"merged from these checkpoints, method {method}"
+    )
+    click.echo(output.printable(f"{origin}{described}:"))
     sources = merged.get("sources")
     rows = []
     for source in [*(sources if isinstance(sources, (list, tuple)) else ()), merged.get("base")]:

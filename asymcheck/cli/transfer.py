@@ -19,6 +19,7 @@ from asymcheck.convert.export_target import format_of, is_store
 from asymcheck.errors import InvalidInputError, NotFoundError, SkippedCheckpointWarning, StoreNotFoundError
 from asymcheck.format.layout import check_run
 from asymcheck.policies.push_selection import Push
+from asymcheck.replication.partial_copy import PARTIAL_RUN
 from asymcheck.replication.push_loop import PushLoop, follow
 from asymcheck.replication.push_status import PushStatus
 from asymcheck.replication.transfer_plan import selected
@@ -154,23 +155,41 @@ def _follow_loop(loop: PushLoop, progress: Progress) -> None:
 @click.argument("location")
 @click.argument("store", type=click.Path(path_type=Path))
 @_selection_options
-def pull(location: str, store: Path, step: int | str | None, run: str | None, everything: bool) -> Report:
+@click.option("--tensors", help="Copy only tensors and plain values whose full name matches this glob.")
+@click.option("--to-run", default=PARTIAL_RUN, show_default=True, help="With --tensors: run of the copy.")
+def pull(
+    location: str,
+    store: Path,
+    step: int | str | None,
+    run: str | None,
+    everything: bool,
+    tensors: str | None,
+    to_run: str,
+) -> Report:
     """Copy checkpoints from LOCATION into STORE, and verify every byte. STORE is created if it does not exist.
 
     To read a checkpoint without copying it, use 'asymcheck restore LOCATION --to FILE' or Store.open(LOCATION).
+
+    With --tensors, data of other tensors is not requested. The copy is a checkpoint of another run, which can be loaded
+    and exported. No training can continue from it.
 
     \b
     Examples:
       asymcheck pull hdfs://namenode:8020/runs/gpt2 checkpoints
       asymcheck pull file:///mnt/shared/gpt2 checkpoints --step 900
+      asymcheck pull s3://bucket/gpt2 checkpoints --tensors 'model.*'
     """
     _check_step_or_all(step, everything=everything)
+    if tensors is None and to_run != PARTIAL_RUN:
+        raise click.UsageError("--to-run applies to --tensors only")
     if not is_uri(location):
         raise InvalidInputError(f"location {location!r} is not a URI; a local store needs no pull")
     if not is_store(store):
         _check_selection(location, step, run, everything=everything)
     with Store.open(store, create=True) as opened, output.progress("pull") as progress:
-        done = opened.pull(location, step, run=run, everything=everything, progress=progress)
+        done = opened.pull(
+            location, step, run=run, everything=everything, tensors=tensors, to_run=to_run, progress=progress
+        )
     return Report(done, partial(_show_moved, done, "fetched"))
 
 

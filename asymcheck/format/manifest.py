@@ -282,6 +282,14 @@ def manifest_of(header: ManifestHeader, columns: Sequence[pa.Array]) -> Manifest
     return Manifest(header, pa.RecordBatch.from_arrays(columns, schema=SCHEMA))
 
 
+def renamed_rows(manifest: Manifest, names: Mapping[int, Sequence[str]]) -> list[Column]:
+    """Return the columns of some rows. ``names`` has the new name and aliases of each row."""
+    _, _, *columns = (column.take(pa.array(list(names), pa.int64())) for column in manifest.columns)
+    aliases = [others for _, *others in names.values()]
+    first = pa.array([name for name, *_ in names.values()], pa.utf8())
+    return [first, pa.array(aliases, SCHEMA.field("aliases").type), *columns]
+
+
 def encode(manifest: Manifest, header: ManifestHeader | None = None) -> bytes:
     """Return the bytes of a manifest file; ``header`` replaces the header of the manifest.
 

@@ -22,6 +22,7 @@ from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.merging import methods
 from asymcheck.merging.methods import BLOCK_ELEMENTS, Angle, Block, MergeSettings, Threshold
 from asymcheck.merging.sources import Source, SourceName, SourceTensor, named, opened
+from asymcheck.replication.partial_copy import check_derived_run
 from asymcheck.restore.resolve import read_manifests
 from asymcheck.restore.state_template import rows_in, with_tensors
 from asymcheck.state.leaves import Leaf, TensorBytes
@@ -121,7 +122,7 @@ def merge(  # noqa: PLR0913 - options of the command
     names = [named(store, item) for item in (*steps, *([] if base is None else [base]))]
     with opened(names, run, tensors) as every:
         merging = _Merge(every[: len(steps)], every[len(steps) :], chosen, tier)
-        merging.check_target(store, to_run)
+        check_derived_run(tier, to_run)
         newest = merging.sources[-1].resolved.ref.step
         request = SaveRequest(to_run, newest if step is None else check_step(step), {}, merged=merging.record())
         return merging.save(store, request, progress)
@@ -158,14 +159,6 @@ class _Merge:
         divisor = 1.0 if self._settings.uses_base else math.fsum(self._weights)
         sources = [source.record(weight / divisor) for source, weight in zip(self.sources, self._weights, strict=True)]
         return sources, next((source.record(None) for source in self._base), None)
-
-    def check_target(self, store: Store, run: str) -> None:
-        """Check that a run has only merged checkpoints, so that no training finds one of them in its line."""
-        listings = self._tier.manifests.checkpoints(run)
-        if listings and read_manifests(self._tier, listings[-1])[0].header.merged is None:
-            raise InvalidInputError(
-                f"run {run!r} of {store.location} has checkpoints of a training; give another run for the result"
-            )
 
     def save(self, store: Store, request: SaveRequest, progress: Progress | None) -> Merged:
         """Compute and save all tensors."""

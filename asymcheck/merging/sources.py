@@ -22,6 +22,7 @@ from asymcheck.format.manifest import Extent, TensorRow
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.inspect.diff import find_checkpoint
 from asymcheck.merging.methods import Bytes
+from asymcheck.replication.partial_copy import source_record
 from asymcheck.restore.read_plan import Demand, ReadPlan, execute, read_parts
 from asymcheck.restore.reshard import StoredPiece, box_of
 from asymcheck.restore.resolve import Resolved, resolve_one
@@ -140,10 +141,7 @@ class Source:
 
     def record(self, weight: float | None) -> dict[str, object]:
         """Describe the checkpoint in the manifest of the merged one."""
-        ref = self.resolved.ref
-        store_id = self.store.resources.tier.descriptor.store_id.hex()
-        described = {"store_id": store_id, "run": self.resolved.run, "step": ref.step, "generation": ref.generation}
-        return {**described, "save_id": ref.save_id.hex(), "weight": weight}
+        return source_record(self.store.resources.tier, self.resolved.run, self.resolved.ref, weight)
 
     def is_deleted(self) -> bool:
         """Tell whether the checkpoint was deleted in the meantime; False if the store cannot be read."""

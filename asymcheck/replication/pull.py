@@ -24,9 +24,9 @@ from asymcheck.errors import (
     TooManyFilesError,
 )
 from asymcheck.format.frame import FrameDescriptor, frame_length
-from asymcheck.format.layout import ManifestName
-from asymcheck.format.manifest import Manifest
+from asymcheck.format.manifest import Manifest, encode
 from asymcheck.replication.head_records import pull_heads
+from asymcheck.replication.partial_copy import Selection, check_derived_run
 from asymcheck.replication.transfer_stats import Moved
 from asymcheck.restore.frame_reader import fetch
 from asymcheck.restore.partition_locator import PartitionLocator
@@ -53,6 +53,7 @@ def pull(
     catalog: Catalog,
     listings: Sequence[CheckpointFiles],
     progress: Progress | None = None,
+    selection: Selection | None = None,
 ) -> Moved:
     """Copy checkpoints into a store, and verify every byte; skip checkpoints that the store already has.
 
@@ -64,6 +65,7 @@ def pull(
         catalog: the catalog of the store.
         listings: the checkpoints.
         progress: callback with the plain bytes read and to be read, for the current checkpoint.
+        selection: the tensors to copy, and their run; by default whole checkpoints.
 
     Raises:
         InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError: a checkpoint is damaged.
@@ -76,13 +78,17 @@ def pull(
     copy_heads = functools.cache(partial(pull_heads, remote, local))
 
     def copy(listing: CheckpointFiles) -> None:
+        run, ref = (listing.run, listing.ref) if selection is None else (selection.run, selection.ref(listing))
         # With one store per node, this store may have only the part of its node.
-        if local.manifests.listing(listing.run, listing.ref).is_whole:
+        if local.manifests.listing(run, ref).is_whole:
             moved.present += 1
             return
-        copy_heads(listing.run)
-        copier.copy(listing)
+        if selection is None:
+            copy_heads(run)
+        copier.copy(listing, selection)
 
+    if selection is not None:
+        check_derived_run(local, selection.run)
     failed = each(remote, listings, copy)
     if failed:
         raise _failure(failed, len(listings), remote)
@@ -133,30 +139,32 @@ class CheckpointCopier:
     moved: Moved
     """Sum of the copies so far."""
 
-    def copy(self, listing: CheckpointFiles) -> None:
-        """Copy the missing or damaged parts of one checkpoint.
+    def copy(self, listing: CheckpointFiles, selection: Selection | None = None) -> None:
+        """Copy the missing or damaged parts of one checkpoint, or only some tensors.
 
         Raises:
             AsymcheckError: the copy failed; the store keeps everything that it had.
         """
         manifests = read_manifests(self.remote, listing)
+        if selection is not None:
+            manifests = selection.cut(self.remote, listing, manifests)
         for name, manifest in zip(listing.manifests, manifests, strict=True):
-            self._copy_rank(listing, name, manifest)
-        self.moved.committed += (f"run {listing.run}, {listing.ref}",)
+            whole = partial(self.remote.manifests.read_bytes, listing.run, listing.ref, name)
+            self._copy_rank(manifest, whole() if selection is None else encode(manifest))
+        self.moved.committed += (f"run {manifests[0].header.run}, {manifests[0].header.ref}",)
 
-    def _copy_rank(self, listing: CheckpointFiles, name: ManifestName, manifest: Manifest) -> None:
+    def _copy_rank(self, manifest: Manifest, data: bytes) -> None:
         """Fetch the missing partitions of one rank, and commit the manifest."""
-        run, ref = listing.run, listing.ref
+        run, ref, rank = manifest.header.run, manifest.header.ref, manifest.header.rank
         # Only saves encode frames.
         encoder = Encoder("off", "nvme")
-        with CommitTransaction(self.local, self.catalog, encoder, ref.save_id, name.rank) as transaction:
-            data = self.remote.manifests.read_bytes(run, ref, name)
+        with CommitTransaction(self.local, self.catalog, encoder, ref.save_id, rank) as transaction:
             with PartitionLocator.of_manifests(self.remote, [manifest]) as sources:
                 fetch_missing = partial(self._fetch_missing, transaction, sources, manifest.partitions())
                 fetch_missing(names := list(manifest.partitions()))
                 transaction.seal(names, lambda lost: fetch_missing(sorted(lost)))
             # An existing manifest stays: parts of its checkpoint may be readable if this copy fails.
-            transaction.publish(run, ref, name.world_size, data, keep_existing=True)
+            transaction.publish(run, ref, manifest.header.world_size, data, keep_existing=True)
         packing = transaction.packing
         self.moved.packs += len(packing.packs)
         self.moved.moved_bytes += packing.written_bytes

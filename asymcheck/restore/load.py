@@ -176,9 +176,12 @@ def _load_one(wanted: LoadRequest, resolved: Resolved) -> object:
         return _load_anew(wanted, resolved)
     header = resolved.manifests[0].header
     if wanted.grows and header.merged is not None:
+        reason = "it was merged from other checkpoints, and has no optimizer state"
+        if header.merged.get("method") == "pull":
+            reason = f"it was pulled with the tensors {header.merged.get('tensors')!r:.100} only"
         raise StateMismatchError(
-            f"cannot continue training from {resolved.ref} of run {resolved.run!r}: it was merged from other "
-            "checkpoints, and has no optimizer state. Load its weights with Store.load(into=…), and train in a new run"
+            f"cannot continue training from {resolved.ref} of run {resolved.run!r}: {reason}. Load its weights with "
+            "Store.load(into=…), and train in a new run"
         )
     own = (wanted.rank or 0) % header.world_size
     parts = ShardSet(resolved.manifests, [manifest.header.rank for manifest in resolved.manifests].index(own))

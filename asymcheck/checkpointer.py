@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from asymcheck.capture.background_saver import BackgroundSaver, Statistics
 from asymcheck.capture.inflight import Capture, CheckpointReport
@@ -43,12 +43,11 @@ from asymcheck.training.save_reporting import SaveReporting, close_after
 from asymcheck.types import Checkpoint
 from asymcheck.validation import (
     check_capture,
+    check_choice,
     check_flag,
     check_grace,
-    check_on_error,
     check_state,
     check_step,
-    check_wait_target,
 )
 
 OnError = Literal["raise", "warn"]
@@ -146,7 +145,8 @@ class Checkpointer:
             raise InvalidInputError(f"store {store!r:.100}: give what Store.open(location) returned")
         self._store, self._state, self._run = store, check_state(state), run
         keep = None if keep is None else check_retention(keep)
-        self._reporting = SaveReporting(run, on_checkpoint, raises=check_on_error(on_error))
+        raises = check_choice("on_error", on_error, get_args(OnError)) == "raise"
+        self._reporting = SaveReporting(run, on_checkpoint, raises=raises)
         self._config = check_capture(capture)
         self._save_on_exit = check_flag("save_on_exit", save_on_exit)
         self._unsaved: tuple[int, Mapping[str, float] | None] | None = None
@@ -576,7 +576,9 @@ class Checkpointer:
             RemoteUnreachableError, StorageError: a checkpoint could not be pushed, unless ``on_error`` is ``"warn"``.
             InvalidInputError: ``target`` is none of these, or ``"remote"`` without ``push``.
         """
-        check_wait_target(target, pushes=self._pusher.pushes)
+        check_choice("target", target, get_args(WaitTarget))
+        if target == "remote" and not self._pusher.pushes:
+            raise InvalidInputError("wait('remote'): nothing is pushed; give Checkpointer(…, push=asymcheck.Push(…))")
         with self._exit_handler:
             if self._background is not None:
                 self._background.wait("memory" if target == "memory" else "local")

@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from asymcheck.errors import InvalidInputError
 from asymcheck.format import registry
@@ -34,7 +34,10 @@ _INDEX_ENTRY_BYTES = 64
 # Half of the capacity of a pack index if every frame has one block.
 _PACK_BYTES_MAX = registry.PACK_INDEX_BYTES_MAX // _INDEX_ENTRY_BYTES * registry.BLOCK_BYTES // 2
 
-_STORE_LIMITS: dict[str, tuple[float, float]] = {
+_Limits = Mapping[str, tuple[float, float]]
+"""Minimum and maximum of each number of a configuration."""
+
+_STORE_LIMITS: _Limits = {
     "partition_bytes": (registry.BLOCK_BYTES, registry.PARTITION_BYTES_MAX),
     "bundle_below_bytes": (0, registry.PARTITION_BYTES_MAX),
     "deferred_bytes_min": (registry.BLOCK_BYTES, registry.PARTITION_BYTES_MAX // 2),
@@ -51,7 +54,7 @@ _STORE_LIMITS: dict[str, tuple[float, float]] = {
     "read_lock_timeout_s": (0, math.inf),
     "commit_attempts": (1, math.inf),
 }
-_REMOTE_LIMITS: dict[str, tuple[float, float]] = {
+_REMOTE_LIMITS: _Limits = {
     "attempts": (1, 1000),
     "pack_bytes": (1, 1 << 40),
     "encoded_bytes": (1, 1 << 40),
@@ -63,23 +66,34 @@ _REMOTE_LIMITS: dict[str, tuple[float, float]] = {
     "grace_s": (0, 1e12),
     "retry_s": (0, 1e12),
     "lease_s": (0.1, 86_400),
+    "bytes_per_s": (1, math.inf),
 }
-_CHECKED_OTHERWISE = {"compression", "remote", "client", "options", "bytes_per_s", "read_back"}
+_CAPTURE_LIMITS: _Limits = {
+    "ring_bytes": (1, 1 << 46),  # at most the size of a file that a process can map
+    "staging_bytes": (0, 1 << 46),
+}
 
 
-def _check_bounds(config: StoreConfig | RemoteConfig, bounds: Mapping[str, tuple[float, float]]) -> None:
-    if config.compression not in COMPRESSIONS:
-        raise InvalidInputError(f"compression {config.compression!r}: give {', '.join(map(repr, COMPRESSIONS))}")
+def _check(config: StoreConfig | RemoteConfig | CaptureConfig, limits: _Limits) -> None:
+    """Raise InvalidInputError, naming the field, for a number outside its limits or an unknown choice."""
+    hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):
-        if field.name not in _CHECKED_OTHERWISE:
-            value = getattr(config, field.name)
-            if value is None and field.default is None:
-                continue
-            least, most = bounds[field.name]
-            kinds = (int, float) if isinstance(field.default, float) else (int,)
-            if type(value) not in kinds or not least <= value <= most:
-                kind = "a number" if float in kinds else "an integer"
-                raise InvalidInputError(f"{field.name} {value!r}: give {kind} from {least} to {most}")
+        value, kind = getattr(config, field.name), hints[field.name]
+        choices = [
+            choice for part in (kind, *get_args(kind)) if get_origin(part) is Literal for choice in get_args(part)
+        ]
+        least, most = limits.get(field.name, (-math.inf, math.inf))
+        number = (int, float) if isinstance(field.default, float) else (int,)
+        if value is None and field.default is None:
+            continue
+        if choices and value not in choices:
+            wanted = ", ".join(map(repr, choices))
+        elif field.name in limits and not (type(value) in number and least <= value <= most):
+            wanted = f"{'a number' if float in number else 'an integer'} from {least} to {most}"
+        else:
+            continue
+        or_none = ", or None" if field.default is None else ""
+        raise InvalidInputError(f"{field.name} {value!r:.100}: give {wanted}{or_none}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,15 +160,11 @@ class RemoteConfig:
 
     def __post_init__(self) -> None:
         """Raise InvalidInputError, naming the field, if a remote location cannot work with a value."""
-        if self.client not in (None, "hdfs-native", "libhdfs"):
-            raise InvalidInputError(f"client {self.client!r}: give 'hdfs-native', 'libhdfs' or None")
         options: object = self.options
         words = [word for item in options.items() for word in item] if isinstance(options, Mapping) else [options]
         if not all(isinstance(word, str) for word in words):
             raise InvalidInputError(f"options {self.options!r:.100}: give a mapping of strings to strings")
-        _check_bounds(self, _REMOTE_LIMITS)
-        if self.bytes_per_s is not None and (type(self.bytes_per_s) is not int or self.bytes_per_s < 1):
-            raise InvalidInputError(f"bytes_per_s {self.bytes_per_s!r}: give an integer from 1, or None")
+        _check(self, _REMOTE_LIMITS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +233,7 @@ class StoreConfig:
 
     def __post_init__(self) -> None:
         """Raise InvalidInputError, naming the field, if a store cannot work with a value."""
-        _check_bounds(self, _STORE_LIMITS)
+        _check(self, _STORE_LIMITS)
         for name in ("partition_bytes", "deferred_bytes_min", "deferred_bytes_max"):
             if getattr(self, name) % registry.BLOCK_BYTES:
                 raise InvalidInputError(f"{name} {getattr(self, name)}: give a multiple of {registry.BLOCK_BYTES}")
@@ -280,6 +290,12 @@ class CaptureConfig:
 
     If the staging buffer is full, tensors are copied before ``step()`` returns, or the next optimizer step waits.
     """
+
+    def __post_init__(self) -> None:
+        """Raise InvalidInputError, naming the field, if a value is invalid."""
+        _check(self, _CAPTURE_LIMITS)
+        if not isinstance(self.ring_folder, (str, Path)):
+            raise InvalidInputError(f"ring_folder {self.ring_folder!r:.100}: give the path of a directory")
 
 
 @dataclasses.dataclass(frozen=True)

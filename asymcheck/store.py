@@ -51,10 +51,10 @@ from asymcheck.storage.remote import RemoteLocation, RemoteTier, is_uri, parse_l
 from asymcheck.training_services import TrainingServices, place
 from asymcheck.types import Checkpoint, CheckpointRef, Part, Progress, Restored
 from asymcheck.validation import (
+    check_config,
     check_device,
     check_flag,
     check_glob,
-    check_kinds,
     check_location,
     check_rank,
     check_step,
@@ -102,7 +102,7 @@ class Store:
         """
         if check_flag("create", create) and check_flag("read_only", read_only):
             raise InvalidInputError("create=True with read_only=True: give one of them")
-        config = check_kinds(config)
+        config = check_config("config", config, StoreConfig)
         if is_uri(location):
             if remote is not None:
                 raise InvalidInputError(

@@ -1,15 +1,18 @@
-"""Validation of arguments of the public interface, before anything is written."""
+"""Validation of arguments of the public interface, before anything is written.
+
+Every function raises InvalidInputError, which names the argument, for a value that it does not accept.
+"""
 
 from __future__ import annotations
 
 import operator
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args, get_type_hints
+from typing import TYPE_CHECKING, TypeVar
 
-from asymcheck.config import CaptureConfig, Grace, StoreConfig
+from asymcheck.config import CaptureConfig, Grace
 from asymcheck.errors import InvalidInputError, NotFoundError
 from asymcheck.format import registry
 from asymcheck.types import Part
@@ -17,8 +20,7 @@ from asymcheck.types import Part
 if TYPE_CHECKING:
     import torch
 
-_RING_BYTES_MAX = 1 << 46
-"""Maximum size of a file that a process can map."""
+_T = TypeVar("_T")
 _SAVE_NAME = re.compile(r"save:[0-9a-f]{1,32}")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 # One slash suffices, because pathlib.Path("hdfs://host") is "hdfs:/host".
@@ -26,11 +28,7 @@ _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def check_location(location: object) -> Path:
-    """Return a location as a path; ``~`` is the home directory.
-
-    Raises:
-        InvalidInputError: the location is not a path.
-    """
+    """Return a location as a path; ``~`` is the home directory."""
     try:
         text = os.fspath(location)  # type: ignore[call-overload]  # TypeError is the answer
     except TypeError:
@@ -49,11 +47,7 @@ def check_location(location: object) -> Path:
 
 
 def check_no_uri(path: str | os.PathLike[str]) -> None:
-    """Refuse a URI, also one converted to ``pathlib.Path``, where a path is required.
-
-    Raises:
-        InvalidInputError
-    """
+    """Refuse a URI, also one converted to ``pathlib.Path``, where a path is required."""
     text = os.fspath(path)
     if _URI.match(text):
         raise InvalidInputError(
@@ -62,32 +56,25 @@ def check_no_uri(path: str | os.PathLike[str]) -> None:
         )
 
 
-def check_step(step: object) -> int:
-    """Return a step as an int; numpy integers are allowed.
+def _integer(value: object, least: int, end: int) -> int | None:
+    """Return an integer from ``least`` to below ``end``, also a numpy integer, as an int; None for anything else."""
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # TypeError is the answer
+    except TypeError:
+        return None
+    return number if least <= number < end else None
 
-    Raises:
-        InvalidInputError: the step is not an integer, or out of range.
-    """
-    number = _index(step)
-    if number is None or not 0 <= number <= registry.STEP_MAX:
+
+def check_step(step: object) -> int:
+    """Return a step as an int; numpy integers are allowed."""
+    number = _integer(step, 0, registry.STEP_MAX + 1)
+    if number is None:
         raise InvalidInputError(f"step {step!r:.100}: give an integer from 0 to {registry.STEP_MAX}")
     return number
 
 
-def _index(value: object) -> int | None:
-    """Return an integer, also a numpy integer, as an int; None for anything else."""
-    try:
-        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # TypeError is the answer
-    except TypeError:
-        return None
-
-
 def check_which(step: object) -> int | str:
-    """Return the selection of a checkpoint: a step, or ``save:`` and the first digits of a save id.
-
-    Raises:
-        InvalidInputError: the selection is neither.
-    """
+    """Return the selection of a checkpoint: a step, or ``save:`` and the first digits of a save id."""
     if not isinstance(step, str):
         return check_step(step)
     if not _SAVE_NAME.fullmatch(step):
@@ -96,15 +83,11 @@ def check_which(step: object) -> int | str:
 
 
 def check_part(part: object) -> None:
-    """Refuse an invalid part of a checkpoint.
-
-    Raises:
-        InvalidInputError
-    """
+    """Refuse an invalid part of a checkpoint."""
     if not isinstance(part, Part):
         raise InvalidInputError(f"part={part!r:.100}: give Part(rank, world_size, save_id)")
-    rank, size = _integer(part.rank), _integer(part.world_size)
-    if rank is None or size is None or not 0 <= rank < size <= registry.WORLD_SIZE_MAX:
+    are_integers = {type(part.rank), type(part.world_size)} == {int}
+    if not are_integers or not 0 <= part.rank < part.world_size <= registry.WORLD_SIZE_MAX:
         raise InvalidInputError(
             f"{part}: the rank must be less than the world size, and the world size at most {registry.WORLD_SIZE_MAX}"
         )
@@ -112,87 +95,45 @@ def check_part(part: object) -> None:
         raise InvalidInputError(f"{part!r:.200}: a save id has 32 hexadecimal digits, the same for all ranks")
 
 
-def _integer(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
 def check_rank(rank: object) -> int | None:
-    """Return a rank as an int; None stays None.
-
-    Raises:
-        InvalidInputError: the rank is not an integer, or out of range.
-    """
-    if rank is None:
-        return None
-    number = _index(rank)
-    if number is None or not 0 <= number < registry.WORLD_SIZE_MAX:
+    """Return a rank as an int; None stays None."""
+    number = None if rank is None else _integer(rank, 0, registry.WORLD_SIZE_MAX)
+    if number is None and rank is not None:
         raise InvalidInputError(f"rank {rank!r:.100}: give an integer from 0, or None")
     return number
 
 
 def check_glob(pattern: object) -> None:
-    """Refuse a selection of tensors that is not a glob.
-
-    Raises:
-        InvalidInputError
-    """
+    """Refuse a selection of tensors that is not a glob."""
     if not isinstance(pattern, str):
         raise InvalidInputError(f"tensors={pattern!r:.100}: give one glob of dotted names, such as 'model.*'")
 
 
-def check_kinds(config: StoreConfig | None) -> StoreConfig:
-    """Return ``config``, by default ``StoreConfig()``.
-
-    Raises:
-        InvalidInputError: ``config`` has another type.
-    """
-    if config is None:
-        return StoreConfig()
-    if not isinstance(config, StoreConfig):
-        raise InvalidInputError(f"config={config!r:.100}: give asymcheck.StoreConfig(…), or None")
-    return config
-
-
 def check_state(state: dict[str, object]) -> dict[str, object]:
-    """Return the state of a Checkpointer.
-
-    Raises:
-        InvalidInputError: the state is not a dict, into which a restore can write plain values.
-    """
+    """Return the state of a Checkpointer: a dict, into which a restore can write plain values."""
     if type(state) is not dict:
         raise InvalidInputError(f"state: give a dict such as {{'model': model}}, not {type(state).__name__}")
     return state
 
 
-def check_wait_target(target: object, *, pushes: bool) -> None:
-    """Refuse an unknown target of ``wait()``, and ``"remote"`` if nothing is pushed.
-
-    Raises:
-        InvalidInputError
-    """
-    if target not in ("memory", "local", "remote"):
-        raise InvalidInputError(f"wait({target!r:.100}): give 'memory', 'local' or 'remote'")
-    if target == "remote" and not pushes:
-        raise InvalidInputError("wait('remote'): nothing is pushed; give Checkpointer(…, push=asymcheck.Push(…))")
+def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
+    """Return one of ``choices``."""
+    if value not in choices:
+        raise InvalidInputError(
+            f"{name}={value!r:.100}: give {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}",
+        )
+    return str(value)
 
 
 def check_flag(name: str, value: object) -> bool:
-    """Return a bool, or refuse another value.
-
-    Raises:
-        InvalidInputError
-    """
+    """Return a bool."""
     if type(value) is not bool:
         raise InvalidInputError(f"{name}={value!r:.100}: give True or False")
     return value
 
 
 def check_grace(value: object) -> Grace | None:
-    """Return the notice of preemption that ``save_on_signal`` asks for; None for none.
-
-    Raises:
-        InvalidInputError
-    """
+    """Return the notice of preemption that ``save_on_signal`` asks for; None for none."""
     if isinstance(value, Grace):
         return value
     if type(value) is not bool:
@@ -200,31 +141,22 @@ def check_grace(value: object) -> Grace | None:
     return Grace() if value else None
 
 
-def check_capture(capture: CaptureConfig | None) -> CaptureConfig:
-    """Return ``capture``, by default ``CaptureConfig()``.
+def check_config(name: str, value: object, kind: type[_T]) -> _T:
+    """Return a configuration of type ``kind``, by default ``kind()``."""
+    if value is not None and not isinstance(value, kind):
+        raise InvalidInputError(f"{name}={value!r:.100}: give asymcheck.{kind.__name__}(…), or None")
+    return kind() if value is None else value
+
+
+def check_capture(value: object) -> CaptureConfig:
+    """Return the configuration of captures, by default ``CaptureConfig()``.
 
     Raises:
-        InvalidInputError: a field is invalid; the error names it.
         NotFoundError: the folder of the ring does not exist.
     """
-    if capture is None:
+    if value is None:
         return CaptureConfig()
-    if not isinstance(capture, CaptureConfig):
-        raise InvalidInputError(f"capture={capture!r:.100}: give asymcheck.CaptureConfig(…), or None")
-    hints = get_type_hints(CaptureConfig)
-    for name in ("proof", "schedule"):
-        known = get_args(hints[name])
-        if getattr(capture, name) not in known:
-            raise InvalidInputError(f"{name} {getattr(capture, name)!r:.100}: give {', '.join(map(repr, known))}")
-    ring_bytes, staging_bytes = _integer(capture.ring_bytes), _integer(capture.staging_bytes)
-    if capture.ring_bytes is not None and (ring_bytes is None or not 1 <= ring_bytes <= _RING_BYTES_MAX):
-        raise InvalidInputError(
-            f"ring_bytes {capture.ring_bytes!r:.100}: give an integer from 1 to {_RING_BYTES_MAX}, or None"
-        )
-    if staging_bytes is None or staging_bytes < 0:
-        raise InvalidInputError(f"staging_bytes {capture.staging_bytes!r:.100}: give an integer from 0")
-    if not isinstance(capture.ring_folder, (str, Path)):
-        raise InvalidInputError(f"ring_folder {capture.ring_folder!r:.100}: give the path of a directory")
+    capture = check_config("capture", value, CaptureConfig)
     if not os.path.isdir(capture.ring_folder):
         raise NotFoundError(
             f"ring_folder {str(capture.ring_folder)!r} is not a directory; create it in a file system in memory, or "
@@ -233,23 +165,8 @@ def check_capture(capture: CaptureConfig | None) -> CaptureConfig:
     return capture
 
 
-def check_on_error(on_error: object) -> bool:
-    """Return whether errors of background work are raised; otherwise they are warnings.
-
-    Raises:
-        InvalidInputError
-    """
-    if on_error not in ("raise", "warn"):
-        raise InvalidInputError(f"on_error={on_error!r:.100}: give 'raise' or 'warn'")
-    return on_error == "raise"
-
-
 def check_device(device: str | torch.device | None) -> torch.device:
-    """Return a device, the CPU by default.
-
-    Raises:
-        InvalidInputError: torch does not know the device, or it has no memory.
-    """
+    """Return a device that torch knows and that has memory, the CPU by default."""
     import torch
 
     try:
@@ -262,11 +179,7 @@ def check_device(device: str | torch.device | None) -> torch.device:
 
 
 def check_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics as floats.
-
-    Raises:
-        InvalidInputError: metrics are not a mapping of names to numbers, are too many, or a name is invalid.
-    """
+    """Return metrics as floats. Their names must be valid Unicode, and their number is limited."""
     if not isinstance(metrics, Mapping):
         raise InvalidInputError(
             f"metrics {metrics!r:.100}: give a mapping of names to numbers, such as {{'loss': 3.2}}"

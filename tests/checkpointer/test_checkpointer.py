@@ -377,22 +377,30 @@ def test_a_step_may_be_a_numpy_integer(store: Store) -> None:
 
 
 @pytest.mark.parametrize(
-    ("capture", "problem"),
+    ("fields", "problem"),
     [
-        (3, "capture=3: give asymcheck.CaptureConfig"),
-        (CaptureConfig(proof="Full"), "proof 'Full': give 'full', 'sampled', 'off'"),  # type: ignore[arg-type]  # as users do
-        (CaptureConfig(schedule="even"), "schedule 'even': give 'immediate', 'asymmetric', 'symmetric', 'eager'"),  # type: ignore[arg-type]  # as users do
-        (CaptureConfig(ring_bytes="2G"), "ring_bytes '2G': give an integer"),  # type: ignore[arg-type]  # as users do
-        (CaptureConfig(ring_bytes=0), "ring_bytes 0: give an integer"),
-        (CaptureConfig(ring_bytes=1 << 63), f"ring_bytes {1 << 63}: give an integer from 1 to {1 << 46}, or None"),
-        (CaptureConfig(staging_bytes=-1), "staging_bytes -1: give an integer"),
-        (CaptureConfig(ring_folder="nowhere"), "ring_folder 'nowhere' is not a directory"),
+        ({"proof": "Full"}, "proof 'Full': give 'full', 'sampled', 'off'"),
+        ({"schedule": "even"}, "schedule 'even': give 'immediate', 'asymmetric', 'symmetric', 'eager'"),
+        ({"ring_bytes": "2G"}, "ring_bytes '2G': give an integer"),
+        ({"ring_bytes": 0}, "ring_bytes 0: give an integer"),
+        ({"ring_bytes": 1 << 63}, f"ring_bytes {1 << 63}: give an integer from 1 to {1 << 46}, or None"),
+        ({"staging_bytes": -1}, "staging_bytes -1: give an integer"),
+        ({"ring_folder": 3}, "ring_folder 3: give the path"),
     ],
+    ids=str,
 )
-def test_a_wrong_knob_of_capture_is_an_error_at_once(store: Store, capture: Any, problem: str) -> None:  # noqa: ANN401 - whatever users pass
-    """Test that the constructor raises the error, because a mistyped proof would check nothing."""
-    with pytest.raises((InvalidInputError, NotFoundError), match=problem):
-        Checkpointer(store, _state(), capture=capture, every=1, keep=None)
+def test_a_configuration_of_captures_that_cannot_work_is_refused(fields: dict[str, Any], problem: str) -> None:
+    """Test that the error names the field when the configuration is created: a mistyped proof would check nothing."""
+    with pytest.raises(InvalidInputError, match=problem):
+        CaptureConfig(**fields)
+
+
+def test_captures_without_a_configuration_or_a_folder_are_refused(store: Store) -> None:
+    """Test that the Checkpointer raises the error at once."""
+    with pytest.raises(InvalidInputError, match=r"capture=3: give asymcheck.CaptureConfig"):
+        Checkpointer(store, _state(), capture=3, every=1, keep=None)  # type: ignore[arg-type]  # as users do
+    with pytest.raises(NotFoundError, match="ring_folder 'nowhere' is not a directory"):
+        Checkpointer(store, _state(), capture=CaptureConfig(ring_folder="nowhere"), every=1, keep=None)
 
 
 @pytest.mark.parametrize("step", ["x", None, 1.0, -1])

@@ -202,14 +202,10 @@ class _Plain:
     node: Node
     name: str | None
     depth: int
-    is_metadata: bool = False  # whether the value holds versions of modules
 
     def take(self, walk: _Walk, value: object) -> Node:
         walker = Walker(walk.called)
-        if self.is_metadata:
-            node = walker.metadata(value, self.name or "", self.depth)
-        else:
-            node = walker.node(value, self.name, self.depth)
+        node = walker.node(value, self.name, self.depth)
         walk.is_as_before &= not walker.leaves
         return node
 
@@ -257,7 +253,7 @@ class _Mapping:
     key_nodes: list[Node]
     children: Sequence[_Template]
     has_tensors_alone: bool
-    metadata: _Plain | None
+    metadata: _Template | None
 
     def take(self, walk: _Walk, value: object) -> Node:
         mapping = self._mapping(walk, value)
@@ -295,51 +291,51 @@ class _Mapping:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Table:
-    """Dict of dicts of tensors, like the state of an optimizer, which is compared as a whole."""
+    """Mapping of dicts that is compared as a whole: the state of an optimizer, or the versions of modules."""
 
     node: Node
+    kind: type
     keys: list[str | int]
     key_types: list[type]
     lengths: list[int]
     inner_keys: list[str | int]
     inner_types: list[type]
+    versions: list[int] | None  # None for tensors
 
     @classmethod
-    def of(cls, mapping: _Mapping) -> _Template:
-        """Return an equivalent template for ``mapping``, which may be the same object."""
-        rows = [child for child in mapping.children if type(child) is _Mapping]
-        if len(rows) < len(mapping.children) or mapping.tag != "d" or mapping.metadata is not None:
-            return mapping
-        if not all(row.has_tensors_alone and row.tag == "d" and row.metadata is None for row in rows):
-            return mapping
-        inner = [*chain.from_iterable(row.keys for row in rows)]
-        lengths = [len(row.keys) for row in rows]
-        return cls(mapping.node, mapping.keys, mapping.key_types, lengths, inner, [*map(type, inner)])
+    def of(cls, node: Node) -> _Table | None:
+        """Return the template of a mapping of dicts of tensors, or of dicts of integers; None for other nodes."""
+        parts: list[Any] = node if isinstance(node, list) else [None]
+        if parts[0] not in ("d", "o") or not all(isinstance(row, list) and row[0] == "d" for _, row in parts[1]):
+            return None
+        rows = [row[1] for _, row in parts[1]]
+        values = [value for row in rows for _, value in row]
+        are_versions = all(type(value) is int for value in values)
+        if not are_versions and not all(isinstance(value, list) and value[0] in TENSOR_TAGS for value in values):
+            return None
+        keys, inner = [_key(key) for key, _ in parts[1]], [_key(key) for row in rows for key, _ in row]
+        types = [*map(type, keys)], [*map(len, rows)], inner, [*map(type, inner)]
+        return cls(node, _MAPPING_TAGS[parts[0]], keys, *types, values if are_versions else None)
 
     def take(self, walk: _Walk, value: object) -> Node:
-        rows = [*value.values()] if type(value) is dict else []
+        mapping = cast("dict[object, dict[object, object]]", value if type(value) is self.kind else {})
+        rows = [*mapping.values()]
         if (
             not {dict}.issuperset(map(type, rows))
             or [*map(len, rows)] != self.lengths
-            or [*cast("dict[object, object]", value)] != self.keys
-            or [*map(type, cast("dict[object, object]", value))] != self.key_types
+            or [*mapping] != self.keys
+            or [*map(type, mapping)] != self.key_types
             or [*chain.from_iterable(rows)] != self.inner_keys
             or [*map(type, chain.from_iterable(rows))] != self.inner_types
+            or hasattr(value, "_metadata")
         ):
             walk.is_as_before = False
             return None
-        walk.visits += chain.from_iterable(map(dict.values, rows))
-        return self.node
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Never:
-    """Value that always counts as changed."""
-
-    node: Node
-
-    def take(self, walk: _Walk, _value: object) -> Node:
-        walk.is_as_before = False
+        values = [*chain.from_iterable(map(dict.values, rows))]
+        if self.versions is None:
+            walk.visits += values
+        else:
+            walk.is_as_before &= values == self.versions and {int}.issuperset(map(type, values))
         return self.node
 
 
@@ -367,12 +363,11 @@ def _template_of(node: Node, name: str | None, depth: int) -> _Template:
         _template_of(child, below(name, key if type(key) is str else join_name((key,))), depth + 1)
         for key, (_, child) in zip(keys, content, strict=True)
     ]
-    metadata = [_template_of(child, None, depth) for child in rest]
-    if _are_plain([*children, *metadata]):
+    if _are_plain(children):
         return _Plain(node, name, depth)
-    if not _are_plain(metadata):
-        return _Never(node)
-    mapping = _Mapping(
+    if tag == "d" and (table := _Table.of(node)) is not None:
+        return table
+    return _Mapping(
         node=node,
         tag=tag,
         entries=content,
@@ -381,9 +376,8 @@ def _template_of(node: Node, name: str | None, depth: int) -> _Template:
         key_nodes=[key for key, _ in content],
         children=children,
         has_tensors_alone=all(type(child) is _Tensor for child in children),
-        metadata=_Plain(rest[0], below(name, "_metadata"), depth, is_metadata=True) if rest else None,
+        metadata=_Table.of(rest[0]) or _Plain(rest[0], below(name, "_metadata"), depth + 1) if rest else None,
     )
-    return _Table.of(mapping)
 
 
 def _are_plain(templates: Iterable[_Template]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
@@ -26,8 +25,6 @@ from asymcheck.state.zero_redundancy import local_part
 from asymcheck.types import Stateful, is_stateful
 
 TENSOR_TAGS = ("T", "N")
-_SHARED_ENTRIES = 16
-_SHARED_KEY = 200  # longer mappings and keys are rare, and would fill the cache
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _MAPPINGS = frozenset({dict, OrderedDict, Counter})
 """Types that are stored as mappings. A Counter, as in learning rate schedulers, is stored as a plain mapping."""
@@ -145,24 +142,19 @@ class Walker:
         return self._mapping(state, name, depth)  # type: ignore[arg-type]  # the type was just compared
 
     def _mapping(self, value: Mapping[object, object], name: str | None, depth: int) -> Node:
-        pairs: list[tuple[Node, Node]] = []
+        pairs: list[Node] = []
         part: str
         for key, item in value.items():
             # ASCII strings, which are most, are always valid.
             node, part = (key, key) if type(key) is str and key.isascii() else self._key(key, name)
-            pairs.append((node, self.node(item, below(name, part), depth + 1)))
+            pairs.append([node, self.node(item, below(name, part), depth + 1)])
         if type(value) is not OrderedDict:
-            return _mapping_node("d", pairs)
+            return ["d", pairs]
         # Module.state_dict() stores versions of modules in an attribute of the mapping, for load_state_dict().
         metadata = getattr(value, "_metadata", None)
         if metadata is None:
-            return _mapping_node("o", pairs)
-        return [*_mapping_node("m", pairs), self.metadata(metadata, below(name, "_metadata"), depth)]
-
-    def metadata(self, metadata: object, name: str, depth: int) -> Node:
-        """Return the node of the versions of modules for a mapping at ``depth``; usually the same in each step."""
-        versions = _versions(metadata) if depth < TREE_DEPTH_MAX - 3 else None
-        return self.node(metadata, name, depth + 1) if versions is None else _versions_node(versions)
+            return ["o", pairs]
+        return ["m", pairs, self.node(metadata, below(name, "_metadata"), depth + 1)]
 
     def _key(self, key: object, name: str | None) -> tuple[object, str]:
         """Return the node of a key, and its part of the dotted names."""
@@ -196,7 +188,7 @@ class Walker:
             if key is not None:
                 self._rows[key] = row
         self.visits.append((given, row))
-        return _tensor_node(tag, row)
+        return [tag, row]
 
     def _plain(self, value: object, name: str | None) -> Node:
         if isinstance(value, torch.Size):
@@ -230,65 +222,6 @@ def state_of(value: Stateful, called: Called) -> object:
     if id(value) not in called:
         called[id(value)] = value, local_part(value).state_dict()
     return called[id(value)][1]
-
-
-# Nodes never change, and most are the same in each step. See Leaf for the reason to share them.
-@functools.lru_cache(maxsize=1 << 14)
-def _tensor_node(tag: str, row: int) -> list[Node]:
-    return [tag, row]
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _tensor_pair(key: str, tag: str, row: int) -> list[Node]:
-    return [key, _tensor_node(tag, row)]
-
-
-def _mapping_node(tag: str, pairs: Sequence[tuple[Node, Node]]) -> list[Node]:
-    entries = [_entry(key, node) for key, node in pairs]
-    if len(pairs) <= _SHARED_ENTRIES and None not in entries:
-        return _small_mapping_node(tag, tuple(entries))
-    return [
-        tag,
-        [
-            _tensor_pair(*entry) if entry is not None and entry[1] else [key, node]
-            for entry, (key, node) in zip(entries, pairs, strict=True)
-        ],
-    ]
-
-
-def _versions(metadata: object) -> tuple[str | int, ...] | None:
-    """Return names and versions of modules as a flat tuple; None if the mapping has other content."""
-    if type(metadata) is not OrderedDict:
-        return None
-    flat: list[str | int] = []
-    for module, value in metadata.items():
-        version = value.get("version") if type(value) is dict and len(value) == 1 else None
-        if type(version) is not int or type(module) is not str or not module.isascii():
-            return None
-        flat += (module, version)
-    return tuple(flat)
-
-
-@functools.lru_cache(maxsize=64)
-def _versions_node(versions: tuple[str | int, ...]) -> Node:
-    """Return the cached node of the result of :func:`_versions`."""
-    metadata = zip(versions[::2], versions[1::2], strict=True)
-    return Walker({}).node(OrderedDict((module, {"version": version}) for module, version in metadata), None, 0)
-
-
-def _entry(key: Node, node: Node) -> tuple[str, str, int] | None:
-    """Return key, tensor tag and row, or key, no tag and an integer; None for other values."""
-    if type(key) is str and len(key) <= _SHARED_KEY:
-        if type(node) is int:
-            return key, "", node
-        if type(node) is list and node[0] in TENSOR_TAGS:
-            return key, node[0], node[1]
-    return None
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _small_mapping_node(tag: str, entries: tuple[tuple[str, str, int], ...]) -> list[Node]:
-    return [tag, [_tensor_pair(*entry) if entry[1] else [entry[0], entry[2]] for entry in entries]]
 
 
 def below(name: str | None, part: str) -> str:

@@ -100,9 +100,7 @@ class Transfers:
 
     def __init__(self, devices: Devices, leaves: Sequence[Leaf], partitions: Sequence[Partition]) -> None:
         """Assign the tensors to devices."""
-        self._leaves = leaves
-        self._partitions = partitions
-        self._holds = devices.holds
+        self._leaves, self._partitions, self._holds = leaves, partitions, devices.holds
         self._device_of_row = devices.of_all([leaf.source for leaf in leaves])
         self._gates: dict[Device, Mark] = {}
         self._clone_gates: dict[Device, Mark] = {}
@@ -116,14 +114,13 @@ class Transfers:
         """Return the device of a tensor; None for host memory."""
         return self._device_of_row[row]
 
+    def devices_of(self, number: int) -> list[Device | None]:
+        """Return the distinct devices of the pieces of a partition; None stands for host memory."""
+        return list({self._device_of_row[piece.row]: None for piece in self._partitions[number].pieces})
+
     def is_on_device(self, number: int) -> bool:
         """Tell whether a part of a partition is on a device."""
-        return any(self._device_of_row[piece.row] is not None for piece in self._partitions[number].pieces)
-
-    def device_of(self, number: int) -> Device | None:
-        """Return the device of a partition; None if a part is in host memory or on another device."""
-        devices = {self._device_of_row[piece.row] for piece in self._partitions[number].pieces}
-        return devices.pop() if len(devices) == 1 else None
+        return self.devices_of(number) != [None]
 
     def is_staged(self, number: int) -> bool:
         """Tell whether a partition has been cloned into a staging buffer."""
@@ -134,16 +131,15 @@ class Transfers:
 
         Pieces in host memory are included, if other pieces of the partition are on one device.
         """
-        partition = self._partitions[number]
-        devices = {device for piece in partition.pieces if (device := self._device_of_row[piece.row]) is not None}
+        devices = [device for device in self.devices_of(number) if device is not None]
         if len(devices) != 1:
             return False
-        device = devices.pop()
+        (device,), partition = devices, self._partitions[number]
         region = device.staging.take(partition.length)
         if region is None:
             return False
         try:
-            device.link.run(partial(_gather, partial(_views, self._leaves, partition.pieces), region.memory))
+            device.link.run(lambda: _gather(_views(self._leaves, partition.pieces), region.memory))
         except torch.cuda.OutOfMemoryError:
             # A strided tensor needs a contiguous copy first.
             device.staging.give_back(region)
@@ -151,10 +147,9 @@ class Transfers:
         self._regions[number] = device, region
         return True
 
-    def catch_up(self, numbers: Iterable[int]) -> None:
-        """Wait until the devices have computed partitions, so that the program may read them."""
-        rows = (piece.row for number in numbers for piece in self._partitions[number].pieces)
-        for device in {self._device_of_row[row] for row in rows}:
+    def catch_up(self, number: int) -> None:
+        """Wait until the devices have computed a partition, so that the program may read it."""
+        for device in self.devices_of(number):
             if device is not None:
                 device.link.mark().wait()
 
@@ -186,19 +181,20 @@ class Transfers:
             gate = self._clone_gates.get(device) or self._gates[device]
             ends.append(device.link.queue(partial(_fetch, region.memory, payload), gate))
             return
-        position = 0
+        partition = self._partitions[number]
         by_device: dict[Device, list[tuple[Piece, memoryview]]] = {}
-        for piece in self._partitions[number].pieces:
-            target = payload[position : position + piece.length]
-            position += piece.length
-            source = self._device_of_row[piece.row]
-            if source is None:
+        for piece, target in partition.parts(payload):
+            device_of_piece = self._device_of_row[piece.row]
+            if device_of_piece is None:
                 self._leaves[piece.row].copy_bytes(piece.start, target)
             else:
-                by_device.setdefault(source, []).append((piece, target))
+                by_device.setdefault(device_of_piece, []).append((piece, target))
         for device, parts in by_device.items():
-            is_whole = sum(piece.length for piece, _ in parts) == len(payload)
-            work = self._work(number, device, parts, payload if is_whole else None)
+            work = partial(self._copy_pieces, parts)
+            if len(parts) == len(partition.pieces) > 1 and (region := device.staging.take(len(payload))) is not None:
+                # With space in the staging buffer, one copy replaces hundreds of small ones.
+                self._regions[number] = device, region
+                work = partial(self._gather_and_fetch, partition.pieces, region.memory, payload)
             try:
                 mark = device.link.queue(work, self._gates[device])
             except BaseException:
@@ -209,20 +205,8 @@ class Transfers:
             self._last[device, threading.get_ident()] = mark
             ends.append(mark)
 
-    def _work(
-        self, number: int, device: Device, parts: Sequence[tuple[Piece, memoryview]], payload: memoryview | None
-    ) -> Callable[[], None]:
-        """Return a function that copies pieces from a device to host memory, which is ``payload`` if given."""
-        if payload is not None and len(parts) > 1:
-            # With space in the staging buffer, one copy replaces hundreds of small ones.
-            region = device.staging.take(len(payload))
-            if region is not None:
-                self._regions[number] = device, region
-                return partial(self._gather_and_fetch, [piece for piece, _ in parts], region.memory, payload)
-        return partial(self._copy_pieces, parts)
-
     def _gather_and_fetch(self, pieces: Sequence[Piece], memory: torch.Tensor, payload: memoryview) -> None:
-        _gather(partial(_views, self._leaves, pieces), memory)
+        _gather(_views(self._leaves, pieces), memory)
         _fetch(memory, payload)
 
     def _copy_pieces(self, parts: Sequence[tuple[Piece, memoryview]]) -> None:
@@ -278,15 +262,6 @@ class EagerCopies:
         self._regions: dict[Device, tuple[Staging, StagingRegion]] = {}
         self._fetched: list[tuple[Device, memoryview, Mark]] = []
 
-    def want(self, row: int, start: int, length: int, give: Give) -> None:
-        """Request bytes of a tensor. ``give`` receives them, at once or in :meth:`settle`."""
-        device = self._transfers.device_of_row(row)
-        piece = Piece(row, start, length)
-        if device is None:
-            give(self._leaves[row].some_bytes(start, length))
-        else:
-            self.want_computed(device, length, partial(_view, self._leaves, piece), give)
-
     def want_computed(self, device: Device, length: int, compute: Callable[[], torch.Tensor], give: Give) -> None:
         """Request ``length`` bytes that ``compute`` returns as a uint8 tensor of a device, after its queued work."""
         self._wanted.setdefault(device, []).append(_Wanted(length, compute, give))
@@ -295,10 +270,11 @@ class EagerCopies:
         """Request all bytes of tensors. ``give`` receives row and bytes, at once or in :meth:`settle`."""
         on_host: list[int] = []
         for row in rows:
-            if self._transfers.device_of_row(row) is None:
+            device, leaf = self._transfers.device_of_row(row), self._leaves[row]
+            if device is None:
                 on_host.append(row)
             else:
-                self.want(row, 0, self._leaves[row].nbytes, partial(give, row))
+                self.want_computed(device, leaf.nbytes, leaf.as_bytes, partial(give, row))
         for row, data in zip(on_host, whole_bytes([self._leaves[row] for row in on_host]), strict=True):
             give(row, data)
 
@@ -315,16 +291,15 @@ class EagerCopies:
                     one.give(one.compute().cpu().numpy().tobytes())
                 continue
             self._regions[device] = buffer, region
-            device.link.run(partial(_gather, partial(_computed, wanted), region.memory))
+            device.link.run(partial(_gather_computed, wanted, region.memory))
 
     def fetch(self, room: Callable[[int], memoryview]) -> None:
         """Queue the copies to host memory, which ``room`` allocates for each device."""
         # Copied, because an allocation may settle earlier copies.
         for device, (_, region) in list(self._regions.items()):
             target = room(len(region.memory))
-            self._fetched.append(
-                (device, target, self._transfers.queue(device, partial(_fetch, region.memory, target)))
-            )
+            end = self._transfers.queue(device, partial(_fetch, region.memory, target))
+            self._fetched.append((device, target, end))
 
     def settle(self) -> None:
         """Wait for the copies, and deliver the requested bytes. May be called again."""
@@ -355,21 +330,16 @@ def gathered(leaves: Leaves, pieces: Sequence[Piece]) -> torch.Tensor:
     return views[0] if len(views) == 1 else torch.cat(views)
 
 
-def _view(leaves: Leaves, piece: Piece) -> torch.Tensor:
-    return leaves[piece.row].as_bytes()[piece.start : piece.start + piece.length]
-
-
 def _views(leaves: Leaves, pieces: Iterable[Piece]) -> list[torch.Tensor]:
-    return [_view(leaves, piece) for piece in pieces]
+    return [leaves[piece.row].as_bytes()[piece.start : piece.start + piece.length] for piece in pieces]
 
 
-def _computed(wanted: Iterable[_Wanted]) -> list[torch.Tensor]:
-    return [one.compute() for one in wanted]
+def _gather_computed(wanted: Iterable[_Wanted], memory: torch.Tensor) -> None:
+    _gather([one.compute() for one in wanted], memory)
 
 
-def _gather(parts: Callable[[], list[torch.Tensor]], memory: torch.Tensor) -> None:
+def _gather(views: list[torch.Tensor], memory: torch.Tensor) -> None:
     """Copy uint8 tensors into contiguous memory of the device."""
-    views = parts()
     if all(view.device == memory.device for view in views):
         # One call replaces hundreds of small ones.
         torch.cat(views, out=memory)

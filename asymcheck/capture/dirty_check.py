@@ -8,23 +8,17 @@ equals that of an earlier capture whose frame is still in the ring, both capture
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 
 from asymcheck.capture.inflight import Capture
 from asymcheck.events import timed
-from asymcheck.executor import together
-from asymcheck.format.digest import digest
+from asymcheck.state.leaves import digest_pieces
 from asymcheck.storage.shm.ring_writer import Ring, RingSlot
 from asymcheck.types import Digest
 
 _REMEMBERED = 4
 """Number of earlier captures to compare with; the newest captures may not be digested yet."""
-_ALONE_BYTES = 16 << 20
-"""Bytes that one thread digests in the time that another thread needs to start."""
-_THREADS_MAX = 8
-"""Number of threads that saturates the memory bandwidth of most machines."""
 
 Key = tuple[str, int, int]
 """Tensor name, first byte and length of a piece."""
@@ -59,34 +53,24 @@ class DirtyCheck:
         capture is skipped, because its digest would be wasted if it changes again.
         """
         keys = {key: number for number in numbers if (key := _key(capture, number)) is not None}
-        shared: dict[int, tuple[RingSlot, Digest, memoryview]] = {}
-        for key, number in keys.items():
-            shared_frame = self._share(key)
-            source = None if shared_frame is None else _source(capture, number)
-            if shared_frame is not None and source is not None:
-                shared[number] = *shared_frame, source
-            elif shared_frame is not None:
-                self._ring.give_back(shared_frame[0])
+        shared = {number: frame for key, number in keys.items() if (frame := self._share(key)) is not None}
         unchanged = self._compare(capture, shared) if shared else []
         self._earlier.appendleft(_EarlierCapture(capture, keys))
         return unchanged
 
-    def _compare(self, capture: Capture, shared: Mapping[int, tuple[RingSlot, Digest, memoryview]]) -> list[int]:
-        sources = [source for _, _, source in shared.values()]
+    def _compare(self, capture: Capture, shared: Mapping[int, tuple[RingSlot, Digest]]) -> list[int]:
+        pieces = [capture.partitions[number].pieces[0] for number in shared]
+        unchanged: list[int] = []
         try:
-            with timed("compare", sum(map(len, sources)), capture.named):
-                digests = _digest_all(sources)
-        except BaseException:
-            for slot, _, _ in shared.values():
-                self._ring.give_back(slot)
-            raise
-        unchanged = []
-        for (number, (slot, name, _)), current in zip(shared.items(), digests, strict=True):
-            if current == name:
-                capture.slots[number], capture.digests[number] = slot, name
-                unchanged.append(number)
-            else:
-                self._ring.give_back(slot)
+            with timed("compare", sum(piece.length for piece in pieces), capture.named):
+                digests = digest_pieces(pieces, capture.state.leaves)
+            for (number, (slot, name)), current in zip(shared.items(), digests, strict=True):
+                if current == name:
+                    capture.slots[number], capture.digests[number] = slot, name
+                    unchanged.append(number)
+        finally:
+            for number in shared.keys() - {*unchanged}:
+                self._ring.give_back(shared[number][0])
         return unchanged
 
     def _share(self, key: Key) -> tuple[RingSlot, Digest] | None:
@@ -103,26 +87,7 @@ class DirtyCheck:
 
 
 def _key(capture: Capture, number: int) -> Key | None:
-    pieces = capture.partitions[number].pieces
-    if len(pieces) > 1 or capture.transfers.is_on_device(number):
+    (piece, *others), leaves = capture.partitions[number].pieces, capture.state.leaves
+    if others or capture.transfers.is_on_device(number) or leaves[piece.row].bytes_in_place(piece.start, 1) is None:
         return None
-    return capture.names[pieces[0].row], pieces[0].start, pieces[0].length
-
-
-def _source(capture: Capture, number: int) -> memoryview | None:
-    piece = capture.partitions[number].pieces[0]
-    return capture.state.leaves[piece.row].bytes_in_place(piece.start, piece.length)
-
-
-def _digest_all(sources: Sequence[memoryview]) -> list[Digest]:
-    """Return the digests, computed by several threads if there is enough data."""
-    threads = min(len(os.sched_getaffinity(0)), _THREADS_MAX, sum(map(len, sources)) // _ALONE_BYTES)
-    digests: list[Digest] = [Digest(b"")] * len(sources)
-    numbers = iter(range(len(sources)))
-
-    def work() -> None:
-        for number in numbers:
-            digests[number] = digest(sources[number])
-
-    together(work, max(threads, 1), "digest", lambda: None)
-    return digests
+    return capture.names[piece.row], piece.start, piece.length

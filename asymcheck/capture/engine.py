@@ -243,7 +243,7 @@ class CaptureEngine:
     def _copy_now(self, capture: Capture, number: int) -> None:
         partition, payload = capture.partitions[number], self._payload(capture, number)
         with timed("copy", partition.length, lambda: capture.named_partition(number)):
-            capture.transfers.catch_up([number])
+            capture.transfers.catch_up(number)
             copy_partition(partition, capture.state.leaves, payload)
         with self._changed:
             capture.uncopied -= 1

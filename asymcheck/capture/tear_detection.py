@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import dataclasses
 import itertools
-import os
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -27,10 +25,9 @@ import torch
 from asymcheck.capture.device_copy import Device, EagerCopies, Transfers
 from asymcheck.capture.device_sums import DeviceSums, checksum
 from asymcheck.errors import CaptureWarning, TornCaptureError, warn_user
-from asymcheck.executor import share
 from asymcheck.format.digest import digest
-from asymcheck.state.leaves import Leaf
-from asymcheck.state.partition_plan import Partition, Piece
+from asymcheck.state.leaves import Leaf, digest_pieces
+from asymcheck.state.partition_plan import Partition
 from asymcheck.types import Digest, SaveId
 
 Proof = Literal["full", "sampled", "off"]
@@ -42,21 +39,8 @@ ROUND = 16
 """Number of later captures that together digest all bytes."""
 _REMEMBERED = 1024
 """Number of recent captures that can be reported as suspects later."""
-_THREADS = 4
-"""Maximum number of threads that compute digests. More threads are limited by the bandwidth of the memory."""
-_BYTES_FOR_A_THREAD = 8 << 20
 _NAMED = 3
 """Maximum number of tensors that a message names."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _SourceDigest:
-    """Digest of a piece of a tensor at the start of a capture."""
-
-    piece: Piece
-    position: int
-    """Offset of the piece in the partition."""
-    digest: Digest
 
 
 class SourceDigests:
@@ -80,7 +64,8 @@ class SourceDigests:
         self.names, self.partitions = names, partitions
         self._transfers, self._digests = transfers, digests
         self._leaves: dict[int, Leaf] = {}
-        self._sources: dict[int, list[_SourceDigest]] = {}
+        # For each partition in host memory, the digests of its pieces at the start of the capture.
+        self._sources: dict[int, list[Digest]] = {}
         self._sums: dict[int, DeviceSums] = {}
         self._marks: dict[int, int] = {}
         self._torn: dict[int, None] = {}
@@ -107,21 +92,15 @@ class SourceDigests:
         on_device: dict[Device, list[int]] = {}
         on_host: list[int] = []
         for number in numbers:
-            device = self._transfers.device_of(number)
-            if device is not None:
+            device, *others = self._transfers.devices_of(number)
+            if device is not None and not others:
                 on_device.setdefault(device, []).append(number)
                 continue
             # A device failure is raised again by the code that waits for the copies.
             with contextlib.suppress(RuntimeError):
-                self._transfers.catch_up([number])
+                self._transfers.catch_up(number)
             on_host.append(number)
-        pieces = [piece for number in on_host for piece in self.partitions[number].pieces]
-        digests = iter(_digests_of(self._leaves, pieces))
-        for number in on_host:
-            position = 0
-            for piece in self.partitions[number].pieces:
-                self._sources.setdefault(number, []).append(_SourceDigest(piece, position, next(digests)))
-                position += piece.length
+        self._sources.update(self._digests_on_host(on_host))
         for device, there in on_device.items():
             sums = DeviceSums(device, {number: self.partitions[number].pieces for number in there})
             # A device without memory for the computation proves nothing in this capture.
@@ -147,14 +126,15 @@ class SourceDigests:
 
     def check(self, number: int, payload: memoryview) -> None:
         """Compare the captured bytes of a partition with the source digests, and record torn tensors."""
-        if number in self._sums and self._sums[number].at_start[number] != checksum(payload):
-            for row in self._rows(number):
-                self._torn[row] = None
-                self._note_differing(number, row)
-        for source_digest in self._sources.get(number, ()):
-            if digest(payload[source_digest.position :][: source_digest.piece.length]) != source_digest.digest:
-                self._torn[source_digest.piece.row] = None
-                self._note_differing(number, source_digest.piece.row)
+        torn: Iterable[int] = ()
+        if number in self._sums:
+            torn = self._rows(number) if self._sums[number].at_start[number] != checksum(payload) else ()
+        elif number in self._sources:
+            parts = zip(self.partitions[number].parts(payload), self._sources[number], strict=True)
+            torn = [piece.row for (piece, data), source in parts if digest(data) != source]
+        for row in torn:
+            self._torn[row] = None
+            self._note_differing(number, row)
 
     def _rows(self, number: int) -> dict[int, None]:
         return dict.fromkeys(piece.row for piece in self.partitions[number].pieces)
@@ -209,16 +189,23 @@ class SourceDigests:
 
     def _differing(self, numbers: Sequence[int]) -> dict[int, None]:
         """Return the rows of partitions in host memory that have other bytes than at the start of the capture."""
-        sources = [(number, source) for number in numbers for source in self._sources[number]]
-        found = _digests_of(self._leaves, [source.piece for _, source in sources])
         rows: dict[int, None] = {}
-        for (number, source), now in zip(sources, found, strict=True):
-            if now != source.digest:
-                self._note_differing(number, source.piece.row)
-                rows[source.piece.row] = None
-        for row in {source.piece.row for _, source in sources}:
+        for number, digests in self._digests_on_host(numbers).items():
+            pieces = self.partitions[number].pieces
+            for piece, source, now in zip(pieces, self._sources[number], digests, strict=True):
+                if now != source:
+                    self._note_differing(number, piece.row)
+                    rows[piece.row] = None
+        for row in {row for number in numbers for row in self._rows(number)}:
             self._leaves[row].release()
         return rows
+
+    def _digests_on_host(self, numbers: Sequence[int]) -> dict[int, list[Digest]]:
+        """Return the digests of the pieces of partitions, as they are now."""
+        digests = iter(
+            digest_pieces([piece for number in numbers for piece in self.partitions[number].pieces], self._leaves)
+        )
+        return {number: [next(digests) for _ in self.partitions[number].pieces] for number in numbers}
 
     @property
     def torn(self) -> list[str]:
@@ -385,20 +372,3 @@ def _mark_of(leaf: Leaf) -> int:
         return 0
     # An int is not tracked by the Python garbage collector. Inference tensors have no version counter.
     return (source.data_ptr() << 64) + (0 if source.is_inference() else source._version)
-
-
-def _digests_of(leaves: Mapping[int, Leaf], pieces: Sequence[Piece]) -> list[Digest]:
-    """Return the digests of pieces, computed by several threads because the training waits."""
-    found: dict[int, Digest] = {}
-
-    def work(taken: Iterable[tuple[int, Piece]]) -> None:
-        found.update((number, digest(_bytes_of(leaves[piece.row], piece))) for number, piece in taken)
-
-    threads = sum(piece.length for piece in pieces) // _BYTES_FOR_A_THREAD
-    share(enumerate(pieces), work, max(1, min(threads, _THREADS, len(os.sched_getaffinity(0)))), "digest")
-    return [found[number] for number in range(len(pieces))]
-
-
-def _bytes_of(leaf: Leaf, piece: Piece) -> bytes | memoryview:
-    data = leaf.bytes_in_place(piece.start, piece.length)
-    return leaf.some_bytes(piece.start, piece.length) if data is None else data

@@ -5,8 +5,9 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -15,13 +16,16 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from asymcheck.errors import UnsupportedValueError
+from asymcheck.executor import share
+from asymcheck.format.digest import digest
 from asymcheck.format.manifest_reader import DIMENSIONS_MAX
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.state.boxes import Box
 from asymcheck.state.dtypes import TORCH_NAMES
 from asymcheck.state.numpy_dtypes import numpy_name
-from asymcheck.state.partition_plan import Partition
+from asymcheck.state.partition_plan import Partition, Piece
 from asymcheck.state.roles import role_of
+from asymcheck.types import Digest
 
 
 class TensorBytes(abc.ABC):
@@ -49,6 +53,11 @@ PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 _STACKED = frozenset({"float32", "float64", "float16", "bfloat16", "int64", "int32", "bool"})
 """Dtypes of optimizer counters. Not every version of torch can stack tensors of other dtypes."""
+
+_THREADS_MAX = 8
+"""Number of threads that saturates the memory bandwidth of most machines."""
+_BYTES_FOR_A_THREAD = 8 << 20
+"""Bytes for which the start of another thread pays off."""
 
 Source = torch.Tensor | np.ndarray | TensorBytes
 FlatBytes = torch.Tensor | npt.NDArray[np.uint8]
@@ -267,7 +276,20 @@ def identity_key(source: Source) -> tuple[object, ...] | None:
 
 def copy_partition(partition: Partition, leaves: Sequence[Leaf], payload: memoryview) -> None:
     """Copy the bytes of a partition from its tensors into ``payload``, which has the length of the partition."""
-    position = 0
-    for piece in partition.pieces:
-        leaves[piece.row].copy_bytes(piece.start, payload[position : position + piece.length])
-        position += piece.length
+    for piece, target in partition.parts(payload):
+        leaves[piece.row].copy_bytes(piece.start, target)
+
+
+def digest_pieces(pieces: Sequence[Piece], leaves: Sequence[Leaf] | Mapping[int, Leaf]) -> list[Digest]:
+    """Return the digests of pieces of tensors, computed by several threads because the training waits."""
+    digests = [Digest(b"")] * len(pieces)
+
+    def work(taken: Iterable[tuple[int, Piece]]) -> None:
+        for number, piece in taken:
+            leaf = leaves[piece.row]
+            data = leaf.bytes_in_place(piece.start, piece.length)
+            digests[number] = digest(leaf.some_bytes(piece.start, piece.length) if data is None else data)
+
+    threads = sum(piece.length for piece in pieces) // _BYTES_FOR_A_THREAD
+    share(enumerate(pieces), work, max(1, min(threads, _THREADS_MAX, len(os.sched_getaffinity(0)))), "digest")
+    return digests

@@ -53,6 +53,13 @@ class Partition:
         """Plain bytes."""
         return sum(piece.length for piece in self.pieces)
 
+    def parts(self, payload: memoryview) -> Iterator[tuple[Piece, memoryview]]:
+        """Yield each piece with its bytes in the payload of the partition."""
+        start = 0
+        for piece in self.pieces:
+            yield piece, payload[start : start + piece.length]
+            start += piece.length
+
 
 @dataclasses.dataclass(frozen=True)
 class Cut:

@@ -125,7 +125,7 @@ def test_nothing_is_fetched_of_a_tensor_without_elements(device: SimulatedDevice
     leaves = _leaves(device, torch.zeros(0))
     transfers = Transfers(Devices(MIB, device.link_of), leaves, [])
     asides, given = EagerCopies(transfers, leaves), []
-    asides.want(0, 0, 0, given.append)
+    asides.want_whole([0], lambda _row, data: given.append(data))
     asides.gather()
     transfers.begin()
     asides.fetch(lambda length: memoryview(bytearray(length)))

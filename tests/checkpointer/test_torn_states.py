@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from asymcheck import Checkpointer, Store
-from asymcheck.capture import tear_detection
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import LostCheckpointError, LostCheckpointWarning, TornCaptureError
+from asymcheck.state import leaves
 from tests.checkpointer.loops import (
     CONFIG,
     Loop,
@@ -270,7 +270,7 @@ def test_the_first_capture_finds_a_change_that_raises_no_version(
     store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch, bytes_for_a_thread: int
 ) -> None:
     """Test one of 40 tensors, whose digests one thread or several threads compute."""
-    monkeypatch.setattr(tear_detection, "_BYTES_FOR_A_THREAD", bytes_for_a_thread)
+    monkeypatch.setattr(leaves, "_BYTES_FOR_A_THREAD", bytes_for_a_thread)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(1200)) for _ in range(40)])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     sampled = CaptureConfig(proof="sampled", ring_folder=config.ring_folder)

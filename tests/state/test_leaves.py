@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asymcheck.errors import UnsupportedValueError
-from asymcheck.state.leaves import Leaf, flat_bytes, identity_key, make_leaf, whole_bytes
+from asymcheck.format.digest import digest
+from asymcheck.state import leaves
+from asymcheck.state.leaves import Leaf, digest_pieces, flat_bytes, identity_key, make_leaf, whole_bytes
+from asymcheck.state.partition_plan import Piece
 
 PLAIN = torch.arange(60, dtype=torch.int32).reshape(3, 4, 5)
 
@@ -204,3 +207,15 @@ def test_a_leaf_that_has_no_bytes_names_its_path() -> None:
     with pytest.raises(UnsupportedValueError, match=r"model\.w") as caught:
         make_leaf(torch.empty(2, device="meta"), "model.w", "model")
     assert caught.value.path == "model.w"
+
+
+def test_several_threads_find_the_same_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that each piece is digested once, in place or from a copy, for any number of threads."""
+    tensors = [*VIEWS.values(), np.arange(500.0)]
+    described = [make_leaf(tensor, str(row), "") for row, tensor in enumerate(tensors)]
+    pieces = [Piece(row, leaf.nbytes // 3, leaf.nbytes // 2) for row, leaf in enumerate(described)]
+    expected = [digest(described[piece.row].some_bytes(piece.start, piece.length)) for piece in pieces]
+    for share in (1, 500, 1 << 30):
+        monkeypatch.setattr(leaves, "_BYTES_FOR_A_THREAD", share)
+        assert digest_pieces(pieces, described) == expected
+    assert digest_pieces([], described) == []

@@ -28,6 +28,11 @@ _DEFERRED_ON = ("cpu", "cuda")
 """Device types with deferred copies; a later copy on other devices would need synchronization events."""
 
 
+def in_backward() -> bool:
+    """Return whether this thread runs a backward pass. torch has no public function, and uses this one itself."""
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - see above
+
+
 def find(kind: type[_T], state: object) -> Iterator[_T]:
     """Yield the objects of type ``kind`` among the values of the dicts, lists and tuples of a state."""
     values = [state]
@@ -201,9 +206,7 @@ class OptimizerFences:
             hooks.move_to_end(self._handle.id, last=False)
 
     def _hook(self, optimizer: Optimizer, _arguments: object, _options: object) -> None:
-        # torch has no public function that shows whether this thread runs a backward pass.
-        inside = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - as above
-        if inside and id(optimizer) not in self._inside_backward:
+        if in_backward() and id(optimizer) not in self._inside_backward:
             # Each parameter may have its own optimizer, so the warning appears once.
             if not self._inside_backward:
                 warnings.warn(

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from asymcheck.capture.optimizer_fence import in_backward
 from asymcheck.config import CaptureConfig, StoreConfig
 from asymcheck.state.iteration_profile import Iteration, Phase, Windows, profile_of
 from asymcheck.state.partition_plan import (
@@ -213,23 +214,52 @@ class ModuleHooks:
 
     def __init__(self, modules: Sequence[nn.Module], mark: _OnBoundary) -> None:
         """Register the hooks. Each block has two, which take one or two microseconds each."""
-        self._hooks = _Hooks(mark)
+        self._mark: _OnBoundary | None = mark
         self._handles: list[RemovableHandle] = []
         blocks = {id(block): block for module in modules for block in blocks_of(module)}
         try:
             for block in blocks.values():
                 if not isinstance(block, torch.jit.ScriptModule):
-                    self._handles.append(block.register_forward_pre_hook(self._hooks.enter))
-                    self._handles.append(block.register_forward_hook(self._hooks.leave))
+                    self._handles.append(block.register_forward_pre_hook(self._enter))
+                    self._handles.append(block.register_forward_hook(self._leave))
         except BaseException:
             self.remove()
             raise
 
+    def __reduce__(self) -> tuple[type[types.SimpleNamespace], tuple[()], dict[str, object]]:
+        # A pickled or copied model must load without this package, so its hooks become a function that does nothing.
+        nothing = contextlib.nullcontext().__exit__
+        return types.SimpleNamespace, (), {"_mark": None, "_enter": nothing, "_leave": nothing}
+
     def remove(self) -> None:
         """Remove the hooks, and ignore hooks of graphs that still exist. May be called again."""
-        self._hooks.mark = None
+        self._mark = None
         while self._handles:
             self._handles.pop().remove()
+
+    def _enter(self, _block: nn.Module, _args: object) -> None:
+        # The compiler treats the first condition as a constant and omits the hook. A call would break the graph.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_backward():
+            return
+        if self._mark is not None:
+            self._mark("forward")
+
+    def _leave(self, _block: nn.Module, _args: object, output: object) -> None:
+        # This includes backward, because reentrant checkpointing only has the graph of the recomputed forward.
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        is_reached = False
+
+        def reach(_gradients: object) -> None:
+            # Only the first of the outputs that receives its gradient.
+            nonlocal is_reached
+            if not is_reached and self._mark is not None:
+                is_reached = True
+                self._mark("backward")
+
+        for tensor in _tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(reach)
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
@@ -259,46 +289,6 @@ def _is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod")
 
 
-class _Hooks:
-    """Hooks of all blocks. They hold no tensors. Copies of hooks, as in a deep copy of the model, do nothing."""
-
-    def __init__(self, mark: _OnBoundary | None) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[type[types.SimpleNamespace], tuple[()], dict[str, object]]:
-        # A pickled model must load without this package, so its hooks become a function that does nothing.
-        nothing = contextlib.nullcontext().__exit__
-        return types.SimpleNamespace, (), {"mark": None, "enter": nothing, "leave": nothing}
-
-    def enter(self, _block: nn.Module, _args: object) -> None:
-        # The compiler treats the first condition as a constant and omits the hook. A call would break the graph.
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _in_backward():
-            return
-        if self.mark is not None:
-            self.mark("forward")
-
-    def leave(self, _block: nn.Module, _args: object, output: object) -> None:
-        # This includes backward, because reentrant checkpointing only has the graph of the recomputed forward.
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        reached = _Reached(self)
-        for tensor in _tensors(output):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(reached)
-
-
-class _Reached:
-    """Mark a block when the first of its outputs receives its gradient."""
-
-    def __init__(self, hooks: _Hooks) -> None:
-        self._hooks: _Hooks | None = hooks
-
-    def __call__(self, _gradients: object) -> None:
-        hooks, self._hooks = self._hooks, None
-        if hooks is not None and hooks.mark is not None:
-            hooks.mark("backward")
-
-
 def _tensors(output: object) -> Iterator[torch.Tensor]:
     """Yield the tensors of a block's output. Deeper values, such as a cache, are no input of the next block."""
     if isinstance(output, Mapping):
@@ -306,8 +296,3 @@ def _tensors(output: object) -> Iterator[torch.Tensor]:
     for value in output if isinstance(output, (tuple, list)) else (output,):
         if isinstance(value, torch.Tensor):
             yield value
-
-
-def _in_backward() -> bool:
-    """Return whether this thread runs a backward pass. Checkpointing in torch uses the same private function."""
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001 - see above

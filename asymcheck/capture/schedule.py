@@ -77,11 +77,10 @@ class CaptureSchedule:
         self._enter_window = enter_window
         self._layout: PlanInput | None = None
         self._plan: Plan | None = None
-        self._iterations: list[Iteration] = []
+        self._measured: list[tuple[Iteration, list[Mark]]] = []
         self._marks: list[tuple[Phase, float]] = []
         self._link: Link | None = None
         self._points: list[Mark] = []
-        self._unread: list[tuple[tuple[Phase, ...], list[Mark]]] = []
         self._began: float | None = None
         self._boundaries: ModuleHooks | None = None
         self.hooks_s = 0.0
@@ -112,10 +111,9 @@ class CaptureSchedule:
             return self._plan
         if self._plan is None:
             self._plan = self._previous_plan(layout) or self._made(layout, 0, None)
-        elif self._plan.kind == PLAN_KIND and len(self._iterations) >= _PROFILED:
-            self._read_device_times()
-            profile = profile_of(self._iterations)
-            self._iterations.clear()
+        elif self._plan.kind == PLAN_KIND and len(self._measured) >= _PROFILED:
+            profile = profile_of([_on_device(*measured) for measured in self._measured])
+            self._measured.clear()
             if profile is not None:
                 self._plan = self._made(layout, self._plan.number + 1, profile)
         if self._layout not in (None, layout):
@@ -144,7 +142,7 @@ class CaptureSchedule:
 
     def began(self, link: Link | None = None) -> None:
         """Note the start of a capture and its window 0. Device operations are measured by marks on ``link``."""
-        self._link = link if len(self._iterations) < _PROFILED else None
+        self._link = link if len(self._measured) < _PROFILED else None
         self._points = [] if self._link is None else [self._link.mark()]
         self._marks = []
         self._began = time.perf_counter()
@@ -173,11 +171,8 @@ class CaptureSchedule:
         iteration = Iteration(self._began, tuple(self._marks), at_s)
         # Device times of an iteration are incomplete if a part was recorded as a graph.
         is_known = self._link is None or len(self._points) == len(self._marks) + 1
-        if len(self._iterations) < _PROFILED and is_known:
-            self._iterations.append(iteration)
-            if self._link is not None:
-                phases = tuple(phase for phase, _ in self._marks)
-                self._unread.append((phases, [*self._points, self._link.mark()]))
+        if len(self._measured) < _PROFILED and is_known:
+            self._measured.append((iteration, [] if self._link is None else [*self._points, self._link.mark()]))
         if waited_s > _WAIT_SHARE * (at_s - self._began):
             self._lead, self._calm = min(self._lead + 1, len(self._marks)), 0
         else:
@@ -187,17 +182,14 @@ class CaptureSchedule:
         self._began = None
         return iteration
 
-    def _read_device_times(self) -> None:
-        """Replace the program's times of boundaries by the device's times."""
-        if not self._unread:
-            return
-        iterations = []
-        for phases, points in self._unread:
-            points[-1].wait()
-            first, *seconds = (point.seconds_after(points[0]) for point in points)
-            iterations.append(Iteration(first, tuple(zip(phases, seconds[:-1], strict=True)), seconds[-1]))
-        self._unread.clear()
-        self._iterations = iterations
+
+def _on_device(iteration: Iteration, points: Sequence[Mark]) -> Iteration:
+    """Replace the program's times of boundaries by the times of the device, if it has reached ``points`` for them."""
+    if not points:
+        return iteration
+    points[-1].wait()
+    begin, *seconds, fence = (point.seconds_after(points[0]) for point in points)
+    return Iteration(begin, tuple(zip(iteration.phases, seconds, strict=True)), fence)
 
 
 class ModuleHooks:

@@ -51,7 +51,7 @@ def measure(
     device = device_copy(budget_s)
     return Facts(
         cores=len(os.sched_getaffinity(0)),
-        ring_room_bytes=ring_room_bytes(ring_folder),
+        ring_room_bytes=min(ring_limits(ring_folder), default=0),
         copy_bytes_per_s=copy_bytes_per_s(budget_s),
         digest_bytes_per_s=digest_bytes_per_s(budget_s),
         drive=drive_facts,
@@ -99,16 +99,22 @@ def device_copy(budget_s: float) -> tuple[str, float] | None:
     return torch.cuda.get_device_name(device), _COPY_BYTES / seconds_of(copy, budget_s)
 
 
-def ring_room_bytes(folder: Path) -> int:
-    """Return the maximum bytes of a ring in ``folder``, as a Checkpointer chooses by default."""
+def ring_limits(folder: Path, freed: int = 0, processes: int = 1) -> list[int]:
+    """Return upper limits in bytes for a ring in ``folder``: nine tenths of the folder, and half of the memory.
+
+    Args:
+        folder: folder of the ring.
+        freed: bytes of a ring that will be removed.
+        processes: number of processes that create a ring at the same time.
+    """
     limits = []
     with contextlib.suppress(OSError):
         status = os.statvfs(folder)
-        limits.append(status.f_bavail * status.f_frsize * 9 // 10)
+        limits.append((status.f_bavail * status.f_frsize // processes + freed) * 9 // 10)
     available = available_bytes()
     if available is not None:
-        limits.append(available // 2)
-    return min(limits, default=0)
+        limits.append((available // processes + freed) // 2)
+    return limits
 
 
 def measure_codecs(samples: Iterable[Sample], budget_s: float) -> tuple[CodecFacts, ...]:

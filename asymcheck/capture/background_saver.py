@@ -34,11 +34,11 @@ from asymcheck.format import registry
 from asymcheck.format.frame import frame_length
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.ring_records import RingHeader
+from asymcheck.measurement import ring_limits
 from asymcheck.policies.interval import TrainingPace
 from asymcheck.state.flattener import Flattener
 from asymcheck.state.iteration_profile import Iteration
 from asymcheck.state.partition_plan import Plan, PlanInput
-from asymcheck.storage.available_memory import available_bytes
 from asymcheck.storage.nvme import Catalog, NvmeTier
 from asymcheck.storage.process_identity import this_process
 from asymcheck.storage.shm.ring_writer import Ring
@@ -386,27 +386,9 @@ _RING_BYTES_MIN = 4 * registry.BLOCK_BYTES
 
 
 def default_bytes(folder: Path, needed: int, freed: int = 0, processes: int = 1) -> int:
-    """Return the bytes for two captures, limited to half of the memory that will be available to this process.
-
-    Args:
-        folder: folder of the ring.
-        needed: bytes of one capture.
-        freed: bytes of a ring that will be removed.
-        processes: number of processes that create a ring at the same time.
-    """
+    """Return the bytes for two captures of ``needed`` bytes, within :func:`~asymcheck.measurement.ring_limits`."""
     wanted = int(needed * _SLACK * ROOM_FOR_CAPTURES) + _SLACK_BYTES
-    return max(min([wanted, *_limits(folder, freed, processes)]), _RING_BYTES_MIN)
-
-
-def _limits(folder: Path, freed: int, processes: int) -> list[int]:
-    limits = []
-    with contextlib.suppress(OSError):
-        status = os.statvfs(folder)
-        limits.append((status.f_bavail * status.f_frsize // processes + freed) * 9 // 10)
-    available = available_bytes()
-    if available is not None:
-        limits.append((available // processes + freed) // 2)
-    return limits
+    return max(min([wanted, *ring_limits(folder, freed, processes)]), _RING_BYTES_MIN)
 
 
 def cut_for_ring(config: StoreConfig, ring_bytes: int | None, folder: Path, processes: int) -> StoreConfig:
@@ -415,7 +397,7 @@ def cut_for_ring(config: StoreConfig, ring_bytes: int | None, folder: Path, proc
     ``ring_bytes`` is None for a ring of automatic size. Sizes are powers of two, so that they rarely change between
     starts with different available memory: partitions that stay the same are not written again.
     """
-    limits = _limits(folder, 0, processes) if ring_bytes is None else [ring_bytes]
+    limits = ring_limits(folder, 0, processes) if ring_bytes is None else [ring_bytes]
     if not limits:
         return config
     half = max(min(limits) // 2 - registry.BLOCK_BYTES, _RING_BYTES_MIN)

@@ -12,7 +12,7 @@ from asymcheck.config import StoreConfig
 
 def test_the_largest_partition_is_the_configured_one_while_no_limit_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Test a system that reports no memory limit."""
-    monkeypatch.setattr(background_saver, "_limits", lambda *_: [])
+    monkeypatch.setattr(background_saver, "ring_limits", lambda *_: [])
     config = StoreConfig()
     assert background_saver.cut_for_ring(config, None, Path(), 1).deferred_bytes_max == config.deferred_bytes_max
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from asymcheck.capture.inflight import Capture, InFlight
 from asymcheck.commit.save_request import LineagePosition, SaveRequest, SaveRound
 from asymcheck.distributed import Session
-from asymcheck.distributed.coordinator import reason_of
 from asymcheck.distributed.replica_assignment import (
     NOBODY,
     ReplicaAssigner,
@@ -26,7 +24,7 @@ from asymcheck.distributed.replica_assignment import (
     decode_shares,
     encode_rows,
 )
-from asymcheck.errors import AsymcheckError, RankFailedError, RanksError, RanksMissingError
+from asymcheck.errors import AsymcheckError, RankFailedError, RanksMissingError
 from asymcheck.format import registry
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import frame_length
@@ -329,8 +327,7 @@ class TwoPhaseCommit:
             # All ranks know.
             raise
         except BaseException as error:
-            with contextlib.suppress(RanksError):
-                self._committing.report(at, reason_of(error).encode(), failed=True)
+            self._committing.fail(at, error)
             raise
 
     def _what(self, capture: Capture, what: str) -> str:
@@ -360,26 +357,23 @@ class TwoPhaseCommit:
         stores, also return the metrics of all ranks, so that every store retains and pushes the same checkpoints.
         """
 
-        def decide(reports: Sequence[bytes]) -> bytes:
+        def decide(reports: list[Any]) -> object:
             place = self._placing(capture)
             parent = place.parent
-            # Most reports are equal. For different values of a metric, the last rank wins, as for readers.
-            distinct = [json.loads(report) for report in reversed(dict.fromkeys(reversed(reports)))]
-            metrics = {name: value for report in distinct for name, value in report["metrics"].items()}
-            decision = {
+            # For different values of a metric, the last rank wins, as for readers.
+            metrics = {name: value for report in reports for name, value in report["metrics"].items()}
+            return {
                 "generation": place.generation,
                 "parent": None if parent is None else [parent.generation, parent.step, parent.save_id.hex()],
-                "is_unassigned": any(report["is_unassigned"] for report in distinct),
+                "is_unassigned": any(report["is_unassigned"] for report in reports),
                 "head": self._head_of(place.generation),
                 "metrics": dict(list(metrics.items())[: registry.METRICS_MAX]),
             }
-            return json.dumps(decision).encode()
 
         is_unassigned = not self._replicas.knows(capture)
         has_stores = self.store_ranks is not None
         own = {"is_unassigned": is_unassigned, "metrics": dict(capture.request.metrics) if has_stores else {}}
-        verdict = self._committing.agree(at, json.dumps(own).encode(), decide, self._what(capture, "partitions"))
-        decision = json.loads(verdict)
+        decision = self._committing.agree_json(at, own, decide, self._what(capture, "partitions"))
         self._take_head(decision["head"])
         parent = decision["parent"]
         if parent is not None:
@@ -399,21 +393,19 @@ class TwoPhaseCommit:
     def _all_committed(self, capture: Capture, ref: CheckpointRef, at: tuple[int, int]) -> None:
         """Wait until all ranks have published their manifests, which makes the checkpoint durable."""
 
-        def decide(reports: Sequence[bytes]) -> bytes:
-            # Most reports are equal, and empty.
-            distinct = [json.loads(report) for report in dict.fromkeys(reports)]
+        def decide(reports: list[Any]) -> object:
             with self._lock:
-                self._is_outdated |= any(report["is_outdated"] for report in distinct)
-            capture.paces = [TrainingPace(**report["pace"]) for report in distinct if report["pace"] is not None]
-            diverged = [divergence for report in distinct for divergence in report["diverged"]]
-            return json.dumps(diverged[:_DIVERGED_MAX]).encode()
+                self._is_outdated |= any(report["is_outdated"] for report in reports)
+            paces = (TrainingPace(**report["pace"]) for report in reports if report["pace"] is not None)
+            capture.paces = list(dict.fromkeys(paces))
+            return [divergence for report in reports for divergence in report["diverged"]][:_DIVERGED_MAX]
 
         diverged = [dataclasses.asdict(divergence) for divergence in self._replicas.end(capture)[:_DIVERGED_MAX]]
         pace = None if capture.request.pace is None else dataclasses.asdict(capture.request.pace)
         is_outdated = bool(diverged) or not self._replicas.knows(capture)
         own = {"is_outdated": is_outdated, "diverged": diverged, "pace": pace}
-        verdict = self._committing.agree(at, json.dumps(own).encode(), decide, self._what(capture, "commit"))
+        every = self._committing.agree_json(at, own, decide, self._what(capture, "commit"))
         # Rank 0 reports all divergences, other ranks only their own.
-        every, rank = json.loads(verdict), self._session.rank
+        rank = self._session.rank
         reported = every if self.is_first else [*diverged, *(fields for fields in every if fields["owner"] == rank)]
         capture.diverged = [Divergence(**fields).text(self._manifests, self._run, ref) for fields in reported]

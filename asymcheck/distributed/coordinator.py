@@ -11,7 +11,7 @@ import contextlib
 import copy
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -125,23 +125,22 @@ class Session:
 
     def give_up(self, number: int, error: BaseException) -> None:
         """Report that this rank does not take part, even if rank 0 has not announced the action yet."""
-        reason = reason_of(error).encode()
-        with contextlib.suppress(RanksError):
-            if self.is_first:
-                self.report((number, 0), reason, failed=True)
-                if self._awaited is not None and self._awaited[0] == number:
-                    # Ranks that have received the announcement wait for the verdict of this round.
-                    self.report(self._awaited, reason, failed=True)
-                return
-            if number > self._number:
-                was_behind, self._is_behind = self._is_behind, True
-                # This rank does not wait after a missing response or an interrupt.
-                if isinstance(error, Exception) and not isinstance(error, RanksError):
+        if self.is_first:
+            self.fail((number, 0), error)
+            if self._awaited is not None and self._awaited[0] == number:
+                # Ranks that have received the announcement wait for the verdict of this round.
+                self.fail(self._awaited, error)
+            return
+        if number > self._number:
+            was_behind, self._is_behind = self._is_behind, True
+            # This rank does not wait after a missing response or an interrupt.
+            if isinstance(error, Exception) and not isinstance(error, RanksError):
+                with contextlib.suppress(RanksError):
                     self._next_announcement("giving up")
                     self._is_behind = was_behind
-            if number <= self._number and self._first is not None:
-                first, self._first = self._first, None
-                self.report((self._number, first), reason, failed=True)
+        if number <= self._number and self._first is not None:
+            first, self._first = self._first, None
+            self.fail((self._number, first), error)
 
     def _next_announcement(self, what: str) -> Any:  # noqa: ANN401 - JSON
         number, self._first = self._number + 1, None
@@ -215,6 +214,29 @@ class Session:
             self._keys.put(f"{key}/to/{rank}", verdict)
         self._post(at, _EACH)
         return verdicts[0]
+
+    def agree_json(self, at: Round, value: object, decide: Callable[[list[Any]], object], what: str) -> Any:  # noqa: ANN401 - JSON
+        """Agree as :meth:`agree` does, on JSON values. Equal reports are decoded once, because most are equal."""
+
+        def decide_bytes(reports: Sequence[bytes]) -> bytes:
+            decoded = {report: json.loads(report) for report in {*reports}}
+            return json.dumps(decide([decoded[report] for report in reports])).encode()
+
+        return json.loads(self.agree(at, json.dumps(value).encode(), decide_bytes, what))
+
+    @contextlib.contextmanager
+    def failing(self, at: Round) -> Iterator[None]:
+        """Report an error of the block, so that the round fails on all ranks."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(at, error)
+            raise
+
+    def fail(self, at: Round, error: BaseException) -> None:
+        """Report the failure of this rank, so that the round fails on all ranks. Raises no RanksError."""
+        with contextlib.suppress(RanksError):
+            self.report(at, reason_of(error).encode(), failed=True)
 
     def verdict(self, at: Round, what: str) -> bytes:
         """Wait for the verdict of a round in which this rank has reported. Not for rank 0."""

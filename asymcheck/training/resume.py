@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -145,13 +144,12 @@ class ResumeCoordinator:
         shares_store = session.store_ranks is None
         number, _ = session.begin(does, None, 2 if shares_store else 1, lambda: None, f"restore of run {self._run!r}")
         skipped: list[str] = []
-        proposals: Iterator[CheckpointRef] = iter(())
-        if shares_store and self.is_first:
+        if not shares_store:
+            proposals = self._common(session, self._readable(session, (number, 1), step, prepare), step, skipped)
+        elif self.is_first:
             proposals = self._proposals(step, skipped, prepare)
-        elif not shares_store:
-            common = _Proposals(session, self._store, self._run, step)
-            common.gather((number, 1), prepare)
-            proposals = common.each(skipped)
+        else:
+            proposals = iter(())
         part = 1 if shares_store else 2
         steps = set[int]()
         while True:
@@ -183,23 +181,74 @@ class ResumeCoordinator:
             message = f"{what} of run {self._run!r} can be restored by all ranks; see asymcheck verify:"
             raise InconsistentCheckpointError(message, skipped)
 
+    def _readable(
+        self, session: Session, at: tuple[int, int], step: int | None, prepare: Callable[[], object]
+    ) -> list[dict[CheckpointRef, bool]]:
+        """Return, on rank 0, the checkpoints of each store, and whether each rank of the store can read a part.
+
+        The first rank of each store calls ``prepare``, and reports.
+        """
+        mine: dict[str, bool] = {}
+        with session.failing(at):
+            if session.is_first_here:
+                prepare()
+                mine = self._parts_here(ranks_in(session.groups[0]), step)
+        stores: list[dict[CheckpointRef, bool]] = []
+
+        def take(reports: list[Any]) -> None:
+            for group in session.groups:
+                parsed = ((parse_checkpoint_name(name), has_parts) for name, has_parts in reports[group[0][0]].items())
+                stores.append({ref: has_parts for ref, has_parts in parsed if ref is not None})
+
+        session.agree_json(at, mine, take, f"restore of run {self._run!r}")
+        return stores
+
+    def _parts_here(self, ranks: Sequence[int], step: int | None) -> dict[str, bool]:
+        """Return the names of checkpoints, and for each whether this store or its remote has a part for each rank."""
+        with self._store.resources.source() as source, contextlib.suppress(CheckpointNotFoundError):
+            return {
+                checkpoint_name(listing.ref): bool(listing.world_size)
+                and all(listing.has(rank % listing.world_size) for rank in ranks)
+                for listing in candidates(source, self._run, step)
+            }
+        return {}
+
+    def _common(
+        self, session: Session, stores: Sequence[Mapping[CheckpointRef, bool]], step: int | None, skipped: list[str]
+    ) -> Iterator[CheckpointRef]:
+        """Yield, on rank 0, the checkpoints that all ranks can read, newest first; append the others to ``skipped``."""
+        which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        if not any(stores):
+            raise CheckpointNotFoundError(f"{which} of run {self._run!r} is in any of the {len(stores)} stores")
+        skips = SkippedCheckpoints(skipped)
+        for ref in sorted(set[CheckpointRef]().union(*stores), reverse=True):
+            lacking = [
+                named_spans(group) for group, store in zip(session.groups, stores, strict=True) if not store.get(ref)
+            ]
+            if lacking:
+                skips.add(ref, f"the parts of {listed(lacking, _SHOWN)} are missing")
+            else:
+                yield ref
+        raise InconsistentCheckpointError(
+            f"{which} of run {self._run!r} can be restored by all ranks. If a machine has lost its store or changed "
+            "its ranks, pass the remote location to which all machines push as Store.open(…, remote=URI):",
+            skipped,
+        )
+
     def _proposed(
         self, session: Session, at: tuple[int, int], proposals: Iterator[CheckpointRef], step: int | None
     ) -> CheckpointRef | None:
         """Return the next checkpoint that rank 0 proposes; None if none is left."""
         if not self.is_first:
-            return _ref_of(session.receive(at, f"restore of run {self._run!r}"))
-        try:
-            ref = next(proposals, None)
-        except CheckpointNotFoundError as error:
-            if step is not None:
-                session.post(at, reason_of(error).encode(), failed=True)
-                raise
-            ref = None
-        except BaseException as error:
-            session.post(at, f"rank 0: {reason_of(error)}".encode(), failed=True)
-            raise
-        session.post(at, _encoded(ref))
+            return parse_checkpoint_name(session.receive(at, f"restore of run {self._run!r}").decode())
+        with session.failing(at):
+            try:
+                ref = next(proposals, None)
+            except CheckpointNotFoundError:
+                if step is not None:
+                    raise
+                ref = None
+        session.post(at, b"" if ref is None else checkpoint_name(ref).encode())
         return ref
 
     def _read(self, ref: CheckpointRef, into: object, *, strict: bool) -> Checkpoint:
@@ -226,39 +275,32 @@ class ResumeCoordinator:
 
         Rank 0 appends the reason to ``skipped``, and may try another checkpoint. If ``skipped`` is None, it does not.
         """
-        checkpoint, failure, is_damage = None, None, False
-        try:
-            report()
-            checkpoint = read()
-        except AsymcheckError as error:
-            failure = error
-            # An object that refuses its state would refuse that of an older checkpoint, too.
-            is_damage = isinstance(error, (RecoveryError, FormatError)) and not isinstance(
-                error, (RefusedStateError, UnsupportedFormatError)
-            )
-        except BaseException as error:
-            session.report(at, reason_of(error).encode(), failed=True)
-            raise
+        checkpoint, failure = None, None
+        with session.failing(at):
+            try:
+                report()
+                checkpoint = read()
+            except AsymcheckError as error:
+                failure = error
+        # An object that refuses its state would refuse that of an older checkpoint, too.
+        is_refused = isinstance(failure, (RefusedStateError, UnsupportedFormatError))
+        is_damage = isinstance(failure, (RecoveryError, FormatError)) and not is_refused
         mine = {"failed": None if failure is None else reason_of(failure), "is_damage": is_damage}
 
-        def decide(reports: Sequence[bytes]) -> bytes:
-            outcomes: list[Mapping[str, object]] = [json.loads(report) for report in reports]
+        def decide(outcomes: list[Any]) -> object:
             failed = [f"rank {rank}: {it['failed']}" for rank, it in enumerate(outcomes) if it["failed"] is not None]
             if not failed and checkpoint is not None:
                 generation = self._store.training.begin_generation(checkpoint, run=self._run)
-                head = None
-                if session.store_ranks is not None:
-                    heads = self._store.training.heads(self._run)
-                    head = next(head_to_json(head) for head in heads if head.generation == generation)
-                return json.dumps({"generation": generation, "head": head}).encode()
+                manifests = self._store.resources.nvme.manifests
+                head = None if session.store_ranks is None else manifests.read_head(self._run, generation)
+                return {"generation": generation, "head": None if head is None else head_to_json(head[0])}
             reasons = "; ".join(failed[:_SHOWN])
             if skipped is not None and all(it["failed"] is None or it["is_damage"] for it in outcomes):
                 skipped.append(f"{ref}: {reasons}")
-                return json.dumps({"again": True}).encode()
-            return json.dumps({"failed": f"{ref} could not be restored: {reasons}"}).encode()
+                return {"again": True}
+            return {"failed": f"{ref} could not be restored: {reasons}"}
 
-        what = f"restore of step {ref.step} of run {self._run!r}"
-        record = json.loads(session.agree(at, json.dumps(mine).encode(), decide, what))
+        record = session.agree_json(at, mine, decide, f"restore of step {ref.step} of run {self._run!r}")
         if "again" in record:
             return None
         if failure is not None:
@@ -284,12 +326,13 @@ class ResumeCoordinator:
         number, _ = session.begin("rolls back", None, 1, lambda: None, what)
         mine = [checkpoint_name(ref) for ref in (() if background is None else background.in_ring())]
 
-        def decide(reports: Sequence[bytes]) -> bytes:
-            everywhere = map(parse_checkpoint_name, set.intersection(*(set(json.loads(report)) for report in reports)))
+        def decide(reports: list[Any]) -> str | None:
+            everywhere = map(parse_checkpoint_name, set[str].intersection(*map(set, reports)))
             line = read_line(self._store.resources.tier, self._run)
-            return _encoded(max((ref for ref in everywhere if ref is not None and ref in line), default=None))
+            newest = max((ref for ref in everywhere if ref is not None and ref in line), default=None)
+            return None if newest is None else checkpoint_name(newest)
 
-        ref = _ref_of(session.agree((number, 1), json.dumps(mine).encode(), decide, what))
+        ref = parse_checkpoint_name(session.agree_json((number, 1), mine, decide, what) or "")
         if ref is None or background is None:
             raise CheckpointNotFoundError(
                 f"no checkpoint of run {self._run!r} is in the memory of all {self.world_size} ranks; restore() reads "
@@ -403,15 +446,6 @@ def rolled_back_alone(store: Store, run: str, background: BackgroundSaver | None
     return ResumePoint(checkpoint, store.training.begin_generation(checkpoint, run=run), ())
 
 
-def _encoded(ref: CheckpointRef | None) -> bytes:
-    """Return the name of a checkpoint for other ranks; empty for None."""
-    return b"" if ref is None else checkpoint_name(ref).encode()
-
-
-def _ref_of(encoded: bytes) -> CheckpointRef | None:
-    return parse_checkpoint_name(encoded.decode())
-
-
 def align(session: Session, store: Store, run: str) -> None:
     """Copy the head records of every store to all stores, because a node may be new or may have been absent.
 
@@ -422,14 +456,9 @@ def align(session: Session, store: Store, run: str) -> None:
     """
     what = f"line of run {run!r}"
     number, _ = session.begin("compares its line of training", None, 1, lambda: None, what)
-    try:
-        heads = _heads(session, store, run)
-    except BaseException as error:
-        session.report((number, 1), reason_of(error).encode(), failed=True)
-        raise
-    mine = [head_to_json(head) for head in heads]
-    decide = partial(_merged, session.groups)
-    for record in json.loads(session.agree((number, 1), json.dumps(mine).encode(), decide, what)):
+    with session.failing((number, 1)):
+        mine = [head_to_json(head) for head in _heads(session, store, run)]
+    for record in session.agree_json((number, 1), mine, partial(_merged, session.groups), what):
         store.resources.writable().manifests.take_head(head_from_json(record, _WHERE))
 
 
@@ -443,11 +472,11 @@ def _heads(session: Session, store: Store, run: str) -> list[HeadRecord]:
     return store.training.heads(run)
 
 
-def _merged(groups: Sequence[Spans], reports: Sequence[bytes]) -> bytes:
+def _merged(groups: Sequence[Spans], reports: list[Any]) -> object:
     """Return the head records of all stores."""
     heads: dict[int, tuple[HeadRecord, Spans]] = {}
     for group in groups:
-        for record in json.loads(reports[group[0][0]]):
+        for record in reports[group[0][0]]:
             head = head_from_json(record, _WHERE)
             other, theirs = heads.setdefault(head.generation, (head, group))
             if not other.is_same(head):
@@ -456,68 +485,4 @@ def _merged(groups: Sequence[Spans], reports: Sequence[bytes]) -> bytes:
                     f"{named_spans(theirs)} and that of {named_spans(group)}: one of the two machines took part in "
                     "another attempt or another job. Remove its store, or give the run another name"
                 )
-    return json.dumps([head_to_json(heads[generation][0]) for generation in sorted(heads)]).encode()
-
-
-class _Proposals:
-    """The checkpoints that the ranks of several stores can read, from their stores or the remote."""
-
-    def __init__(self, session: Session, store: Store, run: str, step: int | None) -> None:
-        self._session, self._store, self._run, self._step = session, store, run, step
-        # For each store: its checkpoints, and whether its ranks can read them.
-        self._readable: list[dict[CheckpointRef, bool]] = []
-
-    def gather(self, at: tuple[int, int], prepare: Callable[[], object]) -> None:
-        """Call ``prepare`` on the first rank of each store, and report the checkpoints that its ranks can read."""
-        session = self._session
-        try:
-            mine: dict[str, bool] = {}
-            if session.is_first_here:
-                prepare()
-                mine = self._of_this_store()
-        except BaseException as error:
-            session.report(at, reason_of(error).encode(), failed=True)
-            raise
-        what = f"restore of run {self._run!r}"
-        session.agree(at, json.dumps(mine).encode(), self._take, what)
-
-    def _of_this_store(self) -> dict[str, bool]:
-        """Return the names of checkpoints, and for each whether all ranks of this store have a part."""
-        ranks = ranks_in(self._session.groups[0])
-        with self._store.resources.source() as source, contextlib.suppress(CheckpointNotFoundError):
-            return {
-                checkpoint_name(listing.ref): bool(listing.world_size)
-                and all(listing.has(rank % listing.world_size) for rank in ranks)
-                for listing in candidates(source, self._run, self._step)
-            }
-        return {}
-
-    def _take(self, reports: Sequence[bytes]) -> bytes:
-        firsts = [json.loads(reports[group[0][0]]) for group in self._session.groups]
-        self._readable = [
-            {ref: is_readable for name, is_readable in first.items() if (ref := parse_checkpoint_name(name))}
-            for first in firsts
-        ]
-        return b""
-
-    def each(self, skipped: list[str]) -> Iterator[CheckpointRef]:
-        """Yield, on rank 0, the checkpoints that all ranks can read, newest first; append the others to ``skipped``."""
-        which = "no checkpoint" if self._step is None else f"no checkpoint of step {self._step}"
-        if not any(self._readable):
-            raise CheckpointNotFoundError(f"{which} of run {self._run!r} is in any of the {len(self._readable)} stores")
-        skips = SkippedCheckpoints(skipped)
-        for ref in sorted(set[CheckpointRef]().union(*self._readable), reverse=True):
-            if all(readable.get(ref, False) for readable in self._readable):
-                yield ref
-            else:
-                skips.add(ref, self._lacking(ref))
-        raise InconsistentCheckpointError(
-            f"{which} of run {self._run!r} can be restored by all ranks. If a machine has lost its store or changed "
-            "its ranks, pass the remote location to which all machines push as Store.open(…, remote=URI):",
-            skipped,
-        )
-
-    def _lacking(self, ref: CheckpointRef) -> str:
-        groups = zip(self._session.groups, self._readable, strict=True)
-        lacking = [named_spans(group) for group, readable in groups if not readable.get(ref, False)]
-        return f"the parts of {listed(lacking, _SHOWN)} are missing"
+    return [head_to_json(heads[generation][0]) for generation in sorted(heads)]

@@ -238,6 +238,8 @@ def _known(fields: object, where: str) -> dict[str, object]:
 def _decode_header(fields: dict[str, Any], where: str) -> ManifestHeader:
     if not isinstance(fields.get("packs"), list):
         raise StructureError(f"{where}: packs is not a list")
+    if not isinstance(fields.get("merged", {}), dict):
+        raise StructureError(f"{where}: merged is not an object")
     try:
         header = ManifestHeader(
             run=fields["run"],
@@ -252,27 +254,15 @@ def _decode_header(fields: dict[str, Any], where: str) -> ManifestHeader:
             packs=tuple(PackId(parse_id(pack, where)) for pack in fields["packs"]),
             tree=fields["tree"],
             store_ranks=read_spans(fields, where),
-            elsewhere=_decode_bits(fields.get("elsewhere", ""), where),
-            merged=_decode_merged(fields, where),
+            elsewhere=bytes.fromhex(fields.get("elsewhere", "")),
+            merged=fields.get("merged"),
         )
+        if header.elsewhere.hex() != fields.get("elsewhere", ""):
+            raise StructureError(f"{where}: elsewhere {fields['elsewhere']!r:.100} is not lower-case hexadecimal")
         _check_header(header, where)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise StructureError(f"{where}: manifest header is incomplete or mistyped: {error!r}") from error
     return header
-
-
-def _decode_merged(fields: dict[str, Any], where: str) -> dict[str, object] | None:
-    merged: dict[str, object] | None = fields.get("merged")
-    if "merged" in fields and type(merged) is not dict:
-        raise StructureError(f"{where}: merged is not an object")
-    return merged
-
-
-def _decode_bits(value: str, where: str) -> bytes:
-    bits = bytes.fromhex(value)
-    if bits.hex() != value:
-        raise StructureError(f"{where}: elsewhere {value!r:.100} is not lower-case hexadecimal")
-    return bits
 
 
 def _check_header(header: ManifestHeader, where: str) -> None:

@@ -23,6 +23,7 @@ Key = str | int
 _EXACT_INTEGER = 1 << 53
 _BIG_INTEGER = re.compile(r"-?[1-9][0-9]*\Z", re.ASCII)
 _SIZE_END = 1 << 63
+_NON_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 _T_co = TypeVar("_T_co", covariant=True)
 
 
@@ -91,16 +92,14 @@ def encode_integer(value: int) -> Node:
 
 def encode_metric(value: float) -> object:
     """Return the JSON form of a metric: a number, or the name of a non-finite value."""
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    return value if math.isfinite(value) else _NON_FINITE[str(value)]
 
 
 def decode_metric(value: object, where: str) -> float:
     """Read the JSON form of a metric."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
-    if value in ("NaN", "Infinity", "-Infinity"):
+    if value in _NON_FINITE.values():
         return float(str(value))
     raise StructureError(f"{where}: metric {value!r} is not a number")
 
@@ -120,27 +119,19 @@ def check(node: Node, rows: int, where: str) -> None:
 
 
 class _NullBuilder:
-    def plain(self, value: object) -> None: ...
+    def plain(self, *_: object, **__: object) -> None: ...
 
-    def sequence(self, kind: str, items: list[object]) -> None: ...
-
-    def mapping(self, kind: str, pairs: list[tuple[Key, object]], metadata: object) -> None: ...
-
-    def tensor(self, row: int, as_array: bool) -> None: ...  # noqa: FBT001 - as in the protocol
-
-    def tagged(self, kind: str, value: object) -> None: ...
-
-    def typed(self, kind: str, parameter: str | int | None, content: object) -> None: ...
+    sequence = mapping = tensor = tagged = typed = plain
 
 
 class _Decoder:
     def __init__(self, rows: int, seen: bytearray, build: TreeBuilder[object], where: str) -> None:
         self.rows, self.seen, self.build, self.where = rows, seen, build, where
         self.kinds: dict[object, tuple[int, Callable[[list[object], int], object]]] = {
-            "i": (1, self._big_integer),
-            "f": (1, self._float),
-            "c": (2, self._complex),
-            "b": (1, self._bytes),
+            "i": (1, lambda node, _depth: build.plain(self._big_integer(node))),
+            "f": (1, lambda node, _depth: build.plain(self._binary64(node[1]))),
+            "c": (2, lambda node, _depth: build.plain(complex(self._binary64(node[1]), self._binary64(node[2])))),
+            "b": (1, lambda node, _depth: build.plain(self._bytes(node))),
             "l": (1, self._sequence),
             "t": (1, self._sequence),
             "z": (1, self._shape),
@@ -174,10 +165,7 @@ class _Decoder:
     def bad(self, node: Node) -> StructureError:
         return StructureError(f"{self.where}: not a node of the tree: {reprlib.repr(node)[:80]}")
 
-    def _big_integer(self, node: list[object], _depth: int) -> object:
-        return self.build.plain(self._parse_big(node))
-
-    def _parse_big(self, node: list[object]) -> int:
+    def _big_integer(self, node: list[object]) -> int:
         text = node[1] if _is_pair(node) else None
         if not isinstance(text, str):
             raise self.bad(node)
@@ -193,12 +181,6 @@ class _Decoder:
             raise self.bad(node)
         return -number if text.startswith("-") else number
 
-    def _float(self, node: list[object], _depth: int) -> object:
-        return self.build.plain(self._binary64(node[1]))
-
-    def _complex(self, node: list[object], _depth: int) -> object:
-        return self.build.plain(complex(self._binary64(node[1]), self._binary64(node[2])))
-
     def _binary64(self, bits: object) -> float:
         value: float = struct.unpack(">d", self._hex(bits, 8))[0]
         return value
@@ -211,7 +193,7 @@ class _Decoder:
                 pass
         raise self.bad(text)
 
-    def _bytes(self, node: list[object], _depth: int) -> object:
+    def _bytes(self, node: list[object]) -> bytes:
         text = node[1]
         if not isinstance(text, str):
             raise self.bad(node)
@@ -222,7 +204,7 @@ class _Decoder:
         if base64.b64encode(data) != text.encode():
             # Unused bits are set, so that two texts would encode the same bytes.
             raise self.bad(node)
-        return self.build.plain(data)
+        return data
 
     def _sequence(self, node: list[object], depth: int) -> object:
         items = node[1]
@@ -255,7 +237,7 @@ class _Decoder:
         if isinstance(node, int) and not isinstance(node, bool) and abs(node) < _EXACT_INTEGER:
             return node
         if isinstance(node, list) and node[:1] == ["i"]:
-            return self._parse_big(node)
+            return self._big_integer(node)
         raise self.bad(node)
 
     def _row(self, node: list[object], _depth: int) -> object:

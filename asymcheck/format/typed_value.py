@@ -55,14 +55,6 @@ def _is_integer(node: object) -> bool:
     return type(node) is int or (isinstance(node, list) and node[0] == "i")
 
 
-def _is_factory(parameter: object, _pairs: object) -> bool:
-    return parameter is None or parameter in FACTORIES
-
-
-def _is_deque(parameter: object, items: list[object]) -> bool:
-    return parameter is None or (type(parameter) is int and len(items) <= parameter <= MAXLEN_MAX)
-
-
 def _is_set(parameter: object, items: list[object]) -> bool:
     if parameter is not None or not all(map(is_item, items)):
         return False
@@ -72,10 +64,6 @@ def _is_set(parameter: object, items: list[object]) -> bool:
 
 def _has_fields(parameter: object, pairs: list[list[object]]) -> bool:
     return isinstance(parameter, str) and all(isinstance(key, str) for key, _ in pairs)
-
-
-def _is_date(parameter: object, text: str) -> bool:
-    return parameter is None and _is_iso(dt.date, text)
 
 
 def _is_fold(parameter: object) -> bool:
@@ -96,12 +84,10 @@ def _is_timedelta(parameter: object, items: list[Any]) -> bool:
     return bool(abs(days) <= _DAYS_MAX and 0 <= seconds < _DAY_SECONDS and 0 <= microseconds < _SECOND_US)
 
 
-def _is_range(parameter: object, items: list[object]) -> bool:
-    return parameter is None and len(items) == 3 and all(map(_is_integer, items)) and items[2] != 0  # noqa: PLR2004 - start, stop, step
-
-
-def _is_slice(parameter: object, items: list[object]) -> bool:
-    return parameter is None and len(items) == 3 and all(item is None or _is_integer(item) for item in items)  # noqa: PLR2004 - as above
+def _are_three(parameter: object, items: list[object], *, may_be_none: bool) -> bool:
+    """Tell whether items are three integers: start, stop and step."""
+    are_integers = all(_is_integer(item) or (may_be_none and item is None) for item in items)
+    return parameter is None and len(items) == 3 and are_integers  # noqa: PLR2004 - as above
 
 
 def _is_random(parameter: object, items: list[Any]) -> bool:
@@ -119,8 +105,10 @@ def _is_nested(parameter: object, items: list[object]) -> bool:
 
 
 _RULES: dict[str, Callable[[Any, Any], bool]] = {
-    "defaultdict": _is_factory,
-    "deque": _is_deque,
+    "defaultdict": lambda parameter, _pairs: parameter is None or parameter in FACTORIES,
+    "deque": lambda parameter, items: (
+        parameter is None or (type(parameter) is int and len(items) <= parameter <= MAXLEN_MAX)
+    ),
     "set": _is_set,
     "frozenset": _is_set,
     "namedtuple": _has_fields,
@@ -128,12 +116,12 @@ _RULES: dict[str, Callable[[Any, Any], bool]] = {
     "enum": lambda parameter, _node: isinstance(parameter, str),
     "path": lambda parameter, _text: parameter in _FLAVOURS,
     "pure-path": lambda parameter, _text: parameter in _FLAVOURS,
-    "date": _is_date,
+    "date": lambda parameter, text: parameter is None and _is_iso(dt.date, text),
     "time": lambda parameter, text: _is_fold(parameter) and _is_iso(dt.time, text),
     "datetime": lambda parameter, text: _is_fold(parameter) and _is_iso(dt.datetime, text),
     "timedelta": _is_timedelta,
-    "range": _is_range,
-    "slice": _is_slice,
+    "range": lambda parameter, items: _are_three(parameter, items, may_be_none=False) and items[2] != 0,
+    "slice": lambda parameter, items: _are_three(parameter, items, may_be_none=True),
     "torch-generator": lambda parameter, _row: parameter == "cpu",
     "device-generator": lambda parameter, _row: parameter == "cuda",
     "nested-tensor": _is_nested,

@@ -21,7 +21,7 @@ from asymcheck.state.partition_plan import Partition, Plan
 from asymcheck.state.roles import role_of
 from asymcheck.state.walk import FlatState
 from asymcheck.storage.shm.ring_writer import RingSlot
-from asymcheck.types import CheckpointRef, Digest, readable_size
+from asymcheck.types import CheckpointRef, Digest, counted, readable_size
 
 
 @dataclasses.dataclass(eq=False)
@@ -193,7 +193,7 @@ class CheckpointReport:
 
     def __str__(self) -> str:
         """Return one line."""
-        size = f"step {self.step}: {readable_size(self.state_bytes)} in {_count(self.partitions)}"
+        size = f"step {self.step}: {readable_size(self.state_bytes)} in {counted(self.partitions, 'partition')}"
         stalled = f"{size}; stalled {_span(self.stalled_s)}"
         if self.error is not None:
             return f"{stalled}, lost after {_span(self.durable_s)}: {self.error}".replace("\n", " ")
@@ -220,10 +220,6 @@ def report_of(capture: Capture) -> CheckpointReport:
         known_bytes=0 if capture.error else max(plain_bytes - capture.new_bytes, 0),
         error=capture.error,
     )
-
-
-def _count(partitions: int) -> str:
-    return "1 partition" if partitions == 1 else f"{partitions} partitions"
 
 
 def _span(seconds: float) -> str:

@@ -10,9 +10,7 @@ and those of the fence are compared after the next capture.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import itertools
 import random
 import threading
 import time
@@ -24,7 +22,7 @@ import torch
 
 from asymcheck.capture.device_copy import Device, EagerCopies, Transfers
 from asymcheck.capture.device_sums import DeviceSums, checksum
-from asymcheck.errors import CaptureWarning, TornCaptureError, warn_user
+from asymcheck.errors import CaptureWarning, TornCaptureError, listed, warn_user
 from asymcheck.format.digest import digest
 from asymcheck.state.leaves import Leaf, digest_pieces
 from asymcheck.state.partition_plan import Partition
@@ -170,11 +168,6 @@ class SourceDigests:
         self._leaves = {}
         return [self.names[row] for row in changed]
 
-    @property
-    def awaits_devices(self) -> bool:
-        """Whether devices compute checksums for :meth:`late`."""
-        return bool(self._sums)
-
     def late(self) -> list[str]:
         """Wait until devices have reached the fence; return the names of tensors that had changed there before."""
         changed: dict[int, None] = {}
@@ -202,9 +195,8 @@ class SourceDigests:
 
     def _digests_on_host(self, numbers: Sequence[int]) -> dict[int, list[Digest]]:
         """Return the digests of the pieces of partitions, as they are now."""
-        digests = iter(
-            digest_pieces([piece for number in numbers for piece in self.partitions[number].pieces], self._leaves)
-        )
+        pieces = [piece for number in numbers for piece in self.partitions[number].pieces]
+        digests = iter(digest_pieces(pieces, self._leaves))
         return {number: [next(digests) for _ in self.partitions[number].pieces] for number in numbers}
 
     @property
@@ -230,7 +222,6 @@ class TearDetector:
         self._partitions: Sequence[Partition] = ()
         self._marked: set[tuple[str, int]] = set()
         self._full = 0
-        self._numbers: Sequence[int] = ()
         self._late: deque[SourceDigests] = deque()
         self._unwarned: dict[str, None] = {}
         self._due: list[int] = []
@@ -253,28 +244,19 @@ class TearDetector:
         self._begun += 1
         source_digests.mark(leaves, numbers)
         self._reset_for_plan(source_digests, numbers)
-        if self._proof == "full":
-            source_digests.take(numbers, asides)
-        elif self._full:
-            self._full -= 1
-            self._prove(source_digests, self._numbers, asides)
-        else:
-            self._due = self._due or self._chance.sample(self._numbers, len(self._numbers))
-            part = self._some(self._due, sum(self._partitions[number].length for number in self._numbers) / ROUND)
-            del self._due[: len(part)]
+        part = list(numbers)
+        if self._proof == "sampled" and not self._full:
+            self._due = self._due or self._chance.sample(part, len(part))
+            part, wanted = [], sum(self._partitions[number].length for number in numbers) / ROUND
+            while self._due and wanted > 0:
+                part.append(self._due.pop())
+                wanted -= self._partitions[part[-1]].length
             self._unproven.append((self._begun, save_id.hex()))
-            self._prove(source_digests, part, asides)
+        self._full = max(self._full - 1, 0)
+        source_digests.before = {number: self._proven[number] for number in part}
+        source_digests.take(part, asides)
+        self._proven.update((number, self._begun) for number in part if number in source_digests)
         self._warn()
-
-    def _prove(self, source_digests: SourceDigests, numbers: Sequence[int], asides: EagerCopies) -> None:
-        source_digests.before = {number: self._proven[number] for number in numbers}
-        source_digests.take(numbers, asides)
-        self._proven.update((number, self._begun) for number in numbers if number in source_digests)
-
-    def _some(self, numbers: Sequence[int], length: float) -> Sequence[int]:
-        """Return the first partitions that together have at least ``length`` bytes."""
-        ends = [*itertools.accumulate(self._partitions[number].length for number in numbers)]
-        return numbers[: bisect.bisect_left(ends, length) + 1]
 
     def _reset_for_plan(self, source_digests: SourceDigests, numbers: Sequence[int]) -> None:
         """Reset the comparison if the plan differs from that of the previous capture."""
@@ -284,7 +266,6 @@ class TearDetector:
         if not source_digests.marked <= self._marked:
             self._full = FIRST
         self._marked, self._due = source_digests.marked, []
-        self._numbers = numbers
         # With new partitions, only the oldest comparison holds for every partition.
         self._proven = dict.fromkeys(numbers, min(self._proven.values(), default=self._begun))
 
@@ -296,8 +277,7 @@ class TearDetector:
         with self._lock:
             names = source_digests.fence(compare=self._proof == "sampled")
             self._suspect(source_digests)
-            if source_digests.awaits_devices:
-                self._late.append(source_digests)
+            self._late.append(source_digests)
         self._unwarned.update(dict.fromkeys(names))
         self.compared_s += time.perf_counter() - began
         self._warn()
@@ -310,7 +290,7 @@ class TearDetector:
             self._warned.update(names)
             self.changing.update(names)
             warn_user(
-                f"tensor {_listed(names)} changed after step() and before the next optimizer step, outside an "
+                f"tensor {listed(names, _NAMED)} changed after step() and before the next optimizer step, outside an "
                 "optimizer: it is copied inside step() from now on, which takes longer. Change it before step(), or "
                 "call fence() first",
                 CaptureWarning,
@@ -326,7 +306,7 @@ class TearDetector:
         if not names:
             return None
         return TornCaptureError(
-            f"tensor {_listed(names)} changed while step {step} was being captured, so that this checkpoint was "
+            f"tensor {listed(names, _NAMED)} changed while step {step} was being captured, so that this checkpoint was "
             "given up. Only optimizers may change parameters and their state between two calls of step(); what "
             "changes them otherwise must come before step(), or call fence() first. What changed is copied inside "
             "step() from now on"
@@ -359,11 +339,6 @@ class TearDetector:
         """Return and clear the save ids of captures that may be torn."""
         suspects, self._suspects = self._suspects, set()
         return suspects
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 def _mark_of(leaf: Leaf) -> int:

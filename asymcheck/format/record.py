@@ -22,7 +22,7 @@ def parse_json(text: bytes, where: str) -> object:
             a lone surrogate, or too deep nesting.
     """
     try:
-        value: object = json.loads(text.decode("utf-8"), object_pairs_hook=_object, parse_constant=_refuse_constant)
+        value: object = json.loads(text.decode("utf-8"), object_pairs_hook=_object, parse_constant=_refuse)
         if b"\\ud" in text.lower():
             # Only an escape can produce a lone surrogate. Such a string can be neither printed nor encoded.
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -38,8 +38,8 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return value
 
 
-def _refuse_constant(name: str) -> object:
-    raise StructureError(f"{name} is not JSON")
+def _refuse(number: str) -> object:
+    raise StructureError(f"{number} is not JSON")
 
 
 RECORD_BYTES = 2 * registry.BLOCK_BYTES
@@ -126,15 +126,11 @@ def repaired_record(data: bytes) -> bytes | None:
 def is_canonical(value: dict[str, object], text: bytes) -> bool:
     """Tell whether ``text`` is the canonical JSON of ``value``, in which all numbers are integers."""
     try:
-        json.loads(text, parse_float=_refuse_fraction)
+        json.loads(text, parse_float=_refuse)
         return canonical_json(value) == text
     except (ValueError, RecursionError, StructureError):
         # An integer with too many digits, or nesting that the parser accepts but the encoder does not.
         return False
-
-
-def _refuse_fraction(number: str) -> object:
-    raise StructureError(f"{number} is not an integer")
 
 
 def _intact_text(block: bytes) -> bytes | None:

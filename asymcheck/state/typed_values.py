@@ -71,10 +71,6 @@ def _defaultdict(value: defaultdict[object, object]) -> TypedValue | None:
     return TypedValue("defaultdict", name if factory is not None else None, dict(value))
 
 
-def _deque(value: deque[object]) -> TypedValue | None:
-    return TypedValue("deque", value.maxlen, list(value)) if (value.maxlen or 0) <= MAXLEN_MAX else None
-
-
 def _datetime(value: dt.time | dt.datetime) -> TypedValue | None:
     zone = value.tzinfo
     # A zone with a name of its own, such as CET, differs from the zone that the offset alone gives.
@@ -118,7 +114,7 @@ def _python_random(value: random.Random) -> TypedValue:
 
 _PARTS: dict[type, Callable[[Any], TypedValue | None]] = {
     defaultdict: _defaultdict,
-    deque: _deque,
+    deque: lambda value: TypedValue("deque", value.maxlen, list(value)) if (value.maxlen or 0) <= MAXLEN_MAX else None,
     set: lambda value: TypedValue("set", None, tuple(value)),
     frozenset: lambda value: TypedValue("frozenset", None, tuple(value)),
     dt.date: lambda value: TypedValue("date", None, value.isoformat()),
@@ -239,10 +235,6 @@ def _member(kind: type[enum.Enum], stored: TypedValue) -> enum.Enum | None:
     return member
 
 
-def _build_enum(parts: TypedValue) -> object:
-    return _member(type(parts.like), parts) if isinstance(parts.like, enum.Enum) else parts.content
-
-
 def _build_namedtuple(parts: TypedValue) -> object:
     if parts.like is None:
         return parts.content
@@ -254,31 +246,27 @@ def _build_dataclass(parts: TypedValue) -> object:
     target, content = parts.like, parts.content
     if target is None:
         return content
-    try:
-        for name, value in content.items():
-            setattr(target, name, value)
-    except dataclasses.FrozenInstanceError:
-        # Other code may rely on a frozen object, so a copy takes its place.
-        target = copy.copy(target)
-        for name, value in content.items():
-            object.__setattr__(target, name, value)
+    # Other code may rely on a frozen object, so a copy takes its place.
+    is_frozen = type(target).__dataclass_params__.frozen  # type: ignore[attr-defined]  # a dataclass
+    target = copy.copy(target) if is_frozen else target
+    for name, value in content.items():
+        (object.__setattr__ if is_frozen else setattr)(target, name, value)
     return target
 
 
 def _build_set(parts: TypedValue) -> object:
-    if not isinstance(parts.like, set):
-        return set(parts.content)
-    parts.like.clear()
-    parts.like.update(parts.content)
-    return parts.like
+    target: set[object] = parts.like if isinstance(parts.like, set) else set()
+    target.clear()
+    target.update(parts.content)
+    return target
 
 
 def _build_deque(parts: TypedValue) -> object:
-    if not isinstance(parts.like, deque):
-        return deque(parts.content, cast("int | None", parts.parameter))
-    parts.like.clear()
-    parts.like.extend(parts.content)
-    return parts.like
+    new: deque[object] = deque(maxlen=cast("int | None", parts.parameter))
+    target = parts.like if isinstance(parts.like, deque) else new
+    target.clear()
+    target.extend(parts.content)
+    return target
 
 
 def _build_path(parts: TypedValue) -> object:
@@ -367,7 +355,7 @@ _BUILDERS: dict[str, Callable[[TypedValue], object]] = {
     "frozenset": lambda parts: frozenset(parts.content),
     "namedtuple": _build_namedtuple,
     "dataclass": _build_dataclass,
-    "enum": _build_enum,
+    "enum": lambda parts: _member(type(parts.like), parts) if isinstance(parts.like, enum.Enum) else parts.content,
     "path": _build_path,
     "pure-path": _build_path,
     "date": lambda parts: dt.date.fromisoformat(parts.content),

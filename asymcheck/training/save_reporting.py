@@ -24,7 +24,7 @@ from asymcheck.errors import (
 from asymcheck.gc.retention_runner import MaintenanceThread
 from asymcheck.replication.background_push import BackgroundPush
 from asymcheck.store import Store
-from asymcheck.types import Checkpoint
+from asymcheck.types import Checkpoint, counted
 
 _logger = logging.getLogger(__name__)
 
@@ -159,8 +159,9 @@ class SaveReporting:
         """Warn if there are ``checkpoints``, with the ``consequence`` for them; return whether there are."""
         steps = [checkpoint.step for checkpoint in checkpoints]
         if steps:
-            number = "1 checkpoint" if len(steps) == 1 else f"{len(steps)} checkpoints"
-            message = f"run {self._run!r} has {number} up to step {max(steps)}: {consequence}"
+            message = (
+                f"run {self._run!r} has {counted(len(steps), 'checkpoint')} up to step {max(steps)}: {consequence}"
+            )
             warn_user(message, AbandonedCheckpointsWarning)
         return bool(steps)
 

@@ -167,7 +167,8 @@ def test_shared_frame_is_not_written_again_before_the_commit(
         background._engine._unchanged._earlier.pop()
         loop.iterate(2)
         costs.begin()
-        checkpointer.step(2)
+        with events.watch(costs.watch):
+            checkpointer.step(2)
         assert costs.digested[2] == BASE_BYTES
         goes_on.set()
         disk.opened.set()

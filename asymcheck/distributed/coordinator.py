@@ -50,7 +50,7 @@ class Session:
         # Other ranks: the phase of the action in which to report, and whether an action may have been missed.
         self._first: int | None = None
         self._is_behind = False
-        self._reported: tuple[Round, int] | None = None
+        self._reported: Round | None = None
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.is_first = ranks.rank == 0
         self.local_size = min(ranks.local_size, len(ranks_in(met.groups[0])))
@@ -183,7 +183,8 @@ class Session:
         """Report in a round without waiting for the verdict. Rank 0 reports only failures."""
         tagged = (_FAILED if failed else _VALUE) + value
         if not self.is_first:
-            self._reported = at, self._keys.put(self._report_key(at, self.rank), tagged)
+            self._keys.put(self._report_key(at, self.rank), tagged)
+            self._reported = at
         elif failed:
             self.post(at, b"rank 0: " + value, failed=True)
 
@@ -242,8 +243,8 @@ class Session:
         """Wait for the verdict of a round in which this rank has reported. Not for rank 0."""
         # Rank 0 may begin to wait later. Twice its time limit suffices for a verdict that names the missing rank.
         verdict = self.receive(at, what, patience=2)
-        if self._reported is not None and self._reported[0] == at:
-            self._keys.remove(self._report_key(at, self.rank), self._reported[1])
+        if self._reported == at:
+            self._keys.drop([self._report_key(at, self.rank)])
         return verdict
 
     def _gather(self, at: Round, value: bytes, what: str) -> list[bytes]:

@@ -6,16 +6,14 @@ A wait polls with growing pauses, up to a time limit.
 from __future__ import annotations
 
 import contextlib
-import enum
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from asymcheck.errors import RanksError, RanksMissingError, listed
 
-_PIECE_BYTES = 4 << 20  # torch's server closes a connection that sends more than 8 MiB at once
+_VALUE_BYTES_MAX = 7 << 20  # torch's server closes a connection that sends more than 8 MiB at once
 _KEYS_PER_REQUEST = 64
-_COUNT_BYTES = 4
 
 _POLL_S = (0.0002, 0.05)
 """First and longest pause between two polls."""
@@ -56,18 +54,17 @@ class KeyReader:
         has_more = getattr(self._store, "has_extended_api", lambda: False)
         self._multi_get = getattr(self._store, "multi_get", None) if has_more() else None
 
-    def put(self, key: str, value: bytes) -> int:
-        """Set a key to a value of any length, which is complete once the key exists; return the number of its pieces.
+    def put(self, key: str, value: bytes) -> None:
+        """Set a key.
 
         Raises:
-            RanksError: the store does not respond; so do all other methods.
+            RanksError: the value is too large, or the store does not respond; so do all other methods.
         """
-        pieces = [value[start : start + _PIECE_BYTES] for start in range(0, len(value), _PIECE_BYTES)] or [b""]
+        if len(value) > _VALUE_BYTES_MAX:
+            problem = f"the key-value store of the ranks takes {_VALUE_BYTES_MAX} bytes, but {key} has {len(value)}"
+            raise RanksError(f"{problem}. The state has too many partitions: configure larger ones in StoreConfig")
         with _translated(f"set {key}"):
-            for number, piece in reversed(list(enumerate(pieces))):
-                head = b"" if number else len(pieces).to_bytes(_COUNT_BYTES, "little")
-                self._store.set(_piece_key(key, number), head + piece)
-        return len(pieces)
+            self._store.set(key, value)
 
     def has(self, keys: Sequence[str]) -> bool:
         """Tell whether all of these keys exist."""
@@ -77,53 +74,27 @@ class KeyReader:
     def get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of existing keys."""
         with _translated(f"get {keys[0] if keys else ''}"):
-            return [self._whole(key, first) for key, first in zip(keys, self._firsts(keys), strict=True)]
+            if self._multi_get is None:
+                return [*map(self._store.get, keys)]
+            return [value for part in in_parts(keys) for value in self._multi_get(part)]
 
     def take(self, key: str) -> bytes:
         """Return the value of an existing key, and remove it."""
-        with _translated(f"get {key}"):
-            (first,) = self._firsts([key])
-            value = self._whole(key, first)
-            self.remove(key, _count(first))
+        (value,) = self.get([key])
+        self.drop([key])
         return value
-
-    def remove(self, key: str, pieces: int) -> None:
-        """Remove a key whose number of pieces is known, which saves a request."""
-        with _translated("delete keys"):
-            for number in range(pieces):
-                self._store.delete_key(_piece_key(key, number))
-
-    def _firsts(self, keys: Sequence[str]) -> Iterator[bytes]:
-        for part in in_parts(keys):
-            if self._multi_get is not None:
-                yield from self._multi_get(part)
-            else:
-                yield from map(self._store.get, part)
-
-    def _whole(self, key: str, first: bytes) -> bytes:
-        more = [self._store.get(_piece_key(key, number)) for number in range(1, _count(first))]
-        return b"".join([first[_COUNT_BYTES:], *more])
 
     def drop(self, keys: Iterable[str]) -> None:
         """Remove keys, which need not exist."""
         with _translated("delete keys"):
             for key in keys:
-                if self._store.check([key]):
-                    self.remove(key, _count(self._store.get(key)))
+                self._store.delete_key(key)
 
 
 def in_parts(keys: Sequence[str]) -> Iterator[list[str]]:
     """Split keys into groups for one request each."""
     for start in range(0, len(keys), _KEYS_PER_REQUEST):
         yield list(keys[start : start + _KEYS_PER_REQUEST])
-
-
-def _count(first: bytes) -> int:
-    return int.from_bytes(first[:_COUNT_BYTES], "little")
-
-
-def _piece_key(key: str, number: int) -> str:
-    return f"{key}+{number}" if number else key
 
 
 @contextlib.contextmanager
@@ -190,21 +161,11 @@ class Clock:
         )
 
 
-class Remedy(enum.Enum):
-    """Advice about missing ranks."""
-
-    MEETING = (
-        "each rank has to create a Checkpointer and call the same methods in the same order; pass ranks=None to save "
-        "a single rank"
-    )
-    ROUND = "check the logs of that rank"
-
-
 def missing_error(
-    missing: Sequence[int], what: str, waited_s: float, remedy: Remedy = Remedy.ROUND
+    missing: Sequence[int], what: str, waited_s: float, remedy: str = "check the logs of that rank"
 ) -> RanksMissingError:
     """Return an error that names the missing ranks, the action and the remedy."""
     noun = "rank" if len(missing) == 1 else "ranks"
     return RanksMissingError(
-        f"{what}: {noun} {listed(missing)} did not respond within {waited_s:.1f} s; {remedy.value}", missing
+        f"{what}: {noun} {listed(missing)} did not respond within {waited_s:.1f} s; {remedy}", missing
     )

@@ -9,10 +9,15 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from asymcheck.distributed.kv_store import Clock, KeyReader, Remedy, in_parts, missing_error
+from asymcheck.distributed.kv_store import Clock, KeyReader, in_parts, missing_error
 from asymcheck.distributed.ranks import Ranks
 from asymcheck.errors import RankFailedError
 from asymcheck.format.spans import Spans, spans_of
+
+_REMEDY = (
+    "each rank has to create a Checkpointer and call the same methods in the same order; pass ranks=None to save a "
+    "single rank"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +84,7 @@ def _arrive(ranks: Ranks, keys: KeyReader, meeting: str, report: dict[str, Any],
         return False
 
     if not clock.wait(is_answered):
-        raise missing_error([0], "finding each other", clock.waited_s, Remedy.MEETING)
+        raise missing_error([0], "finding each other", clock.waited_s, _REMEDY)
     keys.drop([f"{meeting}/{reported}/{ranks.rank}", f"{meeting}/{reported}/to/{ranks.rank}"])
     verdict = json.loads(answer.removeprefix(token))
     if verdict["refusal"]:
@@ -95,7 +100,7 @@ def _receive(ranks: Ranks, keys: KeyReader, meeting: str, own: dict[str, Any], c
     for part in in_parts(report_keys):
         if not clock.wait(partial(keys.has, part)):
             missing = [rank for rank, key in enumerate(report_keys, 1) if not keys.has([key])]
-            raise missing_error(missing or [0], "finding each other", clock.waited_s, Remedy.MEETING)
+            raise missing_error(missing or [0], "finding each other", clock.waited_s, _REMEDY)
         reports += map(json.loads, keys.get(part))
     terms = own["terms"]
     differing = [rank for rank, report in enumerate(reports) if report["terms"] != terms]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from asymcheck import Ranks
 from asymcheck.distributed import KeyStore, Session
-from asymcheck.distributed.kv_store import Remedy, missing_error
+from asymcheck.distributed.kv_store import missing_error
 from asymcheck.distributed.ranks import find_ranks
 from asymcheck.distributed.rendezvous import RankLocation
 from asymcheck.errors import InvalidInputError, RankFailedError, RanksError, RanksMissingError
@@ -85,15 +85,17 @@ def test_ranks_whose_machines_have_a_store_each() -> None:
 
 
 def test_each_rank_can_get_a_verdict_of_its_own() -> None:
-    """Test also a large verdict, which is sent in pieces."""
+    """Test also a large verdict, and one that is too large for the key-value store of torch."""
     sessions = sessions_of(dist.HashStore(), 3)
-    large = os.urandom((9 << 20) + 5)
+    large = os.urandom((3 << 20) + 5)
 
     def decide(reports: Sequence[bytes]) -> list[bytes]:
         return [large + report for report in reports]
 
-    verdicts = each(3, lambda rank: sessions[rank].agree((1, 1), large[: (5 << 20) + rank], decide, "test"))
-    assert verdicts == [large + large[: (5 << 20) + rank] for rank in range(3)]
+    verdicts = each(3, lambda rank: sessions[rank].agree((1, 1), large[: (2 << 20) + rank], decide, "test"))
+    assert verdicts == [large + large[: (2 << 20) + rank] for rank in range(3)]
+    with pytest.raises(RanksError, match="too many partitions"):
+        sessions[1].report((2, 1), large * 3)
 
 
 def test_values_in_the_store_are_removed() -> None:
@@ -415,5 +417,5 @@ def test_one_process_alone_has_no_ranks() -> None:
 
 def test_advice_on_missing_ranks_depends_on_the_action() -> None:
     """Test that only the rendezvous advises to save a single rank instead."""
-    assert "ranks=None" in str(missing_error([1], "the first save", 1.0, Remedy.MEETING))
-    assert "ranks=None" not in str(missing_error([1], "finding each other", 1.0, Remedy.ROUND))
+    assert "ranks=None" in str(missing_error([1], "the first save", 1.0, "pass ranks=None"))
+    assert "ranks=None" not in str(missing_error([1], "finding each other", 1.0))

@@ -329,13 +329,11 @@ class Checkpointer:
         return returned.checkpoint
 
     def _warn_of_none(self) -> None:
-        if (self._coordinator is None or self._coordinator.is_first) and not self._warn_of_abandoned(_NONE_RESTORED):
-            self._warn_of_empty_remote()
-
-    def _warn_of_empty_remote(self) -> None:
-        """Warn if the remote is empty: it may be a mount point without its file system."""
+        """Warn of checkpoints that are not restored, else of an empty remote: it may be a mount point."""
         remote = self._store.resources.remote
-        if remote is not None and remote.tier() is None:
+        if self._coordinator is not None and not self._coordinator.is_first:
+            return
+        if not self._warn_of_abandoned(_NONE_RESTORED) and remote is not None and remote.tier() is None:
             warn_user(
                 f"remote {remote.name} is empty; starting a new run. If you expected checkpoints there, stop and check "
                 "the URI and the mount",
@@ -395,7 +393,7 @@ class Checkpointer:
             UnsupportedValueError, InvalidInputError: the state or an argument cannot be stored.
         """
         step = check_step(step)
-        if self._is_closed and self._preemption is not None and self._preemption.is_noticed:
+        if self._is_closed and self._preemption is not None and self.preempted:
             self._preemption.finish(waits=False)
         ends = False
         with self._exit_handler:
@@ -428,8 +426,10 @@ class Checkpointer:
                 self._reporting.warn_of_order(newest, step)
             if not ends:
                 self._report()
-        if ends:
-            self._end_preempted()
+        if ends and self._preemption is not None:
+            # An error is only warned of: the next start continues from an older checkpoint.
+            close_after(Preempted(step), self._close)
+            self._preemption.finish(waits=True)
         return is_begun
 
     def preempt(self, seconds_left: float) -> None:
@@ -448,12 +448,6 @@ class Checkpointer:
     def preempted(self) -> bool:
         """Whether a signal or another notice has announced the end of this process; on several ranks, to this rank."""
         return self._preemption is not None and self._preemption.is_noticed
-
-    def _end_preempted(self) -> None:
-        if self._preemption is not None:
-            # An error is only warned of: the next start continues from an older checkpoint.
-            close_after(Preempted(self._preemption.step), self._close)
-            self._preemption.finish(waits=True)
 
     def _begin(self, step: int, metrics: Mapping[str, float] | None) -> Capture:
         try:
@@ -622,7 +616,7 @@ class Checkpointer:
             UnreachableRemoteWarning: some checkpoints were not pushed; the next training sends them.
         """
         self._close()
-        if self._preemption is not None and self._preemption.is_noticed and not self._preemption.is_over:
+        if self._preemption is not None and self.preempted and not self._preemption.is_over:
             self._preemption.finish(waits=True)
 
     def _close(self) -> None:

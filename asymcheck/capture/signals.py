@@ -288,7 +288,6 @@ class ExitHandler:
         self._close = weakref.WeakMethod(close)
         self._background: Callable[[], _Closable | None] = lambda: None
         self._pid = os.getpid()
-        self._is_armed = False
         self.is_hurried = False
         """Whether the process is about to end without SIGTERM, and should not wait for other ranks."""
 
@@ -309,16 +308,13 @@ class ExitHandler:
         self._background = weakref.ref(background)
         self._pid = os.getpid()
         atexit.register(self.drain)
-        self._is_armed = True
         if _on_main_thread():
             _TERMINATION.arm(self)
 
     def disarm(self) -> None:
         """Stop draining at exit and on SIGTERM."""
-        if self._is_armed:
-            atexit.unregister(self.drain)
-            self._is_armed = False
-            _TERMINATION.disarm(self)
+        atexit.unregister(self.drain)
+        _TERMINATION.disarm(self)
 
     def drain(self) -> None:
         """Make all captures durable."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from asymcheck.capture.device_copy import Devices
 from asymcheck.capture.engine import CaptureEngine
-from asymcheck.capture.inflight import Capture
+from asymcheck.capture.inflight import Capture, InFlight
 from asymcheck.capture.optimizer_fence import OptimizerFences, OptimizerOwnership, distributed, find
 from asymcheck.capture.ring_flush import Placing, RingFlusher
 from asymcheck.capture.schedule import CaptureSchedule
@@ -37,7 +37,6 @@ from asymcheck.format.ring_records import RingHeader
 from asymcheck.measurement import ring_limits
 from asymcheck.policies.interval import TrainingPace
 from asymcheck.state.flattener import Flattener
-from asymcheck.state.iteration_profile import Iteration
 from asymcheck.state.partition_plan import Plan, PlanInput
 from asymcheck.storage.nvme import Catalog, NvmeTier
 from asymcheck.storage.process_identity import this_process
@@ -212,28 +211,27 @@ class BackgroundSaver:
                 self._engine.enter_window(number)
 
     def _started(self, plan: Plan) -> CaptureEngine:
+        """Return the engine, with a ring that is large enough for a plan."""
         needed = sum(frame_length(partition.length) for partition in plan.cut.partitions)
-        if self._ring is not None and self._is_outgrown(self._ring.header.data_bytes, needed):
+        folder, given = Path(self._config.ring_folder), self._config.ring_bytes
+        size = 0 if self._ring is None else self._ring.header.data_bytes
+        is_short = 0 < size < ROOM_FOR_CAPTURES * needed and given is None
+        if is_short and default_bytes(folder, needed, size, self._processes) >= _REPLACE_FACTOR * size:
             # Optimizers have no state before the first step. The captures in the old ring become durable first.
             self._end_ring()
         if self._engine is None:
-            self._ring = self._make_ring(needed)
+            self._ring = self._make_ring(folder, given or default_bytes(folder, needed, 0, self._processes), needed)
             self._flusher = RingFlusher(
                 self._ring, self._tier, self._catalog, self._encoder, self._placing, self._two_phase, self.on_commit
             )
             self._engine = CaptureEngine(self._ring, self._flusher, self.detector)
-        self._warn_of_short_ring()
+        if self._ring is not None and self._ring.refused is not None and self._ring is not self._short:
+            self._short = self._ring
+            effect = "fewer checkpoints can be resumed from memory, and training waits for the drive more often"
+            warn_user(f"{self._ring.refused}; until then, {effect}", CaptureWarning)
         return self._engine
 
-    def _is_outgrown(self, size: int, needed: int) -> bool:
-        """Tell whether a ring of automatic size is too small, and a new one would be larger."""
-        if self._config.ring_bytes is not None or ROOM_FOR_CAPTURES * needed <= size:
-            return False
-        return default_bytes(Path(self._config.ring_folder), needed, size, self._processes) >= _REPLACE_FACTOR * size
-
-    def _make_ring(self, needed: int) -> Ring:
-        folder = Path(self._config.ring_folder)
-        size = self._config.ring_bytes or default_bytes(folder, needed, 0, self._processes)
+    def _make_ring(self, folder: Path, size: int, needed: int) -> Ring:
         size = -(-size // registry.BLOCK_BYTES) * registry.BLOCK_BYTES
         if size < needed:
             warn_user(
@@ -257,13 +255,6 @@ class BackgroundSaver:
         self.statistics.ring_bytes = size
         return ring
 
-    def _warn_of_short_ring(self) -> None:
-        ring = self._ring
-        if ring is not None and ring.refused is not None and ring is not self._short:
-            self._short = ring
-            effect = "fewer checkpoints can be resumed from memory, and training waits for the drive more often"
-            warn_user(f"{ring.refused}; until then, {effect}", CaptureWarning)
-
     def fence(self) -> None:
         """Wait until the state was copied, so that it may change."""
         engine, schedule = self._engine, self._schedule
@@ -280,7 +271,9 @@ class BackgroundSaver:
                 self.statistics.hooks_s = schedule.hooks_s
                 if iteration is not None and self._unfenced is not None:
                     self._unfenced.stalled_s += waited
-                    _report_windows(iteration, self._unfenced)
+                    for number, (phase, start, end) in enumerate(iteration.windows if is_watched() else ()):
+                        detail = {**self._unfenced.named(), "window": number, "phase": phase}
+                        report("window", start, end, 0, partial(dict, detail))
                 self._unfenced = None
 
     def _is_forked(self) -> bool:
@@ -321,24 +314,25 @@ class BackgroundSaver:
 
         The result has the checkpoint, its manifest, and a function that returns the bytes of a partition.
         """
-        committed = () if self._flusher is None else self._flusher.committed()
-        candidates = ((ref, kept) for kept in committed if (ref := kept.capture.ref) is not None and on_line(ref))
-        ref, inflight = next(candidates, (None, None))
-        if ref is None or inflight is None or self._ring is None:
-            return None
-        slots = dict(zip(inflight.capture.digests, inflight.capture.slots, strict=True))
+        found = next((kept for ref, kept in self._committed() if on_line(ref)), None)
         ring = self._ring
+        if found is None or found.capture.ref is None or ring is None:
+            return None
+        slots = dict(zip(found.capture.digests, found.capture.slots, strict=True))
 
         def payload(name: Digest) -> memoryview:
             slot = slots[name]
             return memoryview(b"") if slot is None else ring.payload(slot)
 
-        return ref, inflight.manifest, payload
+        return found.capture.ref, found.manifest, payload
 
     def in_ring(self) -> list[CheckpointRef]:
         """Return the durable captures that are complete in the ring, newest first."""
+        return [ref for ref, _ in self._committed()]
+
+    def _committed(self) -> list[tuple[CheckpointRef, InFlight]]:
         committed = () if self._flusher is None else self._flusher.committed()
-        return [kept.capture.ref for kept in committed if kept.capture.ref is not None]
+        return [(kept.capture.ref, kept) for kept in committed if kept.capture.ref is not None]
 
     def close(self) -> None:
         """Make everything durable and remove the ring, unless it holds captures that could not be stored."""
@@ -360,13 +354,6 @@ class BackgroundSaver:
                 keep = not self._flusher.close()
                 self._ring.close(keep=keep)
             self._engine = self._flusher = self._ring = self._short = None
-
-
-def _report_windows(iteration: Iteration, capture: Capture) -> None:
-    """Report the windows in which a capture was copied to watchers."""
-    for number, (phase, start, end) in enumerate(iteration.windows if is_watched() else ()):
-        detail = {**capture.named(), "window": number, "phase": phase}
-        report("window", start, end, 0, partial(dict, detail))
 
 
 def newest_plan(tier: NvmeTier, run: str) -> object:

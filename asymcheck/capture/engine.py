@@ -281,7 +281,7 @@ class CaptureEngine:
                 raise capture.error
             emit("ring.full", str(capture.request.step), length)
             self._settle_aside(capture)
-            if not self._flusher.make_room_for(capture) and not self._complete_one():
+            if not (self._flusher.make_room() or self._flusher.let_stream(capture) or self._complete_one()):
                 self._ring.wait_for_room(_ROOM_POLL_S)
             slot = self._ring.take(length)
             if slot is not None:

@@ -114,8 +114,8 @@ class RingFlusher:
         self._lock = threading.Lock()
         self._writers = Workers("asymcheck-flush", _WRITERS)
         self._committer = Workers("asymcheck-commit")
-        self._on_commit = on_commit or (lambda: None)
-        self._after_commit_worker = None if on_commit is None else Workers("asymcheck-upkeep")
+        self._on_commit = on_commit
+        self._upkeep = [] if on_commit is None else [Workers("asymcheck-upkeep")]
         self._after_commit: list[Future[object]] = []
 
     def stored(self, capture: Capture, number: int) -> None:
@@ -152,10 +152,8 @@ class RingFlusher:
             inflight = InFlight(capture, transaction, streams=bytes_in_ring > self._ring.header.data_bytes)
             self._inflight[capture] = inflight
             self._is_behind = self._is_next_soon(capture)
-            self._writers.hurry(is_behind=self._is_behind)
-            self._committer.hurry(is_behind=self._is_behind)
-            if self._after_commit_worker is not None:
-                self._after_commit_worker.hurry(is_behind=self._is_behind)
+            for workers in (self._writers, self._committer, *self._upkeep):
+                workers.hurry(is_behind=self._is_behind)
         return inflight
 
     def _is_next_soon(self, capture: Capture) -> bool:
@@ -176,18 +174,13 @@ class RingFlusher:
         columns = self._rows.columns(capture.state.columns, capture.plan.cut, names, capture.inline)
         header = manifest_header(capture.request, capture.generation or 1, capture.plan.record(), capture.state.tree)
         inflight.manifest = manifest_of(header, columns)
-        if not inflight.streams:
-            self._enter(inflight)
+        # Without a generation, a recovery could not place the capture on a line of training.
+        if not inflight.streams and (capture.generation is None or self._survives(inflight)):
+            with self._lock:
+                self._kept.append(inflight)
         # Only captures with an entry survive this process.
         capture.complete_s = None if inflight.entry is None else time.perf_counter()
         emit("capture.copied" if inflight.entry is None else "capture.complete", str(header.ref), capture.state_bytes)
-
-    def _enter(self, inflight: InFlight) -> None:
-        # Without a generation, a recovery could not place the capture on a line of training.
-        if inflight.capture.generation is not None and not self._survives(inflight):
-            return
-        with self._lock:
-            self._kept.append(inflight)
 
     def _survives(self, inflight: InFlight) -> bool:
         """Put the manifest and an entry into the ring; return whether both fit."""
@@ -234,32 +227,34 @@ class RingFlusher:
         At most one call is pending, because pruning frees space. After a streaming capture, the next one waits for the
         end of the call: a streaming capture cannot write partitions again that a collection removes.
         """
-        if self._after_commit_worker is not None:
+        if self._on_commit is not None:
             wait(self._after_commit)
-            self._after_commit = [self._after_commit_worker.submit(self._on_commit)]
+            self._after_commit = [workers.submit(self._on_commit) for workers in self._upkeep]
             # Most collections are short, and the next capture can overwrite freed packs.
             wait(self._after_commit, None if inflight.streams else _PATIENCE_S)
 
     def _queue_write(self, inflight: InFlight, number: int) -> None:
         with self._lock:
-            if number in inflight.capture.reused and not inflight.streams:
-                inflight.reused_numbers.append(number)
-                return
-            if self._two_phase is not None and not inflight.streams and self._two_phase.holds(inflight.capture, number):
-                inflight.held.append(number)
-                return
-            if not inflight.streams and self._may_be_derived(inflight.capture, number):
-                inflight.postponed.append(number)
+            waiting = None if inflight.streams else self._waiting(inflight, number)
+            if waiting is not None:
+                waiting.append(number)
                 return
         self.write_soon(inflight, number)
 
-    def _may_be_derived(self, capture: Capture, number: int) -> bool:
+    def _waiting(self, inflight: InFlight, number: int) -> list[int] | None:
+        """Return the list in which a partition waits; None for a partition that can be written."""
+        capture = inflight.capture
+        if number in capture.reused:
+            return inflight.reused_numbers
+        if self._two_phase is not None and self._two_phase.holds(capture, number):
+            return inflight.held
         # Ordered by cost.
-        return (
+        may_be_derived = (
             self._encoder.wants_bases
             and self._bases.may_be_derived(capture, number)
             and self._encoder.searches_original(capture.contents(number))
         )
+        return inflight.postponed if may_be_derived else None
 
     def _queue_postponed(self, inflight: InFlight) -> None:
         with self._lock:
@@ -346,19 +341,16 @@ class RingFlusher:
                 with timed("commit", 0, capture.named):
                     self._two_phase.commit(inflight, self)
             else:
-                self._commit_alone(inflight)
+                inflight.wait()
+                for number in inflight.reused_numbers:
+                    self.write(inflight, number)
+                with timed("commit", 0, capture.named):
+                    position = partial(self._placing, capture)
+                    capture.ref = inflight.transaction.commit_capture(inflight.manifest, position)
         if capture.error is not None:
             inflight.transaction.abort()
         elif inflight.entry is not None:
             self._ring.mark_durable(inflight.entry)
-
-    def _commit_alone(self, inflight: InFlight) -> None:
-        capture = inflight.capture
-        inflight.wait()
-        for number in inflight.reused_numbers:
-            self.write(inflight, number)
-        with timed("commit", 0, capture.named):
-            capture.ref = inflight.transaction.commit_capture(inflight.manifest, lambda: self._placing(capture))
 
     def _retire(self, inflight: InFlight) -> None:
         """Free captures that are no longer needed."""
@@ -388,12 +380,8 @@ class RingFlusher:
         inflight = self._inflight.get(capture)
         return inflight is None or inflight.entry is not None
 
-    def make_room_for(self, capture: Capture) -> bool:
-        """Free an older capture, or switch this one to streaming; return whether that made room. Thread-safe."""
-        return self.make_room() or self.let_stream(capture)
-
     def make_room(self) -> bool:
-        """Free the oldest settled capture, durable ones first; return whether there was one."""
+        """Free the oldest settled capture, durable ones first; return whether there was one. Thread-safe."""
         with self._lock:
             settled = [kept for kept in self._settled() if not kept.readers]
             settled.sort(key=lambda kept: kept.capture.error is not None)
@@ -418,9 +406,7 @@ class RingFlusher:
 
     def close(self) -> bool:
         """Commit all queued captures, and end the threads; return whether every complete capture is durable."""
-        self._committer.close()
-        self._writers.close()
-        if self._after_commit_worker is not None:
-            self._after_commit_worker.close()
+        for workers in (self._committer, self._writers, *self._upkeep):
+            workers.close()
         with self._lock:
             return all(kept.capture.error is None for kept in self._kept)

@@ -151,15 +151,11 @@ class ResumeCoordinator:
         else:
             proposals = iter(())
         part = 1 if shares_store else 2
-        steps = set[int]()
         while True:
             ref = self._proposed(session, (number, part), proposals, step)
             if ref is None:
                 return None
-            # A second read by step would select the newest attempt again, which a rank has found damaged.
-            by_step = shares_store and ref.step not in steps
-            steps.add(ref.step)
-            read = partial(self._read if by_step else self._read_part, ref, into, strict=strict)
+            read = partial(self._read if shares_store else self._read_part, ref, into, strict=strict)
             returned = self._try(session, (number, part + 1), ref, read, report, skipped if step is None else None)
             if returned is not None:
                 _settle(into)
@@ -252,11 +248,8 @@ class ResumeCoordinator:
         return ref
 
     def _read(self, ref: CheckpointRef, into: object, *, strict: bool) -> Checkpoint:
-        restored = self._store.restore(ref.step, into=into, run=self._run, rank=self.rank, grows=True, strict=strict)
-        read = restored.checkpoint
-        if read.ref != ref:
-            raise InconsistentCheckpointError(f"{ref} could not be read; another save of the step was read: {read.ref}")
-        return read
+        save = f"save:{ref.save_id.hex()}"
+        return self._store.restore(save, into=into, run=self._run, rank=self.rank, grows=True, strict=strict).checkpoint
 
     def _read_part(self, ref: CheckpointRef, into: object, *, strict: bool) -> Checkpoint:
         wanted = LoadRequest("*", into, check_device(None), rank=self.rank, grows=True, strict=strict)

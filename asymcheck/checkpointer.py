@@ -622,19 +622,15 @@ class Checkpointer:
     def _close(self) -> None:
         self._is_closed = True
         try:
-            with self._exit_handler:
+            with self._exit_handler, contextlib.ExitStack() as ending:
                 self._exit_handler.disarm()
-                try:
-                    if self._background is not None:
-                        self._background.close()
-                        try:
-                            self._report()
-                        finally:
-                            self._background = None
-                finally:
-                    self._run_lock.close()
-                    if self._coordinator is not None:
-                        self._coordinator.close()
+                if self._coordinator is not None:
+                    ending.callback(self._coordinator.close)
+                ending.callback(self._run_lock.close)
+                if self._background is not None:
+                    self._background.close()
+                    ending.callback(setattr, self, "_background", None)
+                    self._report()
         except BaseException as error:
             close_after(error, self._close_uploads)
             raise

@@ -194,14 +194,10 @@ def relay(interval: Interval) -> None:
         try:
             watcher(interval)
         except Exception:  # noqa: BLE001 - a watcher must not abort the work
-            _leave_out(watcher, threading.current_thread())
-
-
-def _leave_out(watcher: Watcher, thread: threading.Thread) -> None:
-    # Two threads may remove it at the same time, and the hook may raise as well.
-    with contextlib.suppress(Exception):
-        _watchers.remove(watcher)
-        threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), thread)))
+            # Two threads may remove it at the same time, and the hook may raise as well.
+            with contextlib.suppress(Exception):
+                _watchers.remove(watcher)
+                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
 
 @contextlib.contextmanager

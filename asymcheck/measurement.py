@@ -7,7 +7,8 @@ import dataclasses
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,14 +49,17 @@ def measure(
     budget_s = 0.03 if quick else 0.2
     # The drive comes first, because it may fail.
     drive_facts, written = measure_drive(tier, QUICK if quick else FULL)
-    device = device_copy(budget_s)
+    device, partition = device_copy(budget_s), np.ones(_DIGEST_BYTES, dtype=np.uint8).data
     return Facts(
         cores=len(os.sched_getaffinity(0)),
         ring_room_bytes=min(ring_limits(ring_folder), default=0),
         copy_bytes_per_s=copy_bytes_per_s(budget_s),
-        digest_bytes_per_s=digest_bytes_per_s(budget_s),
+        # A partition that was just copied is in the cache.
+        digest_bytes_per_s=len(partition) / seconds_of(partial(digest, partition), budget_s),
         drive=drive_facts,
-        codecs=measure_codecs(samples, budget_s / 2),
+        codecs=tuple(
+            _measure(sample, codec, encode, budget_s / 2) for sample in samples for codec, encode in _encoders(sample)
+        ),
         sample=described,
         state_bytes=state_bytes,
         device=device[0] if device else None,
@@ -74,12 +78,6 @@ def copy_bytes_per_s(budget_s: float) -> float:
     source = np.ones(_COPY_BYTES, dtype=np.uint8)
     target = np.empty_like(source)
     return _COPY_BYTES / seconds_of(lambda: np.copyto(target, source), budget_s)
-
-
-def digest_bytes_per_s(budget_s: float) -> float:
-    """Return the digest speed of one thread in bytes per second, for a partition that was just copied."""
-    data = np.ones(_DIGEST_BYTES, dtype=np.uint8).data
-    return _DIGEST_BYTES / seconds_of(lambda: digest(data), budget_s)
 
 
 def device_copy(budget_s: float) -> tuple[str, float] | None:
@@ -117,16 +115,12 @@ def ring_limits(folder: Path, freed: int = 0, processes: int = 1) -> list[int]:
     return limits
 
 
-def measure_codecs(samples: Iterable[Sample], budget_s: float) -> tuple[CodecFacts, ...]:
-    """Encode and decode each sample with each suitable codec on one thread, and compare the result.
+def _measure(sample: Sample, codec: int, encode: Callable[[], Encoded], budget_s: float) -> CodecFacts:
+    """Encode and decode a sample on one thread.
 
     Raises:
-        DigestMismatchError: a codec returned other bytes, which is a defect.
+        DigestMismatchError: the codec returned other bytes, which is a defect.
     """
-    return tuple(_measure(sample, codec, encode, budget_s) for sample in samples for codec, encode in _encoders(sample))
-
-
-def _measure(sample: Sample, codec: int, encode: Callable[[], Encoded], budget_s: float) -> CodecFacts:
     encoded = encode()
     payload = memoryview(encoded.payload())
     base = None if sample.older is None else memoryview(sample.older)

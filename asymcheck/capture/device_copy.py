@@ -101,22 +101,19 @@ class Transfers:
     def __init__(self, devices: Devices, leaves: Sequence[Leaf], partitions: Sequence[Partition]) -> None:
         """Assign the tensors to devices."""
         self._leaves, self._partitions, self._holds = leaves, partitions, devices.holds
-        self._device_of_row = devices.of_all([leaf.source for leaf in leaves])
+        self.device_of_row = devices.of_all([leaf.source for leaf in leaves])
+        """Device of each tensor; None for host memory."""
         self._gates: dict[Device, Mark] = {}
         self._clone_gates: dict[Device, Mark] = {}
         self._last: dict[tuple[Device, int], Mark] = {}
         self._ends: dict[int, list[Mark]] = {}
         self._regions: dict[int, tuple[Device, StagingRegion]] = {}
-        self.devices = tuple(dict.fromkeys(device for device in self._device_of_row if device is not None))
+        self.devices = tuple(dict.fromkeys(device for device in self.device_of_row if device is not None))
         """All devices with tensors of this capture."""
-
-    def device_of_row(self, row: int) -> Device | None:
-        """Return the device of a tensor; None for host memory."""
-        return self._device_of_row[row]
 
     def devices_of(self, number: int) -> list[Device | None]:
         """Return the distinct devices of the pieces of a partition; None stands for host memory."""
-        return list({self._device_of_row[piece.row]: None for piece in self._partitions[number].pieces})
+        return list({self.device_of_row[piece.row]: None for piece in self._partitions[number].pieces})
 
     def is_on_device(self, number: int) -> bool:
         """Tell whether a part of a partition is on a device."""
@@ -184,7 +181,7 @@ class Transfers:
         partition = self._partitions[number]
         by_device: dict[Device, list[tuple[Piece, memoryview]]] = {}
         for piece, target in partition.parts(payload):
-            device_of_piece = self._device_of_row[piece.row]
+            device_of_piece = self.device_of_row[piece.row]
             if device_of_piece is None:
                 self._leaves[piece.row].copy_bytes(piece.start, target)
             else:
@@ -270,7 +267,7 @@ class EagerCopies:
         """Request all bytes of tensors. ``give`` receives row and bytes, at once or in :meth:`settle`."""
         on_host: list[int] = []
         for row in rows:
-            device, leaf = self._transfers.device_of_row(row), self._leaves[row]
+            device, leaf = self._transfers.device_of_row[row], self._leaves[row]
             if device is None:
                 on_host.append(row)
             else:

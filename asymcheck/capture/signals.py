@@ -241,7 +241,7 @@ class _Termination:
         self._pid = os.getpid()
         self._armed.append(ending)
         if INTERRUPTS.handler(signal.SIGTERM) is signal.SIG_DFL:
-            INTERRUPTS.set_handler(signal.SIGTERM, _terminate)
+            INTERRUPTS.set_handler(signal.SIGTERM, self._received)
 
     def disarm(self, ending: ExitHandler) -> None:
         """Restore the default handler of SIGTERM if nothing is left to drain."""
@@ -249,10 +249,10 @@ class _Termination:
             self._armed.remove(ending)
             is_last = not self._armed and not self.is_due
             # Other threads cannot restore the handler, but without anything to drain, it acts like the default.
-            if is_last and _on_main_thread() and INTERRUPTS.handler(signal.SIGTERM) is _terminate:
+            if is_last and _on_main_thread() and INTERRUPTS.handler(signal.SIGTERM) == self._received:
                 INTERRUPTS.set_handler(signal.SIGTERM, signal.SIG_DFL)
 
-    def signalled(self) -> None:
+    def _received(self, _number: int, _frame: FrameType | None) -> None:
         """Drain and end the process, at once or after the active calls."""
         self.is_due = True
         # A forked child inherits the handler, perhaps in the middle of a call of its parent.
@@ -267,10 +267,6 @@ class _Termination:
             # All Checkpointers drain, even if one fails.
             for ending in self._armed:
                 stack.callback(ending.drain)
-
-
-def _terminate(_number: int, _frame: FrameType | None) -> None:
-    _TERMINATION.signalled()
 
 
 _TERMINATION = _Termination()

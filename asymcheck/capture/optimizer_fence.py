@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -16,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
-from asymcheck.errors import CaptureWarning
+from asymcheck.errors import CaptureWarning, warn_user
 from asymcheck.state.leaves import PLAIN_TENSORS, Leaf, Source, identity_key
 from asymcheck.state.shards import Distributed, is_dtensor, locals_of
 
@@ -209,11 +208,9 @@ class OptimizerFences:
         if in_backward() and id(optimizer) not in self._inside_backward:
             # Each parameter may have its own optimizer, so the warning appears once.
             if not self._inside_backward:
-                warnings.warn(
-                    f"{type(optimizer).__qualname__} steps inside the backward pass, so that its tensors are copied "
-                    "at once in step(), which takes longer",
-                    CaptureWarning,
-                    stacklevel=2,
+                effect = "its tensors are copied at once in step(), which takes longer"
+                warn_user(
+                    f"{type(optimizer).__qualname__} steps inside the backward pass, so that {effect}", CaptureWarning
                 )
             self._inside_backward.add(id(optimizer))
         self._before_step()

@@ -50,10 +50,15 @@ class FixedInterval:
 
 
 class IntervalController:
-    """An interval chosen from measured costs. For the training thread."""
+    """An interval chosen from measured costs. For the training thread.
 
-    def __init__(self, aim: AutoInterval) -> None:
+    With several ranks, rank 0 decides for all at steps that it announced before. At each it also announces the next
+    one. All ranks measure, and send their measurements to rank 0 with their commits, so that no rank waits for them.
+    """
+
+    def __init__(self, aim: AutoInterval, broadcast: Broadcast | None = None) -> None:
         self._aim = aim
+        self._announced = None if broadcast is None else AnnouncedSteps(broadcast)
         self._step_s: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._stalls_s: deque[float] = deque(maxlen=_CAPTURES_KEPT)
         self._begun = 0
@@ -72,7 +77,25 @@ class IntervalController:
             RankFailedError: rank 0 is at another step.
         """
         self._measure(step, now_s, so_far.step_s + so_far.fence_s + so_far.hooks_s)
-        return self._decide(step, so_far)
+        if self._announced is None:
+            return self._decide(step, so_far)
+        decision = self._announced.decide(step, partial(self._announce, step, so_far))
+        if decision is None:
+            return False
+        self.chosen = ChosenInterval(decision["steps"], decision["reason"])
+        return decision["step"] == step and bool(decision["is_due"])
+
+    def _announce(self, step: int, so_far: Statistics) -> object:
+        """Decide on rank 0, and announce the next decision."""
+        is_due = self._decide(step, so_far)
+        if self.chosen.steps:
+            captured = self._captured if self._captured is not None and not is_due else step
+            upcoming = max(captured + self.chosen.steps, step + 1)
+        else:
+            # Nothing is measured yet: decide less and less often.
+            upcoming = step + (_STEPS_BETWEEN if is_due else self._since)
+        chosen = {"steps": self.chosen.steps, "reason": self.chosen.reason}
+        return {"step": step, "is_due": is_due, "next": upcoming, **chosen}
 
     def _decide(self, step: int, so_far: Statistics) -> bool:
         if self._begun < _MEASURED:
@@ -142,42 +165,10 @@ class AnnouncedSteps:
         return decision
 
 
-class RankedIntervalController(IntervalController):
-    """An interval that rank 0 chooses for all ranks.
-
-    Rank 0 decides at steps that it announced before. At each it also announces the next one. All ranks measure, and
-    send their measurements to rank 0 with their commits, so that no rank waits for them.
-    """
-
-    def __init__(self, aim: AutoInterval, broadcast: Broadcast) -> None:
-        super().__init__(aim)
-        self._announced = AnnouncedSteps(broadcast)
-
-    def _decide(self, step: int, so_far: Statistics) -> bool:
-        decision = self._announced.decide(step, partial(self._choose, step, so_far))
-        if decision is None:
-            return False
-        self.chosen = ChosenInterval(decision["steps"], decision["reason"])
-        return decision["step"] == step and bool(decision["is_due"])
-
-    def _choose(self, step: int, so_far: Statistics) -> object:
-        """Decide on rank 0, and announce the next decision."""
-        is_due = super()._decide(step, so_far)
-        if self.chosen.steps:
-            captured = self._captured if self._captured is not None and not is_due else step
-            upcoming = max(captured + self.chosen.steps, step + 1)
-        else:
-            # Nothing is measured yet: decide less and less often.
-            upcoming = step + (_STEPS_BETWEEN if is_due else self._since)
-        chosen = {"steps": self.chosen.steps, "reason": self.chosen.reason}
-        return {"step": step, "is_due": is_due, "next": upcoming, **chosen}
-
-
 def interval_controller(every: object, broadcast: Broadcast | None = None) -> IntervalController | FixedInterval:
     """Return the controller for ``every``; with ``broadcast``, one for several ranks."""
     if every == "auto" or isinstance(every, AutoInterval):
-        aim = every if isinstance(every, AutoInterval) else AutoInterval()
-        return IntervalController(aim) if broadcast is None else RankedIntervalController(aim, broadcast)
+        return IntervalController(every if isinstance(every, AutoInterval) else AutoInterval(), broadcast)
     if type(every) is not int or every < 1:
         raise InvalidInputError(
             f"every={every!r:.100}: give the number of steps between two checkpoints, 1 or more, or 'auto'"

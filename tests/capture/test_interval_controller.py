@@ -9,7 +9,7 @@ from typing import Any
 
 from asymcheck.capture.background_saver import Statistics
 from asymcheck.policies.interval import AutoInterval, TrainingPace
-from asymcheck.training.interval_controller import IntervalController, RankedIntervalController
+from asymcheck.training.interval_controller import IntervalController
 
 
 class Training:
@@ -173,7 +173,7 @@ class Channel:
 def test_ranks_follow_rank_0_with_few_requests() -> None:
     """Test that other ranks only ask at announced steps, also after a restore, and ignore their own measurements."""
     channel, aim = Channel(), AutoInterval(mtbf=timedelta(seconds=2000))
-    first, other = RankedIntervalController(aim, channel.say), RankedIntervalController(aim, channel.listener())
+    first, other = IntervalController(aim, channel.say), IntervalController(aim, channel.listener())
     runs: list[list[list[int]]] = []
     for pacer, step_s in ((first, 1.0), (other, 0.05)):
         training = Training(pacer, step_s=step_s, stall_s=0.1, durable_s=9.5)
@@ -195,9 +195,9 @@ def test_ranks_follow_rank_0_with_few_requests() -> None:
 def test_rank_that_missed_an_announcement_gets_the_next_one() -> None:
     """Test that this rank asks as often as other ranks."""
     channel = Channel()
-    first = RankedIntervalController(AutoInterval(mtbf=timedelta(seconds=2000)), channel.say)
+    first = IntervalController(AutoInterval(mtbf=timedelta(seconds=2000)), channel.say)
     begun = Training(first, step_s=1.0, stall_s=0.1).run(0, 60)
-    late = RankedIntervalController(AutoInterval(), channel.listener())
+    late = IntervalController(AutoInterval(), channel.listener())
     steps = {said["step"]: said["next"] for said in channel.said}
     missed = begun[-2]
     channel.said[:] = [said for said in channel.said if said["step"] >= missed]
@@ -209,7 +209,7 @@ def test_rank_that_missed_an_announcement_gets_the_next_one() -> None:
 
 def test_the_slowest_rank_counts() -> None:
     """Test that measurements of other ranks are used, if known."""
-    pacer = RankedIntervalController(AutoInterval(mtbf=timedelta(seconds=2000)), Channel().say)
+    pacer = IntervalController(AutoInterval(mtbf=timedelta(seconds=2000)), Channel().say)
     training = Training(pacer, step_s=1.0, stall_s=0.1)
     training.run(0, 50)
     assert pacer.chosen.steps == 20

@@ -166,18 +166,14 @@ class Replicas:
         shared = self._shared if self.knows(capture) else None
         return shared is not None and shared.owners[number] not in (self._rank, NOBODY)
 
-    def is_equal(self, capture: Capture, number: int) -> None:
-        """Note that the writer has written equal bytes."""
-        if self._shared is not None and self._shared.digests[number] != capture.digests[number]:
-            self._shared.changed.add(number)
-
-    def differs(self, capture: Capture, number: int, *, is_unassigned: bool) -> None:
-        """Note that the writer has written other bytes, so that this rank had to write its own.
-
-        With ``is_unassigned``, the writer may have written nothing, which is no difference.
-        """
+    def compare(self, capture: Capture, number: int, *, differs: bool) -> None:
+        """Note whether the writer of a partition has written other bytes, so that this rank had to write its own."""
         shared = self._shared
-        if shared is None or is_unassigned:
+        if shared is None:
+            return
+        if not differs:
+            if shared.digests[number] != capture.digests[number]:
+                shared.changed.add(number)
             return
         owner, shared.owners[number] = shared.owners[number], self._rank
         shared.elsewhere[number] = False
@@ -385,10 +381,10 @@ class TwoPhaseCommit:
         """Use the partitions that other ranks have written. Write missing ones, which were no replicas."""
         for number in inflight.held:
             inflight.transaction.expect(frame_length(inflight.capture.partitions[number].length))
-            if writes.write(inflight, number):
-                self._replicas.differs(inflight.capture, number, is_unassigned=is_unassigned)
-            else:
-                self._replicas.is_equal(inflight.capture, number)
+            is_new = writes.write(inflight, number)
+            # Without an assignment, the writer may have written nothing, which is no difference.
+            if not (is_new and is_unassigned):
+                self._replicas.compare(inflight.capture, number, differs=is_new)
 
     def _all_committed(self, capture: Capture, ref: CheckpointRef, at: tuple[int, int]) -> None:
         """Wait until all ranks have published their manifests, which makes the checkpoint durable."""

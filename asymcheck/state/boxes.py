@@ -66,8 +66,8 @@ class Box:
     def common(self, other: Box) -> Box | None:
         """Return the intersection with another box of the same tensor; None if it is empty."""
         first = tuple(map(max, self.offset, other.offset))
-        ends = map(min, self._ends(), other._ends())
-        shape = tuple(end - start for start, end in zip(first, ends, strict=True))
+        mine, theirs = (map(sum, zip(box.offset, box.shape, strict=True)) for box in (self, other))
+        shape = tuple(end - start for start, end in zip(first, map(min, mine, theirs), strict=True))
         return Box(self.whole, first, shape) if all(size > 0 for size in shape) else None
 
     def without(self, other: Box) -> list[Box]:
@@ -84,9 +84,6 @@ class Box:
                     rest.append(Box(self.whole, place, (*shape[:dim], last - first, *shape[dim + 1 :])))
             offset[dim], shape[dim] = start, size
         return rest
-
-    def _ends(self) -> Iterator[int]:
-        return (first + size for first, size in zip(self.offset, self.shape, strict=True))
 
     def __str__(self) -> str:
         """Return the name for errors, for instance ``[0:2, 0:8] of [4, 8]``. Works for invalid boxes, too."""

@@ -256,11 +256,13 @@ class _Mapping:
     metadata: _Template | None
 
     def take(self, walk: _Walk, value: object) -> Node:
-        mapping = self._mapping(walk, value)
-        metadata = getattr(mapping, "_metadata", None)
+        if type(value) not in (dict, OrderedDict) and is_to_be_called(value):
+            value = state_of(value, walk.called)
+        metadata = getattr(value, "_metadata", None)
+        mapping = cast("dict[object, object]", value)
         # Types of keys are compared, too, because 1 equals True.
         if (
-            mapping is None
+            type(value) is not _MAPPING_TAGS[self.tag]
             or [*mapping] != self.keys
             or [*map(type, mapping)] != self.key_types
             or (metadata is None) != (self.metadata is None)
@@ -268,25 +270,16 @@ class _Mapping:
             walk.is_as_before = False
             return None
         versions = None if self.metadata is None else self.metadata.take(walk, metadata)
-        entries = self._entries(walk, mapping)
+        entries = self.entries
+        if self.has_tensors_alone:
+            walk.visits += mapping.values()
+        else:
+            nodes = [child.take(walk, item) for child, item in zip(self.children, mapping.values(), strict=True)]
+            if not _are_as_before(self.children, nodes):
+                entries = [[*pair] for pair in zip(self.key_nodes, nodes, strict=True)]
         if entries is self.entries and (self.metadata is None or versions is self.metadata.node):
             return self.node
         return [self.tag, entries] if self.metadata is None else [self.tag, entries, versions]
-
-    def _mapping(self, walk: _Walk, value: object) -> dict[object, object] | None:
-        kind = type(value)
-        if kind is not dict and kind is not OrderedDict and is_to_be_called(value):
-            value = state_of(value, walk.called)
-        return cast("dict[object, object]", value) if type(value) is _MAPPING_TAGS[self.tag] else None
-
-    def _entries(self, walk: _Walk, mapping: dict[object, object]) -> Node:
-        if self.has_tensors_alone:
-            walk.visits += mapping.values()
-            return self.entries
-        nodes = [child.take(walk, item) for child, item in zip(self.children, mapping.values(), strict=True)]
-        if _are_as_before(self.children, nodes):
-            return self.entries
-        return [[*pair] for pair in zip(self.key_nodes, nodes, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

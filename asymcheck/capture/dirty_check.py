@@ -22,21 +22,7 @@ _REMEMBERED = 4
 
 Key = tuple[str, int, int]
 """Tensor name, first byte and length of a piece."""
-
-
-class _EarlierCapture:
-    """Digests and ring slots of an earlier capture, without its tensors."""
-
-    def __init__(self, capture: Capture, numbers: dict[Key, int]) -> None:
-        self._numbers = numbers
-        # The capture thread fills the digests. The slots become free after the flush.
-        self._digests, self._slots = capture.digests, capture.slots
-
-    def digest(self, key: Key) -> Digest | None:
-        return self._digests[self._numbers[key]] if key in self._numbers else None
-
-    def slot(self, key: Key) -> RingSlot | None:
-        return self._slots[self._numbers[key]]
+_Earlier = tuple[dict[Key, int], Sequence[Digest | None], Sequence[RingSlot | None]]
 
 
 class DirtyCheck:
@@ -44,7 +30,8 @@ class DirtyCheck:
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._earlier: deque[_EarlierCapture] = deque(maxlen=_REMEMBERED)
+        # Numbers of partitions, digests and slots. The capture thread fills the digests; the flush frees the slots.
+        self._earlier: deque[_Earlier] = deque(maxlen=_REMEMBERED)
 
     def take(self, capture: Capture, numbers: Sequence[int]) -> list[int]:
         """Assign frames of earlier captures to the unchanged partitions of ``numbers``, and return their numbers.
@@ -55,7 +42,7 @@ class DirtyCheck:
         keys = {key: number for number in numbers if (key := _key(capture, number)) is not None}
         shared = {number: frame for key, number in keys.items() if (frame := self._share(key)) is not None}
         unchanged = self._compare(capture, shared) if shared else []
-        self._earlier.appendleft(_EarlierCapture(capture, keys))
+        self._earlier.appendleft((keys, capture.digests, capture.slots))
         return unchanged
 
     def _compare(self, capture: Capture, shared: Mapping[int, tuple[RingSlot, Digest]]) -> list[int]:
@@ -75,12 +62,14 @@ class DirtyCheck:
 
     def _share(self, key: Key) -> tuple[RingSlot, Digest] | None:
         """Return the newest frame of a partition; None if the partition changed in the last capture."""
-        known = [(earlier, name) for earlier in self._earlier if (name := earlier.digest(key)) is not None]
-        if not known or (len(known) > 1 and known[0][1] != known[1][1]):
+        known: list[tuple[Digest, RingSlot | None]] = []
+        for numbers, digests, slots in self._earlier:
+            if key in numbers and (name := digests[numbers[key]]) is not None:
+                known.append((name, slots[numbers[key]]))
+        if not known or len({name for name, _ in known[:2]}) > 1:
             return None
-        for earlier, name in known:
-            slot = earlier.slot(key)
-            shared_slot = None if slot is None or name != known[0][1] else self._ring.share(slot)
+        for name, slot in known:
+            shared_slot = None if slot is None or name != known[0][0] else self._ring.share(slot)
             if shared_slot is not None:
                 return shared_slot, name
         return None

@@ -122,14 +122,9 @@ class TrainingServices:
 
         Returns:
             The number of the new generation.
-
-        Raises:
-            InvalidInputError: ``parent`` is not a checkpoint.
         """
         tier = self.opened.writable()
         layout.check_run(run)
-        if parent is not None and not isinstance(parent, Checkpoint):
-            raise InvalidInputError(f"parent {parent!r:.100}: give one of checkpoints(), or None")
         self.take_remote_heads(run, is_new=parent is None)
         return begin_generation(tier, run, None if parent is None else parent.ref)
 

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from asymcheck.errors import StructureError
 from asymcheck.format.spans import Spans, ranks_in
 
 _ROW = np.dtype([("key", "<u8"), ("length", "<u4")])
@@ -151,8 +150,6 @@ class ReplicaAssigner:
         """
         if len(self._groups) == 1:
             return share_out(reports)
-        if any(len(report) % (_ROW.itemsize + _PLACE_BYTES) for report in reports):
-            raise StructureError("a rank reported something other than partitions and their places")
         counts = [len(report) // (_ROW.itemsize + _PLACE_BYTES) for report in reports]
         rows = [report[: count * _ROW.itemsize] for report, count in zip(reports, counts, strict=True)]
         store_of = np.empty(len(reports) + 1, dtype="<i4")
@@ -180,8 +177,6 @@ def share_out(reports: Sequence[bytes]) -> list[bytes]:
     Partitions that the same ranks have are dealt to these ranks, longest first, in alternating direction. Duplicates in
     the report of one rank count once. Returns the owners for each rank, four bytes each.
     """
-    if any(len(report) % _ROW.itemsize for report in reports):
-        raise StructureError("a rank reported something other than partitions")
     counts = [len(report) // _ROW.itemsize for report in reports]
     rows = np.frombuffer(b"".join(reports), dtype=_ROW)
     owners = np.full(len(rows), NOBODY, dtype="<i4")

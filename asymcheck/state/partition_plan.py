@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 
 from asymcheck.config import StoreConfig
-from asymcheck.errors import InvalidInputError
 from asymcheck.format.registry import BLOCK_BYTES, INLINE_BYTES_MAX
 from asymcheck.state.iteration_profile import Phase, Windows
 
@@ -177,14 +176,7 @@ def make_plan(layout: PlanInput, config: StoreConfig, kind: str, number: int, pr
 
     Capacities are scaled to the number of bytes. If they are too small, the wait at the fence is the same as with the
     rest at the end, because the link is busy in any case.
-
-    Raises:
-        InvalidInputError: the kind is unknown, or a manifest cannot record a number.
     """
-    if kind not in (PLAN_KIND, ASYMMETRIC, SYMMETRIC, EAGER):
-        raise InvalidInputError(f"plan kind {kind!r}: give canonical, asymmetric, symmetric or eager")
-    if not 0 <= number <= _NUMBER_MAX:
-        raise InvalidInputError(f"plan number {number}: give 0 to {_NUMBER_MAX}")
     windows: tuple[tuple[Phase, int], ...] = ()
     if profile is not None and kind in (ASYMMETRIC, SYMMETRIC) and len(profile) <= _WINDOWS_MAX:
         windows = tuple((phase, int(min(seconds * _BYTES_PER_S / 1024, _KIB_MAX))) for phase, seconds in profile)

@@ -9,7 +9,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from asymcheck.config import MIB, StoreConfig
-from asymcheck.errors import InvalidInputError
 from asymcheck.state.iteration_profile import Windows
 from asymcheck.state.partition_plan import Cut, Partition, Piece, Plan, PlanInput, cut, make_plan, plan_from_record
 
@@ -288,13 +287,6 @@ def test_an_empty_state_has_a_plan() -> None:
     for kind in KINDS:
         assert make_plan(PlanInput([], [], []), StoreConfig(), kind, 0, profile).cut == Cut((), ())
         assert set(make_plan(PlanInput([MIB], [""], [False]), StoreConfig(), kind, 0, profile).release) == {-1}
-
-
-@pytest.mark.parametrize(("kind", "number"), [("other", 0), ("", 0), ("eager", -1), ("eager", 1 << 53)])
-def test_unrecordable_value_is_refused(kind: str, number: int) -> None:
-    """Test that the error is an error of this package."""
-    with pytest.raises(InvalidInputError):
-        make_plan(PlanInput([], [], []), StoreConfig(), kind, number)
 
 
 GOOD = [["forward", 1], ["backward", 2]]

@@ -61,14 +61,6 @@ def test_step_saved_twice_has_two_checkpoints(store: Store) -> None:
     assert [c.save_id for c in store.checkpoints()] == [first.save_id, second.save_id]
 
 
-def test_invalid_parent_is_refused(store: Store) -> None:
-    """Test that a parent given by step is refused, because a step may have several checkpoints."""
-    _save(store, 5)
-    with pytest.raises(InvalidInputError, match=r"parent 5: give one of checkpoints\(\)"):
-        store.training.begin_generation(5)  # type: ignore[arg-type]  # wrong on purpose
-    assert _listing(store) == [(1, 5, True)]
-
-
 def test_resuming_from_an_older_step_abandons_later_ones(store: Store) -> None:
     """Test that the newest checkpoint is on the new line, and that abandoned steps can be loaded by step."""
     for step in range(1, 6):

@@ -211,56 +211,43 @@ def make_leaf(source: Source, path: str, group: str, box: Box | None = None) -> 
     """
     # The most frequent type comes first.
     if isinstance(source, torch.Tensor):
-        _check_tensor(source, path)
-        dtype = TORCH_NAMES.get(source.dtype)
-        if dtype is None:
-            raise UnsupportedValueError(path, f"tensors of dtype {source.dtype} are not supported")
-        shape = tuple(source.shape)
+        problem, dtype = _problem_of_tensor(source), TORCH_NAMES.get(source.dtype)
     elif isinstance(source, TensorBytes):
-        dtype, shape = source.dtype, source.shape
+        problem, dtype = "", source.dtype
     else:
-        dtype, shape = _numpy_dtype(source, path), source.shape
-    if len(shape) > DIMENSIONS_MAX:
-        raise UnsupportedValueError(path, f"tensors of more than {DIMENSIONS_MAX} dimensions are not supported")
+        problem, dtype = _problem_of_array(source), numpy_name(source.dtype)
+    if not problem and len(source.shape) > DIMENSIONS_MAX:
+        problem = f"tensors of more than {DIMENSIONS_MAX} dimensions are not supported"
+    if problem or dtype is None:
+        raise UnsupportedValueError(path, problem)
+    shape = tuple(source.shape)
     if box is None:
         box = Box.of_whole(shape)
         shape = box.shape
     return Leaf(source, path, dtype, shape, source.nbytes, group, box)
 
 
-def _numpy_dtype(array: np.ndarray, path: str) -> str:
+def _problem_of_array(array: np.ndarray) -> str:
     if type(array) not in (np.ndarray, np.memmap):
-        raise UnsupportedValueError(
-            path,
-            f"numpy subclass {type(array).__qualname__} is not supported; use numpy.asarray(), and "
-            "store other attributes separately",
-        )
-    dtype = numpy_name(array.dtype)
-    if dtype is None:
-        raise UnsupportedValueError(
-            path, f"numpy arrays of dtype {array.dtype} have no portable bytes; convert them to numbers"
-        )
-    return dtype
+        kind = type(array).__qualname__
+        return f"numpy subclass {kind} is not supported; use numpy.asarray(), and store other attributes separately"
+    if numpy_name(array.dtype) is None:
+        return f"numpy arrays of dtype {array.dtype} have no portable bytes; convert them to numbers"
+    return ""
 
 
-def _check_tensor(tensor: torch.Tensor, path: str) -> None:
+def _problem_of_tensor(tensor: torch.Tensor) -> str:
     if is_lazy(tensor):
-        raise UnsupportedValueError(path, "the tensor has no shape yet; call its module once before the save")
+        return "the tensor has no shape yet; call its module once before the save"
     if type(tensor) not in PLAIN_TENSORS:
-        raise UnsupportedValueError(
-            path,
-            f"tensor subclass {type(tensor).__qualname__} is not supported; use its to_local() or full_tensor()",
-        )
+        return f"tensor subclass {type(tensor).__qualname__} is not supported; use its to_local() or full_tensor()"
     if tensor.layout != torch.strided or tensor.is_nested:
-        raise UnsupportedValueError(
-            path, f"tensors of layout {tensor.layout} are not supported; convert it to a dense tensor"
-        )
+        return f"tensors of layout {tensor.layout} are not supported; convert it to a dense tensor"
     if tensor.is_quantized:
-        raise UnsupportedValueError(
-            path, "quantized tensors are not supported; store int_repr() with scale and zero point"
-        )
+        return "quantized tensors are not supported; store int_repr() with scale and zero point"
     if tensor.is_meta:
-        raise UnsupportedValueError(path, "the tensor is on the meta device and has no bytes")
+        return "the tensor is on the meta device and has no bytes"
+    return "" if tensor.dtype in TORCH_NAMES else f"tensors of dtype {tensor.dtype} are not supported"
 
 
 def identity_key(source: Source) -> tuple[object, ...] | None:

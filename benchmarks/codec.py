@@ -18,7 +18,7 @@ import torch
 from asymcheck.codecs.derived import BFLOAT16
 from asymcheck.codecs.encode import encode_derived
 from asymcheck.format.digest import digest
-from asymcheck.state.roles import role_of
+from asymcheck.state.names import role_of
 from benchmarks import environment, training
 from benchmarks.packers import (
     DELTA,

@@ -17,8 +17,8 @@ from asymcheck.commit.transaction import RingTransaction
 from asymcheck.events import Detail, report
 from asymcheck.format.manifest import Manifest
 from asymcheck.policies.interval import TrainingPace
+from asymcheck.state.names import role_of
 from asymcheck.state.partition_plan import Partition, Plan
-from asymcheck.state.roles import role_of
 from asymcheck.state.walk import FlatState
 from asymcheck.storage.shm.ring_writer import RingSlot
 from asymcheck.types import CheckpointRef, Digest, counted, readable_size

@@ -17,10 +17,15 @@ Without visible modules, because all are compiled or none exist, the canonical p
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
+import math
+import statistics
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -28,13 +33,14 @@ from torch.utils.hooks import RemovableHandle
 
 from asymcheck.capture.optimizer_fence import in_backward
 from asymcheck.config import CaptureConfig, StoreConfig
-from asymcheck.state.iteration_profile import Iteration, Phase, Windows, profile_of
 from asymcheck.state.partition_plan import (
     ASYMMETRIC,
     PLAN_KIND,
     SYMMETRIC,
+    Phase,
     Plan,
     PlanInput,
+    Windows,
     make_plan,
     plan_from_record,
 )
@@ -49,6 +55,7 @@ _PROFILED = 5
 """Number of iterations to measure before a plan is computed. The first ones allocate, compile and fill caches."""
 _CALM = 16
 """Number of fences without a wait, after which partitions are released one window later."""
+_AGREEING_MIN = 3  # minimum for a median, because the first iterations often compile, allocate or fill caches
 _WAIT_SHARE = 0.002
 """Fraction of an iteration below which a fence counts as no wait."""
 
@@ -181,6 +188,60 @@ class CaptureSchedule:
                 self._lead, self._calm = max(self._lead - 1, 0), 0
         self._began = None
         return iteration
+
+
+@dataclasses.dataclass(frozen=True)
+class Iteration:
+    """Measured times of one iteration, in seconds of one clock.
+
+    Marks at module boundaries divide the time from the end of ``step()`` to the fence into windows. Window i begins at
+    mark i, except that window 0 begins when ``step()`` returns.
+    """
+
+    begin_s: float  # when ``step()`` returned
+    marks: tuple[tuple[Phase, float], ...]  # phase and time of each boundary, in order
+    fence_s: float  # when the next optimizer step began
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """Phase of each window."""
+        return tuple(phase for phase, _ in self.marks)
+
+    @property
+    def windows(self) -> tuple[tuple[Phase, float, float], ...]:
+        """Phase, start and end of each window."""
+        if not self.marks:
+            return ()
+        edges = [self.begin_s, *(time_s for _, time_s in self.marks[1:]), self.fence_s]
+        return tuple((phase, *pair) for (phase, _), pair in zip(self.marks, pairwise(edges), strict=True))
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Length of each window."""
+        return tuple(after - before for _, before, after in self.windows)
+
+
+def profile_of(iterations: Sequence[Iteration]) -> Windows | None:
+    """Return the median length of each window over the iterations with the most frequent sequence of phases.
+
+    The latest of equally frequent sequences counts. Other sequences come from an evaluation, a skipped batch, or a
+    shorter accumulation. Iterations whose clock ran backwards are ignored.
+
+    Returns:
+        None if fewer than ``_AGREEING_MIN`` iterations agree.
+    """
+    usable = [
+        iteration
+        for iteration in iterations
+        if iteration.marks and all(0 <= length < math.inf for length in iteration.seconds)
+    ]
+    # In reverse, because most_common() keeps the order of equally frequent elements.
+    frequent = collections.Counter(iteration.phases for iteration in reversed(usable)).most_common(1)
+    if not frequent or frequent[0][1] < _AGREEING_MIN:
+        return None
+    phases = frequent[0][0]
+    lengths = zip(*(iteration.seconds for iteration in usable if iteration.phases == phases), strict=True)
+    return tuple(zip(phases, map(statistics.median, lengths), strict=True))
 
 
 def _on_device(iteration: Iteration, points: Sequence[Mark]) -> Iteration:

@@ -14,8 +14,8 @@ from asymcheck.format.digest_set import as_column
 from asymcheck.format.manifest import Column, ManifestHeader, describing_columns, extents_column, inline_columns
 from asymcheck.format.tree import Node
 from asymcheck.state.leaves import Leaf, whole_bytes
+from asymcheck.state.names import role_of
 from asymcheck.state.partition_plan import Cut
-from asymcheck.state.roles import role_of
 from asymcheck.state.walk import Columns
 from asymcheck.types import CheckpointRef, Digest
 

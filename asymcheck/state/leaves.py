@@ -22,9 +22,9 @@ from asymcheck.format.manifest_reader import DIMENSIONS_MAX
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.state.boxes import Box
 from asymcheck.state.dtypes import TORCH_NAMES
+from asymcheck.state.names import role_of
 from asymcheck.state.numpy_dtypes import numpy_name
 from asymcheck.state.partition_plan import Partition, Piece
-from asymcheck.state.roles import role_of
 from asymcheck.types import Digest
 
 

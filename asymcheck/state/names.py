@@ -1,4 +1,4 @@
-"""Dotted names of tensors: sort order, unique names, and globs."""
+"""Dotted names of tensors: sort order, unique names, globs, and the role in training."""
 
 from __future__ import annotations
 
@@ -13,6 +13,25 @@ _COMPARED_NAMES = 64
 _LISTED_NAMES = 8
 _NUMBER = re.compile(r" \([0-9]+\)\Z")
 _DIGITS = re.compile(r"([0-9]{1,18})", re.ASCII)
+_BY_LAST_PART = {
+    "exp_avg": "first_moment",
+    "momentum_buffer": "first_moment",
+    "exp_avg_sq": "second_moment",
+    "max_exp_avg_sq": "second_moment",
+    "square_avg": "second_moment",
+    "grad": "gradient",
+    "master": "weights",
+    "master_param": "weights",
+    "weight": "weights",
+    "bias": "weights",
+}
+_BY_FIRST_PART = {"model": "weights", "module": "weights", "ema": "weights", "rng": "rng"}
+
+
+def role_of(name: str) -> str:
+    """Return the role of a tensor: by the last part of its dotted name, else by the first, else ``other``."""
+    parts = name.split(".")
+    return _BY_LAST_PART.get(parts[-1]) or _BY_FIRST_PART.get(parts[0], "other")
 
 
 def in_order(name: str) -> list[tuple[int, int, str]]:

@@ -11,10 +11,14 @@ import dataclasses
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
+from typing import Literal
 
 from asymcheck.config import StoreConfig
 from asymcheck.format.registry import BLOCK_BYTES, INLINE_BYTES_MAX
-from asymcheck.state.iteration_profile import Phase, Windows
+
+Phase = Literal["forward", "backward"]
+Windows = tuple[tuple[Phase, float], ...]
+"""Phase and length in seconds of each window of an iteration, in order."""
 
 PLAN_KIND = "canonical"
 ASYMMETRIC = "asymmetric"

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from asymcheck.capture.schedule import ModuleHooks, blocks_of
-from asymcheck.state.iteration_profile import Phase
+from asymcheck.state.partition_plan import Phase
 
 WIDTH = 16
 F: Phase = "forward"

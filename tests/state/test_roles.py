@@ -3,7 +3,7 @@
 import pytest
 
 from asymcheck.format.registry import ROLES
-from asymcheck.state.roles import role_of
+from asymcheck.state.names import role_of
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from asymcheck.config import MIB, StoreConfig
-from asymcheck.state.iteration_profile import Windows
-from asymcheck.state.partition_plan import Cut, Partition, Piece, Plan, PlanInput, cut, make_plan, plan_from_record
+from asymcheck.state.partition_plan import (
+    Cut,
+    Partition,
+    Piece,
+    Plan,
+    PlanInput,
+    Windows,
+    cut,
+    make_plan,
+    plan_from_record,
+)
 
 BLOCK = 4096
 KINDS = ["canonical", "asymmetric", "symmetric", "eager"]

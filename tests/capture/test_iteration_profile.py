@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asymcheck.state.iteration_profile import Iteration, Phase, Windows, profile_of
+from asymcheck.capture.schedule import Iteration, profile_of
+from asymcheck.state.partition_plan import Phase, Windows
 
 FFBB: tuple[Phase, ...] = ("forward", "forward", "backward", "backward")
 

@@ -63,7 +63,7 @@ _RESTORE_FIRST = "call restore() first to continue from the newest"
 _logger = logging.getLogger(__name__)
 
 
-class Checkpointer:
+class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     """Save a training state in the background at regular steps, and restore it.
 
     Example::
@@ -649,10 +649,6 @@ class Checkpointer:
                 self._pusher.close()
             else:
                 self._pusher.close_before_kill(left_s)
-
-    def __enter__(self) -> Checkpointer:
-        """Return itself."""
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Save the last step if ``save_on_exit``, and close; after an error, do not wait for ranks that have ended."""

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from asymcheck.commit.save_request import LineagePosition, SaveRequest
@@ -65,7 +64,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Store:
+class Store(contextlib.AbstractContextManager["Store"]):
     """A checkpoint store in a directory on a local drive.
 
     Open it with :meth:`open`; threads may share it, forked children may not.
@@ -585,13 +584,7 @@ class Store:
         self.training.close()
         self.resources.close()
 
-    def __enter__(self) -> Store:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         """Close the store."""
         self.close()
 

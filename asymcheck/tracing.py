@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from types import TracebackType
 
 from asymcheck.errors import InvalidInputError, StorageError
 from asymcheck.events import Event, Interval, observe, watch
@@ -71,7 +70,7 @@ def _lock(descriptor: int, path: Path) -> None:
         return
 
 
-class Trace:
+class Trace(contextlib.AbstractContextManager["Trace"]):
     """Trace file in Chrome's trace event format, with one JSON object per line; see :func:`trace`.
 
     Tracks, from the top: windows and checkpoints of each run, the training thread, and each background thread. Times
@@ -132,13 +131,7 @@ class Trace:
             message = f"trace {self._path} ends early: {self._failure.strerror}; free disk space, or use another file"
             raise StorageError(message) from self._failure
 
-    def __enter__(self) -> Trace:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         """End the trace."""
         self.close()
 

@@ -16,7 +16,7 @@ from asymcheck.commit.save_request import SaveRequest, SaveRound
 from asymcheck.commit.transaction import RingTransaction
 from asymcheck.events import Detail, report
 from asymcheck.format.manifest import Manifest
-from asymcheck.policies.interval import TrainingPace
+from asymcheck.policies.interval import TrainingPace, span
 from asymcheck.state.names import role_of
 from asymcheck.state.partition_plan import Partition, Plan
 from asymcheck.state.walk import FlatState
@@ -163,9 +163,6 @@ class InFlight:
             raise self.capture.error
 
 
-_WHOLE_MS_S = 1.0
-
-
 @dataclasses.dataclass(frozen=True)
 class CheckpointReport:
     """Report on a checkpoint that is durable or lost. ``str()`` returns one line. Times count from ``step()``."""
@@ -194,13 +191,13 @@ class CheckpointReport:
     def __str__(self) -> str:
         """Return one line."""
         size = f"step {self.step}: {readable_size(self.state_bytes)} in {counted(self.partitions, 'partition')}"
-        stalled = f"{size}; stalled {_span(self.stalled_s)}"
+        stalled = f"{size}; stalled {span(self.stalled_s)}"
         if self.error is not None:
-            return f"{stalled}, lost after {_span(self.durable_s)}: {self.error}".replace("\n", " ")
-        in_memory = "" if self.in_memory_s is None else f", in memory after {_span(self.in_memory_s)}"
+            return f"{stalled}, lost after {span(self.durable_s)}: {self.error}".replace("\n", " ")
+        in_memory = "" if self.in_memory_s is None else f", in memory after {span(self.in_memory_s)}"
         encoded = "" if self.written_bytes == self.new_bytes else f" for {readable_size(self.new_bytes)}"
         moved = f"{readable_size(self.written_bytes)} written{encoded}, {readable_size(self.known_bytes)} known"
-        return f"{stalled}{in_memory}, durable after {_span(self.durable_s)}; {moved}"
+        return f"{stalled}{in_memory}, durable after {span(self.durable_s)}; {moved}"
 
 
 def report_of(capture: Capture) -> CheckpointReport:
@@ -220,7 +217,3 @@ def report_of(capture: Capture) -> CheckpointReport:
         known_bytes=0 if capture.error else max(plain_bytes - capture.new_bytes, 0),
         error=capture.error,
     )
-
-
-def _span(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= _WHOLE_MS_S else f"{seconds * 1e3:.1f} ms"

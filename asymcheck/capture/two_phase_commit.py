@@ -28,7 +28,7 @@ from asymcheck.errors import AsymcheckError, RankFailedError, RanksMissingError
 from asymcheck.format import registry
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import frame_length
-from asymcheck.format.record import head_from_json, head_to_json
+from asymcheck.format.record import head_from_json, head_to_json, parent_from_json, parent_to_json
 from asymcheck.policies.interval import TrainingPace
 from asymcheck.state.partition_plan import Plan
 from asymcheck.storage.manifests import ManifestReader
@@ -355,12 +355,11 @@ class TwoPhaseCommit:
 
         def decide(reports: list[Any]) -> object:
             place = self._placing(capture)
-            parent = place.parent
             # For different values of a metric, the last rank wins, as for readers.
             metrics = {name: value for report in reports for name, value in report["metrics"].items()}
             return {
                 "generation": place.generation,
-                "parent": None if parent is None else [parent.generation, parent.step, parent.save_id.hex()],
+                "parent": parent_to_json(place.parent),
                 "is_unassigned": any(report["is_unassigned"] for report in reports),
                 "head": self._head_of(place.generation),
                 "metrics": dict(list(metrics.items())[: registry.METRICS_MAX]),
@@ -371,9 +370,7 @@ class TwoPhaseCommit:
         own = {"is_unassigned": is_unassigned, "metrics": dict(capture.request.metrics) if has_stores else {}}
         decision = self._committing.agree_json(at, own, decide, self._what(capture, "partitions"))
         self._take_head(decision["head"])
-        parent = decision["parent"]
-        if parent is not None:
-            parent = CheckpointRef(parent[0], parent[1], SaveId(bytes.fromhex(parent[2])))
+        parent = parent_from_json(decision["parent"], "parent of rank 0")
         position = LineagePosition(decision["generation"], parent)
         return position, decision["is_unassigned"], decision["metrics"] if has_stores else None
 

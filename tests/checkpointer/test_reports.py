@@ -27,7 +27,7 @@ REPORT = CheckpointReport(
     "default", 1200, 1_500_000_000, 213, 0.0094, 0.31, 1.26, 1_200_000_000, 1_200_000_000, 300_000_000, None
 )
 BEGINNING = "step 1200: 1.4 GiB in 213 partitions; stalled 9.4 ms"
-LATER = f"{BEGINNING}, in memory after 310.0 ms, durable after 1.3 s;"
+LATER = f"{BEGINNING}, in memory after 310 ms, durable after 1.26 s;"
 
 
 @pytest.mark.parametrize(
@@ -43,11 +43,11 @@ LATER = f"{BEGINNING}, in memory after 310.0 ms, durable after 1.3 s;"
         ),
         (
             {"in_memory_s": None, "partitions": 1},
-            "step 1200: 1.4 GiB in 1 partition; stalled 9.4 ms, durable after 1.3 s; 1.1 GiB written, 286.1 MiB known",
+            "step 1200: 1.4 GiB in 1 partition; stalled 9.4 ms, durable after 1.26 s; 1.1 GiB written, 286.1 MiB known",
         ),
         (
             {"error": OutOfSpaceError("no room\nat all")},
-            f"{BEGINNING}, lost after 1.3 s: no room at all",
+            f"{BEGINNING}, lost after 1.26 s: no room at all",
         ),
     ],
     ids=["durable", "encoded", "streamed", "lost"],

@@ -242,13 +242,8 @@ def _plan(
     return Plan(number, kind, Cut(inline, (*fixed.partitions, *partitions)), tuple(release), windows)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Slot:
-    """Range of the deferred bytes that should become one partition."""
-
-    start: int
-    end: int
-    window: int
+_Slot = tuple[int, int, int]
+"""Start and end of the deferred bytes that should become one partition, and the window that releases it."""
 
 
 def _asymmetric(total: int, windows: Sequence[tuple[Phase, int]], config: StoreConfig) -> list[_Slot]:
@@ -270,7 +265,8 @@ def _asymmetric(total: int, windows: Sequence[tuple[Phase, int]], config: StoreC
     slots: list[_Slot] = []
     start = 0
     for window, share in enumerate(granted):
-        slots.extend(_equal(start, share, -(-share // config.deferred_bytes_max), window))
+        count = -(-share // config.deferred_bytes_max)
+        slots += [(start + share * i // count, start + share * (i + 1) // count, window) for i in range(count)]
         start += share
     return slots
 
@@ -279,15 +275,7 @@ def _symmetric(total: int, windows: int, config: StoreConfig) -> list[_Slot]:
     """Return equal slots, as many as windows if the limits of a partition permit, spread evenly."""
     length = min(max(-(-total // windows), config.deferred_bytes_min), config.deferred_bytes_max)
     count = -(-total // length)
-    return [
-        dataclasses.replace(slot, window=number * windows // count)
-        for number, slot in enumerate(_equal(0, total, count, 0))
-    ]
-
-
-def _equal(start: int, length: int, count: int, window: int) -> Iterator[_Slot]:
-    for part in range(count):
-        yield _Slot(start + length * part // count, start + length * (part + 1) // count, window)
+    return [(total * i // count, total * (i + 1) // count, i * windows // count) for i in range(count)]
 
 
 def _lay(
@@ -328,12 +316,12 @@ class _Cutter:
 
     def wanted(self) -> int:
         """Return the bytes to the end of the slot, in multiples of 4 KiB and within the limits."""
-        rest = self._slot().end - self._at
+        rest = self._slot()[1] - self._at
         return min(max((rest + BLOCK_BYTES // 2) // BLOCK_BYTES * BLOCK_BYTES, self._least), self._most)
 
     def emit(self, pieces: Sequence[Piece], length: int) -> None:
         self.partitions.append(Partition(tuple(pieces)))
-        self.release.append(self._slot().window)
+        self.release.append(self._slot()[2])
         self._at += length
 
     def cut_large(self, row: int, size: int) -> None:
@@ -350,8 +338,8 @@ class _Cutter:
     def _slot(self) -> _Slot:
         """Return the first slot whose middle is ahead, so that rounding errors average out."""
         while self._number + 1 < len(self._slots):
-            slot = self._slots[self._number]
-            if 2 * self._at < slot.start + slot.end:
+            start, end, _ = self._slots[self._number]
+            if 2 * self._at < start + end:
                 break
             self._number += 1
         return self._slots[self._number]

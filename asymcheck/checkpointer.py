@@ -465,7 +465,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if self._coordinator is not None and capture.generation is not None:
             # Rank 0 has opened it.
             self._generation = capture.generation
-        self._reporting.begun(step)
+        self._reporting.latest_step = step
         return capture
 
     def _started(self) -> BackgroundSaver:

@@ -46,13 +46,7 @@ def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
 class SaveReporting:
     """Outcomes of the captures of one run, reported where an error may interrupt the training loop."""
 
-    def __init__(
-        self,
-        run: str,
-        on_checkpoint: Callable[[CheckpointReport], object] | None = None,
-        *,
-        raises: bool,
-    ) -> None:
+    def __init__(self, run: str, on_checkpoint: Callable[[CheckpointReport], object] | None, *, raises: bool) -> None:
         """Report on ``run`` to ``on_checkpoint``; raise errors if ``raises``, else warn.
 
         Raises:
@@ -67,10 +61,6 @@ class SaveReporting:
         """The latest step saved, restored or in flight; None before the first."""
         self._saved: int | None = None
         self._unreported: list[Capture] = []
-
-    def begun(self, step: int) -> None:
-        """Record a step whose save has begun."""
-        self.latest_step = step
 
     def saved(self, step: int) -> None:
         """Record a step that is durable."""
@@ -103,7 +93,11 @@ class SaveReporting:
         finally:
             # Also if on_checkpoint raises.
             self._report_settled(unreported)
-            self._report_pruning(None if maintenance is None else maintenance.new_failure())
+            if maintenance is not None and (failure := maintenance.new_failure()) is not None:
+                message = f"cannot remove old checkpoints of run {self._run!r}: {failure}"
+                if self.raises:
+                    raise PruneError(message) from failure
+                warn_user(message, PruneWarning)
             pusher.warn()
 
     def _report_settled(self, settled: Sequence[Capture]) -> None:
@@ -122,15 +116,6 @@ class SaveReporting:
             raise LostCheckpointError(self._lost(lost)) from lost[0].error
         for capture in lost:
             warn_user(self._lost([capture]), LostCheckpointWarning)
-
-    def _report_pruning(self, failure: BaseException | None) -> None:
-        """Raise or warn of old checkpoints that could not be removed."""
-        if failure is None:
-            return
-        message = f"cannot remove old checkpoints of run {self._run!r}: {failure}"
-        if self.raises:
-            raise PruneError(message) from failure
-        warn_user(message, PruneWarning)
 
     def warn_of_skipped(self, reasons: Iterable[str]) -> None:
         """Warn of newer checkpoints that a restore skipped."""

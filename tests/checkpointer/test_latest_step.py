@@ -12,18 +12,18 @@ def _capture(step: int, error: BaseException | None = None) -> Any:  # noqa: ANN
 
 def test_a_lost_step_is_not_the_last() -> None:
     """Test that the newest durable step is the latest if all later steps were lost."""
-    last = SaveReporting("run", raises=True)
+    last = SaveReporting("run", None, raises=True)
     assert last.latest_step is None
     for step in (6, 8, 10):
-        last.begun(step)
+        last.latest_step = step
     last.note([_capture(6)])
     assert last.latest_step == 10
     last.note([_capture(8, OSError("full")), _capture(10, OSError("full"))])
     assert last.latest_step == 6
-    last.begun(12)
+    last.latest_step = 12
     last.note([_capture(12)])
     assert last.latest_step == 12
     last.saved(3)
-    last.begun(4)
+    last.latest_step = 4
     last.note([_capture(4, OSError("full"))])
     assert last.latest_step == 3

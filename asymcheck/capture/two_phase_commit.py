@@ -24,14 +24,13 @@ from asymcheck.distributed.replica_assignment import (
     decode_shares,
     encode_rows,
 )
-from asymcheck.errors import AsymcheckError, RankFailedError, RanksMissingError
+from asymcheck.errors import RankFailedError, RanksMissingError
 from asymcheck.format import registry
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import frame_length
 from asymcheck.format.record import head_from_json, head_to_json, parent_from_json, parent_to_json
 from asymcheck.policies.interval import TrainingPace
 from asymcheck.state.partition_plan import Plan
-from asymcheck.storage.manifests import ManifestReader
 from asymcheck.storage.nvme import ManifestFiles
 from asymcheck.types import CheckpointRef, Digest, SaveId
 
@@ -72,35 +71,17 @@ class Divergence:
     """Number of tensors in the partition."""
     start: int
     """First byte of the partition in this tensor."""
-    digest: str
-    """Digest on ``rank``, hexadecimal."""
     equal_until: int
     """Last step at which both were equal."""
 
-    def text(self, manifests: ManifestReader, run: str, ref: CheckpointRef) -> str:
-        """Return a message with the digests of both replicas."""
-        other = self._other_digest(manifests, run, ref)
+    def text(self, run: str, step: int) -> str:
+        """Return a message about the checkpoint of ``step``."""
         more = "" if self.tensors == 1 else f" (or one of {self.tensors - 1} other tensors in its partition)"
-        (first, first_digest), (second, second_digest) = sorted({self.owner: other, self.rank: self.digest}.items())
+        first, second = sorted((self.owner, self.rank))
         return (
-            f"step {ref.step} of run {run!r}: tensor {self.tensor}{more} differs between ranks {first} and {second}, "
-            f"but was equal until step {self.equal_until}. From byte {self.start} on, rank {first} has digest "
-            f"{first_digest}, rank {second} has {second_digest}. The data of each rank was saved"
+            f"step {step} of run {run!r}: tensor {self.tensor}{more} differs between ranks {first} and {second} from "
+            f"byte {self.start} on, but was equal until step {self.equal_until}. The data of each rank was saved"
         )
-
-    def _other_digest(self, manifests: ManifestReader, run: str, ref: CheckpointRef) -> str:
-        with contextlib.suppress(AsymcheckError):
-            names = [name for name in manifests.listing(run, ref).manifests if name.rank == self.owner]
-            if not names:
-                return "a digest that is in another store"
-            manifest = manifests.read(run, ref, names[0])
-            for row in manifest.rows():
-                at = 0
-                for extent in row.extents if row.name == self.tensor else ():
-                    if at == self.start:
-                        return extent.digest.hex()
-                    at += extent.length
-        return "another digest"
 
 
 @dataclasses.dataclass
@@ -182,9 +163,8 @@ class Replicas:
 
     def _divergence(self, capture: Capture, number: int, other: int, equal_until: int) -> Divergence:
         pieces = capture.partitions[number].pieces
-        name, own = capture.names[pieces[0].row], (capture.digests[number] or b"").hex()
-        count = len({piece.row for piece in pieces})
-        return Divergence(self._rank, other, name, count, pieces[0].start, own, equal_until)
+        name, count = capture.names[pieces[0].row], len({piece.row for piece in pieces})
+        return Divergence(self._rank, other, name, count, pieces[0].start, equal_until)
 
     def end(self, capture: Capture) -> list[Divergence]:
         """Finish a capture; return the partitions that have diverged."""
@@ -401,4 +381,4 @@ class TwoPhaseCommit:
         # Rank 0 reports all divergences, other ranks only their own.
         rank = self._session.rank
         reported = every if self.is_first else [*diverged, *(fields for fields in every if fields["owner"] == rank)]
-        capture.diverged = [Divergence(**fields).text(self._manifests, self._run, ref) for fields in reported]
+        capture.diverged = [Divergence(**fields).text(self._run, ref.step) for fields in reported]

@@ -97,13 +97,11 @@ def test_retention_is_carried_out_by_rank_0_alone(two: Reports, folder: Path) ->
 
 
 def test_diverged_replica_is_reported_and_saved(two: Reports) -> None:
-    """Test one report on both ranks, with tensor, step, ranks and both digests."""
+    """Test one report on both ranks, with tensor, step and ranks."""
     for rank in two:
         (text,) = cast(list[str], rank["divergence"]["reports"])
         assert text.startswith("SilentDivergenceWarning: step 3 of run 'default': tensor model.1.weight differs")
-        assert "between ranks 0 and 1, but was equal until step 2" in text
-        assert text.count(" has digest ") == 1
-        assert "another digest" not in text
+        assert "between ranks 0 and 1 from byte 0 on, but was equal until step 2" in text
         assert rank["divergence"]["is_same"]
     assert two[0]["divergence"]["weight"] != two[1]["divergence"]["weight"]
 

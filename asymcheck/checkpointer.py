@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 import weakref
@@ -453,14 +454,15 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         try:
             if self._background is None:
                 self._background = self._started()
-            part = None if self._coordinator is None else self._coordinator.part()
-            request = self._store.training.request(
-                self._run, step, metrics, part, self._interval_controller.facts(self.statistics())
-            )
+            pace = self._interval_controller.facts(self.statistics())
+            request = self._store.training.request(self._run, step, metrics, pace=pace)
         except BaseException as error:
             if self._coordinator is not None:
                 self._coordinator.give_up(error)
             raise
+        if self._coordinator is not None:
+            ranks = self._coordinator
+            request = dataclasses.replace(request, rank=ranks.rank, world_size=ranks.world_size)
         capture = self._background.begin(self._state, request, self._generation)
         if self._coordinator is not None and capture.generation is not None:
             # Rank 0 has opened it.

@@ -188,10 +188,10 @@ class Transfers:
                 by_device.setdefault(device_of_piece, []).append((piece, target))
         for device, parts in by_device.items():
             work = partial(self._copy_pieces, parts)
-            if len(parts) == len(partition.pieces) > 1 and (region := device.staging.take(len(payload))) is not None:
+            if len(parts) == len(partition.pieces) > 1 and (buffer := device.staging.take(len(payload))) is not None:
                 # With space in the staging buffer, one copy replaces hundreds of small ones.
-                self._regions[number] = device, region
-                work = partial(self._gather_and_fetch, partition.pieces, region.memory, payload)
+                self._regions[number] = device, buffer
+                work = partial(self._gather_and_fetch, partition.pieces, buffer.memory, payload)
             try:
                 mark = device.link.queue(work, self._gates[device])
             except BaseException:

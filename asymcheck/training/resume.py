@@ -14,7 +14,6 @@ from typing import Any
 from asymcheck.capture.background_saver import BackgroundSaver
 from asymcheck.capture.inflight import Capture
 from asymcheck.capture.optimizer_fence import distributed
-from asymcheck.commit.save_request import new_save_id
 from asymcheck.distributed import Ranks, Session
 from asymcheck.distributed.coordinator import reason_of
 from asymcheck.distributed.rendezvous import RankLocation
@@ -51,7 +50,7 @@ from asymcheck.storage.fallback_tier import FallbackTier
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.process_identity import this_process
 from asymcheck.store import Store
-from asymcheck.types import Checkpoint, CheckpointRef, Digest, Part
+from asymcheck.types import Checkpoint, CheckpointRef, Digest
 from asymcheck.validation import check_device
 
 _SHOWN = 4
@@ -79,10 +78,6 @@ class ResumeCoordinator:
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.is_first = ranks.rank == 0
         self._session: Session | None = None
-
-    def part(self) -> Part:
-        """Return this rank's part of a new checkpoint; all ranks adopt the save id of rank 0."""
-        return Part(self.rank, self.world_size, new_save_id().hex())
 
     def session(self) -> Session:
         """Return the session of the ranks; the first call is the rendezvous."""

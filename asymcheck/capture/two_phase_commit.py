@@ -109,7 +109,6 @@ class Replicas:
         """Start without an assignment on rank ``rank``."""
         self._rank = rank
         self._shared: _Shared | None = None
-        self._last: Capture | None = None
         self._identities: list[bytes] = []
         self._named: tuple[object, ...] = ()
         self._diverged: list[Divergence] = []
@@ -174,12 +173,11 @@ class Replicas:
         return diverged
 
     def _identities_of(self, capture: Capture) -> list[bytes]:
-        """Return a hash of the position of each partition; the same list object as for the last capture if equal."""
-        if capture is not self._last:
-            named = (capture.plan, capture.names, capture.boxes)
-            if self._last is None or named != self._named:
-                self._identities = _identities(capture)
-            self._named, self._last = named, capture
+        """Return a hash of the position of each partition; the same list object as before if equal."""
+        named = (capture.plan, capture.names, capture.boxes)
+        if named != self._named:
+            self._identities = _identities(capture)
+        self._named = named
         return self._identities
 
 

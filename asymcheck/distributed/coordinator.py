@@ -63,10 +63,10 @@ class Session:
         """Return whether this process is about to exit, and must not wait for long."""
 
     @classmethod
-    def join(cls, ranks: Ranks, run: str, terms: Mapping[str, str], location: RankLocation = NO_LOCATION) -> Session:
-        """Wait until all ranks have arrived with the same ``terms``. ``location`` is the store of this rank."""
+    def join(cls, ranks: Ranks, run: str, location: RankLocation = NO_LOCATION) -> Session:
+        """Wait until all ranks have arrived. ``location`` is the store of this rank."""
         keys = ranks.connect()
-        met = meet(ranks, keys, run, terms, location)
+        met = meet(ranks, keys, run, location)
         return cls(ranks, keys, f"{run}/{met.name}", met)
 
     def for_thread(self) -> Session:

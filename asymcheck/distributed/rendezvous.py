@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -42,15 +42,15 @@ class RendezvousResult:
     count: int
 
 
-def meet(ranks: Ranks, keys: KeyReader, run: str, terms: Mapping[str, str], location: RankLocation) -> RendezvousResult:
-    """Wait until all ranks have arrived, and check that they have the same ``terms`` and compatible locations.
+def meet(ranks: Ranks, keys: KeyReader, run: str, location: RankLocation) -> RendezvousResult:
+    """Wait until all ranks have arrived, and check that they have the same world size and compatible locations.
 
     Raises:
         RanksMissingError: some ranks did not arrive in time.
-        RankFailedError: terms or locations of the ranks are incompatible.
+        RankFailedError: world sizes or locations of the ranks are incompatible.
     """
     meeting = f"{run}/meet"
-    report = {"token": os.urandom(8).hex(), "terms": dict(terms), "home": dataclasses.asdict(location)}
+    report = {"token": os.urandom(8).hex(), "ranks": ranks.world_size, "home": dataclasses.asdict(location)}
     clock = Clock(ranks.timeout_s, 1 if ranks.rank == 0 else ranks.world_size, lambda: False)
     if ranks.rank:
         return _arrive(ranks, keys, meeting, report, clock)
@@ -102,15 +102,12 @@ def _receive(ranks: Ranks, keys: KeyReader, meeting: str, own: dict[str, Any], c
             missing = [rank for rank, key in enumerate(report_keys, 1) if not keys.has([key])]
             raise missing_error(missing or [0], "finding each other", clock.waited_s, _REMEDY)
         reports += map(json.loads, keys.get(part))
-    terms = own["terms"]
-    differing = [rank for rank, report in enumerate(reports) if report["terms"] != terms]
+    differing = next((rank for rank, report in enumerate(reports) if report["ranks"] != own["ranks"]), None)
     locations = [RankLocation(**report["home"]) for report in reports]
     refusal = refusal_of(locations)
-    if differing:
-        refusal = (
-            f"ranks that save together need the same settings, but rank {differing[0]} has "
-            f"{reports[differing[0]]['terms']}, and rank 0 has {terms}"
-        )
+    if differing is not None:
+        size = reports[differing]["ranks"]
+        refusal = f"rank {differing} belongs to {size} ranks, and rank 0 to {own['ranks']}: start all ranks of one job"
     groups = tuple(spans_of(group) for group in grouped(locations))
     answers = {
         locations[spans[0][0]].store: json.dumps({"refusal": refusal, "spans": spans, "stores": len(groups)})

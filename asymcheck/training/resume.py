@@ -82,14 +82,13 @@ class ResumeCoordinator:
     def session(self) -> Session:
         """Return the session of the ranks; the first call is the rendezvous."""
         if self._session is None:
-            terms = {"ranks": str(self._ranks.world_size)}
             home = RankLocation(
                 self._store.resources.tier.descriptor.store_id.hex(),
                 self._ranks.node,
                 this_process().boot_id,
                 self._pushes,
             )
-            session = Session.join(self._ranks, self._run, terms, home)
+            session = Session.join(self._ranks, self._run, home)
             session.is_ending = self._is_ending
             if session.store_ranks is not None:
                 align(session, self._store, self._run)

@@ -21,7 +21,6 @@ from asymcheck.distributed.rendezvous import RankLocation
 from asymcheck.errors import InvalidInputError, RankFailedError, RanksError, RanksMissingError
 
 _T = TypeVar("_T")
-_TERMS = {"store": "a"}
 
 
 def ranks_of(store: KeyStore, world_size: int) -> list[Ranks]:
@@ -38,7 +37,7 @@ def each(count: int, work: Callable[[int], _T]) -> list[_T]:
 def sessions_of(store: KeyStore, world_size: int, timeout_s: float = 60.0) -> list[Session]:
     """Return the sessions of all ranks after the rendezvous, with the timeout ``timeout_s``."""
     ranks = ranks_of(store, world_size)
-    sessions = each(world_size, lambda rank: Session.join(ranks[rank], "run", _TERMS))
+    sessions = each(world_size, lambda rank: Session.join(ranks[rank], "run"))
     set_timeout(sessions, timeout_s)
     return sessions
 
@@ -69,7 +68,7 @@ def test_ranks_whose_machines_have_a_store_each() -> None:
     def join(rank: int, *, pushes: bool) -> Session:
         machine = rank // 2
         home = RankLocation(f"store {machine}", f"machine-{machine}", f"life {machine}", pushes)
-        return Session.join(ranks[rank], "run", _TERMS, home)
+        return Session.join(ranks[rank], "run", home)
 
     # The first rank of each machine pushes.
     found = each(4, lambda rank: join(rank, pushes=rank % 2 == 0))
@@ -136,7 +135,7 @@ def test_a_rank_asks_the_store_seldom() -> None:
     shared = dist.HashStore()
     stores = [_Counting(shared) for _ in range(3)]
     ranks = [Ranks(rank, 3, store) for rank, store in enumerate(stores)]
-    sessions = each(3, lambda rank: Session.join(ranks[rank], "run", _TERMS))
+    sessions = each(3, lambda rank: Session.join(ranks[rank], "run"))
     for decide, heard in ((joined, 1), (list, 2)):
         for store in stores:
             store.asked.clear()
@@ -218,7 +217,7 @@ def test_nothing_is_taken_from_ranks_that_have_ended() -> None:
     before[0].post((1, 0), b"old")
     # One process ended during its rendezvous.
     with pytest.raises(RanksMissingError):
-        Session.join(Ranks(0, 3, store, timeout_s=0.05), "run", _TERMS)
+        Session.join(Ranks(0, 3, store, timeout_s=0.05), "run")
     # Another process was answered, and ended before it read the answer.
     left = Ranks(0, 3, store).connect()
     left.put("run/meet", b"left")
@@ -232,7 +231,7 @@ def test_nothing_is_taken_from_ranks_that_have_ended() -> None:
         if rank == 0:
             # The other ranks see the old keys first.
             threading.Event().wait(0.2)
-        session = Session.join(ranks[rank], "run", _TERMS)
+        session = Session.join(ranks[rank], "run")
         return session.agree((1, 1), b"new%d" % rank, joined, "test")
 
     assert each(3, work) == [b"new0+new1+new2"] * 3
@@ -256,7 +255,7 @@ def test_ranks_that_meet_twice_come_into_the_same_sessions() -> None:
     ranks = [Ranks(0, 3, shared), Ranks(1, 3, _Lagging(shared)), Ranks(2, 3, shared)]
 
     def work(rank: int) -> list[bytes]:
-        sessions = [Session.join(ranks[rank], "run", _TERMS) for _ in range(2)]
+        sessions = [Session.join(ranks[rank], "run") for _ in range(2)]
         return [session.agree((1, 1), b"%d" % rank, joined, "test") for session in sessions]
 
     assert each(3, work) == [[b"0+1+2"] * 2] * 3
@@ -353,18 +352,18 @@ def test_rank_0_leaves_last_and_nothing_stays() -> None:
     assert store.num_keys() == before
 
 
-def test_ranks_with_different_terms_do_not_save_together() -> None:
-    """Test ranks with different stores."""
-    ranks = ranks_of(dist.HashStore(), 2)
+def test_ranks_of_different_jobs_do_not_save_together() -> None:
+    """Test ranks with different numbers of ranks."""
+    store = dist.HashStore()
 
     def work(rank: int) -> str:
         with pytest.raises(RankFailedError) as caught:
-            Session.join(ranks[rank], "run", {"store": str(rank)})
+            Session.join(Ranks(rank, 2 + rank, store, timeout_s=60.0), "run")
         return str(caught.value)
 
     first, second = each(2, work)
     assert first == second
-    assert "rank 1 has {'store': '1'}, and rank 0 has {'store': '0'}" in first
+    assert first == "rank 1 belongs to 3 ranks, and rank 0 to 2: start all ranks of one job"
 
 
 def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
@@ -384,7 +383,7 @@ def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
             raise RuntimeError("Connection reset by peer")
 
     with pytest.raises(RanksError, match=r"store of the ranks does not respond .*: Connection reset by peer"):
-        Session.join(Ranks(0, 2, Broken()), "run", _TERMS)
+        Session.join(Ranks(0, 2, Broken()), "run")
 
 
 @pytest.mark.parametrize(

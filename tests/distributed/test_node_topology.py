@@ -14,7 +14,7 @@ from tests.distributed.test_coordinator import each, ranks_of
 def joined(homes: list[RankLocation]) -> list[Session]:
     """Return the sessions of ranks with these stores."""
     ranks = ranks_of(dist.HashStore(), len(homes))
-    return each(len(homes), lambda rank: Session.join(ranks[rank], "run", {"ranks": "n"}, homes[rank]))
+    return each(len(homes), lambda rank: Session.join(ranks[rank], "run", homes[rank]))
 
 
 def test_each_rank_knows_those_of_its_store_and_the_first_all() -> None:
@@ -54,7 +54,7 @@ def test_invalid_topology_is_refused_on_all_ranks(other: RankLocation, reason: s
 
     def work(rank: int) -> str:
         with pytest.raises(RankFailedError) as caught:
-            Session.join(ranks[rank], "run", {"ranks": "n"}, homes[rank])
+            Session.join(ranks[rank], "run", homes[rank])
         return str(caught.value)
 
     first, second = each(2, work)

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asymcheck.distributed.replica_assignment import NOBODY, decode_shares, encode_rows, share_out
-from asymcheck.errors import StructureError
 
 Held = Sequence[Sequence[tuple[int, int]]]
 """Key and length of the partitions, for each rank."""
@@ -55,9 +54,3 @@ def test_partitions_that_others_have_in_other_company_do_not_all_go_to_the_first
     loads = [sum(owner == rank for owner in owners[rank]) for rank in range(16)]
     assert sum(loads) == len(pairs)
     assert max(loads) <= 13
-
-
-def test_a_report_that_is_none_is_refused() -> None:
-    """Test a length that is not a multiple of a row."""
-    with pytest.raises(StructureError):
-        share_out([b"x" * 11, b""])

@@ -28,7 +28,7 @@ def test_a_store_that_cannot_be_read_ends_the_start_of_all_at_once(tmp_path: Pat
     def work(rank: int) -> AsymcheckError | None:
         with Store.open(tmp_path / f"machine-{rank}", config=CONFIG, create=True) as store:
             home = RankLocation(store.resources.tier.descriptor.store_id.hex(), f"node-{rank}", "boot")
-            session = Session.join(Ranks(rank, 2, keys, timeout_s=60.0), "run", {}, home)
+            session = Session.join(Ranks(rank, 2, keys, timeout_s=60.0), "run", home)
             if rank == broken:
                 store.training.heads = heads  # type: ignore[method-assign, assignment]  # a device that fails
             try:
@@ -52,7 +52,7 @@ def aligned(folder: Path) -> list[list[int] | AsymcheckError]:
     def work(rank: int) -> list[int] | AsymcheckError:
         with Store.open(folder / f"machine-{rank}", config=CONFIG, create=True) as store:
             home = RankLocation(store.resources.tier.descriptor.store_id.hex(), f"node-{rank}", "boot")
-            session = Session.join(Ranks(rank, 2, keys, timeout_s=60.0), "run", {}, home)
+            session = Session.join(Ranks(rank, 2, keys, timeout_s=60.0), "run", home)
             try:
                 align(session, store, "run")
             except AsymcheckError as error:

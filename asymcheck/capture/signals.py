@@ -16,7 +16,7 @@ from _signal import getsignal  # type: ignore[import-not-found]  # typeshed has 
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 _Handler = Callable[[int, FrameType | None], object]
 
@@ -214,70 +214,23 @@ INTERRUPTS = _Interrupts()
 """Deferral of the process, which has one handler per signal."""
 
 
-class _Termination:
-    """SIGTERM handling for all Checkpointers of the process."""
-
-    def __init__(self) -> None:
-        self._armed: list[ExitHandler] = []
-        self._pid = os.getpid()
-        self._depth = 0
-        self.is_due = False
-        """Whether SIGTERM was received."""
-
-    def enter(self) -> None:
-        """Defer SIGTERM until :meth:`leave`."""
-        if _on_main_thread():
-            self._depth += 1
-
-    def leave(self) -> None:
-        """Drain and end the process if SIGTERM was received and no other call of the main thread is active."""
-        if _on_main_thread():
-            self._depth -= 1
-            if self.is_due and not self._depth:
-                self._terminate()
-
-    def arm(self, ending: ExitHandler) -> None:
-        """Drain ``ending`` on SIGTERM, unless the program has its own handler."""
-        self._pid = os.getpid()
-        self._armed.append(ending)
-        if INTERRUPTS.handler(signal.SIGTERM) is signal.SIG_DFL:
-            INTERRUPTS.set_handler(signal.SIGTERM, self._received)
-
-    def disarm(self, ending: ExitHandler) -> None:
-        """Restore the default handler of SIGTERM if nothing is left to drain."""
-        if ending in self._armed:
-            self._armed.remove(ending)
-            is_last = not self._armed and not self.is_due
-            # Other threads cannot restore the handler, but without anything to drain, it acts like the default.
-            if is_last and _on_main_thread() and INTERRUPTS.handler(signal.SIGTERM) == self._received:
-                INTERRUPTS.set_handler(signal.SIGTERM, signal.SIG_DFL)
-
-    def _received(self, _number: int, _frame: FrameType | None) -> None:
-        """Drain and end the process, at once or after the active calls."""
-        self.is_due = True
-        # A forked child inherits the handler, perhaps in the middle of a call of its parent.
-        if not self._depth or os.getpid() != self._pid:
-            self._terminate()
-
-    def _terminate(self) -> None:
-        # Later calls must not terminate the process again.
-        self._depth += 1
-        with contextlib.ExitStack() as stack:
-            stack.callback(end_by_default, signal.SIGTERM)
-            # All Checkpointers drain, even if one fails.
-            for ending in self._armed:
-                stack.callback(ending.drain)
-
-
-_TERMINATION = _Termination()
-
-
 class _Closable(Protocol):
     def close(self) -> None: ...
 
 
 class ExitHandler:
-    """Drains one Checkpointer at exit and on SIGTERM. As a context manager, defers SIGTERM."""
+    """Drains one Checkpointer at exit and on SIGTERM. As a context manager, defers SIGTERM.
+
+    All handlers of the process share the state of SIGTERM.
+    """
+
+    _armed: ClassVar[list[ExitHandler]] = []
+    _armed_in: ClassVar[int] = 0
+    """Process id of the last :meth:`arm`."""
+    _depth: ClassVar[int] = 0
+    """Number of active calls of the main thread."""
+    _is_terminated: ClassVar[bool] = False
+    """Whether SIGTERM was received."""
 
     def __init__(self, close: Callable[[], None]) -> None:
         """Drain by ``close``, a method of an object that is only weakly referenced."""
@@ -289,28 +242,57 @@ class ExitHandler:
 
     def is_due(self) -> bool:
         """Return whether the process is about to end, so that active calls should return soon."""
-        return self.is_hurried or _TERMINATION.is_due
+        return self.is_hurried or self._is_terminated
 
     def __enter__(self) -> None:
         """Let SIGTERM wait."""
-        _TERMINATION.enter()
+        if _on_main_thread():
+            ExitHandler._depth += 1
 
     def __exit__(self, *_error: object) -> None:
-        """Stop deferring SIGTERM."""
-        _TERMINATION.leave()
+        """Drain and end the process if SIGTERM was received and no other call of the main thread is active."""
+        if _on_main_thread():
+            ExitHandler._depth -= 1
+            if self._is_terminated and not self._depth:
+                self._terminate()
 
     def arm(self, background: _Closable) -> None:
         """Drain at exit, and on SIGTERM if this is the main thread and the program has no handler."""
         self._background = weakref.ref(background)
-        self._pid = os.getpid()
+        self._pid = ExitHandler._armed_in = os.getpid()
         atexit.register(self.drain)
         if _on_main_thread():
-            _TERMINATION.arm(self)
+            self._armed.append(self)
+            if INTERRUPTS.handler(signal.SIGTERM) is signal.SIG_DFL:
+                INTERRUPTS.set_handler(signal.SIGTERM, ExitHandler._received)
 
     def disarm(self) -> None:
-        """Stop draining at exit and on SIGTERM."""
+        """Stop draining. Restore the default handler of SIGTERM if nothing is left to drain."""
         atexit.unregister(self.drain)
-        _TERMINATION.disarm(self)
+        if self in self._armed:
+            self._armed.remove(self)
+            is_last = not self._armed and not self._is_terminated
+            # Other threads cannot restore the handler, but without anything to drain, it acts like the default.
+            if is_last and _on_main_thread() and INTERRUPTS.handler(signal.SIGTERM) == ExitHandler._received:
+                INTERRUPTS.set_handler(signal.SIGTERM, signal.SIG_DFL)
+
+    @classmethod
+    def _received(cls, _number: int, _frame: FrameType | None) -> None:
+        """Drain and end the process, at once or after the active calls."""
+        cls._is_terminated = True
+        # A forked child inherits the handler, perhaps in the middle of a call of its parent.
+        if not cls._depth or os.getpid() != cls._armed_in:
+            cls._terminate()
+
+    @classmethod
+    def _terminate(cls) -> None:
+        # Later calls must not terminate the process again.
+        cls._depth += 1
+        with contextlib.ExitStack() as stack:
+            stack.callback(end_by_default, signal.SIGTERM)
+            # All Checkpointers drain, even if one fails.
+            for handler in cls._armed:
+                stack.callback(handler.drain)
 
     def drain(self) -> None:
         """Make all captures durable."""

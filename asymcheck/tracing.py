@@ -51,23 +51,19 @@ def _opened(path: Path) -> int:
     try:
         # Devices and pipes are not truncated or locked.
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            _lock(descriptor, path)
+            try:
+                # With flock(), a forked child, such as a data loader worker, would keep the lock of a dead parent.
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                # Otherwise, the file system has no locks.
+                if isinstance(error, (BlockingIOError, PermissionError)):
+                    problem = f"trace {path} is being written by another process"
+                    raise StorageError(f"{problem}; give each rank its own file") from error
             os.ftruncate(descriptor, 0)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _lock(descriptor: int, path: Path) -> None:
-    try:
-        # With flock(), a forked child, such as a data loader worker, would keep the lock after the death of its parent.
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        raise StorageError(f"trace {path} is being written by another process; give each rank its own file") from error
-    except OSError:
-        # The file system has no locks.
-        return
 
 
 class Trace(contextlib.AbstractContextManager["Trace"]):

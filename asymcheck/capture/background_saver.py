@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from asymcheck.capture.device_copy import Devices
 from asymcheck.capture.engine import CaptureEngine
-from asymcheck.capture.inflight import Capture, InFlight
+from asymcheck.capture.inflight import Capture
 from asymcheck.capture.optimizer_fence import OptimizerFences, OptimizerOwnership, distributed, find
 from asymcheck.capture.ring_flush import Placing, RingFlusher
 from asymcheck.capture.schedule import CaptureSchedule
@@ -314,25 +314,23 @@ class BackgroundSaver:
 
         The result has the checkpoint, its manifest, and a function that returns the bytes of a partition.
         """
-        found = next((kept for ref, kept in self._committed() if on_line(ref)), None)
+        committed = () if self._flusher is None else self._flusher.committed()
+        found = next((capture for capture in committed if capture.ref is not None and on_line(capture.ref)), None)
         ring = self._ring
-        if found is None or found.capture.ref is None or ring is None:
+        if found is None or found.ref is None or ring is None:
             return None
-        slots = dict(zip(found.capture.digests, found.capture.slots, strict=True))
+        slots = dict(zip(found.digests, found.slots, strict=True))
 
         def payload(name: Digest) -> memoryview:
             slot = slots[name]
             return memoryview(b"") if slot is None else ring.payload(slot)
 
-        return found.capture.ref, found.manifest, payload
+        return found.ref, found.manifest, payload
 
     def in_ring(self) -> list[CheckpointRef]:
         """Return the durable captures that are complete in the ring, newest first."""
-        return [ref for ref, _ in self._committed()]
-
-    def _committed(self) -> list[tuple[CheckpointRef, InFlight]]:
         committed = () if self._flusher is None else self._flusher.committed()
-        return [(kept.capture.ref, kept) for kept in committed if kept.capture.ref is not None]
+        return [capture.ref for capture in committed if capture.ref is not None]
 
     def close(self) -> None:
         """Make everything durable and remove the ring, unless it holds captures that could not be stored."""

@@ -26,7 +26,11 @@ from asymcheck.types import CheckpointRef, Digest, counted, readable_size
 
 @dataclasses.dataclass(eq=False)
 class Capture:
-    """Capture of one state. The lock of the :class:`CaptureEngine` guards the fields."""
+    """Capture of one state, from the tensors to the ring and from the ring to the store.
+
+    The lock of the :class:`CaptureEngine` guards the fields of the copy. The :class:`RingFlusher` guards those of the
+    flush.
+    """
 
     state: FlatState
     """The state; empty once all bytes were copied."""
@@ -65,6 +69,26 @@ class Capture:
     """The error of a failed capture."""
     copied: threading.Event = dataclasses.field(default_factory=threading.Event)
     """Set when the source may change, or the capture has failed."""
+    transaction: RingTransaction = dataclasses.field(init=False, repr=False)
+    """The transaction of the flush, once it has begun."""
+    manifest: Manifest = dataclasses.field(init=False, repr=False)
+    """The manifest without generation and parent, once the capture is complete."""
+    manifest_slot: RingSlot | None = None
+    entry: int | None = None
+    """Number of the entry in the ring, once the capture is complete there."""
+    streams: bool = False
+    """Whether partitions leave the ring while the capture is written."""
+    writes: list[Future[bool]] = dataclasses.field(default_factory=list)
+    stored: list[int] = dataclasses.field(default_factory=list)
+    """Partitions that are written and still in the ring."""
+    postponed: list[int] = dataclasses.field(default_factory=list)
+    """Partitions that wait because they may be derived from others."""
+    held: list[int] = dataclasses.field(default_factory=list)
+    """Partitions that wait because another rank writes them, or may write them."""
+    known: list[int] = dataclasses.field(default_factory=list)
+    """Partitions that are equal to an earlier capture, and are looked up in the store at the commit."""
+    readers: int = 0
+    """Number of threads that read the frames to encode others. Frames are not freed while a thread reads."""
     complete: threading.Event = dataclasses.field(default_factory=threading.Event)
     """Set when the capture is complete in the ring, or has failed."""
     durable: threading.Event = dataclasses.field(default_factory=threading.Event)
@@ -100,6 +124,14 @@ class Capture:
         except BaseException as error:  # noqa: BLE001 - as above
             self.error = self.error or error
 
+    def wait(self) -> None:
+        """Wait until all queued partitions are written, and raise the first error."""
+        failures = [error for write in self.writes if (error := write.exception()) is not None]
+        if self.error is None and failures:
+            self.error = failures[0]
+        if self.error is not None:
+            raise self.error
+
     def end(self) -> None:
         """Report that the checkpoint is durable or lost."""
         self.durable_s = time.perf_counter()
@@ -127,40 +159,6 @@ class Capture:
         """Return the identity of a partition for a trace."""
         tensor = self.names[self.partitions[number].pieces[0].row]
         return {**self.named(), "partition": number, "window": self.plan.release[number], "tensor": tensor}
-
-
-class InFlight:
-    """A capture between ring and store."""
-
-    def __init__(self, capture: Capture, transaction: RingTransaction, *, streams: bool) -> None:
-        """Start the flush. A capture that ``streams`` leaves the ring while it is written."""
-        self.capture = capture
-        self.transaction = transaction
-        self.streams = streams
-        self.writes: list[Future[bool]] = []
-        self.manifest: Manifest
-        """The manifest without generation and parent, once the capture is complete."""
-        self.manifest_slot: RingSlot | None = None
-        self.entry: int | None = None
-        """Number of the entry in the ring, once the capture is complete there."""
-        self.stored: list[int] = []
-        """Partitions that are written and still in the ring."""
-        self.postponed: list[int] = []
-        """Partitions that wait because they may be derived from others."""
-        self.readers = 0
-        """Number of threads that read the frames to encode others. Frames are not freed while a thread reads."""
-        self.reused_numbers: list[int] = []
-        """Partitions that are equal to an earlier capture, and are looked up in the store at the commit."""
-        self.held: list[int] = []
-        """Partitions that wait because another rank writes them, or may write them."""
-
-    def wait(self) -> None:
-        """Wait until all queued partitions are written, and raise the first error."""
-        failures = [error for write in self.writes if (error := write.exception()) is not None]
-        if self.capture.error is None and failures:
-            self.capture.error = failures[0]
-        if self.capture.error is not None:
-            raise self.capture.error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from functools import partial
 
-from asymcheck.capture.inflight import Capture, InFlight
+from asymcheck.capture.inflight import Capture
 from asymcheck.capture.two_phase_commit import TwoPhaseCommit
 from asymcheck.commit.encoder import Base, Encoder, original_of
 from asymcheck.commit.manifest_builder import ManifestBuilder, manifest_header
@@ -105,11 +105,11 @@ class RingFlusher:
         self._ring, self._tier, self._catalog, self._placing = ring, tier, catalog, placing
         self._bases = Bases(ring)
         self._rows = ManifestBuilder()
-        self._inflight: dict[Capture, InFlight] = {}
+        self._inflight: set[Capture] = set()
         self._last = -math.inf, -math.inf
         """Times of the start and the end of the last capture."""
         self._is_behind = False
-        self._kept: list[InFlight] = []
+        self._kept: list[Capture] = []
         self._last_contents: tuple[list[Digest], dict[int, bytes]] = [], {}
         self._lock = threading.Lock()
         self._writers = Workers("asymcheck-flush", _WRITERS)
@@ -120,41 +120,42 @@ class RingFlusher:
 
     def stored(self, capture: Capture, number: int) -> None:
         """Accept a partition that is complete in the ring. Capture thread."""
-        self._committer.submit(self._advance, self._of(capture), number)
+        self._begin(capture)
+        self._committer.submit(self._advance, capture, number)
 
     def finished(self, capture: Capture) -> None:
         """Accept a capture that is complete, or has failed with ``error``. Never raises. Capture thread."""
         with capture.failing():
-            inflight = self._of(capture)
+            self._begin(capture)
             if capture.error is None:
-                self._complete(inflight)
+                self._complete(capture)
         capture.complete.set()
         if capture in self._inflight:
-            self._committer.submit(self._advance, self._inflight[capture], None)
+            self._committer.submit(self._advance, capture, None)
         else:
             capture.end()
 
-    def _note_failure(self, inflight: InFlight, *writes: Future[bool]) -> None:
+    def _note_failure(self, capture: Capture, *writes: Future[bool]) -> None:
         """Fail a streaming capture after a failed write. Other captures stay in the ring."""
         with self._lock:
-            failures = [write.exception() for write in writes or tuple(inflight.writes) if write.done()]
-            if inflight.streams and inflight.capture.error is None:
-                inflight.capture.error = next(filter(None, failures), None)
+            failures = [write.exception() for write in writes or tuple(capture.writes) if write.done()]
+            if capture.streams and capture.error is None:
+                capture.error = next(filter(None, failures), None)
 
-    def _of(self, capture: Capture) -> InFlight:
-        inflight = self._inflight.get(capture)
-        if inflight is None:
-            bytes_in_ring = sum(frame_length(partition.length) for partition in capture.partitions)
-            request = capture.request
-            transaction = RingTransaction(self._tier, self._catalog, self._encoder, request.save_id, request.rank)
-            shared = sum(frame_length(capture.partitions[number].length) for number in capture.reused)
-            transaction.expect(bytes_in_ring - shared)
-            inflight = InFlight(capture, transaction, streams=bytes_in_ring > self._ring.header.data_bytes)
-            self._inflight[capture] = inflight
-            self._is_behind = self._is_next_soon(capture)
-            for workers in (self._writers, self._committer, *self._upkeep):
-                workers.hurry(is_behind=self._is_behind)
-        return inflight
+    def _begin(self, capture: Capture) -> None:
+        """Begin the flush with the first partition of a capture."""
+        if capture in self._inflight:
+            return
+        bytes_in_ring = sum(frame_length(partition.length) for partition in capture.partitions)
+        request = capture.request
+        capture.transaction = RingTransaction(self._tier, self._catalog, self._encoder, request.save_id, request.rank)
+        shared = sum(frame_length(capture.partitions[number].length) for number in capture.reused)
+        capture.transaction.expect(bytes_in_ring - shared)
+        capture.streams = bytes_in_ring > self._ring.header.data_bytes
+        self._inflight.add(capture)
+        self._is_behind = self._is_next_soon(capture)
+        for workers in (self._writers, self._committer, *self._upkeep):
+            workers.hurry(is_behind=self._is_behind)
 
     def _is_next_soon(self, capture: Capture) -> bool:
         """Tell whether a capture began before, or soon after, the last one was durable."""
@@ -163,9 +164,8 @@ class RingFlusher:
         soon_s = durable_s - began_s if self._is_behind else 0.0
         return len(self._inflight) > 1 or capture.began_s < durable_s + soon_s
 
-    def _complete(self, inflight: InFlight) -> None:
+    def _complete(self, capture: Capture) -> None:
         """Put the manifest into the ring, so that the capture survives this process."""
-        capture = inflight.capture
         names = [name for name in capture.digests if name is not None]
         # The manifest contains small tensors.
         contents = (names, dict(capture.inline))
@@ -173,28 +173,28 @@ class RingFlusher:
         self._last_contents = contents
         columns = self._rows.columns(capture.state.columns, capture.plan.cut, names, capture.inline)
         header = manifest_header(capture.request, capture.generation or 1, capture.plan.record(), capture.state.tree)
-        inflight.manifest = manifest_of(header, columns)
+        capture.manifest = manifest_of(header, columns)
         # Without a generation, a recovery could not place the capture on a line of training.
-        if not inflight.streams and (capture.generation is None or self._survives(inflight)):
+        if not capture.streams and (capture.generation is None or self._survives(capture)):
             with self._lock:
-                self._kept.append(inflight)
+                self._kept.append(capture)
         # Only captures with an entry survive this process.
-        capture.complete_s = None if inflight.entry is None else time.perf_counter()
-        emit("capture.copied" if inflight.entry is None else "capture.complete", str(header.ref), capture.state_bytes)
+        capture.complete_s = None if capture.entry is None else time.perf_counter()
+        emit("capture.copied" if capture.entry is None else "capture.complete", str(header.ref), capture.state_bytes)
 
-    def _survives(self, inflight: InFlight) -> bool:
+    def _survives(self, capture: Capture) -> bool:
         """Put the manifest and an entry into the ring; return whether both fit."""
-        data = encode(inflight.manifest)
+        data = encode(capture.manifest)
         slot = self._take(len(data))
         if slot is None:
             return False
         self._ring.payload(slot)[:] = data
         self._ring.complete(slot, FrameDescriptor.identity(digest(data), slot.length))
-        inflight.entry = self._ring.enter(slot, inflight.capture.request.save_id)
-        if inflight.entry is None:
+        capture.entry = self._ring.enter(slot, capture.request.save_id)
+        if capture.entry is None:
             self._ring.give_back(slot)
             return False
-        inflight.manifest_slot = slot
+        capture.manifest_slot = slot
         return True
 
     def _take(self, length: int) -> RingSlot | None:
@@ -204,24 +204,23 @@ class RingFlusher:
             pass
         return slot
 
-    def _advance(self, inflight: InFlight, number: int | None) -> None:
-        capture = inflight.capture
+    def _advance(self, capture: Capture, number: int | None) -> None:
         if number is not None:
             with capture.failing():
-                self._queue_write(inflight, number)
+                self._queue_write(capture, number)
             return
         for task in (self._queue_postponed, self._settle, self._retire):
             with capture.failing():
-                task(inflight)
+                task(capture)
         capture.end()
         self._last = capture.began_s, capture.durable_s
         # The capture is finished, so errors of observers are ignored.
         with contextlib.suppress(Exception):
             emit("capture.durable" if capture.error is None else "capture.lost", str(capture.ref), capture.state_bytes)
         if capture.error is None:
-            self._run_after_commit(inflight)
+            self._run_after_commit(capture)
 
-    def _run_after_commit(self, inflight: InFlight) -> None:
+    def _run_after_commit(self, capture: Capture) -> None:
         """Call ``on_commit`` on another thread, while the next capture is written.
 
         At most one call is pending, because pruning frees space. After a streaming capture, the next one waits for the
@@ -231,75 +230,73 @@ class RingFlusher:
             wait(self._after_commit)
             self._after_commit = [workers.submit(self._on_commit) for workers in self._upkeep]
             # Most collections are short, and the next capture can overwrite freed packs.
-            wait(self._after_commit, None if inflight.streams else _PATIENCE_S)
+            wait(self._after_commit, None if capture.streams else _PATIENCE_S)
 
-    def _queue_write(self, inflight: InFlight, number: int) -> None:
+    def _queue_write(self, capture: Capture, number: int) -> None:
         with self._lock:
-            waiting = None if inflight.streams else self._waiting(inflight, number)
+            waiting = None if capture.streams else self._waiting(capture, number)
             if waiting is not None:
                 waiting.append(number)
                 return
-        self.write_soon(inflight, number)
+        self.write_soon(capture, number)
 
-    def _waiting(self, inflight: InFlight, number: int) -> list[int] | None:
+    def _waiting(self, capture: Capture, number: int) -> list[int] | None:
         """Return the list in which a partition waits; None for a partition that can be written."""
-        capture = inflight.capture
         if number in capture.reused:
-            return inflight.reused_numbers
+            return capture.known
         if self._two_phase is not None and self._two_phase.holds(capture, number):
-            return inflight.held
+            return capture.held
         # Ordered by cost.
         may_be_derived = (
             self._encoder.wants_bases
             and self._bases.may_be_derived(capture, number)
             and self._encoder.searches_original(capture.contents(number))
         )
-        return inflight.postponed if may_be_derived else None
+        return capture.postponed if may_be_derived else None
 
-    def _queue_postponed(self, inflight: InFlight) -> None:
+    def _queue_postponed(self, capture: Capture) -> None:
         with self._lock:
-            numbers, inflight.postponed = inflight.postponed, []
+            numbers, capture.postponed = capture.postponed, []
         for number in numbers:
-            self.write_soon(inflight, number)
+            self.write_soon(capture, number)
 
-    def write_soon(self, inflight: InFlight, number: int) -> None:
+    def write_soon(self, capture: Capture, number: int) -> None:
         """Queue the write of a partition."""
-        write = self._writers.submit(self.write, inflight, number)
-        inflight.writes.append(write)
-        write.add_done_callback(lambda _: self._note_failure(inflight, write))
+        write = self._writers.submit(self.write, capture, number)
+        capture.writes.append(write)
+        write.add_done_callback(lambda _: self._note_failure(capture, write))
 
-    def write(self, inflight: InFlight, number: int) -> bool:
+    def write(self, capture: Capture, number: int) -> bool:
         """Write a partition; return whether the store did not have it."""
-        capture = inflight.capture
         slot, name = capture.slots[number], capture.digests[number]
-        if slot is None or name is None or (capture.error is not None and not inflight.streams):
+        if slot is None or name is None or (capture.error is not None and not capture.streams):
             return False
         is_new = True
         if capture.error is None:
             detail = lambda: {**capture.named_partition(number), "known": not is_new}  # noqa: E731 - evaluated at the end
-            with timed("write", slot.length, detail), self._bases_of(inflight, number) as bases:
+            with timed("write", slot.length, detail), self._bases_of(capture, number) as bases:
                 frame, contents = self._ring.frame(slot), capture.contents(number)
-                is_new = inflight.transaction.add_frame(name, slot.length, frame, contents, bases)
+                is_new = capture.transaction.add_frame(name, slot.length, frame, contents, bases)
         with self._lock:
-            if not inflight.streams:
-                inflight.transaction.keep(name, slot.length, self._ring.frame(slot))
-                inflight.stored.append(number)
+            if not capture.streams:
+                capture.transaction.keep(name, slot.length, self._ring.frame(slot))
+                capture.stored.append(number)
                 return is_new
         capture.slots[number] = None
         self._ring.give_back(slot)
         return is_new
 
     @contextlib.contextmanager
-    def _bases_of(self, inflight: InFlight, number: int) -> Iterator[list[Base]]:
+    def _bases_of(self, capture: Capture, number: int) -> Iterator[list[Base]]:
         """Yield possible bases of a partition, and keep their frames in the ring during the block."""
         with self._lock:
-            kept = [other for other in self._settled() if other.capture.ref is not None and other is not inflight]
-            reads = [inflight, *kept[-1:]] if self._encoder.wants_bases and not inflight.streams else []
+            kept = [other for other in self._settled() if other.ref is not None and other is not capture]
+            reads = [capture, *kept[-1:]] if self._encoder.wants_bases and not capture.streams else []
             for read in reads:
                 read.readers += 1
         try:
-            older = reads[1].capture if len(reads) > 1 else None
-            yield self._bases.of(inflight.capture, number, older) if reads else []
+            older = reads[1] if len(reads) > 1 else None
+            yield self._bases.of(capture, number, older) if reads else []
         finally:
             with self._lock:
                 for read in reads:
@@ -311,102 +308,101 @@ class RingFlusher:
         A capture that fits may not find enough contiguous space.
         """
         with self._lock:
-            inflight = self._inflight.get(capture)
-            if inflight is None or inflight.streams or inflight.readers or self._kept:
+            if capture not in self._inflight or capture.streams or capture.readers or self._kept:
                 return False
             if any(other is not capture for other in tuple(self._inflight)):
                 return False
-            inflight.streams = True
-            numbers, inflight.stored = inflight.stored, []
-            pending = [*inflight.reused_numbers, *inflight.held]
-            inflight.reused_numbers, inflight.held = [], []
-            inflight.transaction.keep_none()
-        self._queue_postponed(inflight)
-        self._note_failure(inflight)
+            capture.streams = True
+            numbers, capture.stored = capture.stored, []
+            pending = [*capture.known, *capture.held]
+            capture.known, capture.held = [], []
+            capture.transaction.keep_none()
+        self._queue_postponed(capture)
+        self._note_failure(capture)
         for number in numbers:
             slot, capture.slots[number] = capture.slots[number], None
             if slot is not None:
                 self._ring.give_back(slot)
         # No earlier capture is left to wait for.
         for number in pending:
-            self._queue_write(inflight, number)
+            self._queue_write(capture, number)
         return True
 
-    def _settle(self, inflight: InFlight) -> None:
+    def _settle(self, capture: Capture) -> None:
         """Commit a capture, or remove its traces from the store."""
-        capture = inflight.capture
         # Interrupts are kept, too: the capture may have failed with one on the training thread.
         with capture.failing():
             if self._two_phase is not None:
                 with timed("commit", 0, capture.named):
-                    self._two_phase.commit(inflight, self)
+                    self._two_phase.commit(capture, self)
             else:
-                inflight.wait()
-                for number in inflight.reused_numbers:
-                    self.write(inflight, number)
+                capture.wait()
+                for number in capture.known:
+                    self.write(capture, number)
                 with timed("commit", 0, capture.named):
                     position = partial(self._placing, capture)
-                    capture.ref = inflight.transaction.commit_capture(inflight.manifest, position)
+                    capture.ref = capture.transaction.commit_capture(capture.manifest, position)
         if capture.error is not None:
-            inflight.transaction.abort()
-        elif inflight.entry is not None:
-            self._ring.mark_durable(inflight.entry)
+            capture.transaction.abort()
+        elif capture.entry is not None:
+            self._ring.mark_durable(capture.entry)
 
-    def _retire(self, inflight: InFlight) -> None:
+    def _retire(self, capture: Capture) -> None:
         """Free captures that are no longer needed."""
-        capture = inflight.capture
-        packing = inflight.transaction.packing
+        packing = capture.transaction.packing
         capture.written_bytes, capture.new_bytes = packing.written_bytes, packing.new_bytes
         with self._lock:
-            del self._inflight[capture]
+            self._inflight.discard(capture)
             # The newest durable capture stays for a rollback, and the newest capture for a recovery after a crash,
             # until their space is needed.
             settled = self._settled()
-            durable = [kept for kept in settled if kept.capture.error is None]
+            durable = [kept for kept in settled if kept.error is None]
             stays = (*durable[-1:], *self._kept[-1:])
             freed = [kept for kept in settled if not kept.readers and kept not in stays]
-            if inflight not in self._kept:
-                freed.append(inflight)
+            if capture not in self._kept:
+                freed.append(capture)
             self._kept = [kept for kept in self._kept if kept not in freed]
-        for capture_freed in freed:
-            self._free(capture_freed)
+        for unneeded in freed:
+            self._free(unneeded)
+        # The training keeps the capture until its outcome is reported, but no frame must outlive the ring.
+        del capture.transaction
+        capture.writes.clear()
 
-    def _settled(self) -> list[InFlight]:
+    def _settled(self) -> list[Capture]:
         """Return the captures in the ring that are durable or lost, oldest first. The caller holds the lock."""
-        return [kept for kept in self._kept if kept.capture not in self._inflight]
+        return [kept for kept in self._kept if kept not in self._inflight]
 
     def survives(self, capture: Capture) -> bool:
         """Tell whether a finished capture survives this process, because it has an entry in the ring or is settled."""
-        inflight = self._inflight.get(capture)
-        return inflight is None or inflight.entry is not None
+        return capture not in self._inflight or capture.entry is not None
 
     def make_room(self) -> bool:
         """Free the oldest settled capture, durable ones first; return whether there was one. Thread-safe."""
         with self._lock:
             settled = [kept for kept in self._settled() if not kept.readers]
-            settled.sort(key=lambda kept: kept.capture.error is not None)
+            settled.sort(key=lambda kept: kept.error is not None)
             if not settled:
                 return False
             self._kept.remove(settled[0])
         self._free(settled[0])
         return True
 
-    def _free(self, inflight: InFlight) -> None:
-        entry, inflight.entry = inflight.entry, None
+    def _free(self, capture: Capture) -> None:
+        entry, capture.entry = capture.entry, None
         if entry is not None:
             self._ring.forget(entry)
-        for slot in (*inflight.capture.slots, inflight.manifest_slot):
+        for slot in (*capture.slots, capture.manifest_slot):
             if slot is not None:
                 self._ring.give_back(slot)
 
-    def committed(self) -> list[InFlight]:
+    def committed(self) -> list[Capture]:
         """Return the committed captures that are complete in the ring, newest first."""
         with self._lock:
-            return [kept for kept in reversed(self._kept) if kept.capture.ref is not None]
+            return [kept for kept in reversed(self._kept) if kept.ref is not None]
 
     def close(self) -> bool:
         """Commit all queued captures, and end the threads; return whether every complete capture is durable."""
         for workers in (self._committer, self._writers, *self._upkeep):
             workers.close()
         with self._lock:
-            return all(kept.capture.error is None for kept in self._kept)
+            return all(kept.error is None for kept in self._kept)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from asymcheck.capture.inflight import Capture, InFlight
+from asymcheck.capture.inflight import Capture
 from asymcheck.commit.save_request import LineagePosition, SaveRequest, SaveRound
 from asymcheck.distributed import Session
 from asymcheck.distributed.replica_assignment import (
@@ -47,10 +47,10 @@ _DIVERGED_MAX = 8
 class Writes(Protocol):
     """Writer of the partitions of one capture."""
 
-    def write_soon(self, inflight: InFlight, number: int) -> None:
+    def write_soon(self, capture: Capture, number: int) -> None:
         """Queue a partition to be written."""
 
-    def write(self, inflight: InFlight, number: int) -> bool:
+    def write(self, capture: Capture, number: int) -> bool:
         """Write a partition; return whether the store did not have it."""
 
 
@@ -268,7 +268,7 @@ class TwoPhaseCommit:
         save_round = capture.save_round
         return save_round is not None and (save_round.reassigns or self._replicas.is_of_other(capture, number))
 
-    def commit(self, inflight: InFlight, writes: Writes) -> None:
+    def commit(self, capture: Capture, writes: Writes) -> None:
         """Commit the captures of all ranks as one checkpoint. Commit thread.
 
         Raises:
@@ -276,25 +276,24 @@ class TwoPhaseCommit:
             RankFailedError: another rank failed.
             AsymcheckError: this rank failed; the other ranks learn of it.
         """
-        capture = inflight.capture
         save_round = capture.save_round
         if save_round is None:
             raise RankFailedError(f"step {capture.request.step} was begun by this rank alone")
         at = (save_round.number, _DIGESTS if save_round.reassigns else _STORED)
         try:
-            inflight.wait()
+            capture.wait()
             if save_round.reassigns:
                 self._share(capture, at)
                 at = (save_round.number, _STORED)
-                self._write_own(inflight, writes)
-            for number in inflight.reused_numbers:
-                writes.write(inflight, number)
-            inflight.transaction.seal_frames()
+                self._write_own(capture, writes)
+            for number in capture.known:
+                writes.write(capture, number)
+            capture.transaction.seal_frames()
             place, is_unassigned, metrics = self._all_stored(capture, at)
             at = (save_round.number, _COMMITTED)
-            self._take_from_others(inflight, writes, is_unassigned=is_unassigned)
+            self._take_from_others(capture, writes, is_unassigned=is_unassigned)
             elsewhere = self._replicas.elsewhere(capture)
-            ref = inflight.transaction.commit_capture(inflight.manifest, lambda: place, elsewhere, metrics)
+            ref = capture.transaction.commit_capture(capture.manifest, lambda: place, elsewhere, metrics)
             self._all_committed(capture, ref, at)
             capture.ref = ref
         except (RankFailedError, RanksMissingError):
@@ -313,14 +312,13 @@ class TwoPhaseCommit:
         shares = self._committing.agree(at, report, decide, self._what(capture, "digests"))
         self._replicas.take(capture, decode_shares(shares, len(capture.partitions)))
 
-    def _write_own(self, inflight: InFlight, writes: Writes) -> None:
-        capture = inflight.capture
-        own = [number for number in inflight.held if not self._replicas.is_of_other(capture, number)]
-        inflight.held = [number for number in inflight.held if self._replicas.is_of_other(capture, number)]
-        inflight.transaction.expect(sum(frame_length(capture.partitions[number].length) for number in own))
+    def _write_own(self, capture: Capture, writes: Writes) -> None:
+        own = [number for number in capture.held if not self._replicas.is_of_other(capture, number)]
+        capture.held = [number for number in capture.held if self._replicas.is_of_other(capture, number)]
+        capture.transaction.expect(sum(frame_length(capture.partitions[number].length) for number in own))
         for number in own:
-            writes.write_soon(inflight, number)
-        inflight.wait()
+            writes.write_soon(capture, number)
+        capture.wait()
 
     def _all_stored(
         self, capture: Capture, at: tuple[int, int]
@@ -352,14 +350,14 @@ class TwoPhaseCommit:
         position = LineagePosition(decision["generation"], parent)
         return position, decision["is_unassigned"], decision["metrics"] if has_stores else None
 
-    def _take_from_others(self, inflight: InFlight, writes: Writes, *, is_unassigned: bool) -> None:
+    def _take_from_others(self, capture: Capture, writes: Writes, *, is_unassigned: bool) -> None:
         """Use the partitions that other ranks have written. Write missing ones, which were no replicas."""
-        for number in inflight.held:
-            inflight.transaction.expect(frame_length(inflight.capture.partitions[number].length))
-            is_new = writes.write(inflight, number)
+        for number in capture.held:
+            capture.transaction.expect(frame_length(capture.partitions[number].length))
+            is_new = writes.write(capture, number)
             # Without an assignment, the writer may have written nothing, which is no difference.
             if not (is_new and is_unassigned):
-                self._replicas.compare(inflight.capture, number, differs=is_new)
+                self._replicas.compare(capture, number, differs=is_new)
 
     def _all_committed(self, capture: Capture, ref: CheckpointRef, at: tuple[int, int]) -> None:
         """Wait until all ranks have published their manifests, which makes the checkpoint durable."""

@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from asymcheck import Store
-from asymcheck.capture.inflight import Capture, InFlight
+from asymcheck.capture.inflight import Capture
 from asymcheck.capture.ring_flush import RingFlusher
 from asymcheck.capture.two_phase_commit import TwoPhaseCommit
 from asymcheck.commit.pack_builder import PackBuilder
@@ -29,30 +29,30 @@ from asymcheck.types import PackId
 class _Writes:
     """A writer that refuses everything."""
 
-    def write_soon(self, inflight: InFlight, number: int) -> None:
+    def write_soon(self, capture: Capture, number: int) -> None:
         """Refuse."""
-        raise AssertionError(inflight, number)
+        raise AssertionError(capture, number)
 
-    def write(self, inflight: InFlight, number: int) -> bool:
+    def write(self, capture: Capture, number: int) -> bool:
         """Refuse."""
-        raise AssertionError(inflight, number)
+        raise AssertionError(capture, number)
 
 
 def test_ranks_wait_for_pending_writes_before_an_abort() -> None:
     """Test that an abort, which removes packs, waits for writer threads, and that other ranks are informed."""
     error = TornCaptureError("the state changed")
-    told: list[tuple[bytes, bool]] = []
+    told: list[BaseException] = []
     joint = TwoPhaseCommit.__new__(TwoPhaseCommit)
-    vars(joint)["_committing"] = SimpleNamespace(report=lambda _at, what, *, failed: told.append((what, failed)))
-    capture = SimpleNamespace(save_round=SimpleNamespace(number=1, reassigns=False), error=error)
+    vars(joint)["_committing"] = SimpleNamespace(fail=lambda _at, what: told.append(what))
     waited: list[str] = []
     write = SimpleNamespace(exception=lambda: waited.append("until it has ended"))
-    inflight = SimpleNamespace(capture=capture, writes=[write])
-    inflight.wait = partial(InFlight.wait, cast(InFlight, inflight))
+    save_round = SimpleNamespace(number=1, reassigns=False)
+    capture = SimpleNamespace(save_round=save_round, error=error, writes=[write])
+    capture.wait = partial(Capture.wait, cast(Capture, capture))
     with pytest.raises(TornCaptureError):
-        joint.commit(cast(InFlight, inflight), _Writes())
+        joint.commit(cast(Capture, capture), _Writes())
     assert waited
-    assert told == [(b"TornCaptureError: the state changed", True)]
+    assert told == [error]
 
 
 def _write(packing: PackBuilder, tier: NvmeTier) -> None:
@@ -99,13 +99,12 @@ def test_nothing_stays_of_a_capture_that_was_given_up_for_whatever_reason(
         assert len(os.listdir(tier.packs)) == 1
         flusher = RingFlusher.__new__(RingFlusher)
         vars(flusher)["_two_phase"] = None
-        capture = SimpleNamespace(error=error)
+        capture = SimpleNamespace(error=error, transaction=transaction, writes=[], entry=None)
         capture.failing = partial(Capture.failing, cast(Capture, capture))
-        inflight = SimpleNamespace(capture=capture, transaction=transaction, writes=[], put_off=[], entry=None)
-        inflight.wait = partial(InFlight.wait, cast(InFlight, inflight))
+        capture.wait = partial(Capture.wait, cast(Capture, capture))
         # An escaped interrupt would end the whole test session.
         with contextlib.suppress(KeyboardInterrupt):
-            flusher._settle(cast(InFlight, inflight))
+            flusher._settle(cast(Capture, capture))
         assert capture.error is error
         assert os.listdir(tier.packs) == []
         assert before == DESCRIPTORS._open

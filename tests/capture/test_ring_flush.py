@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import cast
 
-from asymcheck.capture.inflight import InFlight
+from asymcheck.capture.inflight import Capture
 from asymcheck.capture.ring_flush import RingFlusher
 
 
@@ -28,14 +28,14 @@ def test_writes_that_two_threads_queue_at_once_have_a_future_each() -> None:
     """Test the commit thread and a thread that frees space, which queue writes at the same time."""
     queued: dict[int, Future[bool]] = {}
 
-    def submit(_write: object, _inflight: InFlight, number: int) -> Future[bool]:
+    def submit(_write: object, _capture: Capture, number: int) -> Future[bool]:
         queued[number] = Future()
         return queued[number]
 
     flusher = RingFlusher.__new__(RingFlusher)
     vars(flusher)["_writers"] = SimpleNamespace(submit=submit)
-    inflight = cast(InFlight, SimpleNamespace())
-    inflight.writes = _Overtaken(lambda: flusher.write_soon(inflight, 1))
-    flusher.write_soon(inflight, 0)
+    capture = cast(Capture, SimpleNamespace())
+    capture.writes = _Overtaken(lambda: flusher.write_soon(capture, 1))
+    flusher.write_soon(capture, 0)
     assert sorted(queued) == [0, 1]
-    assert {id(done) for done in queued.values()} == {id(done) for done in inflight.writes}
+    assert {id(done) for done in queued.values()} == {id(done) for done in capture.writes}

@@ -78,7 +78,11 @@ class _Known:
             if type(given) not in PLAIN_TENSORS
         }
         sources = [flat.leaves[row].source for row in self._rows]
-        self._kinds = _Kinds([source for source in sources if isinstance(source, torch.Tensor)])
+        tensors = [source for source in sources if isinstance(source, torch.Tensor)]
+        # Only complex tensors can be conjugated, and dtypes are compared first.
+        is_complex = any(tensor.is_complex() for tensor in tensors)
+        self._getters = (*_GETTERS, torch.Tensor.is_conj) if is_complex else _GETTERS
+        self._properties = [[*map(get, tensors)] for get in self._getters]
         self._places = [*map(_place, sources)]
 
     def flatten(self, state: object, called: Called) -> FlatState | None:
@@ -94,13 +98,28 @@ class _Known:
         for number, source in resolved.items():
             sources[number] = source
         tensors = [source for source in sources if isinstance(source, torch.Tensor)] if self._odd else sources
-        if any(source is None for source in resolved.values()) or not self._kinds.are_those_of(tensors):
+        if any(source is None for source in resolved.values()) or not self._have_properties(tensors):
             return None
         known = cast("list[Source]", sources)
         places = [*map(_place if self._odd else torch.Tensor.data_ptr, known)]  # type: ignore[arg-type]  # all are tensors
         if places != self._places and not self._have_moved(places, known):
             return None
         return FlatState(tree, self._leaves(known), self._columns)
+
+    def _have_properties(self, tensors: Sequence[Any]) -> bool:
+        """Tell whether tensors have the same properties that determine their identity keys, except addresses.
+
+        Properties are compared without storing new ones, because thousands of new shapes can trigger the garbage
+        collector.
+        """
+        return (
+            len(tensors) == len(self._properties[0])
+            and PLAIN_TENSORS.issuperset(map(type, tensors))
+            and all(
+                all(map(eq, known, map(get, tensors)))
+                for known, get in zip(self._properties, self._getters, strict=True)
+            )
+        )
 
     def _resolved(self, number: int, given: object, called: Called) -> object:
         """Return the source of a tensor that is not a plain torch tensor; None if it has changed."""
@@ -141,31 +160,6 @@ class _Known:
 def _place(source: Source) -> int:
     """Return the address of a tensor; for other sources, the id of the object."""
     return source.data_ptr() if isinstance(source, torch.Tensor) else -id(source)
-
-
-class _Kinds:
-    """Properties of tensors that determine their identity keys, except addresses, or whether they can be stored.
-
-    Properties are compared without storing new ones, because thousands of new shapes can trigger the garbage collector.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Read the properties of tensors that can be stored."""
-        # Only complex tensors can be conjugated, and dtypes are compared first.
-        is_complex = any(tensor.is_complex() for tensor in tensors)
-        self._getters = (*_GETTERS, torch.Tensor.is_conj) if is_complex else _GETTERS
-        self._known = [[*map(get, tensors)] for get in self._getters]
-        self._count = len(tensors)
-
-    def are_those_of(self, tensors: Sequence[Any]) -> bool:
-        """Tell whether other tensors have the same properties."""
-        return (
-            len(tensors) == self._count
-            and PLAIN_TENSORS.issuperset(map(type, tensors))
-            and all(
-                all(map(eq, known, map(get, tensors))) for known, get in zip(self._known, self._getters, strict=True)
-            )
-        )
 
 
 class _Walk:

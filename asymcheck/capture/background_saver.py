@@ -134,7 +134,7 @@ class BackgroundSaver:
             # An interrupt during this wait must come before the ranks agree on a number.
             self._engine.fence()
         with contextlib.nullcontext(0) if self._two_phase is None else self._two_phase.beginning() as number:
-            capture, engine = self._prepared(state, request, generation, number)
+            capture, engine, schedule = self._prepared(state, request, generation, number)
         capture.began_s = began
         if self._ring is not None and capture.transfers.devices:
             self._ring.pin(capture.transfers.devices[0].link)
@@ -144,7 +144,6 @@ class BackgroundSaver:
             self.statistics.captures += 1
             self.statistics.captured_bytes += capture.state_bytes
             self._captures.append(capture)
-        schedule = self._watching(state)
         schedule.began(capture.transfers.devices[0].link if capture.transfers.devices else None)
         self._unfenced = capture
         ended = time.perf_counter()
@@ -156,8 +155,8 @@ class BackgroundSaver:
 
     def _prepared(
         self, state: object, request: SaveRequest, generation: int | None, number: int
-    ) -> tuple[Capture, CaptureEngine]:
-        """Return a new capture of a state, and the engine that copies it."""
+    ) -> tuple[Capture, CaptureEngine, CaptureSchedule]:
+        """Return a new capture of a state, the engine that copies it, and the schedule."""
         if self._two_phase is not None:
             request = dataclasses.replace(request, store_ranks=self._two_phase.store_ranks)
         flat = self._flattener.flatten(state)
@@ -168,26 +167,22 @@ class BackgroundSaver:
         optimizers = fences.trusted(find(Optimizer, state))
         parts = [part for part in distributed(state) if fences.trusted([part.optimizer])]
         columns = flat.columns
-        schedule, two_phase, save_round = self._watching(state), self._two_phase, None
+        schedule, two_phase = self._watching(state), self._two_phase
         owned = self._ownership.deferred_rows(flat.leaves, optimizers, parts, self._modules)
         changing = self.detector.changing
         deferred = tuple(
             [is_owned and name not in changing for is_owned, name in zip(owned, columns.names, strict=True)]
         )
         layout = PlanInput(columns.sizes, columns.groups, deferred, columns.widths)
-        if two_phase is None:
+        if two_phase is None or two_phase.is_first:
             plan = schedule.plan(layout)
-        elif two_phase.is_first:
-            plan = schedule.plan(layout)
-            save_round = two_phase.lead(number, request, generation, plan)
+            save_round = None if two_phase is None else two_phase.lead(number, request, generation, plan)
         else:
             save_round = two_phase.follow(request)
             plan = schedule.plan(layout, save_round.plan)
             request, generation = dataclasses.replace(request, save_id=save_round.save_id), save_round.generation
         engine = self._started(plan)
-        capture = Capture(flat, plan, request, generation, self._devices)
-        capture.save_round = save_round
-        return capture, engine
+        return Capture(flat, plan, request, generation, self._devices, save_round=save_round), engine, schedule
 
     def _watching(self, state: object) -> CaptureSchedule:
         if self._schedule is None:

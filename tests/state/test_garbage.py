@@ -97,6 +97,15 @@ def test_module_versions_equal_a_walk(metadata: object) -> None:
         assert node.replace("['T', 1]", "['T', 0]") == repr(flatten(metadata).tree)
 
 
+def test_a_version_that_equals_the_previous_one_has_its_own_node() -> None:
+    """Test True and 1.0 after versions of 1, with which a template compares them."""
+    flattener, weight = Flattener(), torch.ones(2)
+    for version in (1, 1, 1, True, 1, 1, 1, 1.0):
+        state: OrderedDict[str, object] = OrderedDict(weight=weight)
+        state._metadata = _versions(("", version))  # type: ignore[attr-defined]  # as torch hangs it there
+        assert repr(flattener.flatten({"model": state}).tree) == repr(flatten({"model": state}).tree)
+
+
 def test_a_module_whose_name_cannot_be_stored_is_named() -> None:
     """Test that the error is the same as for any other key."""
     state: OrderedDict[str, object] = OrderedDict(weight=1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from asymcheck import CaptureConfig, Checkpointer, Retention, Store
-from asymcheck.capture.inflight import InFlight
+from asymcheck.capture.inflight import Capture
 from asymcheck.capture.ring_flush import RingFlusher
 from asymcheck.errors import LostCheckpointError, PruneError, StorageError
 from asymcheck.executor import begin
@@ -35,10 +35,10 @@ def test_a_capture_is_lost_and_reported_when_the_commit_thread_meets_an_error(
     failures = [RuntimeError("broken")]
     queue_write = RingFlusher._queue_write
 
-    def fail_once(flusher: RingFlusher, inflight: InFlight, number: int) -> None:
+    def fail_once(flusher: RingFlusher, capture: Capture, number: int) -> None:
         if failures:
             raise failures.pop()
-        queue_write(flusher, inflight, number)
+        queue_write(flusher, capture, number)
 
     monkeypatch.setattr(RingFlusher, "_queue_write", fail_once)
     state = {"w": torch.zeros(100_000)}

@@ -1,0 +1,1 @@
+"""Tests of the store under chosen interleavings of the file operations of several processes."""

@@ -1,0 +1,135 @@
+"""Ways to break the protocol in the code of a process, so that some schedule must show a problem."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from asymcheck.commit.pack_builder import PackBuilder
+from asymcheck.commit.transaction import CommitTransaction
+from asymcheck.format import layout, registry
+from asymcheck.gc.collect import StoreSweep
+from asymcheck.storage.local_files import OpenFile
+from asymcheck.storage.nvme import NvmeTier, Transaction, pack_reader, pack_writer
+from asymcheck.storage.nvme.manifests import ManifestFiles
+from asymcheck.storage.nvme.pack_writer import Pool
+from asymcheck.storage.reachability import StoreReachability
+from asymcheck.types import PackId
+from tests.crash.power import RecordingFiles
+
+
+def ignore_pins() -> None:
+    """Free packs that a save has pinned (SPEC.md §B5 step 4)."""
+    Transaction.pins = lambda _self: {}  # type: ignore[method-assign]  # here and below, this process is to go wrong
+
+
+def ignore_new_manifests() -> None:
+    """Free packs although a manifest was committed since the listing (§B5 step 4)."""
+    StoreReachability.is_current = lambda *_arguments: True  # type: ignore[method-assign]
+
+
+def remove_before_the_mark() -> None:
+    """Move garbage packs into the pool before the catalog marks them freed (§B5 step 5)."""
+    announce = StoreSweep._announce_freed
+
+    def retire_and_announce(self: StoreSweep, locked: Sequence[PackId], *, blocks_commits: bool) -> list[PackId] | None:
+        for pack_id in locked:
+            self._tier.pool.put(self._tier.pack_path(pack_id))
+        return announce(self, locked, blocks_commits=blocks_commits)
+
+    StoreSweep._announce_freed = retire_and_announce  # type: ignore[method-assign]
+    StoreSweep._retire = lambda self, _freed: self._tier.pool.sync(self._tier.packs)  # type: ignore[method-assign]
+
+
+def reuse_freed_packs() -> None:
+    """Pin reused packs without a look at their state (§B2 step 3)."""
+    Transaction.pack_state = lambda _self, _pack: registry.PACK_LIVE  # type: ignore[method-assign]
+
+
+def unlock_before_the_pin() -> None:
+    """Release the lock on a new pack before the pack is pinned (§B2 step 3)."""
+    seal = PackBuilder.seal
+
+    def seal_and_unlock(self: PackBuilder) -> None:
+        seal(self)
+        self.close()
+
+    PackBuilder.seal = seal_and_unlock  # type: ignore[method-assign]
+
+
+def commit_before_the_pin() -> None:
+    """Publish the manifest before its packs are pinned (§B2 step 4)."""
+    CommitTransaction._pin_packs = lambda _self: []  # type: ignore[method-assign]
+
+
+def recycle_without_locks() -> None:
+    """Collect and overwrite packs that a reader or a writer has locked (§B5 step 3)."""
+
+    @contextlib.contextmanager
+    def locked(_self: NvmeTier, path: Path, *, exclusive: bool = True) -> Iterator[bool]:
+        yield path.exists() and exclusive
+
+    NvmeTier.locked = locked  # type: ignore[method-assign]
+    pack_writer.try_lock = lambda _descriptor, *, exclusive: exclusive
+
+
+def read_without_locks() -> None:
+    """Read packs without a lock, and do not compare the file with its path (§A12)."""
+    pack_reader.try_lock = lambda _descriptor, *, exclusive: not exclusive
+    pack_reader.is_same_file = lambda _descriptor, _path: True
+
+
+def list_packs_once() -> None:
+    """Reject a checkpoint without another look at the packs (§A12)."""
+    pack_ids = NvmeTier.pack_ids
+
+    def first_pack_ids(self: NvmeTier) -> list[PackId]:
+        return self.__dict__.setdefault("first_pack_ids", pack_ids(self))
+
+    NvmeTier.pack_ids = first_pack_ids  # type: ignore[method-assign]
+
+
+def skip_the_sync_of_packs() -> None:
+    """Rename a pack before its content is synced (§B2 step 2)."""
+    OpenFile.sync = lambda _self: None  # type: ignore[method-assign]
+
+
+def skip_the_sync_of_folders(name: str) -> None:
+    """Do not sync folders with a name, or below a folder with this name."""
+    sync = RecordingFiles.sync_directory
+
+    def sync_others(self: RecordingFiles, path: Path) -> None:
+        if name not in path.parts[-3:]:
+            sync(self, path)
+
+    RecordingFiles.sync_directory = sync_others  # type: ignore[method-assign]
+
+
+def skip_the_sync_of_deletions() -> None:
+    """Free packs before the deletions of killed processes are synced (§B5 step 2)."""
+    ManifestFiles.sync_deletions = lambda _self: None  # type: ignore[method-assign]
+
+
+def skip_the_sync_of_the_pool() -> None:
+    """Overwrite a file whose move into the pool may be lost (§B5)."""
+    Pool.sync = lambda _self, _packs: None  # type: ignore[method-assign]
+
+
+BREAKS: dict[str, Callable[[], None]] = {
+    "pins": ignore_pins,
+    "new-manifests": ignore_new_manifests,
+    "mark": remove_before_the_mark,
+    "freed": reuse_freed_packs,
+    "lock-until-pin": unlock_before_the_pin,
+    "pin": commit_before_the_pin,
+    "locks-of-collections": recycle_without_locks,
+    "locks-of-readers": read_without_locks,
+    "list-again": list_packs_once,
+    "sync-packs": skip_the_sync_of_packs,
+    "sync-folder-of-packs": lambda: skip_the_sync_of_folders(layout.PACKS),
+    "sync-manifests": lambda: skip_the_sync_of_folders(layout.MANIFESTS),
+    "sync-deletions": skip_the_sync_of_deletions,
+    "sync-pool": skip_the_sync_of_the_pool,
+}
+"""Broken rules by name."""

@@ -1,0 +1,320 @@
+"""Run processes at one store under a chosen schedule of their file operations, and check the store afterwards.
+
+``python -m tests.interleaving SCENARIO --seed 7`` runs and prints one schedule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import signal
+import socket
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from asymcheck.errors import LockTimeoutError
+from asymcheck.storage.nvme import NvmeTier
+from asymcheck.store import Store
+from tests.crash.actions import Action, take
+from tests.crash.power import Entry, LoggedJournal, RecordingFiles
+from tests.interleaving import remote
+from tests.interleaving.breaks import BREAKS
+from tests.interleaving.gate import Gate, Operation, answer, received
+from tests.interleaving.readers import READS, Expected, read
+
+_STEP_S = 1e-4
+"""Time that an operation takes on the simulated clock."""
+_PATIENCE_S = 60.0
+_STEPS_MAX = 5_000
+_PAUSE_S = 30.0
+"""Longer than all timeouts of locks in these tests."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """Processes at one store."""
+
+    before: Sequence[Action]
+    """Actions that make the store."""
+    programs: Mapping[str, Sequence[Action]]
+    """Actions of each process, by the name of the process."""
+    late: frozenset[str] = frozenset()
+    """Processes that open the store as a part of the schedule. All others have opened it before."""
+    prepare: Callable[[Path], object] = lambda _store: None
+    """Changes the store before the processes start."""
+    after: Sequence[Action] = ()
+    """Actions before the check of the store."""
+    pushed: tuple[int, ...] | None = None
+    """Steps at the remote location before the processes start; None if there is no location."""
+
+    def only(self, *names: str) -> Scenario:
+        """Return the scenario with some of the processes."""
+        return dataclasses.replace(self, programs={name: self.programs[name] for name in names})
+
+    def expected(self) -> Expected:
+        """Return what readers may find."""
+        saved: dict[int, int] = {}
+        gone: set[int] = set()
+        for action in [*self.before, *(action for program in self.programs.values() for action in program)]:
+            word, *arguments = action
+            numbers = [int(str(argument)) for argument in arguments]
+            if word == "save":
+                saved[numbers[0]] = numbers[-1]
+            elif word == "delete":
+                gone.add(numbers[0])
+        first = {int(str(action[1])) for action in self.before if action[0] == "save"}
+        return Expected(saved, frozenset(first - gone), frozenset(gone))
+
+
+class Choice(NamedTuple):
+    """The next step: a process goes on, or is killed."""
+
+    process: str
+    is_killed: bool = False
+    pause_s: float = 0.0
+    """Time that passes before the step [s]."""
+
+    def __str__(self) -> str:
+        """Return the text for :class:`InOrder`."""
+        return self.process + "!" * self.is_killed + "+" * bool(self.pause_s)
+
+
+class Step(NamedTuple):
+    """A step that was taken."""
+
+    choice: Choice
+    operation: Operation
+    """Operation before which the process was stopped."""
+    others: tuple[str, ...]
+    """Other processes that could go on."""
+
+    def __str__(self) -> str:
+        """Return one line."""
+        pause = f"({self.choice.pause_s:g} s pass) " if self.choice.pause_s else ""
+        text = f"is killed before: {self.operation}" if self.choice.is_killed else str(self.operation)
+        return f"{pause}{self.choice.process}: {text}"
+
+
+Strategy = Callable[[int, Sequence[str], str], Choice]
+"""Choose the next step from its number, the names of the processes that can go on, and the last process."""
+
+
+def stay(ready: Sequence[str], last: str) -> str:
+    """Return the last process, or the first one if the last one cannot go on."""
+    return last if last in ready else ready[0]
+
+
+class InOrder:
+    """Follows the text of an order, then lets each process run to its end."""
+
+    def __init__(self, order: str) -> None:
+        """Parse words such as ``save*12 gc! save+``: 12 steps of one process, a kill, and a step after a pause."""
+        self._choices: list[Choice] = []
+        for word in order.split():
+            name, _, count = word.partition("*")
+            choice = Choice(name.rstrip("!+"), "!" in name, _PAUSE_S * ("+" in name))
+            self._choices += [choice] * int(count or 1)
+
+    def __call__(self, number: int, ready: Sequence[str], last: str) -> Choice:
+        """Return the choice of the order."""
+        if number < len(self._choices) and self._choices[number].process in ready:
+            return self._choices[number]
+        return Choice(stay(ready, last))
+
+
+class AtRandom:
+    """Switches, kills and lets time pass at random: often, sometimes or rarely."""
+
+    def __init__(self, seed: int) -> None:
+        """Choose by ``seed``, also how often."""
+        self._dice = dice = random.Random(seed)
+        self._switch = dice.choice([0.2, 0.03, 0.01])
+        self._kill = dice.choice([0.0, 0.001, 0.004])
+        self._pause = dice.choice([0.0, 0.0, 0.0, 0.01])
+
+    def __call__(self, _number: int, ready: Sequence[str], last: str) -> Choice:
+        """Return a random choice."""
+        dice = self._dice
+        name = last if last in ready and dice.random() >= self._switch else dice.choice(ready)
+        return Choice(name, dice.random() < self._kill, _PAUSE_S * (dice.random() < self._pause))
+
+
+class Result:
+    """What happened in a schedule."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.log: list[Entry] = []
+        """Operations that changed the disk, and lines of the journal."""
+        self.problems: list[str] = []
+
+    def order(self) -> str:
+        """Return the text for :class:`InOrder`."""
+        words: list[tuple[str, int]] = []
+        for text in (str(step.choice) for step in self.steps):
+            if words and words[-1][0] == text:
+                words[-1] = text, words[-1][1] + 1
+            else:
+                words.append((text, 1))
+        return " ".join(f"{text}*{count}" if count > 1 else text for text, count in words)
+
+    def report(self) -> str:
+        """Return the problems, the order and all steps."""
+        steps = (f"{number:4d}. {step}" for number, step in enumerate(self.steps))
+        return "\n".join([*self.problems, *steps, *self.problems, f"--order '{self.order()}'"])
+
+
+class _Process:
+    """A child that waits at its gate."""
+
+    def __init__(self, pid: int, channel: socket.socket) -> None:
+        self.pid, self.channel = pid, channel
+        self.operation = Operation("start", "")
+        self.wakes_s = 0.0
+
+
+class Execution:
+    """One scenario under one schedule."""
+
+    def __init__(self, scenario: Scenario, base: Path, strategy: Strategy, breaks: Iterable[str] = ()) -> None:
+        """Run the processes at the store in ``base/store``, with some rules broken."""
+        self._scenario, self._base, self._strategy, self._breaks = scenario, base, strategy, tuple(breaks)
+        self._processes: dict[str, _Process] = {}
+        self._now_s = 1.0
+        self.result = Result()
+
+    def run(self) -> Result:
+        """Start all processes, and take steps until all have ended."""
+        try:
+            for name in self._scenario.programs:
+                self._start(name)
+            last = ""
+            while self._processes and not self.result.problems:
+                last = self._step(last)
+        finally:
+            for name in tuple(self._processes):
+                self._kill(name)
+        return self.result
+
+    def _step(self, last: str) -> str:
+        ready = self._ready()
+        choice = self._strategy(len(self.result.steps), ready, last)
+        process = self._processes[choice.process]
+        others = tuple(name for name in ready if name != choice.process)
+        self.result.steps.append(Step(choice, process.operation, others))
+        self._now_s += _STEP_S + choice.pause_s
+        if choice.is_killed:
+            self._kill(choice.process)
+        else:
+            process.channel.send(answer(self._now_s))
+            self._receive(choice.process)
+        if len(self.result.steps) > _STEPS_MAX:
+            self.result.problems.append(f"{sorted(self._processes)} have not ended after {_STEPS_MAX} operations")
+        return choice.process
+
+    def _ready(self) -> list[str]:
+        """Return the processes that can go on. If all sleep, let time pass."""
+        wakes = {name: process.wakes_s for name, process in self._processes.items()}
+        self._now_s = max(self._now_s, min(wakes.values()))
+        return [name for name, wakes_s in wakes.items() if wakes_s <= self._now_s]
+
+    def _start(self, name: str) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(_PATIENCE_S)
+        pid = os.fork()
+        if not pid:
+            for channel in (ours, *(process.channel for process in self._processes.values())):
+                channel.close()
+            self._run_child(name, Gate(theirs, str(self._base), seed=len(self._processes)))
+        theirs.close()
+        self._processes[name] = _Process(pid, ours)
+        self._receive(name)
+
+    def _receive(self, name: str) -> None:
+        """Read messages of a process until it stops again, or has ended."""
+        process = self._processes[name]
+        while True:
+            try:
+                word, content = received(process.channel)
+            except TimeoutError:
+                self.result.problems.append(f"{name} does not answer after: {process.operation}")
+                return
+            if word == "stop":
+                process.operation = content
+                process.wakes_s = self._now_s + content.wait_s if content.wait_s else 0.0
+                return
+            if word == "log":
+                self.result.log.append(content)
+                continue
+            if content is not None:
+                self.result.problems.append(f"{name} failed: {content}")
+            self._end(name)
+            return
+
+    def _kill(self, name: str) -> None:
+        os.kill(self._processes[name].pid, signal.SIGKILL)
+        self._end(name)
+
+    def _end(self, name: str) -> None:
+        process = self._processes.pop(name)
+        os.waitpid(process.pid, 0)
+        process.channel.close()
+
+    def _run_child(self, name: str, gate: Gate) -> NoReturn:
+        problem: str | None = None
+        try:
+            warnings.simplefilter("ignore")
+            for name_of_break in self._breaks:
+                BREAKS[name_of_break]()
+            self._perform(name, gate)
+        except LockTimeoutError:
+            # Only a pause is so long.
+            problem = None if gate.has_paused else traceback.format_exc()
+        except BaseException:  # noqa: BLE001 - whatever it is, the schedule shows it
+            problem = traceback.format_exc()
+        finally:
+            gate.is_open = False
+            gate.send("end", problem)
+            os._exit(0)
+
+    def _perform(self, name: str, gate: Gate) -> None:
+        log = _SentLog(gate)
+        program, expected = self._scenario.programs[name], self._scenario.expected()
+        is_reader = all(action[0] in READS for action in program)
+        is_late = name in self._scenario.late
+        if self._scenario.pushed is not None:
+            remote.run_without_threads()
+        if is_late:
+            gate.open()
+        files = RecordingFiles(log)
+        with Store(NvmeTier(self._base / "store", remote.CONFIG, files=files, read_only=is_reader)) as store:
+            if not is_late:
+                if not is_reader:
+                    store.resources.catalog()
+                gate.open()
+            for action in program:
+                if action[0] in READS:
+                    read(store, action, expected)
+                elif action[0] == "branch":
+                    (parent,) = (found for found in store.checkpoints() if found.step == action[1])
+                    store.training.begin_generation(parent)
+                elif action[0] in remote.ACTIONS:
+                    remote.act(store, self._base, LoggedJournal(log), action)
+                else:
+                    take(store, LoggedJournal(log), [action])
+
+
+class _SentLog(list[Entry]):
+    """Log that sends its entries to the scheduler."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self._gate = gate
+
+    def append(self, entry: Entry) -> None:
+        """Send an entry."""
+        self._gate.send("log", entry)

@@ -1,0 +1,97 @@
+"""Scenarios: processes that use one store at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from asymcheck.format.frame import frame_length, payload_offset
+from asymcheck.types import Digest
+from tests.crash.actions import Action, open_store
+from tests.damage.flips import flip
+from tests.interleaving.execution import Scenario
+from tests.interleaving.remote import push_before
+
+READER: list[Action] = [["load", 1], ["newest"], ["list"], ["verify"]]
+
+
+def damage_garbage(store_path: Path) -> None:
+    """Flip a bit of a frame that no checkpoint needs, in a pack with needed frames."""
+    with open_store(store_path, read_only=True) as store:
+        tier = store.resources.nvme
+        (listing,) = tier.manifests.checkpoints("default")
+        needed = {name for manifest in tier.manifests.read_all(listing) for name in manifest.partitions()}
+        for pack_id in tier.pack_ids():
+            with contextlib.closing(tier.open_pack(pack_id)) as pack:
+                names = [Digest(entry["digest"].tobytes()) for entry in pack.entries]
+                if needed.isdisjoint(names):
+                    continue
+                for entry, name in zip(pack.entries, names, strict=True):
+                    if name not in needed:
+                        offset = int(entry["offset"]) + payload_offset(int(entry["plain_length"]))
+                        assert offset < int(entry["offset"]) + frame_length(int(entry["plain_length"]))
+                        flip(tier.pack_path(pack_id), 8 * offset)
+                        return
+    raise AssertionError("no pack has needed and unneeded frames")
+
+
+SCENARIOS = {
+    # The save reuses packs that the collection frees.
+    "reuse": Scenario(
+        [["save", 0], ["save", 1]],
+        {"save": [["save", 2, 0]], "gc": [["delete", 0], ["gc"]], "read": READER},
+    ),
+    # The save overwrites packs that are freed, and that the reader may be reading.
+    "recycle": Scenario(
+        [["save", 0], ["save", 1], ["save", 2], ["delete", 0], ["gc"]],
+        {"save": [["save", 3], ["save", 4]], "gc": [["delete", 2], ["gc"]], "read": [["load", 2], *READER]},
+    ),
+    "writers": Scenario(
+        [["save", 0], ["save", 1]],
+        {"one": [["save", 2, 0]], "other": [["save", 3, 0]], "gc": [["delete", 0], ["gc"]]},
+    ),
+    # The collections copy live frames out of packs that are mostly garbage.
+    "repack": Scenario(
+        [["save", 0], ["save", 1], ["save", 2], ["save", 4], ["delete", 0], ["delete", 2]],
+        {"save": [["save", 6, 2]], "gc": [["gc"]], "read": [["load", 4], *READER]},
+    ),
+    "collections": Scenario(
+        [["save", 0], ["save", 2], ["save", 4]],
+        {"one": [["delete", 0], ["gc"]], "other": [["delete", 2], ["gc"]], "save": [["save", 6, 0]]},
+    ),
+    # The processes open the catalog as part of the schedule. If the others are dead, they rebuild it.
+    "restart": Scenario(
+        [["save", 0], ["save", 1]],
+        {"first": [["save", 2, 0]], "second": [["save", 3, 0]], "gc": [["delete", 0], ["gc"]], "read": READER},
+        late=frozenset({"second", "gc", "read"}),
+    ),
+    "generations": Scenario(
+        [["save", 0], ["save", 1]],
+        {"one": [["branch", 0], ["save", 2]], "other": [["branch", 0], ["save", 3]], "gc": [["gc"]]},
+    ),
+    "repair": Scenario(
+        [["save", 0], ["save", 1], ["delete", 0]],
+        {"repair": [["repair"]], "save": [["save", 2]], "gc": [["gc"]], "read": [["load", 1], ["newest"], ["list"]]},
+        prepare=damage_garbage,
+        after=[["repair"]],
+    ),
+    # Two pushes rely on packs that collections at the remote location free.
+    "push": Scenario(
+        [["save", 0], ["save", 1], ["save", 2]],
+        {
+            "one": [["push", 1]],
+            "other": [["push", 2], ["push", 1]],
+            "far": [["far-delete", 0], ["far-gc"]],
+            "far-gc": [["far-gc"]],
+        },
+        prepare=push_before(0),
+        pushed=(0,),
+    ),
+    # Pushes read packs that the collection of the store frees.
+    "push-of-garbage": Scenario(
+        [["save", 0], ["save", 1], ["save", 2]],
+        {"push": [["push", 1]], "gc": [["delete", 0], ["delete", 2], ["gc"]], "save": [["save", 3, 0]]},
+        prepare=push_before(0),
+        pushed=(0,),
+    ),
+}

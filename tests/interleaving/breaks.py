@@ -10,11 +10,12 @@ from asymcheck.commit.pack_builder import PackBuilder
 from asymcheck.commit.transaction import CommitTransaction
 from asymcheck.format import layout, registry
 from asymcheck.gc.collect import StoreSweep
+from asymcheck.replication import push
 from asymcheck.storage.local_files import OpenFile
 from asymcheck.storage.nvme import NvmeTier, Transaction, pack_reader, pack_writer
 from asymcheck.storage.nvme.manifests import ManifestFiles
 from asymcheck.storage.nvme.pack_writer import Pool
-from asymcheck.storage.reachability import StoreReachability
+from asymcheck.storage.reachability import Reachability, StoreReachability
 from asymcheck.types import PackId
 from tests.crash.power import RecordingFiles
 
@@ -116,6 +117,23 @@ def skip_the_sync_of_the_pool() -> None:
     Pool.sync = lambda _self, _packs: None  # type: ignore[method-assign]
 
 
+def push_without_checks() -> None:
+    """Do not look again for the packs that a push relies on (§C2 steps 4 and 6)."""
+    push._Push._packs_remain = lambda _self, _relied: True  # type: ignore[method-assign]
+
+
+def remove_without_reading_again() -> None:
+    """Remove announced packs at a remote location without another look at the manifests (§C3 step 3)."""
+    refresh = Reachability.refresh
+
+    def refresh_once(self: Reachability) -> None:
+        if isinstance(self, StoreReachability) or not self.__dict__.setdefault("is_fresh", False):
+            refresh(self)
+        self.__dict__["is_fresh"] = True
+
+    Reachability.refresh = refresh_once  # type: ignore[method-assign]
+
+
 BREAKS: dict[str, Callable[[], None]] = {
     "pins": ignore_pins,
     "new-manifests": ignore_new_manifests,
@@ -131,5 +149,7 @@ BREAKS: dict[str, Callable[[], None]] = {
     "sync-manifests": lambda: skip_the_sync_of_folders(layout.MANIFESTS),
     "sync-deletions": skip_the_sync_of_deletions,
     "sync-pool": skip_the_sync_of_the_pool,
+    "packs-of-pushes": push_without_checks,
+    "read-again": remove_without_reading_again,
 }
 """Broken rules by name."""

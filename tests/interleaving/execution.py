@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from asymcheck.errors import LockTimeoutError
+from asymcheck.policies.retention import Retention
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.store import Store
 from tests.crash.actions import Action, take
 from tests.crash.power import Entry, LoggedJournal, RecordingFiles
+from tests.crash.states import Journal
 from tests.interleaving import remote
 from tests.interleaving.breaks import BREAKS
 from tests.interleaving.gate import Gate, Operation, answer, received
@@ -57,6 +59,7 @@ class Scenario:
 
     def expected(self) -> Expected:
         """Return what readers may find."""
+        first = {int(str(action[1])) for action in self.before if action[0] == "save"}
         saved: dict[int, int] = {}
         gone: set[int] = set()
         for action in [*self.before, *(action for program in self.programs.values() for action in program)]:
@@ -66,7 +69,8 @@ class Scenario:
                 saved[numbers[0]] = numbers[-1]
             elif word == "delete":
                 gone.add(numbers[0])
-        first = {int(str(action[1])) for action in self.before if action[0] == "save"}
+            elif word == "keep":
+                gone.update(first)
         return Expected(saved, frozenset(first - gone), frozenset(gone))
 
 
@@ -299,13 +303,22 @@ class Execution:
             for action in program:
                 if action[0] in READS:
                     read(store, action, expected)
-                elif action[0] == "branch":
-                    (parent,) = (found for found in store.checkpoints() if found.step == action[1])
-                    store.training.begin_generation(parent)
-                elif action[0] in remote.ACTIONS:
-                    remote.act(store, self._base, LoggedJournal(log), action)
                 else:
-                    take(store, LoggedJournal(log), [action])
+                    self._act(store, LoggedJournal(log), action)
+
+    def _act(self, store: Store, journal: Journal, action: Action) -> None:
+        word, *numbers = action
+        if word == "branch":
+            (parent,) = (found for found in store.checkpoints() if found.step == numbers[0])
+            store.training.begin_generation(parent)
+        elif word == "keep":
+            for step in self._scenario.expected().gone:
+                journal.note("deleting", step=step)
+            store.prune(Retention(keep_last=int(str(numbers[0]))))
+        elif word in remote.ACTIONS:
+            remote.act(store, self._base, journal, action)
+        else:
+            take(store, journal, [action])
 
 
 class _SentLog(list[Entry]):

@@ -69,6 +69,14 @@ SCENARIOS = {
         [["save", 0], ["save", 1]],
         {"one": [["branch", 0], ["save", 2]], "other": [["branch", 0], ["save", 3]], "gc": [["gc"]]},
     ),
+    "retention": Scenario(
+        [["save", 0], ["save", 1], ["save", 2]],
+        {"save": [["save", 3, 0]], "prune": [["keep", 1]], "gc": [["gc"]], "read": [["newest"], ["list"], ["verify"]]},
+    ),
+    "rebuild": Scenario(
+        [["save", 0], ["save", 1]],
+        {"rebuild": [["rebuild"]], "save": [["save", 2, 0]], "gc": [["delete", 0], ["gc"]]},
+    ),
     "repair": Scenario(
         [["save", 0], ["save", 1], ["delete", 0]],
         {"repair": [["repair"]], "save": [["save", 2]], "gc": [["gc"]], "read": [["load", 1], ["newest"], ["list"]]},

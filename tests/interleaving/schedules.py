@@ -31,7 +31,7 @@ class Template:
         self._folder, self._log = folder, list[Entry]()
         folder.mkdir()
         # The names of files decide the order in which they are used.
-        urandom, os.urandom = os.urandom, random.Random(0).randbytes
+        urandom, os.urandom = os.urandom, random.Random("template").randbytes
         time_ns, time.time_ns = time.time_ns, itertools.count(EPOCH_S * 10**9 // 2).__next__
         try:
             with open_store(folder / "store", files=RecordingFiles(self._log), slots=1) as store:
@@ -90,7 +90,8 @@ def _check(folder: Path, notes: list[dict[str, object]], after: Sequence[Action]
     promised = promises(notes)
     # Writers that do not know of each other may end in any order.
     promised.newest.clear()
-    check_survived(folder / "store", promised)
+    found = check_survived(folder / "store", promised)
+    assert found.steps, "no checkpoint is left"
 
 
 def _check_power_loss(folder: Path, before: list[Entry], log: list[Entry], seed: int) -> None:
@@ -101,7 +102,8 @@ def _check_power_loss(folder: Path, before: list[Entry], log: list[Entry], seed:
     try:
         promised = after_power_loss(folder, [*before, *log[:end]], left, loss=loss, catalog="missing", seed=seed)
         promised.newest.clear()
-        check_unrepaired(left / "store", promised)
+        found = check_unrepaired(left / "store", promised)
+        assert found.steps, "no checkpoint is left"
     except (AsymcheckError, AssertionError) as error:
         raise AssertionError(f"after a loss of {loss} at entry {end} of the log: {error}") from error
     finally:

@@ -28,6 +28,12 @@ from tests.interleaving.breaks import BREAKS
 from tests.interleaving.gate import Gate, Operation, answer, received
 from tests.interleaving.readers import READS, Expected, read
 
+_LOGGED = {
+    **{name: {name} for name in ("create", "write", "truncate", "sync", "rename", "link", "mkdir")},
+    "sync_directory": {"sync"},
+    "unlink": {"unlink", "rmdir"},
+}
+"""Operations at the gate for entries of the log."""
 _STEP_S = 1e-4
 """Time that an operation takes on the simulated clock."""
 _PATIENCE_S = 60.0
@@ -177,7 +183,8 @@ class _Process:
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid, self.channel = pid, channel
-        self.operation = Operation("start", "")
+        self.operation: Operation | None = None
+        """Operation before which the process is stopped; None before the first one."""
         self.wakes_s = 0.0
 
 
@@ -208,6 +215,7 @@ class Execution:
         ready = self._ready()
         choice = self._strategy(len(self.result.steps), ready, last)
         process = self._processes[choice.process]
+        assert process.operation is not None
         others = tuple(name for name in ready if name != choice.process)
         self.result.steps.append(Step(choice, process.operation, others))
         self._now_s += _STEP_S + choice.pause_s
@@ -253,6 +261,10 @@ class Execution:
                 return
             if word == "log":
                 self.result.log.append(content)
+                if process.operation and process.operation.name not in _LOGGED.get(
+                    content[0], {process.operation.name}
+                ):
+                    self.result.problems.append(f"{name} did not stop before: {content[:2]}")
                 continue
             if content is not None:
                 self.result.problems.append(f"{name} failed: {content}")

@@ -13,7 +13,6 @@ from asymcheck.gc.collect import StoreSweep
 from asymcheck.replication import push
 from asymcheck.storage.local_files import OpenFile
 from asymcheck.storage.nvme import NvmeTier, Transaction, pack_reader, pack_writer
-from asymcheck.storage.nvme.manifests import ManifestFiles
 from asymcheck.storage.nvme.pack_writer import Pool
 from asymcheck.storage.reachability import Reachability, StoreReachability
 from asymcheck.types import PackId
@@ -107,11 +106,6 @@ def skip_the_sync_of_folders(name: str) -> None:
     RecordingFiles.sync_directory = sync_others  # type: ignore[method-assign]
 
 
-def skip_the_sync_of_deletions() -> None:
-    """Free packs before the deletions of killed processes are synced (§B5 step 2)."""
-    ManifestFiles.sync_deletions = lambda _self: None  # type: ignore[method-assign]
-
-
 def skip_the_sync_of_the_pool() -> None:
     """Overwrite a file whose move into the pool may be lost (§B5)."""
     Pool.sync = lambda _self, _packs: None  # type: ignore[method-assign]
@@ -147,7 +141,6 @@ BREAKS: dict[str, Callable[[], None]] = {
     "sync-packs": skip_the_sync_of_packs,
     "sync-folder-of-packs": lambda: skip_the_sync_of_folders(layout.PACKS),
     "sync-manifests": lambda: skip_the_sync_of_folders(layout.MANIFESTS),
-    "sync-deletions": skip_the_sync_of_deletions,
     "sync-pool": skip_the_sync_of_the_pool,
     "packs-of-pushes": push_without_checks,
     "read-again": remove_without_reading_again,

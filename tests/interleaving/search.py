@@ -38,7 +38,8 @@ def touched(operation: Operation) -> Touched:
     elif name == "lock shared":
         reads = [f"lock of {path}"]
     elif name in ("write", "truncate", "read"):
-        (reads if name == "read" else changes).append(f"content of {path}")
+        # A recycled file has another path when it is written than when it is read.
+        (reads if name == "read" else changes).append("contents")
     elif name in ("begin read", "begin write"):
         reads = [_CATALOG]
     elif name == "commit":

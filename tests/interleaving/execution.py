@@ -261,9 +261,8 @@ class Execution:
                 return
             if word == "log":
                 self.result.log.append(content)
-                if process.operation and process.operation.name not in _LOGGED.get(
-                    content[0], {process.operation.name}
-                ):
+                stopped = process.operation
+                if stopped is not None and stopped.name not in _LOGGED.get(content[0], {stopped.name}):
                     self.result.problems.append(f"{name} did not stop before: {content[:2]}")
                 continue
             if content is not None:
@@ -288,7 +287,7 @@ class Execution:
                 BREAKS[name_of_break]()
             self._perform(name, gate)
         except LockTimeoutError:
-            # Only a pause is so long.
+            # Locks time out only in a pause.
             problem = None if gate.has_paused else traceback.format_exc()
         except BaseException:  # noqa: BLE001 - whatever it is, the schedule shows it
             problem = traceback.format_exc()

@@ -12,7 +12,7 @@ from asymcheck.format import layout, registry
 from asymcheck.gc.collect import StoreSweep
 from asymcheck.replication import push
 from asymcheck.storage.local_files import OpenFile
-from asymcheck.storage.nvme import NvmeTier, Transaction, pack_reader, pack_writer
+from asymcheck.storage.nvme import NvmeTier, Transaction, pack_writer
 from asymcheck.storage.nvme.pack_writer import Pool
 from asymcheck.storage.reachability import Reachability, StoreReachability
 from asymcheck.types import PackId
@@ -74,12 +74,6 @@ def recycle_without_locks() -> None:
     pack_writer.try_lock = lambda _descriptor, *, exclusive: exclusive
 
 
-def read_without_locks() -> None:
-    """Read packs without a lock, and do not compare the file with its path (§A12)."""
-    pack_reader.try_lock = lambda _descriptor, *, exclusive: not exclusive
-    pack_reader.is_same_file = lambda _descriptor, _path: True
-
-
 def list_packs_once() -> None:
     """Reject a checkpoint without another look at the packs (§A12)."""
     pack_ids = NvmeTier.pack_ids
@@ -136,7 +130,6 @@ BREAKS: dict[str, Callable[[], None]] = {
     "lock-until-pin": unlock_before_the_pin,
     "pin": commit_before_the_pin,
     "locks-of-collections": recycle_without_locks,
-    "locks-of-readers": read_without_locks,
     "list-again": list_packs_once,
     "sync-packs": skip_the_sync_of_packs,
     "sync-folder-of-packs": lambda: skip_the_sync_of_folders(layout.PACKS),

@@ -36,10 +36,14 @@ def damage_garbage(store_path: Path) -> None:
 
 
 SCENARIOS = {
-    # The save reuses packs that the collection frees.
+    # The save reuses partitions of packs that the collection copies into others, or that it frees.
     "reuse": Scenario(
         [["save", 0], ["save", 1]],
         {"save": [["save", 2, 0]], "gc": [["delete", 0], ["gc"]], "read": READER},
+    ),
+    "reuse-all": Scenario(
+        [["save", 0], ["save", 2]],
+        {"save": [["save", 4, 2]], "gc": [["delete", 2], ["gc"]], "read": [["load", 0], ["newest"], ["verify"]]},
     ),
     # The save overwrites packs that are freed, and that the reader may be reading.
     "recycle": Scenario(

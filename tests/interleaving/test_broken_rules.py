@@ -9,22 +9,21 @@ from tests.interleaving.breaks import BREAKS
 from tests.zygote import Zygote
 
 RANDOM = {
-    "pins": ("reuse", 0),
-    "locks-of-collections": ("recycle", 0),
-    "list-again": ("repack", 0),
-    "sync-packs": ("reuse", 0),
-    "sync-folder-of-packs": ("reuse", 0),
-    "sync-manifests": ("reuse", 0),
-    "sync-pool": ("recycle", 0),
+    "pins": ("reuse", 7),
+    "locks-of-collections": ("recycle", 1),
+    "list-again": ("repack", 4),
+    "sync-packs": ("reuse", 27),
+    "sync-folder-of-packs": ("reuse", 27),
+    "sync-manifests": ("reuse", 5),
+    "sync-pool": ("recycle", 76),
 }
 """Broken rules that random schedules show, with a scenario and the first seed."""
 SEARCHED = {
     "freed": ("reuse", ["save", "gc"]),
     "pin": ("reuse", ["save", "gc"]),
     "new-manifests": ("reuse", ["save", "gc"]),
-    "mark": ("reuse", ["gc", "save"]),
+    "mark": ("reuse-all", ["save", "gc"]),
     "lock-until-pin": ("recycle", ["save", "gc"]),
-    "locks-of-readers": ("repack", ["gc", "save", "read"]),
     "packs-of-pushes": ("push", ["one", "far"]),
     "read-again": ("push", ["one", "far"]),
 }
@@ -46,7 +45,7 @@ def test_random_schedules_show_a_broken_rule(zygote: Zygote, rule: str) -> None:
 def test_few_switches_show_a_broken_rule(zygote: Zygote, rule: str) -> None:
     """Test schedules with at most two switches or kills."""
     scenario, processes = SEARCHED[rule]
-    limits = [len(processes), 1_000, 1_000]
+    limits = [2, 1_000, 4_000]
     child = zygote.start(jobs.in_turn, scenario=scenario, processes=processes, limits=limits, breaks=[rule])
     assert child.wait() == 1
     assert "--order '" in child.output.read_text()

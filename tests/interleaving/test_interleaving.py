@@ -18,6 +18,7 @@ from tests.zygote import Zygote
 
 SHORT = {
     "reuse": ["save", "gc"],
+    "reuse-all": ["save", "gc"],
     "recycle": ["save", "gc"],
     "repack": ["gc", "read"],
     "collections": ["one", "other"],

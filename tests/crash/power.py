@@ -209,6 +209,13 @@ class Disk:
             node = node.seen[name]
         return node
 
+    def _file(self, path: Path) -> Node:
+        """Return a file or directory, or a new one if another process has removed the name of an open one."""
+        try:
+            return self._node(path)
+        except KeyError:
+            return Node()
+
     def _change(self, *parts: tuple[Path, Node | None]) -> None:
         change = Change([(self._node(path.parent), path.name, node) for path, node in parts])
         for directory, name, node in change.parts:
@@ -225,18 +232,18 @@ class Disk:
         self._change((path, Node(names={})))
 
     def _write(self, path: Path, offset: int, block: bytes) -> None:
-        self._node(path).pending.append((offset, block))
+        self._file(path).pending.append((offset, block))
 
     def _truncate(self, path: Path, length: int) -> None:
-        self._node(path).pending.append((length, None))
+        self._file(path).pending.append((length, None))
 
     def _sync(self, path: Path) -> None:
-        self._node(path).flush()
+        self._file(path).flush()
 
     def _sync_directory(self, path: Path) -> None:
         # Directories above the watched directory are durable.
         if path.is_relative_to(self._base):
-            directory = self._node(path)
+            directory = self._file(path)
             while directory.changes:
                 directory.changes[0].apply()
 

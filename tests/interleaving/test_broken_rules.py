@@ -40,7 +40,7 @@ def test_random_schedules_show_a_broken_rule(zygote: Zygote, rule: str) -> None:
     assert "--order '" in child.output.read_text()
 
 
-@pytest.mark.slow(quick=["freed"], long=["mark"])
+@pytest.mark.slow(quick=["freed"])
 @pytest.mark.parametrize("rule", SEARCHED)
 def test_few_switches_show_a_broken_rule(zygote: Zygote, rule: str) -> None:
     """Test schedules with at most two switches or kills."""

@@ -21,12 +21,12 @@ from tests.crash.power import RecordingFiles
 
 def ignore_pins() -> None:
     """Free packs that a save has pinned (SPEC.md §B5 step 4)."""
-    Transaction.pins = lambda _self: {}  # type: ignore[method-assign]  # here and below, this process is to go wrong
+    Transaction.pins = lambda _self: {}  # here and below, this process is to go wrong
 
 
 def ignore_new_manifests() -> None:
     """Free packs although a manifest was committed since the listing (§B5 step 4)."""
-    StoreReachability.is_current = lambda *_arguments: True  # type: ignore[method-assign]
+    StoreReachability.is_current = lambda *_arguments: True
 
 
 def remove_before_the_mark() -> None:
@@ -38,13 +38,13 @@ def remove_before_the_mark() -> None:
             self._tier.pool.put(self._tier.pack_path(pack_id))
         return announce(self, locked, blocks_commits=blocks_commits)
 
-    StoreSweep._announce_freed = retire_and_announce  # type: ignore[method-assign]
-    StoreSweep._retire = lambda self, _freed: self._tier.pool.sync(self._tier.packs)  # type: ignore[method-assign]
+    StoreSweep._announce_freed = retire_and_announce
+    StoreSweep._retire = lambda self, _freed: self._tier.pool.sync(self._tier.packs)
 
 
 def reuse_freed_packs() -> None:
     """Pin reused packs without a look at their state (§B2 step 3)."""
-    Transaction.pack_state = lambda _self, _pack: registry.PACK_LIVE  # type: ignore[method-assign]
+    Transaction.pack_state = lambda _self, _pack: registry.PACK_LIVE
 
 
 def unlock_before_the_pin() -> None:
@@ -55,12 +55,12 @@ def unlock_before_the_pin() -> None:
         seal(self)
         self.close()
 
-    PackBuilder.seal = seal_and_unlock  # type: ignore[method-assign]
+    PackBuilder.seal = seal_and_unlock
 
 
 def commit_before_the_pin() -> None:
     """Publish the manifest before its packs are pinned (§B2 step 4)."""
-    CommitTransaction._pin_packs = lambda _self: []  # type: ignore[method-assign]
+    CommitTransaction._pin_packs = lambda _self: []
 
 
 def recycle_without_locks() -> None:
@@ -70,7 +70,7 @@ def recycle_without_locks() -> None:
     def locked(_self: NvmeTier, path: Path, *, exclusive: bool = True) -> Iterator[bool]:
         yield path.exists() and exclusive
 
-    NvmeTier.locked = locked  # type: ignore[method-assign]
+    NvmeTier.locked = locked
     pack_writer.try_lock = lambda _descriptor, *, exclusive: exclusive
 
 
@@ -81,12 +81,12 @@ def list_packs_once() -> None:
     def first_pack_ids(self: NvmeTier) -> list[PackId]:
         return self.__dict__.setdefault("first_pack_ids", pack_ids(self))
 
-    NvmeTier.pack_ids = first_pack_ids  # type: ignore[method-assign]
+    NvmeTier.pack_ids = first_pack_ids
 
 
 def skip_the_sync_of_packs() -> None:
     """Rename a pack before its content is synced (§B2 step 2)."""
-    OpenFile.sync = lambda _self: None  # type: ignore[method-assign]
+    OpenFile.sync = lambda _self: None
 
 
 def skip_the_sync_of_folders(name: str) -> None:
@@ -97,17 +97,17 @@ def skip_the_sync_of_folders(name: str) -> None:
         if name not in path.parts[-3:]:
             sync(self, path)
 
-    RecordingFiles.sync_directory = sync_others  # type: ignore[method-assign]
+    RecordingFiles.sync_directory = sync_others
 
 
 def skip_the_sync_of_the_pool() -> None:
     """Overwrite a file whose move into the pool may be lost (§B5)."""
-    Pool.sync = lambda _self, _packs: None  # type: ignore[method-assign]
+    Pool.sync = lambda _self, _packs: None
 
 
 def push_without_checks() -> None:
     """Do not look again for the packs that a push relies on (§C2 steps 4 and 6)."""
-    push._Push._packs_remain = lambda _self, _relied: True  # type: ignore[method-assign]
+    push._Push._packs_remain = lambda _self, _relied: True
 
 
 def remove_without_reading_again() -> None:
@@ -119,7 +119,7 @@ def remove_without_reading_again() -> None:
             refresh(self)
         self.__dict__["is_fresh"] = True
 
-    Reachability.refresh = refresh_once  # type: ignore[method-assign]
+    Reachability.refresh = refresh_once
 
 
 BREAKS: dict[str, Callable[[], None]] = {

@@ -113,7 +113,7 @@ def test_last_generation_has_no_successor(tier: NvmeTier) -> None:
 def test_the_name_of_one_file_makes_no_hundred_million_generations(tier: NvmeTier) -> None:
     """Test that a verification and a repair list missing generations of the line, and only some of the others."""
     _open(tier, registry.GENERATION_MAX, _ref(50_000_000, 1))
-    found = verify(tier)
+    found, _ = verify(tier)
     assert {finding.kind for finding in found} == {"missing-head", "no-checkpoint"}
     assert len(found) == 1002
     (error,) = [finding for finding in found if finding.severity == Severity.ERROR]

@@ -72,12 +72,14 @@ def _decode_planes(payload: memoryview, plain_length: int, base: Bytes | None, w
     plain = np.empty(plain_length, dtype=np.uint8)
     for chunk in tables.chunks:
         words = _read_planes(payload, tables, chunk, where)
+        target = planes.as_words(plain[chunk.start : chunk.end], chunk.width)
         if base is not None:
             base_words = planes.as_words(base[chunk.start : chunk.end], chunk.width)
-            words = planes.apply_difference(words, base_words, is_float=chunk.is_float)
+            planes.apply_difference(words, base_words, target, is_float=chunk.is_float)
         elif chunk.is_float:
-            words = planes.rotated_back(words)
-        planes.as_words(plain[chunk.start : chunk.end], chunk.width)[:] = words
+            planes.rotated_back(words, target)
+        else:
+            target[:] = words
     return plain.data
 
 

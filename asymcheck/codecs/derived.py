@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import struct
-import threading
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from asymcheck.codecs.planes import Bytes
+from asymcheck.codecs.planes import Bytes, scratch
 from asymcheck.errors import StructureError, TruncatedError
 
 BFLOAT16 = 1
@@ -23,26 +21,16 @@ _Rounded = npt.NDArray[np.uint16]
 _Bits = npt.NDArray[np.uint32]
 _BLOCK = 1 << 18
 """Elements per numpy call. Measured: with smaller blocks, threads wait for each other longer than they compute."""
-_thread = threading.local()
-
-
-def _scratch(number: int, dtype: np.dtype[Any], length: int) -> npt.NDArray[Any]:
-    """Return a reused buffer of this thread. Allocating a new buffer takes longer than the computation in it."""
-    buffers: dict[int, npt.NDArray[Any]] = _thread.__dict__.setdefault("buffers", {})
-    if number not in buffers:
-        buffers[number] = np.empty(_BLOCK, dtype=dtype)
-    return buffers[number][:length]
-
 
 def _round_to_bfloat16(bits: _Bits, result: _Rounded) -> None:
     # Add 0x7fff plus the lowest bit of the upper half. The sum carries into the upper half if the lower half is more
     # than one half, or exactly one half and the upper half is odd. A carry out of the fraction raises the exponent.
-    total = np.right_shift(bits, np.uint32(16), out=_scratch(0, np.dtype("<u4"), len(bits)))
+    total = np.right_shift(bits, np.uint32(16), out=scratch("total", "<u4", len(bits)))
     total &= np.uint32(1)
     total += np.uint32(0x7FFF)
     total += bits
     np.copyto(result, total.view(np.dtype("<u2"))[1::2])
-    nan = np.isnan(bits.view(np.dtype("<f4")), out=_scratch(1, np.dtype(bool), len(bits)))
+    nan = np.isnan(bits.view(np.dtype("<f4")), out=scratch("nan", bool, len(bits)))
     if nan.any():
         result[nan] = 0x7FC0
 
@@ -51,7 +39,7 @@ def _round_to_float16(bits: _Bits, result: _Rounded) -> None:
     floats = bits.view(np.dtype("<f4"))
     with np.errstate(all="ignore"):
         np.copyto(result.view(np.dtype("<f2")), floats, casting="same_kind")
-    nan = np.isnan(floats, out=_scratch(1, np.dtype(bool), len(bits)))
+    nan = np.isnan(floats, out=scratch("nan", bool, len(bits)))
     if nan.any():
         result[nan] = 0x7E00 | ((bits[nan] >> np.uint32(16)) & np.uint32(0x8000)).astype(np.uint16)
 
@@ -74,9 +62,9 @@ def is_rounded_base(plain: memoryview, base: memoryview, offset: int, dtype: int
     bits = _bits(base, offset, len(plain))
     for start in range(0, len(bits), _BLOCK):
         expected = words[start : start + _BLOCK]
-        actual = _scratch(2, np.dtype("<u2"), len(expected))
+        actual = scratch("rounded", "<u2", len(expected))
         _ROUND[dtype](bits[start : start + _BLOCK], actual)
-        if np.not_equal(actual, expected, out=_scratch(1, np.dtype(bool), len(expected))).any():
+        if np.not_equal(actual, expected, out=scratch("differs", bool, len(expected))).any():
             return False
     return True
 

@@ -142,7 +142,8 @@ def _pack_plane(plane: Bytes) -> tuple[int, Buffer]:
         packed = zstd.compress(raw, effort)
         if len(packed) < _RATIO_MAX * len(plane):
             return container.plane_entry(container.ZSTD, len(packed)), packed
-    return container.plane_entry(container.RAW, len(plane)), raw
+    # The memory of the plane is used again.
+    return container.plane_entry(container.RAW, len(plane)), bytes(raw)
 
 
 def _effort(plane: Bytes) -> Effort | None:

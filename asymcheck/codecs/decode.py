@@ -31,7 +31,12 @@ from asymcheck.types import Digest
 
 
 def decode(
-    descriptor: FrameDescriptor, payload: memoryview, base: memoryview | None = None, *, where: str = "frame"
+    descriptor: FrameDescriptor,
+    payload: memoryview,
+    base: memoryview | None = None,
+    *,
+    where: str = "frame",
+    room: memoryview | None = None,
 ) -> memoryview:
     """Return the plain bytes of a payload. For codec identity, return the payload itself, without a copy.
 
@@ -42,6 +47,7 @@ def decode(
         payload: its payload.
         base: plain bytes of the partition ``descriptor.base_digest``, whose digest was checked.
         where: the frame in error messages.
+        room: memory of the plain length, which a codec may fill and return.
 
     Raises:
         FormatError: the payload breaks a rule of its codec, or does not fit the base.
@@ -52,7 +58,7 @@ def decode(
     if descriptor.codec == registry.CODEC_ZSTD:
         return memoryview(zstd.decompress(payload, length, where))
     if descriptor.codec == registry.CODEC_BYTE_PLANES:
-        return _decode_planes(payload, length, None, where)
+        return _decode_planes(payload, length, None, where, room)
     if descriptor.codec not in registry.SUPPORTED_CODECS:
         name = registry.CODECS.get(descriptor.codec, "unknown")
         raise UnsupportedCodecError(
@@ -63,13 +69,17 @@ def decode(
     if descriptor.codec == registry.CODEC_DELTA:
         if len(base) != length:
             raise StructureError(f"{where}: delta of {length} bytes against a base of {len(base)} bytes")
-        return _decode_planes(payload, length, np.frombuffer(base, dtype=np.uint8), where)
+        return _decode_planes(payload, length, np.frombuffer(base, dtype=np.uint8), where, room)
     return decode_derived(payload, length, base, where)
 
 
-def _decode_planes(payload: memoryview, plain_length: int, base: Bytes | None, where: str) -> memoryview:
+def _decode_planes(
+    payload: memoryview, plain_length: int, base: Bytes | None, where: str, room: memoryview | None
+) -> memoryview:
     tables = container.decode_tables(payload, plain_length, where)
-    plain = np.empty(plain_length, dtype=np.uint8)
+    if room is None or len(room) != plain_length:
+        room = np.empty(plain_length, dtype=np.uint8).data
+    plain = np.frombuffer(room, dtype=np.uint8)
     for chunk in tables.chunks:
         words = _read_planes(payload, tables, chunk, where)
         target = planes.as_words(plain[chunk.start : chunk.end], chunk.width)
@@ -80,7 +90,7 @@ def _decode_planes(payload: memoryview, plain_length: int, base: Bytes | None, w
             planes.rotated_back(words, target)
         else:
             target[:] = words
-    return plain.data
+    return room
 
 
 def _read_planes(payload: memoryview, tables: Tables, chunk: Chunk, where: str) -> Words:
@@ -157,7 +167,13 @@ def base_reader(copies_of: Callable[[Digest], Iterable[FrameReader]]) -> BaseRea
 
 
 def decode_checked(
-    name: Digest, frame: FrameDescriptor, payload: memoryview, where: str, read_base: BaseReader, chain: Chain = _START
+    name: Digest,
+    frame: FrameDescriptor,
+    payload: memoryview,
+    where: str,
+    read_base: BaseReader,
+    chain: Chain = _START,
+    room: memoryview | None = None,
 ) -> memoryview:
     """Decode a checked frame, with its base if it has one, and compare the plain bytes with the digest ``name``.
 
@@ -174,7 +190,7 @@ def decode_checked(
         except BaseDamagedError as error:
             raise BaseDamagedError(f"{where}: partition {name.hex()} needs base {base_name.hex()}: {error}") from error
     with timed("decode", frame.plain_length) if frame.codec != registry.CODEC_IDENTITY else contextlib.nullcontext():
-        plain = decode(frame, payload, base, where=where)
+        plain = decode(frame, payload, base, where=where, room=room)
     with timed("verify", len(plain)):
         if frame.digest != name or len(plain) != frame.plain_length or digest_of(plain) != name:
             raise DigestMismatchError(f"digest mismatch in {where}")

@@ -22,6 +22,7 @@ _Bits = npt.NDArray[np.uint32]
 _BLOCK = 1 << 18
 """Elements per numpy call. Measured: with smaller blocks, threads wait for each other longer than they compute."""
 
+
 def _round_to_bfloat16(bits: _Bits, result: _Rounded) -> None:
     # Add 0x7fff plus the lowest bit of the upper half. The sum carries into the upper half if the lower half is more
     # than one half, or exactly one half and the upper half is odd. A carry out of the fraction raises the exponent.

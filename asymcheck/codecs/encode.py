@@ -142,8 +142,7 @@ def _pack_plane(plane: Bytes) -> tuple[int, Buffer]:
         packed = zstd.compress(raw, effort)
         if len(packed) < _RATIO_MAX * len(plane):
             return container.plane_entry(container.ZSTD, len(packed)), packed
-    # The memory of the plane is used again.
-    return container.plane_entry(container.RAW, len(plane)), bytes(raw)
+    return container.plane_entry(container.RAW, len(plane)), bytes(raw)  # the memory of the plane is used again
 
 
 def _effort(plane: Bytes) -> Effort | None:

@@ -40,8 +40,7 @@ def as_words(chunk: Bytes, width: int) -> Words:
 
 
 def rotated(words: Words, out: Words, bits: int = 1) -> Words:
-    """Rotate each element left, into ``out``. By one bit, the sign becomes the lowest bit, and the exponent fills the
-    top byte."""
+    """Rotate each element left. By one bit, the sign becomes the lowest bit, and the exponent fills the top byte."""
     left, right = words.dtype.type(bits), words.dtype.type(8 * words.itemsize - bits)
     np.left_shift(words, left, out=out)
     out |= np.right_shift(words, right, out=_like("shifted", words))
@@ -91,7 +90,7 @@ def split_rotated(words: Words) -> Bytes:
 
 
 def join(planes: list[Bytes | int], count: int) -> Words:
-    """Join planes (rows of bytes, or one repeated byte) into ``count`` elements, in a plane or memory of this thread."""
+    """Join planes (rows of bytes, or one repeated byte) into elements, in a plane or in memory of this thread."""
     width, half = len(planes), len(planes) // 2
     if width == 1 and not isinstance(planes[0], int):
         return planes[0]

@@ -14,7 +14,7 @@ import torch
 from asymcheck.commit.encoder import Base, Contents, Encoder, contents_of, original_of
 from asymcheck.commit.manifest_builder import ManifestBuilder, inline_bytes, manifest_header
 from asymcheck.commit.save_request import LineagePosition, SaveRequest
-from asymcheck.commit.transaction import CommitTransaction
+from asymcheck.commit.transaction import CommitTransaction, WriteFrame
 from asymcheck.config import StoreConfig
 from asymcheck.errors import TornCaptureError, listed
 from asymcheck.events import timed
@@ -22,7 +22,7 @@ from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.manifest import manifest_of
 from asymcheck.format.registry import ALIGNED_PAYLOAD_MIN_BYTES, BLOCK_BYTES, CODEC_BYTE_PLANES, CODEC_DELTA
-from asymcheck.state.leaves import Leaf, copy_partition
+from asymcheck.state.leaves import Leaf, TensorBytes, copy_partition
 from asymcheck.state.partition_plan import PLAN_KIND, Cut, Originals, Partition, cut
 from asymcheck.state.walk import Columns, FlatState
 from asymcheck.storage.gpu_staging import catch_up
@@ -138,8 +138,7 @@ class Flusher:
         def store(number: int, slot: Slot) -> None:
             partition = partitions[number]
             known = self._known.get(partition)
-            is_encoded = number in copies or self._earlier is not None
-            in_place = None if is_encoded else self._writable_in_place(partition)
+            in_place = None if number in copies else self._writable_in_place(partition)
             if known is not None:
                 digests[number] = known
                 if self._transaction.claim(known):
@@ -147,20 +146,24 @@ class Flusher:
             elif in_place is not None:
                 digests[number] = self._put_in_place(partition, number, slot, in_place)
             else:
-                name, payload = self._copy(partition, number, slot)
+                kept = self._kept(partition)
+                name, payload = self._copy(partition, number, slot, kept)
                 digests[number] = name
                 dtype = self._dtypes[partition.pieces[0].row]
                 base = original_of(payload, dtype, number, originals, read) if number in copies else None
                 bases = [] if base is None else [base]
                 if self._earlier is not None:
                     bases.append(self._earlier.base(partition))
-                self._put(partition, number, slot, name, bases)
+                write = partial(_write, slot) if kept is None else partial(_copy_and_write, slot, kept)
+                self._put(partition, number, name, payload, write, bases)
             for piece in partition.pieces:
                 with self._lock:
                     remaining[piece.row] -= 1
                 if not remaining[piece.row]:
                     self._leaves[piece.row].release()
 
+        # Computing a partition begins with reads, so the drive waits unless more partitions are in flight.
+        is_computed = any(isinstance(leaf.source, TensorBytes) for leaf in self._leaves)
         before = self._versions()
         for numbers in (others, sorted(copies)):
             run_with_slots(
@@ -168,7 +171,7 @@ class Flusher:
                 store,
                 slots=self._tier.slots,
                 payload_bytes=max((partitions[number].length for number in numbers), default=0),
-                threads=self._tier.config.slots,
+                threads=self._tier.config.slots * (2 if is_computed else 1),
                 name="flush",
             )
         changed = [leaf for leaf, a, b in zip(self._leaves, before, self._versions(), strict=True) if a != b]
@@ -201,7 +204,7 @@ class Flusher:
             return None
         in_place = whole[piece.start : piece.start + piece.length]
         is_congruent = self._tier.may_shift or not _shift_of(in_place)
-        codecs = (CODEC_BYTE_PLANES,)
+        codecs = (CODEC_BYTE_PLANES,) if self._earlier is None else (CODEC_BYTE_PLANES, CODEC_DELTA)
         stays = is_congruent and self._encoder.stays_plain(partition.length, self._contents(partition), codecs)
         return in_place if stays else None
 
@@ -233,13 +236,21 @@ class Flusher:
             raise _torn([self._leaves[partition.pieces[0].row]])
         return name
 
-    def _copy(self, partition: Partition, number: int, slot: Slot) -> tuple[Digest, memoryview]:
-        payload = slot.payload(partition.length)
-        with timed("copy", partition.length, lambda: {"partition": number}):
-            copy_partition(partition, self._leaves, payload)
+    def _copy(
+        self, partition: Partition, number: int, slot: Slot, kept: memoryview | None = None
+    ) -> tuple[Digest, memoryview]:
+        payload = slot.payload(partition.length) if kept is None else kept
+        if kept is None:
+            with timed("copy", partition.length, lambda: {"partition": number}):
+                copy_partition(partition, self._leaves, payload)
         # Digest now, while the bytes are in the cache of this core.
         with timed("digest", partition.length, lambda: {"partition": number}):
             return digest(payload), payload
+
+    def _kept(self, partition: Partition) -> memoryview | None:
+        """Return a partition in place if its memory does not change, because the next save uses it as a base."""
+        is_kept = self._earlier is not None and len(partition.pieces) == 1
+        return self._bytes_in_place(partition, 0, None) if is_kept else None
 
     def _copied(self, partition: Partition, number: int, slot: Slot, known: Digest) -> FrameDescriptor:
         """Copy a partition with a known digest into ``slot``, and describe its unencoded frame."""
@@ -248,10 +259,12 @@ class Flusher:
             raise _torn([self._leaves[partition.pieces[0].row]])
         return FrameDescriptor.identity(name, len(payload))
 
-    def _put(self, partition: Partition, number: int, slot: Slot, name: Digest, bases: Sequence[Base]) -> None:
+    def _put(
+        self, partition: Partition, number: int, name: Digest, plain: memoryview, write: WriteFrame, bases: list[Base]
+    ) -> None:
         is_new, contents = True, self._contents(partition)
         with timed("write", partition.length, lambda: {"partition": number, "known": not is_new}):
-            is_new = self._transaction.add(name, slot.payload(partition.length), contents, partial(_write, slot), bases)
+            is_new = self._transaction.add(name, plain, contents, write, bases)
 
     def _contents(self, partition: Partition) -> Contents:
         return contents_of(partition.pieces, self._leaves[partition.pieces[0].row].role, self._dtypes)
@@ -269,6 +282,11 @@ def _torn(leaves: Sequence[Leaf]) -> TornCaptureError:
 
 
 def _write(slot: Slot, writer: PackWriter, descriptor: FrameDescriptor) -> None:
+    writer.write(slot, descriptor)
+
+
+def _copy_and_write(slot: Slot, plain: memoryview, writer: PackWriter, descriptor: FrameDescriptor) -> None:
+    slot.fill(plain)
     writer.write(slot, descriptor)
 
 

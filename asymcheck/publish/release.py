@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from asymcheck.commit.encoder import Encoder
 from asymcheck.commit.synchronous_save import EarlierState, save
+from asymcheck.config import COMPRESSIONS, Compression
 from asymcheck.errors import AsymcheckError, FormatError, InvalidInputError, PruneWarning, RecoveryError, warn_user
 from asymcheck.events import timed
 from asymcheck.format import registry
@@ -60,6 +61,8 @@ class Publish:
     """Number of newest releases to keep. A release that is being read stays until the reader has finished."""
     close_s: float | None = 60.0
     """Time that ``close()`` of a Checkpointer waits for the release in flight [s]; None for no limit."""
+    compression: Compression = "smallest"
+    """On a local drive, ``"auto"`` encodes tensors only if that takes less time than to write them plain."""
 
     def __post_init__(self) -> None:
         """Refuse invalid rules."""
@@ -68,6 +71,8 @@ class Publish:
             if type(value) is not int or value < 1 or (most is not None and value > most):
                 limit = "1 or more" if most is None else f"1 to {most}"
                 raise InvalidInputError(f"Publish({name}={value!r:.100}): give an integer, {limit}")
+        if self.compression not in COMPRESSIONS:
+            raise InvalidInputError(f"Publish(compression={self.compression!r:.100}): give one of {COMPRESSIONS}")
         if self.close_s is not None:
             check_seconds("close_s", self.close_s)
         check_glob(self.tensors)
@@ -129,7 +134,7 @@ class Publisher:
         self._own = Store.open(rules.location, create=True) if self._location is None else None
         self._store: Store = self._own or spool  # type: ignore[assignment]  # checked above
         self._far: RemoteTier | None = None
-        self._encoder = Encoder("smallest", "nvme")
+        self._encoder = Encoder(rules.compression, "nvme")
         self._lock = self._store.training.run_lock(RUN)
         self._newest: CheckpointRef | None = None
         self._earlier: EarlierState | None = None

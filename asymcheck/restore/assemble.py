@@ -206,14 +206,18 @@ class Assembly(ReadPlan):
         return shifts.most_common(1)[0][0]
 
     def room(self, name: Digest) -> memoryview | None:
-        """Return memory for a direct read of a partition that one tensor needs as a whole, without shared memory."""
+        """Return memory for a partition that one tensor needs as a whole, without shared memory.
+
+        A plain partition is read there directly. An encoded one is only decoded into a new tensor, so that a damaged
+        payload overwrites nothing.
+        """
         fill, *more = self.fills[name]
         if self._sources is None or more or fill.crossing is not None or not isinstance(fill.target, Target):
             return None
-        target = fill.target
-        shift = self._sources.direct_shift(name, fill.length) if target.is_direct else None
-        memory = target.room(fill.start, fill.length) if shift is not None else None
-        if memory is None or shift != np.frombuffer(memory, dtype=np.uint8).ctypes.data % BLOCK_BYTES:
+        target, shift = fill.target, self._sources.direct_shift(name, fill.length)
+        is_wanted = not target.in_place if shift is None else target.is_direct
+        memory = target.room(fill.start, fill.length) if is_wanted else None
+        if memory is None or shift not in (None, np.frombuffer(memory, dtype=np.uint8).ctypes.data % BLOCK_BYTES):
             return None
         target.touched = True
         self._direct[name] = target, memory

@@ -6,6 +6,7 @@ used in place, because no process writes to that memory.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -29,7 +30,7 @@ _ONE_THREAD_BYTES = 16 << 20
 Place = Callable[[Digest, memoryview], None]
 """Receive the verified plain bytes of a partition, on a worker thread. The view must not be kept."""
 Room = Callable[[Digest], memoryview | None]
-"""Return memory for a direct read of a partition, or None; called on worker threads.
+"""Return memory for the plain bytes of a partition, or None; called on worker threads.
 
 The memory receives the bytes before they are verified. If they are intact, ``place`` receives the same view.
 """
@@ -76,7 +77,7 @@ def read_any(
         sources: the open packs.
         name: digest of the partition.
         slot: memory for the frame; by default new memory.
-        room: memory for a direct read of the first copy.
+        room: memory for the plain bytes of the first copy.
         first: the copy to read first; by default the first one in ``sources``.
 
     Raises:
@@ -84,13 +85,13 @@ def read_any(
     """
     first = first or sources.copy(name)
     slot = slot or Slot(first.stored_length)
-    read_base = _base_reader_of(sources)
     problems: list[str] = []
     for copy in itertools.chain([first], sources.other_copies(name, [first])):
         if problems:
             slot, room = Slot(max(slot.payload_bytes, copy.stored_length, BLOCK_BYTES)), None
         try:
-            return read_checked(copy, name, slot, read_base, room)
+            with contextlib.ExitStack() as slots:
+                return read_checked(copy, name, slot, _base_reader_of(sources, slots), room)
         except INCONCLUSIVE:
             raise
         except StorageError as error:
@@ -108,14 +109,14 @@ def _note_damage(sources: PartitionLocator, copy: PartitionCopy) -> None:
         damaged_frames.note(frame.pack.header.pack_id, int(frame.entry["offset"]))
 
 
-def _base_reader_of(sources: PartitionLocator) -> BaseReader:
-    """Return a function that reads bases from ``sources``."""
+def _base_reader_of(sources: PartitionLocator, slots: contextlib.ExitStack) -> BaseReader:
+    """Return a function that reads bases from ``sources``, into memory that ``slots`` holds."""
 
     def copies_of(name: Digest) -> Iterator[FrameReader]:
         near = sources.base_copies(name)
         # Copies in other packs are only searched if none of these is intact.
         for copy in itertools.chain(near, sources.other_copies(name, near)):
-            yield partial(read_frame, copy, Slot(copy.stored_length))
+            yield partial(read_frame, copy, slots.enter_context(sources.tier.slots.slot(copy.stored_length)))
 
     return base_reader(copies_of)
 
@@ -125,7 +126,7 @@ def read_frame(
 ) -> tuple[FrameDescriptor, memoryview, str]:
     """Read a frame and verify everything except its plain bytes; return descriptor, payload and name.
 
-    The payload is read into ``room`` if possible, otherwise into ``slot``.
+    A plain payload is read into ``room`` if possible, any other one into ``slot``.
 
     Raises:
         FormatError: the frame is damaged.
@@ -134,6 +135,8 @@ def read_frame(
     where, entry = str(copy), copy.entry
     place = copy.pack.header.pack_id, copy.pack.stamped(copy.sequence), where
     with timed("read", copy.stored_length):
+        if room is not None and (len(room) != copy.stored_length or copy.pack.direct_shift(copy.sequence) is None):
+            room = None
         parts = None if room is None else copy.pack.read_payload(copy.sequence, room, slot)
         frame = copy.pack.read_frame(copy.sequence, slot) if parts is None else slot.memory[:0]
     if parts is None:
@@ -159,4 +162,4 @@ def read_checked(
         StorageError: the drive failed.
     """
     descriptor, payload, where = read_frame(copy, slot, room)
-    return decode_checked(name, descriptor, payload, where, read_base)
+    return decode_checked(name, descriptor, payload, where, read_base, room=room)

@@ -13,6 +13,7 @@ import torch
 
 import asymcheck
 from asymcheck import Checkpointer, Grace, Publish, Publisher, Store, Subscriber
+from asymcheck.config import Compression
 from asymcheck.errors import (
     InconsistentCheckpointError,
     InvalidInputError,
@@ -273,9 +274,33 @@ def test_alternating_publishers_give_unique_numbers(tmp_path: Path) -> None:
             check(served, number)
 
 
+@pytest.mark.parametrize("compression", ["smallest", "auto", "off"])
+def test_plain_releases_are_followed(tmp_path: Path, compression: Compression) -> None:
+    """Test that all bytes are written without compression, or while the speed of the drive is not known."""
+    rules, trained, served = Publish(str(tmp_path / "releases"), compression=compression), model(), model()
+    with Publisher(rules) as publisher, Subscriber(rules.location, served) as subscriber:
+        for number in (1, 2, 3):
+            release = publish(publisher, trained, number)
+            assert (release.written_bytes < 0.95 * release.state_bytes) == (compression == "smallest")
+            subscriber.update()
+            check(served, number)
+
+
+def test_noise_is_published_plain(tmp_path: Path) -> None:
+    """Test a tensor of which no codec makes fewer bytes, neither alone nor as a difference."""
+    rules, served = Publish(str(tmp_path / "releases")), {"noise": torch.zeros(1 << 20, dtype=torch.uint8)}
+    with Publisher(rules) as publisher, Subscriber(rules.location, served) as subscriber:
+        for step in (1, 2, 3):
+            noise = torch.randint(256, (1 << 20,), dtype=torch.uint8)
+            assert publisher.publish({"model": {"noise": noise}}, step).written_bytes == 1 << 20
+            subscriber.update()
+            assert torch.equal(served["noise"], noise)
+
+
 def test_invalid_rules_are_refused(tmp_path: Path) -> None:
     """Test rules that could not be followed, tensors that do not exist, and a shard."""
     wrongs = ({"every": 0}, {"full_every": 10}, {"keep": None}, {"dtype": torch.int8}, {"tensors": 3}, {"close_s": -1})
+    wrongs += ({"compression": "best"},)
     for wrong in wrongs:
         with pytest.raises(InvalidInputError):
             Publish("x", **wrong)  # type: ignore[arg-type]  # wrong on purpose

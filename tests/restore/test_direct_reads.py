@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from asymcheck.errors import (
     StateMismatchError,
 )
 from asymcheck.format.manifest import TensorRow
+from asymcheck.restore import frame_reader
 from asymcheck.restore.assemble import allocate
 from asymcheck.storage.local_files import Files, set_direct, translated
 from asymcheck.storage.nvme import NvmeTier, pack_reader
@@ -276,6 +279,26 @@ def test_damage_of_an_existing_tensor_is_found(store_path: Path, place: str) -> 
     assert caught.value.overwritten == ("w",)
     assert caught.value.next_step == 1
     assert set(into["x"].tolist()) == {7.0}
+
+
+def test_damage_of_an_encoded_partition_overwrites_nothing(store_path: Path) -> None:
+    """Test that encoded partitions are decoded into new tensors in place, but not into existing ones."""
+    with Store.open(store_path, create=True, config=dataclasses.replace(CONFIG, compression="smallest")) as store:
+        for step in (1, 2):
+            store.save({"w": step + torch.rand(1 << 17)}, step=step)
+    into = {"w": torch.zeros(1 << 17)}
+    with Store.open(store_path) as store:
+        with mock.patch.object(frame_reader, "decode_checked", wraps=frame_reader.decode_checked) as decoding:
+            state: Any = store.load()
+            store.load(into=into)
+        assert torch.equal(state["w"], into["w"])
+        new, existing = (call.kwargs["room"] for call in decoding.call_args_list)
+        assert _address(new) == state["w"].data_ptr()
+        assert existing is None
+    _flip(_newest(store_path), "interior")
+    with Store.open(store_path) as store, pytest.warns(SkippedCheckpointWarning, match="step 2"):
+        store.load(into=into)
+    assert 1 <= into["w"].min() <= into["w"].max() <= 2
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -19,6 +19,8 @@ WRITER = f"asymcheck {__version__}"
 MIB = 1 << 20
 DEFAULT_RUN = "default"
 """Default name of a run."""
+PARTIAL_RUN = "partial"
+"""Default name of the run for copies of some tensors."""
 
 
 RING_FOLDER_VARIABLE = "ASYMCHECK_RING_FOLDER"

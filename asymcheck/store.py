@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from asymcheck.commit.save_request import LineagePosition, SaveRequest
 from asymcheck.commit.transaction import remove
-from asymcheck.config import DEFAULT_RUN, StoreConfig
+from asymcheck.config import DEFAULT_RUN, PARTIAL_RUN, StoreConfig
 from asymcheck.errors import (
     CheckpointNotFoundError,
     InvalidInputError,
@@ -38,7 +38,6 @@ from asymcheck.opened_store import OpenedStore
 from asymcheck.policies.retention import Retention
 from asymcheck.replication.collect_remote import collect_remote
 from asymcheck.replication.heal import can_be_healed, heal
-from asymcheck.replication.partial_copy import PARTIAL_RUN, Selection
 from asymcheck.replication.pull import pull
 from asymcheck.replication.push import push
 from asymcheck.replication.transfer_plan import selected
@@ -456,6 +455,8 @@ class Store(contextlib.AbstractContextManager["Store"]):
         step = _selected_step(step, everything=everything)
         selection, config = None, tier.config
         if tensors is not None:
+            from asymcheck.replication.partial_copy import Selection
+
             check_glob(tensors)
             selection = Selection(tensors, layout.check_run(to_run))
             # A gap between needed frames may hold frames of other tensors.

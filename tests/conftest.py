@@ -14,6 +14,9 @@ from hypothesis import HealthCheck, settings
 
 from tests.zygote import Zygote
 
+# Register these modules before their import, so that their assertions show both sides, as in test modules.
+pytest.register_assert_rewrite("tests.crash.survival", "tests.crash.actions")
+
 # Keep rings of tests, also of killed ones, in a separate folder. Set it before the package is imported, so that
 # processes of tests inherit it.
 RINGS = tempfile.mkdtemp(prefix="asymcheck-tests-", dir="/dev/shm")

@@ -14,12 +14,11 @@ import click
 
 from asymcheck.cli import exit_status, output
 from asymcheck.cli.options import Report, command, parse_size, ring_options, step_option, store_argument, target_option
-from asymcheck.config import DEFAULT_RUN, RemoteConfig, StoreConfig
+from asymcheck.config import DEFAULT_RUN, PARTIAL_RUN, RemoteConfig, StoreConfig
 from asymcheck.convert.export_target import format_of, is_store
 from asymcheck.errors import InvalidInputError, NotFoundError, SkippedCheckpointWarning, StoreNotFoundError
 from asymcheck.format.layout import check_run
 from asymcheck.policies.push_selection import Push
-from asymcheck.replication.partial_copy import PARTIAL_RUN
 from asymcheck.replication.push_loop import PushLoop, follow
 from asymcheck.replication.push_status import PushStatus
 from asymcheck.replication.transfer_plan import selected

@@ -22,7 +22,7 @@ from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.manifest import manifest_of
 from asymcheck.format.registry import ALIGNED_PAYLOAD_MIN_BYTES, BLOCK_BYTES, CODEC_BYTE_PLANES, CODEC_DELTA
-from asymcheck.state.leaves import Leaf, TensorBytes, copy_partition
+from asymcheck.state.leaves import Leaf, copy_partition
 from asymcheck.state.partition_plan import PLAN_KIND, Cut, Originals, Partition, cut
 from asymcheck.state.walk import Columns, FlatState
 from asymcheck.storage.gpu_staging import catch_up
@@ -162,8 +162,6 @@ class Flusher:
                 if not remaining[piece.row]:
                     self._leaves[piece.row].release()
 
-        # Computing a partition begins with reads, so the drive waits unless more partitions are in flight.
-        is_computed = any(isinstance(leaf.source, TensorBytes) for leaf in self._leaves)
         before = self._versions()
         for numbers in (others, sorted(copies)):
             run_with_slots(
@@ -171,7 +169,7 @@ class Flusher:
                 store,
                 slots=self._tier.slots,
                 payload_bytes=max((partitions[number].length for number in numbers), default=0),
-                threads=self._tier.config.slots * (2 if is_computed else 1),
+                threads=self._tier.config.slots,
                 name="flush",
             )
         changed = [leaf for leaf, a, b in zip(self._leaves, before, self._versions(), strict=True) if a != b]

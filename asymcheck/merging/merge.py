@@ -22,7 +22,7 @@ from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.merging import methods
 from asymcheck.merging.methods import BLOCK_ELEMENTS, Angle, Block, MergeSettings, Threshold
 from asymcheck.merging.sources import Source, SourceName, SourceTensor, named, opened
-from asymcheck.replication.partial_copy import check_derived_run
+from asymcheck.replication.pull import check_derived_run
 from asymcheck.restore.resolve import read_manifests
 from asymcheck.restore.state_template import rows_in, with_tensors
 from asymcheck.state.leaves import Leaf, TensorBytes

@@ -13,21 +13,10 @@ from asymcheck.format.tree import Node
 from asymcheck.restore.state_template import RowRef, read_shape, select
 from asymcheck.state.typed_values import TypedValue
 from asymcheck.state.walk import Walker
-from asymcheck.storage.interfaces import ReadTier, StoreTier
+from asymcheck.storage.interfaces import StoreTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.remote import RemoteTier
 from asymcheck.types import CheckpointRef, SaveId
-
-PARTIAL_RUN = "partial"  # default name of the run for partial copies
-
-
-def check_derived_run(tier: ReadTier, run: str) -> None:
-    """Raise InvalidInputError if a training would find merged or partial checkpoints of a run in its line."""
-    newest = next(reversed(tier.manifests.checkpoints(run)), None)
-    if newest is not None and tier.manifests.read(run, newest.ref, newest.manifests[0]).header.merged is None:
-        raise InvalidInputError(
-            f"run {run!r} of {tier.root} has checkpoints of a training; give another run for the result"
-        )
 
 
 def source_record(tier: StoreTier, run: str, ref: CheckpointRef, weight: float | None) -> dict[str, object]:

@@ -7,6 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from asymcheck.commit.encoder import Encoder
 from asymcheck.commit.transaction import CommitTransaction
@@ -26,15 +27,18 @@ from asymcheck.errors import (
 from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.manifest import Manifest, encode
 from asymcheck.replication.head_records import pull_heads
-from asymcheck.replication.partial_copy import Selection, check_derived_run
 from asymcheck.replication.transfer_stats import Moved
 from asymcheck.restore.frame_reader import fetch
 from asymcheck.restore.partition_locator import PartitionLocator
 from asymcheck.restore.resolve import read_manifests
+from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import Catalog, NvmeTier, PackWriter
 from asymcheck.storage.remote import RemoteTier
 from asymcheck.types import Digest, Progress
+
+if TYPE_CHECKING:
+    from asymcheck.replication.partial_copy import Selection
 
 _BLOCKING_ERRORS = (
     OutOfSpaceError,
@@ -45,6 +49,15 @@ _BLOCKING_ERRORS = (
     ForkedStoreError,
 )
 """Errors that every other checkpoint would raise as well."""
+
+
+def check_derived_run(tier: ReadTier, run: str) -> None:
+    """Raise InvalidInputError if a training would find merged or partial checkpoints of a run in its line."""
+    newest = next(reversed(tier.manifests.checkpoints(run)), None)
+    if newest is not None and tier.manifests.read(run, newest.ref, newest.manifests[0]).header.merged is None:
+        raise InvalidInputError(
+            f"run {run!r} of {tier.root} has checkpoints of a training; give another run for the result"
+        )
 
 
 def pull(

@@ -85,7 +85,7 @@ with Store.open(sys.argv[1], config=StoreConfig(partition_bytes=8192, bundle_bel
     last = iterate(checkpointer)
     checkpointer.wait()
     background = checkpointer._background
-    kept = [moving.capture.slots + [moving.manifest_slot] for moving in background._flusher._kept]
+    kept = [moving.slots + [moving.manifest_slot] for moving in background._flusher._kept]
     held = {id(slot) for slots in kept for slot in slots}
     nobodys = sum(slot.frame_bytes for slot in background._ring._taken if id(slot) not in held)
     checkpointer.close()

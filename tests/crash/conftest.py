@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 
-# Register the modules before their import, so that their assertions show both sides, as in test modules.
-pytest.register_assert_rewrite("tests.crash.survival", "tests.crash.actions")
-
-from asymcheck.store import Store  # noqa: E402 - as said above
-from tests.crash.actions import Action, open_store, perform  # noqa: E402 - as above
-from tests.crash.dead_rings import CAPTURED, DURABLE, copied, kill_when_ready  # noqa: E402 - as above
-from tests.crash.trainer import train  # noqa: E402 - as above
-from tests.zygote import Zygote  # noqa: E402 - as above
+from asymcheck.store import Store
+from tests.crash.actions import Action, open_store, perform
+from tests.crash.dead_rings import CAPTURED, DURABLE, copied, kill_when_ready
+from tests.crash.trainer import train
+from tests.zygote import Zygote
 
 Template = Callable[[Sequence[Action]], Path]
 """Function that returns a folder with a store after some actions, and its journal. It is shared: copy it."""

@@ -117,7 +117,7 @@ class Transfers:
 
     def is_on_device(self, number: int) -> bool:
         """Tell whether a part of a partition is on a device."""
-        return self.devices_of(number) != [None]
+        return any(device is not None for device in self.devices_of(number))
 
     def is_staged(self, number: int) -> bool:
         """Tell whether a partition has been cloned into a staging buffer."""

@@ -7,7 +7,6 @@ goes through :class:`Files`. Only LMDB does its own I/O.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
@@ -20,7 +19,6 @@ from typing import ParamSpec, TypeVar
 
 from asymcheck.errors import OutOfSpaceError, ReadOnlyStoreError, StorageError, TooManyFilesError
 
-_LIBC = ctypes.CDLL(None)
 _POLL_S = 0.005
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -97,11 +95,6 @@ class Files:
         """Cut or extend a file to ``length`` bytes."""
         with translated("truncate", path):
             os.ftruncate(descriptor, length)
-
-    def allocate(self, descriptor: int, start: int, length: int) -> bool:
-        """Allocate disk blocks and extend a file to ``start + length`` bytes; return False if that is impossible."""
-        # os.posix_fallocate() would write to each block on a file system that cannot allocate.
-        return not _LIBC.fallocate(descriptor, 0, ctypes.c_int64(start), ctypes.c_int64(length))
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename a file, replacing an existing target."""

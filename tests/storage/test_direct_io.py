@@ -16,7 +16,7 @@ import torch
 from asymcheck import Store, StoreConfig
 from asymcheck.errors import StorageError
 from asymcheck.storage.local_files import Files, set_direct, translated
-from asymcheck.storage.nvme import NvmeTier, pack_writer
+from asymcheck.storage.nvme import NvmeTier
 from tests.store.equality import assert_same
 
 STATE = {"large": torch.arange(3_000_000), "small": [torch.randn(3000) for _ in range(5)], "odd": torch.ones(70_001)}
@@ -55,23 +55,6 @@ class Watching(Files):
         if path.parent.name == "packs" and sum(map(len, buffers)) > 100_000:
             self.frames_read.add(_is_direct(descriptor))
         return super().pread(descriptor, buffers, offset, path)
-
-
-class Allocating(Files):
-    """Records allocations, and may refuse them."""
-
-    def __init__(self, *, refuses: bool) -> None:
-        self._refuses = refuses
-        self.allocated: list[tuple[int, int]] = []
-        """Start and end of each allocation."""
-
-    def allocate(self, descriptor: int, start: int, length: int) -> bool:
-        """Record, then refuse or allocate."""
-        self.allocated.append((start, start + length))
-        if self._refuses or not super().allocate(descriptor, start, length):
-            return False
-        assert os.fstat(descriptor).st_size == start + length
-        return True
 
 
 class Refusing(Watching):
@@ -142,39 +125,9 @@ def test_a_file_system_without_direct_access_is_written_through_the_cache(
 @pytest.mark.parametrize("attempt", range(3))
 def test_a_file_system_that_refuses_late_is_used_through_the_cache(store_path: Path, attempt: int) -> None:
     """Test several threads whose direct I/O is refused after the flag was accepted: none of them fails."""
-    files = Refusing(StoreConfig().slots)
+    files = Refusing(4)
     _round_trip(store_path, files)
     assert files.frames_written == files.frames_read == {False}
-
-
-@pytest.mark.parametrize("refuses", [False, True])
-def test_blocks_of_a_new_pack_are_allocated_ahead(
-    store_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool
-) -> None:
-    """Test that the tail for unwritten frames is cut, that a refusal is no error, and that old files need no blocks."""
-    monkeypatch.setattr(pack_writer, "_AHEAD_BYTES", 1 << 20)
-    files, tier = Allocating(refuses=refuses), NvmeTier(store_path, StoreConfig())
-    state = {"large": STATE["large"], "again": torch.arange(3_000_000)}
-    with Store(NvmeTier(store_path, StoreConfig(), files=files)) as store:
-        store.save(state, step=1)
-        (pack_id,) = tier.pack_ids()
-        with contextlib.closing(tier.open_pack(pack_id)) as pack:
-            assert tier.pack_bytes(pack_id) == pack.header.pack_length
-        assert_same(store.load(), state)
-        starts, ends = zip(*files.allocated, strict=True)
-        assert starts == (0, *ends[:-1])
-        assert len(ends) == 1 if refuses else ends[-1] > 24_000_000
-        store.delete(1)
-        store.gc()
-        store.save(state, step=2)
-        assert len(files.allocated) == len(ends)
-
-
-def test_a_small_pack_allocates_nothing_ahead(store_path: Path) -> None:
-    """Test that a small save makes no additional system call."""
-    files = Allocating(refuses=True)
-    _round_trip(store_path, files)
-    assert files.allocated == []
 
 
 def test_other_failures_are_not_retried(store_path: Path) -> None:

@@ -48,7 +48,8 @@ def call() -> Callable[..., Outcome]:
 @pytest.fixture
 def store(store_path: Path) -> Path:
     """Return a store with a line of training, an abandoned branch and a second run."""
-    config = asymcheck.StoreConfig(partition_bytes=8192, bundle_below_bytes=4096, inline_bytes=64)
+    # With one slot, the frames have the same order in each run. Damage hits the first one.
+    config = asymcheck.StoreConfig(partition_bytes=8192, bundle_below_bytes=4096, inline_bytes=64, slots=1)
     weight = torch.arange(10_000, dtype=torch.float32)
     with asymcheck.Store.open(store_path, config=config, create=True) as opened:
         for step in (10, 20, 30):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import mmap
 import struct
 import zipfile
 import zlib
@@ -36,6 +37,9 @@ _CENTRAL_CRC = 16
 _DESCRIPTOR = b"PK\x07\x08"
 _CHUNK = 8 << 20
 _PROBE_BYTES = 1 << 16
+# Smaller tensors get ordinary memory, because a process can have only 65,530 mappings.
+_MAPPED_BYTES = 1 << 20
+_MAP_NORESERVE = 0x4000
 
 
 class TorchSink(DraftSink):
@@ -65,7 +69,7 @@ class TorchSink(DraftSink):
         def make(leaf: object) -> object:
             if isinstance(leaf, RowRef):
                 order.append(leaf.row)
-                return hollow.setdefault(leaf.row, _hollow(outline.tensors[leaf.row]))
+                return hollow.setdefault(leaf.row, hollow_tensor(outline.tensors[leaf.row]))
             return leaf.item() if isinstance(leaf, np.generic) else leaf
 
         state = map_leaves(shape, make)
@@ -106,16 +110,19 @@ def _writing(file: TargetFile) -> Iterator[None]:
         raise StorageError(f"torch could not write {file.path}: {first_line(error)}; {advice}") from error
 
 
-def _hollow(row: TensorRow) -> torch.Tensor:
+def hollow_tensor(row: TensorRow) -> torch.Tensor:
     """Return a tensor with reserved memory that is never touched."""
     dtype = TORCH_DTYPES.get(row.dtype)
     if dtype is None:
         raise InvalidInputError(
             f"tensor {row.name} has dtype {row.dtype}, which torch {torch.__version__} lacks; install a newer torch"
         )
-    # Unlike torch.empty(), a storage is never filled, not even with deterministic algorithms.
-    storage = torch.UntypedStorage(math.prod(row.shape) * DTYPE_BYTES[row.dtype])
-    return torch.empty(0, dtype=dtype).set_(storage).view(row.shape)
+    length = math.prod(row.shape) * DTYPE_BYTES[row.dtype]
+    if length < _MAPPED_BYTES:
+        return torch.empty(row.shape, dtype=dtype, device="cpu")
+    # The kernel refuses ordinary memory for a tensor that is larger than the memory of the machine.
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    return torch.frombuffer(memory, dtype=dtype).view(row.shape)
 
 
 def _fill_checksums(file: TargetFile) -> None:

@@ -16,7 +16,9 @@ import torch
 from asymcheck import Store
 from asymcheck.convert import torch_file
 from asymcheck.convert.convert import import_checkpoint
+from asymcheck.convert.torch_sink import hollow_tensor
 from asymcheck.errors import AsymcheckError, ForeignFileError
+from asymcheck.format.manifest import TensorRow
 from tests.store.equality import assert_same
 
 PICKLE = "data.pkl"
@@ -284,3 +286,10 @@ def test_a_damaged_file_is_an_error_of_the_package(tmp_path: Path) -> None:
             except AsymcheckError:
                 refused += 1
     assert refused > 30
+
+
+def test_an_export_reserves_no_memory_for_a_tensor_that_is_larger_than_the_machine() -> None:
+    """Test the stand-in that torch.save() gets for a tensor of 4 TiB."""
+    shape = (1 << 40,)
+    row = TensorRow("large", (), "float32", "weights", shape, shape, (0,), 4 << 40, None, ())
+    assert hollow_tensor(row).nbytes == row.nbytes

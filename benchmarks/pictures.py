@@ -111,7 +111,10 @@ _PICTURES: Sequence[tuple[set[str], Callable[[Axes, Reports], None], str]] = (
     (
         {"durable", "restore"},
         _drive,
-        "Middle: time until it is durable (above) or restored into the model (below). Dashed: a raw write or read.",
+        (
+            "Middle: time until it is durable (above) or restored into the model (below). Dashed: a raw write or read, "
+            "with 4 requests of 8 MiB in flight. asymcheck has up to 8 of 4 MiB, and can be faster."
+        ),
     ),
     (
         {"bytes"},

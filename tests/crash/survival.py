@@ -92,7 +92,7 @@ def check_goes_on(path: Path, promised: Promises) -> None:
         assert (second.freed_packs, second.removed_temporaries, second.busy_packs) == (0, 0, 0), "gc leaves work to gc"
         assert [str(finding) for finding in store.verify()] == [], "verify finds something after gc"
         for run, steps in steps_by_run.items():
-            assert sorted(c.step for c in store.checkpoints(run)) == sorted(steps), "gc changed what is there"
+            assert sorted(c.step for c in store.checkpoints(run)) == sorted(steps), "gc changed the checkpoints"
             for step in steps[:-1]:
                 _check_bytes(store, (run, step), promised)
         # Save once more, because the next save may reuse a partition of a leftover pack, and so keep the pack.

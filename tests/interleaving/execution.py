@@ -154,7 +154,7 @@ class AtRandom:
 
 
 class Result:
-    """What happened in a schedule."""
+    """Record of a schedule: its steps, the changes of the disk, and the problems found."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []

@@ -17,7 +17,7 @@ from tests.interleaving.gate import Operation
 
 _CATALOG = "the catalog"
 Touched = tuple[frozenset[str], frozenset[str]]
-"""What an operation reads, and what it changes: entries of folders, listings of folders, contents, and locks."""
+"""Names that an operation reads, and names that it changes: of entries and listings of folders, contents, and locks."""
 
 
 def touched(operation: Operation) -> Touched:

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from asymcheck.state.leaves import Leaf, Source, whole_bytes
+from asymcheck.state.leaves import Leaf, Source, equal_parts, stacked, stacks, whole_bytes
 from asymcheck.state.partition_plan import Partition, Piece
 from asymcheck.storage.gpu_staging import Link, Mark, Staging, StagingRegion, cuda_link
 
@@ -258,6 +258,8 @@ class EagerCopies:
         self._wanted: dict[Device, list[_Wanted]] = {}
         self._regions: dict[Device, tuple[Staging, StagingRegion]] = {}
         self._fetched: list[tuple[Device, memoryview, Mark]] = []
+        self.is_fetched = False
+        """Whether :meth:`fetch` has queued all copies, so that :meth:`settle` delivers everything."""
 
     def want_computed(self, device: Device, length: int, compute: Callable[[], torch.Tensor], give: Give) -> None:
         """Request ``length`` bytes that ``compute`` returns as a uint8 tensor of a device, after its queued work."""
@@ -266,14 +268,17 @@ class EagerCopies:
     def want_whole(self, rows: Iterable[int], give: Callable[[int, bytes], None]) -> None:
         """Request all bytes of tensors. ``give`` receives row and bytes, at once or in :meth:`settle`."""
         on_host: list[int] = []
+        by_device: dict[Device, list[int]] = {}
         for row in rows:
-            device, leaf = self._transfers.device_of_row[row], self._leaves[row]
-            if device is None:
-                on_host.append(row)
-            else:
-                self.want_computed(device, leaf.nbytes, leaf.as_bytes, partial(give, row))
+            device = self._transfers.device_of_row[row]
+            (on_host if device is None else by_device.setdefault(device, [])).append(row)
         for row, data in zip(on_host, whole_bytes([self._leaves[row] for row in on_host]), strict=True):
             give(row, data)
+        for there, on_device in by_device.items():
+            for alike in stacks(self._leaves, on_device):
+                leaves = [self._leaves[row] for row in alike]
+                length = sum(leaf.nbytes for leaf in leaves)
+                self.want_computed(there, length, partial(stacked, leaves), partial(_give_each, give, alike))
 
     def gather(self) -> None:
         """Gather the requested parts on each device; without space in a buffer, wait and read directly."""
@@ -297,6 +302,7 @@ class EagerCopies:
             target = room(len(region.memory))
             end = self._transfers.queue(device, partial(_fetch, region.memory, target))
             self._fetched.append((device, target, end))
+        self.is_fetched = True
 
     def settle(self) -> None:
         """Wait for the copies, and deliver the requested bytes. May be called again."""
@@ -329,6 +335,11 @@ def gathered(leaves: Leaves, pieces: Sequence[Piece]) -> torch.Tensor:
 
 def _views(leaves: Leaves, pieces: Iterable[Piece]) -> list[torch.Tensor]:
     return [leaves[piece.row].as_bytes()[piece.start : piece.start + piece.length] for piece in pieces]
+
+
+def _give_each(give: Callable[[int, bytes], None], rows: Sequence[int], data: bytes) -> None:
+    for row, part in zip(rows, equal_parts(data, len(rows)), strict=True):
+        give(row, part)
 
 
 def _gather_computed(wanted: Iterable[_Wanted], memory: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from itertools import takewhile
 
 from asymcheck.capture.dirty_check import DirtyCheck
 from asymcheck.capture.inflight import Capture
@@ -47,7 +48,7 @@ class CaptureEngine:
         self._open: Capture | None = None
         self._training = threading.get_ident()
         self._settling = threading.Lock()
-        self._stopping = False
+        self._stopping = self._is_copying = False
         self._thread = threading.Thread(target=self._run, name="asymcheck-capture", daemon=True)
         self._thread.start()
 
@@ -62,18 +63,15 @@ class CaptureEngine:
         self._training = threading.get_ident()
         self.fence()
         eager = [number for number, window in enumerate(capture.plan.release) if window < 0]
-        later = sorted(
-            (number for number, window in enumerate(capture.plan.release) if window >= 0),
-            key=lambda number: capture.plan.release[number],
-        )
+        deferred = [number for number, window in enumerate(capture.plan.release) if window >= 0]
+        later = sorted(deferred, key=lambda number: capture.plan.release[number])
         try:
-            with timed("source digest", 0, capture.named):
-                self._set_aside(capture, later)
             # This comes first, because making room frees frames of earlier captures.
             unchanged = self._take_unchanged(capture, eager)
-            # This precedes the first completion, after which the capture thread settles the asides.
             capture.transfers.begin()
-            capture.asides.fetch(partial(self._room_aside, capture))
+            later = self._copy_early(capture, later)
+            with timed("source digest", 0, capture.named):
+                self._set_aside(capture, deferred)
             for number in unchanged:
                 eager.remove(number)
                 self._to_be_completed(capture, number)
@@ -88,6 +86,10 @@ class CaptureEngine:
         except BaseException as error:
             is_lost = error is capture.error
             self._fail(capture, error)
+            with self._changed:
+                capture.asides.is_fetched = True
+                # Partitions that were queued early must not finish the capture a second time.
+                capture.undigested += 1
             self._to_be_completed(capture, None)
             if is_lost:
                 return
@@ -101,6 +103,22 @@ class CaptureEngine:
             self._release(0)
             self._check_copied(capture)
             self._changed.notify_all()
+
+    def _copy_early(self, capture: Capture, numbers: list[int]) -> list[int]:
+        """Queue device copies of the first window, and return the other partitions.
+
+        The link is then busy while the training thread computes source digests. In a ring without space for the whole
+        capture, the threads would wait for each other.
+        """
+        if not capture.transfers.devices or self._ring.header.data_bytes < 2 * capture.state_bytes:
+            return numbers
+        release, transfers = capture.plan.release, capture.transfers
+        early = [number for number in numbers if release[number] == 0 and transfers.is_on_device(number)]
+        with self._changed:
+            self._to_copy.extend((capture, number) for number in early)
+            self._changed.notify_all()
+        taken = {*early}
+        return [number for number in numbers if number not in taken]
 
     def _take_unchanged(self, capture: Capture, eager: Sequence[int]) -> list[int]:
         numbers = self._unchanged.take(capture, eager)
@@ -153,6 +171,10 @@ class CaptureEngine:
         while not capture.copied.is_set():
             # After an interrupt, the capture thread copies the queued partitions.
             INTERRUPTS.deliver()
+            if self._is_copying and capture.transfers.devices:
+                # Two threads would not queue device copies faster, because only one can hold the GIL.
+                capture.copied.wait(_FENCE_POLL_S)
+                continue
             with self._changed:
                 if not self._to_copy:
                     self._changed.wait_for(lambda: self._to_copy or capture.copied.is_set(), _FENCE_POLL_S)
@@ -172,11 +194,12 @@ class CaptureEngine:
     def _stage_late(self, capture: Capture) -> None:
         """Clone partitions whose copies are not queued, because a clone is faster than a copy to the host.
 
-        The last partitions come first, because the device waits for all copies before the last one without a clone.
+        The last partitions come first, because the device waits for all copies before the last one without a clone. Do
+        not search for smaller ones in a full staging buffer.
         """
         waiting = [number for queued, number in (*self._to_copy, *self._unreleased) if queued is capture]
         late = [number for number in reversed(waiting) if not capture.transfers.is_staged(number)]
-        if [number for number in late if self._stage(capture, number)]:
+        if [*takewhile(partial(self._stage, capture), filter(capture.transfers.is_on_device, late))]:
             capture.transfers.gate_clones()
             self._check_copied(capture)
 
@@ -188,7 +211,7 @@ class CaptureEngine:
                 queue = self._to_copy or self._to_complete
                 if not queue:
                     return
-                is_copy = queue is self._to_copy
+                self._is_copying = is_copy = queue is self._to_copy
                 if not is_copy and not _has_arrived(*queue[0]):
                     self._changed.wait(_DEVICE_POLL_S)
                     continue
@@ -292,7 +315,7 @@ class CaptureEngine:
         if threading.current_thread() is not self._thread:
             return False
         with self._changed:
-            if not self._to_complete:
+            if not self._to_complete or not self._to_complete[0][0].asides.is_fetched:
                 return False
             task = self._to_complete.popleft()
         self._complete_or_finish(*task)
@@ -353,6 +376,9 @@ class CaptureEngine:
         save_id, leaves = capture.request.save_id, capture.state.leaves
         self._detector.begin(capture.source_digests, save_id, leaves, deferred, asides)
         asides.gather()
+        # What was gathered is fetched after it.
+        capture.transfers.gate()
+        asides.fetch(partial(self._room_aside, capture))
 
     def settle(self) -> None:
         """Release all partitions, so that the capture completes without another window or fence."""
@@ -369,8 +395,11 @@ class CaptureEngine:
 
 
 def _has_arrived(capture: Capture, number: int | None) -> bool:
-    """Tell whether the device copies of a partition are done. Host copies are done before they are queued."""
+    """Tell whether a partition can be completed: its device copies are done, and the asides can be settled.
+
+    Host copies are done before they are queued.
+    """
     try:
-        return number is None or capture.transfers.have_passed(number)
+        return capture.asides.is_fetched and (number is None or capture.transfers.have_passed(number))
     except Exception:  # noqa: BLE001 - the wait for the copy raises the error of the device again
         return True

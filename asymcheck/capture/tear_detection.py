@@ -77,8 +77,10 @@ class SourceDigests:
     def mark(self, leaves: Sequence[Leaf], numbers: Iterable[int]) -> None:
         """Record versions and addresses of the tensors of partitions, and keep the tensors until the fence."""
         rows = {piece.row for number in numbers for piece in self.partitions[number].pieces}
-        self._leaves = {row: leaves[row] for row in rows}
-        self._marks = {row: _mark_of(leaf) for row, leaf in self._leaves.items()}
+        marked = {row: leaves[row] for row in rows}
+        # Marks come first, because the capture thread may already compare those of early copies.
+        self._marks = {row: _mark_of(leaf) for row, leaf in marked.items()}
+        self._leaves = marked
 
     @property
     def marked(self) -> set[tuple[str, int]]:

@@ -158,25 +158,42 @@ class Leaf:
 
 
 def whole_bytes(leaves: Sequence[Leaf]) -> list[bytes]:
-    """Return the bytes of small tensors.
-
-    Optimizers have hundreds of counters, and training waits for the copies. Stacking tensors of equal dtype and shape
-    takes a fifth of the time.
-    """
+    """Return the bytes of small tensors."""
     copies = [b""] * len(leaves)
-    alike: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for number, leaf in enumerate(leaves):
-        if leaf.dtype in _STACKED and isinstance(leaf.source, torch.Tensor) and leaf.source.device.type == "cpu":
-            alike.setdefault((leaf.dtype, leaf.shape), []).append(number)
-        else:
-            copies[number] = leaf.some_bytes(0, leaf.nbytes)
-    for numbers in alike.values():
-        with torch.no_grad():
-            stacked = torch.stack([cast("torch.Tensor", leaves[number].source) for number in numbers])
-        data, size = flat_bytes(stacked).numpy().tobytes(), leaves[numbers[0]].nbytes
-        for place, number in enumerate(numbers):
-            copies[number] = data[place * size : (place + 1) * size]
+    for alike in stacks(leaves, range(len(leaves))):
+        data = stacked([leaves[number] for number in alike]).cpu().numpy().tobytes()
+        for number, copy in zip(alike, equal_parts(data, len(alike)), strict=True):
+            copies[number] = copy
     return copies
+
+
+def stacks(leaves: Sequence[Leaf], rows: Iterable[int]) -> list[list[int]]:
+    """Group tensors of equal device, dtype and shape for :func:`stacked`.
+
+    Optimizers have hundreds of counters, and training waits for the copies. One stack takes a fifth of the time.
+    """
+    groups: dict[object, list[int]] = {}
+    for row in rows:
+        leaf, source = leaves[row], leaves[row].source
+        key: object = row
+        if isinstance(source, torch.Tensor) and leaf.dtype in _STACKED:
+            key = source.device, leaf.dtype, leaf.shape
+        groups.setdefault(key, []).append(row)
+    return [*groups.values()]
+
+
+def stacked(leaves: Sequence[Leaf]) -> torch.Tensor:
+    """Return the bytes of a group of tensors, one after another, as a uint8 tensor on their device."""
+    if len(leaves) == 1:
+        return leaves[0].as_bytes()
+    with torch.no_grad():
+        return flat_bytes(torch.stack([cast("torch.Tensor", leaf.source) for leaf in leaves]))
+
+
+def equal_parts(data: bytes, count: int) -> list[bytes]:
+    """Split bytes into parts of equal length."""
+    size = len(data) // count
+    return [data[number * size : (number + 1) * size] for number in range(count)]
 
 
 def flat_bytes(source: torch.Tensor | np.ndarray) -> torch.Tensor:

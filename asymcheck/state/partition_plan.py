@@ -8,6 +8,7 @@ manifest records them. Therefore a resumed training uses the same boundaries, an
 from __future__ import annotations
 
 import dataclasses
+import functools
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
@@ -51,7 +52,7 @@ class Partition:
 
     pieces: tuple[Piece, ...]
 
-    @property
+    @functools.cached_property
     def length(self) -> int:
         """Plain bytes."""
         return sum(piece.length for piece in self.pieces)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import warnings
@@ -15,9 +16,12 @@ import asymcheck
 from asymcheck.capture import background_saver
 from asymcheck.capture.background_saver import Statistics
 from asymcheck.capture.device_copy import Devices, EagerCopies, Transfers
+from asymcheck.capture.inflight import Capture
+from asymcheck.capture.ring_flush import RingFlusher
 from asymcheck.capture.schedule import CaptureSchedule
+from asymcheck.capture.tear_detection import SourceDigests, TearDetector
 from asymcheck.config import MIB, CaptureConfig
-from asymcheck.errors import CaptureWarning, LostCheckpointWarning
+from asymcheck.errors import CaptureWarning, LostCheckpointWarning, StorageError
 from asymcheck.state.leaves import Leaf, make_leaf
 from asymcheck.state.partition_plan import Partition, Piece
 from asymcheck.storage.gpu_staging import Mark, Staging
@@ -174,6 +178,72 @@ def _train(path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch,
             checkpointer.step(step)
         checkpointer.wait()
         return checkpointer.statistics()
+
+
+def _delay_digests(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> list[bool]:
+    """Let source digests begin after all copies; call ``then`` first. Return whether all was copied, by capture."""
+    begin = TearDetector.begin
+    copied: list[bool] = []
+
+    def late(self: TearDetector, source_digests: SourceDigests, *rest: object) -> None:
+        ends, count = source_digests._transfers._ends, len(source_digests.partitions)
+        deadline = time.monotonic() + 30
+        while not (is_copied := len(ends) == count) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        copied.append(is_copied)
+        # Long enough for a capture thread that would not wait for the digests.
+        time.sleep(0.05)
+        then()
+        begin(self, source_digests, *rest)  # type: ignore[arg-type]  # passed on
+
+    monkeypatch.setattr(TearDetector, "begin", late)
+    return copied
+
+
+def test_device_copies_begin_before_the_source_digests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice
+) -> None:
+    """Test that the capture thread has copied all partitions before their digests, and compares them afterwards."""
+    compared: list[int] = []
+    check = SourceDigests.check
+
+    def counted(self: SourceDigests, number: int, payload: memoryview) -> None:
+        compared.append(number)
+        check(self, number, payload)
+
+    monkeypatch.setattr(SourceDigests, "check", counted)
+    copied = _delay_digests(monkeypatch, lambda: None)
+    _train(tmp_path, device, monkeypatch, 2)
+    assert copied == [True, True]
+    # The first captures compare all bytes.
+    assert compared == [0, 0]
+    with asymcheck.Store.open(tmp_path) as store:
+        for step in range(2):
+            assert torch.equal(store.load(step=step)["weight"], torch.full((700_000,), -1e-3).mul_(step + 1))
+
+
+def test_a_capture_that_fails_after_early_copies_is_lost_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice
+) -> None:
+    """Test a failure of the source digests in the second capture; earlier and later captures become durable."""
+    calls, finished = itertools.count(), []
+    finish = RingFlusher.finished
+
+    def fail_second() -> None:
+        if next(calls) == 1:
+            raise StorageError("no digest")
+
+    def counted(self: RingFlusher, capture: Capture) -> None:
+        finished.append(capture.request.step)
+        finish(self, capture)
+
+    monkeypatch.setattr(RingFlusher, "finished", counted)
+    _delay_digests(monkeypatch, fail_second)
+    with pytest.warns(LostCheckpointWarning, match="no digest"):
+        _train(tmp_path, device, monkeypatch, 4)
+    assert finished == [0, 1, 2, 3]
+    with asymcheck.Store.open(tmp_path) as store:
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == [0, 2, 3]
 
 
 @pytest.mark.slow

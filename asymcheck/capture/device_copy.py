@@ -108,6 +108,7 @@ class Transfers:
         self._last: dict[tuple[Device, int], Mark] = {}
         self._ends: dict[int, list[Mark]] = {}
         self._regions: dict[int, tuple[Device, StagingRegion]] = {}
+        self._views: dict[int, torch.Tensor] = {}
         self.devices = tuple(dict.fromkeys(device for device in self.device_of_row if device is not None))
         """All devices with tensors of this capture."""
 
@@ -208,7 +209,20 @@ class Transfers:
 
     def _copy_pieces(self, parts: Sequence[tuple[Piece, memoryview]]) -> None:
         for piece, target in parts:
-            self._leaves[piece.row].copy_bytes(piece.start, target, wait=False)
+            _fetch(self._bytes_of(piece.row)[piece.start : piece.start + piece.length], target)
+
+    def _bytes_of(self, row: int) -> torch.Tensor:
+        """Return the bytes of a tensor on a device.
+
+        The views of contiguous tensors are kept. Each operation of torch releases the GIL, and then waits for the
+        training thread.
+        """
+        if (view := self._views.get(row)) is None:
+            source, view = self._leaves[row].source, self._leaves[row].as_bytes()
+            # A contiguous copy of a strided tensor belongs to the current stream, which frees its memory in order.
+            if isinstance(source, torch.Tensor) and source.data_ptr() == view.data_ptr():
+                self._views[row] = view
+        return view
 
     def queue(self, device: Device, work: Callable[[], None]) -> Mark:
         """Queue a copy from a staging buffer."""
@@ -241,9 +255,10 @@ class Transfers:
                 device.staging.give_back(region)
 
     def drop(self) -> None:
-        """Wait for all queued copies, and free the staging buffers."""
+        """Wait for all queued copies, and free the staging buffers and views."""
         for number in {*self._ends, *self._regions}:
             self.wait(number)
+        self._views.clear()
 
 
 class EagerCopies:
@@ -359,6 +374,7 @@ def _gather(views: list[torch.Tensor], memory: torch.Tensor) -> None:
 
 
 def _fetch(memory: torch.Tensor, target: memoryview) -> None:
+    """Queue a copy to host memory on the current stream."""
     if not len(target):
         # torch.frombuffer() refuses empty buffers.
         return

@@ -86,10 +86,7 @@ class CaptureEngine:
         except BaseException as error:
             is_lost = error is capture.error
             self._fail(capture, error)
-            with self._changed:
-                capture.asides.is_fetched = True
-                # Partitions that were queued early must not finish the capture a second time.
-                capture.undigested += 1
+            capture.asides.is_fetched = True
             self._to_be_completed(capture, None)
             if is_lost:
                 return
@@ -107,18 +104,24 @@ class CaptureEngine:
     def _copy_early(self, capture: Capture, numbers: list[int]) -> list[int]:
         """Queue device copies of the first window, and return the other partitions.
 
-        The link is then busy while the training thread computes source digests. In a ring without space for the whole
-        capture, the threads would wait for each other.
+        The link is then busy while this thread computes source digests. If the capture thread queued the copies, both
+        threads would wait for the GIL at each operation of torch. In a ring without space for the whole capture, the
+        asides could wait forever for space.
         """
-        if not capture.transfers.devices or self._ring.header.data_bytes < 2 * capture.state_bytes:
+        transfers, release = capture.transfers, capture.plan.release
+        if not transfers.devices or self._ring.header.data_bytes < 2 * capture.state_bytes:
             return numbers
-        release, transfers = capture.plan.release, capture.transfers
-        early = [number for number in numbers if release[number] == 0 and transfers.is_on_device(number)]
-        with self._changed:
-            self._to_copy.extend((capture, number) for number in early)
-            self._changed.notify_all()
-        taken = {*early}
-        return [number for number in numbers if number not in taken]
+        early: set[int] = set()
+        for number in numbers:
+            if release[number] == 0 and transfers.is_on_device(number):
+                slot = self._ring.take(capture.partitions[number].length)
+                if slot is None:
+                    # The capture thread waits for space.
+                    break
+                capture.slots[number] = slot
+                self._copy_released(capture, number)
+                early.add(number)
+        return [number for number in numbers if number not in early]
 
     def _take_unchanged(self, capture: Capture, eager: Sequence[int]) -> list[int]:
         numbers = self._unchanged.take(capture, eager)
@@ -227,6 +230,9 @@ class CaptureEngine:
         if number is not None:
             self._digest(capture, number)
             return
+        if capture.complete.is_set():
+            # It failed in begin(), after all of its partitions were queued.
+            return
         try:
             self._settle_aside(capture)
             capture.transfers.drop()
@@ -282,7 +288,7 @@ class CaptureEngine:
             capture.uncopied -= not was_staged
 
     def _payload(self, capture: Capture, number: int) -> memoryview:
-        slot = self._take(capture, capture.partitions[number].length)
+        slot = capture.slots[number] or self._take(capture, capture.partitions[number].length)
         capture.slots[number] = slot
         return self._ring.payload(slot)
 

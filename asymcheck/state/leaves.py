@@ -93,22 +93,18 @@ class Leaf:
         """The role of the tensor, from its name."""
         return role_of(self.name)
 
-    def copy_bytes(self, start: int, target: memoryview, *, wait: bool = True) -> None:
-        """Fill ``target`` with the bytes from ``start`` on. Releases the GIL for large copies.
-
-        Without ``wait``, a copy from a device is only queued there, on the current stream.
-        """
+    def copy_bytes(self, start: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes from ``start`` on. Releases the GIL for large copies."""
         source = self.source
         if not isinstance(source, (torch.Tensor, np.ndarray)):
             source.read(start, target)
             return
-        # Without waiting, the flat copy belongs to the copying stream, which frees the memory in stream order.
-        flat = (self._bytes(source) if wait else on_host(flat_bytes(source)))[start : start + len(target)]
+        flat = self._bytes(source)[start : start + len(target)]
         if isinstance(flat, np.ndarray):
             # numpy calls memcpy once. torch would use a thread pool that competes with the training thread.
             np.copyto(np.frombuffer(target, dtype=np.uint8), flat)
         else:
-            torch.frombuffer(target, dtype=torch.uint8).copy_(flat, non_blocking=not wait)
+            torch.frombuffer(target, dtype=torch.uint8).copy_(flat)
 
     def some_bytes(self, start: int, length: int) -> bytes:
         """Return a copy of a byte range."""

@@ -203,7 +203,7 @@ def _delay_digests(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) ->
 def test_device_copies_begin_before_the_source_digests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice
 ) -> None:
-    """Test that the capture thread has copied all partitions before their digests, and compares them afterwards."""
+    """Test that all copies are queued before the digests, and that the copied bytes are compared with them later."""
     compared: list[int] = []
     check = SourceDigests.check
 

@@ -36,24 +36,30 @@ def pull_heads(remote: RemoteTier, local: NvmeTier, run: str) -> None:
         InvalidInputError: a local record differs, or may differ: two trainings have used the same run name.
         FormatError: a required record is damaged at the location.
     """
-    for generation in remote.manifests.heads(run):
-        try:
-            own = local.manifests.read_head(run, generation)
-        except UnsupportedFormatError:
-            raise
-        except FormatError:
-            fetch_head(remote, local, run, generation)
-            continue
-        if own is None:
-            missing = remote.manifests.read_head(run, generation)
-            if missing is None or local.manifests.publish_head(missing[0]):
-                continue
-            own = local.manifests.read_head(run, generation)
-        if own is None or not all(own[0].is_same(head) for head in intact_heads(remote, run, [generation])):
-            raise InvalidInputError(
-                f"cannot pull run {run!r} into store {local.root}: its generation {generation} differs from the one at "
-                f"{remote.location}, so another training of this name was saved in the store; pull into another store"
-            )
+    numbers = remote.manifests.heads(run)
+    with remote.manifests.reading_heads(run, numbers):
+        for generation in numbers:
+            _pull_head(remote, local, run, generation)
+
+
+def _pull_head(remote: RemoteTier, local: NvmeTier, run: str, generation: int) -> None:
+    try:
+        own = local.manifests.read_head(run, generation)
+    except UnsupportedFormatError:
+        raise
+    except FormatError:
+        fetch_head(remote, local, run, generation)
+        return
+    if own is None:
+        missing = remote.manifests.read_head(run, generation)
+        if missing is None or local.manifests.publish_head(missing[0]):
+            return
+        own = local.manifests.read_head(run, generation)
+    if own is None or not all(own[0].is_same(head) for head in intact_heads(remote, run, [generation])):
+        raise InvalidInputError(
+            f"cannot pull run {run!r} into store {local.root}: its generation {generation} differs from the one at "
+            f"{remote.location}, so another training of this name was saved in the store; pull into another store"
+        )
 
 
 def fetch_head(remote: RemoteTier, local: NvmeTier, run: str, generation: int) -> None:

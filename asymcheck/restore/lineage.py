@@ -59,15 +59,17 @@ def read_line(tier: ReadTier, run: str, generation: int | None = None, *, step: 
     Raises:
         HeadRecordError: a required record is missing or damaged.
     """
-    present = max(tier.manifests.heads(run), default=1) if generation is None else generation
+    numbers = tier.manifests.heads(run)
+    present = max(numbers, default=1) if generation is None else generation
     limits: dict[int, CheckpointRef | None] = {}
     generation, limit = present, None
-    while True:
-        limits[generation] = limit
-        head = _read_head(tier, run, generation, step)
-        if head is None or head.parent is None:
-            return Lineage(present, limits)
-        generation, limit = head.parent.generation, head.parent
+    with tier.manifests.reading_heads(run, [number for number in numbers if number < present]):
+        while True:
+            limits[generation] = limit
+            head = _read_head(tier, run, generation, step)
+            if head is None or head.parent is None:
+                return Lineage(present, limits)
+            generation, limit = head.parent.generation, head.parent
 
 
 def _read_head(tier: ReadTier, run: str, generation: int, step: int | None) -> HeadRecord | None:

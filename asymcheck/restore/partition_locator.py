@@ -234,7 +234,12 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
         # Repeated while new packs appear, because a listed pack may have been copied into another one and removed.
         while new := [pack_id for pack_id in self.tier.pack_ids() if pack_id not in seen]:
             seen.update(new)
-            yield from new
+            # Ever more at once, because most searches end at one of the first packs.
+            start, count = 0, 1
+            while batch := new[start : start + count]:
+                self.tier.expect(batch)
+                yield from batch
+                start, count = start + count, 2 * count
 
     def _copies_in(self, pack_ids: Iterable[PackId], names: set[Digest]) -> dict[Digest, list[PartitionCopy]]:
         """Return all copies of partitions in some packs, full frames first. Each pack is searched once.

@@ -166,7 +166,7 @@ class FallbackManifests(ManifestReader):
             raise
         except (FormatError, MissingPartitionError, StorageError) as error:
             far = self._far.tier()
-            if far is None or name not in self._far.ask(lambda far: far.manifests.listing(run, ref).manifests):
+            if far is None:
                 raise
             try:
                 return far.manifests.read(run, ref, name)
@@ -183,7 +183,10 @@ class FallbackManifests(ManifestReader):
         except (UnsupportedFormatError, *INCONCLUSIVE):
             raise
         except (FormatError, MissingPartitionError, StorageError):
-            return [self.read(listing.run, listing.ref, name) for name in listing.manifests]
+            run, ref, far = listing.run, listing.ref, self._far.tier()
+            missing = sorted({*listing.manifests} - {*self._near.listing(run, ref).manifests}, key=str)
+            with contextlib.nullcontext() if far is None else far.manifests.reading(run, ref, missing):
+                return [self.read(run, ref, name) for name in listing.manifests]
 
     def is_local(self) -> bool:
         """Tell whether the local store has manifests of any checkpoint that was read."""
@@ -195,6 +198,14 @@ class FallbackManifests(ManifestReader):
         with contextlib.suppress(RemoteUnreachableError):
             return sorted({*near, *self._far.ask(lambda far: far.manifests.heads(run))})
         return near
+
+    def reading_heads(self, run: str, generations: Iterable[int]) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager in which the head records that the local store lacks are read ahead."""
+        missing = sorted({*generations} - {*self._near.heads(run)})
+        with contextlib.suppress(RemoteUnreachableError):
+            for ahead in self._far.ask(lambda far: [far.manifests.reading_heads(run, missing)]) if missing else ():
+                return ahead
+        return contextlib.nullcontext()
 
     def read_head(self, run: str, generation: int) -> tuple[HeadRecord, int] | None:
         """Return a head record, from the remote location if the local copy is missing or damaged."""
@@ -255,6 +266,13 @@ class FallbackTier(ReadTier):
             if not new:
                 return
 
+    def expect(self, pack_ids: Sequence[PackId]) -> None:
+        """Begin to read the indexes of packs of the remote location."""
+        far_ids = [pack_id for pack_id in pack_ids if pack_id in self._far_ids and not self._near.pack_bytes(pack_id)]
+        far = self._far.tier() if far_ids else None
+        if far is not None:
+            far.expect(far_ids)
+
     def open_pack(self, pack_id: PackId) -> OpenPack:
         """Open a complete pack of the local store or of the remote location."""
         try:
@@ -285,6 +303,10 @@ class OverlayTier(ReadTier):
     def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:
         """Return the packs of the overlay, then those that the tier reads first."""
         return [*self._packs, *self._tier.hinted(pack_ids)]
+
+    def expect(self, pack_ids: Sequence[PackId]) -> None:
+        """Announce the packs of the tier that will be opened next."""
+        self._tier.expect([pack_id for pack_id in pack_ids if pack_id not in self._packs])
 
     def open_pack(self, pack_id: PackId) -> OpenPack:
         """Return a pack of the overlay, or open a pack of the tier."""

@@ -96,6 +96,9 @@ class ReadTier(abc.ABC):
         """Return the packs to search first, given the packs that a manifest names as hints."""
         return pack_ids
 
+    def expect(self, pack_ids: Sequence[PackId]) -> None:  # noqa: B027 - optional
+        """Announce the packs that will be opened next, so that their indexes can be read ahead."""
+
     @abc.abstractmethod
     def open_pack(self, pack_id: PackId) -> OpenPack:
         """Open a complete pack for reading, and check its header and index.

@@ -13,7 +13,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import ParamSpec, TypeVar
 
@@ -186,6 +186,10 @@ class Files:
                 return
         # Garbage collection removed the file before it was locked, each time.
         raise StorageError(f"replace {path}: the temporary file was removed {_REPLACE_ATTEMPTS} times; try again")
+
+    def reading_ahead(self, _paths: Iterable[PurePath], _limit: int) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager without effect, because drives read small files at once."""
+        return contextlib.nullcontext()
 
     def read_small(self, path: PurePath, limit: int) -> bytes | None:
         """Return the content of a file, at most ``limit`` + 1 bytes; None if the file does not exist."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterable
@@ -82,6 +83,9 @@ class SmallFiles(Protocol):
     def read_small(self, path: PurePath, limit: int) -> bytes | None:
         """Return the content of a file, at most ``limit`` + 1 bytes; None if the file does not exist."""
 
+    def reading_ahead(self, paths: Iterable[PurePath], limit: int) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager in which small files are read ahead if that is faster."""
+
 
 class ManifestReader:
     """Reader of the folders ``manifests`` and ``heads`` of a store or remote location."""
@@ -146,16 +150,26 @@ class ManifestReader:
         """Read the manifests of all ranks and check each against its path, as :meth:`read` does."""
         run, ref, cache = listing.run, listing.ref, ManifestCache()
         manifests: list[Manifest] = []
-        files: list[tuple[bytes, str]] = []
-        for name in listing.manifests:
-            files.append((self.read_bytes(run, ref, name), _where(run, ref, name)))
-            if len(files) == _BATCH_FILES or sum(len(data) for data, _ in files) > _BATCH_BYTES:
-                manifests += decode_manifests(files, cache)
-                files = []
-        manifests += decode_manifests(files, cache) if files else []
+        for start in range(0, len(listing.manifests), _BATCH_FILES):
+            names = listing.manifests[start : start + _BATCH_FILES]
+            files: list[tuple[bytes, str]] = []
+            with self.reading(run, ref, names[1:]):
+                for name in names:
+                    files.append((self.read_bytes(run, ref, name), _where(run, ref, name)))
+                    if sum(len(data) for data, _ in files) > _BATCH_BYTES:
+                        manifests += decode_manifests(files, cache)
+                        files = []
+            manifests += decode_manifests(files, cache) if files else []
         for manifest, name in zip(manifests, listing.manifests, strict=True):
             _check_path(manifest, run, ref, name)
         return manifests
+
+    def reading(
+        self, run: str, ref: CheckpointRef, names: Iterable[ManifestName]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager for calls of :meth:`read` and :meth:`read_bytes` for these manifests."""
+        folder = self.directory(run, ref)
+        return self._files.reading_ahead([folder / str(name) for name in names], registry.MANIFEST_BYTES_MAX)
 
     def read_bytes(self, run: str, ref: CheckpointRef, name: ManifestName) -> bytes:
         """Return the content of a manifest, checked against the digest in its name; see :meth:`read`."""
@@ -173,6 +187,11 @@ class ManifestReader:
         """Return the generations that have a head record, in order."""
         numbers = map(layout.parse_head_name, self._names(self._root / layout.HEADS / run))
         return sorted(number for number in numbers if number is not None)
+
+    def reading_heads(self, run: str, generations: Iterable[int]) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager for calls of :meth:`read_head` for these generations."""
+        folder = self._root / layout.HEADS / run
+        return self._files.reading_ahead([folder / layout.head_name(number) for number in generations], RECORD_BYTES)
 
     def read_head(self, run: str, generation: int) -> tuple[HeadRecord, int] | None:
         """Return a head record and the number of its damaged copies; None if the record does not exist.

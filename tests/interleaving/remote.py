@@ -1,4 +1,4 @@
-"""Pushes of a store to a mounted file system, and deletions and collections there."""
+"""Pushes of a store to a mounted file system and pulls from there, and deletions and collections there."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from asymcheck.config import RemoteConfig
+from asymcheck.config import DEFAULT_RUN, RemoteConfig
 from asymcheck.executor import carry_out
 from asymcheck.replication import push
 from asymcheck.storage.remote import deadline, upload
+from asymcheck.storage.remote.readers import Readers
 from asymcheck.store import Store
 from tests.crash import states
 from tests.crash.actions import Action
@@ -27,7 +29,7 @@ CONFIG = dataclasses.replace(
     slots=1,
     remote=RemoteConfig(uploads=1, reads=1, compression="off", grace_s=EPOCH_S - _LONG_AGO_S - 1),
 )
-ACTIONS = ("push", "far-delete", "far-gc")
+ACTIONS = ("push", "pull", "far-delete", "far-gc")
 
 
 def uri_of(base: Path) -> str:
@@ -43,17 +45,27 @@ def run_without_threads() -> None:
         carry_out(done, call)
         return done
 
+    def submit(_readers: Readers, call: Callable[..., _T], *arguments: object) -> Future[_T]:
+        return begin(partial(call, *arguments), "")
+
     deadline.begin = upload.begin = push.begin = begin
+    Readers.submit = submit  # type: ignore[method-assign, assignment]  # calls without named arguments
     push.together = lambda work, _count, _name, _stop: work()
 
 
 def act(store: Store, base: Path, journal: Journal, action: Action) -> None:
-    """Run ``["push", 1]``, ``["far-delete", 0]`` or ``["far-gc"]``, and note it in the journal."""
+    """Run ``["push", 1]``, ``["pull", 1]``, ``["far-delete", 0]`` or ``["far-gc"]``, and note it in the journal."""
     word, *numbers = action
     step = int(str(numbers[0])) if numbers else 0
     if word == "push":
         store.push(uri_of(base), step)
         journal.note("pushed", step=step)
+        return
+    if word == "pull":
+        # For the store, this is a save of the same state.
+        journal.note("saving", run=DEFAULT_RUN, step=step, fingerprint=fingerprint(make_state(step)))
+        store.pull(uri_of(base), step)
+        journal.note("saved", run=DEFAULT_RUN, step=step)
         return
     with Store.open(uri_of(base), config=CONFIG) as far:
         if word == "far-delete":

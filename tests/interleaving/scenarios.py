@@ -106,4 +106,16 @@ SCENARIOS = {
         prepare=push_before(0),
         pushed=(0,),
     ),
+    # The pull relies on packs of the deleted checkpoint, which the collections free and the save reuses.
+    "pull": Scenario(
+        [["save", 0], ["save", 1], ["save", 2]],
+        {
+            "pull": [["delete", 0], ["pull", 0]],
+            "gc": [["delete", 2], ["gc"]],
+            "save": [["save", 3, 0]],
+            "read": [["load", 1], ["newest"], ["list"]],
+        },
+        prepare=push_before(0),
+        pushed=(0,),
+    ),
 }

@@ -24,6 +24,7 @@ SHORT = {
     "collections": ["one", "other"],
     "generations": ["one", "other"],
     "repair": ["repair", "gc"],
+    "pull": ["pull", "gc"],
 }
 """Pairs of processes for the search of all schedules with few switches."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asymcheck.errors import ClosedStoreError, StorageError
-from asymcheck.storage.remote.pack_reader import Readers
+from asymcheck.storage.remote.readers import Readers
 from tests.zygote import REPOSITORY
 
 HANGS = """

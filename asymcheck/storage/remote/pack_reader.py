@@ -5,16 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future
-from functools import partial
+from concurrent.futures import Future
 from pathlib import PurePosixPath
-from typing import Any, ParamSpec, TypeVar
 
-from asymcheck.config import RemoteConfig
-from asymcheck.errors import ClosedStoreError, MissingPartitionError, TruncatedError
-from asymcheck.executor import begin, carry_out
+from asymcheck.errors import MissingPartitionError, TruncatedError
 from asymcheck.format.pack import entry_length
 from asymcheck.storage.interfaces import OpenPack
 from asymcheck.storage.pack_index import PackIndex, find_frames
@@ -22,9 +17,6 @@ from asymcheck.storage.remote.ranges import OpenedFile, RangeMemory
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from asymcheck.storage.slots import Slot
 from asymcheck.types import PackId
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 def read_pack_index(files: RemoteFiles, path: PurePosixPath, pack_id: PackId) -> PackIndex:
@@ -54,54 +46,13 @@ class _Piece:
     loading: Future[memoryview] | None = None
 
 
-class Readers(Executor):
-    """Executor with at most ``count`` daemon threads, which end when the queue is empty.
-
-    Python joins the threads of concurrent.futures at exit, which could block on a slow location.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._free = count
-        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._lock = threading.Lock()
-        self._is_shut = False
-
-    def submit(self, call: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """Queue ``call``."""
-        future: Future[_T] = Future()
-        with self._lock:
-            if self._is_shut:
-                raise ClosedStoreError("the remote location was closed during a read; open it again")
-            self._waiting.append((future, partial(call, *args, **kwargs)))
-            if self._free:
-                begin(self._work, "read-ahead")
-                self._free -= 1
-        return future
-
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._free += 1
-                    return
-                future, call = self._waiting.popleft()
-            carry_out(future, call)
-
-    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - signature of Executor
-        """Start no more calls, without waiting for running calls."""
-        with self._lock:
-            self._is_shut = True
-            cancelled = list(self._waiting) if cancel_futures else []
-        for future, _ in cancelled:
-            future.cancel()
-
-
 class ReadAhead:
     """Prefetch of pieces, continuing at the end of a pack with the pack that is expected next."""
 
-    def __init__(self, config: RemoteConfig) -> None:
-        self.threads = Readers(config.reads)
-        self.memory = RangeMemory(config.piece_bytes, config.reads)
+    def __init__(self, files: RemoteFiles) -> None:
+        """Read with the threads of ``files``."""
+        self.threads = files.readers
+        self.memory = RangeMemory(files.config.piece_bytes, files.config.reads)
         self._last: RemotePack | None = None
         self._lock = threading.Lock()
 

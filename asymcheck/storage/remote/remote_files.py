@@ -14,6 +14,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import PurePath, PurePosixPath
 from typing import TypeVar, cast
@@ -36,6 +37,7 @@ from asymcheck.storage.remote.deadline import tried, within
 from asymcheck.storage.remote.location import RemoteLocation
 from asymcheck.storage.remote.object_stores import short_text
 from asymcheck.storage.remote.ranges import OpenedFile, RangeMemory, read_range
+from asymcheck.storage.remote.readers import Readers
 from asymcheck.storage.throughput import Throughput
 
 _T = TypeVar("_T")
@@ -84,6 +86,9 @@ class RemoteFiles:
         self.top = PurePosixPath(self._client.top)
         """Path of the location in the file system."""
         self.pace = Throughput()
+        self.readers = Readers(config.reads)
+        """Threads for reads ahead."""
+        self._ahead: dict[PurePath, Future[bytes | None]] = {}
 
     @property
     def renames(self) -> bool:
@@ -133,8 +138,24 @@ class RemoteFiles:
         """Return the sorted names in a directory; an empty list if the directory does not exist."""
         return [entry.path.name for entry in self.walk(path)]
 
+    @contextlib.contextmanager
+    def reading_ahead(self, paths: Iterable[PurePath], limit: int) -> Iterator[None]:
+        """Read small files in parallel, for calls of :meth:`read_small` inside the ``with`` block."""
+        begun = {path: self.readers.submit(self._read_small, path, limit) for path in paths}
+        self._ahead.update(begun)
+        try:
+            yield
+        finally:
+            for path, reading in begun.items():
+                self._ahead.pop(path, None)
+                reading.cancel()
+
     def read_small(self, path: PurePath, limit: int) -> bytes | None:
         """Return the content of a file, at most ``limit`` + 1 bytes; None if the file does not exist."""
+        reading = self._ahead.pop(path, None)
+        return self._read_small(path, limit) if reading is None else reading.result()
+
+    def _read_small(self, path: PurePath, limit: int) -> bytes | None:
         try:
             data, _ = self.read_range(path, 0, limit + 1)
         except FileNotFoundError:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from functools import partial
 from pathlib import PurePosixPath
 
@@ -56,6 +57,7 @@ class RemoteTier(StoreTier):
         self._top = self.files.top
         self.packs = self._top / layout.PACKS
         self._indexes: dict[PackId, PackIndex] = {}
+        self._loading: dict[PackId, Future[PackIndex]] = {}
         self._doomed: dict[PackId, Entry] = {}
         self._announced: dict[PackId, list[Entry]] = {}
         self._reads_doomed = True
@@ -66,7 +68,7 @@ class RemoteTier(StoreTier):
         self.descriptor, self.damaged_descriptor_copies = decode_descriptor(data, f"store descriptor of {location}")
         self._refuse_local_store()
         self.manifests = RemoteManifests(self.files)
-        self._ahead = ReadAhead(config.remote)
+        self._ahead = ReadAhead(self.files)
 
     def _refuse_local_store(self) -> None:
         """Raise if the location is a local store, because this tier ignores the pins and locks of such a store."""
@@ -152,6 +154,7 @@ class RemoteTier(StoreTier):
             # Forget the indexes of removed packs, because a training may push for weeks.
             for pack_id in self._indexes.keys() - lasting.keys() - doomed.keys():
                 del self._indexes[pack_id]
+            self._loading = {pack_id: loading for pack_id, loading in self._loading.items() if not loading.done()}
         return lasting, doomed
 
     def lasting_packs(self) -> dict[PackId, Entry]:
@@ -215,10 +218,22 @@ class RemoteTier(StoreTier):
         """Open a complete pack; see :meth:`ReadTier.open_pack`. Raise RemoteUnreachableError without an answer."""
         return RemotePack(self.files, partial(self._paths, pack_id), self._index(pack_id), self._ahead)
 
+    def expect(self, pack_ids: Iterable[PackId]) -> None:
+        """Begin to read the indexes of packs that will be opened next."""
+        with self._lock:
+            unread = [one for one in pack_ids if one not in self._indexes and one not in self._loading]
+        for pack_id in unread:
+            self._loading[pack_id] = self._ahead.threads.submit(self._read_index, pack_id)
+
     def _index(self, pack_id: PackId) -> PackIndex:
         with self._lock:
             if (index := self._indexes.get(pack_id)) is not None:
                 return index
+            loading = self._loading.pop(pack_id, None)
+        # The threads take requests in order, so that one of them can wait here for an earlier request.
+        return self._read_index(pack_id) if loading is None else loading.result()
+
+    def _read_index(self, pack_id: PackId) -> PackIndex:
         for path in self._paths(pack_id):
             with contextlib.suppress(MissingPartitionError):
                 index = read_pack_index(self.files, path, pack_id)

@@ -63,8 +63,10 @@ def variables(endpoint: str, user: str = "writer") -> dict[str, str]:
 class LocalObjects:
     """SeaweedFS with its data in a folder. Use it in a ``with`` block, which stops the server."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, has_users: bool = True) -> None:
+        """Serve the data in ``folder`` on free ports. Without users, accept all requests."""
         self._folder = folder
+        self._has_users = has_users
         self._ports = _free_ports(8)
         self._server: subprocess.Popen[bytes] | None = None
         (folder / "data").mkdir(parents=True)
@@ -96,7 +98,8 @@ class LocalObjects:
             self._server = subprocess.Popen(
                 [
                     *(weed, "-logtostderr=true", "server", f"-dir={self._folder / 'data'}", "-filer", "-s3", *ports),
-                    *("-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-s3.config={self._folder / 'users.json'}"),
+                    *("-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
+                    *([f"-s3.config={self._folder / 'users.json'}"] if self._has_users else []),
                     *("-master.volumeSizeLimitMB=256", "-volume.max=100", "-master.telemetry=false"),
                     # These interfaces have fixed ports, which another server may use.
                     *("-s3.port.iceberg=0", "-s3.port.lance=0"),
@@ -113,7 +116,7 @@ class LocalObjects:
 
     def _answers(self) -> bool:
         """Tell whether the server knows its users and can store files; before that, it answers with status 5xx."""
-        for port, path, known in ((self._ports[3], "", (403,)), (self._ports[0], "dir/assign", (200,))):
+        for port, path, known in ((self._ports[3], "", (200, 403)), (self._ports[0], "dir/assign", (200,))):
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=2) as answer:
                     status, text = answer.status, answer.read()

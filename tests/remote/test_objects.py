@@ -1,4 +1,7 @@
-"""Test locations in an object store, on real servers: SeaweedFS for S3, and Azurite for Azure Blob Storage."""
+"""Test locations in an object store, on real servers: SeaweedFS for S3, and Azurite for Azure Blob Storage.
+
+For Google Cloud Storage, a proxy translates the requests for SeaweedFS (see :mod:`tools.local_gcs`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import traceback
 import uuid
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from urllib.parse import unquote
 
 import pytest
 import torch
@@ -18,19 +22,22 @@ from asymcheck.errors import InvalidInputError, ReadOnlyStoreError, StorageError
 from asymcheck.storage.remote.location import parse_location
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from tests.remote.conftest import CONFIG, REMOTE, check_location, check_state, config, save_steps
-from tools import local_azure, local_objects
+from tools import local_azure, local_gcs, local_objects
 from tools.local_azure import LocalAzure
+from tools.local_gcs import LocalGcs
 from tools.local_objects import BUCKET, LocalObjects, Proxy
 
 pytestmark = pytest.mark.slow
 
 
-Server = LocalObjects | LocalAzure
+Server = LocalObjects | LocalAzure | LocalGcs
 
 
 def use(monkeypatch: pytest.MonkeyPatch, endpoint: str, user: str = "writer") -> None:
     """Make clients use a server."""
-    for name, value in {**local_objects.variables(endpoint, user), **local_azure.variables(endpoint)}.items():
+    modules = (local_azure, local_gcs)
+    found = {name: value for module in modules for name, value in module.variables(endpoint).items()}
+    for name, value in {**local_objects.variables(endpoint, user), **found}.items():
         monkeypatch.setenv(name, value)
 
 
@@ -43,7 +50,14 @@ def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalAzure]:
         yield server
 
 
-@pytest.fixture(params=["objects", "azure"])
+@pytest.fixture(scope="session")
+def gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalGcs]:
+    """Return a server that stands for Google Cloud Storage."""
+    with LocalGcs(tmp_path_factory.mktemp("gcs") / "server") as server:
+        yield server
+
+
+@pytest.fixture(params=["objects", "azure", "gcs"])
 def server(request: pytest.FixtureRequest) -> Server:
     """Return each server."""
     found = request.getfixturevalue(request.param)
@@ -55,8 +69,8 @@ def server(request: pytest.FixtureRequest) -> Server:
 def bucket(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return an empty location on the server."""
     use(monkeypatch, server.endpoint)
-    top = f"s3://{BUCKET}" if isinstance(server, LocalObjects) else f"az://{local_azure.CONTAINER}"
-    return f"{top}/tests/{uuid.uuid4().hex}"
+    names = {LocalObjects: f"s3://{BUCKET}", LocalAzure: f"az://{local_azure.CONTAINER}", LocalGcs: f"gs://{BUCKET}"}
+    return f"{names[type(server)]}/tests/{uuid.uuid4().hex}"
 
 
 def push(store: Path, location: str) -> None:
@@ -97,15 +111,15 @@ def test_sixteen_writers_of_one_name_have_one_winner(server: Server, bucket: str
 def test_a_service_that_ignores_preconditions_is_refused(
     server: Server, bucket: str, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Test a server that overwrites objects despite ``If-None-Match``."""
+    """Test a server that overwrites objects despite the condition of a put."""
 
     def ignore(method: str, path: str, headers: dict[str, str]) -> None:
         # The signature covers the header, so the proxy deletes the existing object instead.
-        if method == "PUT" and headers.get("if-none-match") == "*":
-            raw.delete(PurePosixPath("/", *PurePosixPath(path).parts[root:]))
+        if method == "PUT" and {"if-none-match", "x-goog-if-generation-match"}.intersection(headers):
+            raw.delete(PurePosixPath("/", *PurePosixPath(unquote(path)).parts[root:]))
 
     raw = RemoteFiles(parse_location(bucket), REMOTE)
-    root = 2 if isinstance(server, LocalObjects) else 3
+    root = 3 if isinstance(server, LocalAzure) else 2
     with Proxy(server.endpoint, ignore) as proxy:
         use(monkeypatch, proxy.endpoint)
         with pytest.raises(InvalidInputError, match="ignores conditional puts"):
@@ -113,7 +127,7 @@ def test_a_service_that_ignores_preconditions_is_refused(
     assert raw.walk(raw.top, recursive=True) == []
 
 
-@pytest.mark.slow(long=["azure-50?"])
+@pytest.mark.slow(long=["azure-50?", "gcs-50?"])
 @pytest.mark.parametrize("status", [409, 500, 502])
 def test_a_lost_answer_is_resolved_by_reading_back(
     server: Server, bucket: str, store: Path, monkeypatch: pytest.MonkeyPatch, status: int
@@ -137,7 +151,7 @@ def test_a_lost_answer_is_resolved_by_reading_back(
     check_location(bucket, 1, 2)
 
 
-@pytest.mark.slow(long=["azure"])
+@pytest.mark.slow(long=["azure", "gcs"])
 def test_a_throttled_push_and_restore_complete(
     server: Server, bucket: str, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +212,7 @@ def test_a_server_that_is_killed_during_a_push_loses_no_reported_checkpoint(
 def test_a_bucket_that_does_not_exist_or_is_not_writable_is_named(
     server: Server, bucket: str, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Test push and open. The key of the server is in no message. Azurite has no users with fewer rights."""
+    """Test push and open. The key of the server is in no message. Only SeaweedFS has users with fewer rights."""
     missing = f"{bucket.partition('://')[0]}://no-such-bucket"
     with pytest.raises(StorageError, match=f"bucket {missing} does not exist"):
         push(store, f"{missing}/x")
@@ -210,6 +224,8 @@ def test_a_bucket_that_does_not_exist_or_is_not_writable_is_named(
         with pytest.raises(ReadOnlyStoreError, match="no permission") as refused:
             push(store, f"{bucket}/other")
         errors.append(refused)
+    if isinstance(server, LocalGcs):
+        return
     guessed = base64.b64encode(b"guessed-password").decode()
     for name in ("AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_KEY"):
         monkeypatch.setenv(name, guessed)

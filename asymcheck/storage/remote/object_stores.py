@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,8 @@ from asymcheck.storage.remote.location import RemoteLocation, refuse_credentials
 
 _STORES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
+_GCS_EMULATOR = "STORAGE_EMULATOR_HOST"
+"""Environment variable of Google's clients with the URL of a server that needs no credentials."""
 _CHUNK_BYTES = 1 << 20
 """Bytes of a response that are copied at a time, while they are in the processor's cache."""
 _NO_BUCKET = ("NoSuchBucket", "InvalidBucketName", "ContainerNotFound", "bucket does not exist")
@@ -148,6 +151,12 @@ def _entry(meta: Any) -> Entry:  # noqa: ANN401 - obstore
     return Entry(PurePosixPath("/", meta["path"]), True, meta["size"], int(meta["last_modified"].timestamp() * 1e9))
 
 
+def _emulated(endpoint: str) -> dict[str, str]:
+    """Return the configuration for a server that stands for Google Cloud Storage."""
+    account = {"gcs_base_url": endpoint, "disable_oauth": True, "client_email": "", "private_key": ""}
+    return {"service_account_key": json.dumps({**account, "private_key_id": ""})}
+
+
 def connect(location: RemoteLocation, options: Mapping[str, str], deadline_s: float) -> ObjectStore:
     """Return the client for a location. Sends no request.
 
@@ -159,12 +168,13 @@ def connect(location: RemoteLocation, options: Mapping[str, str], deadline_s: fl
         raise InvalidInputError(f"location {location}: obstore is not installed; install asymcheck[objects]")
     stores: Any = importlib.import_module("obstore.store")
     exceptions: Any = importlib.import_module("obstore.exceptions")
-    endpoints = (*(os.environ.get(name, "") for name in _ENDPOINTS), *options.values())
+    emulator = os.environ.get(_GCS_EMULATOR, "") if location.scheme == "gs" else ""
+    endpoints = (*(os.environ.get(name, "") for name in _ENDPOINTS), *options.values(), emulator)
     seconds = timedelta(seconds=deadline_s)
     try:
         store = getattr(stores, _STORES[location.scheme])(
             location.authority,
-            config=dict(options),
+            config={**(_emulated(emulator) if emulator else {}), **options},
             client_options={
                 "allow_http": any(endpoint.startswith("http://") for endpoint in endpoints),
                 "connect_timeout": min(seconds, timedelta(seconds=5)),

@@ -237,9 +237,13 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
             # Ever more at once, because most searches end at one of the first packs.
             start, count = 0, 1
             while batch := new[start : start + count]:
-                self.tier.expect(batch)
+                # Known packs are not opened again, and each read of the index of a damaged one is a scan.
+                self.tier.expect([pack_id for pack_id in batch if not self._is_known(pack_id)])
                 yield from batch
                 start, count = start + count, 2 * count
+
+    def _is_known(self, pack_id: PackId) -> bool:
+        return pack_id in self._packs or pack_id in self._problems or pack_id in self._closed
 
     def _copies_in(self, pack_ids: Iterable[PackId], names: set[Digest]) -> dict[Digest, list[PartitionCopy]]:
         """Return all copies of partitions in some packs, full frames first. Each pack is searched once.

@@ -21,6 +21,7 @@ from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import encode
 from asymcheck.format.record import HeadRecord
 from asymcheck.restore.lineage import read_line
+from asymcheck.restore.partition_locator import PartitionLocator
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.pack_index import PackIndex
 from asymcheck.storage.remote import RemoteTier, parse_location, tier
@@ -129,6 +130,28 @@ def test_head_records_overlap(remote: RemoteTier, small_reads: Overlap) -> None:
     assert [*read_line(remote, "default").limits] == [*range(GENERATIONS, 0, -1)]
     assert small_reads.calls == GENERATIONS
     assert small_reads.most > 2
+
+
+def test_a_damaged_pack_is_scanned_once(remote: RemoteTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a pack without a readable index, and searches for other copies, as after the damage of a frame."""
+    damaged = next(iter(remote.pack_ids()))
+    path = Path(remote.packs / layout.pack_name(damaged))
+    data = path.read_bytes()
+    path.write_bytes(data[:-4096] + bytes([data[-4096] ^ 1]) + data[-4095:])
+    scans, read = [], tier.read_pack_index
+
+    def noted(files: RemoteFiles, where: PurePosixPath, pack_id: PackId) -> PackIndex:
+        scans.append(pack_id)
+        return read(files, where, pack_id)
+
+    monkeypatch.setattr(tier, "read_pack_index", noted)
+    (listing,) = remote.manifests.checkpoints("default")
+    manifests = remote.manifests.read_all(listing)
+    with PartitionLocator.of_manifests(remote, manifests) as sources:
+        for name in manifests[0].partitions():
+            assert list(sources.other_copies(name, []))
+    assert all(loading.exception(60) is None for loading in remote._loading.values())
+    assert scans.count(damaged) == 1
 
 
 @pytest.mark.filterwarnings("ignore::asymcheck.errors.RemoteCopyWarning")

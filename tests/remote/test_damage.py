@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
@@ -10,9 +13,11 @@ import pytest
 from asymcheck import Store
 from asymcheck.errors import InconsistentCheckpointError, SkippedCheckpointWarning
 from asymcheck.fsck.verify import Severity
+from asymcheck.storage.remote.client_interface import Readable
+from asymcheck.storage.remote.clients import _LocalClient
 from asymcheck.storage.remote.location import parse_location
 from asymcheck.storage.remote.remote_files import RemoteFiles
-from tests.remote.conftest import CONFIG, REMOTE, check_location, check_state
+from tests.remote.conftest import CONFIG, REMOTE, check_location, check_state, packs_of
 
 
 def replace(files: RemoteFiles, path: PurePosixPath, data: bytes) -> None:
@@ -63,6 +68,41 @@ def damaged(any_location: str, store: Path) -> Callable[[Callable[[bytes], bytes
 
 
 Damaged = Callable[[Callable[[bytes], bytes]], str]
+
+
+@pytest.fixture
+def unreadable(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Return a set for the inodes of files that the drive of a location cannot read."""
+    inodes: set[int] = set()
+    reading = _LocalClient.reading
+
+    def checked(
+        client: _LocalClient, path: str, offset: int, length: int
+    ) -> contextlib.AbstractContextManager[Readable]:
+        if os.stat(path).st_ino in inodes:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return reading(client, path, offset, length)
+
+    monkeypatch.setattr(_LocalClient, "reading", checked)
+    return inodes
+
+
+def test_packs_that_cannot_be_read_stop_no_push_and_no_collection(
+    store: Path, folder: str, unreadable: set[int]
+) -> None:
+    """Test that what only these packs have is sent again, and that a collection keeps them."""
+    with Store.open(store, config=CONFIG, create=True) as opened:
+        opened.push(folder, 1)
+        lost = packs_of(folder)
+        unreadable.update(pack.stat().st_ino for pack in lost)
+        opened.push(folder, 2)
+    with Store.open(folder, config=CONFIG) as remote:
+        check_state(remote.load(2), 2)
+        assert remote.gc().freed_packs == 0
+    assert lost < packs_of(folder)
+    with Store.open(store, config=CONFIG, create=True) as opened:
+        opened.push(folder, 1)
+    check_location(folder, 1, 2)
 
 
 @pytest.mark.slow(quick=["file-flipped"], long=["hdfs-[!c]*"])

@@ -13,7 +13,13 @@ from functools import partial
 from pathlib import PurePosixPath
 
 from asymcheck.config import WRITER, StoreConfig
-from asymcheck.errors import FormatError, InvalidInputError, MissingPartitionError, StoreNotFoundError, StructureError
+from asymcheck.errors import (
+    InvalidInputError,
+    MissingPartitionError,
+    StoreNotFoundError,
+    StructureError,
+    result_or_error,
+)
 from asymcheck.format import layout
 from asymcheck.format.record import (
     RECORD_BYTES,
@@ -248,9 +254,8 @@ class RemoteTier(StoreTier):
         """Read the indexes of packs in parallel; None for a pack that is missing or has no readable index."""
 
         def index_of(pack_id: PackId) -> PackIndex | None:
-            with contextlib.suppress(FormatError, MissingPartitionError):
-                return self._index(pack_id)
-            return None
+            index = result_or_error(self._index, pack_id)
+            return index if isinstance(index, PackIndex) else None
 
         requested = list(pack_ids)
         return dict(zip(requested, self._ahead.threads.map(index_of, requested), strict=True))

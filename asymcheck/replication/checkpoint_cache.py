@@ -14,6 +14,7 @@ from asymcheck.errors import (
     FormatError,
     HeadRecordError,
     MissingPartitionError,
+    StorageError,
     UnsupportedFormatError,
 )
 from asymcheck.format import registry
@@ -149,9 +150,9 @@ class RemotePresence:
         """
         try:
             needs = PartitionSet.of_manifests(read_manifests(self._remote, listing))
-        except UnsupportedFormatError:
+        except (UnsupportedFormatError, *INCONCLUSIVE):
             raise
-        except (FormatError, MissingPartitionError):
+        except (FormatError, MissingPartitionError, StorageError):
             return False
         # Packs are listed after the manifests were read. A collection that has not announced a pack by then will see
         # these manifests, and keep the pack.

@@ -237,14 +237,16 @@ class _Push:
         )
 
     def _remove_damaged(self, data: Mapping[ManifestName, bytes]) -> None:
-        """Remove damaged manifests with the names of this checkpoint, because a publish never replaces a file."""
+        """Remove unreadable manifests with the names of this checkpoint, because a publish never replaces a file."""
         run, ref = self.listing.run, self.listing.ref
         for name in data.keys() & set(self.remote.manifests.listing(run, ref).manifests):
             try:
                 self.remote.manifests.read_bytes(run, ref, name)
             except MissingPartitionError:
                 continue
-            except FormatError:
+            except INCONCLUSIVE:
+                raise
+            except (FormatError, StorageError):
                 self.remote.files.delete(self.remote.manifests.directory(run, ref) / str(name))
 
     def _packs_remain(self, relied: set[PackId]) -> bool:

@@ -183,3 +183,13 @@ def test_another_push_brings_back_a_manifest(any_location: str, store: Path, cha
         done = opened.push(any_location, everything=True)
     assert (len(done.committed), done.present, done.packs) == (1, 1, 0)
     check_location(any_location, 1, 2)
+
+
+def test_another_push_replaces_a_manifest_that_cannot_be_read(pushed: Path, folder: str, unreadable: set[int]) -> None:
+    """Test a defective block of the drive below the location."""
+    manifest = max(Path(folder.removeprefix("file://"), "manifests").rglob("*.manifest"))
+    unreadable.add(manifest.stat().st_ino)
+    with Store.open(pushed, config=CONFIG, create=True) as opened:
+        done = opened.push(folder, everything=True)
+    assert (len(done.committed), done.present, done.packs) == (1, 1, 0)
+    check_location(folder, 1, 2)

@@ -234,13 +234,14 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
         # Repeated while new packs appear, because a listed pack may have been copied into another one and removed.
         while new := [pack_id for pack_id in self.tier.pack_ids() if pack_id not in seen]:
             seen.update(new)
-            # Ever more at once, because most searches end at one of the first packs.
-            start, count = 0, 1
-            while batch := new[start : start + count]:
+            announced = 0
+            for number, pack_id in enumerate(new):
+                # Few at first, because most searches end at one of the first packs.
+                until = number + min(number + 1, self.tier.config.remote.reads)
                 # Known packs are not opened again, and each read of the index of a damaged one is a scan.
-                self.tier.expect([pack_id for pack_id in batch if not self._is_known(pack_id)])
-                yield from batch
-                start, count = start + count, 2 * count
+                self.tier.expect([expected for expected in new[announced:until] if not self._is_known(expected)])
+                announced = until
+                yield pack_id
 
     def _is_known(self, pack_id: PackId) -> bool:
         return pack_id in self._packs or pack_id in self._problems or pack_id in self._closed

@@ -1,4 +1,4 @@
-"""Test ten thousand checkpoints: resolving the newest takes as many operations as with one checkpoint."""
+"""Test ten thousand checkpoints: resolving the newest takes about as many operations as with one checkpoint."""
 
 from __future__ import annotations
 
@@ -67,14 +67,16 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_restore_does_not_depend_on_the_number_of_checkpoints(
     locations: tuple[str, str], operations: list[str]
 ) -> None:
-    """Test that every listing is one operation, and that only needed packs are opened."""
+    """Test that every listing is one operation, and that only needed packs and a few more are opened."""
     counts = []
     for location in locations:
         operations.clear()
         with Store.open(location, config=CONFIG, create=True) as remote:
             check_state(remote.load(), COUNT)
         counts.append(len(operations))
-    assert counts[0] == counts[1] < 40
+    assert counts[0] < 40
+    # Header and first frame of the packs whose indexes are read ahead in vain.
+    assert counts[1] - counts[0] <= 2 * CONFIG.remote.reads
 
 
 @pytest.mark.slow

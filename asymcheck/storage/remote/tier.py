@@ -35,6 +35,7 @@ from asymcheck.storage.remote.client_interface import Entry
 from asymcheck.storage.remote.location import RemoteLocation
 from asymcheck.storage.remote.manifests import RemoteManifests
 from asymcheck.storage.remote.pack_reader import ReadAhead, RemotePack, read_pack_index
+from asymcheck.storage.remote.readers import result_of
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from asymcheck.storage.remote.upload import PackUpload
 from asymcheck.types import PackId
@@ -227,17 +228,18 @@ class RemoteTier(StoreTier):
     def expect(self, pack_ids: Iterable[PackId]) -> None:
         """Begin to read the indexes of packs that will be opened next."""
         with self._lock:
-            unread = [one for one in pack_ids if one not in self._indexes and one not in self._loading]
-        for pack_id in unread:
-            self._loading[pack_id] = self._ahead.threads.submit(self._read_index, pack_id)
+            new = [pack_id for pack_id in pack_ids if pack_id not in self._indexes and pack_id not in self._loading]
+        for pack_id in new:
+            loading = self._ahead.threads.submit(self._read_index, pack_id)
+            with self._lock:
+                self._loading[pack_id] = loading
 
     def _index(self, pack_id: PackId) -> PackIndex:
         with self._lock:
             if (index := self._indexes.get(pack_id)) is not None:
                 return index
             loading = self._loading.pop(pack_id, None)
-        # The threads take requests in order, so that one of them can wait here for an earlier request.
-        return self._read_index(pack_id) if loading is None else loading.result()
+        return result_of(loading, partial(self._read_index, pack_id))
 
     def _read_index(self, pack_id: PackId) -> PackIndex:
         for path in self._paths(pack_id):

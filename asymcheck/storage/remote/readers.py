@@ -56,3 +56,11 @@ class Readers(Executor):
             cancelled = list(self._waiting) if cancel_futures else []
         for future, _ in cancelled:
             future.cancel()
+
+
+def result_of(reading: Future[_T] | None, read: Callable[[], _T]) -> _T:
+    """Return the result of a read ahead. If the read has not begun, cancel it, and read on this thread.
+
+    A read that waits in the queue may never begin: all threads may wait for such reads, or another thread cancels it.
+    """
+    return read() if reading is None or reading.cancel() else reading.result()

@@ -37,7 +37,7 @@ from asymcheck.storage.remote.deadline import tried, within
 from asymcheck.storage.remote.location import RemoteLocation
 from asymcheck.storage.remote.object_stores import short_text
 from asymcheck.storage.remote.ranges import OpenedFile, RangeMemory, read_range
-from asymcheck.storage.remote.readers import Readers
+from asymcheck.storage.remote.readers import Readers, result_of
 from asymcheck.storage.throughput import Throughput
 
 _T = TypeVar("_T")
@@ -152,8 +152,7 @@ class RemoteFiles:
 
     def read_small(self, path: PurePath, limit: int) -> bytes | None:
         """Return the content of a file, at most ``limit`` + 1 bytes; None if the file does not exist."""
-        reading = self._ahead.pop(path, None)
-        return self._read_small(path, limit) if reading is None else reading.result()
+        return result_of(self._ahead.pop(path, None), partial(self._read_small, path, limit))
 
     def _read_small(self, path: PurePath, limit: int) -> bytes | None:
         try:

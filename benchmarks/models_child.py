@@ -1,4 +1,7 @@
-"""Run one cell of ``models`` in a separate process: a training with checkpoints, and its recovery after a kill."""
+"""Run one cell of ``models`` in a separate process: a training with checkpoints, and its recovery after a kill.
+
+The modules of all libraries are imported before a process is forked. asymcheck would import its own ones at first use.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+import asymcheck.checkpointer  # noqa: F401 - imported before processes are forked
 from asymcheck.format.digest import digest
 from benchmarks import peers
 from benchmarks.async_peers import SETTLING, Saver, flat_tensors, process_group, train, untimed

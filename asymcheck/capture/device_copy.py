@@ -312,8 +312,7 @@ class EagerCopies:
 
     def fetch(self, room: Callable[[int], memoryview]) -> None:
         """Queue the copies to host memory, which ``room`` allocates for each device."""
-        # Copied, because an allocation may settle earlier copies.
-        for device, (_, region) in list(self._regions.items()):
+        for device, (_, region) in self._regions.items():
             target = room(len(region.memory))
             end = self._transfers.queue(device, partial(_fetch, region.memory, target))
             self._fetched.append((device, target, end))

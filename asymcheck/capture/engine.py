@@ -105,8 +105,8 @@ class CaptureEngine:
         """Queue device copies of the first window, and return the other partitions.
 
         The link is then busy while this thread computes source digests. If the capture thread queued the copies, both
-        threads would wait for the GIL at each operation of torch. In a ring without space for the whole capture, the
-        asides could wait forever for space.
+        threads would wait for the GIL at each operation of torch. In a small ring, eager copies come first, because
+        the training waits for them.
         """
         transfers, release = capture.transfers, capture.plan.release
         if not transfers.devices or self._ring.header.data_bytes < 2 * capture.state_bytes:
@@ -293,8 +293,12 @@ class CaptureEngine:
         return self._ring.payload(slot)
 
     def _room_aside(self, capture: Capture, length: int) -> memoryview:
-        capture.aside_slots.append(self._take(capture, length))
-        return self._ring.payload(capture.aside_slots[-1])
+        slot = self._flusher.take(length)
+        if slot is None:
+            # Without these copies, early ones cannot leave the ring, so the wait for space might never end.
+            return memoryview(bytearray(length))
+        capture.aside_slots.append(slot)
+        return self._ring.payload(slot)
 
     def _take(self, capture: Capture, length: int) -> RingSlot:
         slot = self._ring.take(length)

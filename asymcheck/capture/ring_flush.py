@@ -185,7 +185,7 @@ class RingFlusher:
     def _survives(self, capture: Capture) -> bool:
         """Put the manifest and an entry into the ring; return whether both fit."""
         data = encode(capture.manifest)
-        slot = self._take(len(data))
+        slot = self.take(len(data))
         if slot is None:
             return False
         self._ring.payload(slot)[:] = data
@@ -197,7 +197,8 @@ class RingFlusher:
         capture.manifest_slot = slot
         return True
 
-    def _take(self, length: int) -> RingSlot | None:
+    def take(self, length: int) -> RingSlot | None:
+        """Allocate a slot without a wait, and free settled captures for it; None without space. Thread-safe."""
         if frame_length(length) > self._ring.header.data_bytes:
             return None
         while (slot := self._ring.take(length)) is None and self.make_room():

@@ -16,6 +16,7 @@ import asymcheck
 from asymcheck.capture import background_saver
 from asymcheck.capture.background_saver import Statistics
 from asymcheck.capture.device_copy import Devices, EagerCopies, Transfers
+from asymcheck.capture.engine import CaptureEngine
 from asymcheck.capture.inflight import Capture
 from asymcheck.capture.ring_flush import RingFlusher
 from asymcheck.capture.schedule import CaptureSchedule
@@ -158,7 +159,13 @@ def test_device_wait_is_measured_later(device: SimulatedDevice) -> None:
     assert devices.held_s() == 0
 
 
-def _train(path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, steps: int) -> Statistics:
+def _train(
+    path: Path,
+    device: SimulatedDevice,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int,
+    ring_bytes: int | None = None,
+) -> Statistics:
     monkeypatch.setattr(background_saver, "Devices", lambda size: Devices(size, device.link_of))
     weight = torch.nn.Parameter(torch.zeros(700_000))
     device.own(weight)
@@ -167,7 +174,7 @@ def _train(path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch,
     with (
         asymcheck.Store.open(path, create=True) as store,
         asymcheck.Checkpointer(
-            store, state, capture=CaptureConfig(), on_error="warn", every=1, keep=None
+            store, state, capture=CaptureConfig(ring_bytes=ring_bytes), on_error="warn", every=1, keep=None
         ) as checkpointer,
     ):
         for step in range(steps):
@@ -244,6 +251,35 @@ def test_a_capture_that_fails_after_early_copies_is_lost_once(
     assert finished == [0, 1, 2, 3]
     with asymcheck.Store.open(tmp_path) as store:
         assert [checkpoint.step for checkpoint in store.checkpoints()] == [0, 2, 3]
+
+
+def test_asides_do_not_wait_for_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: SimulatedDevice) -> None:
+    """Test a ring that is full before the first capture is complete, whose end is queued behind early copies."""
+    set_aside, digest = CaptureEngine._set_aside, CaptureEngine._digest
+    is_begun, is_full = threading.Event(), threading.Event()
+
+    def set_aside_late(self: CaptureEngine, capture: Capture, deferred: list[int]) -> None:
+        # A wait that would never end loses the capture.
+        end = threading.Timer(20, self._fail, (capture, StorageError("no space")))
+        if capture.request.step == 1:
+            # The asides of the first capture have left the ring.
+            assert is_begun.wait(30)
+            while self._ring.take(1) is not None:
+                pass
+            is_full.set()
+            end.start()
+        set_aside(self, capture, deferred)
+        end.cancel()
+
+    def digest_late(self: CaptureEngine, capture: Capture, number: int) -> None:
+        assert number == 0 or is_full.wait(30)
+        digest(self, capture, number)
+        is_begun.set()
+
+    monkeypatch.setattr(CaptureEngine, "_set_aside", set_aside_late)
+    monkeypatch.setattr(CaptureEngine, "_digest", digest_late)
+    # Twice the state, without the headers of the frames.
+    assert _train(tmp_path, device, monkeypatch, 2, 2 * 2_800_000).durable == 2
 
 
 @pytest.mark.slow

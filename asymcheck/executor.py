@@ -56,6 +56,7 @@ def carry_out(done: Future[_T], call: Callable[[], _T]) -> None:
 def together(work: Callable[[], object], count: int, name: str, stop: Callable[[], object]) -> None:
     """Run ``work`` on ``count`` threads, and wait until all have ended. If ``count`` is 1, run it on this thread.
 
+    Use fewer threads if Python starts no more. It starts none while it exits, and ``work`` runs on this thread.
     The first failure, or an interrupt of this thread, calls ``stop``, after which ``work`` should return soon. After
     the end of this function, no thread runs, so the caller may close shared resources.
 
@@ -81,11 +82,16 @@ def together(work: Callable[[], object], count: int, name: str, stop: Callable[[
         finally:
             busy.pop()
 
-    threads = [threading.Thread(target=run, name=f"asymcheck-{name}-{i}", daemon=True) for i in range(count)]
+    started: list[threading.Thread] = []
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
+        with contextlib.suppress(RuntimeError):
+            for number in range(count):
+                thread = threading.Thread(target=run, name=f"asymcheck-{name}-{number}", daemon=True)
+                thread.start()
+                started.append(thread)
+        if not started:
+            run()
+        for thread in started:
             thread.join()
     except BaseException as error:
         failures.append(error)

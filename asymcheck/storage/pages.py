@@ -60,11 +60,7 @@ def populate(address: int, nbytes: int) -> None:
         for start in taken:
             _advise(address + start, min(length, nbytes - start), _POPULATE_WRITE)
 
-    try:
-        share(starts, work, len(starts), "populate")
-    except RuntimeError:
-        # Python starts no thread while it exits.
-        work(starts)
+    share(starts, work, len(starts), "populate")
 
 
 def are_huge(address: int, nbytes: int) -> bool:

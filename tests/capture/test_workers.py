@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from asymcheck.executor import Workers, together
+from asymcheck.executor import Workers, share, together
 
 
 def _nice() -> int:
@@ -98,3 +98,15 @@ def test_first_failure_stops_parallel_work() -> None:
     with pytest.raises(RuntimeError, match="broken"):
         together(work, 3, "test", stopped.set)
     assert len(ended) == 2
+
+
+def test_parallel_work_needs_no_new_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test an interpreter that starts no thread, as Python does while it exits."""
+
+    def refuse(_self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    done: list[int] = []
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    share(range(100), done.extend, 3, "test")
+    assert done == [*range(100)]

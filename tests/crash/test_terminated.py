@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
-from asymcheck import Store
+from asymcheck import Checkpointer, Store
 from tests.checkpointer.loops import rings
 from tests.crash.trainer import train_two_until_terminated, train_until_terminated
 from tests.zygote import REPOSITORY, Zygote
@@ -58,6 +61,24 @@ def test_an_exit_without_close_saves_the_last_step(tmp_path: Path, how: str) -> 
     assert (done.returncode, done.stderr) == (7 if how == "failed" else 0, "")
     assert _steps(tmp_path) == [0, 1, 2, 3]
     assert rings(tmp_path) == []
+
+
+def test_a_large_last_step_is_saved_without_new_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test the end of a program, when Python starts no thread: the last step was not fenced before."""
+
+    def refuse(_self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    # Several threads would compare as many bytes.
+    weight = torch.nn.Parameter(torch.zeros(6 << 20))
+    with Store.open(tmp_path / "store", create=True) as store:
+        checkpointer = Checkpointer(store, {"weight": weight, "optimizer": torch.optim.SGD([weight])}, every=1)
+        checkpointer.step(0)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1})
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        checkpointer._exit_handler.drain()
+        monkeypatch.undo()
+    assert _steps(tmp_path) == [0]
 
 
 @pytest.mark.slow

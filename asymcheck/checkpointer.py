@@ -625,7 +625,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._is_closed = True
         try:
             with self._exit_handler, contextlib.ExitStack() as ending:
-                self._exit_handler.disarm()
+                # Last, because SIGTERM has to wait until all checkpoints are durable.
+                ending.callback(self._exit_handler.disarm)
                 if self._coordinator is not None:
                     ending.callback(self._coordinator.close)
                 ending.callback(self._run_lock.close)

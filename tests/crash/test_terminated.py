@@ -82,7 +82,7 @@ def test_a_large_last_step_is_saved_without_new_threads(tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["outside", "inside", "fence", "window", "pushed", "trace"])
+@pytest.mark.parametrize("where", ["outside", "inside", "fence", "window", "pushed", "trace", "closing"])
 def test_sigterm_saves_the_last_step_and_ends_the_process(zygote: Zygote, tmp_path: Path, where: str) -> None:
     """Test SIGTERM between calls, inside a call, and in hooks that hold locks of the background threads.
 

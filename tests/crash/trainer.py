@@ -13,6 +13,7 @@ import pytest
 
 from asymcheck import Checkpointer, Push, Store, events
 from asymcheck.capture.engine import CaptureEngine
+from asymcheck.capture.ring_flush import RingFlusher
 from asymcheck.config import CaptureConfig
 from asymcheck.events import Event
 from asymcheck.fsck.verify import Severity
@@ -137,7 +138,7 @@ def train_until_terminated(path: str, where: str) -> None:
     """Save two steps on a slow disk, and get SIGTERM: ``outside`` a call, ``inside`` one, or while a lock is held.
 
     Locks are held in a ``fence``, at a ``window``, while ``pushed`` checkpoints are counted, or while a ``trace`` is
-    written.
+    written. ``closing`` waits for the disk.
     """
     folder, armed = Path(path), threading.Event()
     # A process that hangs also ends, but not by SIGTERM.
@@ -174,6 +175,8 @@ def train_until_terminated(path: str, where: str) -> None:
             with events.timed("mine"):
                 pass
             time.sleep(0.01)
+        if where == "closing":
+            checkpointer.close()
         loop.iterate(2)
         raise AssertionError(f"nothing came to {where}")
     os.kill(os.getpid(), signal.SIGTERM)
@@ -202,8 +205,12 @@ _TERMINATES_IN: dict[str, tuple[type, str]] = {
     "window": (CaptureEngine, "_release"),
     "pushed": (CheckpointCache, "refresh"),
     "trace": (Trace, "_write"),
+    "closing": (RingFlusher, "close"),
 }
-"""Functions that the training thread calls in the middle of a copy, or with a lock that other threads need."""
+"""Functions that the training thread calls in the middle of a copy, or with a lock that other threads need.
+
+``closing`` comes before the last checkpoint is durable.
+"""
 
 
 def _terminate_in(where: str, armed: threading.Event, disk: Disk) -> None:

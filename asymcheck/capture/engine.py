@@ -386,7 +386,7 @@ class CaptureEngine:
         save_id, leaves = capture.request.save_id, capture.state.leaves
         self._detector.begin(capture.source_digests, save_id, leaves, deferred, asides)
         asides.gather()
-        # What was gathered is fetched after it.
+        # The copies to host memory follow the gathered parts.
         capture.transfers.gate()
         asides.fetch(partial(self._room_aside, capture))
 

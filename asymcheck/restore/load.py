@@ -142,30 +142,31 @@ def _first(
     """
     attempts = resolve_each(tier, listings, skipped)
     spoilt: PartialRestoreError | None = None
-    for resolved in attempts:
-        with resolved.sources:
-            if skipped and spoilt is None and is_stale is not None and is_stale():
-                return None
-            try:
-                state = read(resolved)
-            except (RefusedStateError, UnsupportedFormatError):
-                # The object would also refuse the state of an older checkpoint. A checkpoint of a newer program is
-                # intact, so using an older one would silently lose training.
-                raise
-            except (DamagedPartitionError, FormatError) as error:
-                skipped.append(f"{resolved.ref}: {error}")
-            except PartialRestoreError as error:
-                if not fall_back:
-                    raise _with_next_step(error, attempts) from error
-                skipped.append(f"{resolved.ref}: {error}")
-                spoilt = error
-            except StateMismatchError as error:
-                if spoilt is None:
+    try:
+        for resolved in attempts:
+            with resolved.sources:
+                if skipped and spoilt is None and is_stale is not None and is_stale():
+                    return None
+                try:
+                    state = read(resolved)
+                except (RefusedStateError, UnsupportedFormatError):
+                    # The object would also refuse the state of an older checkpoint. A checkpoint of a newer program is
+                    # intact, so using an older one would silently lose training.
                     raise
-                message = f"{spoilt}. The next older checkpoint does not fit: {error}"
-                raise PartialRestoreError(message, spoilt.overwritten, None) from error
-            else:
-                return Loaded(state, resolved.run, resolved.ref, resolved.manifests, tuple(skipped))
+                except (DamagedPartitionError, FormatError) as error:
+                    skipped.append(f"{resolved.ref}: {error}")
+                except PartialRestoreError as error:
+                    if not fall_back:
+                        raise _with_next_step(error, attempts) from error
+                    skipped.append(f"{resolved.ref}: {error}")
+                    spoilt = error
+                else:
+                    return Loaded(state, resolved.run, resolved.ref, resolved.manifests, tuple(skipped))
+    except AsymcheckError as error:
+        if spoilt is None or isinstance(error, PartialRestoreError):
+            raise
+        message = f"{spoilt}. {_overwritten(spoilt.overwritten)}. The next older checkpoint cannot be read: {error}"
+        raise PartialRestoreError(message, spoilt.overwritten, None) from error
     if spoilt is not None:
         raise _with_next_step(spoilt, attempts) from spoilt
     return None
@@ -341,9 +342,13 @@ def _overwritten(names: Sequence[str]) -> str:
 
 def _with_next_step(error: PartialRestoreError, attempts: Iterator[Resolved]) -> PartialRestoreError:
     """Return a message with the overwritten tensors and an older checkpoint that can be restored instead."""
-    following = next(attempts, None)
     advice = "no older checkpoint is consistent"
     step: int | None = None
+    try:
+        following = next(attempts, None)
+    except AsymcheckError as problem:
+        following = None
+        advice = f"the next older checkpoint cannot be read: {problem}"
     if following is not None:
         following.sources.close()
         step = following.ref.step

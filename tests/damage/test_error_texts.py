@@ -17,11 +17,14 @@ from asymcheck.errors import (
     DamagedPartitionError,
     HeadRecordError,
     InconsistentCheckpointError,
+    LockTimeoutError,
     PartialRestoreError,
     RefusedStateError,
+    RemoteUnreachableError,
     SkippedCheckpointWarning,
+    UnsupportedVersionError,
 )
-from asymcheck.restore import frame_reader
+from asymcheck.restore import frame_reader, resolve
 from asymcheck.storage.local_files import translated
 from asymcheck.storage.nvme import Files, NvmeTier
 from tests.damage.flips import content, flip, flipped
@@ -255,6 +258,34 @@ def test_a_fill_that_is_cut_off_says_that_the_state_is_a_mixture(
         with pytest.raises(kind, match=r"it went away\. 3 tensors were overwritten already: t\d, .* is a mixture"):
             store.restore(into=target, fall_back=True)
         assert sum(bool(tensor.any()) for tensor in target.values()) == 3
+
+
+@pytest.mark.parametrize("falls_back", [False, True])
+@pytest.mark.parametrize("kind", [RemoteUnreachableError, LockTimeoutError, UnsupportedVersionError])
+def test_a_damaged_fill_is_reported_if_no_older_checkpoint_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[AsymcheckError], *, falls_back: bool
+) -> None:
+    """Test that an error about the older checkpoint does not hide that the state is a mixture."""
+    states = {step: {f"t{number}": torch.full((1000,), step * 10.0 + number) for number in range(6)} for step in (1, 2)}
+    with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
+        for step, state in states.items():
+            store.save(state, step=step)
+    small = SmallStore(tmp_path / "store", states)
+    *_, last = sorted((*_frame_of(small, 2, name), name) for name in states[2])
+    flip(last[0], (last[2] + 200) * 8)
+    whole, calls = resolve.resolve_one, itertools.count()
+
+    def resolve_one(*arguments: object, **options: object) -> object:
+        if next(calls):
+            raise kind("it went away")
+        return whole(*arguments, **options)  # type: ignore[arg-type]  # handed on
+
+    monkeypatch.setattr(resolve, "resolve_one", resolve_one)
+    with small.open() as store, pytest.raises(PartialRestoreError, match="cannot be read: it went away") as caught:
+        store.restore(into={name: torch.zeros(1000) for name in states[2]}, fall_back=falls_back)
+    assert len(caught.value.overwritten) == 5
+    assert caught.value.next_step is None
+    assert "5 tensors were overwritten already: t" in str(caught.value)
 
 
 def test_a_fill_with_no_older_checkpoint_says_so(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -17,6 +17,7 @@ from asymcheck.capture.signals import ExitHandler
 from asymcheck.config import DEFAULT_RUN, CaptureConfig, Grace
 from asymcheck.distributed.ranks import RanksGiven, find_ranks
 from asymcheck.errors import (
+    AsymcheckError,
     ClosedStoreError,
     ForkedStoreError,
     InvalidInputError,
@@ -223,13 +224,21 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             UnreachableRemoteWarning: the run has no checkpoint, and the ``remote`` of the store is empty.
         """
         self._check_open()
+        with self._noting_partial_restore():
+            return self._restore(step, strict=check_flag("strict", strict))
+
+    @contextlib.contextmanager
+    def _noting_partial_restore(self) -> Iterator[None]:
+        """Let the next saves fail if the block leaves a mixture; :meth:`_resumed` permits saves again."""
         try:
-            checkpoint = self._restore(step, strict=check_flag("strict", strict))
-        except PartialRestoreError as error:
-            self._partial_restore = error
+            yield
+        except AsymcheckError as error:
+            if isinstance(error, PartialRestoreError):
+                self._partial_restore = error
+            elif error.overwritten:
+                # For instance, the remote location has failed.
+                self._partial_restore = PartialRestoreError(str(error), error.overwritten, None)
             raise
-        self._partial_restore = None
-        return checkpoint
 
     def _restore(self, step: int | None, *, strict: bool) -> Checkpoint | None:
         with contextlib.ExitStack() as held:
@@ -277,7 +286,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self._pusher.check()
             if self._partial_restore is not None:
                 raise PartialRestoreError(
-                    f"the state of run {self._run} is not saved, because restore() failed after it had overwritten "
+                    f"the state of run {self._run} is not saved, because a restore failed after it had overwritten "
                     "tensors. Restore an intact step, or create the state and the Checkpointer again",
                     self._partial_restore.overwritten,
                     self._partial_restore.next_step,
@@ -322,6 +331,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             _logger.info("no checkpoint of run %s in %s: starting from scratch", self._run, self._store.location)
             self._warn_of_none()
             return None
+        self._partial_restore = None
         self._generation = returned.generation
         self._reporting.saved(returned.checkpoint.step)
         self._interval_controller.restart(returned.checkpoint.step)
@@ -352,7 +362,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             StateMismatchError, DigestMismatchError
         """
         self._check_open()
-        with self._exit_handler:
+        with self._exit_handler, self._noting_partial_restore():
             if self._coordinator is not None:
                 self._store.training.settle()
                 returned = self._coordinator.rollback(self._background, self._state, self._report)

@@ -56,6 +56,8 @@ class AsymcheckError(Exception):
 
     kind: ClassVar[str] = "error"
     """Stable code of the class, for programs."""
+    overwritten: tuple[str, ...] = ()
+    """Dotted names of the tensors that a failed restore in place has overwritten."""
 
     def __init_subclass__(cls, *, kind: str | None = None) -> None:
         """Set the code of a subclass, which is that of its base by default."""

@@ -279,7 +279,11 @@ def load_captured(manifest: Manifest, payload: Callable[[Digest], memoryview], i
     def checked(name: Digest) -> memoryview:
         data = payload(name)
         if digest(data) != name:
-            raise DigestMismatchError(f"digest mismatch in partition {name.hex()} in memory; restore() reads the store")
+            error = DigestMismatchError(
+                f"digest mismatch in partition {name.hex()} in memory; restore() reads the store"
+            )
+            error.overwritten = tuple(assembly.overwritten())
+            raise error
         return data
 
     execute_in_memory(assembly, checked)
@@ -298,15 +302,17 @@ def fetch_in_place(resolved: Resolved, assembly: Assembly) -> None:
     try:
         execute(assembly, resolved)
         _check_overlapping(resolved, assembly.overlapping)
-    except (DamagedPartitionError, *INCONCLUSIVE) as error:
-        overwritten = assembly.overwritten()
-        if not overwritten:
+    except AsymcheckError as error:
+        error.overwritten = tuple(assembly.overwritten())
+        if not error.overwritten or not isinstance(error, (DamagedPartitionError, *INCONCLUSIVE)):
             raise
         if isinstance(error, DamagedPartitionError):
-            raise PartialRestoreError(str(error), overwritten, None) from error
+            raise PartialRestoreError(str(error), error.overwritten, None) from error
         # Not a PartialRestoreError, after which an older checkpoint would replace this one, which may be intact.
-        message = f"{error}. {_overwritten(overwritten)}; the state is a mixture until a restore into it succeeds"
-        raise type(error)(message) from error
+        told = _overwritten(error.overwritten)
+        cut_off = type(error)(f"{error}. {told}; the state is a mixture until a restore into it succeeds")
+        cut_off.overwritten = error.overwritten
+        raise cut_off from error
 
 
 def _check_overlapping(resolved: Resolved, filled: Sequence[tuple[torch.Tensor, Demand]]) -> None:

@@ -78,6 +78,8 @@ class ResumeCoordinator:
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.is_first = ranks.rank == 0
         self._session: Session | None = None
+        # Tensors that a checkpoint overwrote before it was found to be damaged, in this restore.
+        self._overwritten: tuple[str, ...] = ()
 
     def session(self) -> Session:
         """Return the session of the ranks; the first call is the rendezvous."""
@@ -145,16 +147,22 @@ class ResumeCoordinator:
         else:
             proposals = iter(())
         part = 1 if shares_store else 2
-        while True:
-            ref = self._proposed(session, (number, part), proposals, step)
-            if ref is None:
-                return None
-            read = partial(self._read if shares_store else self._read_part, ref, into, strict=strict)
-            returned = self._try(session, (number, part + 1), ref, read, report, skipped if step is None else None)
-            if returned is not None:
-                _settle(into)
-                return dataclasses.replace(returned, skipped=tuple(skipped))
-            part += 2
+        self._overwritten = ()
+        try:
+            while True:
+                ref = self._proposed(session, (number, part), proposals, step)
+                if ref is None:
+                    return None
+                read = partial(self._read if shares_store else self._read_part, ref, into, strict=strict)
+                returned = self._try(session, (number, part + 1), ref, read, report, skipped if step is None else None)
+                if returned is not None:
+                    _settle(into)
+                    return dataclasses.replace(returned, skipped=tuple(skipped))
+                part += 2
+        except AsymcheckError as error:
+            # The last error may be that of another rank.
+            error.overwritten = error.overwritten or self._overwritten
+            raise
 
     def _proposals(
         self, step: int | None, skipped: list[str], prepare: Callable[[], object]
@@ -289,6 +297,7 @@ class ResumeCoordinator:
 
         record = session.agree_json(at, mine, decide, f"restore of step {ref.step} of run {self._run!r}")
         if "again" in record:
+            self._overwritten = () if failure is None else failure.overwritten or self._overwritten
             return None
         if failure is not None:
             raise failure
@@ -344,6 +353,7 @@ def _restored_part(store: Store, run: str, ref: CheckpointRef, wanted: LoadReque
     store.training.fence()
     opened = store.resources
     problems: list[str] = []
+    overwritten: tuple[str, ...] = ()
     # The local store first, so that an intact part needs no remote access.
     local, remote = opened.nvme, opened.remote
     tiers: list[ReadTier] = [local, *([] if remote is None else [FallbackTier(local, remote)])]
@@ -351,16 +361,20 @@ def _restored_part(store: Store, run: str, ref: CheckpointRef, wanted: LoadReque
         for tier in tiers:
             try:
                 loaded = load_part(opened.with_memory(tier), run, ref, wanted)
-            except (UnsupportedFormatError, RefusedStateError, *INCONCLUSIVE):
+            except (UnsupportedFormatError, RefusedStateError, *INCONCLUSIVE) as error:
+                error.overwritten = error.overwritten or overwritten
                 raise
             except (FormatError, RecoveryError, StorageError) as error:
                 problems.append(str(error))
+                overwritten = error.overwritten or overwritten
                 continue
             if remote is not None and tier is not local:
                 source = f"{ref}: the part of rank {wanted.rank} was read from {remote.name}"
                 warn_user(f"{source}, because it is not complete on this machine: {problems[0]}", RemoteCopyWarning)
             return describe_loaded(tier, loaded, is_newest=True)
-    raise InconsistentCheckpointError(f"{ref} cannot be restored on this machine:", problems)
+    failure = InconsistentCheckpointError(f"{ref} cannot be restored on this machine:", problems)
+    failure.overwritten = overwritten
+    raise failure
 
 
 def _loaded_from_ring(

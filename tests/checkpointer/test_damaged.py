@@ -1,5 +1,6 @@
 """Test restores of damaged checkpoints in a training loop, and the errors."""
 
+import itertools
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,10 @@ from asymcheck.config import Compression
 from asymcheck.errors import (
     InconsistentCheckpointError,
     PartialRestoreError,
+    RemoteUnreachableError,
     SkippedCheckpointWarning,
 )
+from asymcheck.restore import frame_reader
 
 
 @pytest.fixture
@@ -156,9 +159,33 @@ def test_state_that_a_failed_restore_left_is_not_saved(store: Store) -> None:
     with pytest.raises(PartialRestoreError, match="not this state"):
         checkpointer.restore()
     for save in (checkpointer.step, checkpointer.save):
-        with pytest.raises(PartialRestoreError, match=r"restore\(\) failed"):
+        with pytest.raises(PartialRestoreError, match="failed after it had overwritten"):
             save(2)
     part.refuses = False
     assert checkpointer.restore() is not None
     checkpointer.save(2)
     assert [checkpoint.step for checkpoint in store.checkpoints()] == [1, 2]
+
+
+def test_state_that_an_unreachable_location_left_is_not_saved(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test step() and save() after a restore that was cut off by an error that is no damage."""
+    checkpointer = Checkpointer(store, _two_large_tensors(), every=1, keep=None)
+    _save_random(checkpointer, range(1))
+    whole, calls = frame_reader.read_checked, itertools.count()
+
+    def read_checked(*arguments: object) -> memoryview:
+        if next(calls):
+            raise RemoteUnreachableError("it went away")
+        return whole(*arguments)  # type: ignore[arg-type]  # handed on
+
+    with monkeypatch.context() as patch:
+        patch.setattr(frame_reader, "read_checked", read_checked)
+        with pytest.raises(RemoteUnreachableError, match="is a mixture") as caught:
+            checkpointer.restore()
+    assert caught.value.overwritten
+    for save in (checkpointer.step, checkpointer.save):
+        with pytest.raises(PartialRestoreError, match="failed after it had overwritten"):
+            save(1)
+    assert checkpointer.restore() is not None
+    checkpointer.save(1)
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [0, 1]

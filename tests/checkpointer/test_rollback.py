@@ -6,7 +6,7 @@ import pytest
 
 from asymcheck import Checkpointer, Store
 from asymcheck.config import CaptureConfig
-from asymcheck.errors import CheckpointNotFoundError, LostCheckpointWarning
+from asymcheck.errors import CheckpointNotFoundError, LostCheckpointWarning, PartialRestoreError
 from tests.checkpointer.disks import Disk
 from tests.checkpointer.loops import assert_stored, copy_of, linear_loop
 from tests.store.equality import assert_same
@@ -57,6 +57,31 @@ def test_rollback_passes_over_a_capture_that_could_not_be_stored(
         disk.full = None
         assert checkpointer.rollback().step == 0
         assert_same(copy_of(loop.state), expected)
+
+
+def test_saves_continue_after_a_rollback_that_follows_a_partial_restore(
+    store: Store, config: CaptureConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test that the state in memory replaces the mixture that a restore has left."""
+
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise PartialRestoreError("it is damaged", ["model.weight"], None)
+
+    _, _, loop = linear_loop()
+    with Checkpointer(store, loop.state, capture=config, every=1, keep=None) as checkpointer:
+        loop.iterate(0)
+        checkpointer.step(0)
+        checkpointer.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr("asymcheck.checkpointer.restored_alone", fail)
+            with pytest.raises(PartialRestoreError, match="it is damaged"):
+                checkpointer.restore()
+        with pytest.raises(PartialRestoreError, match="failed after it had overwritten"):
+            checkpointer.step(1)
+        assert checkpointer.rollback().step == 0
+        loop.iterate(1)
+        checkpointer.step(1)
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [0, 1]
 
 
 def test_nothing_in_memory_is_no_rollback(store: Store, config: CaptureConfig) -> None:

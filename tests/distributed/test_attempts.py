@@ -13,7 +13,14 @@ import torch.distributed as dist
 from asymcheck import Checkpointer, Ranks, Store
 from asymcheck.commit.save_request import new_save_id
 from asymcheck.config import CaptureConfig
-from asymcheck.errors import SkippedCheckpointWarning
+from asymcheck.errors import (
+    AsymcheckError,
+    InconsistentCheckpointError,
+    PartialRestoreError,
+    RankFailedError,
+    SkippedCheckpointWarning,
+)
+from asymcheck.format.frame import payload_offset
 from asymcheck.types import Checkpoint, Part
 from tests.crash.dead_rings import flip
 from tests.distributed.launched import CONFIG
@@ -65,3 +72,42 @@ def test_the_other_attempt_is_tried_before_an_older_step(tmp_path: Path, damaged
     step, value = ATTEMPTS[-2 if damaged else -1]
     assert [weight for _, weight in found] == [value, value + 0.5]
     assert [checkpoint is not None and checkpoint.step for checkpoint, _ in found] == [step, step]
+
+
+@pytest.mark.filterwarnings("ignore::asymcheck.errors.AbandonedCheckpointsWarning")
+@pytest.mark.parametrize("stores", [1, 2])
+def test_state_that_a_damaged_checkpoint_left_on_one_rank_is_not_saved(tmp_path: Path, stores: int) -> None:
+    """Test a rank that has filled a part of its state when no checkpoint is left for all ranks."""
+    save_id = new_save_id().hex()
+    for rank in range(2):
+        with Store.open(tmp_path / f"machine-{rank % stores}", config=CONFIG, create=True) as store:
+            before = set(store.resources.tier.pack_ids())
+            store.save({"w": torch.arange(3000.0) + rank}, step=1, part=Part(rank, 2, save_id))
+            (pack_id,) = set(store.resources.tier.pack_ids()) - before
+            if rank == 1:
+                with contextlib.closing(store.resources.tier.open_pack(pack_id)) as pack:
+                    last = max(pack.entries, key=lambda entry: int(entry["offset"]))
+                    assert len(pack.entries) > 1
+                    flip(pack.path, int(last["offset"]) + payload_offset(int(last["stored_length"])) + 1)
+    keys = dist.HashStore()
+    os.mkdir(tmp_path / "memory")
+
+    def restored(rank: int) -> list[type[Exception]]:
+        machine, failures = rank % stores, list[type[Exception]]()
+        capture = CaptureConfig(ring_folder=str(tmp_path / "memory"))
+        ranks = Ranks(rank, 2, keys, timeout_s=60.0, node=f"node-{machine}")
+        state = {"w": torch.zeros(3000)}
+        with (
+            Store.open(tmp_path / f"machine-{machine}", config=CONFIG, create=True) as store,
+            Checkpointer(store, state, capture=capture, ranks=ranks, every=1, keep=None) as checkpointer,
+        ):
+            for call in (checkpointer.restore, lambda: checkpointer.save(2)):
+                try:
+                    call()
+                except AsymcheckError as error:
+                    failures.append(type(error))
+        return failures
+
+    first, damaged = each(2, restored)
+    assert damaged == [RankFailedError, PartialRestoreError]
+    assert (first[0], len(first)) == (InconsistentCheckpointError, 2)

@@ -161,10 +161,16 @@ class CheckpointCopier:
         manifests = read_manifests(self.remote, listing)
         if selection is not None:
             manifests = selection.cut(self.remote, listing, manifests)
+        header = manifests[0].header
+        present = self.local.manifests.listing(header.run, header.ref)
         for name, manifest in zip(listing.manifests, manifests, strict=True):
+            if selection is not None and present.has(name.rank):
+                # An earlier attempt, of another version or with another URI of the location, wrote other bytes. A rank
+                # with two manifests could not be read.
+                continue
             whole = partial(self.remote.manifests.read_bytes, listing.run, listing.ref, name)
             self._copy_rank(manifest, whole() if selection is None else encode(manifest))
-        self.moved.committed += (f"run {manifests[0].header.run}, {manifests[0].header.ref}",)
+        self.moved.committed += (f"run {header.run}, {header.ref}",)
 
     def _copy_rank(self, manifest: Manifest, data: bytes) -> None:
         """Fetch the missing partitions of one rank, and commit the manifest."""

@@ -157,7 +157,9 @@ def test_ranks_and_an_interrupted_copy(store_path: Path, tmp_path: Path, monkeyp
             with pytest.raises(OutOfSpaceError):
                 new.pull(location, tensors="model.*")
         assert not new.checkpoints("partial")[0].complete
-        new.pull(location, tensors="model.*")
+        # The manifest of rank 0 names the other URI. A second one would make the copy unreadable.
+        (tmp_path / "other").symlink_to(tmp_path / "far")
+        new.pull((tmp_path / "other").as_uri(), tensors="model.*")
         (copy,) = new.checkpoints("partial")
         assert (copy.complete, copy.world_size) == (True, 3)
         assert torch.equal(new.load(run="partial")["model"]["w"], full)  # type: ignore[index]  # a mapping

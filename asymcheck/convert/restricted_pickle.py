@@ -1,14 +1,16 @@
 """Load untrusted pickles at bounded cost, and with only those classes and functions that the caller names.
 
 A pickle of a few kilobytes can describe millions of tensors, tuples that contain each other so often that hashing one
-takes years, and tuples that are nested so deeply that hashing one overflows the stack of the process. Compression makes
-such files even smaller. Therefore each pickle is scanned before it is loaded, and the scan builds nothing.
+takes years, and tuples that are nested so deeply that hashing one overflows the stack of the process. Each of its calls
+can copy the same long string or list. Compression makes such files even smaller. Therefore each pickle is scanned
+before it is loaded, and the scan builds nothing.
 
 This is the only module with an unpickler.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import pickle
 import pickletools
@@ -25,6 +27,8 @@ _OBJECTS_MAX: Final = 20_000
 _OBJECT_BYTES: Final = 1024
 _DEPTH_MAX: Final = 1000
 """Maximum nesting of tuples. Python hashes nested tuples recursively, without a check of the stack."""
+_COPIES_PER_BYTE: Final = 2
+"""Characters and items that calls may copy, beyond :data:`_VALUES_MAX`, per byte of the file."""
 _NAMES_MAX: Final = 500
 """Names of classes and functions in a pickle. A pickler writes each name once."""
 _CHEAP: Final = ("collections ", "builtins ", "__builtin__ ", "_codecs ")
@@ -33,7 +37,9 @@ _CHEAP: Final = ("collections ", "builtins ", "__builtin__ ", "_codecs ")
 _GETS: Final = frozenset({"GET", "BINGET", "LONG_BINGET"})
 _PUTS: Final = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"})
 _TUPLES: Final = frozenset({"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"})
+_CONTAINERS: Final = frozenset({"EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "LIST", "DICT", "FROZENSET"})
 _CALLS: Final = frozenset({"REDUCE", "NEWOBJ", "NEWOBJ_EX", "BUILD"})
+_ADDITIONS: Final = frozenset({"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS"})
 # A pickler does not write the first four. The others need buffers outside of the pickle, or a registry of classes.
 _REFUSED: Final = frozenset({"DUP", "INST", "OBJ", "PERSID", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4"})
 
@@ -51,11 +57,19 @@ _ERRORS: Final = (
     *(RuntimeError, MemoryError),
 )
 
-_Value = tuple[int, int]
-"""Depth and size of the tuples in a value."""
-_FLAT: Final = (0, 0)  # stands for a value other than a tuple
-_CLASS: Final = (-1, 0)  # stands for a class or function
-_CHEAP_CLASS: Final = (-2, 0)
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Value:
+    """Cost of a value that may be used often."""
+
+    depth: int = 0  # depth of the nested tuples
+    size: int = 0  # number of the nested tuples; shared ones count each time
+    length: int = 0  # number of characters or items, which a call with this value may copy
+
+
+_FLAT: Final = _Value()  # stands for a value of no length
+_CLASS: Final = _Value()  # stands for a class or function
+_CHEAP_CLASS: Final = _Value()
 
 
 def objects_max(file_bytes: int, object_bytes: int = _OBJECT_BYTES) -> int:
@@ -117,10 +131,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Scan:
-    """Interpreter that replaces each value by the depth and the size of its tuples."""
+    """Interpreter that replaces each value by its cost."""
 
     def __init__(self, file_bytes: int, object_bytes: int) -> None:
         self._number_max = self._values_left = _VALUES_MAX + file_bytes
+        self._copies_left = _VALUES_MAX + _COPIES_PER_BYTE * file_bytes
         self._objects_left = objects_max(file_bytes, object_bytes)
         self._names_left = _NAMES_MAX
         self._stack: list[_Value] = []
@@ -136,10 +151,12 @@ class _Scan:
             self._values_left -= 1
             if self._values_left < 0:
                 raise StructureError(f"its pickle describes more than {_VALUES_MAX:,} values")
+            if self._copies_left < 0:
+                raise StructureError(f"its calls copy more than {_VALUES_MAX:,} characters or items")
             if self._objects_left < 0:
                 problem = f"it describes more than {_OBJECTS_MAX:,} tensors or objects, and most of them are tiny"
                 raise StructureError(problem)
-            if self._stack and self._stack[-1][0] > _DEPTH_MAX:
+            if self._stack and self._stack[-1].depth > _DEPTH_MAX:
                 raise StructureError(f"its tuples are nested deeper than {_DEPTH_MAX:,}")
             if self._names_left < 0:
                 raise StructureError(f"it names classes more than {_NAMES_MAX:,} times")
@@ -168,22 +185,39 @@ class _Scan:
         return [*reversed(below), *above]
 
     def _result(self, name: str, argument: Any, inputs: Sequence[_Value]) -> _Value:  # noqa: ANN401 - of any operation
-        if name in _TUPLES:
-            depth = 1 + max((depth for depth, _ in inputs), default=0)
-            size = 1 + sum(size for _, size in inputs)
-            # Shared tuples count each time, because Python visits them each time that it hashes the new tuple.
-            self._values_left -= size
-            return max(1, depth), size
-        if name in _CALLS:
-            if name == "BUILD" and inputs[0] in (_CLASS, _CHEAP_CLASS):
-                # The whole process uses the class or function.
-                raise StructureError("its pickle changes attributes of a class or function")
-            self._objects_left -= inputs[0] != _CHEAP_CLASS
-            return max(_FLAT, *inputs)
+        if name in _TUPLES or name in _CALLS or name == "BINPERSID":
+            return self._combined(name, inputs)
+        if name in _ADDITIONS:
+            if inputs[0] in (_FLAT, _CLASS, _CHEAP_CLASS):
+                raise StructureError("its pickle adds items to a value that is no container")
+            # The same object, because the container may have been remembered while it was empty.
+            inputs[0].length += len(inputs) - 1
+            return inputs[0]
         if name in ("GLOBAL", "STACK_GLOBAL"):
             self._names_left -= 1
             return _CHEAP_CLASS if argument is not None and argument.startswith(_CHEAP) else _CLASS
-        return _FLAT
+        if isinstance(argument, (str, bytes, bytearray)):
+            return _Value(length=len(argument))
+        return _Value(length=len(inputs)) if name in _CONTAINERS else _FLAT
+
+    def _combined(self, name: str, inputs: Sequence[_Value]) -> _Value:
+        """Return a tuple of values, or the result of a call with them."""
+        depth = max((value.depth for value in inputs), default=0)
+        size = sum(value.size for value in inputs)
+        length = sum(value.length for value in inputs)
+        if name in _TUPLES:
+            # Shared tuples count each time, because Python visits them each time that it hashes the new tuple.
+            self._values_left -= size + 1
+            return _Value(depth + 1, size + 1, length + len(inputs))
+        # Each call may copy the items of its arguments.
+        self._copies_left -= length
+        if name == "BINPERSID":
+            return _FLAT
+        if name == "BUILD" and inputs[0] in (_CLASS, _CHEAP_CLASS):
+            # The whole process uses the class or function.
+            raise StructureError("its pickle changes attributes of a class or function")
+        self._objects_left -= inputs[0] is not _CHEAP_CLASS
+        return inputs[0] if name == "BUILD" else _Value(depth, size, length)
 
     def _put(self, number: int) -> None:
         self._memo[number] = self._stack[-1]

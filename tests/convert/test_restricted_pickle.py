@@ -30,6 +30,19 @@ TENSOR = b"h\x01h\x02R"
 MANY_TENSORS = PROTOCOL + b"](" + REBUILD + ARGUMENTS + b"R" + TENSOR * 600_000 + b"e."
 DEEP_KEY = PROTOCOL + b"})" + b"\x85" * 3_000_000 + b"K\x01s."
 SHARED_KEY = PROTOCOL + b"})" + b"".join(b"q%ch%c\x86" % (number, number) for number in range(40)) + b"K\x01s."
+LONG_TEXT = b"X" + (200_000).to_bytes(4, "little") + b"x" * 200_000
+GROWN = b"]q\x03(" + b"K\x01" * 200_000 + b"e0"
+"""Operations that remember a list as number 3 while it is empty, and then append items."""
+MANY_COPIES = {
+    "text": b"c_codecs\nencode\nq\x01(" + LONG_TEXT + b"X\x07\x00\x00\x00latin-1tq\x020](" + b"h\x01h\x02R" * 500,
+    "list": b"cbuiltins\nset\nq\x01" + GROWN + b"0](" + b"h\x01h\x03\x85R" * 500,
+    "tuple": b"ctorch\nSize\nq\x01(" + b"K\x01" * 200_000 + b"tq\x020](" + b"h\x01h\x02\x85R" * 500,
+    "attributes": b"ccollections\nOrderedDict\nq\x01}q\x03("
+    + b"".join(b"X\x05\x00\x00\x00%05dK\x01" % number for number in range(50_000))
+    + b"u0]("
+    + b"h\x01)Rh\x03b" * 500,
+}
+"""Pickles of 500 objects, each with a copy of the same content."""
 MANY_LISTS = PROTOCOL + b"(" + b"]" * 15_000_000 + b"l."
 
 
@@ -81,6 +94,18 @@ def test_compressed_pickle_of_many_values_is_refused(tmp_path: Path) -> None:
     assert path.stat().st_size < 20_000
     with pytest.raises(ForeignFileError, match="more than 500,000 values"), foreign_state(path):
         pass
+
+
+@pytest.mark.parametrize("kind", MANY_COPIES)
+def test_copies_of_the_same_content_are_limited(tmp_path: Path, kind: str) -> None:
+    """Test calls that would need hundreds of megabytes for a file of at most half a megabyte."""
+    path = archive(tmp_path / "a.pt", PROTOCOL + MANY_COPIES[kind] + b"e.")
+    tracemalloc.start()
+    with pytest.raises(ForeignFileError, match="its calls copy more than 500,000"), foreign_state(path):
+        pass
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 26
 
 
 def test_compressed_record_is_limited_by_the_size_of_the_file(tmp_path: Path) -> None:

@@ -46,15 +46,15 @@ def follow(location: str, run: str | None, ring_folder: Path, remote: str | None
         console, live = output.console(), None
         if console.is_terminal and not as_json:
             live = screen.enter_context(Live(console=console, auto_refresh=False))
-        before = store.resources.usage().pack_bytes
+        before = used = store.resources.usage().pack_bytes
         while True:
             views, problem = [], None
             try:
                 views = list(look(store, run, ring_folder, remote))
+                used = store.resources.usage().pack_bytes
             except AsymcheckError as error:
                 # The next look may succeed, for instance if the location answers again.
                 problem = str(error)
-            used = store.resources.usage().pack_bytes
             if as_json:
                 line = {"time_ns": time.time_ns(), "pack_bytes": used, "problem": problem}
                 click.echo(json.dumps({**line, "runs": [dataclasses.asdict(view) for view in views]}))

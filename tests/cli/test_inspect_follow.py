@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import asymcheck
+from asymcheck.cli import follow
+from asymcheck.errors import RemoteUnreachableError
+from asymcheck.storage.remote import RemoteTier
+from tests.cli.conftest import run_command
 from tests.crash.states import Journal
 from tests.zygote import Zygote, wait_until
 
@@ -51,6 +59,32 @@ def test_follow_refuses_options_for_one_checkpoint(tmp_path: Path) -> None:
     done = CliRunner().invoke(commands, ["inspect", str(tmp_path), "--follow", "--values"])
     assert done.exit_code == 2
     assert "--follow shows runs: leave out" in done.output
+
+
+def test_follow_continues_when_a_remote_store_answers_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test one look at a location that does not answer."""
+    location = (tmp_path / "far").as_uri()
+    with asymcheck.Store.open(tmp_path / "store", create=True) as store:
+        store.save({"x": torch.ones(5000)}, step=7)
+        store.push(location)
+    whole, looks, sleeps = RemoteTier.usage, itertools.count(), itertools.count(1)
+
+    def usage(self: RemoteTier) -> tuple[int, int, int, int]:
+        if next(looks) == 1:
+            raise RemoteUnreachableError("it does not answer")
+        return whole(self)
+
+    def sleep(_seconds: float) -> None:
+        if next(sleeps) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RemoteTier, "usage", usage)
+    monkeypatch.setattr(follow, "time", SimpleNamespace(sleep=sleep, time_ns=time.time_ns, strftime=time.strftime))
+    done = run_command("inspect", location, "--follow", "--json")
+    assert (done.status, done.err) == (0, "")
+    lines = [json.loads(line) for line in done.out.splitlines()]
+    assert [line["problem"] for line in lines] == ["it does not answer", None, None]
+    assert len({line["pack_bytes"] for line in lines}) == 1
 
 
 @pytest.mark.slow

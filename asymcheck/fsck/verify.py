@@ -250,6 +250,17 @@ class _Checker:
             listing for run in runs for listing in self._listings(run)
         ]
 
+    def without_deleted(self, findings: Iterable[Finding]) -> list[Finding]:
+        """Return findings without deleted checkpoints. Findings about these alone are left out."""
+        runs = [run for run in self.tier.manifests.runs() if self.run in (None, run)]
+        present = {f"run {run}, {listing.ref}" for run in runs for listing in self._listings(run)}
+        left: list[Finding] = []
+        for finding in findings:
+            names = tuple(name for name in finding.checkpoints if name in present)
+            if names or not finding.checkpoints:
+                left.append(dataclasses.replace(finding, checkpoints=names))
+        return in_order(left)
+
     def _check_manifests(self, run: str) -> None:
         """Check I3 and I4. Record the needed partitions."""
         refs = self.tier.manifests.refs(run) if self.step is None else []
@@ -542,7 +553,15 @@ def verify(
     for _ in range(_ATTEMPTS):
         checker = _Checker(tier, run, step, progress, shard or Shard(), deep=deep)
         findings, content = checker.check(), checker.content()
-        # Missing data may have been moved to another pack, or deleted with its checkpoint, during the check.
-        if all(finding.severity != Severity.ERROR for finding in findings) or not checker.has_changed():
+        if not any(_is_error(finding) for finding in findings) or not checker.has_changed():
+            break
+        # Missing data may have been deleted with its checkpoint during the check, or moved to another pack. A training
+        # may delete a checkpoint during each attempt.
+        findings = checker.without_deleted(findings)
+        if not any(_is_error(finding) for finding in findings):
             break
     return findings, content
+
+
+def _is_error(finding: Finding) -> bool:
+    return finding.severity is Severity.ERROR

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from asymcheck.errors import CheckpointNotFoundError, RecoveryError
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
+from asymcheck.fsck import verify as verify_module
 from asymcheck.restore import resolve as resolve_module
 from asymcheck.restore.resolve import Resolved
 from asymcheck.storage.local_files import Files
@@ -106,6 +108,26 @@ def test_verify_misses_no_manifest_that_was_deleted(
     _delete_when_read(monkeypatch, other, before=True)
     assert store.verify() == []
     assert [one.step for one in store.checkpoints()] == [1]
+
+
+def test_verify_reports_no_checkpoint_that_a_training_deletes(
+    stores: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test a training that saves a checkpoint, and deletes an old one, during each attempt."""
+    store, other = stores
+    for step in range(2):
+        store.save(make_state(step), step=step)
+    original, steps = verify_module._Checker._check_packs, itertools.count(2)
+
+    def check_packs(checker: verify_module._Checker) -> None:
+        step = next(steps)
+        other.save(make_state(step), step=step)
+        other.delete(step - 2)
+        other.gc()
+        original(checker)
+
+    monkeypatch.setattr(verify_module._Checker, "_check_packs", check_packs)
+    assert store.verify() == []
 
 
 def test_verify_misses_nothing_that_a_deleted_checkpoint_needs(

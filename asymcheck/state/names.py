@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import itertools
 import re
 from collections.abc import Container, Iterable
 
@@ -60,8 +61,9 @@ def matches(pattern: str, names: Iterable[str]) -> bool:
 
 def did_you_mean(key: object, stored: Iterable[object], given: Container[object]) -> str:
     """Return the end of an error about a missing key: a similar stored key that is not given itself, or the others."""
-    others = [other for other in stored if isinstance(other, str) and other not in given]
-    # Comparing many names with many takes long, and such a state is of another model.
+    absent = (other for other in stored if isinstance(other, str) and other not in given)
+    # Each of many keys may be missing. Comparing many names with many takes long, and such a state is of another model.
+    others = list(itertools.islice(absent, _COMPARED_NAMES + 1))
     close = difflib.get_close_matches(key, others, 1) if isinstance(key, str) and len(others) <= _COMPARED_NAMES else []
     if close:
         return f"; did you mean {close[0]!r}, which is stored?"

@@ -77,7 +77,7 @@ class TorchSink(DraftSink):
         with _writing(file), skip_data():
             torch.save(state, file.path)
         with translated("read", file.path), file.path.open("rb") as written:
-            archive = Archive(file.path, written)
+            archive = Archive(file.path, written, is_trusted=True)
             leaves: list[object] = []
             map_leaves(archive.state, leaves.append)
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

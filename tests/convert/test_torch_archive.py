@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from asymcheck import Store
-from asymcheck.convert import torch_file
-from asymcheck.convert.convert import import_checkpoint
+from asymcheck.convert import restricted_pickle, torch_file
+from asymcheck.convert.convert import Output, export_checkpoint, import_checkpoint
 from asymcheck.convert.torch_sink import hollow_tensor
 from asymcheck.errors import AsymcheckError, ForeignFileError
 from asymcheck.format.manifest import TensorRow
@@ -286,6 +286,17 @@ def test_a_damaged_file_is_an_error_of_the_package(tmp_path: Path) -> None:
             except AsymcheckError:
                 refused += 1
     assert refused > 30
+
+
+def test_an_export_may_have_more_tensors_than_an_untrusted_file(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test tiny tensors, of which an import takes only a limited number."""
+    monkeypatch.setattr(restricted_pickle, "_OBJECTS_MAX", 50)
+    state = {f"t{number}": torch.full((2,), float(number)) for number in range(80)}
+    store.save(state, step=1)
+    export_checkpoint(store, Output(tmp_path / "out.pt"))
+    assert_same(torch.load(tmp_path / "out.pt", weights_only=True), state)
 
 
 def test_an_export_reserves_no_memory_for_a_tensor_that_is_larger_than_the_machine() -> None:

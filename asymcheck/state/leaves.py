@@ -129,9 +129,10 @@ class Leaf:
     def as_bytes(self) -> torch.Tensor:
         """Return the elements in row-major order as a uint8 tensor, on the device where they are."""
         if isinstance(self.source, TensorBytes):
-            data = bytearray(self.nbytes)
-            self.source.read(0, memoryview(data))
-            return torch.frombuffer(data, dtype=torch.uint8)
+            # Not a buffer of torch, which refuses one without bytes.
+            data = np.empty(self.nbytes, dtype=np.uint8)
+            self.source.read(0, data.data)
+            return torch.from_numpy(data)
         # The cached copy is not used, because it may be in flight in another stream of the device.
         return flat_bytes(self.source)
 

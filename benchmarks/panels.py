@@ -7,6 +7,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from benchmarks.report import Report, Row
 
@@ -79,6 +80,8 @@ def _bars(axis: Axes, schemes: list[str], rows: dict[str, Row], scale: str) -> N
     axis.tick_params(axis="x", labelsize=7)
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_xscale(scale)
+    # Labels between powers of ten would overlap.
+    axis.xaxis.set_minor_formatter(NullFormatter())
     axis.set_xlim(left=0 if scale == "linear" else min((row.min for row in rows.values()), default=1) / 2)
 
 

@@ -65,20 +65,25 @@ def read_losses(path: Path) -> dict[int, str]:
     return {line["step"]: line["loss"] for line in lines}
 
 
-def compare(folder: Path, reference_digest: str, resumed_digest: str) -> bool:
-    """Print both runs side by side and return whether they are equal in every bit."""
+def compare(folder: Path, reference_reports: dict[str, str], resumed_reports: dict[str, str]) -> str:
+    """Print both runs side by side and return what differs; an empty text if they are equal in every bit."""
     reference, resumed = read_losses(folder / "uninterrupted.jsonl"), read_losses(folder / "killed.jsonl")
     print("\n  step   loss, never stopped   loss, killed twice    equal")
     for step in sorted(reference):
         if step % EVERY == 0 or step == STEPS - 1:
             left, right = float.fromhex(reference[step]), float.fromhex(resumed.get(step, "nan"))
             print(f"  {step:4d}   {left:<20.16g}  {right:<20.16g}  {'yes' if left == right else 'NO'}")
-    same_losses, same_state = reference == resumed, reference_digest == resumed_digest
-    print(f"\n  losses of all {len(reference)} steps: {'equal in every bit' if same_losses else 'DIFFERENT'}")
+    steps = [step for step in sorted(reference) if reference[step] != resumed.get(step)]
+    losses = f"DIFFERENT from step {steps[0]} on" if steps else "equal in every bit"
+    print(f"\n  losses of all {len(reference)} steps: {losses}")
+    reference_digest, resumed_digest = reference_reports["digest"], resumed_reports["digest"]
+    both = zip(reference_reports["parts"].split(), resumed_reports["parts"].split(), strict=True)
+    parts = [left.partition("=")[0] for left, right in both if left != right]
+    state = "equal in every bit" if reference_digest == resumed_digest else f"DIFFERENT: {', '.join(parts)}"
     print("  final state (weights, both Adam moments, schedule, random generators):")
-    print(f"    never stopped  {reference_digest}\n    killed twice   {resumed_digest}")
-    print(f"    {'equal in every bit' if same_state else 'DIFFERENT'}")
-    return same_losses and same_state
+    print(f"    never stopped  {reference_digest}\n    killed twice   {resumed_digest}\n    {state}")
+    different = [f"losses {losses}"] * bool(steps) + [f"final state {state}"] * (reference_digest != resumed_digest)
+    return "; ".join(different)
 
 
 def show_store(store: Path) -> bool:
@@ -118,15 +123,12 @@ def main() -> None:
             assert ended == "killed", "the process was to be killed in a save, but ended by itself"
             print(f"    SIGKILL in the middle of the save of step {kill[1]}: {STATE_ON_DISK[kill[0]]}")
 
-    equal = compare(folder, reference["digest"], resumed["digest"])
+    different = compare(folder, reference, resumed)
     sound = show_store(store)
-    verdict = "no bit of difference" if equal else "DIFFERENT"
-    print(
-        f"\n{'OK' if equal and sound else 'FAILED'}: killed twice in the middle of a save, resumed twice, {verdict}.",
-        end="",
-    )
-    print(f" {time.monotonic() - began:.0f} s")
-    sys.exit(0 if equal and sound else 1)
+    passed = sound and not different
+    verdict = f"killed twice in the middle of a save, resumed twice, {different or 'no bit of difference'}"
+    print(f"\n{'OK' if passed else 'FAILED'}: {verdict}. {time.monotonic() - began:.0f} s")
+    sys.exit(0 if passed else 1)
 
 
 if __name__ == "__main__":

@@ -126,6 +126,7 @@ def train(arguments: argparse.Namespace) -> None:
                 print(f"captured {step}", flush=True)
     if checkpointer is not None:
         checkpointer.close()
+    print(f"parts {' '.join(f'{name}={state_digest({name: part})}' for name, part in state.items())}", flush=True)
     print(f"digest {state_digest(state)}", flush=True)
 
 

@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 import pytest
 import torch
+from pyarrow.fs import S3FileSystem
 
 from asymcheck import Store
 from asymcheck.errors import InvalidInputError, ReadOnlyStoreError, StorageError
@@ -86,6 +87,24 @@ def test_checkpoints_return_from_an_object_store(store: Path, bucket: str, tmp_p
     with Store.open(tmp_path / "other", config=CONFIG, create=True) as other:
         other.pull(bucket, everything=True)
         check_state(other.load(2), 2)
+
+
+@pytest.mark.parametrize("server", ["objects"], indirect=True)
+def test_a_folder_made_in_a_console_is_empty(server: Server, bucket: str, store: Path) -> None:
+    """Test a push to a location whose folders exist as empty objects with names that end in a slash."""
+    keys = local_objects.variables(server.endpoint)
+    other = S3FileSystem(
+        endpoint_override=server.endpoint,
+        access_key=keys["AWS_ACCESS_KEY_ID"],
+        secret_key=keys["AWS_SECRET_ACCESS_KEY"],
+    )
+    raw = RemoteFiles(parse_location(bucket), REMOTE)
+    other.create_dir(f"{BUCKET}/{raw.top.relative_to('/')}/packs", recursive=True)
+    assert raw.list(raw.top) == ["packs"]
+    push(store, bucket)
+    check_location(bucket, 1, 2)
+    with Store.open(bucket, config=CONFIG) as opened:
+        assert opened.verify() == []
 
 
 def test_sixteen_writers_of_one_name_have_one_winner(server: Server, bucket: str) -> None:

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import PurePosixPath
 from typing import Any
@@ -91,12 +91,13 @@ class _ObstoreClient(ObjectStore):
         with self.translated():
             listed = self._obstore.list_with_delimiter(self._store, f"{_key(path)}/")
         folders = [Entry(PurePosixPath("/", prefix), False, 0, 0) for prefix in listed["common_prefixes"]]
-        return [*folders, *map(_entry, listed["objects"])]
+        return [*folders, *_entries_below(path, listed["objects"])]
 
     def walk(self, path: str) -> list[Entry]:
         """Return the files in and below a directory, by one request for each 1,000 files."""
         with self.translated():
-            return [_entry(meta) for chunk in self._obstore.list(self._store, f"{_key(path)}/") for meta in chunk]
+            chunks = self._obstore.list(self._store, f"{_key(path)}/")
+            return [entry for chunk in chunks for entry in _entries_below(path, chunk)]
 
     def get(self, path: str, offset: int, length: int) -> Any:  # noqa: ANN401 - obstore
         """Request a range."""
@@ -149,6 +150,11 @@ def _key(path: str) -> str:
 
 def _entry(meta: Any) -> Entry:  # noqa: ANN401 - obstore
     return Entry(PurePosixPath("/", meta["path"]), True, meta["size"], int(meta["last_modified"].timestamp() * 1e9))
+
+
+def _entries_below(path: str, listed: Iterable[Any]) -> list[Entry]:
+    """Return the listed objects, without the empty object "path/" that consoles and some clients put for a folder."""
+    return [entry for entry in map(_entry, listed) if entry.path != PurePosixPath(path)]
 
 
 def _emulated(endpoint: str) -> dict[str, str]:

@@ -286,7 +286,7 @@ class _Push:
     ) -> set[PackId]:
         # Listed at each attempt, to find the packs of earlier attempts.
         needs = all_needs(local, manifests, older.manifests)
-        kept = self.remote.without_doomed()
+        kept = self.remote.listed()
         kept.read_indexes(kept.pack_ids())
         with PartitionLocator(kept, needs, (), must_be_complete=False) as remote:
             planner = TransferPlanner(local, remote, self.damaged)

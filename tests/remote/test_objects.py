@@ -18,7 +18,7 @@ import pytest
 import torch
 from pyarrow.fs import S3FileSystem
 
-from asymcheck import Store
+from asymcheck import Checkpointer, Push, Store
 from asymcheck.errors import InvalidInputError, ReadOnlyStoreError, StorageError
 from asymcheck.storage.remote.location import parse_location
 from asymcheck.storage.remote.remote_files import RemoteFiles
@@ -287,6 +287,31 @@ def test_a_load_of_the_model_requests_no_byte_of_the_optimizer(
     assert torch.equal(loaded["model"]["w3"], state["model"]["w3"])
     received = sum(count for method, _, count in proxy.requests if method == "GET")
     assert 4 * 200_000 < received < 4 * 200_000 + 150_000
+
+
+@pytest.mark.parametrize("server", ["objects"], indirect=True)
+def test_a_push_reads_nothing_of_the_packs_that_it_sent_earlier(
+    server: Server, bucket: str, store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test the requests for the second checkpoint of a training: packs are only put, and three times listed."""
+    state = {"w": torch.randn(50_000)}
+    with Proxy(server.endpoint) as proxy:
+        use(monkeypatch, proxy.endpoint)
+        with (
+            Store.open(store_path, config=CONFIG, create=True) as opened,
+            Checkpointer(opened, state, every=1, push=Push(bucket)) as checkpointer,
+        ):
+            for step in range(2):
+                before = len(proxy.requests)
+                state["w"] += 1
+                checkpointer.step(step)
+                checkpointer.wait("remote")
+                requests = [(method, path) for method, path, _ in proxy.requests[before:] if "packs" in path]
+        with Store.open(bucket, config=CONFIG) as remote:
+            assert torch.equal(remote.load(0)["w"] + 1, remote.load(1)["w"])
+    read = [path for method, path in requests if method == "GET"]
+    assert len(read) == 3
+    assert not [path for path in read if path.endswith(".pack")]
 
 
 def test_collection_removes_announced_packs_later(bucket: str, store: Path) -> None:

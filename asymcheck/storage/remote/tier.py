@@ -67,7 +67,7 @@ class RemoteTier(StoreTier):
         self._loading: dict[PackId, Future[PackIndex]] = {}
         self._doomed: dict[PackId, Entry] = {}
         self._announced: dict[PackId, list[Entry]] = {}
-        self._reads_doomed = True
+        self._listed: list[PackId] | None = None
         self._lock = threading.Lock()
         data = self.files.read_small(self._top / layout.DESCRIPTOR_NAME, RECORD_BYTES)
         if data is None:
@@ -174,13 +174,19 @@ class RemoteTier(StoreTier):
 
     def pack_ids(self) -> list[PackId]:
         """Return the ids of all readable packs, newest first."""
+        if self._listed is not None:
+            return self._listed
         lasting, doomed = self._packs()
-        return [*lasting, *(doomed if self._reads_doomed else ())]
+        return [*lasting, *doomed]
 
-    def without_doomed(self) -> RemoteTier:
-        """Return a view without the packs that a push cannot reprieve. It shares everything with this tier."""
+    def listed(self) -> RemoteTier:
+        """List the packs once, and return a view of them, without the packs that a push cannot reprieve.
+
+        The view shares everything else with this tier.
+        """
+        lasting, doomed = self._packs()
         view = copy.copy(self)
-        view.__dict__["_reads_doomed"] = self.files.renames
+        view.__dict__["_listed"] = [*lasting, *(doomed if self.files.renames else ())]
         return view
 
     def announcements(self) -> dict[PackId, list[Entry]]:
@@ -246,11 +252,14 @@ class RemoteTier(StoreTier):
             with contextlib.suppress(MissingPartitionError):
                 index = read_pack_index(self.files, path, pack_id)
                 if index.damage is None:
-                    # The index stays valid, because remote packs are never overwritten.
-                    with self._lock:
-                        self._indexes[pack_id] = index
+                    self._keep_index(index)
                 return index
         raise MissingPartitionError(f"pack {layout.pack_name(pack_id)} does not exist in {self.location}")
+
+    def _keep_index(self, index: PackIndex) -> None:
+        """Keep an index, which stays valid, because remote packs are never overwritten."""
+        with self._lock:
+            self._indexes[index.header.pack_id] = index
 
     def read_indexes(self, pack_ids: Iterable[PackId]) -> dict[PackId, PackIndex | None]:
         """Read the indexes of packs in parallel; None for a pack that is missing or has no readable index."""
@@ -264,7 +273,7 @@ class RemoteTier(StoreTier):
 
     def uploader(self) -> PackUpload:
         """Return an uploader for packs."""
-        return PackUpload(self.files, self.packs)
+        return PackUpload(self.files, self.packs, self._keep_index)
 
     def usage(self) -> tuple[int, int, int, int]:
         """Return number and bytes of the packs, then zeros, because remote locations have no pool."""

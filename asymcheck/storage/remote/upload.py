@@ -21,6 +21,7 @@ from asymcheck.executor import begin
 from asymcheck.format import layout, registry
 from asymcheck.format.frame import FrameDescriptor, check_frame, frame_length
 from asymcheck.format.pack import ENTRY_DTYPE, Entries, PackHeader, encode_index, encode_pack_header, entry_length
+from asymcheck.storage.pack_index import PackIndex
 from asymcheck.storage.remote.pack_reader import read_pack_index
 from asymcheck.storage.remote.remote_files import Content, RemoteFiles
 from asymcheck.storage.slots import Slot
@@ -63,9 +64,10 @@ def _cut(entries: Entries, size: int) -> list[tuple[range, int]]:
 class PackUpload:
     """Uploader of packs to one remote location. Its rate limit applies to all uploads together."""
 
-    def __init__(self, files: RemoteFiles, packs: PurePosixPath) -> None:
+    def __init__(self, files: RemoteFiles, packs: PurePosixPath, uploaded: Callable[[PackIndex], None]) -> None:
         self._files = files
         self._packs = packs
+        self._uploaded = uploaded
         self._rate = RateLimit(files.config.bytes_per_s)
         self._streams = threading.Semaphore(files.config.uploads)
 
@@ -104,6 +106,8 @@ class PackUpload:
         # An existing file with this random name is this pack, put by an attempt whose answer was lost.
         self._files.put(final, content, partial(self._check, header, entries), random_bytes=16)
         emit("remote.pack_renamed", final.name, end)
+        # The next push needs not read it.
+        self._uploaded(PackIndex(header, entries, None))
         return header.pack_id
 
     def _pieces(

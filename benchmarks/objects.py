@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from asymcheck import RemoteConfig, Store, StoreConfig
+from asymcheck import Checkpointer, Push, RemoteConfig, Store, StoreConfig
 from asymcheck.format import layout
 from benchmarks import environment, states
 from benchmarks.coldness import make_cold
@@ -30,6 +30,8 @@ from tools.local_objects import BUCKET, LocalObjects, Proxy, program, variables
 PUSH, PUT, RESTORE, GET = "asymcheck push", "raw put", "asymcheck load into", "raw get"
 _BEST_BYTES = 64 << 20
 """Size of a large object."""
+_REQUESTS = 4
+"""Requests that a checkpoint may need beside those for its objects."""
 
 
 def run(
@@ -49,7 +51,7 @@ def run(
         with LocalObjects(Path(scratch) / "server") as server, _use(server.endpoint):
             measured = _Throughput(Path(scratch) / "store", server.endpoint, state)
             times = measured.measure(2 if quick else 5)
-            requests, bound = measured.requests(server.endpoint)
+            in_training, alone = measured.requests(server.endpoint)
         described = environment.describe(Path(scratch))
     described["state"] = states.describe(state)
     described["store"] = "SeaweedFS on this machine; server and clients share its processors and its drive"
@@ -57,12 +59,14 @@ def run(
         row(name, "throughput", "GB/s", [measured.gigabytes / value for value in values])
         for name, values in times.items()
     ]
-    results.append(row(PUSH, "requests of a checkpoint", "x", [requests]))
+    results.append(row(PUSH, "requests of a checkpoint in a training", "x", [in_training]))
+    results.append(row(PUSH, "requests of a push by a new program", "x", [alone]))
     ratios = {
         label: statistics.median(raw_s / ours_s for raw_s, ours_s in zip(times[raw], times[ours], strict=True))
         for ours, raw, label in ((PUSH, PUT, "push/raw_put"), (RESTORE, GET, "restore/raw_get"))
     }
-    return Report("objects", described, results, ratios | {"requests_per_checkpoint/bound": requests / bound})
+    bound = _REQUESTS + measured.gigabytes * 1e9 / _BEST_BYTES
+    return Report("objects", described, results, ratios | {"requests_per_checkpoint/bound": in_training / bound})
 
 
 @contextmanager
@@ -147,16 +151,23 @@ class _Throughput:
             self._obstore.delete(self._raw, [one["path"] for one in self._obstore.list(self._raw, name).collect()])
         return took
 
-    def requests(self, endpoint: str) -> tuple[int, float]:
-        """Return the requests of the second push to a location, and the bound: four, and one for each 64 MiB."""
+    def requests(self, endpoint: str) -> tuple[int, int]:
+        """Return the requests of a training for its third checkpoint, and those of a push by a new program."""
         with Proxy(endpoint) as proxy, _use(proxy.endpoint), self._save() as store:
             place = f"s3://{BUCKET}/counted"
-            store.push(place)
+            with Checkpointer(store, self._state, every=1, push=Push(place), run="training") as checkpointer:
+                in_training = 0
+                for step in (2, 3, 4):
+                    states.change_everything(self._state)
+                    began = len(proxy.requests)
+                    checkpointer.step(step)
+                    checkpointer.wait("remote")
+                    in_training = len(proxy.requests) - began
             states.change_everything(self._state)
-            store.save(self._state, step=2)
-            before = len(proxy.requests)
-            moved = store.push(place, 2)
-            return len(proxy.requests) - before, 4 + moved.moved_bytes / _BEST_BYTES
+            store.save(self._state, step=5)
+            began = len(proxy.requests)
+            store.push(place, 5)
+            return in_training, len(proxy.requests) - began
 
     def _threaded(self, call: Callable[[Any], None], items: list[Any], threads: int) -> float:
         with ThreadPoolExecutor(threads) as pool:

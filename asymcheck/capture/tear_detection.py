@@ -204,7 +204,8 @@ class SourceDigests:
     @property
     def torn(self) -> list[str]:
         """Names of the torn tensors."""
-        return [self.names[row] for row in self._torn]
+        # Copied at once, because the other thread may add rows.
+        return [self.names[row] for row in tuple(self._torn)]
 
 
 class TearDetector:
@@ -225,7 +226,7 @@ class TearDetector:
         self._marked: set[tuple[str, int]] = set()
         self._full = 0
         self._late: deque[SourceDigests] = deque()
-        self._unwarned: dict[str, None] = {}
+        self._unwarned: deque[str] = deque()
         self._due: list[int] = []
         self._begun = 0
         self._proven: dict[int, int] = {}
@@ -280,14 +281,17 @@ class TearDetector:
             names = source_digests.fence(compare=self._proof == "sampled")
             self._suspect(source_digests)
             self._late.append(source_digests)
-        self._unwarned.update(dict.fromkeys(names))
+        self._unwarned.extend(names)
         self.compared_s += time.perf_counter() - began
         self._warn()
 
     def _warn(self) -> None:
         """Warn about changed tensors; for the training thread."""
-        names = [name for name in self._unwarned if name not in self._warned]
-        self._unwarned.clear()
+        waiting: dict[str, None] = {}
+        # The capture thread may add names at the same time.
+        while self._unwarned:
+            waiting[self._unwarned.popleft()] = None
+        names = [name for name in waiting if name not in self._warned]
         if names:
             self._warned.update(names)
             self.changing.update(names)
@@ -327,19 +331,22 @@ class TearDetector:
                 # An error has named those that were torn.
                 names = [name for name in earlier.late() if name not in self.changing]
                 self.changing.update(names)
-                self._unwarned.update(dict.fromkeys(names))
+                self._unwarned.extend(names)
                 self._suspect(earlier)
 
     def _suspect(self, source_digests: SourceDigests) -> None:
         """Record the captures that may be torn after a change without a version change."""
-        since = min(
-            (source_digests.before.get(number, self._begun) for number in source_digests.unseen), default=self._begun
-        )
+        # Copied at once, because the other thread may add partitions.
+        unseen = tuple(source_digests.unseen)
+        since = min((source_digests.before.get(number, self._begun) for number in unseen), default=self._begun)
         self._suspects.update(save_id for begun, save_id in tuple(self._unproven) if begun > since)
 
     def take_suspects(self) -> set[str]:
         """Return and clear the save ids of captures that may be torn."""
-        suspects, self._suspects = self._suspects, set()
+        suspects: set[str] = set()
+        # The capture thread may add save ids at the same time.
+        while self._suspects:
+            suspects.add(self._suspects.pop())
         return suspects
 
 

@@ -43,6 +43,8 @@ _LEAD = 2
 """Iterations before each measurement, so that the host is ahead of the device, as in a training."""
 _WARM_UP = 7
 """Warm-up checkpoints of asymcheck: the first creates the ring, and the plan follows after five measured iterations."""
+_SMALLEST_S = 1e-6
+"""Shortest stall that counts in a ratio [s]."""
 _SHORT = "one sequence"
 """Name of the part with short iterations."""
 _NEWEST = asymcheck.Retention(keep_last=1)
@@ -194,7 +196,8 @@ def _stalls(loop: _Loop, where: Path, systems: dict[str, Factory]) -> tuple[list
     if background:
         peer = best(visible, background)
         ratios[f"slowdown_every_{every}_of_best_peer"] = 1 + visible[peer] / iterations
-        ratios["stall/best_peer"] = visible[OURS_NAME] / visible[peer]
+        # A stall is a difference of two times, and may be 0 if iterations vary by more.
+        ratios["stall/best_peer"] = visible[OURS_NAME] / max(visible[peer], _SMALLEST_S)
     return results, ratios
 
 

@@ -76,12 +76,10 @@ def unreadable(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     inodes: set[int] = set()
     reading = _LocalClient.reading
 
-    def checked(
-        client: _LocalClient, path: str, offset: int, length: int
-    ) -> contextlib.AbstractContextManager[Readable]:
+    def checked(client: _LocalClient, path: str) -> contextlib.AbstractContextManager[Readable]:
         if os.stat(path).st_ino in inodes:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return reading(client, path, offset, length)
+        return reading(client, path)
 
     monkeypatch.setattr(_LocalClient, "reading", checked)
     return inodes

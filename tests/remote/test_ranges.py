@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from asymcheck import Store
+from asymcheck.config import RemoteConfig
 from asymcheck.storage.remote.deadline import within
 from asymcheck.storage.remote.location import parse_location
 from asymcheck.storage.remote.ranges import OpenedFile, RangeMemory
@@ -26,7 +27,18 @@ CONTENT = bytes(range(256)) * 1024
 @pytest.fixture
 def files(any_location: str) -> RemoteFiles:
     """Return the location, with one file."""
-    files = RemoteFiles(parse_location(any_location), REMOTE)
+    return with_one_file(any_location)
+
+
+@pytest.fixture
+def openable(any_file_system: str) -> RemoteFiles:
+    """Return a location of a file system, with one file. Files in an object store are never open."""
+    return with_one_file(any_file_system)
+
+
+def with_one_file(location: str, config: RemoteConfig = REMOTE) -> RemoteFiles:
+    """Return an empty location after one file was put."""
+    files = RemoteFiles(parse_location(location), config)
     assert files.put_small(path_in(files), CONTENT)
     return files
 
@@ -125,7 +137,7 @@ def test_block_locations_of_a_file_are_requested_once(hdfs_url: str, monkeypatch
     assert len(opened) == 11
 
 
-def test_a_file_that_was_kept_and_fails_is_opened_again(files: RemoteFiles) -> None:
+def test_a_file_that_was_kept_and_fails_is_opened_again(openable: RemoteFiles) -> None:
     """Test a file that fails, as if its blocks had moved."""
 
     class Failing:
@@ -136,11 +148,11 @@ def test_a_file_that_was_kept_and_fails_is_opened_again(files: RemoteFiles) -> N
 
     opened_file = OpenedFile()
     opened_file.file = Failing()
-    assert files.read_range(path_in(files), 10, 20, opened_file)[0] == CONTENT[10:30]
+    assert openable.read_range(path_in(openable), 10, 20, opened_file)[0] == CONTENT[10:30]
     assert not isinstance(opened_file.file, Failing)
 
 
-def test_a_client_that_gives_less_than_was_asked_for_is_asked_for_the_rest(files: RemoteFiles) -> None:
+def test_a_client_that_gives_less_than_was_asked_for_is_asked_for_the_rest(openable: RemoteFiles) -> None:
     """Test a client with short reads, as pyarrow allows; this one returns seven bytes, and ends early."""
 
     class Scanty:
@@ -153,15 +165,14 @@ def test_a_client_that_gives_less_than_was_asked_for_is_asked_for_the_rest(files
 
     opened_file = OpenedFile()
     opened_file.file = Scanty()
-    assert files.read_range(path_in(files), 10, 50, opened_file) == (CONTENT[10:60], 100)
-    assert files.read_range(path_in(files), 60, 50, opened_file) == (CONTENT[60:90], 100)
+    assert openable.read_range(path_in(openable), 10, 50, opened_file) == (CONTENT[10:60], 100)
+    assert openable.read_range(path_in(openable), 60, 50, opened_file) == (CONTENT[60:90], 100)
 
 
 @pytest.mark.slow(long=["file"])
-def test_a_read_that_never_answers_is_tried_again(any_location: str) -> None:
+def test_a_read_that_never_answers_is_tried_again(any_file_system: str) -> None:
     """Test that the file is opened again; the first attempt gets half of the time."""
-    files = RemoteFiles(parse_location(any_location), dataclasses.replace(REMOTE, deadline_s=8.0, attempts=2))
-    assert files.put_small(path_in(files), CONTENT)
+    files = with_one_file(any_file_system, dataclasses.replace(REMOTE, deadline_s=8.0, attempts=2))
     asked, opened_file, over = list[int](), OpenedFile(), threading.Event()
 
     class Silent:

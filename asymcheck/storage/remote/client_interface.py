@@ -58,8 +58,6 @@ class Client(abc.ABC):
     kind: Literal["local", "hdfs-native", "libhdfs", "other", "objects"]
     top: str
     """Path of the location in the file system."""
-    keeps_files = False
-    """Whether an open file holds no connection, so that it may be kept and need not be closed."""
 
     @abc.abstractmethod
     def stat(self, path: str) -> Entry | None:
@@ -81,19 +79,16 @@ class Client(abc.ABC):
         return entries
 
     @abc.abstractmethod
-    def reading(self, path: str, offset: int, length: int) -> contextlib.AbstractContextManager[Readable]:
-        """Open a complete file for the ``with`` block; see :attr:`keeps_files`.
-
-        The caller will first read ``length`` bytes from ``offset``. A client that pays for each request reads them now.
-        """
-
-    @abc.abstractmethod
     def delete(self, path: str) -> None:
         """Remove a file."""
 
 
 class ObjectStore(Client):
     """Client of an object store: its directories are only prefixes of names, and nothing can be renamed."""
+
+    @abc.abstractmethod
+    def read(self, path: str, offset: int, length: int) -> tuple[memoryview, int]:
+        """Return ``length`` bytes from ``offset``, fewer at the end of the file, and the size of the file."""
 
     @abc.abstractmethod
     def put(self, path: str, data: bytes | bytearray) -> bool:
@@ -106,6 +101,13 @@ class ObjectStore(Client):
 
 class FileSystem(Client):
     """Client of a file system: files are written under temporary names, and published by a rename."""
+
+    keeps_files = False
+    """Whether an open file holds no connection, so that it may be kept and need not be closed."""
+
+    @abc.abstractmethod
+    def reading(self, path: str) -> contextlib.AbstractContextManager[Readable]:
+        """Open a complete file for the ``with`` block; see :attr:`keeps_files`."""
 
     @abc.abstractmethod
     def create(self, path: str) -> Writable:

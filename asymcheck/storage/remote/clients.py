@@ -60,7 +60,7 @@ class _LocalClient(FileSystem):
         return [self.stat(child) or Entry(PurePosixPath(child), False, 0, 0) for child in paths]
 
     @contextlib.contextmanager
-    def reading(self, path: str, offset: int, length: int) -> Iterator[Readable]:  # noqa: ARG002 - used by others
+    def reading(self, path: str) -> Iterator[Readable]:
         with io.FileIO(path) as file:
             yield _SeekableFile(file, os.fstat(file.fileno()).st_size)
 
@@ -191,7 +191,7 @@ class _PyarrowClient(FileSystem):
         return Entry(path, is_file, info.size or 0 if is_file else 0, info.mtime_ns or 0)
 
     @contextlib.contextmanager
-    def reading(self, path: str, offset: int, length: int) -> Iterator[Readable]:  # noqa: ARG002 - used by others
+    def reading(self, path: str) -> Iterator[Readable]:
         try:
             file = self._filesystem.open_input_file(path)
         except FileNotFoundError:

@@ -101,7 +101,7 @@ class _HdfsClient(FileSystem):
         # Do not use the recursive listing of the client, which fails if any directory is removed meanwhile.
         return [_entry(status) for status in self._client.list_status(path, recursive=False)]
 
-    def reading(self, path: str, offset: int, length: int) -> contextlib.AbstractContextManager[Readable]:  # noqa: ARG002 - used by others
+    def reading(self, path: str) -> contextlib.AbstractContextManager[Readable]:
         return contextlib.nullcontext(_Reader(self._client.read(path)))
 
     def create(self, path: str) -> Writable:

@@ -14,46 +14,20 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError, StorageError
-from asymcheck.storage.remote.client_interface import Entry, ObjectStore, Readable
+from asymcheck.storage.remote.client_interface import Entry, ObjectStore
 from asymcheck.storage.remote.location import RemoteLocation, refuse_credentials
 
 _STORES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
 _ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
 _GCS_EMULATOR = "STORAGE_EMULATOR_HOST"
 """Environment variable of Google's clients with the URL of a server that needs no credentials."""
-_CHUNK_BYTES = 1 << 20
-"""Bytes of a response that are copied at a time, while they are in the processor's cache."""
 _NO_BUCKET = ("NoSuchBucket", "InvalidBucketName", "ContainerNotFound", "bucket does not exist")
 _REASON = re.compile(r"<Code>(.*?)</Code>.*?<Message>(.*?)</Message>", re.DOTALL)
 _QUERY = re.compile(r"(https?://[^\s?\"']*)\?[^\s\"',)]*")
 
 
-class _Object:
-    """Complete object, read by position. Holds no connection once the first range was read."""
-
-    def __init__(self, client: _ObstoreClient, path: str, first: Any, offset: int, size: int) -> None:  # noqa: ANN401 - obstore
-        self._client = client
-        self._path = path
-        self._first = first
-        self._offset = offset
-        self.size = size
-
-    def read_into(self, memory: memoryview, offset: int) -> int:
-        first, self._first = self._first, None
-        with self._client.translated():
-            if first is None or offset != self._offset or len(memory) > first.range[1] - first.range[0]:
-                first = self._client.get(self._path, offset, len(memory))
-            done = 0
-            for chunk in first.stream(min_chunk_size=_CHUNK_BYTES):
-                count = min(len(chunk), len(memory) - done)
-                memory[done : done + count] = memoryview(chunk)[:count]
-                done += count
-        return done
-
-
 class _ObstoreClient(ObjectStore):
     kind = "objects"
-    keeps_files = True
 
     def __init__(self, location: RemoteLocation, store: Any) -> None:  # noqa: ANN401 - obstore
         self._obstore: Any = importlib.import_module("obstore")
@@ -99,20 +73,21 @@ class _ObstoreClient(ObjectStore):
             chunks = self._obstore.list(self._store, f"{_key(path)}/")
             return [entry for chunk in chunks for entry in _entries_below(path, chunk)]
 
-    def get(self, path: str, offset: int, length: int) -> Any:  # noqa: ANN401 - obstore
-        """Request a range."""
-        return self._obstore.get(self._store, _key(path), options={"range": (offset, offset + length)})
-
-    @contextlib.contextmanager
-    def reading(self, path: str, offset: int, length: int) -> Iterator[Readable]:
-        first = None
+    def read(self, path: str, offset: int, length: int) -> tuple[memoryview, int]:
         with self.translated():
-            if length:
-                # An object that ends before the range is an error of the service.
-                with contextlib.suppress(self._exceptions.GenericError):
-                    first = self.get(path, offset, length)
-            meta = self._obstore.head(self._store, _key(path)) if first is None else first.meta
-        yield _Object(self, path, first, offset, meta["size"])
+            try:
+                got = self._obstore.get(self._store, _key(path), options={"range": (offset, offset + length)})
+            except self._exceptions.GenericError:
+                # A range beyond the end of the object is an error of the service.
+                size = self._obstore.head(self._store, _key(path))["size"]
+                if offset < size:
+                    raise
+                return memoryview(b""), size
+            data, size = memoryview(got.bytes()), got.meta["size"]
+        if len(data) != min(length, size - offset):
+            sent = f"the service sent {len(data)} of {min(length, size - offset)} bytes"
+            raise RemoteUnreachableError(f"{self._bucket}{path}: {sent}; try again")
+        return data, size
 
     def put(self, path: str, data: bytes | bytearray) -> bool:
         with self.translated():

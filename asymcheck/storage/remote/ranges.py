@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 
-from asymcheck.storage.remote.client_interface import Client, Readable
+from asymcheck.storage.remote.client_interface import FileSystem, Readable
 from asymcheck.storage.slots import Slot
 
 
@@ -55,7 +55,7 @@ class RangeMemory:
 
 
 def read_range(
-    client: Client, path: str, offset: int, length: int, kept: OpenedFile, memory: RangeMemory | None
+    client: FileSystem, path: str, offset: int, length: int, kept: OpenedFile, memory: RangeMemory | None
 ) -> tuple[memoryview, int]:
     """Return ``length`` bytes from ``offset``, fewer at the end of the file, and the size of the file."""
     if (file := kept.file) is not None:
@@ -63,7 +63,7 @@ def read_range(
             return _read(file, offset, length, memory), file.size
         except Exception:  # noqa: BLE001 - blocks move and access tokens expire, so any error means to reopen the file
             kept.file = None
-    with client.reading(path, offset, length) as file:
+    with client.reading(path) as file:
         data = _read(file, offset, length, memory)
         if client.keeps_files:
             kept.file = file

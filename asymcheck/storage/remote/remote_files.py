@@ -179,7 +179,10 @@ class RemoteFiles:
         """
         action = f"read {length} bytes from {offset} of"
         keeps = OpenedFile() if kept is None else kept
-        read = partial(read_range, self._client, str(path), offset, length, keeps, memory)
+        if self._objects is None:
+            read = partial(read_range, self._files, str(path), offset, length, keeps, memory)
+        else:
+            read = partial(self._objects.read, str(path), offset, length)
 
         def attempt(seconds: float) -> tuple[memoryview, int]:
             try:

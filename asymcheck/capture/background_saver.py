@@ -299,7 +299,8 @@ class BackgroundSaver:
                     capture.complete.wait()
                     if target == "local" or not self._flusher.survives(capture):
                         capture.durable.wait()
-            self._engine.fence()
+        # A capture whose outcome was reported is not in the list, but may still await its fence.
+        self._engine.fence()
         self.detector.settle()
 
     def newest_in_ring(

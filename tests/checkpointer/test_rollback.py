@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
+import warnings
+
 import pytest
 
 from asymcheck import Checkpointer, Store
 from asymcheck.config import CaptureConfig
-from asymcheck.errors import CheckpointNotFoundError, LostCheckpointWarning, PartialRestoreError
+from asymcheck.errors import CaptureWarning, CheckpointNotFoundError, LostCheckpointWarning, PartialRestoreError
 from tests.checkpointer.disks import Disk
 from tests.checkpointer.loops import assert_stored, copy_of, linear_loop
 from tests.store.equality import assert_same
@@ -57,6 +61,37 @@ def test_rollback_passes_over_a_capture_that_could_not_be_stored(
         disk.full = None
         assert checkpointer.rollback().step == 0
         assert_same(copy_of(loop.state), expected)
+
+
+def skip_batches(checkpointer: Checkpointer) -> None:
+    """Skip optimizer steps, for instance because gradients are infinite, until the loss of a checkpoint is known."""
+    while not checkpointer.statistics().lost:
+        time.sleep(0.01)
+        checkpointer.step(5)
+
+
+def test_rollback_is_no_change_outside_an_optimizer(store: Store, disk: Disk, config: CaptureConfig) -> None:
+    """Test that a rollback fences a capture whose loss was reported before the next optimizer step.
+
+    Otherwise the tear detection would blame the training for the restored bytes, and copy all tensors at once from then
+    on.
+    """
+    _, _, loop = linear_loop()
+    config = dataclasses.replace(config, proof="sampled")
+    with Checkpointer(store, loop.state, capture=config, on_error="warn", every=4, keep=None) as checkpointer:
+        loop.iterate(0)
+        checkpointer.step(0)
+        checkpointer.wait()
+        loop.iterate(4)
+        disk.full = "packs"
+        checkpointer.step(4)
+        with pytest.warns(LostCheckpointWarning):
+            skip_batches(checkpointer)
+        disk.full = None
+        assert checkpointer.rollback().step == 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", CaptureWarning)
+            loop.iterate(6)
 
 
 def test_saves_continue_after_a_rollback_that_follows_a_partial_restore(

@@ -1,12 +1,14 @@
 """The demo: train a model on real text, kill it during saves, resume, and compare with an uninterrupted run.
 
-Run it with ``make demo``. It exits with status 1 if a single loss or a single byte of the final state differs.
+Run it with ``make demo``. It exits with status 1 if a single loss or a single byte of a state differs: after a step,
+after a restore, or at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -43,15 +45,17 @@ def run_training(folder: Path, name: str, extra: list[str]) -> tuple[str, dict[s
             elif word == "captured":
                 print(f"    step {rest} captured; it is written while training goes on", flush=True)
             elif word == "restored" and rest != "nothing":
+                step = rest.split()[0]
                 where = (
                     ""
-                    if rest == reports["stored"]
-                    else f"the disk has step {reports['stored']}, memory has step {rest}; "
+                    if step == reports["stored"]
+                    else f"the disk has step {reports['stored']}, memory has step {step}; "
                 )
                 print(
-                    f"    {where}restored step {rest}, every byte verified; goes on with step {int(rest) + 1}",
+                    f"    {where}restored step {step}, every byte verified; goes on with step {int(step) + 1}",
                     flush=True,
                 )
+    check_restored(Path(log), reports)
     if process.returncode == -signal.SIGKILL:
         return "killed", reports
     if process.returncode:
@@ -59,30 +63,45 @@ def run_training(folder: Path, name: str, extra: list[str]) -> tuple[str, dict[s
     return "finished", reports
 
 
-def read_losses(path: Path) -> dict[int, str]:
-    """Return the loss of each step as exact hexadecimal. For a step that was trained twice, the later loss counts."""
+def read_log(path: Path) -> dict[int, tuple[str, str]]:
+    """Return the loss as exact hexadecimal, and the digest of the state, of each step.
+
+    For a step that was trained twice, the later line counts.
+    """
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines}
+    return {line["step"]: (line["loss"], line["state"]) for line in lines}
+
+
+def check_restored(log: Path, reports: dict[str, str]) -> None:
+    """End with an error if a process has restored another state than the killed process had after that step.
+
+    Otherwise a wrong restore could not be distinguished from a training that is not deterministic.
+    """
+    step, _, state = reports.get("restored", "nothing").partition(" ")
+    if state and state != read_log(log)[int(step)][1]:
+        sys.exit(f"FAILED: the restored state differs from the state that the killed process had after step {step}")
 
 
 def compare(folder: Path, reference_reports: dict[str, str], resumed_reports: dict[str, str]) -> str:
     """Print both runs side by side and return what differs; an empty text if they are equal in every bit."""
-    reference, resumed = read_losses(folder / "uninterrupted.jsonl"), read_losses(folder / "killed.jsonl")
+    reference, resumed = read_log(folder / "uninterrupted.jsonl"), read_log(folder / "killed.jsonl")
     print("\n  step   loss, never stopped   loss, killed twice    equal")
     for step in sorted(reference):
         if step % EVERY == 0 or step == STEPS - 1:
-            left, right = float.fromhex(reference[step]), float.fromhex(resumed.get(step, "nan"))
+            left, right = (float.fromhex(log[step][0]) if step in log else math.nan for log in (reference, resumed))
             print(f"  {step:4d}   {left:<20.16g}  {right:<20.16g}  {'yes' if left == right else 'NO'}")
     steps = [step for step in sorted(reference) if reference[step] != resumed.get(step)]
-    losses = f"DIFFERENT from step {steps[0]} on" if steps else "equal in every bit"
-    print(f"\n  losses of all {len(reference)} steps: {losses}")
+    each = f"DIFFERENT from step {steps[0]} on" if steps else "equal in every bit"
+    print(f"\n  losses and states of all {len(reference)} steps: {each}")
     reference_digest, resumed_digest = reference_reports["digest"], resumed_reports["digest"]
     both = zip(reference_reports["parts"].split(), resumed_reports["parts"].split(), strict=True)
     parts = [left.partition("=")[0] for left, right in both if left != right]
     state = "equal in every bit" if reference_digest == resumed_digest else f"DIFFERENT: {', '.join(parts)}"
     print("  final state (weights, both Adam moments, schedule, random generators):")
     print(f"    never stopped  {reference_digest}\n    killed twice   {resumed_digest}\n    {state}")
-    different = [f"losses {losses}"] * bool(steps) + [f"final state {state}"] * (reference_digest != resumed_digest)
+    different = [f"losses or states {each}"] if steps else []
+    if reference_digest != resumed_digest:
+        different.append(f"final state {state}")
     return "; ".join(different)
 
 

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import random
+import sys
 import threading
 import time
 from pathlib import Path
@@ -56,6 +57,12 @@ def state_digest(state: dict[str, object]) -> str:
     return str(hasher.hexdigest())
 
 
+def report(line: str) -> None:
+    """Report to the parent. Two threads report, and print() would write the end of the line separately."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 class PauseInSave:
     """Stops a chosen save half-way, reports it to the parent, and waits to be killed.
 
@@ -76,12 +83,12 @@ class PauseInSave:
         elif event.name == self.name and not self._paused.is_set():
             self._paused.set()
             self._complete.wait()
-            print(f"paused {event.name}", flush=True)
+            report(f"paused {event.name}")
             time.sleep(600)
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """Train, log every loss, and print the digest of the final state."""
+    """Train, log the loss and the digest of the state of every step, and report the digest of the final state."""
     # Seed all generators that RngState saves. Otherwise, unused generators would differ between two processes.
     random.seed(arguments.seed)
     np.random.seed(arguments.seed)  # noqa: NPY002 - the global generator is part of the state
@@ -101,11 +108,11 @@ def train(arguments: argparse.Namespace) -> None:
     if arguments.store:
         store = asymcheck.Store.open(arguments.store, create=True)
         checkpointer = asymcheck.Checkpointer(store, state, every=arguments.every, keep=None)
-        print(f"stored {max((one.step for one in store.checkpoints()), default='nothing')}", flush=True)
+        report(f"stored {max((one.step for one in store.checkpoints()), default='nothing')}")
         restored = checkpointer.restore()
         first = restored.step + 1 if restored else 0
-        print(f"restored {restored.step if restored else 'nothing'}", flush=True)
-    print(f"model {sum(parameter.numel() for parameter in model.parameters())} {len(text)}", flush=True)
+        report(f"restored {f'{restored.step} {state_digest(state)}' if restored else 'nothing'}")
+    report(f"model {sum(parameter.numel() for parameter in model.parameters())} {len(text)}")
     with Path(arguments.log).open("a") as log, observe(pause):
         for step in range(first, arguments.steps):
             tokens = draw_batch(text)
@@ -114,7 +121,7 @@ def train(arguments: argparse.Namespace) -> None:
             loss.backward()
             optimizer.step()
             schedule.step()
-            log.write(json.dumps({"step": step, "loss": loss.item().hex()}) + "\n")
+            log.write(json.dumps({"step": step, "loss": loss.item().hex(), "state": state_digest(state)}) + "\n")
             log.flush()
             if checkpointer is None:
                 continue
@@ -123,17 +130,17 @@ def train(arguments: argparse.Namespace) -> None:
                 checkpointer.wait()
                 pause.step = step
             if checkpointer.step(step, metrics={"loss": loss.item()}):
-                print(f"captured {step}", flush=True)
+                report(f"captured {step}")
     if checkpointer is not None:
         checkpointer.close()
-    print(f"parts {' '.join(f'{name}={state_digest({name: part})}' for name, part in state.items())}", flush=True)
-    print(f"digest {state_digest(state)}", flush=True)
+    report(f"parts {' '.join(f'{name}={state_digest({name: part})}' for name, part in state.items())}")
+    report(f"digest {state_digest(state)}")
 
 
 def main() -> None:
     """Parse the arguments and train."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--log", required=True, help="file for the losses, one JSON object a line")
+    parser.add_argument("--log", required=True, help="file for losses and digests of states, one JSON object a line")
     parser.add_argument("--store", help="store to save to and resume from; none: train without checkpoints")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, default=5)

@@ -17,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 
+from asymcheck.types import counted
+
 STEPS = 40
 EVERY = 5
 KILLS = (("frame.written", 15), ("pack.sealed", 25))
@@ -129,15 +131,17 @@ def main() -> None:
         f"1. A GPT-2 learns the sources of Python's standard library for {STEPS} steps, never stopped, no checkpoints."
     )
     _, reference = run_training(folder, "uninterrupted", [])
-    parameters, text = reference["model"].split()
-    print(f"    {int(parameters):,} parameters, {int(text):,} bytes of text, final state {reference['digest'][:16]}…")
+    parameters, text, threads = reference["model"].split()
+    size = f"{int(parameters):,} parameters, {int(text):,} bytes of text, {counted(int(threads), 'thread')}"
+    print(f"    {size}, final state {reference['digest'][:16]}…")
 
     resumed: dict[str, str] = {}
     for number, kill in enumerate((*KILLS, None), start=2):
         verb = f"The same training with a checkpoint every {EVERY} steps" if number == 2 else "Started again"
         print(f"{number}. {verb}{f', to be killed in the save of step {kill[1]}' if kill else ', to the end'}.")
         pause = ["--pause-event", kill[0], "--pause-step", str(kill[1])] if kill else []
-        ended, resumed = run_training(folder, "killed", ["--store", str(store), "--every", str(EVERY), *pause])
+        options = ["--store", str(store), "--every", str(EVERY), "--threads", threads]
+        ended, resumed = run_training(folder, "killed", [*options, *pause])
         if kill is not None:
             assert ended == "killed", "the process was to be killed in a save, but ended by itself"
             print(f"    SIGKILL in the middle of the save of step {kill[1]}: {STATE_ON_DISK[kill[0]]}")

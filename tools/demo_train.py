@@ -94,6 +94,8 @@ def train(arguments: argparse.Namespace) -> None:
     np.random.seed(arguments.seed)  # noqa: NPY002 - the global generator is part of the state
     torch.manual_seed(arguments.seed)
     torch.use_deterministic_algorithms(mode=True)
+    # The gradients of layer norms are sums over the threads, so another number of threads gives other bits.
+    torch.set_num_threads(arguments.threads or torch.get_num_threads())
     text = read_text()
     config = GPT2Config(
         vocab_size=256, n_positions=CONTEXT, n_embd=256, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0
@@ -112,7 +114,8 @@ def train(arguments: argparse.Namespace) -> None:
         restored = checkpointer.restore()
         first = restored.step + 1 if restored else 0
         report(f"restored {f'{restored.step} {state_digest(state)}' if restored else 'nothing'}")
-    report(f"model {sum(parameter.numel() for parameter in model.parameters())} {len(text)}")
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    report(f"model {parameters} {len(text)} {torch.get_num_threads()}")
     with Path(arguments.log).open("a") as log, observe(pause):
         for step in range(first, arguments.steps):
             tokens = draw_batch(text)
@@ -145,6 +148,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--threads", type=int, default=0, help="threads of torch; 0: as many as torch chooses")
     parser.add_argument("--pause-event", default="", help="stop at this event …")
     parser.add_argument("--pause-step", type=int, default=-1, help="… of the save of this step, to be killed there")
     train(parser.parse_args())

@@ -17,6 +17,7 @@ from asymcheck.capture.signals import ExitHandler
 from asymcheck.config import DEFAULT_RUN, CaptureConfig, Grace
 from asymcheck.distributed.ranks import RanksGiven, find_ranks
 from asymcheck.errors import (
+    AbandonedCheckpointsWarning,
     AsymcheckError,
     ClosedStoreError,
     ForkedStoreError,
@@ -310,11 +311,17 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             return self._reporting.latest_step
         if waits:
             background.wait("local")
-        if suspects := background.detector.take_suspects():
+        if suspects := background.detector.suspects:
             # Otherwise captures in flight would be committed to the new generation.
             background.wait("local")
-            opened = self._reporting.abandon_suspects(self._store, suspects, stay=self._coordinator is not None)
+            stay = self._coordinator is not None
+            opened, warning = self._reporting.abandon_suspects(self._store, suspects, stay=stay)
             self._generation = opened or self._generation
+            # After an error, the next step() tries again.
+            background.detector.forget(suspects)
+            if warning:
+                # Last, because warnings may be turned into errors.
+                warn_user(warning, AbandonedCheckpointsWarning)
         return self._reporting.note(background.settled())
 
     def _adopt(self, held: contextlib.ExitStack) -> None:

@@ -341,13 +341,14 @@ class TearDetector:
         since = min((source_digests.before.get(number, self._begun) for number in unseen), default=self._begun)
         self._suspects.update(save_id for begun, save_id in tuple(self._unproven) if begun > since)
 
-    def take_suspects(self) -> set[str]:
-        """Return and clear the save ids of captures that may be torn."""
-        suspects: set[str] = set()
-        # The capture thread may add save ids at the same time.
-        while self._suspects:
-            suspects.add(self._suspects.pop())
-        return suspects
+    @property
+    def suspects(self) -> frozenset[str]:
+        """Save ids of captures that may be torn."""
+        return frozenset(self._suspects)
+
+    def forget(self, suspects: frozenset[str]) -> None:
+        """Remove suspects that were abandoned."""
+        self._suspects -= suspects
 
 
 def _mark_of(leaf: Leaf) -> int:

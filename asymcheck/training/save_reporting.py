@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from asymcheck.capture.inflight import Capture, CheckpointReport, report_of
 from asymcheck.commit.orphan_recovery import RecoveredCapture
@@ -150,13 +150,16 @@ class SaveReporting:
             warn_user(message, AbandonedCheckpointsWarning)
         return bool(steps)
 
-    def abandon_suspects(self, store: Store, suspects: set[str], *, stay: bool) -> int | None:
-        """Abandon checkpoints that may be torn, and those after them; return the generation that this opens.
+    def abandon_suspects(self, store: Store, suspects: Container[str], *, stay: bool) -> tuple[int | None, str]:
+        """Abandon checkpoints that may be torn, and those after them.
 
         Args:
             store: the store of the run.
             suspects: save ids of checkpoints that may be torn.
-            stay: only warn, and abandon nothing.
+            stay: abandon nothing.
+
+        Returns:
+            The generation that this opens, or None, and a warning, or an empty text.
 
         Raises:
             StorageError: the new generation could not be recorded.
@@ -165,18 +168,16 @@ class SaveReporting:
         lineage = sorted(checkpoints, key=lambda checkpoint: checkpoint.ref)
         first = next((index for index, checkpoint in enumerate(lineage) if checkpoint.save_id in suspects), None)
         if first is None:
-            return None
+            return None, ""
         parent = lineage[first - 1] if first else None
         opened = None if stay else store.training.begin_generation(parent, run=self._run)
         since = "" if parent is None else f", and training continues from step {parent.step}"
         consequence = "Delete them, or a restore may choose them" if stay else f"They are abandoned{since}"
         steps = ", ".join(str(checkpoint.step) for checkpoint in lineage[first:])
-        warn_user(
+        return opened, (
             f"run {self._run!r}: the checkpoints of steps {steps} may be torn, because a tensor changed outside an "
-            f"optimizer step without a change of its version counter. {consequence}",
-            AbandonedCheckpointsWarning,
+            f"optimizer step without a change of its version counter. {consequence}"
         )
-        return opened
 
     def warn_of_step(self, step: int, error: AsymcheckError) -> None:
         """Warn of a step that is not saved because its save could not begin."""

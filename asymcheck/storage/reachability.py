@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asymcheck.errors import (
+    INCONCLUSIVE,
     AsymcheckError,
     FormatError,
     InconsistentCheckpointError,
@@ -92,6 +93,8 @@ class Reachability(abc.ABC):
                         continue
                     try:
                         manifest = manifests.read(run, listing.ref, name)
+                    except INCONCLUSIVE:
+                        raise
                     except self._UNREADABLE as error:
                         if name not in manifests.listing(run, listing.ref).manifests:
                             # The manifest was deleted after the listing.

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from asymcheck import events
-from asymcheck.errors import AsymcheckError, InconsistentCheckpointError, ReadOnlyStoreError, SkippedCheckpointWarning
+from asymcheck.errors import (
+    AsymcheckError,
+    InconsistentCheckpointError,
+    ReadOnlyStoreError,
+    SkippedCheckpointWarning,
+    TooManyFilesError,
+)
 from asymcheck.events import Event
 from asymcheck.fsck.verify import Severity
 from asymcheck.storage.local_files import Files
@@ -110,6 +116,20 @@ def test_missing_permission_is_reported(path: Path, kind: str) -> None:
                 action()
     with open_store(path) as store:
         assert store.verify() == sound
+
+
+@pytest.mark.parametrize(("number", "error"), [(errno.EMFILE, TooManyFilesError), (errno.EACCES, ReadOnlyStoreError)])
+def test_a_collection_takes_no_refusal_for_damage(path: Path, number: int, error: type[AsymcheckError]) -> None:
+    """Test that a collection that may not open a manifest does not advise to delete the intact checkpoint."""
+    refuse = faults.refuse(number)
+
+    def before(done: str, file: Path) -> None:
+        if done == "open_read" and file.suffix == ".manifest":
+            refuse(done, file)
+
+    with open_store(path, files=WatchedFiles(before)) as store, pytest.raises(error) as caught:
+        store.gc()
+    assert "delete" not in str(caught.value)
 
 
 def _until_enough() -> Iterator[int]:

@@ -38,6 +38,9 @@ from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.slots import Slot
 from asymcheck.types import Digest, Location, PackId, Progress
 
+_LISTINGS = 8
+"""Maximum number of listings of packs in a scan, during which a training may move partitions all the time."""
+
 Opened = OpenPack | AsymcheckError
 """An open pack, or the error of opening it."""
 
@@ -231,11 +234,20 @@ def read_indexes(tier: NvmeTier) -> ScanResult:
 
 def scan_packs(tier: NvmeTier, progress: Progress | None = None) -> ScanResult:
     """Read and check every frame of every pack."""
-    scan, done, scanner = ScanResult(), 0, FrameScanner(tier)
-    sizes = {pack_id: 0 if progress is None else tier.pack_bytes(pack_id) for pack_id in tier.pack_ids()}
-    for pack_id, pack in each_pack(sizes, tier.open_pack_to_repair):
-        scan.add(pack_id, pack, scanner)
-        done += sizes[pack_id]
-        if progress is not None:
-            progress(done, sum(sizes.values()))
+    scan, scanner = ScanResult(), FrameScanner(tier)
+    sizes: dict[PackId, int] = {}
+    done = 0
+    for _ in range(_LISTINGS):
+        new = [pack_id for pack_id in tier.pack_ids() if pack_id not in sizes]
+        sizes |= {pack_id: 0 if progress is None else tier.pack_bytes(pack_id) for pack_id in new}
+        is_missing = False
+        for pack_id, pack in each_pack(new, tier.open_pack_to_repair):
+            is_missing = is_missing or isinstance(pack, MissingPartitionError)
+            scan.add(pack_id, pack, scanner)
+            done += sizes[pack_id]
+            if progress is not None:
+                progress(done, sum(sizes.values()))
+        # A collection may have copied the partitions of a removed pack into a pack that is not listed yet.
+        if not is_missing:
+            break
     return scan

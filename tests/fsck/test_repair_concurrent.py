@@ -12,8 +12,9 @@ import pytest
 
 from asymcheck.errors import RecoveryError
 from asymcheck.fsck.repair import Replacement
-from asymcheck.storage.nvme import NvmeTier, Transaction
+from asymcheck.storage.nvme import NvmeTier, PackFile, Transaction
 from asymcheck.store import Store
+from asymcheck.types import PackId
 from tests.crash.actions import open_store
 from tests.crash.states import CONFIG, fingerprint, make_state
 from tests.crash.survival import check_steps
@@ -117,6 +118,24 @@ def test_a_reader_comes_while_partitions_are_copied(path: Path) -> None:
             repaired = store.repair()
         assert {one.kind for one in repaired.left} == {"busy-pack"}
         assert set(packs(path)) == before
+
+
+def test_partitions_that_move_during_the_scan_are_not_lost(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a collection that repacks a pack after the repair has listed the packs, and before it opens them."""
+    with open_store(store_path) as store, open_store(store_path) as other:
+        store.save(make_state(0), step=0)
+        store.save(make_state(1), step=1)
+        store.delete(0)
+        original, repacked = NvmeTier.open_pack_to_repair, []
+
+        def open_pack(tier: NvmeTier, pack_id: PackId) -> PackFile:
+            repacked.append(other.gc().repacked_packs)
+            return original(tier, pack_id)
+
+        monkeypatch.setattr(NvmeTier, "open_pack_to_repair", open_pack)
+        assert store.repair().left == ()
+        assert repacked[0] > 0
+        check_steps(store, {1: 1})
 
 
 def test_copy_is_collected_before_it_is_relied_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

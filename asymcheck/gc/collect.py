@@ -215,7 +215,9 @@ class StoreSweep(Sweep):
                     space = self._count_pooled(pack_id, space)
         plan = plan_repack(self._tier, self._catalog, self.reachable, dead_pins)
         for pack_id in itertools.chain(*plan.batches):
-            space = self._count_pooled(pack_id, space)
+            # Another collection may have freed the pack since the plan.
+            with contextlib.suppress(FileNotFoundError):
+                space = self._count_pooled(pack_id, space)
         self._count_repacked(plan.expected)
         self.result.pool_bytes = self._tier.pool.nbytes() - trimmed + int(room - space)
 

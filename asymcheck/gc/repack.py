@@ -196,8 +196,10 @@ class _Batch:
         kept: BaseLocations,
         frames: Mapping[PackId, Sequence[int]],
     ) -> None:
-        self._tier, self._catalog, self._needed, self._kept, self._frames = tier, catalog, needed, kept, frames
-        self._held = {pack_id: needed.packs[pack_id] for pack_id in frames}
+        self._tier, self._catalog, self._needed, self._kept = tier, catalog, needed, kept
+        # Another collection may have freed packs since the plan.
+        self._held = {pack_id: needed.packs[pack_id] for pack_id in frames if pack_id in needed.packs}
+        self._frames = {pack_id: frames[pack_id] for pack_id in self._held}
         self._copied: dict[_Copy, Location] = {}
         self._entered = False
 

@@ -14,6 +14,7 @@ from asymcheck import Store, StoreConfig, events
 from asymcheck.errors import OutOfSpaceError
 from asymcheck.events import Event
 from asymcheck.format import layout, registry
+from asymcheck.gc import collect as collect_module
 from asymcheck.gc import repack as repack_module
 from asymcheck.gc.collect import Collected
 from asymcheck.storage.local_files import Files
@@ -303,6 +304,49 @@ def test_two_collections_at_once_lose_nothing(store: Store, monkeypatch: pytest.
     assert store.gc().repacked_packs == 0
     assert results[1].repacked_packs == 1
     assert store.resources.usage().packs == 2
+    _whole(store, 1)
+
+
+def test_packs_of_a_later_batch_that_another_collection_frees(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a plan of several new packs, of which another collection carries out all parts first."""
+    keep = {f"kept{number}": _bytes(100 + number, 1) for number in range(2)}
+    for number, (name, tensor) in enumerate(keep.items()):
+        store.save({name: tensor, "own": _bytes(number, 3)}, step=number)
+    store.save(keep, step=2)
+    store.delete(0)
+    store.delete(1)
+    original, results = repack_module._Batch.carry_out, list[Collected]()
+
+    def carry_out(self: repack_module._Batch, *arguments: object) -> None:
+        if not results:
+            results.append(Collected())
+            with Store.open(store.path) as other:
+                results.append(other.gc())
+        original(self, *arguments)  # type: ignore[arg-type]  # as it was called
+
+    monkeypatch.setattr(repack_module, "_BATCH", 1)
+    monkeypatch.setattr(repack_module._Batch, "carry_out", carry_out)
+    assert store.gc().repacked_packs == 0
+    assert results[1].repacked_packs == 2
+    assert_same(store.load(2), keep)
+    assert store.verify() == []
+
+
+def test_dry_run_beside_a_collection(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that a dry run does not count packs that another collection has repacked since the plan."""
+    _save(store, 0, 1)
+    store.delete(0)
+    original, results = collect_module.plan_repack, list[Collected]()
+
+    def plan(*arguments: object) -> object:
+        planned = original(*arguments)  # type: ignore[arg-type]  # as it was called
+        with Store.open(store.path) as other:
+            results.append(other.gc())
+        return planned
+
+    monkeypatch.setattr(collect_module, "plan_repack", plan)
+    assert store.gc(dry_run=True).freed_packs == 0
+    assert results[0].repacked_packs == 1
     _whole(store, 1)
 
 

@@ -24,6 +24,13 @@ def test_every_network_file_system_is_refused_by_name(tmp_path: Path, kind: str)
         refuse_network(tmp_path, _table(_mount(str(tmp_path), kind)))
 
 
+@pytest.mark.parametrize("kind", ["fuse.ceph-fuse", "fuse.daos", "fuse.rclone", "fuse.seaweedfs"])
+def test_network_file_systems_in_user_space_are_refused(tmp_path: Path, kind: str) -> None:
+    """Test the types that the kernel lists, which may differ from the type in a mount command."""
+    with pytest.raises(UnsupportedFileSystemError, match=rf"\({kind}\)"):
+        refuse_network(tmp_path, _table(_mount(str(tmp_path), kind)))
+
+
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "fuse.fuse-overlayfs"])
 def test_local_file_systems_are_fine(tmp_path: Path, kind: str) -> None:
     """Test local file systems, including file systems in memory and of containers."""

@@ -14,9 +14,10 @@ from asymcheck.storage.pages import are_huge
 
 # fmt: off
 NETWORK = frozenset({
-    "9p", "afs", "beegfs", "ceph", "cifs", "coda", "fuse.beegfs", "fuse.ceph", "fuse.gcsfuse", "fuse.glusterfs",
-    "fuse.juicefs", "fuse.s3fs", "fuse.sshfs", "gfs2", "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "ocfs2",
-    "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs",
+    "9p", "afs", "beegfs", "ceph", "cifs", "coda", "fuse.alluxio-fuse", "fuse.beegfs", "fuse.blobfuse",
+    "fuse.blobfuse2", "fuse.ceph", "fuse.ceph-fuse", "fuse.daos", "fuse.gcsfuse", "fuse.glusterfs", "fuse.juicefs",
+    "fuse.rclone", "fuse.s3fs", "fuse.seaweedfs", "fuse.sshfs", "gfs2", "gpfs", "lustre", "ncpfs", "nfs", "nfs4",
+    "ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs",
 })
 # fmt: on
 """Types in /proc/self/mountinfo of file systems whose locks or maps are not local."""

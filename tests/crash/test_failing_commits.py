@@ -55,8 +55,9 @@ def fail_once(path: str, skip: int, count: int, number: int) -> None:
     with open_store(Path(path)) as store:
         store.save(make_state(1), step=1)
         _arm("data.mdb", skip, count, number)
-        with pytest.raises(OutOfSpaceError if number == errno.ENOSPC else StorageError, match="mdb_txn_commit"):
+        with pytest.raises(StorageError, match="mdb_txn_commit") as caught:
             store.save(make_state(2), step=2)
+        assert isinstance(caught.value, OutOfSpaceError) == (number != errno.EIO)
         assert not (Path(path) / "catalog/open/damaged").exists()
         _arm("data.mdb", 0, 0, 0)
         store.save(make_state(3), step=3)
@@ -70,7 +71,7 @@ def fail_once(path: str, skip: int, count: int, number: int) -> None:
         _check(store, [3, 4])
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=["failing", "full"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT], ids=["failing", "full", "quota"])
 @pytest.mark.parametrize("count", [1, 2, _FOREVER])
 @pytest.mark.parametrize("skip", [0, 1])
 def test_save_after_a_failed_commit_succeeds(

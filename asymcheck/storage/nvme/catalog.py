@@ -532,7 +532,8 @@ class Catalog:
     def _is_full(self, message: str) -> bool:
         # LMDB reports a partial write to a full disk as an input/output error.
         exhausted = shutil.disk_usage(self.path).free < _NO_ROOM_BYTES
-        return "No space left" in message or ("Input/output error" in message and exhausted)
+        is_refused = "No space left" in message or "Disk quota exceeded" in message
+        return is_refused or ("Input/output error" in message and exhausted)
 
     def _take_mark_back(self) -> None:
         self._marks.take_back(as_if_killed=self._has_commit_failed)

@@ -409,6 +409,33 @@ def test_store_that_vanishes_is_not_empty(store_path: Path, read_only: bool) -> 
         assert store.checkpoints("another") == []
 
 
+def test_change_of_the_working_directory_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a store that was opened by a relative path: the error names the cause, and the store can be closed."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with Store.open("store", create=True) as store:
+        store.save({"a": 1}, step=1)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        with pytest.raises(StorageError, match="did the program change that directory"):
+            store.save({"a": 2}, step=2)
+    assert not _has_open_catalog(tmp_path / "store")
+    with Store.open(tmp_path / "store") as store:
+        assert store.load() == {"a": 1}
+
+
+def test_store_is_closed_after_its_link_was_replaced(store_path: Path, tmp_path: Path) -> None:
+    """Test a store that was opened by a link, which leads elsewhere when the store is closed."""
+    Store.open(store_path, create=True).close()
+    link = tmp_path / "link"
+    link.symlink_to(store_path)
+    store = Store.open(link)
+    store.save({"a": 1}, step=1)
+    link.unlink()
+    link.symlink_to(tmp_path)
+    store.close()
+    assert not _has_open_catalog(store_path)
+
+
 def test_place_that_cannot_hold_a_store_is_a_clear_error() -> None:
     """Test /proc, where no directory can be created."""
     with pytest.raises(StorageError, match="cannot create store /proc/asymcheck-test"):

@@ -651,9 +651,9 @@ def open_catalog(
 
 def release_catalog(catalog: Catalog) -> None:
     """Release a catalog; the last release closes it."""
-    key = (os.getpid(), os.path.realpath(catalog.path))
     with _open_lock:
-        _, users = _open_catalogs[key]
+        # The path may lead elsewhere by now: the program changed its working directory, or a link was replaced.
+        key, users = next((key, users) for key, (opened, users) in _open_catalogs.items() if opened is catalog)
         if users > 1:
             _open_catalogs[key] = (catalog, users - 1)
         else:

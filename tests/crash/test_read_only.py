@@ -105,6 +105,23 @@ def test_another_users_store(folder: Path, read_only: bool, zygote: Zygote) -> N
         assert _snapshot(store) == before
 
 
+def open_as_nobody(path: str) -> None:
+    """Open a store in a folder that may not be searched. Runs in a child."""
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    for options in ({}, {"create": True}, {"read_only": True}):
+        with pytest.raises(ReadOnlyStoreError, match="no permission to read it"):
+            Store.open(path, **options)  # type: ignore[arg-type]  # options of the method
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_store_in_a_private_folder_is_refused(folder: Path, zygote: Zygote) -> None:
+    """Test that the error of a private folder is one of this package, however the store is opened."""
+    folder.chmod(0o700)
+    zygote.start(open_as_nobody, path=str(folder / "store")).finish()
+
+
 @pytest.fixture
 def read_only_mount(folder: Path) -> Iterator[Path]:
     """Return the store on a file system that is mounted read-only."""

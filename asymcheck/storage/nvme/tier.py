@@ -82,9 +82,9 @@ class NvmeTier(StoreTier):
         self._indexes: dict[PackId, tuple[tuple[int, ...], PackIndex]] = {}
         self._indexes_lock = threading.Lock()
         if not read_only:
-            refuse_network(root)
-            if create:
-                with translated("access", root):
+            with translated("access", root):
+                refuse_network(root)
+                if create:
                     self._create_if_missing()
         self.descriptor, self.damaged_descriptor_copies = self._read_descriptor()
         if self.descriptor.layout == REMOTE_LAYOUT:

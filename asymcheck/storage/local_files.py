@@ -23,6 +23,7 @@ _POLL_S = 0.005
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _REPLACE_ATTEMPTS = 8
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Files:
@@ -360,11 +361,17 @@ def refuses_direct(error: StorageError) -> bool:
 
 
 def try_lock(descriptor: int, *, exclusive: bool) -> bool:
-    """Take an advisory lock without waiting; return False if another holder has it."""
+    """Take an advisory lock without waiting; return False if another holder has it.
+
+    A file system without locks grants every shared lock, so that stores there can be read (SPEC.md §A12).
+    """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if exclusive or error.errno not in _NO_LOCKS:
+            raise
     return True
 
 

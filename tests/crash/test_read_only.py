@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -11,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from asymcheck.errors import ReadOnlyStoreError, StoreNotFoundError
+from asymcheck.errors import MissingPartitionError, ReadOnlyStoreError, StoreNotFoundError
+from asymcheck.storage.nvme import pack_reader
 from asymcheck.store import Store
+from asymcheck.types import PackId
 from tests.crash.actions import Action, lose_catalog, open_store, perform
 from tests.crash.states import Journal, fingerprint, make_state
 from tests.crash.survival import check_goes_on, check_unrepaired
@@ -120,6 +124,46 @@ def test_store_in_a_private_folder_is_refused(folder: Path, zygote: Zygote) -> N
     """Test that the error of a private folder is one of this package, however the store is opened."""
     folder.chmod(0o700)
     zygote.start(open_as_nobody, path=str(folder / "store")).finish()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+def test_on_a_file_system_without_locks(store_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Test that a copy of a store on a network file system can be read, as SPEC.md §A12 allows."""
+    with open_store(store_path) as store:
+        for step in (1, 2):
+            store.save(make_state(step), step=step)
+
+    def refuse(_descriptor: int, _operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch, open_store(store_path, read_only=True) as store:
+        patch.setattr(fcntl, "flock", refuse)
+        _check_reads(store)
+
+
+def test_pack_that_is_recycled_during_a_read_without_locks(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that a recycled pack is missing, and not damaged."""
+    with open_store(store_path) as store:
+        store.save(make_state(1), step=1)
+    (path, *_) = (store_path / "packs").iterdir()
+
+    def recycle(_descriptor: int, _operation: int) -> None:
+        path.write_bytes(bytes(path.stat().st_size))
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    original = pack_reader.find_frames
+
+    def find_frames(*arguments: object, **options: object) -> object:
+        try:
+            return original(*arguments, **options)  # type: ignore[arg-type]  # as it was called
+        finally:
+            path.rename(store_path / "pool" / path.name)
+
+    with monkeypatch.context() as patch, open_store(store_path, read_only=True) as store:
+        patch.setattr(fcntl, "flock", recycle)
+        patch.setattr(pack_reader, "find_frames", find_frames)
+        with pytest.raises(MissingPartitionError, match="does not exist"):
+            store.resources.nvme.open_pack(PackId(bytes.fromhex(path.stem)))
 
 
 @pytest.fixture

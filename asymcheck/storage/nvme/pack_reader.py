@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from asymcheck.errors import LockTimeoutError, MissingPartitionError, StorageError, TruncatedError
+from asymcheck.errors import FormatError, LockTimeoutError, MissingPartitionError, StorageError, TruncatedError
 from asymcheck.format import layout
 from asymcheck.format.pack import entry_length
 from asymcheck.format.registry import ALIGNED_PAYLOAD_MIN_BYTES, BLOCK_BYTES, CODEC_IDENTITY
@@ -104,14 +104,19 @@ def open_pack(files: Files, directory: Path, pack_id: PackId, timeout_s: float, 
         try:
             if try_lock(file.descriptor, exclusive=False):
                 if is_same_file(file.descriptor, path):
-                    return PackFile(file, find_frames(file.read_range, path.name, pack_id, thorough=thorough))
+                    index = find_frames(file.read_range, path.name, pack_id, thorough=thorough)
+                    if index.damage is None or is_same_file(file.descriptor, path):
+                        return PackFile(file, index)
             elif time.monotonic() > deadline:
                 raise LockTimeoutError(
                     f"pack {path.name} was locked by a writer or a collection for {timeout_s:g} s; try again later"
                 )
-        except BaseException:
+        except BaseException as error:
+            # On a file system without locks, the file may have been recycled meanwhile.
+            is_recycled = isinstance(error, FormatError) and not is_same_file(file.descriptor, path)
             file.close()
-            raise
+            if not is_recycled:
+                raise
         file.close()
         time.sleep(_POLL_S)
 

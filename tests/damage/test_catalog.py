@@ -4,6 +4,7 @@ LMDB maps its file without checksums. A flipped bit may read as another value, m
 save, and may kill the process.
 """
 
+import fcntl
 import json
 import os
 import random
@@ -254,10 +255,10 @@ def test_damaged_catalog_in_use_is_left_alone(zygote: Zygote, tmp_path: Path) ->
     mark = f"1-{Path('/proc/1/stat').read_bytes().rpartition(b')')[2].split()[19].decode()}"
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     living = path / "catalog" / "open" / f"{mark}-{boot}-{os.readlink('/proc/self/ns/pid')}"
-    living.touch()
-    with Store.open(path, config=CONFIG, create=True) as store:
-        with pytest.raises(CatalogError, match=r"in use by process 1\b.*the next start rebuilds it"):
-            store.save(state(10, TENSORS), step=10)
-        store.load()
-    living.unlink()
+    with living.open("x") as mark_file:
+        fcntl.flock(mark_file, fcntl.LOCK_EX)
+        with Store.open(path, config=CONFIG, create=True) as store:
+            with pytest.raises(CatalogError, match=r"in use by process 1\b.*the next start rebuilds it"):
+                store.save(state(10, TENSORS), step=10)
+            store.load()
     assert use(str(path), TENSORS, 11) == []

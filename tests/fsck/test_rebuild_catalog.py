@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -137,9 +138,12 @@ def _entries(transaction: Transaction) -> dict[str, dict[bytes, bytes]]:
 def test_pins_of_the_living_are_kept(path: Path) -> None:
     """Test that pins of dead processes are removed."""
     living, dead = pin_key(SaveId(b"a" * 16), 0), pin_key(SaveId(b"b" * 16), 0)
-    with open_store(path) as store:
+    init = Owner(1, _start_of_init(), this_process().boot_id, _namespace())
+    mark = path / "catalog" / "open" / f"1-{init.start_ticks}-{init.boot_id}-{init.pid_namespace}"
+    with open_store(path) as store, mark.open("x") as mark_file:
+        fcntl.flock(mark_file, fcntl.LOCK_EX)
         with store.resources.catalog().write() as transaction:
-            transaction.put_pin(living, Owner(1, _start_of_init(), this_process().boot_id, _namespace()), [])
+            transaction.put_pin(living, init, [])
             transaction.put_pin(dead, _DEAD, [])
         rebuilt = store.resources.rebuild_catalog()
         assert rebuilt.kept_pins == 1

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from asymcheck import Store
 from asymcheck.errors import LockTimeoutError
 from asymcheck.storage.local_files import Files
 from asymcheck.storage.nvme.catalog import CatalogUsers
@@ -37,3 +41,33 @@ def test_a_mark_that_was_left_counts_as_dead(tmp_path: Path) -> None:
     assert second.other_marks() == ([], {})
     second.take_back()
     assert list(folder.iterdir()) == []
+
+
+_TRAINING = """
+import sys
+from asymcheck import Store
+
+with Store.open(sys.argv[1], create=True) as store:
+    store.save({"w": 1}, step=1)
+    print("saved", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_catalog_in_a_copy_of_a_store_in_use_is_not_trusted(store_path: Path, tmp_path: Path) -> None:
+    """Test that a copy, whose catalog may be torn, is not taken to be in use by the training of the original."""
+    copied = tmp_path / "copy"
+    command, pipe = [sys.executable, "-c", _TRAINING, str(store_path)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as training:
+        assert training.stdout is not None
+        assert training.stdout.readline() == "saved\n"
+        shutil.copytree(store_path, copied)
+        data = copied / "catalog" / "data.mdb"
+        data.write_bytes(b"torn" * (data.stat().st_size // 4))
+        for path, step in ((copied, 2), (store_path, 3)):
+            with Store.open(path) as store:
+                store.save({"w": step}, step=step)
+                assert [checkpoint.step for checkpoint in store.checkpoints()] == [1, step]
+                assert len(list((path / "catalog" / "open").iterdir())) == (1 if path == copied else 2)
+        training.communicate("\n", timeout=60)
+    assert training.returncode == 0

@@ -280,8 +280,7 @@ class CatalogUsers:
         """Tell whether a process is certainly dead or has closed the catalog."""
         if process_identity.is_dead(owner):
             return True
-        if process_identity.is_visible(owner):
-            return False
+        # A living process that does not lock the mark uses another store, of which this one is a copy.
         try:
             descriptor = DESCRIPTORS.open(self._files.open_read, self._path(owner))
         except FileNotFoundError:

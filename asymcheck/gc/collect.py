@@ -164,6 +164,7 @@ class StoreSweep(Sweep):
         if self.dry_run:
             self.result.removed_temporaries = len(self._tier.stale_temporaries())
         else:
+            self._tier.make_pool()
             self.result.removed_temporaries = self._tier.remove_stale_temporaries()
             self._trim_pool()
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import shutil
 from pathlib import Path
 
 import pytest
@@ -243,6 +244,18 @@ def test_collected_partition_is_written_again(store: Store) -> None:
 def test_collecting_an_empty_store_is_nothing(store: Store) -> None:
     """Test a store without checkpoints and packs: all numbers are zero."""
     assert store.gc() == store.gc(dry_run=True) == Collected()
+
+
+def test_pool_that_was_removed_is_made_again(store: Store) -> None:
+    """Test a user who removes the pool during a training, to free space."""
+    for step in (1, 2):
+        store.save(_state(step), step=step)
+    shutil.rmtree(store.path / "pool")
+    store.save(_state(3), step=3)
+    store.delete(1)
+    assert store.gc().pooled_packs == 1
+    store.save(_state(4), step=4)
+    assert store.verify() == []
 
 
 def test_temporary_manifests_without_a_pin_are_removed(store: Store) -> None:

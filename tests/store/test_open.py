@@ -409,6 +409,19 @@ def test_store_that_vanishes_is_not_empty(store_path: Path, read_only: bool) -> 
         assert store.checkpoints("another") == []
 
 
+def test_writes_to_a_store_that_vanished_name_the_cause(store_path: Path) -> None:
+    """Test a collection, and a background save, which writes its packs before it reads any manifest."""
+    state = {"a": torch.randn(100_000)}
+    with Store.open(store_path, create=True) as store:
+        store.save(state, step=1)
+        store_path.rename(store_path.parent / "elsewhere")
+        for write in (store.gc, lambda: store.save({"a": state["a"] + 1}, step=2, generation=lambda: 1)):
+            with pytest.raises(StorageError, match=r"store .* does not exist any more: was it moved"):
+                write()
+        (store_path.parent / "elsewhere").rename(store_path)
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == [1]
+
+
 def test_change_of_the_working_directory_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test a store that was opened by a relative path: the error names the cause, and the store can be closed."""
     (tmp_path / "elsewhere").mkdir()

@@ -37,7 +37,7 @@ from asymcheck.storage.interfaces import StoreTier
 from asymcheck.storage.local_files import DESCRIPTORS, Files, OpenFile, is_same_file, translated, try_lock
 from asymcheck.storage.nvme.catalog import Catalog, Populate, open_catalog, release_catalog
 from asymcheck.storage.nvme.drives import needs_slot, refuse_network
-from asymcheck.storage.nvme.manifests import ManifestFiles
+from asymcheck.storage.nvme.manifests import ManifestFiles, removed_store
 from asymcheck.storage.nvme.pack_reader import PackFile, open_pack, peek
 from asymcheck.storage.nvme.pack_writer import PackWriter, Pool, create_locked
 from asymcheck.storage.pack_index import PackIndex
@@ -175,6 +175,18 @@ class NvmeTier(StoreTier):
         if made:
             self.files.sync_directory(self.root)
 
+    def make_pool(self) -> None:
+        """Create the pool again if it was removed, for example to free space.
+
+        Raises:
+            StorageError: the directory of the store is gone.
+        """
+        try:
+            if self.files.make_directory(self.root / layout.POOL):
+                self.files.sync_directory(self.root)
+        except FileNotFoundError as error:
+            raise removed_store(self.root) from error
+
     def check_writable(self) -> None:
         """Raise if the store is closed, inherited from a parent process, or read-only."""
         self.check_usable()
@@ -235,8 +247,15 @@ class NvmeTier(StoreTier):
             return self.packs.stat().st_dev
 
     def start_pack(self, needed_bytes: int) -> PackWriter:
-        """Start a pack of about ``needed_bytes``, in a freed file if possible."""
-        return self.pool.writer(self.packs, PackId(os.urandom(16)), needed_bytes)
+        """Start a pack of about ``needed_bytes``, in a freed file if possible.
+
+        Raises:
+            StorageError: the drive is full or failed, or the directory of the store is gone.
+        """
+        try:
+            return self.pool.writer(self.packs, PackId(os.urandom(16)), needed_bytes)
+        except FileNotFoundError as error:
+            raise removed_store(self.root) from error
 
     @contextlib.contextmanager
     def provisional_pack(self, needed_bytes: int, is_entered: Callable[[], bool]) -> Iterator[PackWriter]:

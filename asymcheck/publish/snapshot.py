@@ -12,8 +12,7 @@ from asymcheck.errors import InvalidInputError
 from asymcheck.state.leaves import identity_key, make_leaf
 from asymcheck.state.names import no_match
 from asymcheck.state.shards import TensorShard, is_dtensor
-from asymcheck.state.walk import below, is_to_be_called
-from asymcheck.state.zero_redundancy import local_part
+from asymcheck.state.walk import Called, below, is_to_be_called, state_of
 from asymcheck.storage.pages import use_huge_pages
 
 Copies = dict[str, torch.Tensor]
@@ -38,7 +37,9 @@ class Snapshot:
             InvalidInputError: no tensor matches, a tensor is sharded, or cannot be stored.
         """
         self._taken, tied = {}, dict[tuple[object, ...], torch.Tensor]()
-        selected = self._copy(state, None, tied)
+        # Kept to the end, because a new tensor at the address of a freed one would count as tied to it.
+        called: Called = {}
+        selected = self._copy(state, None, tied, called)
         if not isinstance(selected, dict):
             raise no_match(self._pattern, map(str, state) if isinstance(state, dict) else (), "the state")
         return selected
@@ -47,7 +48,9 @@ class Snapshot:
         """Keep the newest snapshot as the base of the next one, and reuse the memory of the one before."""
         self._spare, self._kept, self._taken = self._kept, self._taken, {}
 
-    def _copy(self, value: object, name: str | None, tied: dict[tuple[object, ...], torch.Tensor]) -> object:
+    def _copy(
+        self, value: object, name: str | None, tied: dict[tuple[object, ...], torch.Tensor], called: Called
+    ) -> object:
         if name is not None and not self._may_match(name):
             return None
         if isinstance(value, TensorShard) or is_dtensor(value):
@@ -58,11 +61,11 @@ class Snapshot:
         if isinstance(value, torch.Tensor):
             return self._tensor(value, name or "", tied) if fnmatch.fnmatchcase(name or "", self._pattern) else None
         if is_to_be_called(value):
-            value = local_part(value).state_dict()
+            value = state_of(value, called)
         items = value.items() if isinstance(value, Mapping) else ()
         if isinstance(value, (list, tuple)):
             items = dict(enumerate(value)).items()
-        copies = {key: self._copy(item, below(name, str(key)), tied) for key, item in items}
+        copies = {key: self._copy(item, below(name, str(key)), tied, called) for key, item in items}
         return {key: copy for key, copy in copies.items() if copy is not None} or None
 
     def _may_match(self, name: str) -> bool:

@@ -188,6 +188,32 @@ def test_empty_dict_receives_tensors(tmp_path: Path) -> None:
     assert served["model.tied.weight"] is served["model.0.weight"]
 
 
+class Generated:
+    """Object whose state is a new tensor at each call."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return a tensor that nothing else refers to."""
+        return {"w": torch.full((1_000,), self.value)}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Ignore a state."""
+
+
+def test_temporary_tensors_are_not_tied(tmp_path: Path) -> None:
+    """Test objects that return temporary tensors, which may have the same address one after another."""
+    served: dict[str, object] = {}
+    with (
+        Publisher(Publish(str(tmp_path / "releases"))) as publisher,
+        Subscriber(str(tmp_path / "releases"), served) as subscriber,
+    ):
+        publisher.publish({"model": {str(number): Generated(number) for number in range(8)}}, 0)
+        subscriber.update()
+    assert [served[f"model.{number}.w"][0] for number in range(8)] == [*range(8)]  # type: ignore[index]  # a tensor
+
+
 @pytest.mark.parametrize(
     ("into", "message"),
     [

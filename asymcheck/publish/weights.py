@@ -144,7 +144,8 @@ class Exchange:
                     self._copies.append((tensor, new))
                     continue
                 part = new if number == 0 else new.clone()
-                self._moves += [(view, part) for view in ([tensor, *weight.ties] if number == 0 else [tensor])]
+                views = [tensor, *weight.ties] if number == 0 else [tensor]
+                self._moves += [(view, _for_inference(part) if view.is_inference() else part) for view in views]
 
     @torch.no_grad()
     def carry_out(self) -> None:
@@ -159,6 +160,13 @@ class Exchange:
             for (tensor, _), old in zip(self._moves, self.old, strict=False):
                 tensor.data = old
             raise
+
+
+def _for_inference(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the same memory that an inference tensor can take over."""
+    with torch.inference_mode():
+        memory = tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(*memory)
 
 
 def _slack(tensor: torch.Tensor) -> int:

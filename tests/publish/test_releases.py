@@ -188,6 +188,21 @@ def test_empty_dict_receives_tensors(tmp_path: Path) -> None:
     assert served["model.tied.weight"] is served["model.0.weight"]
 
 
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_inference_tensors_are_updated(tmp_path: Path, *, prefetch: bool) -> None:
+    """Test a model that was created in torch.inference_mode(), and that keeps its tied weights."""
+    rules, trained = Publish(str(tmp_path / "releases")), model()
+    with torch.inference_mode():
+        served = model()
+    with Publisher(rules) as publisher, Subscriber(rules.location, served, prefetch=prefetch) as subscriber:
+        for step in (1, 2):
+            publish(publisher, trained, step)
+            subscriber.wait()
+            subscriber.update()
+            check(served, step)
+            assert served.tied.weight.data_ptr() == served[0].weight.data_ptr()
+
+
 class Generated:
     """Object whose state is a new tensor at each call."""
 

@@ -38,7 +38,8 @@ class HeldRelease(OpenPack):
         for row in manifest.rows():
             if row.name not in tensors:
                 continue
-            start, leaf = 0, make_leaf(tensors[row.name], row.name, "")
+            # Detached, because the consumer's parameters may be of a subclass.
+            start, leaf = 0, make_leaf(tensors[row.name].detach(), row.name, "")
             for extent in row.extents:
                 pieces.setdefault(extent.digest, []).append((leaf, start, extent.offset, extent.length))
                 start += extent.length

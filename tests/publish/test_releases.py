@@ -188,6 +188,27 @@ def test_empty_dict_receives_tensors(tmp_path: Path) -> None:
     assert served["model.tied.weight"] is served["model.0.weight"]
 
 
+@pytest.mark.parametrize("buffering", ["double", "single"])
+def test_subclasses_of_parameters_are_updated(tmp_path: Path, buffering: str) -> None:
+    """Test a served model whose parameters are of a subclass, as those of inference engines."""
+
+    class EngineParameter(torch.nn.Parameter):
+        pass
+
+    rules, trained, served = Publish(str(tmp_path / "releases")), model(), model()
+    for layer in (served[1], served[2]):
+        layer.weight = EngineParameter(layer.weight.data)
+    with (
+        Publisher(rules) as publisher,
+        Subscriber(rules.location, served, buffering=buffering) as subscriber,  # type: ignore[arg-type]  # a literal
+    ):
+        for step in (1, 2):
+            publish(publisher, trained, step)
+            subscriber.update()
+            check(served, step)
+    assert type(served[1].weight) is EngineParameter
+
+
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_inference_tensors_are_updated(tmp_path: Path, *, prefetch: bool) -> None:
     """Test a model that was created in torch.inference_mode(), and that keeps its tied weights."""

@@ -210,10 +210,16 @@ class Subscriber:
         with self._changed:
             self._raise_failure()
             prepared, self._prepared = self._prepared, None
-            is_unread = prepared is not None and prepared.new is None
-            if is_unread or (self._thread is None and self.poll() is not None):
+            is_unread = self._thread is None and self.poll() is not None
+            if is_unread or (prepared is not None and not self._is_ready(prepared)):
                 prepared = self._prepare(overwrites=True)
             return None if prepared is None else self._install(prepared)
+
+    def _is_ready(self, prepared: _Prepared) -> bool:
+        """Tell whether a release was read, and nobody changed the weights that it shares with the present one."""
+        read = {weight.row.name for weight, _ in prepared.new or ()}
+        others = (weight for weight in prepared.weights if weight.row.name not in read)
+        return all(self._held is not None and self._held.has(weight) for weight in others)
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, None

@@ -173,6 +173,23 @@ def test_changed_weights_are_replaced_by_the_release(tmp_path: Path) -> None:
         check(served, 2)
 
 
+def test_weights_changed_after_a_prefetch_are_replaced(tmp_path: Path) -> None:
+    """Test that a weight which the release leaves as it is does not keep a change that was made after the prefetch."""
+    rules, trained, served = Publish(str(tmp_path / "releases")), model(), model()
+    with Publisher(rules) as publisher, Subscriber(rules.location, served, prefetch=True) as subscriber:
+        publish(publisher, trained, 1)
+        subscriber.wait()
+        subscriber.update()
+        trained.counter += 1
+        publisher.publish({"model": trained}, 2)
+        subscriber.wait()
+        with torch.no_grad():
+            served[1].weight.mul_(0)
+        subscriber.update()
+        assert torch.equal(served[1].weight, trained[1].weight)
+        assert torch.equal(served.counter, trained.counter)
+
+
 def test_empty_dict_receives_tensors(tmp_path: Path) -> None:
     """Test a dict that has no tensors yet."""
     served: dict[str, object] = {}

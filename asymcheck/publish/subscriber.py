@@ -81,6 +81,7 @@ class _Prepared:
     number: int
     manifest: Manifest
     weights: list[Weight]
+    changed_tensors: int
     fetched_bytes: int
     new: list[tuple[Weight, torch.Tensor]] | None = None  # the second buffer; None if there is too little memory
     pause_s: float | None = None  # seconds in which the tensors were overwritten; None if they were not
@@ -256,7 +257,7 @@ class Subscriber:
         weights = match(self._into, manifest, f"release {number} of {self.location}")
         changed = [weight for weight in weights if self._held is None or not self._held.has(weight)]
         plan = ReadPlan({weight.demand(): _Discard() for weight in changed})
-        prepared = _Prepared(number, manifest, weights, fetched_bytes=_frame_bytes(resolved.sources, plan.fills))
+        prepared = _Prepared(number, manifest, weights, len(changed), _frame_bytes(resolved.sources, plan.fills))
         if self._fits(changed):
             prepared.new = self._read_anew(resolved, changed)
         elif overwrites:
@@ -305,14 +306,13 @@ class Subscriber:
         pause = time.perf_counter() - began if is_buffered else prepared.pause_s or 0.0
         weights = {weight.row.name: weight for weight in prepared.weights}
         states = {name: weight.state for name, weight in weights.items()}
-        changed = sum(self._held is None or not self._held.has(weight) for weight in prepared.weights)
         self._held = _Held(prepared.number, prepared.manifest, weights, states)
         self._floor = prepared.number
         # Unmapping memory takes long, so the thread does it, if there is one.
         self._garbage = exchange.old if self._thread is not None else []
         self._changed.notify_all()
         step = int(prepared.manifest.header.metrics.get(TRAINING_STEP, -1))
-        return Update(prepared.number, step, changed, prepared.fetched_bytes, pause, is_buffered)
+        return Update(prepared.number, step, prepared.changed_tensors, prepared.fetched_bytes, pause, is_buffered)
 
     def _follow(self) -> None:
         """Prepare releases until the subscriber is closed."""

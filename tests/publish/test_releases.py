@@ -82,13 +82,14 @@ def test_subscriber_follows_releases_and_reads_only_differences(tmp_path: Path, 
         assert [row.step for row in opened.checkpoints("release")] == [4, 5, 6]
 
 
-def test_unchanged_tensors_are_neither_stored_nor_fetched(tmp_path: Path) -> None:
+@pytest.mark.parametrize("buffering", ["double", "single"])
+def test_unchanged_tensors_are_neither_stored_nor_fetched(tmp_path: Path, buffering: str) -> None:
     """Test a release in which one of two large tensors is as before."""
     state = {"model": {"a": torch.rand(2_000_000), "b": torch.rand(100_000)}}
     served = {"a": torch.zeros(2_000_000), "b": torch.zeros(100_000)}
     with (
         Publisher(Publish(str(tmp_path / "releases"))) as publisher,
-        Subscriber(str(tmp_path / "releases"), served) as subscriber,
+        Subscriber(str(tmp_path / "releases"), served, buffering=buffering) as subscriber,  # type: ignore[arg-type]  # one of two words
     ):
         publisher.publish(state, 1)
         subscriber.update()

@@ -301,6 +301,9 @@ class Subscriber:
                 weight.tensors.append(new)
                 self._into.update(dict.fromkeys((weight.row.name, *weight.row.aliases), new))
         exchange = Exchange(prepared.new or (), copies=self._keep_addresses)
+        if exchange.overwrites:
+            # After an interrupted copy, the weights are a mixture, and the next update reads them again.
+            self._held = None
         began = time.perf_counter()
         exchange.carry_out()
         pause = time.perf_counter() - began if is_buffered else prepared.pause_s or 0.0

@@ -147,6 +147,11 @@ class Exchange:
                 views = [tensor, *weight.ties] if number == 0 else [tensor]
                 self._moves += [(view, _for_inference(part) if view.is_inference() else part) for view in views]
 
+    @property
+    def overwrites(self) -> bool:
+        """Whether some tensors keep their memory, so that a failure cannot be undone."""
+        return bool(self._copies)
+
     @torch.no_grad()
     def carry_out(self) -> None:
         """Exchange. After a failure, all moved tensors have their old memory again."""

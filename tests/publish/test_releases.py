@@ -242,6 +242,32 @@ def test_inference_tensors_are_updated(tmp_path: Path, *, prefetch: bool) -> Non
             assert served.tied.weight.data_ptr() == served[0].weight.data_ptr()
 
 
+def test_interrupted_copies_are_no_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test Ctrl-C while tensors are overwritten at their addresses: no number is reported for the mixture."""
+    rules, trained, served = Publish(str(tmp_path / "releases")), model(), model()
+    copied: list[torch.Tensor] = []
+    copy = torch.Tensor.copy_
+
+    def interrupted(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        copied.append(tensor)
+        if len(copied) == 3:
+            raise KeyboardInterrupt
+        return copy(tensor, source)
+
+    with Publisher(rules) as publisher, Subscriber(rules.location, served, keep_addresses=True) as subscriber:
+        for step in (1, 2):
+            publish(publisher, trained, step)
+            if step == 2:
+                with monkeypatch.context() as patch:
+                    patch.setattr(torch.Tensor, "copy_", interrupted)
+                    with pytest.raises(KeyboardInterrupt):
+                        subscriber.update()
+                assert subscriber.number is None
+            assert subscriber.update() is not None
+            assert subscriber.number == step
+            check(served, step)
+
+
 class Generated:
     """Object whose state is a new tensor at each call."""
 

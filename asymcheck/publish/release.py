@@ -155,9 +155,15 @@ class Publisher:
         return self._snapshot.take(state)
 
     def last_step(self) -> int | None:
-        """Return the training step of the newest release; None if there is none."""
-        newest = self._listed()[-1:]
-        return _metric(self._store.resources.nvme, newest[0], TRAINING_STEP, -1) if newest else None
+        """Return the training step of the newest release at the location; None if there is none.
+
+        Raises:
+            RemoteUnreachableError: the location does not answer.
+        """
+        # The spool may have a release that never arrived.
+        tier = self._store.resources.nvme if self._location is None else self._remote()
+        newest = [listing for listing in tier.manifests.checkpoints(RUN) if listing.is_complete][-1:]
+        return _metric(tier, newest[0], TRAINING_STEP, -1) if newest else None
 
     def commit(self, copies: dict[str, object], step: int) -> Release:
         """Publish the result of :meth:`take`; see :meth:`publish`."""

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from asymcheck import Publish, Publisher, Store, Subscriber
 from asymcheck.cli.publish_commands import _Newest
+from asymcheck.errors import RemoteUnreachableError
 from tests.cli.conftest import run_command as call
 from tests.docs.pages import ROOT, blocks_of
 from tests.publish.loops import run_script
@@ -112,3 +113,25 @@ def test_follow_publishes_once_where_the_newest_checkpoint_is_damaged(tmp_path: 
         assert publisher.last_step() == 1
     with Store.open(tmp_path / "releases") as releases:
         assert [row.step for row in releases.checkpoints("release")] == [1]
+
+
+def test_follow_publishes_again_what_did_not_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a location that fails during the first upload, when the spool already has the release."""
+    location = f"file://{tmp_path}/releases"
+
+    def fail(*_arguments: object) -> int:
+        raise RemoteUnreachableError("the location does not answer")
+
+    with Store.open(tmp_path / "store", create=True) as opened:
+        opened.save({"model": {"weight": torch.randn(1_000)}}, step=1)
+        with Publisher(Publish(location), opened) as publisher:
+            newest = _Newest(opened, "default", publisher)
+            with monkeypatch.context() as patch:
+                patch.setattr(Publisher, "_send", fail)
+                with pytest.raises(RemoteUnreachableError):
+                    newest.publish_newer()
+            for _ in range(2):
+                newest.publish_newer()
+            assert publisher.last_step() == 1
+    with Store.open(location, read_only=True) as releases:
+        assert [row.step for row in releases.checkpoints("release")] == [2]

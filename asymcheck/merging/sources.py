@@ -86,14 +86,32 @@ class Source:
     def _roles(self, shape: object) -> set[str]:
         return {self.parts.row(number).role for number in rows_in(shape)}
 
-    def _find_masters(self) -> dict[str, int]:
-        """Return the float32 masters in the whole checkpoint by the name of their weight, as far as names tell."""
-        masters: dict[str, int] = {}
+    def _find_masters(self) -> dict[int, int]:
+        """Return the float32 masters in the whole checkpoint by their weight, as far as names tell.
+
+        A master belongs to the weight whose name has the longest end in common. If two weights have this end, such as
+        those of a model and of its moving average, the master is not used.
+        """
+        weights: dict[tuple[str, tuple[int, ...]], set[int]] = {}
+        masters: list[tuple[str, tuple[int, ...], int]] = []
         for number in rows_in(read_parts(self.resolved.manifests, None, "*")[1]):
-            stem, _, last = self.parts.row(number).name.rpartition(".")
-            if last in _MASTERS and self.parts.row(number).dtype == "float32":
-                masters[stem] = number
-        return masters
+            row = self.parts.row(number)
+            stem, _, last = row.name.rpartition(".")
+            if last in _MASTERS and row.dtype == "float32":
+                masters.append((stem, row.global_shape, number))
+            elif row.dtype in _HALF and row.role not in _OPTIMIZER_ROLES:
+                for name in (row.name, *row.aliases):
+                    for end in (name, name.partition(".")[2]):
+                        weights.setdefault((end, row.global_shape), set()).add(number)
+        found: dict[int, int] = {}
+        for stem, shape, number in masters:
+            end = stem
+            while end and (end, shape) not in weights:
+                end = end.partition(".")[2]
+            owners = weights[end, shape] if end else ()
+            if len(owners) == 1:
+                found.setdefault(min(owners), number)
+        return found
 
     def tensor(self, row: TensorRow) -> SourceTensor:
         """Return the tensor for a row of the newest source: the float32 master if there is one.
@@ -109,15 +127,8 @@ class Source:
                 f"tensor {row.name} has shape {list(found.row.global_shape)} in {self}, but {list(row.global_shape)} "
                 "in the last source; merge checkpoints of one architecture"
             )
-        if found.row.dtype in _HALF and self._masters:
-            tail = row.name.partition(".")[2]
-            for stem, number in self._masters.items():
-                master = self.parts.row(number)
-                if master.global_shape == row.global_shape and any(
-                    stem == name or stem.endswith(f".{name}") for name in (row.name, tail) if name
-                ):
-                    return SourceTensor(self, number)
-        return found
+        master = self._masters.get(found.number)
+        return found if master is None else SourceTensor(self, master)
 
     def check_names(self, newest: Source) -> None:
         """Check that this checkpoint has no tensor that the newest source lacks.
@@ -196,7 +207,7 @@ class SourceTensor:
 
     def __init__(self, source: Source, number: int) -> None:
         """Describe the tensor with a number in ``source``."""
-        self.source, self._number = source, number
+        self.source, self.number = source, number
         self.row = source.parts.row(number)
         self.width = DTYPE_BYTES[self.row.dtype]
         box = source.parts.whole(number)
@@ -230,7 +241,7 @@ class SourceTensor:
         if self.is_whole and self.row.inline is None:
             return self._read_extents(start, length)
         box, first = _box_around(self._whole, start, length, self.width)
-        demand = Demand.of(self.source.parts, self._number, box)
+        demand = Demand.of(self.source.parts, self.number, box)
         target = _Buffer(demand.row.nbytes)
         self.source.read(ReadPlan({demand: target}))
         return target.data[start - first : start - first + length]

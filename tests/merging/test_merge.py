@@ -22,9 +22,11 @@ from asymcheck.errors import (
     InvalidInputError,
     StateMismatchError,
 )
+from asymcheck.format.manifest import TensorRow
 from asymcheck.inspect.inventory import merge_of
 from asymcheck.merging import merge as merging
 from asymcheck.merging.sources import SourceName
+from asymcheck.restore.reshard import ShardSet
 from asymcheck.types import Part
 from tests.merging.conftest import CONFIG, STEPS, model_of, state_of
 from tests.zygote import REPOSITORY
@@ -197,6 +199,46 @@ def test_float32_masters_are_preferred_to_their_copies(tmp_path: Path) -> None:
         assert done.masters == 1
         expected = ((masters[0].double() + masters[1].double()) / 2).float().bfloat16()
         assert torch.equal(merged_model(store)["layer.weight"], expected)
+
+
+def test_masters_of_other_weights_are_not_used(tmp_path: Path) -> None:
+    """Test weights without a master whose names are those of a model in training, or ends of longer names."""
+    with asymcheck.Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
+        for step in (1, 2):
+            state = {
+                "model": {name: torch.full((64,), float(step)).bfloat16() for name in ("head", "norm", "deep.norm")},
+                "teacher": {"head": torch.full((64,), step + 10.0).bfloat16()},
+                "optimizer": {name: {"master": torch.full((64,), step + 20.0)} for name in ("head", "deep.norm")},
+            }
+            store.save(state, step=step)
+        assert asymcheck.merge(store, [1, 2]).masters == 1
+        values = {name: tensor[0].item() for name, tensor in merged_model(store).items()}
+        assert values == {"head": 1.5, "norm": 1.5, "deep.norm": 21.5}
+        merged = store.load(run="merged")
+        assert merged["teacher"]["head"][0] == 11.5  # type: ignore[index]  # a dict
+
+
+def test_masters_of_many_weights_are_found_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that the search does not look at all masters for each weight."""
+    count, looks = 200, list[int]()
+    row = ShardSet.row
+
+    def counted(parts: ShardSet, number: int) -> TensorRow:
+        looks.append(number)
+        return row(parts, number)
+
+    with asymcheck.Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
+        for step in (1, 2):
+            master = torch.full((4,), float(step))
+            names = [f"layer{number}.weight" for number in range(count)]
+            state = {
+                "model": {name: master.bfloat16() for name in names},
+                "optimizer": {name: {"master": master.clone()} for name in names},
+            }
+            store.save(state, step=step)
+        monkeypatch.setattr(ShardSet, "row", counted)
+        assert asymcheck.merge(store, [1, 2]).masters == count
+    assert len(looks) < 50 * count
 
 
 def test_provenance_is_in_the_manifest(store: asymcheck.Store) -> None:

@@ -281,7 +281,7 @@ class MergedTensor(TensorBytes):
             for _ in range(2):
                 for _, (*values, base) in self._blocks(0, count):
                     for search, value in zip(searches, values, strict=True):
-                        search.add(value - base)
+                        search.add(methods.task_vector(value, base))
                 self._thresholds = [search.end_pass() for search in searches]
 
     def read(self, start: int, target: memoryview) -> None:

@@ -235,6 +235,12 @@ class Threshold:
         return float(np.array(self._upper << 16 | level, dtype=np.uint32).view(np.float32))
 
 
+def task_vector(value: Block, base: Block) -> Block:
+    """Return ``value - base``, which is 0 for equal infinities, such as those of an attention mask."""
+    with np.errstate(invalid="ignore"):
+        return np.where(value == base, 0.0, value - base)
+
+
 def magnitude(delta: Block) -> npt.NDArray[np.float32]:
     """Return absolute values as float32, in which magnitudes are compared."""
     with np.errstate(over="ignore"):
@@ -248,18 +254,19 @@ def ties(
 
     With ``d_i = x_i - base``, keep the elements of ``d_i`` whose magnitude is at least ``thresholds[i]``, and multiply
     them by ``w_i``. The elected sign of an element is that of the sum over all sources; 0 counts as positive. The
-    result is ``base + scale * (sum of the elements with this sign) / (sum of their weights)``.
+    result is ``base + scale * (sum of the elements with this sign) / (sum of their weights)``. An element that is not a
+    number in any source is not a number in the result.
     """
     trimmed = []
     for value, weight, threshold in zip(values, weights, thresholds, strict=True):
-        delta = value - base
-        trimmed.append(np.where(magnitude(delta) >= np.float32(threshold), delta, 0.0) * weight)
+        delta = task_vector(value, base)
+        trimmed.append(np.where(magnitude(delta) < np.float32(threshold), 0.0, delta) * weight)
     total = combined(trimmed, [1.0] * len(trimmed))
     elected = np.where(total >= 0, 1.0, -1.0)
     merged, divisor = np.zeros_like(base), np.zeros_like(base)
     for delta, weight in zip(trimmed, weights, strict=True):
         agrees = np.sign(delta) == elected
-        merged += np.where(agrees, delta, 0.0)
+        merged += np.where(agrees | np.isnan(delta), delta, 0.0)
         divisor += np.where(agrees, weight, 0.0)
     divisor[divisor == 0] = 1
     return base + scale * (merged / divisor)
@@ -280,7 +287,7 @@ def dare(
     """
     merged = np.zeros_like(base)
     for value, weight, mask in zip(values, weights, masks, strict=True):
-        merged += np.where(mask, (value - base) * weight, 0.0)
+        merged += np.where(mask, task_vector(value, base) * weight, 0.0)
     return base + scale * (merged / density)
 
 

@@ -116,6 +116,15 @@ def test_ties_and_dare_keep_a_base_that_no_source_changed(values: list[list[floa
     np.testing.assert_allclose(methods.dare(start, [one], [1.0], [every], 1.0, 1.0), one, rtol=1e-9, atol=1e-9)
 
 
+def test_ties_and_dare_keep_what_is_not_finite() -> None:
+    """Test an infinity of all sources, and an element that is not a number in one source."""
+    base = np.array([-math.inf, 1.0, 2.0, 3.0])
+    values = [np.array([-math.inf, math.nan, 2.5, 3.0]), np.array([-math.inf, 1.0, 2.0, 3.5])]
+    every, halves, expected = np.ones(4, dtype=bool), [0.5, 0.5], [-math.inf, math.nan, 2.5, 3.5]
+    np.testing.assert_equal(methods.ties(base, values, halves, [0.1, 0.1], 1.0), expected)
+    np.testing.assert_equal(methods.dare(base, values, [1.0, 1.0], [every, every], 1.0, 1.0), expected)
+
+
 @given(st.integers(0, 1000), st.integers(1, 300))
 def test_a_mask_does_not_depend_on_its_division_into_blocks(start: int, count: int) -> None:
     """Test a range of a mask against the whole mask."""

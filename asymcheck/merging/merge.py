@@ -271,6 +271,8 @@ class MergedTensor(TensorBytes):
     def measure(self) -> None:
         """Make the first pass over the tensor, if its method needs one: angles of SLERP, or thresholds of TIES."""
         count = self.nbytes // self.width
+        if not count:
+            return
         if self._settings.method == "slerp" and not self.is_equal(0, self.nbytes):
             angle = Angle()
             for _, (x, y) in self._blocks(0, count):

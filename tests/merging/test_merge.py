@@ -122,6 +122,17 @@ def test_results_do_not_depend_on_partitions(
     assert not torch.equal(models[0]["half"], model_of(40)["half"])  # type: ignore[arg-type]  # a tensor
 
 
+@pytest.mark.parametrize("method", ["mean", "slerp", "ties", "dare"])
+def test_empty_tensors_of_several_dtypes_are_merged(tmp_path: Path, method: str) -> None:
+    """Test a tensor without elements in sources of different dtypes, which are never equal."""
+    base = 0 if method in ("ties", "dare") else None
+    with asymcheck.Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
+        for step, dtype in enumerate((torch.bfloat16, torch.float32, torch.bfloat16)):
+            store.save({"model": {"w": torch.rand(9, dtype=dtype), "none": torch.ones(0, 3, dtype=dtype)}}, step=step)
+        asymcheck.merge(store, [1, 2], method=method, base=base)
+        assert merged_model(store)["none"].shape == (0, 3)
+
+
 def test_slerp_has_the_angle_of_each_whole_tensor(store: asymcheck.Store) -> None:
     """Test a tensor of several partitions against the formula."""
     asymcheck.merge(store, [10, 40], method="slerp", t=0.25)

@@ -22,7 +22,7 @@ from asymcheck.cli.options import (
     target_option,
 )
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.errors import CheckpointNotFoundError, RemoteUnreachableError, StoreNotFoundError
+from asymcheck.errors import AsymcheckError, CheckpointNotFoundError, RemoteUnreachableError, StoreNotFoundError
 from asymcheck.storage.remote import is_uri
 from asymcheck.store import Store
 
@@ -186,25 +186,32 @@ def _write_release(location: str, target: Path, part: str | None, written: int =
     from asymcheck.publish.release import RUN, training_step
 
     with Store.open(location, read_only=True) as opened:
-        complete = [row for row in opened.checkpoints(RUN) if row.complete]
-        newest = max(complete, key=lambda row: row.step, default=None)
-        if newest is None or newest.step < written:
-            raise CheckpointNotFoundError(
-                f"{location} has no release{f' {written}' if written else ''}; {target} was not changed. Check the "
-                "location, and whether a training publishes there"
-            )
-        if newest.step == written:
-            return {"number": written}
-        # This release and no other one: an older one must not replace the file.
-        step, destination = f"save:{newest.save_id}", Output(target, overwrite=True)
-        done = export_checkpoint(opened, destination, step=step, run=RUN, part=part)
-        return {
-            "path": str(done.path),
-            "number": newest.step,
-            "step": training_step(opened, newest),
-            "tensors": done.tensors,
-            "bytes": done.nbytes,
-        }
+        while True:
+            complete = [row for row in opened.checkpoints(RUN) if row.complete]
+            newest = max(complete, key=lambda row: row.step, default=None)
+            if newest is None or newest.step < written:
+                raise CheckpointNotFoundError(
+                    f"{location} has no release{f' {written}' if written else ''}; {target} was not changed. Check the "
+                    "location, and whether a training publishes there"
+                )
+            if newest.step == written:
+                return {"number": written}
+            # This release and no other one: an older one must not replace the file.
+            step, destination = f"save:{newest.save_id}", Output(target, overwrite=True)
+            try:
+                done = export_checkpoint(opened, destination, step=step, run=RUN, part=part)
+            except AsymcheckError:
+                if any(row.save_id == newest.save_id for row in opened.checkpoints(RUN)):
+                    raise
+                # The training deleted the release, because it published newer ones meanwhile.
+                continue
+            return {
+                "path": str(done.path),
+                "number": newest.step,
+                "step": training_step(opened, newest),
+                "tensors": done.tensors,
+                "bytes": done.nbytes,
+            }
 
 
 def _show_file(document: dict[str, object]) -> None:

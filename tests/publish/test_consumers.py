@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from asymcheck import Publish, Publisher, Store, Subscriber
-from asymcheck.cli.publish_commands import _Newest
+from asymcheck.cli.publish_commands import _Newest, _write_release
+from asymcheck.convert import convert
 from asymcheck.errors import RemoteUnreachableError
 from tests.cli.conftest import run_command as call
 from tests.docs.pages import ROOT, blocks_of
@@ -135,3 +137,25 @@ def test_follow_publishes_again_what_did_not_arrive(tmp_path: Path, monkeypatch:
             assert publisher.last_step() == 1
     with Store.open(location, read_only=True) as releases:
         assert [row.step for row in releases.checkpoints("release")] == [2]
+
+
+def test_file_gets_the_next_release_if_one_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a release that is listed, and deleted before it is read, because newer ones appear."""
+    rules, file, export = (
+        Publish(str(tmp_path / "releases"), keep=1),
+        tmp_path / "w.safetensors",
+        convert.export_checkpoint,
+    )
+    steps = iter((2, 3))
+
+    def export_late(*arguments: Any, **options: Any) -> convert.Exported:  # noqa: ANN401 - passed on
+        for step in steps:
+            publisher.publish({"model": {"w": torch.full((10_000,), float(step))}}, step)
+            break
+        return export(*arguments, **options)
+
+    with Publisher(rules) as publisher:
+        publisher.publish({"model": {"w": torch.ones(10_000)}}, 1)
+        monkeypatch.setattr(convert, "export_checkpoint", export_late)
+        assert _write_release(rules.location, file, None)["step"] == 3
+    assert load_file(file)["model.w"][0] == 3

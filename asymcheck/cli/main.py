@@ -138,8 +138,6 @@ for _command in (
 
 def main() -> None:
     """Run the command line."""
-    # End quietly in `asymcheck log STORE | head`, as other programs do.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores SIGHUP
             signal.signal(number, _exit_on_signal)
@@ -168,14 +166,33 @@ def _prepare_streams() -> None:
         if getattr(sys, name) is None:
             # Each stream gets its own descriptor number. Otherwise a file of the store could get number 1 or 2, and
             # libraries would print into that file.
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open until exit
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+            setattr(sys, name, open(os.devnull, mode, errors="backslashreplace"))  # noqa: SIM115 - open until exit
     # A replaced stream stays: dropping the stream would close its descriptor, and free the number for another file.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout is sys.__stdout__:
+        buffer = io.BufferedWriter(_PipeStdout(sys.stdout.fileno(), "w", closefd=False))
+        is_terminal = sys.stdout.line_buffering
+        sys.stdout = io.TextIOWrapper(buffer, sys.stdout.encoding, "backslashreplace", line_buffering=is_terminal)
     if isinstance(sys.stderr, io.TextIOWrapper) and sys.stderr is sys.__stderr__:
         # No buffer: a signal handler may raise at the end of a write, and the buffer would be written again at exit.
         raw = _LossyStderr(sys.stderr.fileno(), "w", closefd=False)
         sys.stderr = io.TextIOWrapper(raw, sys.stderr.encoding, "backslashreplace", write_through=True)
+
+
+class _PipeStdout(io.FileIO):
+    """Standard output that ends the program quietly in `asymcheck log STORE | head`, as other programs end.
+
+    The default action of SIGPIPE would also end the program when a server or a browser closes a connection.
+    """
+
+    def write(self, data: Any, /) -> int:  # noqa: ANN401 - signature of the base class
+        """Write bytes, or exit if the reader of the pipe has ended."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            # Buffered output is written again at exit.
+            with open(os.devnull, "w") as null:
+                os.dup2(null.fileno(), self.fileno())
+            sys.exit(128 + signal.SIGPIPE)
 
 
 class _LossyStderr(io.FileIO):

@@ -6,8 +6,10 @@ import html.parser
 import http.client
 import json
 import signal
+import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -254,6 +256,22 @@ def test_view_prints_a_url_and_ends_at_an_interrupt(store: Path) -> None:
             assert b"asymcheck" in answer.read()
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == exit_status.OK
+
+
+def test_view_outlives_a_browser_that_closes_its_connection(store: Path) -> None:
+    """Test that a write to a closed connection does not end the process, as SIGPIPE would."""
+    command = [sys.executable, "-m", "asymcheck", "view", str(store)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        parts = urllib.parse.urlsplit(url)
+        for _ in range(5):
+            with socket.create_connection((parts.hostname, parts.port)) as connection:
+                connection.sendall(f"GET {parts.path}api/state HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode())
+            time.sleep(0.05)
+        with urllib.request.urlopen(url) as answer:  # noqa: S310 - http
+            assert answer.status == 200
+        process.terminate()
 
 
 def record(**fields: Any) -> str:  # noqa: ANN401 - JSON

@@ -67,8 +67,9 @@ function tell(error) {
 function ticks(low, high, wanted, unit = 1) {
   const rough = (high - low || 1) / wanted / unit, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].find((factor) => factor * power >= rough) * power * unit;
-  const found = [];
-  for (let tick = Math.ceil(low / step) * step; tick <= high + step / 1e6; tick += step) found.push(Math.round(tick / step) * step);
+  const first = Math.ceil(low / step), found = [];
+  // A loop that adds the step to the tick would not end if the step is too small to change a large number.
+  for (let index = 0; index <= (high - first * step) / step + 1e-6; index += 1) found.push((first + index) * step);
   return found;
 }
 

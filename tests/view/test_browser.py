@@ -102,6 +102,17 @@ def test_page_shows_each_save_and_verify(browser: Chromium, serve: Serve, store:
         assert browser.evaluate("document.querySelector('h1').textContent") == "Run other"
 
 
+def test_large_metrics_are_drawn(browser: Chromium, serve: Serve, store_path: Path) -> None:
+    """Test the axes of metrics to which the distance of two labels adds nothing, such as floating-point operations."""
+    with asymcheck.Store.open(store_path, create=True) as opened:
+        for step in range(2):
+            opened.save({"x": torch.ones(5)}, step=step, metrics={"flos": 3e17, "growing": 1e20 + 2e4 * step})
+    with serve(store_path) as server:
+        browser.open(server.url)
+        wait_for_run(browser, 2)
+        assert browser.evaluate("document.querySelectorAll('#metrics svg').length") == 2
+
+
 def test_empty_and_damaged_stores_are_readable(browser: Chromium, serve: Serve, store: Path, tmp_path: Path) -> None:
     """Test that damage is named in the table and in the findings."""
     asymcheck.Store.open(tmp_path / "empty", create=True).close()

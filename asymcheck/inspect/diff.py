@@ -15,10 +15,9 @@ from asymcheck.errors import DamagedPartitionError, InvalidInputError, MissingPa
 from asymcheck.format import layout
 from asymcheck.format.manifest import Extent, Manifest, TensorRow
 from asymcheck.format.registry import DTYPE_BYTES
-from asymcheck.inspect.history import describe_by
+from asymcheck.inspect.history import describe_by, known_line
 from asymcheck.inspect.norms import NormSums, TensorNorms, without_norms
 from asymcheck.inspect.values import plain_values, shortened
-from asymcheck.restore.lineage import Lineage
 from asymcheck.restore.partition_locator import PartitionLocator, PartitionSet
 from asymcheck.restore.resolve import by_save_id, candidates, needed_by, read_manifests
 from asymcheck.restore.tensor_reader import PartitionCache, TensorStream
@@ -363,7 +362,7 @@ class Side:
     def __init__(self, tier: ReadTier, listing: CheckpointFiles, same_step: Sequence[CheckpointFiles]) -> None:
         self.ref = listing.ref
         self.manifests: list[Manifest] = read_manifests(tier, listing)
-        self.checkpoint = describe_by(listing, self.manifests, Lineage.read_or_empty(tier, listing.run))
+        self.checkpoint = describe_by(listing, self.manifests, known_line(tier, listing.run))
         self.other_saves = tuple(other.ref.save_id.hex() for other in same_step)
         self.partitions: set[Digest] = set()
         self.inline: set[bytes] = set()

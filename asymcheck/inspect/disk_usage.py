@@ -21,7 +21,7 @@ from asymcheck.format.digest_set import DigestSet
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import frame_lengths
 from asymcheck.fsck.frame_scanner import Opened, each_manifest, each_pack
-from asymcheck.restore.lineage import Lineage
+from asymcheck.inspect.history import known_line
 from asymcheck.restore.resolve import check_run_exists
 from asymcheck.storage.nvme import NvmeTier
 
@@ -45,8 +45,8 @@ class CheckpointBytes:
     """Save id, 32 hexadecimal digits."""
     complete: bool
     """Whether the manifests of all ranks exist and are readable."""
-    on_line: bool
-    """Whether the checkpoint is on the line."""
+    on_line: bool | None
+    """Whether the checkpoint is on the line; None if a head record is lost."""
     state_bytes: int
     stored_bytes: int = 0
     """Stored bytes of the partitions of the checkpoint, each counted once."""
@@ -143,7 +143,7 @@ class _References:
         self.state_by_role: list[_Ints] = []
 
     def add_run(self, tier: NvmeTier, run: str) -> None:
-        line = Lineage.read_or_empty(tier, run)
+        line = known_line(tier, run)
         for listing in tier.manifests.checkpoints(run):
             by_role = np.zeros(len(_ROLES), dtype=np.int64)
             manifest_bytes, read = sum(tier.manifests.sizes(listing).values()), 0
@@ -159,7 +159,7 @@ class _References:
                 generation=listing.ref.generation,
                 save_id=listing.ref.save_id.hex(),
                 complete=listing.is_complete and read == len(listing.manifests),
-                on_line=listing.ref in line,
+                on_line=None if line is None else listing.ref in line,
                 state_bytes=int(by_role.sum()),
                 manifest_bytes=manifest_bytes,
             )

@@ -32,14 +32,6 @@ class Lineage:
     generation: int
     limits: dict[int, CheckpointRef | None]  # last checkpoint of each generation on the line; None for the open one
 
-    @classmethod
-    def read_or_empty(cls, tier: ReadTier, run: str) -> Lineage:
-        """Return the line of a run; an empty line when a head record is lost."""
-        try:
-            return read_line(tier, run)
-        except HeadRecordError:
-            return cls(0, {})
-
     def __contains__(self, ref: CheckpointRef) -> bool:
         if ref.generation not in self.limits:
             return False

@@ -79,3 +79,13 @@ def test_an_empty_store(call: Call, store_path: Path) -> None:
     outcome = call("du", store_path)
     assert outcome.status == 0
     assert outcome.out.startswith("no checkpoints yet\n")
+
+
+def test_a_lost_head_record(call: Call, store: Path) -> None:
+    """Test that no checkpoint counts as abandoned while the line is unknown, as in ``inspect`` and ``diff``."""
+    (store / "heads" / "default" / "00000002.head").unlink()
+    outcome = call("du", store)
+    assert outcome.out.count("unknown: a head record is lost") == 4
+    assert "abandoned" not in outcome.out
+    difference = call("diff", store, 10, 20, "--json").json["difference"]
+    assert [difference[side]["on_line"] for side in "ab"] == [None, None]  # type: ignore[index]  # JSON

@@ -15,10 +15,13 @@ from rich.live import Live
 from rich.table import Table
 
 from asymcheck.cli import output
-from asymcheck.cli.locations import list_locations
 from asymcheck.errors import AsymcheckError, StorageError
+from asymcheck.format.layout import check_run
+from asymcheck.inspect.history import describe
+from asymcheck.replication.checkpoint_cache import CheckpointCache
 from asymcheck.storage.shm.orphaned_rings import survey_rings
 from asymcheck.store import Store
+from asymcheck.types import Checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,19 +41,24 @@ class RunView:
 
 def follow(location: str, run: str | None, ring_folder: Path, remote: str | None, *, as_json: bool) -> None:
     """Print the runs of a store again and again, until Ctrl-C."""
+    if run is not None:
+        check_run(run)
     with (
         contextlib.suppress(KeyboardInterrupt),
         Store.open(location, read_only=True) as store,
-        contextlib.ExitStack() as screen,
+        contextlib.ExitStack() as opened,
     ):
         console, live = output.console(), None
         if console.is_terminal and not as_json:
-            live = screen.enter_context(Live(console=console, auto_refresh=False))
+            live = opened.enter_context(Live(console=console, auto_refresh=False))
         before = used = store.resources.usage().pack_bytes
+        here, there = _Checkpoints(store), None
         while True:
             views, problem = [], None
             try:
-                views = list(look(store, run, ring_folder, remote))
+                if there is None and remote is not None:
+                    there = _Checkpoints(opened.enter_context(Store.open(remote, read_only=True)))
+                views = list(_look(here, there, run, ring_folder))
                 used = store.resources.usage().pack_bytes
             except AsymcheckError as error:
                 # The next look may succeed, for instance if the location answers again.
@@ -69,34 +77,67 @@ def follow(location: str, run: str | None, ring_folder: Path, remote: str | None
 _PAUSE_S = 1.0
 
 
-def look(store: Store, run: str | None, ring_folder: Path, remote: str | None) -> Iterator[RunView]:
-    """Yield the state of each run, from manifests and rings; reads no tensor data.
+class _Checkpoints:
+    """Complete checkpoints of one store or location. A look reads only the manifests of each newest checkpoint."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._known: dict[str, CheckpointCache] = {}
+        self._sizes: dict[str, int] = {}
+
+    def of(self, run: str) -> list[Checkpoint]:
+        """Return the checkpoints of a run, oldest first. Their bytes and metrics are unknown."""
+        return self._cache(run).refresh()
+
+    def readable_line(self, run: str) -> tuple[list[Checkpoint], int]:
+        """Return the checkpoints on the line up to the newest readable one, and the bytes of its tensors."""
+        line = [item for item in self.of(run) if item.on_line]
+        while line:
+            size = self._size(run, line[-1])
+            if size is not None:
+                return line, size
+            line.pop()
+        return [], 0
+
+    def _cache(self, run: str) -> CheckpointCache:
+        return self._known.setdefault(run, CheckpointCache(self.store.resources.tier, run, metrics=False))
+
+    def _size(self, run: str, item: Checkpoint) -> int | None:
+        listing = self._cache(run).listing(item)
+        if item.save_id not in self._sizes and listing is not None:
+            described = describe(self.store.resources.tier, listing, None)
+            if described.complete:
+                self._sizes[item.save_id] = described.state_bytes
+        return self._sizes.get(item.save_id)
+
+
+def _look(here: _Checkpoints, there: _Checkpoints | None, run: str | None, ring_folder: Path) -> Iterator[RunView]:
+    """Yield the state of each run, from names, manifests and rings; reads no tensor data.
 
     Raises:
         AsymcheckError: the store or the location cannot be read.
     """
-    places = None if remote is None else list_locations(store, remote, run)
     rings = []
     # Without the ring folder of the training, only the column of the memory is empty.
     with contextlib.suppress(StorageError):
-        rings = survey_rings(store.resources.tier, ring_folder, run, check=False)
-    runs = [run] if run is not None else sorted({*store.runs(), *(ring.run for ring in rings if ring.run is not None)})
-    for name in runs:
-        line = [item for item in store.checkpoints(name) if item.complete and item.on_line]
+        rings = survey_rings(here.store.resources.tier, ring_folder, run, check=False)
+    runs = {*here.store.runs(), *(ring.run for ring in rings if ring.run is not None)}
+    for name in [run] if run is not None else sorted(runs):
+        line, state_bytes = here.readable_line(name)
         newest = line[-1] if line else None
         own = [ring for ring in rings if ring.run == name]
         steps = [capture.step for ring in own for capture in ring.captures if capture.step is not None]
-        there = None if places is None else [item for item in places.remote.values() if item.run == name]
+        copies = None if there is None else there.of(name)
         yield RunView(
             run=name,
             is_running=any(ring.is_alive for ring in own),
             step=None if newest is None else newest.step,
             age_s=None if newest is None else (time.time_ns() - newest.created_ns) / 1e9,
             every_s=None if len(line) < 2 else (line[-1].created_ns - line[-2].created_ns) / 1e9,  # noqa: PLR2004 - two ends
-            state_bytes=0 if newest is None else newest.state_bytes,
+            state_bytes=state_bytes,
             memory_step=max(steps, default=None),
-            remote_step=None if not there else there[-1].step,
-            waiting=None if there is None else len({item.save_id for item in line} - {item.save_id for item in there}),
+            remote_step=None if not copies else copies[-1].step,
+            waiting=None if copies is None else len({row.save_id for row in line} - {row.save_id for row in copies}),
         )
 
 

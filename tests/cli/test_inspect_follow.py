@@ -11,13 +11,16 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import asymcheck
-from asymcheck.cli import follow
+from asymcheck.cli import exit_status, follow
 from asymcheck.errors import RemoteUnreachableError
+from asymcheck.format.manifest import Manifest
+from asymcheck.storage.manifests import CheckpointFiles, ManifestReader
 from asymcheck.storage.remote import RemoteTier
 from tests.cli.conftest import run_command
 from tests.crash.states import Journal
@@ -61,30 +64,69 @@ def test_follow_refuses_options_for_one_checkpoint(tmp_path: Path) -> None:
     assert "--follow shows runs: leave out" in done.output
 
 
+def _looks(monkeypatch: pytest.MonkeyPatch, count: int, *words: object) -> list[dict[str, Any]]:
+    """Return the first lines of ``asymcheck inspect --follow``, without pauses."""
+    sleeps = itertools.count(1)
+
+    def sleep(_seconds: float) -> None:
+        if next(sleeps) == count:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(follow, "time", SimpleNamespace(sleep=sleep, time_ns=time.time_ns, strftime=time.strftime))
+    done = run_command("inspect", *words, "--follow", "--json")
+    assert (done.status, done.err) == (0, "")
+    return [json.loads(line) for line in done.out.splitlines()]
+
+
 def test_follow_continues_when_a_remote_store_answers_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test one look at a location that does not answer."""
     location = (tmp_path / "far").as_uri()
     with asymcheck.Store.open(tmp_path / "store", create=True) as store:
         store.save({"x": torch.ones(5000)}, step=7)
         store.push(location)
-    whole, looks, sleeps = RemoteTier.usage, itertools.count(), itertools.count(1)
+    whole, calls = RemoteTier.usage, itertools.count()
 
     def usage(self: RemoteTier) -> tuple[int, int, int, int]:
-        if next(looks) == 1:
+        if next(calls) == 1:
             raise RemoteUnreachableError("it does not answer")
         return whole(self)
 
-    def sleep(_seconds: float) -> None:
-        if next(sleeps) == 3:
-            raise KeyboardInterrupt
-
     monkeypatch.setattr(RemoteTier, "usage", usage)
-    monkeypatch.setattr(follow, "time", SimpleNamespace(sleep=sleep, time_ns=time.time_ns, strftime=time.strftime))
-    done = run_command("inspect", location, "--follow", "--json")
-    assert (done.status, done.err) == (0, "")
-    lines = [json.loads(line) for line in done.out.splitlines()]
+    lines = _looks(monkeypatch, 3, location)
     assert [line["problem"] for line in lines] == ["it does not answer", None, None]
     assert len({line["pack_bytes"] for line in lines}) == 1
+
+
+def test_follow_reads_only_the_manifest_of_the_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test that a look at a long run costs as little as at a short one, also at the location."""
+    location = (tmp_path / "far").as_uri()
+    with asymcheck.Store.open(tmp_path / "store", create=True) as store:
+        for step in range(6):
+            store.save({"x": torch.full((5000,), float(step))}, step=step)
+        store.push(location, everything=True)
+        store.save({"x": torch.ones(5000)}, step=6)
+    (manifest,) = max((tmp_path / "store" / "manifests" / "default").iterdir()).iterdir()
+    manifest.write_bytes(b"x")
+    whole, read = ManifestReader.read_all, list[int]()
+
+    def read_all(self: ManifestReader, listing: CheckpointFiles) -> list[Manifest]:
+        read.append(listing.ref.step)
+        return whole(self, listing)
+
+    monkeypatch.setattr(ManifestReader, "read_all", read_all)
+    lines = _looks(monkeypatch, 3, tmp_path / "store", "--remote", location)
+    (view,) = lines[-1]["runs"]
+    assert (view["step"], view["remote_step"], view["waiting"], view["state_bytes"]) == (5, 5, 0, 20000)
+    # The newest one is damaged, and could be repaired.
+    assert read == [6, 5, 6, 6]
+
+
+def test_follow_refuses_an_invalid_run(tmp_path: Path) -> None:
+    """Test that the command ends, because no look could succeed."""
+    asymcheck.Store.open(tmp_path / "store", create=True).close()
+    assert run_command("inspect", tmp_path / "store", "--follow", "--run", "../x").status == exit_status.USAGE
 
 
 @pytest.mark.slow

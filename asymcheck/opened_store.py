@@ -109,11 +109,17 @@ class OpenedStore:
             is_newest: whether ``load`` reads the newest consistent checkpoint.
         """
         with self.source() as source:
-            return self.restored(load(source), is_newest=is_newest)
+            loaded = load(source)
+            tier: ReadTier = self.tier
+            if self.remote is not None and not tier.manifests.listing(loaded.run, loaded.ref).manifests:
+                # The remote location has the checkpoint, and may have head records that the store lacks.
+                tier = source
+            return self.restored(loaded, tier, is_newest=is_newest)
 
-    def restored(self, loaded: Loaded, *, is_newest: bool) -> Restored:
-        """Return a loaded state with a description of its checkpoint; see :meth:`read`."""
-        return Restored(loaded.state, describe_loaded(self.tier, loaded, is_newest=is_newest), loaded.skipped)
+    @staticmethod
+    def restored(loaded: Loaded, tier: ReadTier, *, is_newest: bool) -> Restored:
+        """Return a loaded state with a description of its checkpoint by ``tier``; see :meth:`read`."""
+        return Restored(loaded.state, describe_loaded(tier, loaded, is_newest=is_newest), loaded.skipped)
 
     def with_memory(self, tier: ReadTier) -> ReadTier:
         """Return ``tier`` with the packs in memory in front of its own."""

@@ -141,7 +141,7 @@ def export_checkpoint(  # noqa: PLR0913 - options of the command
         )
     else:
         loaded = stream_from_rings(store.resources.tier, ring_folder, run, step, tensors, sink, progress)
-        restored = store.resources.restored(loaded, is_newest=False)
+        restored = store.resources.restored(loaded, store.resources.tier, is_newest=False)
     done = Exported(
         path=output.path,
         format=format_of(output.path),

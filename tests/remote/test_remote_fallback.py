@@ -72,6 +72,19 @@ def test_checkpoint_that_the_store_never_had_is_no_damage(pushed: Path, folder: 
         check_state(opened.load(), 2)
 
 
+def test_a_checkpoint_that_only_the_location_has_is_on_its_line(pushed: Path, folder: str, tmp_path: Path) -> None:
+    """Test a step of a later generation, of which a store on a new machine has no head record."""
+    with Store.open(pushed, config=CONFIG) as opened:
+        generation = opened.training.begin_generation(opened.checkpoints()[-1])
+        opened.save(state_of(3), step=3, generation=generation)
+        opened.push(folder)
+    with (
+        Store.open(tmp_path / "new", config=CONFIG, remote=folder, create=True) as opened,
+        pytest.warns(RemoteCopyWarning),
+    ):
+        assert opened.restore(3).checkpoint.on_line
+
+
 def lose_descriptor(remote: Path) -> None:
     """Delete the descriptor."""
     (remote / "asymcheck.store").unlink()

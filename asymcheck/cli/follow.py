@@ -52,12 +52,12 @@ def follow(location: str, run: str | None, ring_folder: Path, remote: str | None
         if console.is_terminal and not as_json:
             live = opened.enter_context(Live(console=console, auto_refresh=False))
         before = used = store.resources.usage().pack_bytes
-        here, there = _Checkpoints(store), None
+        here, there = FollowedCheckpoints(store), None
         while True:
             views, problem = [], None
             try:
                 if there is None and remote is not None:
-                    there = _Checkpoints(opened.enter_context(Store.open(remote, read_only=True)))
+                    there = FollowedCheckpoints(opened.enter_context(Store.open(remote, read_only=True)))
                 views = list(_look(here, there, run, ring_folder))
                 used = store.resources.usage().pack_bytes
             except AsymcheckError as error:
@@ -77,7 +77,7 @@ def follow(location: str, run: str | None, ring_folder: Path, remote: str | None
 _PAUSE_S = 1.0
 
 
-class _Checkpoints:
+class FollowedCheckpoints:
     """Complete checkpoints of one store or location. A look reads only the manifests of each newest checkpoint."""
 
     def __init__(self, store: Store) -> None:
@@ -100,7 +100,7 @@ class _Checkpoints:
         return [], 0
 
     def _cache(self, run: str) -> CheckpointCache:
-        return self._known.setdefault(run, CheckpointCache(self.store.resources.tier, run, metrics=False))
+        return self._known.setdefault(run, CheckpointCache(self.store.resources.tier, check_run(run), metrics=False))
 
     def _size(self, run: str, item: Checkpoint) -> int | None:
         listing = self._cache(run).listing(item)
@@ -111,7 +111,9 @@ class _Checkpoints:
         return self._sizes.get(item.save_id)
 
 
-def _look(here: _Checkpoints, there: _Checkpoints | None, run: str | None, ring_folder: Path) -> Iterator[RunView]:
+def _look(
+    here: FollowedCheckpoints, there: FollowedCheckpoints | None, run: str | None, ring_folder: Path
+) -> Iterator[RunView]:
     """Yield the state of each run, from names, manifests and rings; reads no tensor data.
 
     Raises:

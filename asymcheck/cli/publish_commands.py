@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from asymcheck.cli import output
+from asymcheck.cli.follow import FollowedCheckpoints
 from asymcheck.cli.options import (
     Report,
     command,
@@ -101,6 +102,7 @@ class _Newest:
 
     def __init__(self, store: Store, run: str, publisher: Publisher) -> None:
         self._store, self._run, self._publisher = store, run, publisher
+        self._followed = FollowedCheckpoints(store)
         # Newest checkpoint at the last look. If it is damaged, an older one was published in its place.
         self._seen: str | None = None
 
@@ -114,12 +116,12 @@ class _Newest:
 
     def publish_newer(self) -> None:
         """Publish the newest checkpoint if this process or an earlier one has not published it."""
-        checkpoints = [row for row in self._store.checkpoints(self._run) if row.on_line and row.complete]
-        if not checkpoints or checkpoints[-1].save_id == self._seen:
+        line, _ = self._followed.readable_line(self._run)
+        if not line or line[-1].save_id == self._seen:
             return
-        if self._seen is not None or self._publisher.last_step() != checkpoints[-1].step:
+        if self._seen is not None or self._publisher.last_step() != line[-1].step:
             _show_release(self.publish(None))
-        self._seen = checkpoints[-1].save_id
+        self._seen = line[-1].save_id
 
 
 def _show_release(document: dict[str, object]) -> None:

@@ -13,6 +13,8 @@ from asymcheck import Publish, Publisher, Store, Subscriber
 from asymcheck.cli.publish_commands import _Newest, _write_release
 from asymcheck.convert import convert
 from asymcheck.errors import RemoteUnreachableError
+from asymcheck.format.manifest import Manifest
+from asymcheck.storage.manifests import CheckpointFiles, ManifestReader
 from tests.cli.conftest import run_command as call
 from tests.docs.pages import ROOT, blocks_of
 from tests.publish.loops import run_script
@@ -95,6 +97,27 @@ def test_commands_publish_and_write_a_file(tmp_path: Path) -> None:
     assert call("publish", store, "--to", releases, "--tensors", "x.*").status == 2
     assert call("publish", store, "--to", releases, "--follow", "--step", 5).status == 2
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_follow_reads_no_manifest_of_published_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that a look at a long run costs little beside the training."""
+    with Store.open(tmp_path / "store", create=True) as opened:
+        for step in range(5):
+            opened.save({"model": {"weight": torch.full((5000,), float(step))}}, step=step)
+    whole, read = ManifestReader.read_all, list[int]()
+
+    def read_all(self: ManifestReader, listing: CheckpointFiles) -> list[Manifest]:
+        read.append(listing.ref.step)
+        return whole(self, listing)
+
+    rules = Publish(str(tmp_path / "releases"))
+    with Store.open(tmp_path / "store", read_only=True) as opened, Publisher(rules, opened) as publisher:
+        newest = _Newest(opened, "default", publisher)
+        newest.publish_newer()
+        assert publisher.last_step() == 4
+        monkeypatch.setattr(ManifestReader, "read_all", read_all)
+        newest.publish_newer()
+    assert read == []
 
 
 def test_follow_publishes_once_where_the_newest_checkpoint_is_damaged(tmp_path: Path) -> None:

@@ -108,6 +108,8 @@ class PushLoop:
         # Checkpoints that are or were at the location, by save id, and its newest generation when it was listed.
         self._sent: dict[str, Checkpoint] = {}
         self._generation = 0
+        # Those of them that the retention of the location has deleted.
+        self._pruned: set[str] = set()
         # Listed at the location, but not verified yet.
         self._unverified: dict[str, CheckpointFiles] = {}
         # Reasons why checkpoints cannot be read, and the times of the next attempts on the monotonic clock.
@@ -279,6 +281,10 @@ class PushLoop:
         """List the store, and return the checkpoints to upload, newest last, without damaged ones."""
         with self._turn:
             local = {checkpoint.save_id: checkpoint for checkpoint in self._known.refresh()}
+            # A checkpoint that neither side has any more decides nothing. A long training would collect many.
+            for save_id in self._pruned - local.keys():
+                self._sent.pop(save_id, None)
+            self._pruned &= local.keys()
             # The store decides whether a checkpoint is on the line of training.
             remote_only = [checkpoint for save_id, checkpoint in self._sent.items() if save_id not in local]
             remote = self._known.placed(remote_only, self._generation)
@@ -393,11 +399,13 @@ class PushLoop:
         if self._pruner is None:
             return
         try:
-            self._pruner.prune(time.time_ns())
+            deleted = self._pruner.prune(time.time_ns())
         except AsymcheckError as error:
             self._prune_failure = error
         else:
             self._prune_failure = self._pruner.failure
+            with self._turn:
+                self._pruned.update(checkpoint.save_id for checkpoint in deleted)
 
     def _fail(self, error: Exception) -> None:
         with self._turn:

@@ -254,6 +254,19 @@ def test_failed_remote_deletion_blocks_nothing(
         assert [one.step for one in remote.checkpoints() if one.run == "default"] == [2, 3, 4]
 
 
+def test_checkpoints_that_neither_side_keeps_are_forgotten(store: Path, folder: str) -> None:
+    """Test that a decision does not cost more with each checkpoint of a long training."""
+    keep = Retention(keep_last=1)
+    with Store.open(store, config=CONFIG) as opened:
+        loop = opened.training.push_loop(Push(folder, keep=keep))
+        for step in range(3, 8):
+            opened.save(state_of(step), step=step)
+            opened.prune(keep)
+            assert loop._round()
+        assert [checkpoint.step for checkpoint in loop._sent.values()] == [7]
+    check_location(folder, 7)
+
+
 def test_remote_checkpoint_without_packs_is_sent_again(store: Path, folder: str) -> None:
     """Test a killed push and a lost pack; a wait includes the checkpoint."""
     with Store.open(store, config=CONFIG, create=True) as opened:

@@ -61,8 +61,10 @@ def follow(location: str, run: str | None, ring_folder: Path, remote: str | None
                 views = list(_look(here, there, run, ring_folder))
                 used = store.resources.usage().pack_bytes
             except AsymcheckError as error:
-                # The next look may succeed, for instance if the location answers again.
+                # The next look may succeed, for instance after the first push, or if the location answers again.
                 problem = str(error)
+                with contextlib.suppress(AsymcheckError):
+                    views = list(_look(here, None, run, ring_folder))
             if as_json:
                 line = {"time_ns": time.time_ns(), "pack_bytes": used, "problem": problem}
                 click.echo(json.dumps({**line, "runs": [dataclasses.asdict(view) for view in views]}))

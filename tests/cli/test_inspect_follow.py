@@ -97,6 +97,23 @@ def test_follow_continues_when_a_remote_store_answers_again(tmp_path: Path, monk
     assert len({line["pack_bytes"] for line in lines}) == 1
 
 
+def test_follow_shows_the_store_while_the_location_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test looks before and after the first push."""
+    location = (tmp_path / "far").as_uri()
+    with asymcheck.Store.open(tmp_path / "store", create=True) as store:
+        store.save({"x": torch.ones(5000)}, step=7)
+        words = (tmp_path / "store", "--remote", location)
+        (line,) = _looks(monkeypatch, 1, *words)
+        assert "does not exist" in line["problem"]
+        assert [(view["step"], view["remote_step"], view["waiting"]) for view in line["runs"]] == [(7, None, None)]
+        store.push(location)
+        (line,) = _looks(monkeypatch, 1, *words)
+    assert line["problem"] is None
+    assert [(view["step"], view["remote_step"], view["waiting"]) for view in line["runs"]] == [(7, 7, 0)]
+
+
 def test_follow_reads_only_the_manifest_of_the_newest_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from asymcheck.checkpointer import Checkpointer
 from asymcheck.distributed.ranks import is_initialised
 from asymcheck.errors import InvalidInputError
-from asymcheck.integrations.trainer_callback import Deferred, SavingCallback, State
+from asymcheck.integrations.trainer_callback import Deferred, SavingCallback, State, first_metrics
 from asymcheck.state.rng import RngState
 from asymcheck.store import Store
 from asymcheck.types import is_stateful
@@ -234,7 +234,7 @@ class _Fit:
         for part in self._waiting:
             part.is_live = True
         metrics = {name: float(value) for name, value in self._trainer.callback_metrics.items()}
-        save(self._step, metrics)
+        save(self._step, first_metrics(metrics))
 
     def _put_loops(self, state: State) -> None:
         self._place = str(state["place"])

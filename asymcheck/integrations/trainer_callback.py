@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from asymcheck.capture.inflight import CheckpointReport
 from asymcheck.checkpointer import KEEP_NEWEST, Checkpointer, OnError
 from asymcheck.config import DEFAULT_RUN, CaptureConfig, Grace
 from asymcheck.distributed.ranks import RanksGiven
+from asymcheck.format.registry import METRICS_MAX
 from asymcheck.policies.interval import AutoInterval
 from asymcheck.policies.push_selection import Push
 from asymcheck.policies.retention import Retention
@@ -86,6 +88,11 @@ class Deferred:
         restored, self.restored = self.restored, None
         if restored:
             self._put(restored)
+
+
+def first_metrics(metrics: Mapping[str, float]) -> Mapping[str, float]:
+    """Return as many metrics as a checkpoint can have, because a Trainer may log one for each of a thousand classes."""
+    return dict(itertools.islice(metrics.items(), METRICS_MAX))
 
 
 def groups_of(optimizer: torch.optim.Optimizer) -> Groups:

@@ -28,7 +28,15 @@ from asymcheck.checkpointer import Checkpointer
 from asymcheck.convert.export_target import make_temporary_folder
 from asymcheck.distributed.ranks import is_initialised
 from asymcheck.errors import InvalidInputError
-from asymcheck.integrations.trainer_callback import Deferred, Groups, SavingCallback, State, groups_of, set_groups
+from asymcheck.integrations.trainer_callback import (
+    Deferred,
+    Groups,
+    SavingCallback,
+    State,
+    first_metrics,
+    groups_of,
+    set_groups,
+)
 from asymcheck.state.rng import RngState
 
 _LOAD_WEIGHTS_METHOD = "_load_from_checkpoint"
@@ -298,4 +306,4 @@ def _metrics(state: TrainerState) -> Mapping[str, float]:
         if entry.get("step") != state.global_step:
             break
         metrics = {name: value for name, value in entry.items() if isinstance(value, (int, float))} | metrics
-    return {name: value for name, value in metrics.items() if name not in _NO_METRICS}
+    return first_metrics({name: value for name, value in metrics.items() if name not in _NO_METRICS})

@@ -44,6 +44,22 @@ class Run:
         assert_same(outcome(*saved), self.outcome)
 
 
+class LogsEachClass(Callback):
+    """Logs more metrics than a checkpoint can have."""
+
+    def on_validation_end(self, trainer: Trainer, *_: object) -> None:
+        """Log a metric for each class."""
+        trainer.callback_metrics.update({f"accuracy/{number}": torch.tensor(0.5) for number in range(1000)})
+
+
+def test_a_thousand_metrics_do_not_end_the_fit(tmp_path: Path) -> None:
+    """Test that a checkpoint has as many metrics as the format allows."""
+    with Store.open(tmp_path / "store", create=True) as store:
+        fit(tmp_path, AsymcheckCallback(store, every=4), LogsEachClass(), max_epochs=1)
+        metrics = store.checkpoints()[-1].metrics
+    assert (len(metrics), "val_loss" in metrics) == (256, True)
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return a run for each kind of end and schedule."""

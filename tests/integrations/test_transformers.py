@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import EarlyStoppingCallback, Trainer
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState
 
 from asymcheck import Store
 from asymcheck.convert.export_target import make_temporary_folder
@@ -84,6 +84,21 @@ def test_resumed_when_all_is_done(full_store: Path, never_killed: dict[str, Any]
     trainer, _ = resumed(full_store, step=STEPS)
     assert_same(dict(trainer.model.state_dict()), never_killed["model"])
     assert trainer.state.global_step == STEPS
+
+
+class _LogsEachTask(TrainerCallback):
+    def on_evaluate(self, _args: object, state: TrainerState, *_: object, **__: object) -> None:
+        state.log_history.append({f"task_{number}": 0.5 for number in range(1000)} | {"step": state.global_step})
+
+
+def test_a_thousand_metrics_do_not_end_the_training(tmp_path: Path) -> None:
+    """Test that a checkpoint has as many metrics as the format allows."""
+    with Store.open(tmp_path / "store", create=True) as store:
+        callback = AsymcheckCallback(store, every=6)
+        trainer = make_trainer(tmp_path, max_steps=6)
+        trainer.add_callback(_LogsEachTask())
+        trainer.train(resume_from_checkpoint=callback.resume(trainer))
+        assert len(store.checkpoints()[-1].metrics) == 256
 
 
 @pytest.mark.slow

@@ -46,6 +46,7 @@ from asymcheck.policies.push_selection import Push
 from asymcheck.restore.lineage import read_line
 from asymcheck.restore.load import LoadRequest, load_captured, load_part
 from asymcheck.restore.resolve import SkippedCheckpoints, candidates, resolve_each
+from asymcheck.state.walk import flatten
 from asymcheck.storage.fallback_tier import FallbackTier
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.process_identity import this_process
@@ -154,7 +155,9 @@ class ResumeCoordinator:
                 if ref is None:
                     return None
                 read = partial(self._read if shares_store else self._read_part, ref, into, strict=strict)
-                returned = self._try(session, (number, part + 1), ref, read, report, skipped if step is None else None)
+                returned = self._try(
+                    session, (number, part + 1), ref, read, into, report, skipped if step is None else None
+                )
                 if returned is not None:
                     _settle(into)
                     return dataclasses.replace(returned, skipped=tuple(skipped))
@@ -263,10 +266,11 @@ class ResumeCoordinator:
         at: tuple[int, int],
         ref: CheckpointRef,
         read: Callable[[], Checkpoint],
+        into: object,
         report: Callable[[], object],
         skipped: list[str] | None,
     ) -> ResumePoint | None:
-        """Restore on all ranks by ``read``, after ``report``; return None if the checkpoint is damaged.
+        """Restore ``into`` on all ranks by ``read``, after ``report``; return None if the checkpoint is damaged.
 
         Rank 0 appends the reason to ``skipped``, and may try another checkpoint. If ``skipped`` is None, it does not.
         """
@@ -296,13 +300,16 @@ class ResumeCoordinator:
             return {"failed": f"{ref} could not be restored: {reasons}"}
 
         record = session.agree_json(at, mine, decide, f"restore of step {ref.step} of run {self._run!r}")
+        if "again" in record or "failed" in record:
+            # A rank that was restored has another state than the ranks that failed.
+            overwritten = tuple(flatten(into).columns.names) if failure is None else failure.overwritten
+            self._overwritten = overwritten or self._overwritten
         if "again" in record:
-            self._overwritten = () if failure is None else failure.overwritten or self._overwritten
             return None
-        if failure is not None:
-            raise failure
         if checkpoint is None or "failed" in record:
-            raise RankFailedError(f"{record['failed']}; no rank may continue from it")
+            failed = failure or RankFailedError(f"{record['failed']}; no rank may continue from it")
+            failed.overwritten = failed.overwritten or self._overwritten
+            raise failed
         if record["head"] is not None:
             head = head_from_json(record["head"], _WHERE)
             self._store.resources.writable().manifests.take_head(head)
@@ -341,7 +348,8 @@ class ResumeCoordinator:
                 raise RanksError(f"{ref} is not in memory any more")
             return _loaded_from_ring(*capture, into)
 
-        returned = self._try(session, (number, 2), ref, read, report, None)
+        self._overwritten = ()
+        returned = self._try(session, (number, 2), ref, read, into, report, None)
         if returned is None:
             raise RankFailedError(f"{ref} could not be restored")
         _settle(into)

@@ -255,7 +255,6 @@ class _Training:
     def _trainer_state(self) -> State:
         """Return the content of ``trainer_state.json``, with one line per entry of the log."""
         trainer = self.trainer
-        trainer.store_flos()
         state = trainer.state
         values = {
             field.name: getattr(state, field.name) for field in dataclasses.fields(state) if field.name != "log_history"
@@ -273,11 +272,14 @@ class _Training:
             "log_history": "\n".join(self._log),
             "place": self._place,
             "sums": sums,
+            # Each rank saves its own number, because store_flos() adds them up with a collective.
+            "flos": trainer.current_flos,
         }
 
     def _put_trainer_state(self, state: State) -> None:
         sums: Any = state["sums"]
         trainer = self.trainer
+        trainer.current_flos = state.get("flos", 0)  # type: ignore[assignment]  # as saved
         if sums and hasattr(trainer, _LOSS):
             loss: torch.Tensor = sums["loss"].to(getattr(trainer, _LOSS).device)
             setattr(trainer, _LOSS, loss)

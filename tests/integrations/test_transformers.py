@@ -101,6 +101,26 @@ def test_a_thousand_metrics_do_not_end_the_training(tmp_path: Path) -> None:
         assert len(store.checkpoints()[-1].metrics) == 256
 
 
+def test_a_save_uses_no_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that floating-point operations are not added up over all ranks, but are restored."""
+    calls: list[int] = []
+    store_flos = Trainer.store_flos
+
+    def noting(trainer: Trainer) -> None:
+        calls.append(trainer.state.global_step)
+        store_flos(trainer)
+
+    monkeypatch.setattr(Trainer, "store_flos", noting)
+    with Store.open(tmp_path / "store", create=True) as store:
+        callback = AsymcheckCallback(store, every=1, keep=None)
+        trainer = make_trainer(tmp_path, max_steps=3)
+        trainer.train(resume_from_checkpoint=callback.resume(trainer))
+        again = make_trainer(tmp_path, max_steps=3)
+        again.train(resume_from_checkpoint=callback.resume(again, step=2))
+    assert calls == [3, 3]
+    assert again.state.total_flos == trainer.state.total_flos
+
+
 @pytest.mark.slow
 def test_the_best_model_at_the_end(tmp_path: Path) -> None:
     """Test that the last checkpoint is the last step, although the Trainer then loads the best model."""

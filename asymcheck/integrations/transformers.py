@@ -40,6 +40,7 @@ from asymcheck.integrations.trainer_callback import (
 from asymcheck.state.rng import RngState
 
 _LOAD_WEIGHTS_METHOD = "_load_from_checkpoint"
+_LOAD_BEST_METHOD = "_load_best_model"
 # Sum of the losses since the last log. Releases before 5 keep it in a local variable.
 _LOSS = "_tr_loss"
 _SUMS = {"logged": "_globalstep_last_logged", "total": "_total_loss_scalar", "begun": "_initial_global_step"}
@@ -119,20 +120,11 @@ class AsymcheckCallback(SavingCallback, TrainerCallback):
         """Record that a step is done."""
         self._current_training().is_due = True
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """Save the last checkpoint now if the Trainer will replace the last model by the best model."""
-        is_last = control.should_training_stop or state.global_step >= state.max_steps
-        if is_last and args.load_best_model_at_end:
-            self._current_training().finish()
-
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Save the last step, unless it was saved, and wait until all checkpoints are durable."""
-        if not args.load_best_model_at_end:
-            self._current_training().finish()
+        self._current_training().finish()
         self._end()
 
     def _current_training(self) -> _Training:
@@ -172,6 +164,7 @@ class _Training:
         self._optimizer: Any = trainer.optimizer
         self.step = 0  # step from which training continues
         self.is_due = False  # whether a step is done whose checkpoint may be captured
+        self._is_finished = False  # whether the last step was saved
         self._rng = Deferred.of(RngState)
         self._scheduler = Deferred.of(lambda: trainer.lr_scheduler)
         self._scaler = Deferred.of(lambda: trainer.accelerator.scaler)
@@ -223,6 +216,7 @@ class _Training:
                 group["params"] = parameters
         # Creating a scheduler has set the learning rate of the first step.
         set_groups(self._optimizer, self._groups)
+        setattr(self.trainer, _LOAD_BEST_METHOD, self._load_best_model)
 
     def reach(self, place: Literal["epoch", "step"]) -> None:
         """Capture a checkpoint if a step was done; restore the random numbers if training resumes here."""
@@ -233,8 +227,17 @@ class _Training:
         elif place == self._place:
             self._rng.put_back()
 
+    def _load_best_model(self) -> None:
+        """Save the last step before the Trainer replaces its weights by the best ones."""
+        self.finish()
+        self._remove_method(_LOAD_BEST_METHOD)
+        getattr(self.trainer, _LOAD_BEST_METHOD)()
+
     def finish(self) -> None:
         """Save the last step, unless it was saved."""
+        if self._is_finished:
+            return
+        self._is_finished = True
         step = self.trainer.state.global_step
         self.is_due, self._place = False, "epoch"
         if step and self.checkpointer.latest_step != step:
@@ -244,13 +247,18 @@ class _Training:
 
     def close(self) -> None:
         self._remove_folder()
+        self._remove_method(_LOAD_BEST_METHOD)
         self.checkpointer.close()
 
     def _remove_folder(self) -> None:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
-            delattr(self.trainer, _LOAD_WEIGHTS_METHOD)
+            self._remove_method(_LOAD_WEIGHTS_METHOD)
+
+    def _remove_method(self, name: str) -> None:
+        """Give the trainer the method of its class back."""
+        vars(self.trainer).pop(name, None)
 
     def _trainer_state(self) -> State:
         """Return the content of ``trainer_state.json``, with one line per entry of the log."""

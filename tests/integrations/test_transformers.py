@@ -136,6 +136,23 @@ def test_the_best_model_at_the_end(tmp_path: Path) -> None:
     assert not torch.equal(stored["model"][weight], trainer.model.state_dict()[weight])
 
 
+def test_the_last_step_of_a_training_that_stops_early(tmp_path: Path) -> None:
+    """Test that the step is saved with its weights if the evaluation at the end of an epoch ends the training."""
+    # The loss falls, so the second evaluation is worse than the first one.
+    options = {"metric_for_best_model": "eval_loss", "greater_is_better": True, "load_best_model_at_end": True}
+    with Store.open(tmp_path / "store", create=True) as store:
+        callback = AsymcheckCallback(store, every=100, keep=None)
+        trainer = make_trainer(tmp_path, **options, eval_strategy="epoch", save_strategy="epoch", learning_rate=0.5)
+        trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=1))
+        trainer.train(resume_from_checkpoint=callback.resume(trainer))
+        (last,) = store.checkpoints()
+        stored: Any = store.load()
+    assert last.step == trainer.state.global_step == 2 * STEPS_IN_EPOCH
+    assert "eval_loss" in last.metrics
+    weight = "transformer.wte.weight"
+    assert not torch.equal(stored["model"][weight], trainer.model.state_dict()[weight])
+
+
 @pytest.mark.slow
 def test_states_of_other_callbacks(tmp_path: Path) -> None:
     """Test that a callback for early stopping continues its count."""

@@ -46,7 +46,7 @@ class Preemption:
         self._signalled_s: float | None = None
         self._numbers: list[int] = []
         self._is_told = False
-        self._last_check: tuple[int, float] | None = None
+        self._checks: list[tuple[int, float]] = []  # step and time of the first and of the last check
         self.step: int | None = None
         """The last step, once it is known."""
         self.is_over = False
@@ -119,12 +119,22 @@ class Preemption:
         noted = coordinator.session().noted(_NOTICED)
         if noted is not None and not self.is_noticed:
             self.notice(float(noted), "notice to another rank")
-        now = time.monotonic()
-        steps = 1
-        if self._last_check is not None and step > self._last_check[0] and now > self._last_check[1]:
-            steps = max(int(_CHECK_S * (step - self._last_check[0]) / (now - self._last_check[1])), 1)
-        self._last_check = step, now
-        return {"step": step, "left_s": self.left_s(), "next": step + steps}
+        return {"step": step, "left_s": self.left_s(), "next": step + self._steps_until_check(step)}
+
+    def _steps_until_check(self, step: int) -> int:
+        """Return the number of steps until rank 0 looks again for a notice.
+
+        A program may run ahead of its device for many steps, which then seem to take no time. The number follows from
+        the slower of the newest pace and the mean pace, and at most doubles.
+        """
+        check = step, time.monotonic()
+        if not self._checks or step <= self._checks[-1][0]:
+            self._checks = [check, check]
+            return 1
+        step_s = max((check[1] - time_s) / (step - number) for number, time_s in self._checks)
+        steps = 2 * (step - self._checks[-1][0])
+        self._checks[-1] = check
+        return max(int(min(steps, _CHECK_S / max(step_s, _CHECK_S / steps))), 1)
 
     def finish(self, *, waits: bool) -> None:
         """End the training once its checkpoint is durable. The program's handlers of the received signals come first.

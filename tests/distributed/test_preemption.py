@@ -1,0 +1,37 @@
+"""Test how often rank 0 looks for the notice of a kill."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from asymcheck.config import Grace
+from asymcheck.training.preemption import Preemption
+
+
+@pytest.mark.parametrize(("step_s", "launch_s", "synced_every"), [(0.3, 0.001, 10), (0.001, 0.001, 1), (2.0, 2.0, 1)])
+def test_rank_0_looks_often_enough(
+    monkeypatch: pytest.MonkeyPatch, step_s: float, launch_s: float, synced_every: int
+) -> None:
+    """Test programs that wait for their device after each step, or run ahead of it and wait at the tenth step."""
+    now_s, checked_s = 0.0, [0.0]
+
+    def broadcast(_step: int, decide: Callable[[], object], *, why: str) -> object:
+        assert why == "ends at"
+        checked_s.append(now_s)
+        return decide()
+
+    session = SimpleNamespace(noted=lambda _name: None)
+    coordinator = SimpleNamespace(is_first=True, broadcast=broadcast, session=lambda: session)
+    monkeypatch.setattr("asymcheck.training.preemption.time", SimpleNamespace(monotonic=lambda: now_s))
+    preemption = Preemption("run", Grace(signals=()), coordinator)  # type: ignore[arg-type]  # what it needs
+    for step in range(1, 2001):
+        now_s = step_s * step if step % synced_every == 0 else now_s + launch_s
+        assert not preemption.ends_at(step)
+    preemption.close()
+    gaps = [later - sooner for sooner, later in itertools.pairwise(checked_s)]
+    assert max(gaps) <= max(2 * step_s * synced_every, 0.26)
+    assert len(gaps) <= 2000 * step_s / 0.25 + 10

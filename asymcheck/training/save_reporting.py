@@ -30,14 +30,14 @@ _logger = logging.getLogger(__name__)
 
 
 def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
-    """Call ``close``; if ``error`` has ended the training, only warn of an error of ``close``.
+    """Call ``close``; if ``error`` has ended the training, only warn of an error of ``close`` or ``on_checkpoint``.
 
     Raises:
-        AsymcheckError: ``close`` failed, and there is no other error.
+        AsymcheckError: ``close`` failed, and there is no other error. Errors of ``on_checkpoint`` are raised, too.
     """
     try:
         close()
-    except AsymcheckError as lost:
+    except Exception as lost:
         if error is None:
             raise
         warn_user(f"{type(lost).__name__}: {lost}", LostCheckpointWarning)

@@ -10,13 +10,14 @@ import pytest
 from asymcheck import Checkpointer, Store
 from asymcheck.capture.inflight import CheckpointReport
 from asymcheck.checkpointer import OnError
-from asymcheck.config import CaptureConfig
+from asymcheck.config import CaptureConfig, Grace
 from asymcheck.errors import (
     CaptureWarning,
     InvalidInputError,
     LostCheckpointError,
     LostCheckpointWarning,
     OutOfSpaceError,
+    Preempted,
     StaleStateWarning,
 )
 from tests.checkpointer.disks import Disk
@@ -55,6 +56,22 @@ LATER = f"{BEGINNING}, in memory after 310 ms, durable after 1.26 s;"
 def test_report_is_one_line(changes: dict[str, object], line: str) -> None:
     """Test the line with readable units."""
     assert str(dataclasses.replace(REPORT, **changes)) == line  # type: ignore[arg-type]  # fields of the report
+
+
+def test_an_error_of_the_callback_does_not_hide_the_end_of_the_training(store: Store, config: CaptureConfig) -> None:
+    """Test a metrics server that ends together with the machine: the exit status is that of the preemption."""
+
+    def export(_report: CheckpointReport) -> None:
+        raise ConnectionRefusedError
+
+    _, _, loop = linear_loop()
+    grace = Grace(signals=())
+    checkpointer = Checkpointer(store, loop.state, capture=config, on_checkpoint=export, save_on_signal=grace)
+    loop.iterate(1)
+    checkpointer.preempt(20.0)
+    with pytest.raises(Preempted), pytest.warns(LostCheckpointWarning, match="ConnectionRefusedError"):
+        checkpointer.step(1)
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [1]
 
 
 def test_each_checkpoint_is_reported_once_and_adds_up(store: Store, config: CaptureConfig) -> None:

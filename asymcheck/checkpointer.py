@@ -453,7 +453,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def preempt(self, seconds_left: float) -> None:
         """Announce that this process will be killed in ``seconds_left``; for notices that are not signals.
 
-        The next :meth:`step` then ends the training, as after a signal. Any thread may call this method.
+        The next :meth:`step` then ends the training, as after a signal. All Checkpointers of the process learn of it.
+        Any thread may call this method.
 
         Raises:
             InvalidInputError: ``seconds_left`` is no number of seconds, or ``save_on_signal`` is not set.

@@ -83,8 +83,16 @@ class Preemption:
         return True
 
     def notice(self, seconds: float, why: str) -> None:
-        """Note that the process will be killed in ``seconds``. On any thread, also in a signal handler."""
+        """Note that the process will be killed in ``seconds``. On any thread, also in a signal handler.
+
+        All Checkpointers of the process learn of it. Otherwise, a rank could end after the last step of one of them,
+        and be missing in the last save of another one.
+        """
         deadline_s = time.monotonic() + seconds
+        for told in dict.fromkeys([self, *_open]):
+            told._note(deadline_s, why)  # noqa: SLF001 - of the same class
+
+    def _note(self, deadline_s: float, why: str) -> None:
         if self._deadline_s is None or deadline_s < self._deadline_s:
             self._deadline_s = deadline_s
             self._news.put(why)

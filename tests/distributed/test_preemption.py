@@ -1,4 +1,4 @@
-"""Test how often rank 0 looks for the notice of a kill."""
+"""Test notices to one rank: how often rank 0 looks for them, and several Checkpointers in one process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from asymcheck.config import Grace
+from asymcheck.errors import Preempted
 from asymcheck.training.preemption import Preemption
 
 
@@ -35,3 +36,18 @@ def test_rank_0_looks_often_enough(
     gaps = [later - sooner for sooner, later in itertools.pairwise(checked_s)]
     assert max(gaps) <= max(2 * step_s * synced_every, 0.26)
     assert len(gaps) <= 2000 * step_s / 0.25 + 10
+
+
+def test_notice_to_another_rank_ends_all_checkpointers() -> None:
+    """Test that a process with two Checkpointers ends after the last step of both."""
+    session = SimpleNamespace(note=lambda _name, _value: None)
+    verdict = {"step": 1, "left_s": 20.0, "next": 2}
+    coordinator = SimpleNamespace(is_first=False, broadcast=lambda *_, **__: verdict, session=lambda: session)
+    first, second = (Preemption("run", Grace(signals=()), coordinator) for _ in range(2))  # type: ignore[arg-type]  # as above
+    assert first.ends_at(1)
+    first.close()
+    first.finish(waits=True)
+    assert second.ends_at(1)
+    second.close()
+    with pytest.raises(Preempted):
+        second.finish(waits=True)

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
@@ -137,6 +138,9 @@ class _Fit:
     def state(self, module: LightningModule) -> dict[str, object]:
         trainer = self._trainer
         datamodule = getattr(trainer, "datamodule", None)
+        # Lightning's callbacks have averaged weights in on_save_checkpoint() only.
+        found = [getattr(item, "_average_model", None) for item in self._other_callbacks()]
+        averages = [model for model in found if isinstance(model, torch.optim.swa_utils.AveragedModel)]
         return {
             "model": module,
             "optimizers": list(trainer.optimizers),
@@ -146,6 +150,7 @@ class _Fit:
             "callbacks": self._callbacks,
             "loops": self._loops,
             "rng": self._rng,
+            **({"averages": averages} if averages else {}),
         }
 
     def restore(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from asymcheck import Store
@@ -75,6 +75,18 @@ def test_resumed_at_any_place(step: int, run: Run) -> None:
     first = step // STEPS_IN_EPOCH * BATCHES + step % STEPS_IN_EPOCH * ACCUMULATE
     assert dict(module.losses) == {index: loss for index, loss in run.losses.items() if index >= first}
     assert_same(outcome(trainer, module), run.outcome)
+
+
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
+def test_averaged_weights_are_restored(tmp_path: Path) -> None:
+    """Test the averages of Lightning's callback, which its state lacks."""
+    averages: list[Any] = []
+    for step in (False, STEPS_IN_EPOCH + 1):
+        with Store.open(tmp_path / "store", create=True) as store:
+            averaging = EMAWeightAveraging(decay=0.9)
+            fit(tmp_path, AsymcheckCallback(store, every=1, resume=step, keep=None), averaging, max_epochs=2)
+        averages.append(averaging._average_model.state_dict())
+    assert_same(*averages)
 
 
 @pytest.mark.slow

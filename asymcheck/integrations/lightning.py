@@ -93,6 +93,11 @@ class AsymcheckCallback(SavingCallback, Callback):
         """Record the loop progress after an optimizer step."""
         self._current_fit().note_batch()
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Complete the copy of the state, because other callbacks may swap the weights during a validation."""
+        if self._fit is not None:
+            self._fit.checkpointer.fence()
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the loop progress."""
         self._current_fit().note_epoch()

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 from asymcheck import Store
 from asymcheck.errors import AbandonedCheckpointsWarning, CheckpointNotFoundError, InvalidInputError
 from asymcheck.integrations.lightning import AsymcheckCallback
+from tests.checkpointer.loops import copy_late
 from tests.integrations import launch_ranks, small_fit
 from tests.integrations.small_fit import ACCUMULATE, BATCHES, STEPS, STEPS_IN_EPOCH, Trainer, fit, outcome
 from tests.store.equality import assert_same
@@ -87,6 +88,45 @@ def test_averaged_weights_are_restored(tmp_path: Path) -> None:
             fit(tmp_path, AsymcheckCallback(store, every=1, resume=step, keep=None), averaging, max_epochs=2)
         averages.append(averaging._average_model.state_dict())
     assert_same(*averages)
+
+
+class SwapsWeights(Callback):
+    """Validates with other weights, and lets the Checkpointer copy the state meanwhile."""
+
+    def __init__(self, checkpoints: AsymcheckCallback) -> None:
+        self.checkpoints = checkpoints
+        self.kept: list[torch.Tensor] = []
+
+    def on_validation_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """Replace the weights."""
+        self.kept = [parameter.detach().clone() for parameter in module.parameters()]
+        for parameter in module.parameters():
+            parameter.data.zero_()
+        self.checkpoints._fit.checkpointer.wait()
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        """Put the weights back."""
+        for parameter, kept in zip(module.parameters(), self.kept, strict=True):
+            parameter.data.copy_(kept)
+
+
+class Wide(small_fit.Module):
+    """A module whose weights are too large for a manifest, so that they are copied in the background."""
+
+    def __init__(self, *, plateau: bool) -> None:
+        super().__init__(plateau=plateau)
+        self.net = torch.nn.Sequential(torch.nn.Linear(6, 4096), torch.nn.Linear(4096, 1))
+
+
+def test_weights_that_a_validation_swaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a validation between two batches of one step, while a capture is in flight."""
+    copy_late(monkeypatch)
+    monkeypatch.setattr(small_fit, "Module", Wide)
+    with Store.open(tmp_path / "store", create=True) as store:
+        callback = AsymcheckCallback(store, every=1, keep=None)
+        fit(tmp_path, callback, SwapsWeights(callback), max_epochs=1, val_check_interval=3)
+        stored: Any = store.load(1)
+    assert all(weight.count_nonzero() for name, weight in stored["model"].items() if "weight" in name)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import eq
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -187,6 +187,12 @@ def _tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return locals_of([value for value in values if type(value) in PLAIN_TENSORS or is_dtensor(value)])
 
 
+def _calls_closure_first(optimizer: Optimizer) -> bool:
+    """Tell whether nothing changes a parameter between the hook and the closure, as in all optimizers of torch."""
+    hooks = len(_global_optimizer_pre_hooks) + len(optimizer._optimizer_step_pre_hooks)  # noqa: SLF001 - no public name
+    return hooks == 1 and type(optimizer).__module__.startswith("torch.optim.")
+
+
 class OptimizerFences:
     """Global optimizer hook that runs a callback before each optimizer step of this process."""
 
@@ -204,7 +210,7 @@ class OptimizerFences:
         if self._handle.id in hooks and next(iter(hooks)) != self._handle.id:
             hooks.move_to_end(self._handle.id, last=False)
 
-    def _hook(self, optimizer: Optimizer, _arguments: object, _options: object) -> None:
+    def _hook(self, optimizer: Optimizer, arguments: Any, options: Any) -> tuple[Any, Any] | None:  # noqa: ANN401 - of torch
         if in_backward() and id(optimizer) not in self._inside_backward:
             # Each parameter may have its own optimizer, so the warning appears once.
             if not self._inside_backward:
@@ -213,7 +219,18 @@ class OptimizerFences:
                     f"{type(optimizer).__qualname__} steps inside the backward pass, so that {effect}", CaptureWarning
                 )
             self._inside_backward.add(id(optimizer))
-        self._before_step()
+        given = options.get("closure", *arguments[1:2])
+        if given is None or not _calls_closure_first(optimizer):
+            self._before_step()
+            return None
+
+        def closure() -> object:
+            # Usually runs forward and backward pass, which overlap with the copy.
+            loss = given()
+            self._before_step()
+            return loss
+
+        return arguments[:1], {**options, "closure": closure}
 
     def trusted(self, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
         """Return the optimizers that were not seen to step inside the backward pass."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from asymcheck.capture.device_copy import Devices, Transfers
 from asymcheck.capture.tear_detection import SourceDigests, TearDetector
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import LostCheckpointError
+from asymcheck.events import watch
 from tests.checkpointer.loops import (
     Loop,
     assert_every_step_is_right,
@@ -50,6 +52,46 @@ def test_a_compiled_optimizer_step_waits(store: Store, unproven: CaptureConfig, 
     for step in range(warm):
         iterate(step)
     assert_every_step_is_right(store, Loop({"model": model, "optimizer": optimizer}, iterate), 3, unproven)
+
+
+class _Perturbing(torch.optim.SGD):
+    """Changes the weights before it calls the closure, as sharpness-aware minimization does."""
+
+    def step(self, closure: Callable[[], torch.Tensor]) -> torch.Tensor:  # type: ignore[override]  # needs a closure
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(1.0)
+        return torch.as_tensor(super().step(closure))  # type: ignore[no-untyped-call]  # as torch has it
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS, _Perturbing])
+def test_a_closure_runs_before_the_fence(
+    store: Store, unproven: CaptureConfig, kind: type[torch.optim.Optimizer], *, is_named: bool
+) -> None:
+    """Test that the copy overlaps with forward and backward pass in a closure, unless the optimizer acts before it."""
+    order: list[str] = []
+    model = torch.nn.Linear(64, 64)
+    optimizer = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]  # all of these have a rate
+
+    def closure() -> torch.Tensor:
+        order.append("forward")
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 64)).square().mean()
+        loss.backward()
+        return torch.as_tensor(loss)
+
+    def iterate(_step: int) -> None:
+        if is_named:
+            optimizer.step(closure=closure)
+        else:
+            optimizer.step(closure)
+
+    loop = Loop({"model": model, "optimizer": optimizer}, iterate)
+    with watch(lambda interval: order.append(interval.name) if interval.name in ("step", "fence") else None):
+        assert_every_step_is_right(store, loop, 3, unproven)
+    after = order.index("step") + 1
+    assert order[after : after + 2] == (["fence", "forward"] if kind is _Perturbing else ["forward", "fence"])
 
 
 def test_an_optimizer_of_another_thread_ends_no_fence(

@@ -581,7 +581,11 @@ class Store(contextlib.AbstractContextManager["Store"]):
         return verify(self._tier, run, step, progress, deep=deep)[0]
 
     def close(self) -> None:
-        """Finish background saves, and close the store. Closing twice is allowed."""
+        """Finish background saves, and close the store. Closing twice is allowed.
+
+        Raises:
+            StorageError: the drive is full or failed. Checkpoints that were reported durable are not affected.
+        """
         self.training.close()
         self.resources.close()
 

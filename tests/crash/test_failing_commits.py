@@ -11,9 +11,11 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from asymcheck.errors import OutOfSpaceError, StorageError
+from asymcheck.events import observe
 from asymcheck.store import Store
 from tests.crash.actions import open_store
 from tests.crash.states import fingerprint, make_state
@@ -126,3 +128,30 @@ def refuse_pid(path: str) -> None:
 def test_save_needs_no_process_id_in_the_lock_file(zygote: Zygote, store_path: Path) -> None:
     """Test that a failed write of the process id, which only serves messages, fails no save."""
     zygote.start(refuse_pid, path=str(store_path)).finish()
+
+
+@pytest.mark.parametrize("error", [lmdb.DiskError("no space left"), lmdb.Error("Input/output error")])
+def test_catalog_is_rebuilt_after_its_last_sync_failed(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, error: lmdb.Error
+) -> None:
+    """Test a drive that fails at the end: after a power loss, the catalog might be older than the packs."""
+
+    class Failing:
+        def __init__(self, environment: lmdb.Environment) -> None:
+            self.close = environment.close
+
+        def sync(self, _force: bool) -> None:
+            raise error
+
+    store = open_store(store_path)
+    store.save(make_state(1), step=1)
+    catalog = store.resources.catalog()
+    monkeypatch.setattr(catalog, "_env", Failing(catalog._env))
+    with pytest.raises(StorageError):
+        store.close()
+    assert list((store_path / "catalog/open").iterdir())
+    rebuilt: list[str] = []
+    with observe(lambda event: rebuilt.append(event.name)), open_store(store_path) as store:
+        store.resources.catalog()
+        _check(store, [1])
+    assert "catalog.rebuilt" in rebuilt

@@ -587,8 +587,7 @@ class Catalog:
         """Sync and close the catalog, then remove the mark of this process.
 
         Raises:
-            CatalogError: the sync failed; the next start rebuilds the catalog.
-            ReadOnlyStoreError: the file system became read-only.
+            StorageError: the sync failed. Nothing is lost: the mark stays, and the next start rebuilds the catalog.
         """
         with contextlib.ExitStack() as stack:
             stack.callback(DESCRIPTORS.close, self._lock_descriptor)
@@ -599,8 +598,8 @@ class Catalog:
                 with self._lmdb_errors():
                     if self._env is not None:
                         self._env.sync(True)
-            except CatalogError:
-                self._note_damage()
+            except StorageError:
+                self._has_commit_failed = True
                 raise
 
 

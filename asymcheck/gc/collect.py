@@ -29,6 +29,8 @@ from asymcheck.types import PackId
 _ATTEMPTS = 8
 _PATIENT_ATTEMPTS = 4
 """Attempts during which other processes may commit. Later attempts read new manifests in the write transaction."""
+_REFRESHES = 10
+"""Number of times that a later attempt reads new manifests and packs."""
 _PAUSE_S = 0.02
 _POOL_SHARE = 1.25
 """Maximum size of the pool, relative to the mean size of a checkpoint."""
@@ -114,7 +116,7 @@ class Sweep(abc.ABC):
     def _free(self, *, blocks_commits: bool) -> bool:
         """Announce and remove the garbage packs. Return False if the collection must start again.
 
-        With ``blocks_commits``, read manifests again while commits wait, so that no checkpoint is added meanwhile.
+        With ``blocks_commits``, read manifests and packs again while commits wait, so that no checkpoint is added.
         """
 
     @abc.abstractmethod
@@ -190,13 +192,13 @@ class StoreSweep(Sweep):
         # Find dead owners before listing manifests: a dead owner cannot commit any more, so the listing is complete.
         self.dead_pins = self._catalog.dead_pins()
         self._refresh()
-        _, self.stale = self.reachable.since(self._catalog)
         self.result.kept_packs = len(self.reachable.packs) - len(self.candidates) + self.reachable.unread
         self._tier.pool.capacity_bytes = self._pool_capacity()
         self._trim_pool()
 
     def _refresh(self) -> None:
         self.reachable.refresh()
+        _, self.stale = self.reachable.since(self._catalog)
         self.candidates = self.reachable.garbage()
 
     def _count(self) -> None:
@@ -259,10 +261,13 @@ class StoreSweep(Sweep):
     def _announce_freed(self, locked: Sequence[PackId], *, blocks_commits: bool) -> list[PackId] | None:
         """Do step 4 of SPEC.md §B5. Return None if a manifest or a pack is new since the mark."""
         with self._catalog.write(gives_way=True) as transaction:
-            if blocks_commits and not self.reachable.is_current(transaction, self.stale):
+            refreshes = _REFRESHES if blocks_commits else 0
+            while not self.reachable.is_current(transaction, self.stale):
+                if not refreshes:
+                    return None
+                # Commits wait, so each writer can only complete the pack or the deletion that it has begun.
+                refreshes -= 1
                 self._refresh()
-            if not self.reachable.is_current(transaction, self.stale):
-                return None
             for key in self.stale:
                 transaction.delete("manifests", key)
             dead = transaction.still_dead(self.dead_pins)

@@ -20,7 +20,8 @@ from tests.checkpointer.loops import Loop, linear_loop
 STEPS, STEPS_LONG = 40, 1000
 _KEPT = 10
 _SAMPLES = 40
-_FLAT_BYTES = 4 * MIB
+_FLAT_BYTES = 9 * MIB
+"""Growth that counts as none: two more slots. A leak of 0.5 MiB a checkpoint is found, and 20 KiB in the long test."""
 _WIDTH = 400
 """Size of a model and two moments of 0.6 MB each."""
 
@@ -74,7 +75,7 @@ def _let_go(store: Store) -> None:
 def _growth(values: Sequence[int]) -> float:
     """Return the growth of values from the first to the last, by the median of all slopes (Theil, Sen).
 
-    A single step, such as one more slot on a busy drive, does not count as growth.
+    A single step, such as one more slot on a busy drive, counts only if it is in the middle.
     """
     slopes = [
         (values[later] - values[earlier]) / (later - earlier)

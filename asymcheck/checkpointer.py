@@ -320,7 +320,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             # After an error, the next step() tries again.
             background.detector.forget(suspects)
             if warning:
-                # Last, because warnings may be turned into errors.
+                # The warning comes last, because warnings may be errors.
                 warn_user(warning, AbandonedCheckpointsWarning)
         return self._reporting.note(background.settled())
 

@@ -65,6 +65,7 @@ def follow(location: str, run: str | None, ring_folder: Path, remote: str | None
                 problem = str(error)
                 with contextlib.suppress(AsymcheckError):
                     views = list(_look(here, None, run, ring_folder))
+                    used = store.resources.usage().pack_bytes
             if as_json:
                 line = {"time_ns": time.time_ns(), "pack_bytes": used, "problem": problem}
                 click.echo(json.dumps({**line, "runs": [dataclasses.asdict(view) for view in views]}))

@@ -39,7 +39,7 @@ from asymcheck.storage.slots import Slot
 from asymcheck.types import Digest, Location, PackId, Progress
 
 _LISTINGS = 8
-"""Maximum number of listings of packs in a scan, during which a training may move partitions all the time."""
+"""Maximum number of listings of packs in a scan. A training may move partitions during each of them."""
 
 Opened = OpenPack | AsymcheckError
 """An open pack, or the error of opening it."""

@@ -30,7 +30,7 @@ _ATTEMPTS = 8
 _PATIENT_ATTEMPTS = 4
 """Attempts during which other processes may commit. Later attempts read new manifests in the write transaction."""
 _REFRESHES = 10
-"""Number of times that a later attempt reads new manifests and packs."""
+"""Maximum number of times that a later attempt reads new manifests and packs."""
 _PAUSE_S = 0.02
 _POOL_SHARE = 1.25
 """Maximum size of the pool, relative to the mean size of a checkpoint."""

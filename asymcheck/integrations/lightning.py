@@ -143,7 +143,7 @@ class _Fit:
     def state(self, module: LightningModule) -> dict[str, object]:
         trainer = self._trainer
         datamodule = getattr(trainer, "datamodule", None)
-        # Lightning's callbacks have averaged weights in on_save_checkpoint() only.
+        # Lightning's averaging callbacks give their weights in on_save_checkpoint() only, which is not called.
         found = [getattr(item, "_average_model", None) for item in self._other_callbacks()]
         averages = [model for model in found if isinstance(model, torch.optim.swa_utils.AveragedModel)]
         return {

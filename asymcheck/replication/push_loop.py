@@ -108,7 +108,7 @@ class PushLoop:
         # Checkpoints that are or were at the location, by save id, and its newest generation when it was listed.
         self._sent: dict[str, Checkpoint] = {}
         self._generation = 0
-        # Those of them that the retention of the location has deleted.
+        # Sent checkpoints that the retention of the location has deleted.
         self._pruned: set[str] = set()
         # Listed at the location, but not verified yet.
         self._unverified: dict[str, CheckpointFiles] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 from asymcheck.events import emit
@@ -16,7 +16,7 @@ from asymcheck.format import layout, registry
 from asymcheck.format.catalog_records import manifest_key
 from asymcheck.fsck.frame_scanner import PackContent, ScanResult, read_indexes
 from asymcheck.storage.nvme import Catalog, NvmeTier, Transaction
-from asymcheck.types import Digest, Location, Owner, PackId
+from asymcheck.types import Digest, Location, PackId
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ def rebuild(tier: NvmeTier, transaction: Transaction) -> Rebuilt:
 
     Unreadable packs are skipped. Saves write the partitions of skipped packs again when they need them.
     """
-    return _Changes(tier, {}, read_indexes(tier), _manifest_sizes(tier), transaction).apply()
+    return _Changes(tier, set, read_indexes(tier), _manifest_sizes(tier), transaction).apply()
 
 
 def reconcile(tier: NvmeTier, catalog: Catalog, scan: ScanResult | None = None) -> Rebuilt:
@@ -51,7 +51,8 @@ def reconcile(tier: NvmeTier, catalog: Catalog, scan: ScanResult | None = None) 
         CatalogError: the catalog is too damaged to correct. The next start replaces it.
     """
     # Read packs and manifests before the transaction, which must be short.
-    changes = partial(_Changes, tier, catalog.dead_pins(), scan or read_indexes(tier), _manifest_sizes(tier))
+    dead_pins = partial(catalog.still_dead, catalog.dead_pins())
+    changes = partial(_Changes, tier, dead_pins, scan or read_indexes(tier), _manifest_sizes(tier))
     with catalog.read() as transaction:
         # Compare in a read transaction first: usually nothing differs, and a write transaction blocks saves.
         difference = changes(transaction)
@@ -80,7 +81,7 @@ class _Changes:
     def __init__(
         self,
         tier: NvmeTier,
-        dead_pins: Mapping[bytes, Owner],
+        dead_pins: Callable[[], set[bytes]],
         scan: ScanResult,
         manifests: Mapping[bytes, int],
         transaction: Transaction,
@@ -99,7 +100,7 @@ class _Changes:
         self._put_locations: dict[Digest, Location] = {}
         self._compare_locations()
         self._compare_manifests(manifests, transaction.manifests())
-        self._deleted["pins"] = sorted(transaction.still_dead(dead_pins))
+        self._deleted["pins"] = sorted(dead_pins())
         self._kept_pins = len(transaction.pins()) - len(self._deleted["pins"])
 
     def _compare_packs(self, states: Mapping[PackId, int | None]) -> None:

@@ -204,7 +204,7 @@ class StoreSweep(Sweep):
     def _count(self) -> None:
         """Count the packs that :meth:`_free` and a repack would free."""
         with self._catalog.read() as transaction:
-            dead_pins = transaction.still_dead(self.dead_pins)
+            dead_pins = self._catalog.still_dead(self.dead_pins)
             pinned = pinned_packs(transaction, dead_pins)
         trimmed = self.result.returned_bytes
         room = space = self._tier.pool.room() + trimmed
@@ -270,7 +270,7 @@ class StoreSweep(Sweep):
                 self._refresh()
             for key in self.stale:
                 transaction.delete("manifests", key)
-            dead = transaction.still_dead(self.dead_pins)
+            dead = self._catalog.still_dead(self.dead_pins)
             if dead:
                 # Another collection may have listed the manifests before these saves were committed.
                 self.reachable.enter_manifests(transaction)

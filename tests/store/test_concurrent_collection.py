@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -234,3 +236,23 @@ def test_collection_ends_beside_saves_that_do_not(store_path: Path, monkeypatch:
         assert store.verify() == []
         for step in saves:
             assert torch.equal(store.load(step=step)["again"], again)
+
+
+def test_a_pin_of_a_process_that_opens_the_store_again_stays(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a living process that had closed the store when the collection looked for dead pins."""
+    start = int(Path("/proc/1/stat").read_text().rpartition(")")[2].split()[19])
+    init = dataclasses.replace(this_process(), pid=1, start_ticks=start)
+    pin(store, init)
+    catalog = store.resources.catalog()
+    mark = catalog.path / "open" / f"1-{start}-{init.boot_id}-{init.pid_namespace}"
+    with contextlib.ExitStack() as opened:
+        assert PIN in catalog.dead_pins()
+
+        def open_again() -> None:
+            fcntl.flock(opened.enter_context(mark.open("x")), fcntl.LOCK_EX)
+
+        once(monkeypatch, StoreReachability, "refresh", open_again)
+        assert store.gc().freed_packs == 0
+        assert pins(store) == {PIN: init}
+    mark.unlink()
+    assert store.gc().freed_packs > 0

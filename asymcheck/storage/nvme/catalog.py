@@ -166,18 +166,6 @@ class Transaction:
             pins[bytes(key)] = pin
         return pins
 
-    def still_dead(self, pins: Mapping[bytes, Owner]) -> set[bytes]:
-        """Return the keys of the :meth:`Catalog.dead_pins` that are still dead.
-
-        Another process may have adopted a killed save, and pinned packs under the same key.
-        """
-        return {
-            key
-            for key, (owner, _) in self.pins().items()
-            if pins.get(key) == owner
-            and (owner != process_identity.this_process() or process_identity.is_let_go(key, owner))
-        }
-
     def locations(self) -> Iterator[tuple[Digest, Location | None]]:
         """Yield the entries of all partitions; None for a damaged entry."""
         for key, value in self._txn.cursor(db=self._db["partitions"]):
@@ -462,6 +450,14 @@ class Catalog:
             for key, (owner, _) in pins
             if self._marks.is_dead(owner) or process_identity.is_let_go(key, owner)
         }
+
+    def still_dead(self, pins: Mapping[bytes, Owner]) -> set[bytes]:
+        """Return the keys of earlier :meth:`dead_pins` that are still dead. Call it in the transaction that needs them.
+
+        Another process may have adopted a killed save, and pinned packs under the same key. A living process may have
+        opened the catalog again.
+        """
+        return {key for key, owner in self.dead_pins().items() if pins.get(key) == owner}
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Transaction]:

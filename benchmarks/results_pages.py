@@ -121,16 +121,10 @@ _CAUSES: Mapping[tuple[str, str], str] = {
     "scans the memory of the killed process (0.1 s), copies the state (0.15 s), and frees the memory (0.15 s). Before, "
     "it writes captures that are not durable.",
     ("models", "bytes/best_lossless"): "Frames begin at multiples of 4 KiB, which costs 0.3 %.",
-    (
-        "objects",
-        "restore/raw_get",
-    ): "For 0.54 GB, asymcheck takes 0.38 s of processor time, and the client 0.22 s. Digests "
-    "take 0.06 s, and the copies into the tensors 0.09 s, on the cores that the server needs, too.",
-    (
-        "objects",
-        "requests_per_checkpoint/bound",
-    ): "Besides one put for each object of at most 64 MiB, a checkpoint takes "
-    "six listings, which show what other programs have sent or removed, a get and a put.",
+    ("objects", "restore/raw_get"): "For 0.54 GB, asymcheck takes 0.38 s of processor time, and the client 0.22 s. "
+    "Digests take 0.06 s, and the copies into the tensors 0.09 s, on the cores that the server needs, too.",
+    ("objects", "requests_per_checkpoint/bound"): "Besides one put for each object of at most 64 MiB, a checkpoint "
+    "takes six listings, which show what other programs have sent or removed, a get and a put.",
     ("hdfs", "slowdown_while_pushing"): "The client's own put of as many bytes slows the training as much "
     "(`slowdown_beside_raw_put`).",
 }

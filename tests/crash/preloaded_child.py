@@ -38,22 +38,24 @@ def main(path: str, steps: int) -> None:
     """Save ``steps`` steps; delete and collect now and then."""
     durable: list[int] = []
     failed = 0
-    # The last sync of the catalog may fail when the store is closed.
-    with contextlib.suppress(StorageError), open_store(path) as store:
-        for step in range(steps):
+    store = open_store(path)
+    for step in range(steps):
+        try:
+            store.save(state_of(step), step=step)
+            durable.append(step)
+        except AsymcheckError:
+            failed += 1
+        if step % 4 == 3 and len(durable) > 2:
+            # A deletion that failed may have removed the manifest.
+            gone = durable.pop(0)
             try:
-                store.save(state_of(step), step=step)
-                durable.append(step)
+                store.delete(gone)
+                store.gc()
             except AsymcheckError:
                 failed += 1
-            if step % 4 == 3 and len(durable) > 2:
-                # A deletion that failed may have removed the manifest.
-                gone = durable.pop(0)
-                try:
-                    store.delete(gone)
-                    store.gc()
-                except AsymcheckError:
-                    failed += 1
+    # The last sync of the catalog may fail.
+    with contextlib.suppress(StorageError):
+        store.close()
     sys.stdout.write(json.dumps({"durable": durable, "failed": failed}))
 
 

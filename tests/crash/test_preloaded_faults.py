@@ -25,8 +25,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def _check(library: Path, folder: Path, *, kind: str, seed: int, steps: int, every: int) -> tuple[int, int]:
-    """Run a child with faults, then check its store without faults.
+def _check(
+    library: Path, folder: Path, *, kind: str, seed: int, steps: int, every: int, durable: int
+) -> tuple[int, int]:
+    """Run a child with faults, then check its store without faults, and that at least ``durable`` checkpoints are left.
 
     Returns:
         The number of checkpoints at the end, and of operations that failed.
@@ -50,6 +52,7 @@ def _check(library: Path, folder: Path, *, kind: str, seed: int, steps: int, eve
         opened.save(state_of(steps), step=steps)
         opened.gc()
         assert_same(opened.load(), state_of(steps))
+    assert len(outcome["durable"]) >= durable, "most saves failed"
     return len(outcome["durable"]), outcome["failed"]
 
 
@@ -61,8 +64,7 @@ def test_system_calls_that_fail_cost_no_durable_checkpoint(
     library: Path, tmp_path: Path, kind: str, fails: bool | None
 ) -> None:
     """Test errors, a full device, interruptions, which are repeated, and short writes, which are continued."""
-    durable, failed = _check(library, tmp_path, kind=kind, seed=1, steps=40, every=60)
-    assert durable >= 10, "most saves failed"
+    _, failed = _check(library, tmp_path, kind=kind, seed=1, steps=40, every=60, durable=10)
     if fails is not None:
         assert bool(failed) is fails
 
@@ -72,7 +74,10 @@ def test_system_calls_that_fail_cost_no_durable_checkpoint(
 @pytest.mark.parametrize("every", [7, 40, 300])
 def test_system_calls_that_fail_at_length(library: Path, tmp_path: Path, kind: str, every: int) -> None:
     """Test many seeds, and from frequent to rare faults. Few saves are good if each seventh call fails."""
-    steps, durable = 100 if every > 10 else 40, 0
+    steps = 100 if every > 10 else 40
+    least = 0 if every == 7 and kind in ("eio", "enospc") else steps // 4
+    durable = 0
     for seed in range(10):
-        durable += _check(library, tmp_path / str(seed), kind=kind, seed=seed, steps=steps, every=every)[0]
-    assert durable >= (steps * 10 // 4 if every > 10 else 1), "most saves failed"
+        folder = tmp_path / str(seed)
+        durable += _check(library, folder, kind=kind, seed=seed, steps=steps, every=every, durable=least)[0]
+    assert durable >= 1, "all saves failed"

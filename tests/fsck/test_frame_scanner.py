@@ -48,7 +48,8 @@ def test_base_that_moves_during_the_scan_is_found(tier: NvmeTier) -> None:
             old.unlink()
 
     found = scan_packs(tier, move)
-    assert len(moves) >= COUNT
+    # A second listing reads the new packs.
+    assert COUNT <= len(moves) <= COUNT + 2
     assert len(found.packs) >= COUNT - 1
     assert all(pack.reusable() == [0] for pack in found.packs.values())
 

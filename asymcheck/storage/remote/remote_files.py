@@ -172,6 +172,7 @@ class RemoteFiles:
         """Return ``length`` bytes from ``offset``, fewer at the end of the file, and the size of the file.
 
         All reads of one file share ``kept``, a cache of the open file. ``memory`` is a pool of buffers for large reads.
+        An object store needs neither.
 
         Raises:
             FileNotFoundError: there is no such file.

@@ -20,6 +20,7 @@ from asymcheck.replication.background_push import BackgroundPush
 from asymcheck.replication.push_status import PushJob
 from tools.local_hdfs import LocalHdfs
 from tools.local_objects import BUCKET, LocalObjects, variables
+from tools.local_sftp import LocalSftp
 
 CLUSTER = "ASYMCHECK_TEST_HDFS"
 CLIENT = "ASYMCHECK_TEST_CLIENT"
@@ -134,6 +135,13 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalObjects]:
 
 
 @pytest.fixture(scope="session")
+def sftp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSftp]:
+    """Return an SFTP server."""
+    with LocalSftp(tmp_path_factory.mktemp("sftp")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
 def hdfs_url(request: pytest.FixtureRequest) -> str:
     """Return the HDFS to test with: one from an environment variable, or a new one."""
     named = os.environ.get(CLUSTER)
@@ -145,24 +153,26 @@ def hdfs_url(request: pytest.FixtureRequest) -> str:
 
 
 # A cluster takes seconds to start. `make test` starts it for one round trip.
-HDFS = pytest.param("hdfs", marks=pytest.mark.slow)
+FILE_SYSTEMS = ["file", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hdfs", "sftp"))]
 
 
-@pytest.fixture(params=["file", HDFS])
+@pytest.fixture(params=FILE_SYSTEMS)
 def any_file_system(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return an empty location that can rename files, in a folder and on HDFS."""
+    """Return an empty location that can rename files: in a folder, on HDFS, and on an SFTP server."""
     return _location(request, tmp_path)
 
 
 def _location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "file":
         return f"file://{tmp_path}/remote"
+    if request.param == "sftp":
+        return f"{request.getfixturevalue('sftp').url}/tests/{uuid.uuid4().hex}"
     return f"{request.getfixturevalue('hdfs_url')}/tests/{uuid.uuid4().hex}"
 
 
-@pytest.fixture(params=["file", HDFS, pytest.param("objects", marks=pytest.mark.slow)])
+@pytest.fixture(params=[*FILE_SYSTEMS, pytest.param("objects", marks=pytest.mark.slow)])
 def any_location(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return an empty location, in a folder, on HDFS, and in an object store."""
+    """Return an empty location: in a folder, on HDFS, on an SFTP server, and in an object store."""
     if request.param == "objects":
         for name, value in variables(request.getfixturevalue("objects").endpoint).items():
             monkeypatch.setenv(name, value)

@@ -19,10 +19,10 @@ from pyarrow import fs
 
 from asymcheck.config import RemoteConfig
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError
-from asymcheck.storage.remote import hdfs_native, object_stores
+from asymcheck.storage.remote import fsspec_client, hdfs_native, object_stores
 from asymcheck.storage.remote.client_interface import Client, Entry, FileSystem, Readable, Writable
 from asymcheck.storage.remote.deadline import within
-from asymcheck.storage.remote.location import OBJECT_SCHEMES, RemoteLocation, unknown_scheme
+from asymcheck.storage.remote.location import FSSPEC, OBJECT_SCHEMES, RemoteLocation, unknown_scheme
 
 _PROBE_S = 3.0
 """Timeout for a connection to a NameNode. A NameNode that takes longer may be busy, so the client waits further."""
@@ -249,6 +249,8 @@ def connect(location: RemoteLocation, config: RemoteConfig) -> Client:
         if config.client != "libhdfs" and has_native:
             return hdfs_native.connect(location, options)
         return _PyarrowClient(_libhdfs(location, options, config.deadline_s), "libhdfs", location.path)
+    if location.scheme.startswith(FSSPEC):
+        return fsspec_client.connect(location, options, config.deadline_s)
     filesystem, top = _by_pyarrow(location, options, config.deadline_s)
     return _PyarrowClient(filesystem, "other", top)
 

@@ -11,13 +11,15 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from asymcheck.errors import InvalidInputError
 
-_SCHEMES = "hdfs, file, s3, gs, az, abfs, viewfs"
+_SCHEMES = "hdfs, file, s3, gs, az, abfs, viewfs, fsspec+sftp"
 OBJECT_SCHEMES = ("s3", "gs", "az")
 """Schemes of object stores: S3, Google Cloud Storage and Azure Blob Storage."""
+FSSPEC = "fsspec+"
+"""Begin of the scheme of a location that fsspec opens, such as ``fsspec+sftp://host/path``."""
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _UNQUOTED = "/:@=+,~"
 """Characters, besides letters and digits, that are not percent-encoded in the path of a URI."""
-_SECRET = re.compile(r"secret|token|key|passw|credential|(^|_)sas|^sig$", re.IGNORECASE)
+_SECRET = re.compile(r"secret|token|key(?!_filename|_policy)|passw|passphrase|credential|(^|_)sas|^sig$", re.IGNORECASE)
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -56,23 +58,28 @@ class RemoteLocation:
 
 
 def refuse_credentials(uri: str, options: Iterable[str] = ()) -> None:
-    """Raise InvalidInputError if a URI for an object store, or a name of its options, has credentials.
+    """Raise InvalidInputError if a URI for an object store or fsspec, or a name of its options, has credentials.
 
     The message does not repeat them.
     """
     parts = urlsplit(uri)
     scheme = parts.scheme.lower()
-    if scheme not in OBJECT_SCHEMES:
+    is_fsspec = scheme.startswith(FSSPEC)
+    if scheme not in OBJECT_SCHEMES and not is_fsspec:
         return
-    has_user = "@" in parts.netloc
+    user = parts.netloc.rpartition("@")[0]
     names = (*(pair.partition("=")[0] for pair in parts.query.split("&")), *options)
     secret = next((name for name in names if _SECRET.search(name)), None)
-    if has_user or secret is not None:
-        what = "a user name" if has_user else f"the option {secret!r:.50}"
-        raise InvalidInputError(
-            f"location {scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}: {what} is not allowed, because URIs "
-            "and options are printed in messages; give credentials by the usual environment variables of the provider"
-        )
+    # The user of a file server is a part of its address.
+    if secret is None and not (":" in user if is_fsspec else user):
+        return
+    what = f"the option {secret!r:.50}" if secret else "a password" if is_fsspec else "a user name"
+    protocol = scheme.removeprefix(FSSPEC).upper()
+    where = f"FSSPEC_{protocol}_PASSWORD or another setting of fsspec" if is_fsspec else "the variables of the provider"
+    raise InvalidInputError(
+        f"location {scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}: {what} is not allowed, because URIs and "
+        f"options are printed in messages; give credentials by {where}"
+    )
 
 
 def parse_location(location: str | os.PathLike[str]) -> RemoteLocation:
@@ -93,7 +100,7 @@ def parse_location(location: str | os.PathLike[str]) -> RemoteLocation:
         raise InvalidInputError(f"location {text!r:.100}: a control character is not allowed; remove it")
     parts = urlsplit(text)
     scheme, path = parts.scheme.lower(), "/" + unquote(parts.path).strip("/")
-    if path == "/" and scheme not in (*_SCHEMES.split(", "), "gcs", "abfss"):
+    if path == "/" and scheme not in (*_SCHEMES.split(", "), "gcs", "abfss") and not scheme.startswith(FSSPEC):
         raise unknown_scheme(text, scheme)
     if path == "/" or "//" in path or ".." in path.split("/"):
         raise InvalidInputError(f"location {text!r:.100}: name a directory below the root")

@@ -59,7 +59,7 @@ def each_pack(pack_ids: Iterable[PackId], open_pack: Callable[[PackId], OpenPack
 def each_manifest(tier: ReadTier, listing: CheckpointFiles) -> Iterator[tuple[ManifestName, Manifest | AsymcheckError]]:
     """Read the manifests of a checkpoint, or yield the error. Skip manifests that were deleted since the listing."""
     run, ref = listing.run, listing.ref
-    for name in listing.manifests:
+    for name in tier.manifests.each_name(listing):
         manifest = result_or_error(tier.manifests.read, run, ref, name)
         if not isinstance(manifest, MissingPartitionError) or name in tier.manifests.listing(run, ref).manifests:
             yield name, manifest

@@ -101,6 +101,7 @@ class TensorCoverage:
 
 _TENSORS_SHOWN = 3
 _ATTEMPTS = 3
+_PACKS_AHEAD = 64
 _STRETCH_BYTES = 64 << 20  # of a pack, which one shard reads in a row; the maximum of a remote pack
 
 
@@ -272,7 +273,7 @@ class _Checker:
                 "no manifest: a save or a deletion was killed, and gc removes the directory; or manifests were lost"
             )
             self._add("empty-checkpoint", Severity.HINT, "I10", where, message)
-        for listing in listings:
+        for listing in self.tier.manifests.each(listings):
             self.listings.append(listing)
             name = f"run {run}, {listing.ref}"
             where = layout.checkpoint_path(run, listing.ref)
@@ -375,9 +376,9 @@ class _Checker:
         self.undecodable &= self.needs.keys()
         return sizes
 
-    def _each_pack(self, pack_ids: Iterable[PackId], *, report: bool) -> Iterator[tuple[PackId, OpenPack]]:
+    def _each_pack(self, pack_ids: Sequence[PackId], *, report: bool) -> Iterator[tuple[PackId, OpenPack]]:
         """Open packs one at a time. Report locked packs, and with ``report`` also damaged packs."""
-        for pack_id, pack in each_pack(pack_ids, self.tier.open_pack):
+        for pack_id, pack in each_pack(self._expected(pack_ids), self.tier.open_pack):
             where = layout.pack_path(pack_id)
             if isinstance(pack, OpenPack):
                 if report and pack.damage is not None and self.shard.has(pack_id):
@@ -393,6 +394,12 @@ class _Checker:
                 self._add(kind, severity, "I1", where, str(pack))
             if is_locked:
                 self.busy.add(pack_id)
+
+    def _expected(self, pack_ids: Sequence[PackId]) -> Iterator[PackId]:
+        """Yield packs that are opened one after the other, and announce the next ones."""
+        for start in range(0, len(pack_ids), _PACKS_AHEAD):
+            self.tier.expect(pack_ids[start : start + _PACKS_AHEAD])
+            yield from pack_ids[start : start + _PACKS_AHEAD]
 
     def _record_intact(self, pack: OpenPack, frames: Iterable[int]) -> None:
         """Record the partitions of readable frames, where the manifests have the actual length."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from asymcheck.errors import AsymcheckError, HeadRecordError, result_or_error
@@ -147,10 +147,7 @@ def read_history(tier: ReadTier, run: str, *, everything: bool = False, known: K
 class _HistoryReader:
     def __init__(self, tier: ReadTier, run: str, known: Known) -> None:
         self.tier, self.run, self.known = tier, run, known
-        listings = [
-            known[ref][0] if ref in known else tier.manifests.listing(run, ref) for ref in tier.manifests.refs(run)
-        ]
-        self.listings = [listing for listing in listings if listing.manifests]
+        self.listings = tier.manifests.checkpoints(run) if not known else self._listings()
         self.line: Lineage | None = None
         self.line_problem = ""
         self.complete: list[CheckpointRef] = []
@@ -164,7 +161,9 @@ class _HistoryReader:
             if not everything:
                 raise
             self.line, self.line_problem = None, str(error)
-        read = [self._read(listing) for listing in self.listings]
+        unread = [listing for listing in self.listings if listing.ref not in self.known]
+        new = {listing.ref: self._read_manifests(listing) for listing in self.tier.manifests.each(unread)}
+        read = [self._read(listing, new) for listing in self.listings]
         self.complete = [entry.checkpoint.ref for entry in read if entry.checkpoint.complete]
         shown = [
             self._with_previous(entry)
@@ -182,9 +181,15 @@ class _HistoryReader:
             line_problem=self.line_problem,
         )
 
-    def _read(self, listing: CheckpointFiles) -> HistoryEntry:
+    def _listings(self) -> list[CheckpointFiles]:
+        """List only the checkpoints that are not known."""
+        manifests, run, known = self.tier.manifests, self.run, self.known
+        listings = [known[ref][0] if ref in known else manifests.listing(run, ref) for ref in manifests.refs(run)]
+        return [listing for listing in listings if listing.manifests]
+
+    def _read(self, listing: CheckpointFiles, new: Mapping[CheckpointRef, HistoryEntry]) -> HistoryEntry:
         if listing.ref not in self.known:
-            entry = self._read_manifests(listing)
+            entry = new[listing.ref]
             if not entry.checkpoint.complete:
                 return entry
             self.known[listing.ref] = listing, entry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -185,7 +186,8 @@ class FallbackManifests(ManifestReader):
         except (FormatError, MissingPartitionError, StorageError):
             run, ref, far = listing.run, listing.ref, self._far.tier()
             missing = sorted({*listing.manifests} - {*self._near.listing(run, ref).manifests}, key=str)
-            with contextlib.nullcontext() if far is None else far.manifests.reading(run, ref, missing):
+            absent = dataclasses.replace(listing, manifests=tuple(missing))
+            with contextlib.nullcontext() if far is None else far.manifests.reading([absent]):
                 return [self.read(run, ref, name) for name in listing.manifests]
 
     def is_local(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePath
 from typing import Protocol
 
@@ -150,26 +150,45 @@ class ManifestReader:
         """Read the manifests of all ranks and check each against its path, as :meth:`read` does."""
         run, ref, cache = listing.run, listing.ref, ManifestCache()
         manifests: list[Manifest] = []
-        for start in range(0, len(listing.manifests), _BATCH_FILES):
-            names = listing.manifests[start : start + _BATCH_FILES]
-            files: list[tuple[bytes, str]] = []
-            with self.reading(run, ref, names[1:]):
-                for name in names:
-                    files.append((self.read_bytes(run, ref, name), _where(run, ref, name)))
-                    if sum(len(data) for data, _ in files) > _BATCH_BYTES:
-                        manifests += decode_manifests(files, cache)
-                        files = []
-            manifests += decode_manifests(files, cache) if files else []
+        files: list[tuple[bytes, str]] = []
+        for name in self.each_name(listing):
+            files.append((self.read_bytes(run, ref, name), _where(run, ref, name)))
+            if len(files) == _BATCH_FILES or sum(len(data) for data, _ in files) > _BATCH_BYTES:
+                manifests += decode_manifests(files, cache)
+                files = []
+        manifests += decode_manifests(files, cache) if files else []
         for manifest, name in zip(manifests, listing.manifests, strict=True):
             _check_path(manifest, run, ref, name)
         return manifests
 
-    def reading(
-        self, run: str, ref: CheckpointRef, names: Iterable[ManifestName]
-    ) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager for calls of :meth:`read` and :meth:`read_bytes` for these manifests."""
-        folder = self.directory(run, ref)
-        return self._files.reading_ahead([folder / str(name) for name in names], registry.MANIFEST_BYTES_MAX)
+    def each(self, listings: Iterable[CheckpointFiles]) -> Iterator[CheckpointFiles]:
+        """Yield checkpoints whose manifests are read one after the other, and read the next ones ahead."""
+        batch: list[CheckpointFiles] = []
+        count = 0
+        for listing in listings:
+            if batch and count + len(listing.manifests) > _BATCH_FILES:
+                yield from self._each(batch)
+                batch, count = [], 0
+            batch.append(listing)
+            count += len(listing.manifests)
+        yield from self._each(batch)
+
+    def _each(self, batch: Sequence[CheckpointFiles]) -> Iterator[CheckpointFiles]:
+        # The files of one checkpoint may be many, and each_name() reads them ahead.
+        with self.reading(batch if len(batch) > 1 else ()):
+            yield from batch
+
+    def each_name(self, listing: CheckpointFiles) -> Iterator[ManifestName]:
+        """Yield the manifests of a checkpoint, to be read one after the other, and read the next ones ahead."""
+        for start in range(0, len(listing.manifests), _BATCH_FILES):
+            part = dataclasses.replace(listing, manifests=listing.manifests[start : start + _BATCH_FILES])
+            with self.reading([part]):
+                yield from part.manifests
+
+    def reading(self, listings: Iterable[CheckpointFiles]) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager for calls of :meth:`read` and :meth:`read_bytes` for manifests of checkpoints."""
+        paths = [self.directory(files.run, files.ref) / str(name) for files in listings for name in files.manifests]
+        return self._files.reading_ahead(paths, registry.MANIFEST_BYTES_MAX)
 
     def read_bytes(self, run: str, ref: CheckpointRef, name: ManifestName) -> bytes:
         """Return the content of a manifest, checked against the digest in its name; see :meth:`read`."""

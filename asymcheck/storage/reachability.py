@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Collection
@@ -28,6 +29,7 @@ from asymcheck.format.catalog_records import manifest_key
 from asymcheck.format.pack import Entries, frame_lengths
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.local_files import translated
+from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import Catalog, NvmeTier, Transaction, bases_in
 from asymcheck.storage.pack_index import digests_of
 from asymcheck.types import CheckpointRef, Digest, PackId
@@ -83,14 +85,11 @@ class Reachability(abc.ABC):
         keys = set()
         manifests = self.tier.manifests
         for run in manifests.runs():
-            for listing in manifests.checkpoints(run):
-                if (run, listing.ref) in self._without:
-                    continue
-                for name in listing.manifests:
+            listings = [one for one in manifests.checkpoints(run) if (run, one.ref) not in self._without]
+            keys |= {manifest_key(run, listing.ref, name) for listing in listings for name in listing.manifests}
+            for listing in manifests.each(map(self._unread, listings)):
+                for name in manifests.each_name(listing):
                     key = manifest_key(run, listing.ref, name)
-                    keys.add(key)
-                    if key in self._digests:
-                        continue
                     try:
                         manifest = manifests.read(run, listing.ref, name)
                     except INCONCLUSIVE:
@@ -106,6 +105,11 @@ class Reachability(abc.ABC):
                     self._digests[key] = b"".join(manifest.partitions())
                     self._count(self._digests[key], 1)
         return keys
+
+    def _unread(self, listing: CheckpointFiles) -> CheckpointFiles:
+        """Return the manifests of a checkpoint that were not read yet."""
+        new = [name for name in listing.manifests if manifest_key(listing.run, listing.ref, name) not in self._digests]
+        return dataclasses.replace(listing, manifests=tuple(new))
 
     def checkpoints(self) -> int:
         """Return the number of checkpoints whose manifests were read."""

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -22,6 +22,9 @@ from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import encode
 from asymcheck.format.record import HeadRecord
+from asymcheck.fsck.verify import verify
+from asymcheck.inspect.history import Known, read_history
+from asymcheck.replication.collect_remote import collect_remote
 from asymcheck.restore.lineage import read_line
 from asymcheck.restore.partition_locator import PartitionLocator
 from asymcheck.storage.manifests import CheckpointFiles
@@ -33,6 +36,7 @@ from tests.remote.conftest import CONFIG, REMOTE, config, save_steps
 
 RANKS = 12
 GENERATIONS = 8
+CHECKPOINTS = 20
 LATENCY_S = 0.02
 
 
@@ -132,6 +136,32 @@ def test_manifests_of_all_ranks_overlap(remote: RemoteTier, small_reads: Overlap
     assert [one.header.rank for one in found] == [*range(RANKS)]
     assert small_reads.calls == RANKS
     assert small_reads.most > 2
+
+
+@pytest.mark.parametrize("reader", [collect_remote, verify, partial(read_history, run="default")])
+def test_manifests_of_many_checkpoints_overlap(
+    remote: RemoteTier, small_reads: Overlap, reader: Callable[[RemoteTier], object]
+) -> None:
+    """Test that a collection, a check and a history read each manifest once, several at a time."""
+    (listing,) = remote.manifests.checkpoints("default")
+    manifest = remote.manifests.read("default", listing.ref, listing.manifests[0])
+    for step in range(4, 4 + CHECKPOINTS):
+        ref = CheckpointRef(1, step, SaveId(bytes(16)))
+        data = encode(manifest, dataclasses.replace(manifest.header, ref=ref))
+        remote.manifests.publish("default", ref, ManifestName(0, 1, digest(data)), data)
+    small_reads.calls = small_reads.most = 0
+    reader(remote)
+    assert small_reads.calls <= CHECKPOINTS + 3
+    assert small_reads.most > 2
+
+
+def test_known_checkpoints_are_not_read_ahead(remote: RemoteTier, small_reads: Overlap) -> None:
+    """Test a history that is followed."""
+    known: Known = {}
+    read_history(remote, "default", known=known)
+    first, small_reads.calls = small_reads.calls, 0
+    assert len(read_history(remote, "default", known=known).entries) == 1
+    assert small_reads.calls == first - 1, "only head records are read again"
 
 
 def test_head_records_overlap(remote: RemoteTier, small_reads: Overlap) -> None:

@@ -141,7 +141,8 @@ class RemoteFiles:
     @contextlib.contextmanager
     def reading_ahead(self, paths: Iterable[PurePath], limit: int) -> Iterator[None]:
         """Read small files in parallel, for calls of :meth:`read_small` inside the ``with`` block."""
-        begun = {path: self.readers.submit(self._read_small, path, limit) for path in paths}
+        new = [path for path in paths if path not in self._ahead]
+        begun = {path: self.readers.submit(self._read_small, path, limit) for path in new}
         self._ahead.update(begun)
         try:
             yield

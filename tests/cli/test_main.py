@@ -265,7 +265,9 @@ def test_an_interrupt_is_no_damage_and_leaves_nothing_half_written(
 ) -> None:
     """Test that the status is not click's 1, which reports a lost checkpoint."""
     script = (
-        "import asymcheck.convert.export_target as f, asymcheck.cli, os, time\n"
+        "import asymcheck.convert.export_target as f, asymcheck.cli, os, signal, time\n"
+        # nohup ignores SIGHUP.
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
         "def stop(self):\n"
         f"    os.kill(os.getpid(), {int(number)})\n"
         "    time.sleep(60)\n"

@@ -196,25 +196,40 @@ class Subscriber:
                     return False
                 self._changed.wait(left)
 
-    def update(self) -> Update | None:
+    def update(self, number: int | None = None) -> Update | None:
         """Update the weights to the newest release; return None if there is no newer one.
 
-        With ``prefetch``, a release counts once it was fetched.
+        With ``prefetch``, a release counts once it was fetched. With ``number``, update to this release, so that
+        several subscribers have the same one; return None if the weights are of this release already.
 
         Raises:
+            InvalidInputError: the weights are of a newer release than ``number``. Nothing was changed.
             StateMismatchError: the release has another architecture or dtype. Nothing was changed.
             InconsistentCheckpointError: all newer releases are damaged. Nothing was changed.
             PartialRestoreError: with one buffer, reading failed after some tensors were overwritten. They are a
                 mixture until the next update.
-            NotFoundError, RemoteUnreachableError, StorageError: see :meth:`poll`. Nothing was changed.
+            NotFoundError, RemoteUnreachableError, StorageError: see :meth:`poll`; NotFoundError also if there is no
+                release ``number``. Nothing was changed.
         """
         with self._changed:
             self._raise_failure()
+            if number is not None:
+                if number == self.number:
+                    return None
+                self._check(number)
             prepared, self._prepared = self._prepared, None
-            is_unread = self._thread is None and self.poll() is not None
-            if is_unread or (prepared is not None and not self._is_ready(prepared)):
-                prepared = self._prepare(overwrites=True)
+            is_unread = number is not None or (self._thread is None and self.poll() is not None)
+            is_asked = prepared is not None and number in (None, prepared.number)
+            if (is_unread and not is_asked) or (prepared is not None and not self._is_ready(prepared)):
+                prepared = self._prepare(number, overwrites=True)
             return None if prepared is None else self._install(prepared)
+
+    def _check(self, number: int) -> None:
+        """Raise if an update to a release is impossible."""
+        if number < self._floor:
+            raise InvalidInputError(f"release {number}: the weights are of release {self._floor}, which is newer")
+        if self.poll() is None and self._store is None:
+            raise NotFoundError(f"{self.location} has no release yet; publish release {number} first")
 
     def _is_ready(self, prepared: _Prepared) -> bool:
         """Tell whether a release was read, and nobody changed the weights that it shares with the present one."""
@@ -232,15 +247,15 @@ class Subscriber:
         assert self._store is not None  # noqa: S101 - for the reader and mypy
         return self._store.resources.tier
 
-    def _prepare(self, *, overwrites: bool) -> _Prepared:
-        """Read and verify the newest release. Without ``overwrites``, no tensor of the consumer is changed."""
+    def _prepare(self, number: int | None = None, *, overwrites: bool) -> _Prepared:
+        """Read and verify a release, by default the newest. Without ``overwrites``, change no tensor."""
         overlay: list[OpenPack] = []
         if self._held is not None:
             tensors = {name: weight.tensors[0] for name, weight in self._held.weights.items() if weight.tensors}
             overlay.append(HeldRelease(self._held.manifest, tensors))
         tier = OverlayTier(self._tier, overlay)
         with timed("subscribe"):
-            loaded = read_first(tier, RUN, None, partial(self._read, overwrites))
+            loaded = read_first(tier, RUN, number, partial(self._read, overwrites))
         if not isinstance(loaded.state, _Prepared):
             raise InconsistentCheckpointError(
                 f"{self.location}: no release after {self._floor} can be read, and the model was not changed:",

@@ -191,6 +191,30 @@ def test_weights_changed_after_a_prefetch_are_replaced(tmp_path: Path) -> None:
         assert torch.equal(served.counter, trained.counter)
 
 
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_several_subscribers_take_one_release(tmp_path: Path, *, prefetch: bool) -> None:
+    """Test a given release that is not the newest, also after the newest was fetched, and impossible ones."""
+    location, trained, served = str(tmp_path / "releases"), model(), model()
+    with Subscriber(location, served, prefetch=prefetch, poll_s=0.01) as subscriber:
+        with pytest.raises(NotFoundError, match="has no release yet; publish release 1 first"):
+            subscriber.update(1)
+        with Publisher(Publish(location)) as publisher:
+            for step in (1, 2, 3):
+                publish(publisher, trained, step)
+        assert subscriber.wait(60)
+        for number in (2, 3):
+            update = subscriber.update(number)
+            assert update is not None
+            assert update.number == number
+            check(served, number)
+            assert subscriber.update(number) is None
+        with pytest.raises(InvalidInputError, match="release 1: the weights are of release 3"):
+            subscriber.update(1)
+        with pytest.raises(NotFoundError, match="step 4"):
+            subscriber.update(4)
+        check(served, 3)
+
+
 def test_empty_dict_receives_tensors(tmp_path: Path) -> None:
     """Test a dict that has no tensors yet."""
     served: dict[str, object] = {}

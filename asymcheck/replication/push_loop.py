@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import math
 import os
-import shutil
 import sys
 import threading
 import time
@@ -41,17 +41,7 @@ from asymcheck.replication.collect_remote import RemotePruner
 from asymcheck.replication.cross_node_dedup import SentParts, begun_first
 from asymcheck.replication.head_records import publish_heads
 from asymcheck.replication.push import encoder_for, push
-from asymcheck.replication.push_status import (
-    REQUEST,
-    STATUS,
-    Failure,
-    PushJob,
-    PushRequest,
-    PushStatus,
-    Watched,
-    decoded,
-    write,
-)
+from asymcheck.replication.push_status import Failure, Mailbox, PushJob, PushRequest, PushStatus, decoded
 from asymcheck.replication.run_lease import LeaseStatus, RunLease
 from asymcheck.replication.transfer_stats import Moved
 from asymcheck.storage.interfaces import ReadTier
@@ -71,7 +61,6 @@ _CALLED, _AWAITED = 1, 2
 """Urgency of the next round: after a commit, and after a wait or at the end."""
 _WAIT_S = 0.5
 _TICK_S = 0.05
-_UNWRITTEN_S = 60.0
 _INTERVALS = 32
 _WAITING = 256
 _VERIFIED_MANIFESTS = 64
@@ -438,13 +427,12 @@ def follow(loop: PushLoop, tick: Callable[[PushStatus], None], *, lets_signals_e
 
 
 class _Server:
-    """The child process of a training: it applies the request file, and writes the status file."""
+    """The child process of a training: it applies the requests, and writes the status."""
 
-    def __init__(self, folder: Path, parent: int, loop: PushLoop) -> None:
-        self._folder, self._parent, self._loop = folder, parent, loop
-        self._requests = Watched(folder / REQUEST)
+    def __init__(self, requests: Mailbox, statuses: Mailbox, parent: int, loop: PushLoop) -> None:
+        self._requests, self._statuses, self._parent, self._loop = requests, statuses, parent, loop
         self._written: PushStatus | None = None
-        self._written_at, self._stop_at = time.monotonic(), math.inf
+        self._stop_at = math.inf
         self._is_orphaned = False
 
     def tick(self, status: PushStatus) -> None:
@@ -461,40 +449,35 @@ class _Server:
                 self._stop_at = time.monotonic() + request.close_s
         if time.monotonic() > self._stop_at:
             self._loop.cancel()
-        now = time.monotonic()
         if status != self._written:
-            try:
-                write(self._folder / STATUS, status)
-            except OSError:
-                # A full file system delays the status. After a while, another child tries another file system.
-                if now - self._written_at > _UNWRITTEN_S:
-                    raise
-                return
+            self._statuses.write(status)
             self._written = status
-        self._written_at = now
 
 
-def serve(folder: str, parent: int) -> None:
+def serve(requests: int, statuses: int, parent: int) -> None:
     """Push for the process ``parent`` as the job on standard input says, until either ends.
 
     If the training is killed, the checkpoint that is being uploaded is finished, and no other is begun.
+
+    Args:
+        requests: descriptor of the :class:`Mailbox` of the requests.
+        statuses: descriptor of the :class:`Mailbox` of the status.
+        parent: process id of the training.
     """
     _lower_priority()
-    path, status = Path(folder), 1
+    status = 1
     try:
-        status = run_child(path, decoded(PushJob, sys.stdin.buffer.read()), parent)
+        job = decoded(PushJob, sys.stdin.buffer.read())
+        status = run_child(Mailbox(io.FileIO(requests)), Mailbox(io.FileIO(statuses, "r+")), job, parent)
     except Exception:  # noqa: BLE001 - the training sees the status
         traceback.print_exc()
-    if os.getppid() != parent:
-        # Otherwise the training removes the folder.
-        shutil.rmtree(path, ignore_errors=True)
     sys.stderr.flush()
     # A regular exit would wait for threads that wait for servers.
     os._exit(status)
 
 
-def run_child(folder: Path, job: PushJob, parent: int) -> int:
-    """Push for the process ``parent``, which uses the files in ``folder``; return the exit status."""
+def run_child(requests: Mailbox, statuses: Mailbox, job: PushJob, parent: int) -> int:
+    """Push for the process ``parent``, which writes ``requests`` and reads ``statuses``; return the exit status."""
     try:
         local: ReadTier = (
             RemoteTier(parse_location(job.store), job.config)
@@ -503,9 +486,9 @@ def run_child(folder: Path, job: PushJob, parent: int) -> int:
         )
         loop = PushLoop(local, job)
     except AsymcheckError as error:
-        write(folder / STATUS, PushStatus(job.statistics, answered=-1, failure=Failure.of(error)))
+        statuses.write(PushStatus(job.statistics, answered=-1, failure=Failure.of(error)))
         return 1
-    follow(loop, _Server(folder, parent, loop).tick)
+    follow(loop, _Server(requests, statuses, parent, loop).tick)
     return 0
 
 

@@ -39,9 +39,9 @@ from asymcheck.replication.cross_node_dedup import held_back, wait_for_others
 from asymcheck.replication.head_records import publish_heads
 from asymcheck.replication.transfer_plan import (
     Frame,
+    Older,
     PartitionIndex,
     Reencoder,
-    SharedCheckpoint,
     TransferPlanner,
     all_needs,
     older_of,
@@ -282,10 +282,10 @@ class _Push:
                     self.damaged.add(Digest(error.digest))
 
     def _send_from(
-        self, local: PartitionLocator, names: Sequence[Digest], manifests: Sequence[Manifest], older: SharedCheckpoint
+        self, local: PartitionLocator, names: Sequence[Digest], manifests: Sequence[Manifest], older: Older
     ) -> set[PackId]:
         # Listed at each attempt, to find the packs of earlier attempts.
-        needs = all_needs(local, manifests, older.manifests)
+        needs = all_needs(local, manifests, older[0])
         kept = self.remote.listed()
         kept.read_indexes(kept.pack_ids())
         with PartitionLocator(kept, needs, (), must_be_complete=False) as remote:
@@ -293,8 +293,7 @@ class _Push:
             planner.choose(names)
             reencoder = None
             if self.remote.config.remote.compression != "off":
-                partitions = PartitionIndex(manifests, older.manifests)
-                reencoder = Reencoder(self.encoder, partitions, planner, older.sources)
+                reencoder = Reencoder(self.encoder, PartitionIndex(manifests, older[0]), planner, older[1])
             uploader = PackSender(self.remote, planner.stored, self.moved, self._note, reencoder)
             # The base of a frame arrives before the frame.
             new = uploader.send(planner.full) | uploader.send_in_order(planner.based)

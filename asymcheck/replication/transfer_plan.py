@@ -24,6 +24,7 @@ from asymcheck.errors import (
     MissingPartitionError,
     SkippedCheckpointWarning,
     StorageError,
+    result_or_error,
     warn_user,
 )
 from asymcheck.format import registry
@@ -272,33 +273,25 @@ def all_needs(local: PartitionLocator, manifests: Sequence[Manifest], older: Seq
     return PartitionSet.of_lengths(lengths)
 
 
-@dataclasses.dataclass(frozen=True)
-class SharedCheckpoint:
-    """An older checkpoint that exists on both sides."""
-
-    manifests: Sequence[Manifest]
-    """Manifests of all ranks; empty if no such checkpoint exists."""
-    sources: PartitionLocator | None
-    """Locator of its partitions in the source."""
+Older = tuple[Sequence[Manifest], PartitionLocator | None]
+"""Manifests of an older checkpoint that exists on both sides, and the locator of its partitions in the source."""
 
 
 @contextlib.contextmanager
-def older_of(local: ReadTier, listing: CheckpointFiles | None, encoder: Encoder) -> Iterator[SharedCheckpoint]:
-    """Open an older checkpoint for deltas; yields an empty one if there is none, or if deltas do not pay."""
-    if listing is None or not encoder.wants_bases:
-        yield SharedCheckpoint((), None)
-        return
-    try:
-        manifests = read_manifests(local, listing)
-        sources = PartitionLocator.of_manifests(local, manifests, must_be_complete=False)
-    except INCONCLUSIVE:
-        raise
-    except AsymcheckError:
+def older_of(local: ReadTier, listing: CheckpointFiles | None, encoder: Encoder) -> Iterator[Older]:
+    """Open an older checkpoint for deltas; yields no manifest if there is none, or if deltas do not pay."""
+    opened = None if listing is None or not encoder.wants_bases else result_or_error(_open_older, local, listing)
+    if opened is None or isinstance(opened, AsymcheckError):
         # A deleted or damaged older checkpoint only costs compression.
-        yield SharedCheckpoint((), None)
+        yield (), None
         return
-    with sources:
-        yield SharedCheckpoint(manifests, sources)
+    with opened[1]:
+        yield opened
+
+
+def _open_older(local: ReadTier, listing: CheckpointFiles) -> tuple[Sequence[Manifest], PartitionLocator]:
+    manifests = read_manifests(local, listing)
+    return manifests, PartitionLocator.of_manifests(local, manifests, must_be_complete=False)
 
 
 class PartitionIndex:
@@ -399,11 +392,8 @@ class Reencoder:
 
 
 def _read_base(sources: PartitionLocator, base: Digest, copy: PartitionCopy, length: int) -> list[Base]:
-    try:
-        plain = read_any(sources, base, first=copy)
-    except INCONCLUSIVE:
-        raise
-    except AsymcheckError:
-        # Deleted in the meantime, or damaged.
+    plain = result_or_error(read_any, sources, base, first=copy)
+    if isinstance(plain, AsymcheckError) or len(plain) != length:
+        # Deleted in the meantime, damaged, or of another length.
         return []
-    return [Base(registry.CODEC_DELTA, base, plain)] if len(plain) == length else []
+    return [Base(registry.CODEC_DELTA, base, plain)]

@@ -51,7 +51,7 @@ from asymcheck.restore.partition_locator import PartitionLocator, PartitionSet
 from asymcheck.restore.resolve import read_manifests
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
-from asymcheck.storage.remote import RemoteTier, plan_pack
+from asymcheck.storage.remote import RemoteTier, cut, plan_pack
 from asymcheck.storage.slots import Slot
 from asymcheck.types import CheckpointRef, Digest, PackId, Progress
 
@@ -433,15 +433,6 @@ class PackSender:
             self._progress(self._done, self._total)
 
 
-def _cut(frames: Sequence[Frame], size: int) -> list[list[Frame]]:
+def _cut(frames: Sequence[Frame], size: int) -> list[Sequence[Frame]]:
     """Split frames into groups of at most ``size`` bytes, or of one frame."""
-    groups: list[list[Frame]] = []
-    room = 0
-    for frame in frames:
-        length = frame_length(frame.stored)
-        if not groups or length > room:
-            groups.append([])
-            room = size
-        groups[-1].append(frame)
-        room -= length
-    return groups
+    return [frames[group.start : group.stop] for group in cut([frame_length(frame.stored) for frame in frames], size)]

@@ -107,7 +107,7 @@ class PackUpload:
                     yield pieces, turn.close
 
         # An existing file with this random name is this pack, put by an attempt whose answer was lost.
-        self._files.put(final, content, partial(self._check, header, entries), random_bytes=16)
+        self._files.put(final, content, partial(self._check, header, entries))
         emit("remote.pack_renamed", final.name, end)
         # The next push need not read it.
         self._uploaded(PackIndex(header, entries, None))

@@ -29,8 +29,7 @@ from asymcheck.errors import (
 )
 from asymcheck.events import relay
 from asymcheck.gc.retention_runner import MaintenanceThread
-from asymcheck.policies.push_selection import Push, check_seconds, due, held
-from asymcheck.policies.retention import Retention
+from asymcheck.policies.push_selection import check_seconds, due, held
 from asymcheck.replication.checkpoint_cache import CheckpointCache
 from asymcheck.replication.push_loop import GIVE_UP_S, RETRY_S
 from asymcheck.replication.push_status import (
@@ -313,28 +312,8 @@ class BackgroundPush:
         return self.statistics()
 
     def close_before_kill(self, left_s: float) -> None:
-        """Push the newest checkpoint even if no rule selects it, then :meth:`close`, within ``left_s`` seconds."""
-        end_s, job = time.monotonic() + left_s, self._job
-        if job is None or not self._is_open:
-            return
-        newest = dataclasses.replace(job.rules, every=None, every_s=None, best=None, keep=Retention(keep_last=1))
-        try:
-            # While another training has the lease, nothing is pushed.
-            if not self.lease.is_taken and not self._sends_first(newest):
-                other = BackgroundPush(self._local, dataclasses.replace(job, rules=newest, prunes=False)).start()
-                # The child of this push needs time to release the lease.
-                other._close(max(left_s - GIVE_UP_S, 0.0), is_killed=True)  # noqa: SLF001 - of this class
-        finally:
-            self._close(max(end_s - time.monotonic(), 0.0), is_killed=True)
-
-    def _sends_first(self, newest: Push) -> bool:
-        """Tell whether the child sends the checkpoint that ``newest`` selects, or begins with it."""
-        with self._turn, contextlib.suppress(AsymcheckError):
-            waiting, sending = self._waiting(), self._now.sending
-            local = [] if self._known is None else list(self._known.refresh())
-            wanted = [row.save_id for row in due(newest, local, (), time.time_ns())]
-            return wanted[-1:] == waiting[-1:] and sending in (None, *wanted)
-        return False
+        """Push the newest checkpoint first, even if no rule selects it, and close within ``left_s`` seconds."""
+        self._close(max(left_s, 0.0), is_killed=True)
 
     def _close(self, limit_s: float | None, *, is_killed: bool = False) -> None:
         """End once, and warn. With ``is_killed``, the end takes at most ``limit_s``."""
@@ -357,7 +336,8 @@ class BackgroundPush:
         grace_s = GIVE_UP_S + _ANSWER_S
         if is_killed and limit_s is not None:
             limit_s, grace_s = max(limit_s - GIVE_UP_S, 0.0), min(limit_s, GIVE_UP_S)
-        self._ask(is_closing=True, close_s=limit_s)
+        # While another training has the lease, nothing is pushed.
+        self._ask(is_closing=True, close_s=limit_s, sends_newest=is_killed and not self.lease.is_taken)
         with self._turn:
             self._look()
             grace_s += 0.0 if self._has_begun or is_killed else _START_S

@@ -35,7 +35,8 @@ from asymcheck.errors import (
 )
 from asymcheck.events import Detail, Interval, timed, watch
 from asymcheck.executor import NICE, begin
-from asymcheck.policies.push_selection import due
+from asymcheck.policies.push_selection import Push, due
+from asymcheck.policies.retention import Retention
 from asymcheck.replication.checkpoint_cache import CheckpointCache, RemotePresence
 from asymcheck.replication.collect_remote import RemotePruner
 from asymcheck.replication.cross_node_dedup import SentParts, begun_first
@@ -108,6 +109,8 @@ class PushLoop:
         self._prune_failure: Exception | None = None
         self._urgency = 0
         self._is_ending, self._cancelled_at = False, math.inf
+        # Checkpoint whose upload is to be cancelled.
+        self._dropped: str | None = None
 
     def apply(self, request: PushRequest) -> None:
         """Apply the present request of the training."""
@@ -126,7 +129,9 @@ class PushLoop:
                 self._damaged = {}
             self._urgency = max(self._urgency, _AWAITED if is_awaited or request.is_closing else _CALLED)
             with contextlib.suppress(AsymcheckError):
-                self._due()
+                first = self._due()[-1:]
+                if request.sends_newest and first and first[0].save_id != self._status.sending:
+                    self._dropped = self._status.sending
 
     def _last_step(self) -> int | None:
         with self._turn:
@@ -257,12 +262,16 @@ class PushLoop:
     def _check(self) -> None:
         if self._cancelled_at < math.inf:
             raise GivenUpError("upload cancelled at the end")
+        if self._dropped is not None and self._dropped == self._status.sending:
+            self._dropped = None
+            raise GivenUpError("upload cancelled: the newest checkpoint goes first")
         self._status.lease.check(self._run, self._rules.remote)
 
     def _next(self, tried: set[str]) -> Checkpoint | None:
         untried = [checkpoint for checkpoint in reversed(self._due()) if checkpoint.save_id not in tried]
         listings = [self._known.listing(checkpoint) for checkpoint in untried]
-        if self._remote is not None and not all(listing is None or listing.is_whole for listing in listings):
+        are_parts = not all(listing is None or listing.is_whole for listing in listings)
+        if self._remote is not None and are_parts and not self._request.sends_newest:
             untried = begun_first(self._remote, self._run, untried)
         return next(iter(untried), None)
 
@@ -278,7 +287,11 @@ class PushLoop:
             remote_only = [checkpoint for save_id, checkpoint in self._sent.items() if save_id not in local]
             remote = self._known.placed(remote_only, self._generation)
             remote += [local[save_id] for save_id in self._sent if save_id in local]
-            selected = due(self._rules, list(local.values()), remote, time.time_ns())
+            now_ns, present = time.time_ns(), list(local.values())
+            selected = due(self._rules, present, remote, now_ns)
+            if self._request.sends_newest:
+                newest = due(Push(self._rules.remote, keep=Retention(keep_last=1)), present, remote, now_ns)
+                selected += [row for row in newest if row not in selected]
             damaged, now = self._damaged, time.monotonic()
             self._reasons = [damaged[row.save_id][0] for row in selected if row.save_id in damaged]
             ready = [row for row in selected if row.save_id not in damaged or damaged[row.save_id][1] <= now]

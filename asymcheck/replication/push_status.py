@@ -58,6 +58,8 @@ class PushRequest:
     """Whether to push the remaining checkpoints once, and end."""
     close_s: float | None = None
     """Time limit of the end [s]; None for no limit."""
+    sends_newest: bool = False
+    """Whether to push the newest checkpoint before all others, even if no rule selects it."""
     claim: LeaseClaim | None = None
     """Claim to the lease of the run."""
 

@@ -432,6 +432,21 @@ def test_end_before_a_kill_sends_the_newest_checkpoint_once(store: Path, folder:
     check_location(folder, *sorted(sent))
 
 
+@pytest.mark.slow
+def test_end_before_a_kill_cancels_an_upload(store_path: Path, folder: str) -> None:
+    """Test the upload of a selected checkpoint, which goes on after that of the newest one."""
+    sent: list[int] = []
+    note = watch(lambda interval: sent.append(int(interval.detail["step"])) if interval.name == "push" else None)
+    with note, Store.open(store_path, config=config(bytes_per_s=120_000), create=True) as opened:
+        opened.save(state_of(2), step=2)
+        pushing = by_process(opened, folder, every=2)
+        wait_until(lambda: pushing.statistics().done_bytes > 0, "the upload to begin")
+        opened.save(state_of(3), step=3)
+        pushing.close_before_kill(60.0)
+    assert sent == [2, 3, 2]
+    check_location(folder, 2, 3)
+
+
 def test_end_before_a_kill_keeps_its_time_limit(store: Path, folder: str) -> None:
     """Test a process that does not answer: no grace is added to the time that is left."""
     with Store.open(store, config=CONFIG) as opened:

@@ -192,12 +192,18 @@ class TransferPlanner:
             depth = self._base(base, above | {name}) + (kind == registry.KIND_DELTA)
         if depth > registry.DELTA_DEPTH_MAX:
             is_decoded, depth = True, 0
-        self._add(name, copy, decoded=is_decoded)
         self._sent_derived.discard(name)
-        if kind == registry.KIND_DELTA and not is_decoded:
-            self._under_deltas |= copy.bases()
-        elif kind == registry.KIND_DERIVED and not is_decoded:
-            self._sent_derived.add(name)
+        if is_decoded:
+            read = partial(read_any, self._local, name, first=copy)
+            self.full.append(frame_of(FrameDescriptor.identity(name, copy.plain_length), read))
+        elif kind == registry.KIND_FULL:
+            self.full.append(_as_stored(name, copy))
+        else:
+            self.based.append(_as_stored(name, copy))
+            if kind == registry.KIND_DELTA:
+                self._under_deltas |= copy.bases()
+            else:
+                self._sent_derived.add(name)
         self._depths[name] = depth
         return depth
 
@@ -209,15 +215,6 @@ class TransferPlanner:
         if not copies:
             raise MissingPartitionError(f"base {base.hex()} is in no readable pack; run asymcheck verify", base)
         return self._send(base, copies[0], as_base=True, above=above)
-
-    def _add(self, name: Digest, copy: PartitionCopy, *, decoded: bool) -> None:
-        frame = self._decoded_frame(name, copy) if decoded else _as_stored(name, copy)
-        is_full = int(frame.entry["kind"]) == registry.KIND_FULL
-        (self.full if is_full else self.based).append(frame)
-
-    def _decoded_frame(self, name: Digest, copy: PartitionCopy) -> Frame:
-        read = partial(read_any, self._local, name, first=copy)
-        return frame_of(FrameDescriptor.identity(name, copy.plain_length), read)
 
 
 def frame_of(descriptor: FrameDescriptor, payload: Callable[[], memoryview | bytes]) -> Frame:

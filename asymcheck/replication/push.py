@@ -53,7 +53,7 @@ from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.remote import RemoteTier, cut, plan_pack
 from asymcheck.storage.slots import Slot
-from asymcheck.types import CheckpointRef, Digest, PackId, Progress
+from asymcheck.types import CheckpointRef, Digest, PackId, Progress, ProgressMeter
 
 _ATTEMPTS = 8
 _OLDER_TRIED = 8
@@ -88,7 +88,7 @@ def push(
         local: the source.
         remote: the target.
         listings: the checkpoints.
-        progress: callback with the payload bytes sent and to be sent, for the current checkpoint.
+        progress: callback with the payload bytes sent and to be sent, for the current checkpoint. It may raise to stop.
         encoder: encoder of an earlier push to the same location.
 
     Raises:
@@ -170,7 +170,7 @@ class _Push:
     older: CheckpointFiles | None
     publish_heads: Callable[[str], object]
     damaged: set[Digest] = dataclasses.field(default_factory=set)
-    reported: tuple[int, int] = (0, 0)
+    reported: tuple[int, ...] = (0, 0)
     # Temporary names of uploaded manifests.
     staged: dict[ManifestName, PurePosixPath] = dataclasses.field(default_factory=dict)
 
@@ -219,7 +219,7 @@ class _Push:
             relied = self._send(manifests)
             for upload in staging:
                 upload.result()
-            if not self._packs_remain(relied):
+            if self.remote.reprieve(relied):
                 continue
             if not committed:
                 self.publish_heads(run)
@@ -229,7 +229,7 @@ class _Push:
                 committed = True
             # A collection that listed the manifests earlier may have removed a pack by now. A collection that begins
             # later sees the manifest, and reprieves the pack.
-            if self._packs_remain(relied):
+            if not self.remote.reprieve(relied):
                 self.moved.committed += (f"run {run}, {ref}",)
                 return
         raise StorageError(
@@ -249,18 +249,11 @@ class _Push:
             except (FormatError, StorageError):
                 self.remote.files.delete(self.remote.manifests.directory(run, ref) / str(name))
 
-    def _packs_remain(self, relied: set[PackId]) -> bool:
-        """Tell whether all packs will stay. A killed collection may have announced the removal of some."""
-        return not self.remote.reprieve(relied)
-
-    def _report(self) -> None:
-        """Report the progress to the caller, whose callback may stop the push."""
+    def _report(self, *progress: int) -> None:
+        """Report the progress to the caller; without ``progress``, report the last one again."""
+        self.reported = progress or self.reported
         if self.progress is not None:
             self.progress(*self.reported)
-
-    def _note(self, done: int, total: int) -> None:
-        self.reported = done, total
-        self._report()
 
     def _send(self, manifests: Sequence[Manifest], excluded: Collection[Digest] = ()) -> set[PackId]:
         """Send missing partitions except ``excluded``; return the old and new packs that the checkpoint relies on."""
@@ -294,7 +287,7 @@ class _Push:
             reencoder = None
             if self.remote.config.remote.compression != "off":
                 reencoder = Reencoder(self.encoder, PartitionIndex(manifests, older[0]), planner, older[1])
-            uploader = PackSender(self.remote, planner.stored, self.moved, self._note, reencoder)
+            uploader = PackSender(self.remote, planner.stored, self.moved, self._report, reencoder)
             # The base of a frame arrives before the frame.
             new = uploader.send(planner.full) | uploader.send_in_order(planner.based)
             self.moved.reused_partitions += planner.reused
@@ -312,10 +305,9 @@ class PackSender:
         self._config = remote.config.remote
         self._packs = remote.uploader()
         self._reencoder = reencoder
-        self._total = total
         self._moved = moved
-        self._progress = progress
-        self._done = 0
+        # Bytes that are sent again after a failure count twice.
+        self._meter = ProgressMeter(progress, total)
         self._lock = threading.Lock()
         self._probe_written = threading.Event()
         self._in_memory = threading.Semaphore(self._config.uploads)
@@ -406,7 +398,7 @@ class PackSender:
         """Upload ``frames``, the encoded form of ``group``."""
         plain, stored = (sum(frame.stored for frame in part) for part in (group, frames))
         with self._lock:
-            self._total -= plain - stored
+            self._meter.total -= plain - stored
         spent = [encoding_s]
 
         def read(number: int, slot: Slot) -> FrameDescriptor:
@@ -417,7 +409,7 @@ class PackSender:
             return descriptor
 
         plan = plan_pack([frame.entry for frame in frames])
-        pack_id = self._packs.upload(plan, read, self._sent, self._probe_written.set)
+        pack_id = self._packs.upload(plan, read, self._meter.add, self._probe_written.set)
         self._remote.pace.making.note(stored, sum(spent))
         with self._lock:
             self._moved.packs += 1
@@ -425,12 +417,6 @@ class PackSender:
             self._moved.plain_bytes += plain
             self._moved.moved_partitions += len(frames)
         return pack_id
-
-    def _sent(self, count: int) -> None:
-        with self._lock:
-            # Bytes that are sent again after a failure count twice.
-            self._done = min(self._done + count, self._total)
-            self._progress(self._done, self._total)
 
 
 def _cut(frames: Sequence[Frame], size: int) -> list[Sequence[Frame]]:

@@ -55,15 +55,15 @@ class CheckpointCache:
         After the first call, this lists the run, and each checkpoint that is new or was incomplete.
         """
         manifests = self._tier.manifests
-        # A location may list all checkpoints at once.
-        before = self._listings or {listing.ref: listing for listing in manifests.checkpoints(self._run)}
-        refs = manifests.refs(self._run)
-        self._listings = {
-            ref: before[ref] if ref in before and before[ref].is_complete else manifests.listing(self._run, ref)
-            for ref in refs
-        }
-        line = self._present = self._present_line(refs)
-        complete = [ref for ref in refs if self._listings[ref].is_complete]
+        if before := self._listings:
+            self._listings = {
+                ref: before[ref] if ref in before and before[ref].is_complete else manifests.listing(self._run, ref)
+                for ref in manifests.refs(self._run)
+            }
+        else:
+            self._listings = {listing.ref: listing for listing in manifests.checkpoints(self._run)}
+        line = self._present = self._present_line()
+        complete = [ref for ref, listing in self._listings.items() if listing.is_complete]
         self._described = {ref: self._described.get(ref) or self._describe(ref) for ref in complete}
         return [
             dataclasses.replace(checkpoint, on_line=None if line is None else ref in line)
@@ -102,7 +102,7 @@ class CheckpointCache:
             manifests = [] if isinstance(read, AsymcheckError) else read
         return describe_by(listing, manifests, None)
 
-    def _present_line(self, refs: list[CheckpointRef]) -> Lineage | None:
+    def _present_line(self) -> Lineage | None:
         heads = self._tier.manifests.heads(self._run)
         if heads != self._heads:
             try:
@@ -110,7 +110,7 @@ class CheckpointCache:
             except HeadRecordError:
                 self._line = None
             self._heads = heads
-        if self._line is not None and any(ref.generation > self._line.generation for ref in refs):
+        if self._line is not None and any(ref.generation > self._line.generation for ref in self._listings):
             return None
         return self._line
 

@@ -8,7 +8,7 @@ import functools
 import operator
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import PurePosixPath
@@ -105,29 +105,23 @@ def push(
     # Once per run; a call that raises is repeated.
     publish = functools.cache(partial(publish_heads, local, remote))
     failures: dict[str, AsymcheckError] = {}
-    committed: dict[str, dict[CheckpointRef, CheckpointFiles]] = {}
     for listing in listings:
         run = listing.run
         if run in failures:
             continue
-        if run not in committed:
-            committed[run] = {listed.ref: listed for listed in remote.manifests.checkpoints(run)}
         try:
-            # Each store of a job pushes only what its own ranks saved.
-            parts = {ref: listed.of_ranks(listing.store_ranks) for ref, listed in committed[run].items()}
-            part = parts.get(listing.ref)
-            if part is not None and part.is_complete and present.has(part):
+            part = _remote_part(remote, listing, listing.ref)
+            if part.is_complete and present.has(part):
                 moved.present += 1
                 continue
-            older = _older(local, listing, [ref for ref, part in parts.items() if part.is_complete])
+            older = _older(local, remote, listing) if encoder.wants_bases else None
             _Push(local, remote, listing, moved, progress, encoder, older, publish).carry_out()
-            committed[run][listing.ref] = listing
         except (HeadRecordError, InvalidInputError) as error:
             # Every other checkpoint of the run would fail, too.
             failures[run] = error
         except (FormatError, RecoveryError) as error:
             failures[f"run {run}, {listing.ref}"] = error
-    for run in [run for run in committed if run not in failures]:
+    for run in {listing.run: None for listing in listings if listing.run not in failures}:
         try:
             publish(run)
         except (HeadRecordError, InvalidInputError) as error:
@@ -148,11 +142,17 @@ def _raise_any(failures: Mapping[str, AsymcheckError], asked: int, remote: Remot
     ) from first
 
 
-def _older(local: ReadTier, listing: CheckpointFiles, remote: Iterable[CheckpointRef]) -> CheckpointFiles | None:
+def _remote_part(remote: RemoteTier, listing: CheckpointFiles, ref: CheckpointRef) -> CheckpointFiles:
+    """Return the remote manifests of the ranks of ``listing``: each store of a job pushes only what its ranks saved."""
+    return remote.manifests.listing(listing.run, ref).of_ranks(listing.store_ranks)
+
+
+def _older(local: ReadTier, remote: RemoteTier, listing: CheckpointFiles) -> CheckpointFiles | None:
     """Return the newest older checkpoint that exists on both sides."""
-    for ref in sorted((ref for ref in remote if ref < listing.ref), reverse=True)[:_OLDER_TRIED]:
+    refs = [ref for ref in remote.manifests.refs(listing.run) if ref < listing.ref]
+    for ref in reversed(refs[-_OLDER_TRIED:]):
         older = local.manifests.listing(listing.run, ref)
-        if older.is_complete:
+        if older.is_complete and _remote_part(remote, listing, ref).is_complete:
             return older
     return None
 
@@ -261,7 +261,7 @@ class _Push:
         needs = PartitionSet.of_manifests(manifests)
         with (
             PartitionLocator(self.local, needs, hints) as local,
-            older_of(self.local, self.older, self.encoder) as older,
+            older_of(self.local, self.older) as older,
         ):
             names = local.in_reading_order([needs.digests[number] for number in range(len(needs.digests))])
             names = [name for name in names if name not in excluded]

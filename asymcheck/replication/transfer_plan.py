@@ -275,9 +275,9 @@ Older = tuple[Sequence[Manifest], PartitionLocator | None]
 
 
 @contextlib.contextmanager
-def older_of(local: ReadTier, listing: CheckpointFiles | None, encoder: Encoder) -> Iterator[Older]:
-    """Open an older checkpoint for deltas; yields no manifest if there is none, or if deltas do not pay."""
-    opened = None if listing is None or not encoder.wants_bases else result_or_error(_open_older, local, listing)
+def older_of(local: ReadTier, listing: CheckpointFiles | None) -> Iterator[Older]:
+    """Open an older checkpoint for deltas; yields no manifest if there is none."""
+    opened = None if listing is None else result_or_error(_open_older, local, listing)
     if opened is None or isinstance(opened, AsymcheckError):
         # A deleted or damaged older checkpoint only costs compression.
         yield (), None

@@ -18,7 +18,6 @@ from asymcheck.errors import (
     BaseDamagedError,
     CheckpointNotFoundError,
     DamagedPartitionError,
-    DigestMismatchError,
     FormatError,
     InconsistentCheckpointError,
     MissingPartitionError,
@@ -28,12 +27,11 @@ from asymcheck.errors import (
     warn_user,
 )
 from asymcheck.format import registry
-from asymcheck.format.digest import digest as digest_of
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import ENTRY_DTYPE, entry_of
 from asymcheck.inspect.history import known_line
-from asymcheck.restore.frame_reader import read_any, read_frame
+from asymcheck.restore.frame_reader import read_any, read_stored
 from asymcheck.restore.partition_locator import PartitionCopy, PartitionLocator, PartitionSet
 from asymcheck.restore.resolve import candidates, check_run_exists, read_manifests, resolve_each
 from asymcheck.storage.interfaces import ReadTier
@@ -235,10 +233,7 @@ def _as_stored(name: Digest, copy: PartitionCopy) -> Frame:
 
     def read(slot: Slot) -> FrameDescriptor:
         try:
-            descriptor, payload, where = read_frame(copy, Slot(int(entry["stored_length"])) if is_shifted else slot)
-            # read_frame() verified the checksum of an encoded payload. The checksum of a plain payload is its digest.
-            if descriptor.codec == registry.CODEC_IDENTITY and digest_of(payload) != name:
-                raise DigestMismatchError(f"digest mismatch in {where}")
+            descriptor, payload = read_stored(copy, Slot(copy.stored_length) if is_shifted else slot)
         except FormatError as error:
             raise DamagedPartitionError(str(error), name) from error
         except INCONCLUSIVE:

@@ -223,9 +223,7 @@ class BackgroundPush:
     def guard(self, store_id: str, *, takeover: bool) -> None:
         """Take the lease of the run at the remote location, on rank 0. Call it with the lock of the run in the store.
 
-        Args:
-            store_id: id of the store, in hexadecimal digits.
-            takeover: take the run over from a living training on another machine.
+        With ``takeover``, take the run over from a living training on another machine.
 
         Raises:
             RunInUseError: another training has the lease.

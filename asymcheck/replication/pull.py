@@ -69,15 +69,8 @@ def pull(
 ) -> Moved:
     """Copy checkpoints into a store, and verify every byte; skip checkpoints that the store already has.
 
-    A checkpoint that cannot be copied does not stop the others, and raises at the end.
-
-    Args:
-        remote: the source.
-        local: the store.
-        catalog: the catalog of the store.
-        listings: the checkpoints.
-        progress: callback with the plain bytes read and to be read, for the current checkpoint.
-        selection: the tensors to copy, and their run; by default whole checkpoints.
+    A checkpoint that cannot be copied does not stop the others, and raises at the end. ``progress`` is called with the
+    plain bytes read and to be read, for the current checkpoint. With ``selection``, only some tensors are copied.
 
     Raises:
         InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError: a checkpoint is damaged.

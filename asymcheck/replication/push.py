@@ -80,16 +80,11 @@ def push(
     progress: Progress | None = None,
     encoder: Encoder | None = None,
 ) -> Moved:
-    """Copy checkpoints to a remote location in the given order; skip checkpoints that are whole there.
+    """Copy checkpoints of ``local`` to a location in the given order; skip checkpoints that are whole there.
 
     The head records of their runs are published, too. A checkpoint that cannot be copied does not stop the others.
-
-    Args:
-        local: the source.
-        remote: the target.
-        listings: the checkpoints.
-        progress: callback with the payload bytes sent and to be sent, for the current checkpoint. It may raise to stop.
-        encoder: encoder of an earlier push to the same location.
+    ``progress`` is called with the payload bytes sent and to be sent, for the current checkpoint, and may raise to stop.
+    ``encoder`` is that of an earlier push to the same location.
 
     Raises:
         InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError: a checkpoint of the

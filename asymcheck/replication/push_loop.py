@@ -470,12 +470,8 @@ class _Server:
 def serve(requests: int, statuses: int, parent: int) -> None:
     """Push for the process ``parent`` as the job on standard input says, until either ends.
 
-    If the training is killed, the checkpoint that is being uploaded is finished, and no other is begun.
-
-    Args:
-        requests: descriptor of the :class:`Mailbox` of the requests.
-        statuses: descriptor of the :class:`Mailbox` of the status.
-        parent: process id of the training.
+    ``requests`` and ``statuses`` are descriptors of mailboxes. If the training is killed, the checkpoint that is being
+    uploaded is finished, and no other is begun.
     """
     _lower_priority()
     status = 1

@@ -83,7 +83,7 @@ def push(
     """Copy checkpoints of ``local`` to a location in the given order; skip checkpoints that are whole there.
 
     The head records of their runs are published, too. A checkpoint that cannot be copied does not stop the others.
-    ``progress`` is called with the payload bytes sent and to be sent, for the current checkpoint, and may raise to stop.
+    ``progress`` is called with the payload bytes sent and to be sent for the current checkpoint, and may raise to stop.
     ``encoder`` is that of an earlier push to the same location.
 
     Raises:

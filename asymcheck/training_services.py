@@ -261,7 +261,7 @@ class TrainingServices:
             newest_common = [number for number in numbers if number in own][-1:]
             return intact_heads(remote, run, [*newest_common, *(number for number in numbers if number not in own)])
 
-        heads = fallback.ask(read)
+        heads = fallback.ask(read) or []
         pairs = [(head, own[head.generation]) for head in heads if head.generation in own]
         if not all(head.is_same(other) for head, other in pairs):
             return []
@@ -277,7 +277,7 @@ class TrainingServices:
         if self.opened.remote is None or run in self._has_taken_heads:
             return
         with contextlib.suppress(RemoteUnreachableError):
-            if not (is_new and self.opened.remote.ask(lambda remote: remote.manifests.refs(run))):
+            if not (is_new and self.opened.remote.ask(lambda remote: bool(remote.manifests.refs(run)))):
                 for head in self.heads(run, behind=True):
                     self.opened.writable().manifests.take_head(head)
                 self._has_taken_heads.add(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping
 from typing import NewType, Protocol, TypeGuard, runtime_checkable
 
@@ -17,6 +18,24 @@ SaveId = NewType("SaveId", bytes)
 
 Progress = Callable[[int, int], None]
 """Callback with the bytes done and the total bytes."""
+
+
+class ProgressMeter:
+    """Counter of bytes for a progress bar. Thread-safe."""
+
+    def __init__(self, progress: Progress | None, total: int = 0) -> None:
+        """Report to ``progress``. Bytes that are counted before ``total`` is set are ignored."""
+        self._progress = progress
+        self._done = 0
+        self._lock = threading.Lock()
+        self.total = total
+
+    def add(self, count: int) -> None:
+        """Count and report more bytes."""
+        if self._progress is not None and self.total:
+            with self._lock:
+                self._done += count
+                self._progress(min(self._done, self.total), self.total)
 
 
 # Limits of the text form: digits of the save id, and number of metrics.

@@ -21,12 +21,12 @@ from asymcheck.convert.torch_file import TORCH_MARKS, read_torch_file
 from asymcheck.convert.torch_sink import TorchSink
 from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, UnsupportedValueError
 from asymcheck.restore.ring_stream import stream_from_rings
-from asymcheck.restore.tensor_stream import ProgressMeter, stream
+from asymcheck.restore.tensor_stream import stream
 from asymcheck.state.leaves import TensorBytes
 from asymcheck.state.walk import flatten
 from asymcheck.storage.local_files import translated
 from asymcheck.store import Store
-from asymcheck.types import Checkpoint, Progress
+from asymcheck.types import Checkpoint, Progress, ProgressMeter
 from asymcheck.validation import check_rank
 
 SHARD_BYTES = 5_000_000_000  # default maximum of tensor bytes in one file of a model folder, as in transformers

@@ -10,12 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import numpy as np
 
 from asymcheck.config import WRITER
-from asymcheck.errors import DigestMismatchError, FormatError, MissingPartitionError, OutOfSpaceError, StorageError
+from asymcheck.errors import FormatError, MissingPartitionError, OutOfSpaceError, StorageError
 from asymcheck.events import emit
-from asymcheck.format import layout, registry
-from asymcheck.format.digest import ZERO_DIGEST, digest
-from asymcheck.format.frame import FrameDescriptor, check_frame
+from asymcheck.format import registry
+from asymcheck.format.digest import ZERO_DIGEST
+from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.pack import PackHeader, location_of
+from asymcheck.restore.frame_reader import read_stored
+from asymcheck.restore.partition_locator import PartitionCopy
 from asymcheck.storage.nvme import Catalog, NvmeTier, PackWriter, Slot, Transaction
 from asymcheck.storage.reachability import HeldFrames, StoreReachability, pinned_packs
 from asymcheck.types import Digest, Location, PackId
@@ -59,7 +61,7 @@ class BaseLocations:
                 slot = stack.enter_context(self._tier.slots.slot(location.stored_length))
                 # No match if the index was damaged since the mark.
                 for number in np.flatnonzero(pack.entries["offset"] == location.offset).tolist():
-                    _check_stored(pack.read_frame(number, slot), location.pack_id, number)
+                    read_stored(PartitionCopy(pack, number), slot)
                     self._sound[location] = True
         return self._sound[location]
 
@@ -254,7 +256,7 @@ class _Batch:
                 pack = stack.enter_context(contextlib.closing(self._tier.open_pack(pack_id)))
                 slot = stack.enter_context(self._tier.slots.slot(longest))
                 for number in numbers:
-                    yield slot, _check_stored(pack.read_frame(number, slot), pack_id, number)
+                    yield slot, read_stored(PartitionCopy(pack, number), slot)[0]
             except FormatError:
                 # The next collection must not try to copy this pack again.
                 self._needed.unmovable.add(pack_id)
@@ -314,12 +316,3 @@ class _Batch:
         if freed and header is not None:
             transaction.put_pack(header.pack_id, registry.PACK_LIVE, header.frame_count, header.pack_length)
         return freed
-
-
-def _check_stored(frame: memoryview, pack_id: PackId, number: int) -> FrameDescriptor:
-    """Check a frame without decoding it, and return its descriptor."""
-    where = f"frame {number} of pack {layout.pack_name(pack_id)}"
-    descriptor, payload = check_frame(frame, pack_id, number, where)
-    if descriptor.codec == registry.CODEC_IDENTITY and digest(payload) != descriptor.digest:
-        raise DigestMismatchError(f"digest mismatch in {where}")
-    return descriptor

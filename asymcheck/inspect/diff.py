@@ -24,7 +24,7 @@ from asymcheck.restore.tensor_reader import PartitionCache, TensorStream
 from asymcheck.state.names import in_order, matches, no_match, unique_name
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
-from asymcheck.types import Checkpoint, Digest, Progress
+from asymcheck.types import Checkpoint, Digest, Progress, ProgressMeter
 
 # Small enough that torch converts a block in this thread. Measured: on busy cores, its thread pool is tens of times
 # slower.
@@ -269,7 +269,7 @@ class _Comparison:
                     extent.digest,
                 )
         hints = [pack for side in (self.a, self.b) for manifest in side.manifests for pack in manifest.header.packs]
-        total, done = sum(pair.a.nbytes + pair.b.nbytes for pair in pairs), 0
+        meter = ProgressMeter(progress, sum(pair.a.nbytes + pair.b.nbytes for pair in pairs))
         try:
             with PartitionLocator(self.tier, PartitionSet.of_lengths(partitions), dict.fromkeys(hints)) as sources:
                 order = {digest: index for index, digest in enumerate(sources.in_reading_order(list(partitions)))}
@@ -278,9 +278,7 @@ class _Comparison:
                 for pair in sorted(pairs, key=lambda pair: _first_position(pair, order)):
                     sums = NormSums(pair.a.dtype, pair.b.dtype, pair.b.role)
                     for compared in _compare_blocks(pair, cache, sums):
-                        done += compared
-                        if progress is not None:
-                            progress(done, total)
+                        meter.add(compared)
                     result = sums.result()
                     if result.differing or pair.kind != "value":
                         self._note(pair, pair.kind, result)

@@ -31,7 +31,7 @@ from asymcheck.state.walk import Columns, flatten
 from asymcheck.storage.nvme import NvmeTier, run_with_slots
 from asymcheck.store import Store
 from asymcheck.training_services import place
-from asymcheck.types import Checkpoint, CheckpointRef, Digest, Progress
+from asymcheck.types import Checkpoint, CheckpointRef, Digest, Progress, ProgressMeter
 from asymcheck.validation import check_step
 
 MERGED_RUN = "merged"
@@ -166,7 +166,7 @@ class _Merge:
         flat = flatten(self._state)
         known = known_cut(flat.leaves, flat.columns, tier.config)
         reused = sum(partition.length for partition in known.digests)
-        report = _Meter(progress, sum(flat.columns.sizes) - reused)
+        report = ProgressMeter(progress, sum(flat.columns.sizes) - reused)
         most = max((partition.length for partition in known.cut.partitions), default=1)
         largest = max(
             (min(_MEMORY_BYTES, most // item.width * item.element_bytes) for item in self._tensors), default=1
@@ -373,17 +373,3 @@ def known_cut(leaves: Sequence[Leaf], columns: Columns, config: StoreConfig) -> 
 def _is_equal(leaves: Sequence[Leaf], piece: Piece) -> bool:
     source = leaves[piece.row].source
     return isinstance(source, MergedTensor) and source.is_equal(piece.start, piece.length)
-
-
-class _Meter:
-    """Counter of merged bytes. Thread-safe."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
-        self._lock = threading.Lock()
-
-    def add(self, count: int) -> None:
-        if self._progress is not None:
-            with self._lock:
-                self._done += count
-                self._progress(min(self._done, self._total), self._total)

@@ -110,7 +110,7 @@ def _metric(tier: ReadTier, listing: CheckpointFiles, name: str, default: int) -
     return default
 
 
-class Publisher:
+class Publisher(contextlib.AbstractContextManager["Publisher"]):
     """Publishes releases to one location. Not thread-safe. Close it, or use it in a ``with`` block."""
 
     def __init__(self, rules: Publish, spool: Store | None = None) -> None:
@@ -241,10 +241,6 @@ class Publisher:
             self._far.close()
         if self._own is not None:
             self._own.close()
-
-    def __enter__(self) -> Publisher:
-        """Return itself."""
-        return self
 
     def __exit__(self, *_error: object) -> None:
         """Close the location."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -97,7 +98,7 @@ class _Discard:
         """Drop bytes."""
 
 
-class Subscriber:
+class Subscriber(contextlib.AbstractContextManager["Subscriber"]):
     """Follows the releases of a location. Call all methods on one thread; close it, or use a ``with`` block.
 
     Example::
@@ -364,10 +365,6 @@ class Subscriber:
             self._thread.result()
         if self._store is not None:
             self._store.close()
-
-    def __enter__(self) -> Subscriber:
-        """Return itself."""
-        return self
 
     def __exit__(self, *_error: object) -> None:
         """Close the subscriber."""

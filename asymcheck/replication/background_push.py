@@ -3,26 +3,23 @@
 Measured with a loop of small operators, which needs the GIL all the time, on two cores, during an upload of 132 MB to
 HDFS: an iteration took 1.37 times as long with a thread in the same process, and 1.12 times with a separate process.
 
-The training replaces one request file, the child replaces one status file (:mod:`asymcheck.replication.push_status`).
+The training writes a request, the child writes its status (:mod:`asymcheck.replication.push_status`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
-from asymcheck.config import ring_folder_of
 from asymcheck.errors import (
     AsymcheckError,
     ClosedStoreError,
@@ -32,20 +29,16 @@ from asymcheck.errors import (
 )
 from asymcheck.events import relay
 from asymcheck.gc.retention_runner import MaintenanceThread
-from asymcheck.policies.push_selection import Push, check_seconds, due, held
-from asymcheck.policies.retention import Retention
+from asymcheck.policies.push_selection import check_seconds, due, held
 from asymcheck.replication.checkpoint_cache import CheckpointCache
 from asymcheck.replication.push_loop import GIVE_UP_S, RETRY_S
 from asymcheck.replication.push_status import (
-    REQUEST,
-    STATUS,
     Failure,
+    Mailbox,
     PushJob,
     PushRequest,
     PushStatus,
-    Watched,
     encoded,
-    write,
 )
 from asymcheck.replication.run_lease import LeaseClaim, LeaseStatus
 from asymcheck.replication.transfer_stats import PushStatistics
@@ -70,7 +63,7 @@ _CHILD = (
     "signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers); "
     # The priority drops after the imports: at low priority, imports took a minute beside two busy loops on two cores.
     "from asymcheck.replication.push_loop import serve; "
-    "serve({folder!r}, {parent})"
+    "serve({requests}, {statuses}, {parent})"
 )
 
 _forking = threading.Lock()
@@ -95,12 +88,10 @@ class BackgroundPush:
         self._process: subprocess.Popen[bytes] | None = None
         self._pid = os.getpid()
         self._request = PushRequest()
-        # Folder of the two files of the current child, and whether it has reported.
-        self._folder: Path | None = None
-        self._watched: Watched | None = None
+        # Memory shared with the current child, and whether it has reported.
+        self._requests: Mailbox | None = None
+        self._statuses: Mailbox | None = None
         self._has_begun = self._is_awaited = self._is_given_up = False
-        # Whether the current child lacks a request, because the file system of its folder is full.
-        self._is_deaf = False
         # Status of the current child, and of the last child that has listed the location.
         self._now, self._view = PushStatus(), PushStatus()
         self._lease = LeaseStatus()
@@ -172,7 +163,7 @@ class BackgroundPush:
 
     def _look(self) -> PushStatus:
         """Read the status of the child if it is new. The caller holds ``_turn``."""
-        status = None if self._watched is None else self._watched.read(PushStatus)
+        status = None if self._statuses is None else self._statuses.read(PushStatus)
         if status is None:
             return self._now
         for interval in status.intervals_since(self._now.traced):
@@ -196,19 +187,10 @@ class BackgroundPush:
         """Change the request, and write it for the child."""
         with self._turn:
             self._request = dataclasses.replace(self._request, **changes)  # type: ignore[arg-type]  # as named
-            try:
-                self._write_request()
-            except OSError:
-                # The next child uses another file system, and gets the request.
-                self._is_deaf = True
-                if self._process is not None:
-                    self._process.kill()
+            # In a forked process, the child belongs to the parent.
+            if self._requests is not None and self._pid == os.getpid():
+                self._requests.write(self._request)
             self._turn.notify_all()
-
-    def _write_request(self) -> None:
-        # In a forked process, the child belongs to the parent.
-        if self._folder is not None and self._pid == os.getpid():
-            write(self._folder / REQUEST, self._request)
 
     def wait(self, *, raises: bool = True) -> None:
         """Wait until all checkpoints that are due now are at the remote location; on failure raise, or warn.
@@ -224,8 +206,7 @@ class BackgroundPush:
             # End the pause before the next attempt.
             self._is_awaited = True
             self._ask(waits=number)
-            # The end of a child without the request is no answer.
-            ends = self._ends + self._is_deaf
+            ends = self._ends
             while (status := self._look()).answered < number and self._ends <= ends and self._thread.is_alive():
                 self._turn.wait(_POLL_S)
             error: Exception | None = None
@@ -242,9 +223,7 @@ class BackgroundPush:
     def guard(self, store_id: str, *, takeover: bool) -> None:
         """Take the lease of the run at the remote location, on rank 0. Call it with the lock of the run in the store.
 
-        Args:
-            store_id: id of the store, in hexadecimal digits.
-            takeover: take the run over from a living training on another machine.
+        With ``takeover``, take the run over from a living training on another machine.
 
         Raises:
             RunInUseError: another training has the lease.
@@ -331,28 +310,8 @@ class BackgroundPush:
         return self.statistics()
 
     def close_before_kill(self, left_s: float) -> None:
-        """Push the newest checkpoint even if no rule selects it, then :meth:`close`, within ``left_s`` seconds."""
-        end_s, job = time.monotonic() + left_s, self._job
-        if job is None or not self._is_open:
-            return
-        newest = dataclasses.replace(job.rules, every=None, every_s=None, best=None, keep=Retention(keep_last=1))
-        try:
-            # While another training has the lease, nothing is pushed.
-            if not self.lease.is_taken and not self._sends_first(newest):
-                other = BackgroundPush(self._local, dataclasses.replace(job, rules=newest, prunes=False)).start()
-                # The child of this push needs time to release the lease.
-                other._close(max(left_s - GIVE_UP_S, 0.0), is_killed=True)  # noqa: SLF001 - of this class
-        finally:
-            self._close(max(end_s - time.monotonic(), 0.0), is_killed=True)
-
-    def _sends_first(self, newest: Push) -> bool:
-        """Tell whether the child sends the checkpoint that ``newest`` selects, or begins with it."""
-        with self._turn, contextlib.suppress(AsymcheckError):
-            waiting, sending = self._waiting(), self._now.sending
-            local = [] if self._known is None else list(self._known.refresh())
-            wanted = [row.save_id for row in due(newest, local, (), time.time_ns())]
-            return wanted[-1:] == waiting[-1:] and sending in (None, *wanted)
-        return False
+        """Push the newest checkpoint first, even if no rule selects it, and close within ``left_s`` seconds."""
+        self._close(max(left_s, 0.0), is_killed=True)
 
     def _close(self, limit_s: float | None, *, is_killed: bool = False) -> None:
         """End once, and warn. With ``is_killed``, the end takes at most ``limit_s``."""
@@ -375,7 +334,8 @@ class BackgroundPush:
         grace_s = GIVE_UP_S + _ANSWER_S
         if is_killed and limit_s is not None:
             limit_s, grace_s = max(limit_s - GIVE_UP_S, 0.0), min(limit_s, GIVE_UP_S)
-        self._ask(is_closing=True, close_s=limit_s)
+        # While another training has the lease, nothing is pushed.
+        self._ask(is_closing=True, close_s=limit_s, sends_newest=is_killed and not self.lease.is_taken)
         with self._turn:
             self._look()
             grace_s += 0.0 if self._has_begun or is_killed else _START_S
@@ -398,7 +358,7 @@ class BackgroundPush:
                 is_last = is_last or failure is None or self._is_given_up
                 if failure is not None:
                     self._note_end(failure)
-                self._is_awaited &= self._is_deaf
+                self._is_awaited = False
                 self._turn.notify_all()
                 if not is_last:
                     self._turn.wait_for(lambda: self._is_awaited or self._request.is_closing, RETRY_S)
@@ -433,24 +393,21 @@ class BackgroundPush:
 
     @contextlib.contextmanager
     def _started(self, job: PushJob) -> Iterator[subprocess.Popen[bytes]]:
-        """Start a child with its folder for the ``with`` block."""
-        memory = ring_folder_of(None)
-        # After a failure, the other file system: a ring may fill /dev/shm.
-        is_usable = self._ends % 2 == 0 and memory.is_dir()
-        folder = Path(tempfile.mkdtemp(prefix="asymcheck-push-", dir=memory if is_usable else None))
-        try:
-            with self._turn:
-                self._folder, self._watched = folder, Watched(folder / STATUS)
-                self._has_begun = self._is_deaf = False
-                self._write_request()
-            self._process = _start(folder, dataclasses.replace(job, statistics=self._now.statistics))
-            if self._is_deaf or self._is_given_up:
-                self._process.kill()
-            yield self._process
-        finally:
-            with self._turn:
-                self._folder = self._watched = self._process = None
-            shutil.rmtree(folder, ignore_errors=True)
+        """Start a child for the ``with`` block."""
+        with _anonymous("request") as requests, _anonymous("status") as statuses:
+            try:
+                with self._turn:
+                    self._requests, self._statuses = Mailbox(requests), Mailbox(statuses)
+                    self._has_begun = False
+                    self._requests.write(self._request)
+                job = dataclasses.replace(job, statistics=self._now.statistics)
+                self._process = _start(self._requests, self._statuses, job)
+                if self._is_given_up:
+                    self._process.kill()
+                yield self._process
+            finally:
+                with self._turn:
+                    self._requests = self._statuses = self._process = None
 
     def __enter__(self) -> BackgroundPush:
         return self.start()
@@ -461,20 +418,28 @@ class BackgroundPush:
             self.close()
 
 
-def _start(folder: Path, job: PushJob) -> subprocess.Popen[bytes]:
-    """Start a child that uses the files in ``folder``. The job is passed in memory, as it may contain credentials."""
-    with _forking, os.fdopen(os.memfd_create("asymcheck-job"), "w+b") as file:
+def _anonymous(name: str) -> io.FileIO:
+    """Create a file in memory, which is neither in a file system nor subject to its limits."""
+    return io.FileIO(os.memfd_create(f"asymcheck-{name}"), "r+")
+
+
+def _start(requests: Mailbox, statuses: Mailbox, job: PushJob) -> subprocess.Popen[bytes]:
+    """Start a child. The job is passed in memory, as it may contain credentials."""
+    with _forking, _anonymous("job") as file:
         file.write(encoded(job).encode())
         file.seek(0)
+        shared = requests.file.fileno(), statuses.file.fileno()
+        code = _CHILD.format(requests=shared[0], statuses=shared[1], parent=os.getpid())
         # The child inherits the blocked signals, until it has set its own handlers.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in _IGNORED_SIGNALS])
         try:
             return subprocess.Popen(
-                [sys.executable, "-c", _CHILD.format(folder=str(folder), parent=os.getpid())],
+                [sys.executable, "-c", code],
                 # The import path of the training. Entries of sys.path need not be strings.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if type(entry) is str)},
                 stdin=file,
                 stdout=subprocess.DEVNULL,
+                pass_fds=shared,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

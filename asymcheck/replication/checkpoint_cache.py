@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from asymcheck.errors import (
     MissingPartitionError,
     StorageError,
     UnsupportedFormatError,
+    result_or_error,
 )
 from asymcheck.format import registry
 from asymcheck.format.digest_set import DigestSet
@@ -31,7 +32,7 @@ from asymcheck.storage.remote import RemoteTier
 from asymcheck.types import Checkpoint, CheckpointRef, PackId
 
 _FIRST_PACKS = 16
-"""Number of indexes that are read first. The newest packs serve the newest checkpoint."""
+"""Number of indexes that are read first, and doubled then. The newest packs serve the newest checkpoint."""
 
 
 class CheckpointCache:
@@ -44,7 +45,6 @@ class CheckpointCache:
         self._metrics = metrics
         self._listings: dict[CheckpointRef, CheckpointFiles] = {}
         self._described: dict[CheckpointRef, Checkpoint] = {}
-        self._is_first = True
         self._heads: list[int] | None = None
         self._line: Lineage | None = None
         self._present: Lineage | None = None
@@ -55,19 +55,15 @@ class CheckpointCache:
         After the first call, this lists the run, and each checkpoint that is new or was incomplete.
         """
         manifests = self._tier.manifests
-        if self._is_first:
-            self._listings = {listing.ref: listing for listing in manifests.checkpoints(self._run)}
-            refs = sorted(self._listings)
-            self._is_first = False
-        else:
-            refs = manifests.refs(self._run)
-            before = self._listings
+        if before := self._listings:
             self._listings = {
                 ref: before[ref] if ref in before and before[ref].is_complete else manifests.listing(self._run, ref)
-                for ref in refs
+                for ref in manifests.refs(self._run)
             }
-        line = self._present = self._present_line(refs)
-        complete = [ref for ref in refs if self._listings[ref].is_complete]
+        else:
+            self._listings = {listing.ref: listing for listing in manifests.checkpoints(self._run)}
+        line = self._present = self._present_line()
+        complete = [ref for ref, listing in self._listings.items() if listing.is_complete]
         self._described = {ref: self._described.get(ref) or self._describe(ref) for ref in complete}
         return [
             dataclasses.replace(checkpoint, on_line=None if line is None else ref in line)
@@ -101,16 +97,12 @@ class CheckpointCache:
         listing = self._listings[ref]
         manifests: list[Manifest] = []
         if self._metrics:
-            try:
-                manifests = read_manifests(self._tier, listing)
-            except INCONCLUSIVE:
-                raise
-            except AsymcheckError:
-                # A damaged or deleted checkpoint raises when it is copied.
-                manifests = []
+            read = result_or_error(read_manifests, self._tier, listing)
+            # A damaged or deleted checkpoint raises when it is copied.
+            manifests = [] if isinstance(read, AsymcheckError) else read
         return describe_by(listing, manifests, None)
 
-    def _present_line(self, refs: list[CheckpointRef]) -> Lineage | None:
+    def _present_line(self) -> Lineage | None:
         heads = self._tier.manifests.heads(self._run)
         if heads != self._heads:
             try:
@@ -118,7 +110,7 @@ class CheckpointCache:
             except HeadRecordError:
                 self._line = None
             self._heads = heads
-        if self._line is not None and any(ref.generation > self._line.generation for ref in refs):
+        if self._line is not None and any(ref.generation > self._line.generation for ref in self._listings):
             return None
         return self._line
 
@@ -131,7 +123,6 @@ class RemotePresence:
 
     def __init__(self, remote: RemoteTier) -> None:
         self._remote = remote
-        self._unread: list[PackId] = []
         self._read: set[PackId] = set()
         self._set_entries(np.empty(0, dtype=ENTRY_DTYPE))
 
@@ -160,10 +151,11 @@ class RemotePresence:
         if not self._read <= lasting.keys():
             self._read = set()
             self._set_entries(self._entries[:0])
-        self._unread = [pack_id for pack_id in lasting if pack_id not in self._read]
         while not self._holds(needs):
-            if not self._read_more():
+            unread = [pack_id for pack_id in lasting if pack_id not in self._read]
+            if not unread:
                 return False
+            self._read_more(unread[: max(len(self._read), _FIRST_PACKS)])
         return True
 
     def _holds(self, needs: PartitionSet) -> bool:
@@ -173,17 +165,11 @@ class RemotePresence:
         lengths = self._readable["plain_length"][self._digests.first[numbers]]
         return bool(np.array_equal(lengths.astype(np.int64), needs.lengths))
 
-    def _read_more(self) -> bool:
-        """Double the number of indexes that were read; return False if none is left."""
-        count = max(len(self._read), _FIRST_PACKS)
-        packs, self._unread = self._unread[:count], self._unread[count:]
-        if not packs:
-            return False
+    def _read_more(self, packs: Sequence[PackId]) -> None:
         self._read.update(packs)
         indexes = self._remote.read_indexes(packs).values()
         new = [index.entries for index in indexes if index is not None and index.damage is None]
         self._set_entries(np.concatenate([self._entries, *new]))
-        return True
 
 
 def _readable(entries: Entries) -> Entries:

@@ -79,7 +79,6 @@ class RemoteSweep(Sweep):
         self._before_ns = time.time_ns() - int(remote.config.remote.grace_s * 1e9)
         self._name = os.urandom(16)
         self._spared: AsymcheckError | None = None
-        self._announced: dict[PackId, list[Entry]] = {}
         self.has_announced = False
         """Whether a later collection will remove packs whose removal was announced."""
 
@@ -92,10 +91,7 @@ class RemoteSweep(Sweep):
 
     def _find_garbage(self) -> None:
         # Packs are listed before manifests: an upload that commits later checks its packs again.
-        self.packs = self._remote.lasting_packs()
-        if not self._remote.files.renames:
-            self.doomed = self._remote.doomed_packs()
-            self._announced = self._remote.announcements()
+        self.packs, self.doomed, self._announced = self._remote.list_packs()
         self.reachable.refresh()
         self.candidates = self._garbage(
             [pack_id for pack_id, entry in self.packs.items() if entry.is_older(self._before_ns)]
@@ -110,7 +106,6 @@ class RemoteSweep(Sweep):
 
     def _count(self) -> None:
         """Count the candidates, and the packs that other collections have announced."""
-        self.doomed = self._remote.doomed_packs()
         for packs, garbage in ((self.packs, self.candidates), (self.doomed, self._garbage(self.doomed))):
             for pack_id in garbage:
                 self._count_freed(packs[pack_id].size)
@@ -123,12 +118,12 @@ class RemoteSweep(Sweep):
         if not self._remote.files.renames:
             self._free_announced()
             return True
-        for pack_id, entry in self._remote.doomed_packs().items():
+        for pack_id, entry in self._remote.list_packs().doomed.items():
             # Another collection that announced a pack may have been killed, so the pack is renamed. A running
             # collection only removes packs under its own name, so it skips the renamed pack.
             if not self._is_own(pack_id, entry):
                 self._remote.doom(entry, pack_id, self._name)
-        self.doomed = self._remote.doomed_packs()
+        self.doomed = self._remote.list_packs().doomed
         self.reachable.refresh()
         garbage = self._garbage(self.doomed)
         for pack_id in sorted(garbage):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -35,7 +34,7 @@ from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import Catalog, NvmeTier, PackWriter
 from asymcheck.storage.remote import RemoteTier
-from asymcheck.types import Digest, Progress
+from asymcheck.types import Digest, Progress, ProgressMeter
 
 if TYPE_CHECKING:
     from asymcheck.replication.partial_copy import Selection
@@ -70,15 +69,8 @@ def pull(
 ) -> Moved:
     """Copy checkpoints into a store, and verify every byte; skip checkpoints that the store already has.
 
-    A checkpoint that cannot be copied does not stop the others, and raises at the end.
-
-    Args:
-        remote: the source.
-        local: the store.
-        catalog: the catalog of the store.
-        listings: the checkpoints.
-        progress: callback with the plain bytes read and to be read, for the current checkpoint.
-        selection: the tensors to copy, and their run; by default whole checkpoints.
+    A checkpoint that cannot be copied does not stop the others, and raises at the end. ``progress`` is called with the
+    plain bytes read and to be read, for the current checkpoint. With ``selection``, only some tensors are copied.
 
     Raises:
         InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError: a checkpoint is damaged.
@@ -199,17 +191,12 @@ class CheckpointCopier:
         names: Sequence[Digest],
     ) -> None:
         missing = [name for name in names if transaction.claim(name)]
-        done, total = 0, sum(lengths[name] for name in missing)
+        meter = ProgressMeter(self.progress, sum(lengths[name] for name in missing))
         transaction.expect(sum(frame_length(lengths[name]) for name in missing))
-        lock = threading.Lock()
 
         def place(name: Digest, data: memoryview) -> None:
-            nonlocal done
             transaction.write(FrameDescriptor.identity(name, len(data)), partial(self._write, data))
-            if self.progress is not None:
-                with lock:
-                    done += len(data)
-                    self.progress(done, total)
+            meter.add(len(data))
 
         if missing:
             fetch(sources, missing, place, self.local)

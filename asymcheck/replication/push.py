@@ -8,7 +8,7 @@ import functools
 import operator
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import PurePosixPath
@@ -39,9 +39,9 @@ from asymcheck.replication.cross_node_dedup import held_back, wait_for_others
 from asymcheck.replication.head_records import publish_heads
 from asymcheck.replication.transfer_plan import (
     Frame,
+    Older,
     PartitionIndex,
     Reencoder,
-    SharedCheckpoint,
     TransferPlanner,
     all_needs,
     older_of,
@@ -51,9 +51,9 @@ from asymcheck.restore.partition_locator import PartitionLocator, PartitionSet
 from asymcheck.restore.resolve import read_manifests
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
-from asymcheck.storage.remote import RemoteTier, plan_pack
+from asymcheck.storage.remote import RemoteTier, cut, plan_pack
 from asymcheck.storage.slots import Slot
-from asymcheck.types import CheckpointRef, Digest, PackId, Progress
+from asymcheck.types import CheckpointRef, Digest, PackId, Progress, ProgressMeter
 
 _ATTEMPTS = 8
 _OLDER_TRIED = 8
@@ -80,16 +80,11 @@ def push(
     progress: Progress | None = None,
     encoder: Encoder | None = None,
 ) -> Moved:
-    """Copy checkpoints to a remote location in the given order; skip checkpoints that are whole there.
+    """Copy checkpoints of ``local`` to a location in the given order; skip checkpoints that are whole there.
 
     The head records of their runs are published, too. A checkpoint that cannot be copied does not stop the others.
-
-    Args:
-        local: the source.
-        remote: the target.
-        listings: the checkpoints.
-        progress: callback with the payload bytes sent and to be sent, for the current checkpoint.
-        encoder: encoder of an earlier push to the same location.
+    ``progress`` is called with the payload bytes sent and to be sent for the current checkpoint, and may raise to stop.
+    ``encoder`` is that of an earlier push to the same location.
 
     Raises:
         InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError: a checkpoint of the
@@ -105,29 +100,23 @@ def push(
     # Once per run; a call that raises is repeated.
     publish = functools.cache(partial(publish_heads, local, remote))
     failures: dict[str, AsymcheckError] = {}
-    committed: dict[str, dict[CheckpointRef, CheckpointFiles]] = {}
     for listing in listings:
         run = listing.run
         if run in failures:
             continue
-        if run not in committed:
-            committed[run] = {listed.ref: listed for listed in remote.manifests.checkpoints(run)}
         try:
-            # Each store of a job pushes only what its own ranks saved.
-            parts = {ref: listed.of_ranks(listing.store_ranks) for ref, listed in committed[run].items()}
-            part = parts.get(listing.ref)
-            if part is not None and part.is_complete and present.has(part):
+            part = _remote_part(remote, listing, listing.ref)
+            if part.is_complete and present.has(part):
                 moved.present += 1
                 continue
-            older = _older(local, listing, [ref for ref, part in parts.items() if part.is_complete])
+            older = _older(local, remote, listing) if encoder.wants_bases else None
             _Push(local, remote, listing, moved, progress, encoder, older, publish).carry_out()
-            committed[run][listing.ref] = listing
         except (HeadRecordError, InvalidInputError) as error:
             # Every other checkpoint of the run would fail, too.
             failures[run] = error
         except (FormatError, RecoveryError) as error:
             failures[f"run {run}, {listing.ref}"] = error
-    for run in [run for run in committed if run not in failures]:
+    for run in {listing.run: None for listing in listings if listing.run not in failures}:
         try:
             publish(run)
         except (HeadRecordError, InvalidInputError) as error:
@@ -148,11 +137,17 @@ def _raise_any(failures: Mapping[str, AsymcheckError], asked: int, remote: Remot
     ) from first
 
 
-def _older(local: ReadTier, listing: CheckpointFiles, remote: Iterable[CheckpointRef]) -> CheckpointFiles | None:
+def _remote_part(remote: RemoteTier, listing: CheckpointFiles, ref: CheckpointRef) -> CheckpointFiles:
+    """Return the remote manifests of the ranks of ``listing``: each store of a job pushes only what its ranks saved."""
+    return remote.manifests.listing(listing.run, ref).of_ranks(listing.store_ranks)
+
+
+def _older(local: ReadTier, remote: RemoteTier, listing: CheckpointFiles) -> CheckpointFiles | None:
     """Return the newest older checkpoint that exists on both sides."""
-    for ref in sorted((ref for ref in remote if ref < listing.ref), reverse=True)[:_OLDER_TRIED]:
+    refs = [ref for ref in remote.manifests.refs(listing.run) if ref < listing.ref]
+    for ref in reversed(refs[-_OLDER_TRIED:]):
         older = local.manifests.listing(listing.run, ref)
-        if older.is_complete:
+        if older.is_complete and _remote_part(remote, listing, ref).is_complete:
             return older
     return None
 
@@ -170,7 +165,7 @@ class _Push:
     older: CheckpointFiles | None
     publish_heads: Callable[[str], object]
     damaged: set[Digest] = dataclasses.field(default_factory=set)
-    reported: tuple[int, int] = (0, 0)
+    reported: tuple[int, ...] = (0, 0)
     # Temporary names of uploaded manifests.
     staged: dict[ManifestName, PurePosixPath] = dataclasses.field(default_factory=dict)
 
@@ -219,7 +214,7 @@ class _Push:
             relied = self._send(manifests)
             for upload in staging:
                 upload.result()
-            if not self._packs_remain(relied):
+            if self.remote.reprieve(relied):
                 continue
             if not committed:
                 self.publish_heads(run)
@@ -229,7 +224,7 @@ class _Push:
                 committed = True
             # A collection that listed the manifests earlier may have removed a pack by now. A collection that begins
             # later sees the manifest, and reprieves the pack.
-            if self._packs_remain(relied):
+            if not self.remote.reprieve(relied):
                 self.moved.committed += (f"run {run}, {ref}",)
                 return
         raise StorageError(
@@ -249,18 +244,11 @@ class _Push:
             except (FormatError, StorageError):
                 self.remote.files.delete(self.remote.manifests.directory(run, ref) / str(name))
 
-    def _packs_remain(self, relied: set[PackId]) -> bool:
-        """Tell whether all packs will stay. A killed collection may have announced the removal of some."""
-        return not self.remote.reprieve(relied)
-
-    def _report(self) -> None:
-        """Report the progress to the caller, whose callback may stop the push."""
+    def _report(self, *progress: int) -> None:
+        """Report the progress to the caller; without ``progress``, report the last one again."""
+        self.reported = progress or self.reported
         if self.progress is not None:
             self.progress(*self.reported)
-
-    def _note(self, done: int, total: int) -> None:
-        self.reported = done, total
-        self._report()
 
     def _send(self, manifests: Sequence[Manifest], excluded: Collection[Digest] = ()) -> set[PackId]:
         """Send missing partitions except ``excluded``; return the old and new packs that the checkpoint relies on."""
@@ -268,7 +256,7 @@ class _Push:
         needs = PartitionSet.of_manifests(manifests)
         with (
             PartitionLocator(self.local, needs, hints) as local,
-            older_of(self.local, self.older, self.encoder) as older,
+            older_of(self.local, self.older) as older,
         ):
             names = local.in_reading_order([needs.digests[number] for number in range(len(needs.digests))])
             names = [name for name in names if name not in excluded]
@@ -282,10 +270,10 @@ class _Push:
                     self.damaged.add(Digest(error.digest))
 
     def _send_from(
-        self, local: PartitionLocator, names: Sequence[Digest], manifests: Sequence[Manifest], older: SharedCheckpoint
+        self, local: PartitionLocator, names: Sequence[Digest], manifests: Sequence[Manifest], older: Older
     ) -> set[PackId]:
         # Listed at each attempt, to find the packs of earlier attempts.
-        needs = all_needs(local, manifests, older.manifests)
+        needs = all_needs(local, manifests, older[0])
         kept = self.remote.listed()
         kept.read_indexes(kept.pack_ids())
         with PartitionLocator(kept, needs, (), must_be_complete=False) as remote:
@@ -293,9 +281,8 @@ class _Push:
             planner.choose(names)
             reencoder = None
             if self.remote.config.remote.compression != "off":
-                partitions = PartitionIndex(manifests, older.manifests)
-                reencoder = Reencoder(self.encoder, partitions, planner, older.sources)
-            uploader = PackSender(self.remote, planner.stored, self.moved, self._note, reencoder)
+                reencoder = Reencoder(self.encoder, PartitionIndex(manifests, older[0]), planner, older[1])
+            uploader = PackSender(self.remote, planner.stored, self.moved, self._report, reencoder)
             # The base of a frame arrives before the frame.
             new = uploader.send(planner.full) | uploader.send_in_order(planner.based)
             self.moved.reused_partitions += planner.reused
@@ -313,10 +300,9 @@ class PackSender:
         self._config = remote.config.remote
         self._packs = remote.uploader()
         self._reencoder = reencoder
-        self._total = total
         self._moved = moved
-        self._progress = progress
-        self._done = 0
+        # Bytes that are sent again after a failure count twice.
+        self._meter = ProgressMeter(progress, total)
         self._lock = threading.Lock()
         self._probe_written = threading.Event()
         self._in_memory = threading.Semaphore(self._config.uploads)
@@ -407,7 +393,7 @@ class PackSender:
         """Upload ``frames``, the encoded form of ``group``."""
         plain, stored = (sum(frame.stored for frame in part) for part in (group, frames))
         with self._lock:
-            self._total -= plain - stored
+            self._meter.total -= plain - stored
         spent = [encoding_s]
 
         def read(number: int, slot: Slot) -> FrameDescriptor:
@@ -418,7 +404,7 @@ class PackSender:
             return descriptor
 
         plan = plan_pack([frame.entry for frame in frames])
-        pack_id = self._packs.upload(plan, read, self._sent, self._probe_written.set)
+        pack_id = self._packs.upload(plan, read, self._meter.add, self._probe_written.set)
         self._remote.pace.making.note(stored, sum(spent))
         with self._lock:
             self._moved.packs += 1
@@ -427,22 +413,7 @@ class PackSender:
             self._moved.moved_partitions += len(frames)
         return pack_id
 
-    def _sent(self, count: int) -> None:
-        with self._lock:
-            # Bytes that are sent again after a failure count twice.
-            self._done = min(self._done + count, self._total)
-            self._progress(self._done, self._total)
 
-
-def _cut(frames: Sequence[Frame], size: int) -> list[list[Frame]]:
+def _cut(frames: Sequence[Frame], size: int) -> list[Sequence[Frame]]:
     """Split frames into groups of at most ``size`` bytes, or of one frame."""
-    groups: list[list[Frame]] = []
-    room = 0
-    for frame in frames:
-        length = frame_length(frame.stored)
-        if not groups or length > room:
-            groups.append([])
-            room = size
-        groups[-1].append(frame)
-        room -= length
-    return groups
+    return [frames[group.start : group.stop] for group in cut([frame_length(frame.stored) for frame in frames], size)]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import math
 import os
-import shutil
 import sys
 import threading
 import time
@@ -35,23 +35,14 @@ from asymcheck.errors import (
 )
 from asymcheck.events import Detail, Interval, timed, watch
 from asymcheck.executor import NICE, begin
-from asymcheck.policies.push_selection import due
+from asymcheck.policies.push_selection import Push, due
+from asymcheck.policies.retention import Retention
 from asymcheck.replication.checkpoint_cache import CheckpointCache, RemotePresence
 from asymcheck.replication.collect_remote import RemotePruner
 from asymcheck.replication.cross_node_dedup import SentParts, begun_first
 from asymcheck.replication.head_records import publish_heads
 from asymcheck.replication.push import encoder_for, push
-from asymcheck.replication.push_status import (
-    REQUEST,
-    STATUS,
-    Failure,
-    PushJob,
-    PushRequest,
-    PushStatus,
-    Watched,
-    decoded,
-    write,
-)
+from asymcheck.replication.push_status import Failure, Mailbox, PushJob, PushRequest, PushStatus, decoded
 from asymcheck.replication.run_lease import LeaseStatus, RunLease
 from asymcheck.replication.transfer_stats import Moved
 from asymcheck.storage.interfaces import ReadTier
@@ -71,7 +62,6 @@ _CALLED, _AWAITED = 1, 2
 """Urgency of the next round: after a commit, and after a wait or at the end."""
 _WAIT_S = 0.5
 _TICK_S = 0.05
-_UNWRITTEN_S = 60.0
 _INTERVALS = 32
 _WAITING = 256
 _VERIFIED_MANIFESTS = 64
@@ -119,6 +109,8 @@ class PushLoop:
         self._prune_failure: Exception | None = None
         self._urgency = 0
         self._is_ending, self._cancelled_at = False, math.inf
+        # Checkpoint whose upload is to be cancelled.
+        self._dropped: str | None = None
 
     def apply(self, request: PushRequest) -> None:
         """Apply the present request of the training."""
@@ -137,7 +129,9 @@ class PushLoop:
                 self._damaged = {}
             self._urgency = max(self._urgency, _AWAITED if is_awaited or request.is_closing else _CALLED)
             with contextlib.suppress(AsymcheckError):
-                self._due()
+                first = self._due()[-1:]
+                if request.sends_newest and first and first[0].save_id != self._status.sending:
+                    self._dropped = self._status.sending
 
     def _last_step(self) -> int | None:
         with self._turn:
@@ -268,12 +262,16 @@ class PushLoop:
     def _check(self) -> None:
         if self._cancelled_at < math.inf:
             raise GivenUpError("upload cancelled at the end")
+        if self._dropped is not None and self._dropped == self._status.sending:
+            self._dropped = None
+            raise GivenUpError("upload cancelled: the newest checkpoint goes first")
         self._status.lease.check(self._run, self._rules.remote)
 
     def _next(self, tried: set[str]) -> Checkpoint | None:
         untried = [checkpoint for checkpoint in reversed(self._due()) if checkpoint.save_id not in tried]
         listings = [self._known.listing(checkpoint) for checkpoint in untried]
-        if self._remote is not None and not all(listing is None or listing.is_whole for listing in listings):
+        are_parts = not all(listing is None or listing.is_whole for listing in listings)
+        if self._remote is not None and are_parts and not self._request.sends_newest:
             untried = begun_first(self._remote, self._run, untried)
         return next(iter(untried), None)
 
@@ -289,7 +287,11 @@ class PushLoop:
             remote_only = [checkpoint for save_id, checkpoint in self._sent.items() if save_id not in local]
             remote = self._known.placed(remote_only, self._generation)
             remote += [local[save_id] for save_id in self._sent if save_id in local]
-            selected = due(self._rules, list(local.values()), remote, time.time_ns())
+            now_ns, present = time.time_ns(), list(local.values())
+            selected = due(self._rules, present, remote, now_ns)
+            if self._request.sends_newest:
+                newest = due(Push(self._rules.remote, keep=Retention(keep_last=1)), present, remote, now_ns)
+                selected += [row for row in newest if row not in selected]
             damaged, now = self._damaged, time.monotonic()
             self._reasons = [damaged[row.save_id][0] for row in selected if row.save_id in damaged]
             ready = [row for row in selected if row.save_id not in damaged or damaged[row.save_id][1] <= now]
@@ -438,13 +440,12 @@ def follow(loop: PushLoop, tick: Callable[[PushStatus], None], *, lets_signals_e
 
 
 class _Server:
-    """The child process of a training: it applies the request file, and writes the status file."""
+    """The child process of a training: it applies the requests, and writes the status."""
 
-    def __init__(self, folder: Path, parent: int, loop: PushLoop) -> None:
-        self._folder, self._parent, self._loop = folder, parent, loop
-        self._requests = Watched(folder / REQUEST)
+    def __init__(self, requests: Mailbox, statuses: Mailbox, parent: int, loop: PushLoop) -> None:
+        self._requests, self._statuses, self._parent, self._loop = requests, statuses, parent, loop
         self._written: PushStatus | None = None
-        self._written_at, self._stop_at = time.monotonic(), math.inf
+        self._stop_at = math.inf
         self._is_orphaned = False
 
     def tick(self, status: PushStatus) -> None:
@@ -461,40 +462,31 @@ class _Server:
                 self._stop_at = time.monotonic() + request.close_s
         if time.monotonic() > self._stop_at:
             self._loop.cancel()
-        now = time.monotonic()
         if status != self._written:
-            try:
-                write(self._folder / STATUS, status)
-            except OSError:
-                # A full file system delays the status. After a while, another child tries another file system.
-                if now - self._written_at > _UNWRITTEN_S:
-                    raise
-                return
+            self._statuses.write(status)
             self._written = status
-        self._written_at = now
 
 
-def serve(folder: str, parent: int) -> None:
+def serve(requests: int, statuses: int, parent: int) -> None:
     """Push for the process ``parent`` as the job on standard input says, until either ends.
 
-    If the training is killed, the checkpoint that is being uploaded is finished, and no other is begun.
+    ``requests`` and ``statuses`` are descriptors of mailboxes. If the training is killed, the checkpoint that is being
+    uploaded is finished, and no other is begun.
     """
     _lower_priority()
-    path, status = Path(folder), 1
+    status = 1
     try:
-        status = run_child(path, decoded(PushJob, sys.stdin.buffer.read()), parent)
+        job = decoded(PushJob, sys.stdin.buffer.read())
+        status = run_child(Mailbox(io.FileIO(requests)), Mailbox(io.FileIO(statuses, "r+")), job, parent)
     except Exception:  # noqa: BLE001 - the training sees the status
         traceback.print_exc()
-    if os.getppid() != parent:
-        # Otherwise the training removes the folder.
-        shutil.rmtree(path, ignore_errors=True)
     sys.stderr.flush()
     # A regular exit would wait for threads that wait for servers.
     os._exit(status)
 
 
-def run_child(folder: Path, job: PushJob, parent: int) -> int:
-    """Push for the process ``parent``, which uses the files in ``folder``; return the exit status."""
+def run_child(requests: Mailbox, statuses: Mailbox, job: PushJob, parent: int) -> int:
+    """Push for the process ``parent``, which writes ``requests`` and reads ``statuses``; return the exit status."""
     try:
         local: ReadTier = (
             RemoteTier(parse_location(job.store), job.config)
@@ -503,9 +495,9 @@ def run_child(folder: Path, job: PushJob, parent: int) -> int:
         )
         loop = PushLoop(local, job)
     except AsymcheckError as error:
-        write(folder / STATUS, PushStatus(job.statistics, answered=-1, failure=Failure.of(error)))
+        statuses.write(PushStatus(job.statistics, answered=-1, failure=Failure.of(error)))
         return 1
-    follow(loop, _Server(folder, parent, loop).tick)
+    follow(loop, _Server(requests, statuses, parent, loop).tick)
     return 0
 
 

@@ -1,12 +1,13 @@
-"""Files between a training and the process that pushes for it: a job, a request file and a status file, all JSON.
+"""Job, request and status between a training and the process that pushes for it, all JSON in anonymous memory.
 
-The training writes the request file, and the pushing process writes the status file. Each file describes the whole
-present state and is replaced atomically, so that a reader never sees half of it and no message can be lost.
+The training writes the request, and the pushing process writes the status. Each describes the whole present state, so
+that no message can be lost, and neither process waits for the other.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import sys
@@ -14,19 +15,18 @@ import types
 import typing
 from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 from asymcheck.config import StoreConfig
 from asymcheck.errors import AsymcheckError, GivenUpError
 from asymcheck.events import Interval
+from asymcheck.format import registry
+from asymcheck.format.digest import digest
 from asymcheck.policies.push_selection import Push
 from asymcheck.replication.run_lease import LeaseClaim, LeaseStatus
 from asymcheck.replication.transfer_stats import PushStatistics
 
 _T = TypeVar("_T")
-REQUEST, STATUS = "request.json", "status.json"
-"""Names of the files, in a folder that only this user can read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +58,8 @@ class PushRequest:
     """Whether to push the remaining checkpoints once, and end."""
     close_s: float | None = None
     """Time limit of the end [s]; None for no limit."""
+    sends_newest: bool = False
+    """Whether to push the newest checkpoint before all others, even if no rule selects it."""
     claim: LeaseClaim | None = None
     """Claim to the lease of the run."""
 
@@ -153,34 +155,27 @@ def _built(kind: Any, value: Any) -> Any:  # noqa: ANN401 - types of fields, and
     return timedelta(seconds=value) if timedelta in kinds and value is not None else value
 
 
-def write(path: Path, value: object) -> None:
-    """Replace a request or status file atomically.
+class Mailbox:
+    """Present state of one process, in anonymous memory that another process reads. Neither ever waits.
 
-    Raises:
-        OSError: the file system is full.
+    The digest in front of the content shows a reader whether it has read half of a new one.
     """
-    # A session manager that cleans up may have removed the folder.
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(encoded(value), "utf-8")
-    temporary.replace(path)
 
+    def __init__(self, file: io.FileIO) -> None:
+        """Use ``file``, which both processes have open."""
+        self.file = file
+        self._seen = b""
 
-class Watched:
-    """A request or status file that is read again after each replacement. For one thread at a time."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._identity: tuple[int, int] | None = None
+    def write(self, value: object) -> None:
+        """Replace the content. For one writer."""
+        data = encoded(value).encode()
+        os.ftruncate(self.file.fileno(), os.pwrite(self.file.fileno(), digest(data) + data, 0))
 
     def read(self, kind: type[_T]) -> _T | None:
-        """Return the content if it is new; otherwise None."""
-        try:
-            now = os.stat(self._path)
-            if (now.st_ino, now.st_mtime_ns) == self._identity:
-                return None
-            content = decoded(kind, self._path.read_bytes())
-        except FileNotFoundError:
+        """Return the content if it is new and complete; otherwise None. For one thread at a time."""
+        content = os.pread(self.file.fileno(), os.fstat(self.file.fileno()).st_size, 0)
+        name, data = content[: registry.DIGEST_BYTES], content[registry.DIGEST_BYTES :]
+        if name == self._seen or digest(data) != name:
             return None
-        self._identity = now.st_ino, now.st_mtime_ns
-        return content
+        self._seen = name
+        return decoded(kind, data)

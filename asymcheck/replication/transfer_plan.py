@@ -18,21 +18,20 @@ from asymcheck.errors import (
     BaseDamagedError,
     CheckpointNotFoundError,
     DamagedPartitionError,
-    DigestMismatchError,
     FormatError,
     InconsistentCheckpointError,
     MissingPartitionError,
     SkippedCheckpointWarning,
     StorageError,
+    result_or_error,
     warn_user,
 )
 from asymcheck.format import registry
-from asymcheck.format.digest import digest as digest_of
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import ENTRY_DTYPE, entry_of
 from asymcheck.inspect.history import known_line
-from asymcheck.restore.frame_reader import read_any, read_frame
+from asymcheck.restore.frame_reader import read_any, read_stored
 from asymcheck.restore.partition_locator import PartitionCopy, PartitionLocator, PartitionSet
 from asymcheck.restore.resolve import candidates, check_run_exists, read_manifests, resolve_each
 from asymcheck.storage.interfaces import ReadTier
@@ -191,12 +190,18 @@ class TransferPlanner:
             depth = self._base(base, above | {name}) + (kind == registry.KIND_DELTA)
         if depth > registry.DELTA_DEPTH_MAX:
             is_decoded, depth = True, 0
-        self._add(name, copy, decoded=is_decoded)
         self._sent_derived.discard(name)
-        if kind == registry.KIND_DELTA and not is_decoded:
-            self._under_deltas |= copy.bases()
-        elif kind == registry.KIND_DERIVED and not is_decoded:
-            self._sent_derived.add(name)
+        if is_decoded:
+            read = partial(read_any, self._local, name, first=copy)
+            self.full.append(frame_of(FrameDescriptor.identity(name, copy.plain_length), read))
+        elif kind == registry.KIND_FULL:
+            self.full.append(_as_stored(name, copy))
+        else:
+            self.based.append(_as_stored(name, copy))
+            if kind == registry.KIND_DELTA:
+                self._under_deltas |= copy.bases()
+            else:
+                self._sent_derived.add(name)
         self._depths[name] = depth
         return depth
 
@@ -208,15 +213,6 @@ class TransferPlanner:
         if not copies:
             raise MissingPartitionError(f"base {base.hex()} is in no readable pack; run asymcheck verify", base)
         return self._send(base, copies[0], as_base=True, above=above)
-
-    def _add(self, name: Digest, copy: PartitionCopy, *, decoded: bool) -> None:
-        frame = self._decoded_frame(name, copy) if decoded else _as_stored(name, copy)
-        is_full = int(frame.entry["kind"]) == registry.KIND_FULL
-        (self.full if is_full else self.based).append(frame)
-
-    def _decoded_frame(self, name: Digest, copy: PartitionCopy) -> Frame:
-        read = partial(read_any, self._local, name, first=copy)
-        return frame_of(FrameDescriptor.identity(name, copy.plain_length), read)
 
 
 def frame_of(descriptor: FrameDescriptor, payload: Callable[[], memoryview | bytes]) -> Frame:
@@ -237,10 +233,7 @@ def _as_stored(name: Digest, copy: PartitionCopy) -> Frame:
 
     def read(slot: Slot) -> FrameDescriptor:
         try:
-            descriptor, payload, where = read_frame(copy, Slot(int(entry["stored_length"])) if is_shifted else slot)
-            # read_frame() verified the checksum of an encoded payload. The checksum of a plain payload is its digest.
-            if descriptor.codec == registry.CODEC_IDENTITY and digest_of(payload) != name:
-                raise DigestMismatchError(f"digest mismatch in {where}")
+            descriptor, payload = read_stored(copy, Slot(copy.stored_length) if is_shifted else slot)
         except FormatError as error:
             raise DamagedPartitionError(str(error), name) from error
         except INCONCLUSIVE:
@@ -272,33 +265,25 @@ def all_needs(local: PartitionLocator, manifests: Sequence[Manifest], older: Seq
     return PartitionSet.of_lengths(lengths)
 
 
-@dataclasses.dataclass(frozen=True)
-class SharedCheckpoint:
-    """An older checkpoint that exists on both sides."""
-
-    manifests: Sequence[Manifest]
-    """Manifests of all ranks; empty if no such checkpoint exists."""
-    sources: PartitionLocator | None
-    """Locator of its partitions in the source."""
+Older = tuple[Sequence[Manifest], PartitionLocator | None]
+"""Manifests of an older checkpoint that exists on both sides, and the locator of its partitions in the source."""
 
 
 @contextlib.contextmanager
-def older_of(local: ReadTier, listing: CheckpointFiles | None, encoder: Encoder) -> Iterator[SharedCheckpoint]:
-    """Open an older checkpoint for deltas; yields an empty one if there is none, or if deltas do not pay."""
-    if listing is None or not encoder.wants_bases:
-        yield SharedCheckpoint((), None)
-        return
-    try:
-        manifests = read_manifests(local, listing)
-        sources = PartitionLocator.of_manifests(local, manifests, must_be_complete=False)
-    except INCONCLUSIVE:
-        raise
-    except AsymcheckError:
+def older_of(local: ReadTier, listing: CheckpointFiles | None) -> Iterator[Older]:
+    """Open an older checkpoint for deltas; yields no manifest if there is none."""
+    opened = None if listing is None else result_or_error(_open_older, local, listing)
+    if opened is None or isinstance(opened, AsymcheckError):
         # A deleted or damaged older checkpoint only costs compression.
-        yield SharedCheckpoint((), None)
+        yield (), None
         return
-    with sources:
-        yield SharedCheckpoint(manifests, sources)
+    with opened[1]:
+        yield opened
+
+
+def _open_older(local: ReadTier, listing: CheckpointFiles) -> tuple[Sequence[Manifest], PartitionLocator]:
+    manifests = read_manifests(local, listing)
+    return manifests, PartitionLocator.of_manifests(local, manifests, must_be_complete=False)
 
 
 class PartitionIndex:
@@ -399,11 +384,8 @@ class Reencoder:
 
 
 def _read_base(sources: PartitionLocator, base: Digest, copy: PartitionCopy, length: int) -> list[Base]:
-    try:
-        plain = read_any(sources, base, first=copy)
-    except INCONCLUSIVE:
-        raise
-    except AsymcheckError:
-        # Deleted in the meantime, or damaged.
+    plain = result_or_error(read_any, sources, base, first=copy)
+    if isinstance(plain, AsymcheckError) or len(plain) != length:
+        # Deleted in the meantime, damaged, or of another length.
         return []
-    return [Base(registry.CODEC_DELTA, base, plain)] if len(plain) == length else []
+    return [Base(registry.CODEC_DELTA, base, plain)]

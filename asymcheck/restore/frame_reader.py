@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from asymcheck.codecs.decode import BaseReader, FrameReader, base_reader, decode_checked
-from asymcheck.errors import INCONCLUSIVE, DamagedPartitionError, FormatError, StorageError
+from asymcheck.errors import INCONCLUSIVE, DamagedPartitionError, DigestMismatchError, FormatError, StorageError
 from asymcheck.events import timed
+from asymcheck.format.digest import digest
 from asymcheck.format.frame import HEADER_BYTES, FrameDescriptor, check_frame, check_header, check_padding
 from asymcheck.format.pack import check_entry, entry_length
-from asymcheck.format.registry import BLOCK_BYTES
+from asymcheck.format.registry import BLOCK_BYTES, CODEC_IDENTITY
 from asymcheck.restore.partition_locator import PartitionCopy, PartitionLocator
 from asymcheck.storage import damaged_frames
 from asymcheck.storage.interfaces import ReadTier
@@ -148,6 +149,15 @@ def read_frame(
     check_entry(entry, descriptor, where)
     check_padding((head[HEADER_BYTES:], padding), where)
     return descriptor, payload, where
+
+
+def read_stored(copy: PartitionCopy, slot: Slot) -> tuple[FrameDescriptor, memoryview]:
+    """Read a frame to be copied as stored, and verify it without its base; see :func:`read_frame`."""
+    descriptor, payload, where = read_frame(copy, slot)
+    # read_frame() verified the checksum of an encoded payload. The checksum of a plain payload is its digest.
+    if descriptor.codec == CODEC_IDENTITY and digest(payload) != descriptor.digest:
+        raise DigestMismatchError(f"digest mismatch in {where}")
+    return descriptor, payload
 
 
 def read_checked(

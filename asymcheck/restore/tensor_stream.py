@@ -16,7 +16,7 @@ from asymcheck.restore.read_plan import ByteTarget, Demand, ReadPlan, demands_of
 from asymcheck.restore.resolve import Resolved
 from asymcheck.state.boxes import Region
 from asymcheck.storage.interfaces import ReadTier
-from asymcheck.types import Progress
+from asymcheck.types import Progress, ProgressMeter
 
 _GATHERED_BYTES = 256 << 20
 """Maximum bytes of tensors that are assembled in memory at once. A larger tensor is assembled alone."""
@@ -135,19 +135,3 @@ class _Whole:
             self._target.put(0, self._gathered.data)
             self._gathered = None
         self._meter.add(done)
-
-
-class ProgressMeter:
-    """Counter of bytes for a progress bar. Approximate if several threads count at the same time."""
-
-    def __init__(self, progress: Progress | None, total: int = 0) -> None:
-        """Report to ``progress``. Bytes that are counted before ``total`` is set are ignored."""
-        self._progress = progress
-        self._done = 0
-        self.total = total
-
-    def add(self, count: int) -> None:
-        """Count and report more bytes."""
-        if self._progress is not None and self.total:
-            self._done += count
-            self._progress(min(self._done, self.total), self.total)

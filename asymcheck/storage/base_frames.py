@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from asymcheck.errors import INCONCLUSIVE, AsymcheckError
+from asymcheck.errors import AsymcheckError, result_or_error
 from asymcheck.format import registry
 from asymcheck.format.digest_set import DigestSet, as_column
 from asymcheck.format.frame import FrameDescriptor, check_frame
@@ -99,14 +99,10 @@ class BaseFrames:
 
     def _packs(self, pack_ids: Iterable[PackId]) -> Iterator[tuple[PackId, OpenPack]]:
         for pack_id in pack_ids:
-            try:
-                pack = self._tier.open_pack(pack_id)
-            except INCONCLUSIVE:
-                raise
-            except AsymcheckError:
-                continue
-            with contextlib.closing(pack):
-                yield pack_id, pack
+            pack = result_or_error(self._tier.open_pack, pack_id)
+            if not isinstance(pack, AsymcheckError):
+                with contextlib.closing(pack):
+                    yield pack_id, pack
 
     def _read(self, pack_id: PackId, sequence: int) -> tuple[FrameDescriptor, memoryview, str]:
         where = f"frame {sequence} of pack {pack_id.hex()}"

@@ -71,17 +71,17 @@ class RemoteFallback:
     def _unknown_content(self, error: Exception) -> RemoteUnreachableError:
         return RemoteUnreachableError(f"the content of {self.name} is not known: {error}")
 
-    def ask(self, question: Callable[[RemoteTier], Iterable[_T]]) -> list[_T]:
-        """Return the answers of ``question`` to the remote tier; an empty list if the location is empty.
+    def ask(self, question: Callable[[RemoteTier], _T]) -> _T | None:
+        """Return the answer to ``question`` about the remote tier; None if the location is empty.
 
         Raises:
             RemoteUnreachableError: the location does not answer; see :meth:`tier`.
         """
         tier = self.tier()
         if tier is None:
-            return []
+            return None
         with self._failures_remembered():
-            return list(question(tier))
+            return question(tier)
 
     @contextlib.contextmanager
     def _failures_remembered(self) -> Iterator[None]:
@@ -119,7 +119,7 @@ class FallbackManifests(ManifestReader):
 
     def runs(self) -> list[str]:
         """Return the names of all runs."""
-        return sorted({*self._near.runs(), *self._far.ask(lambda far: far.manifests.runs())})
+        return sorted({*self._near.runs(), *(self._far.ask(lambda far: far.manifests.runs()) or ())})
 
     def checkpoints(self, run: str) -> list[CheckpointFiles]:
         """Return all checkpoints that have a manifest in the local store or at the remote location.
@@ -132,7 +132,7 @@ class FallbackManifests(ManifestReader):
         """
         listings = {listing.ref: listing for listing in self._near.checkpoints(run)}
         try:
-            for listing in self._far.ask(lambda far: far.manifests.checkpoints(run)):
+            for listing in self._far.ask(lambda far: far.manifests.checkpoints(run)) or ():
                 near = listings.get(listing.ref)
                 listings[listing.ref] = listing if near is None else self._joined(near, listing)
         except RemoteUnreachableError as error:
@@ -149,8 +149,8 @@ class FallbackManifests(ManifestReader):
         """Return the manifests of one checkpoint."""
         near = self._near.listing(run, ref)
         with contextlib.suppress(RemoteUnreachableError):
-            for far_listing in self._far.ask(lambda far: [far.manifests.listing(run, ref)]):
-                return self._joined(near, far_listing)
+            if (far := self._far.ask(lambda far: far.manifests.listing(run, ref))) is not None:
+                return self._joined(near, far)
         return near
 
     def _joined(self, near: CheckpointFiles, far: CheckpointFiles) -> CheckpointFiles:
@@ -198,16 +198,16 @@ class FallbackManifests(ManifestReader):
         """Return the generations that have a head record in either place."""
         near = self._near.heads(run)
         with contextlib.suppress(RemoteUnreachableError):
-            return sorted({*near, *self._far.ask(lambda far: far.manifests.heads(run))})
+            return sorted({*near, *(self._far.ask(lambda far: far.manifests.heads(run)) or ())})
         return near
 
     def reading_heads(self, run: str, generations: Iterable[int]) -> contextlib.AbstractContextManager[None]:
         """Return a context manager in which the head records that the local store lacks are read ahead."""
         missing = sorted({*generations} - {*self._near.heads(run)})
+        ahead = None
         with contextlib.suppress(RemoteUnreachableError):
-            for ahead in self._far.ask(lambda far: [far.manifests.reading_heads(run, missing)]) if missing else ():
-                return ahead
-        return contextlib.nullcontext()
+            ahead = self._far.ask(lambda far: far.manifests.reading_heads(run, missing)) if missing else None
+        return ahead or contextlib.nullcontext()
 
     def read_head(self, run: str, generation: int) -> tuple[HeadRecord, int] | None:
         """Return a head record, from the remote location if the local copy is missing or damaged."""
@@ -221,9 +221,8 @@ class FallbackManifests(ManifestReader):
         except FormatError as error:
             problem = error
         with contextlib.suppress(RemoteUnreachableError):
-            for far_head in self._far.ask(lambda far: [far.manifests.read_head(run, generation)]):
-                if far_head is not None:
-                    return far_head
+            if (far_head := self._far.ask(lambda far: far.manifests.read_head(run, generation))) is not None:
+                return far_head
         if problem is not None:
             raise problem
         return None
@@ -249,7 +248,7 @@ class FallbackTier(ReadTier):
         Raises:
             RemoteUnreachableError: the remote location does not answer.
         """
-        far = self._far.ask(lambda far: far.pack_ids())
+        far = self._far.ask(lambda far: far.pack_ids()) or []
         self._far_ids = frozenset(far)
         return [*self._near.pack_ids(), *far]
 

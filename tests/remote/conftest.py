@@ -17,7 +17,7 @@ from asymcheck import Push, RemoteConfig, Store, StoreConfig
 from asymcheck.executor import begin
 from asymcheck.replication import background_push, push_loop
 from asymcheck.replication.background_push import BackgroundPush
-from asymcheck.replication.push_status import PushJob
+from asymcheck.replication.push_status import Mailbox, PushJob
 from tools.local_hdfs import LocalHdfs
 from tools.local_objects import BUCKET, LocalObjects, variables
 from tools.local_sftp import LocalSftp
@@ -88,9 +88,9 @@ class ChildOnThread:
 
     pid = 0
 
-    def __init__(self, folder: Path, job: PushJob) -> None:
+    def __init__(self, requests: Mailbox, statuses: Mailbox, job: PushJob) -> None:
         """Begin the loop."""
-        self._done = begin(partial(push_loop.run_child, folder, job, os.getppid()), "child")
+        self._done = begin(partial(push_loop.run_child, requests, statuses, job, os.getppid()), "child")
 
     def wait(self) -> int:
         """Return the exit status."""
@@ -102,7 +102,7 @@ class ChildOnThread:
 
 @pytest.fixture
 def on_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run push loops on threads of the test, with the files of a child process."""
+    """Run push loops on threads of the test, with the memory of a child process."""
     monkeypatch.setattr(background_push, "_start", ChildOnThread)
 
 

@@ -23,11 +23,9 @@ from asymcheck.errors import (
 )
 from asymcheck.format.layout import ManifestName
 from asymcheck.gc.collect import Collected
-from asymcheck.replication import background_push
 from asymcheck.replication.background_push import BackgroundPush
 from asymcheck.replication.collect_remote import RemoteSweep
 from asymcheck.replication.push_loop import PushLoop
-from asymcheck.replication.push_status import STATUS
 from asymcheck.replication.transfer_stats import Moved
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
@@ -329,27 +327,6 @@ def test_store_with_an_older_line_decides_nothing(store: Path, folder: str, tmp_
         with by_thread(opened, folder) as pushing:
             wait_until(lambda: pushing.statistics().newest_step is not None, "the location to be looked into")
             assert pushing.statistics().newest_step == 1
-
-
-def test_status_that_cannot_be_written_is_moved_to_another_folder(
-    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Test a full /dev/shm: the uploads go on, and the next child reports in the folder of temporary files."""
-    monkeypatch.setattr(module, "_UNWRITTEN_S", 0.1)
-    monkeypatch.setattr(background_push, "RETRY_S", 0.05)
-    with Store.open(store, config=CONFIG, create=True) as opened, by_thread(opened, folder) as pushing:
-        pushing.wait()
-        first = pushing._folder
-        assert first is not None
-        # No file of this name can be written.
-        (first / STATUS).with_suffix(".tmp").mkdir()
-        opened.save(state_of(3), step=3)
-        wait_until(lambda: pushing.statistics().failures == 1, "the child to give up")
-        pushing.wait()
-        assert pushing._folder is not None
-        assert pushing._folder.parent != first.parent
-        assert pushing.statistics().pushed == 3
-    check_location(folder, 1, 2, 3)
 
 
 @pytest.mark.slow(quick=["10000000000.0"])

@@ -17,7 +17,8 @@ from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import encode
 from asymcheck.replication.checkpoint_cache import CheckpointCache
 from asymcheck.storage.pack_index import PackIndex
-from asymcheck.storage.remote import RemoteTier, pack_reader, parse_location, tier
+from asymcheck.storage.remote import RemoteTier, clients, pack_reader, parse_location, tier
+from asymcheck.storage.remote.client_interface import Entry
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from asymcheck.types import CheckpointRef, PackId, SaveId
 from tests.remote.conftest import CONFIG, check_state, save_steps
@@ -61,6 +62,26 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(RemoteFiles, "_do", do)
     return done
+
+
+@pytest.mark.slow
+def test_push_does_not_list_all_checkpoints(locations: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test the listed folders, because each of them is a request to HDFS."""
+    listed: list[str] = []
+    original = clients._LocalClient.children
+
+    def children(client: clients._LocalClient, path: str) -> list[Entry]:
+        listed.append(path)
+        return original(client, path)
+
+    monkeypatch.setattr(clients._LocalClient, "children", children)
+    counts = []
+    with Store.open(Path(locations[0].removeprefix("file://")).with_name("store"), config=CONFIG) as store:
+        for location in locations:
+            listed.clear()
+            assert store.push(location).present == 1
+            counts.append(len(listed))
+    assert counts[0] == counts[1] < 10
 
 
 @pytest.mark.slow

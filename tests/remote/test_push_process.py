@@ -1,11 +1,10 @@
-"""Test pushes by a child process: its files, and independence of the end of either process."""
+"""Test pushes by a child process: its messages, and independence of the end of either process."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from asymcheck import Checkpointer, Push, Store, errors
-from asymcheck.config import RING_FOLDER_VARIABLE
 from asymcheck.errors import (
     AsymcheckError,
     ClosedStoreError,
@@ -332,49 +330,31 @@ def test_process_ends_with_a_killed_training(store: Path, folder: str, *, worker
 
 
 @pytest.mark.slow
-def test_process_of_a_killed_training_finishes_its_upload(
-    store: Path, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Test that the newest checkpoint arrives, that no other one is begun, and that no file stays."""
-    monkeypatch.setenv(RING_FOLDER_VARIABLE, str(tmp_path))
+def test_process_of_a_killed_training_finishes_its_upload(store: Path, folder: str) -> None:
+    """Test that the newest checkpoint arrives, and that no other one is begun."""
     arguments = [sys.executable, "-c", UPLOADING, str(store), folder]
     with subprocess.Popen(arguments, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         ending = os.pidfd_open(int(trainer.stdout.readline()))
-        assert list(tmp_path.glob("asymcheck-push-*"))
         trainer.kill()
     try:
         assert select.select([ending], [], [], 30.0)[0]
     finally:
         os.close(ending)
     check_location(folder, 2)
-    assert not list(tmp_path.glob("asymcheck-push-*"))
-
-
-@pytest.mark.slow
-def test_removed_folder_is_created_again(store: Path, folder: str) -> None:
-    """Test a session manager that removes files in /dev/shm."""
-    with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
-        pushing.wait()
-        assert pushing._folder is not None
-        shutil.rmtree(pushing._folder)
-        opened.save(state_of(3), step=3)
-        pushing.wait()
-    check_location(folder, 1, 2, 3)
 
 
 @pytest.mark.slow
 def test_credentials_are_in_no_file(store: Path, folder: str) -> None:
-    """Test an option of the client that may be a secret: not in the files, the arguments or the environment."""
+    """Test an option of the client that may be a secret: not in files, the arguments or the environment."""
     with Store.open(store, config=config(options={"secret": "hush-7531"}), create=True) as opened:
         pushing = by_process(opened, folder)
         wait_until(lambda: pushing.statistics().problem != "", "the option to be refused")
-        assert pushing._folder is not None
         process = Path(f"/proc/{process_of(pushing)}")
-        files = [*pushing._folder.iterdir(), process / "cmdline", process / "environ"]
-        assert len(files) == 4
-        assert not [file for file in files if b"hush-7531" in file.read_bytes()]
-        assert pushing._folder.stat().st_mode & 0o777 == 0o700
+        assert not [name for name in ("cmdline", "environ") if b"hush-7531" in (process / name).read_bytes()]
+        # The job, the requests and the status are in memory that no other user can read.
+        files = [os.readlink(entry) for entry in (process / "fd").iterdir()]
+        assert sum(file.startswith("/memfd:asymcheck-") for file in files) == 3
         with pytest.warns(UnreachableRemoteWarning, match="no option 'secret'"):
             pushing.close()
 
@@ -410,19 +390,19 @@ def test_a_time_that_no_end_can_take(store: Path, folder: str) -> None:
         pushing.wait()
 
 
-def test_errors_survive_the_status_file() -> None:
+def test_errors_survive_the_status() -> None:
     """Test errors with fields, one with a field that JSON cannot express, and one of another package."""
 
-    def through_a_file(error: Exception) -> AsymcheckError:
+    def transferred(error: Exception) -> AsymcheckError:
         return decoded(Failure, encoded(Failure.of(error))).error()
 
-    damaged = through_a_file(errors.DamagedPartitionError("damaged", b"x" * 16))
+    damaged = transferred(errors.DamagedPartitionError("damaged", b"x" * 16))
     assert isinstance(damaged, errors.DamagedPartitionError)
     assert (str(damaged), damaged.digest) == ("damaged", None)
-    missing = through_a_file(RanksMissingError("rank 1 is missing", [1]))
+    missing = transferred(RanksMissingError("rank 1 is missing", [1]))
     assert isinstance(missing, RanksMissingError)
     assert missing.missing == (1,)
-    assert repr(through_a_file(KeyError("x"))) == repr(GivenUpError("KeyError: 'x'"))
+    assert repr(transferred(KeyError("x"))) == repr(GivenUpError("KeyError: 'x'"))
 
 
 @pytest.mark.slow
@@ -452,6 +432,21 @@ def test_end_before_a_kill_sends_the_newest_checkpoint_once(store: Path, folder:
     check_location(folder, *sorted(sent))
 
 
+@pytest.mark.slow
+def test_end_before_a_kill_cancels_an_upload(store_path: Path, folder: str) -> None:
+    """Test the upload of a selected checkpoint, which goes on after that of the newest one."""
+    sent: list[int] = []
+    note = watch(lambda interval: sent.append(int(interval.detail["step"])) if interval.name == "push" else None)
+    with note, Store.open(store_path, config=config(bytes_per_s=120_000), create=True) as opened:
+        opened.save(state_of(2), step=2)
+        pushing = by_process(opened, folder, every=2)
+        wait_until(lambda: pushing.statistics().done_bytes > 0, "the upload to begin")
+        opened.save(state_of(3), step=3)
+        pushing.close_before_kill(60.0)
+    assert sent == [2, 3, 2]
+    check_location(folder, 2, 3)
+
+
 def test_end_before_a_kill_keeps_its_time_limit(store: Path, folder: str) -> None:
     """Test a process that does not answer: no grace is added to the time that is left."""
     with Store.open(store, config=CONFIG) as opened:
@@ -473,44 +468,10 @@ def test_end_before_a_kill_sends_nothing_without_the_lease(store: Path, folder: 
     assert not Path(folder.removeprefix("file://")).exists()
 
 
-@pytest.mark.slow
-def test_request_reaches_another_process_where_the_file_system_is_full(
-    store: Path, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Test waits and the end of a training whose ring has filled the file system of the request file."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can mount a file system")
-    memory = tmp_path / "memory"
-    memory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(memory)]
-    if subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("no file system can be mounted here")
-    monkeypatch.setenv(RING_FOLDER_VARIABLE, str(memory))
-    try:
-        with Store.open(store, config=CONFIG) as opened:
-            pushing = by_process(opened, folder)
-            pushing.wait()
-            with contextlib.suppress(OSError), (memory / "ballast").open("wb", buffering=0) as ballast:
-                while True:
-                    ballast.write(bytes(4096))
-            opened.save(state_of(3), step=3)
-            pushing.wait()
-            assert pushing.close().backlog == 0
-        assert [path.name for path in memory.iterdir()] == ["ballast"]
-    finally:
-        subprocess.run(["umount", "-l", str(memory)], check=True)
-    check_location(folder, 1, 2, 3)
-
-
-def test_end_without_time_leaves_no_folder(
-    store: Path, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_end_without_time_leaves_no_process(store: Path, folder: str) -> None:
     """Test an end before the process has started."""
-    monkeypatch.setenv(RING_FOLDER_VARIABLE, str(tmp_path))
-    before = set(tmp_path.iterdir())
     with Store.open(store, config=CONFIG) as opened:
         pushing = by_process(opened, folder, every=1)
         with pytest.warns(UnreachableRemoteWarning):
             pushing.close_before_kill(0.0)
-        assert set(tmp_path.iterdir()) == before
         assert pushing._process is None

@@ -289,11 +289,8 @@ class NvmeTier(StoreTier):
 
     def usage(self) -> tuple[int, int, int, int]:
         """Return number and bytes of the packs in use, then number and bytes of the pooled packs."""
-        sizes = []
-        for pack_id in self.pack_ids():
-            # A pack may be recycled after the listing.
-            with contextlib.suppress(FileNotFoundError):
-                sizes.append(self.pack_path(pack_id).stat().st_size)
+        # A pack may be recycled after the listing.
+        sizes = [size for pack_id in self.pack_ids() if (size := self.pack_bytes(pack_id))]
         pooled = self.pool.sizes().values()
         return len(sizes), sum(sizes), len(pooled), sum(pooled)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import PurePosixPath
 
@@ -38,32 +38,45 @@ def read_pack_index(files: RemoteFiles, path: PurePosixPath, pack_id: PackId) ->
 
 @dataclasses.dataclass(eq=False)
 class _Piece:
-    """Adjacent frames that are read by one request."""
+    """Adjacent frames of a pack that are read by one request."""
 
+    pack: RemotePack
     start: int
     end: int
     frames: set[int]
     loading: Future[memoryview] | None = None
+    next: _Piece | None = None  # piece that is expected next, also of another pack
 
 
 class ReadAhead:
-    """Prefetch of pieces, continuing at the end of a pack with the pack that is expected next."""
+    """Prefetch of pieces, in the order in which they are expected."""
 
     def __init__(self, files: RemoteFiles) -> None:
         """Read with the threads of ``files``."""
         self.threads = files.readers
         self.memory = RangeMemory(files.config.piece_bytes, files.config.reads)
-        self._last: RemotePack | None = None
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        """Guards all pieces."""
+        self._reads = files.config.reads
+        self._last: _Piece | None = None
 
-    def follow(self, pack: RemotePack) -> None:
-        """Queue ``pack`` after the packs that were announced before."""
-        with self._lock:
-            last, self._last = self._last, pack
-        # Clear the link first, so that no cycle arises if a pack is expected again.
-        pack.next = None
-        if last is not None and last is not pack:
-            last.next = pack
+    def expect(self, pieces: Iterable[_Piece]) -> None:
+        """Queue ``pieces`` after those that were expected before."""
+        with self.lock:
+            for piece in pieces:
+                if self._last is not None:
+                    self._last.next = piece
+                self._last = piece
+
+    def load_from(self, piece: _Piece | None) -> None:
+        """Begin to read a piece and the following ones."""
+        with self.lock:
+            for _ in range(self._reads):
+                if piece is None:
+                    return
+                if piece.loading is None and piece.frames:
+                    piece.loading = self.threads.submit(piece.pack.read, piece.start, piece.end)
+                piece = piece.next
 
     def close(self) -> None:
         """Stop the prefetch and release its memory."""
@@ -79,15 +92,12 @@ class RemotePack(OpenPack):
     ) -> None:
         """Read the pack with this index from the first of ``paths`` that exists; ``reading`` prefetches."""
         super().__init__(index, next(paths()))
-        self.next: RemotePack | None = None
-        """Pack that is expected next."""
         self._paths = paths
         self._files = files
         self._reading = reading
         self._kept = OpenedFile()
-        self._pieces: list[_Piece] = []
-        self._piece_of: dict[int, int] = {}
-        self._lock = threading.Lock()
+        # Pieces of the frames that were not read yet.
+        self._pieces: dict[int, _Piece] = {}
 
     def _span(self, sequence: int) -> tuple[int, int]:
         entry = self.entries[sequence]
@@ -105,54 +115,33 @@ class RemotePack(OpenPack):
                 last.end = end
                 last.frames.add(sequence)
             else:
-                pieces.append(_Piece(start, end, {sequence}))
-        with self._lock:
-            self._pieces = pieces
-            self._piece_of = {sequence: number for number, piece in enumerate(pieces) for sequence in piece.frames}
-        self._reading.follow(self)
+                pieces.append(_Piece(self, start, end, {sequence}))
+        self.close()
+        self._pieces = {sequence: piece for piece in pieces for sequence in piece.frames}
+        self._reading.expect(pieces)
 
     def read_frame(self, sequence: int, slot: Slot) -> memoryview:  # noqa: ARG002 - used by other tiers
         """Return frame ``sequence`` in the prefetch memory, not in ``slot``; see :meth:`OpenPack.read_frame`."""
         start, end = self._span(sequence)
-        with self._lock:
-            number = self._piece_of.pop(sequence, None)
-            piece = None if number is None else self._pieces[number]
-        if number is not None:
-            self._load_from(number)
-        if piece is None or piece.loading is None:
-            data, base = self._read(start, end), start
+        piece = self._pieces.pop(sequence, None)
+        self._reading.load_from(piece)
+        if piece is None or (loading := piece.loading) is None:
+            data, base = self.read(start, end), start
         else:
-            data, base = piece.loading.result(), piece.start
+            data, base = loading.result(), piece.start
         frame = data[start - base : end - base]
         if len(frame) < end - start:
             name = f"frame {sequence} of pack {self.path.name}"
             raise TruncatedError(f"{name}: the file ends after {len(frame)} of {end - start} bytes")
         if piece is not None:
-            with self._lock:
+            with self._reading.lock:
                 piece.frames.discard(sequence)
                 if not piece.frames:
                     piece.loading = None
         return frame
 
-    def _load_from(self, number: int) -> None:
-        """Start to read a piece and the following pieces, also in the following packs."""
-        pack, count = self, self._files.config.reads
-        while count:
-            count = pack._load(number, count)
-            if pack.next is None:
-                return
-            pack, number = pack.next, 0
-
-    def _load(self, number: int, count: int) -> int:
-        """Start to read up to ``count`` pieces from ``number`` on; return how many more may be started."""
-        with self._lock:
-            pieces = self._pieces[number : number + count]
-            for piece in pieces:
-                if piece.loading is None and piece.frames:
-                    piece.loading = self._reading.threads.submit(self._read, piece.start, piece.end)
-        return count - len(pieces)
-
-    def _read(self, start: int, end: int) -> memoryview:
+    def read(self, start: int, end: int) -> memoryview:
+        """Return the bytes between two positions, fewer at the end of the file."""
         # The pack may have been renamed since it was opened.
         for path in self._paths():
             with contextlib.suppress(FileNotFoundError):
@@ -161,5 +150,7 @@ class RemotePack(OpenPack):
 
     def close(self) -> None:
         """Discard the prefetched pieces."""
-        with self._lock:
-            self._pieces, self._piece_of = [], {}
+        with self._reading.lock:
+            for piece in self._pieces.values():
+                piece.frames, piece.loading = set(), None
+            self._pieces = {}

@@ -283,7 +283,6 @@ class RemoteFiles:
         path: PurePosixPath,
         content: Callable[[PurePosixPath], contextlib.AbstractContextManager[Content]],
         check: Callable[[PurePosixPath, int], object],
-        random_bytes: int = 8,
     ) -> bool:
         """Put a whole file create-only; return False if the name is taken. Retry transient failures.
 
@@ -294,7 +293,6 @@ class RemoteFiles:
             path: name of the file.
             content: called in each attempt, with the name under which the bytes are written.
             check: called in each attempt with a readable copy of the file and its size in bytes.
-            random_bytes: random bytes in the names of temporary files.
         """
 
         def upload(temporary: PurePosixPath) -> bool:
@@ -313,7 +311,7 @@ class RemoteFiles:
                 check(path, len(data))
             return is_new
 
-        return self.attempt(path, upload, random_bytes)
+        return self._attempt(path, upload)
 
     def put_small(self, path: PurePosixPath, data: bytes, *, event: str = _SMALL_CLOSED) -> bool:
         """Put a small file create-only, and read it back in a file system; return False if the name is taken."""
@@ -329,7 +327,7 @@ class RemoteFiles:
                 self._check_small(path, data, _SMALL_CLOSED, temporary, self.write(temporary, pieces))
             return temporary
 
-        return self.attempt(path, upload)
+        return self._attempt(path, upload)
 
     @contextlib.contextmanager
     def _small(self, path: PurePosixPath, data: bytes, _: PurePosixPath) -> Iterator[Content]:
@@ -342,11 +340,11 @@ class RemoteFiles:
         if self.read_small(stored, len(data)) != data:
             raise StorageError(f"{self.url(stored)}: the content read back differs from the content written")
 
-    def attempt(self, path: PurePosixPath, upload: Callable[[PurePosixPath], _T], random_bytes: int = 8) -> _T:
+    def _attempt(self, path: PurePosixPath, upload: Callable[[PurePosixPath], _T]) -> _T:
         """Upload a file under a random temporary name. Retry under another name after a transient failure."""
         number = 1
         while True:
-            temporary = path.with_name(f"{os.urandom(random_bytes).hex()}{layout.TEMPORARY}")
+            temporary = path.with_name(f"{os.urandom(16).hex()}{layout.TEMPORARY}")
             try:
                 return upload(temporary)
             except BaseException as error:

@@ -7,10 +7,11 @@ import copy
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import PurePosixPath
+from typing import NamedTuple
 
 from asymcheck.config import WRITER, StoreConfig
 from asymcheck.errors import (
@@ -41,6 +42,14 @@ from asymcheck.storage.remote.upload import PackUpload
 from asymcheck.types import PackId
 
 
+class PackListing(NamedTuple):
+    """Files of packs by one listing, newest first. A pack that was renamed meanwhile may be in both mappings."""
+
+    lasting: dict[PackId, Entry]  # complete packs
+    doomed: dict[PackId, Entry]  # packs that a running or killed collection has announced to remove
+    announced: dict[PackId, list[Entry]]  # announcements; an object store has them beside the packs
+
+
 class RemoteTier(StoreTier):
     """Open remote location."""
 
@@ -66,7 +75,6 @@ class RemoteTier(StoreTier):
         self._indexes: dict[PackId, PackIndex] = {}
         self._loading: dict[PackId, Future[PackIndex]] = {}
         self._doomed: dict[PackId, Entry] = {}
-        self._announced: dict[PackId, list[Entry]] = {}
         self._listed: list[PackId] | None = None
         self._lock = threading.Lock()
         data = self.files.read_small(self._top / layout.DESCRIPTOR_NAME, RECORD_BYTES)
@@ -138,11 +146,8 @@ class RemoteTier(StoreTier):
             "each other's files; use a service or version that supports them"
         )
 
-    def _packs(self) -> tuple[dict[PackId, Entry], dict[PackId, Entry]]:
-        """Return complete and doomed packs by one listing, so that a renamed pack is in at least one of them.
-
-        In an object store, a doomed pack keeps its name, and has announcements beside it.
-        """
+    def list_packs(self) -> PackListing:
+        """List the packs once."""
         lasting: dict[PackId, Entry] = {}
         doomed: dict[PackId, Entry] = {}
         announced: dict[PackId, list[Entry]] = {}
@@ -156,43 +161,33 @@ class RemoteTier(StoreTier):
         if not self.files.renames:
             doomed = {pack_id: lasting.pop(pack_id) for pack_id in announced if pack_id in lasting}
         with self._lock:
-            self._announced = announced
             self._doomed = doomed
             # Forget the indexes of removed packs, because a training may push for weeks.
             for pack_id in self._indexes.keys() - lasting.keys() - doomed.keys():
                 del self._indexes[pack_id]
             self._loading = {pack_id: loading for pack_id, loading in self._loading.items() if not loading.done()}
-        return lasting, doomed
+        return PackListing(lasting, doomed, announced)
 
     def lasting_packs(self) -> dict[PackId, Entry]:
         """Return the files of all complete packs, newest first."""
-        return self._packs()[0]
-
-    def doomed_packs(self) -> dict[PackId, Entry]:
-        """Return the files of packs that a running or killed collection has announced to remove."""
-        return self._packs()[1]
+        return self.list_packs().lasting
 
     def pack_ids(self) -> list[PackId]:
         """Return the ids of all readable packs, newest first."""
         if self._listed is not None:
             return self._listed
-        lasting, doomed = self._packs()
-        return [*lasting, *doomed]
+        packs = self.list_packs()
+        return [*packs.lasting, *packs.doomed]
 
     def listed(self) -> RemoteTier:
         """List the packs once, and return a view of them, without the packs that a push cannot reprieve.
 
         The view shares everything else with this tier.
         """
-        lasting, doomed = self._packs()
+        packs = self.list_packs()
         view = copy.copy(self)
-        view.__dict__["_listed"] = [*lasting, *(doomed if self.files.renames else ())]
+        view.__dict__["_listed"] = [*packs.lasting, *(packs.doomed if self.files.renames else ())]
         return view
-
-    def announcements(self) -> dict[PackId, list[Entry]]:
-        """Return the announced removals in an object store, as of the last listing of packs."""
-        with self._lock:
-            return self._announced
 
     def doom(self, entry: Entry, pack_id: PackId, collection: bytes) -> bool:
         """Announce that ``collection`` will remove a pack; return False if the pack was removed or renamed."""
@@ -201,16 +196,14 @@ class RemoteTier(StoreTier):
 
     def reprieve(self, pack_ids: Iterable[PackId]) -> set[PackId]:
         """Withdraw announced removals of packs by any process; return the packs that were removed."""
-        lasting, doomed = self._packs()
-        return {pack_id for pack_id in pack_ids if pack_id not in lasting and not self._restore_name(pack_id, doomed)}
-
-    def _restore_name(self, pack_id: PackId, doomed: Mapping[PackId, Entry]) -> bool:
-        entry = doomed.get(pack_id)
-        return (
-            entry is not None
-            and self.files.renames
-            and self.files.rename(entry.path, self.packs / layout.pack_name(pack_id))
-        )
+        packs = self.list_packs()
+        doomed = packs.doomed if self.files.renames else {}
+        return {
+            pack_id
+            for pack_id in set(pack_ids) - packs.lasting.keys()
+            if pack_id not in doomed
+            or not self.files.rename(doomed[pack_id].path, self.packs / layout.pack_name(pack_id))
+        }
 
     def _paths(self, pack_id: PackId) -> Iterator[PurePosixPath]:
         """Yield possible paths of a pack, likely ones first. Collections rename the packs that they will remove."""
@@ -219,9 +212,10 @@ class RemoteTier(StoreTier):
             known = self._doomed.get(pack_id)
         if known is not None:
             yield known.path
-        for packs in self._packs():
-            if pack_id in packs:
-                yield packs[pack_id].path
+        packs = self.list_packs()
+        for listed in (packs.lasting, packs.doomed):
+            if pack_id in listed:
+                yield listed[pack_id].path
 
     def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:  # noqa: ARG002 - used by other tiers
         """Return no pack, because hints in a manifest name packs of its original store."""

@@ -19,8 +19,16 @@ from asymcheck.errors import FormatError, StorageError
 from asymcheck.events import emit
 from asymcheck.executor import begin
 from asymcheck.format import layout, registry
-from asymcheck.format.frame import FrameDescriptor, check_frame, frame_length
-from asymcheck.format.pack import ENTRY_DTYPE, Entries, PackHeader, encode_index, encode_pack_header, entry_length
+from asymcheck.format.frame import FrameDescriptor, check_frame
+from asymcheck.format.pack import (
+    ENTRY_DTYPE,
+    Entries,
+    PackHeader,
+    encode_index,
+    encode_pack_header,
+    entry_length,
+    frame_lengths,
+)
 from asymcheck.storage.pack_index import PackIndex
 from asymcheck.storage.remote.pack_reader import read_pack_index
 from asymcheck.storage.remote.remote_files import Content, RemoteFiles
@@ -40,25 +48,20 @@ def plan_pack(frames: Sequence[np.void]) -> Entries:
     Header and index are thus known before the first byte is sent.
     """
     entries: Entries = np.array(frames, dtype=ENTRY_DTYPE)
-    lengths = [frame_length(int(stored)) for stored in entries["stored_length"]]
-    entries["offset"] = np.cumsum([registry.BLOCK_BYTES, *lengths[:-1]])
+    entries["offset"] = np.cumsum([registry.BLOCK_BYTES, *frame_lengths(entries)[:-1].tolist()])
     return entries
 
 
-def _cut(entries: Entries, size: int) -> list[tuple[range, int]]:
-    """Cut a pack into pieces of at most ``size`` bytes or one frame; return the frames and bytes of each piece.
-
-    The first piece includes the header. The index follows the last piece.
-    """
-    pieces: list[tuple[range, int]] = []
-    begin, length = 0, registry.BLOCK_BYTES
-    for sequence, stored in enumerate(entries["stored_length"].tolist()):
-        more = frame_length(stored)
-        if sequence > begin and length + more > size:
-            pieces.append((range(begin, sequence), length))
-            begin, length = sequence, 0
-        length += more
-    return [*pieces, (range(begin, len(entries)), length)]
+def cut(lengths: Sequence[int], size: int, used: int = 0) -> list[range]:
+    """Cut frames into groups of at most ``size`` bytes, or of one frame. The first group has ``used`` bytes before."""
+    groups: list[range] = []
+    begin = 0
+    for number, length in enumerate(lengths):
+        if number > begin and used + length > size:
+            groups.append(range(begin, number))
+            begin, used = number, 0
+        used += length
+    return [*groups, range(begin, len(lengths))]
 
 
 class PackUpload:
@@ -104,7 +107,7 @@ class PackUpload:
                     yield pieces, turn.close
 
         # An existing file with this random name is this pack, put by an attempt whose answer was lost.
-        self._files.put(final, content, partial(self._check, header, entries), random_bytes=16)
+        self._files.put(final, content, partial(self._check, header, entries))
         emit("remote.pack_renamed", final.name, end)
         # The next push need not read it.
         self._uploaded(PackIndex(header, entries, None))
@@ -115,16 +118,18 @@ class PackUpload:
     ) -> Iterator[bytes]:
         """Yield the bytes of a pack in pieces. Frames are read into the buffer of a piece, which is copied once."""
         index = encode_index(header.pack_id, entries)
-        groups = _cut(entries, self._files.config.piece_bytes)
-        memory = Slot(max(length for _, length in groups)).memory
+        lengths: list[int] = frame_lengths(entries).tolist()
+        groups = cut(lengths, self._files.config.piece_bytes, registry.BLOCK_BYTES)
+        # The first piece includes the header. The index follows the last piece.
+        memory = Slot(registry.BLOCK_BYTES + max(sum(lengths[group.start : group.stop]) for group in groups)).memory
         memory[: registry.BLOCK_BYTES] = encode_pack_header(header)
         offset = registry.BLOCK_BYTES
-        for sequences, _ in groups:
+        for sequences in groups:
             for sequence in sequences:
                 stored = int(entries[sequence]["stored_length"])
-                slot = Slot.inside(memory[offset : offset + frame_length(stored)], stored)
+                slot = Slot.inside(memory[offset : offset + lengths[sequence]], stored)
                 slot.stamp_header(read(sequence, slot), header.pack_id, sequence)
-                offset += frame_length(stored)
+                offset += lengths[sequence]
                 sent(stored)
             is_last = sequences.stop == len(entries)
             piece = b"".join((memory[:offset], index)) if is_last else bytes(memory[:offset])

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from asymcheck import CaptureConfig, Checkpointer, Retention, Store
+from asymcheck import CaptureConfig, Checkpointer, Retention, Store, StoreConfig
 from asymcheck.capture.inflight import Capture
 from asymcheck.capture.ring_flush import RingFlusher
-from asymcheck.errors import LostCheckpointError, PruneError, StorageError
+from asymcheck.errors import LostCheckpointError, OutOfSpaceError, PruneError, StorageError
 from asymcheck.executor import begin
 from asymcheck.gc import retention_runner
 from asymcheck.gc.collect import Collected, collect
+from asymcheck.storage.local_files import Files
 from asymcheck.storage.nvme import Catalog, NvmeTier
 from asymcheck.storage.reachability import StoreReachability
 
@@ -118,6 +119,52 @@ def test_a_store_gets_one_commit_ahead_of_a_collection_and_no_more(
         assert [one.step for one in store.checkpoints()] == [0, 1]
         may_go_on.set()
     assert [one.step for one in store.checkpoints()] == [3]
+
+
+class SmallDrive(Files):
+    """A drive with space for two packs of the state and not for three."""
+
+    def __init__(self) -> None:
+        self.has_failed = False
+
+    def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
+        """Write, or raise that the drive is full."""
+        packs = [*path.parent.glob("*.pack"), *path.parent.with_name("pool").glob("*.pack")]
+        if path.parent.name == "packs" and sum(pack.stat().st_size for pack in packs) > 1_000_000:
+            raise OutOfSpaceError(f"no space for {path.name}")
+        super().pwrite(descriptor, buffers, offset, path)
+
+    def write_small(self, path: Path, data: bytes) -> None:
+        """Write; the second manifest is the first file for which there is no space."""
+        if len([*path.parents[1].iterdir()]) == 2 and not self.has_failed:
+            self.has_failed = True
+            raise OutOfSpaceError(f"no space for {path.name}")
+        super().write_small(path, data)
+
+
+@pytest.mark.parametrize("method", ["step", "save"])
+def test_a_drive_does_not_stay_full_of_the_packs_of_a_failed_save(
+    store_path: Path, tmp_path: Path, method: str
+) -> None:
+    """Test that a save succeeds again after saves that failed at the last file and at the first."""
+    state = {"w": torch.zeros(150_000)}
+    config = CaptureConfig(ring_folder=str(tmp_path))
+    lost: list[int] = []
+    with Store(NvmeTier(store_path, StoreConfig(slots=1), files=SmallDrive())) as store:
+        with Checkpointer(store, state, keep=Retention(keep_last=1), capture=config, every=1) as checkpointer:
+            for step in range(100):
+                state["w"] += 1
+                try:
+                    getattr(checkpointer, method)(step)
+                    in_time(checkpointer.wait)
+                except (LostCheckpointError, OutOfSpaceError):
+                    lost.append(step)
+                else:
+                    if lost:
+                        break
+        assert lost[0] == 1
+        assert [one.step for one in store.checkpoints()] == [step]
+        assert step < 99
 
 
 def in_time(call: Callable[[], object]) -> None:

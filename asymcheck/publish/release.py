@@ -18,6 +18,7 @@ from asymcheck.config import COMPRESSIONS, Compression
 from asymcheck.errors import AsymcheckError, FormatError, InvalidInputError, PruneWarning, RecoveryError, warn_user
 from asymcheck.events import timed
 from asymcheck.format import registry
+from asymcheck.gc.retention_runner import Pruner
 from asymcheck.policies.push_selection import check_seconds
 from asymcheck.policies.retention import Retention
 from asymcheck.publish.snapshot import Snapshot
@@ -136,6 +137,8 @@ class Publisher:
         self._far: RemoteTier | None = None
         self._encoder = Encoder(rules.compression, "nvme")
         self._lock = self._store.training.run_lock(RUN)
+        # Kept, because a new one reads all manifests and indexes of the store, also those of the training.
+        self._pruner: Pruner | None = None
         self._newest: CheckpointRef | None = None
         self._earlier: EarlierState | None = None
         self._deltas = 0
@@ -227,11 +230,14 @@ class Publisher:
 
     def _prune(self) -> None:
         """Remove old releases. A failure delays no later release."""
+        opened, retention = self._store.resources, Retention(keep_last=self.rules.keep)
         try:
-            self._store.prune(Retention(keep_last=self.rules.keep), run=RUN)
+            self._pruner = self._pruner or Pruner(opened.writable(), opened.catalog(), RUN, retention)
+            self._pruner.prune(time.time_ns())
             if self._far is not None:
                 self._far_pruner.prune(time.time_ns())
         except AsymcheckError as error:
+            self._pruner = None
             warn_user(f"cannot remove old releases at {self.rules.location}: {error}", PruneWarning)
 
     def close(self) -> None:

@@ -25,7 +25,10 @@ from asymcheck.errors import (
     StateMismatchError,
     StorageError,
 )
+from asymcheck.format.layout import ManifestName
 from asymcheck.publish.release import Release
+from asymcheck.storage.manifests import ManifestReader
+from asymcheck.types import CheckpointRef
 from tests.publish.models import check, model, train_to
 
 
@@ -49,6 +52,29 @@ def flip(location: Path, number: int) -> None:
         data = bytearray(path.read_bytes())
         data[4096 + 4200] ^= 1
         path.write_bytes(data)
+
+
+def test_a_release_reads_only_manifests_of_releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that the cost of a release does not grow with the checkpoints of the training in the same store."""
+    read: list[str] = []
+    original = ManifestReader.read_bytes
+
+    def read_bytes(manifests: ManifestReader, run: str, ref: CheckpointRef, name: ManifestName) -> bytes:
+        read.append(run)
+        return original(manifests, run, ref, name)
+
+    trained = model()
+    with (
+        Store.open(tmp_path / "store", create=True) as store,
+        Publisher(Publish(f"file://{tmp_path}/releases", keep=1), store) as publisher,
+    ):
+        for step in range(3):
+            store.save({"w": torch.full((9,), step)}, step=step)
+        publish(publisher, trained, 1)
+        monkeypatch.setattr(ManifestReader, "read_bytes", read_bytes)
+        publish(publisher, trained, 2)
+        assert set(read) == {"release"}
+        assert [release.step for release in store.checkpoints("release")] == [2]
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])

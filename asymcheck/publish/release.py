@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING
 from asymcheck.commit.encoder import Encoder
 from asymcheck.commit.synchronous_save import EarlierState, save
 from asymcheck.config import COMPRESSIONS, Compression
-from asymcheck.errors import AsymcheckError, FormatError, InvalidInputError, PruneWarning, RecoveryError, warn_user
+from asymcheck.errors import (
+    AsymcheckError,
+    FormatError,
+    InvalidInputError,
+    OutOfSpaceError,
+    PruneWarning,
+    RecoveryError,
+    warn_user,
+)
 from asymcheck.events import timed
 from asymcheck.format import registry
 from asymcheck.gc.retention_runner import Pruner
@@ -185,7 +193,12 @@ class Publisher:
         with timed("publish", 0, lambda: {"number": number}):
             catalog = self._store.resources.catalog()
             placing = partial(place, tier, RUN, None)
-            saved = save(tier, catalog, self._encoder, flatten(copies), request, placing, earlier=earlier)
+            try:
+                saved = save(tier, catalog, self._encoder, flatten(copies), request, placing, earlier=earlier)
+            except OutOfSpaceError:
+                # Otherwise the packs of this release could keep the drive full.
+                self._prune(always_collect=True)
+                raise
             self._newest, self._earlier, self._deltas = saved.ref, saved.state, deltas
             self._snapshot.keep()
             try:
@@ -228,12 +241,12 @@ class Publisher:
         moved = push(tier, self._remote(), [tier.manifests.listing(RUN, ref)], encoder=self._far_encoder)
         return moved.moved_bytes
 
-    def _prune(self) -> None:
+    def _prune(self, *, always_collect: bool = False) -> None:
         """Remove old releases. A failure delays no later release."""
         opened, retention = self._store.resources, Retention(keep_last=self.rules.keep)
         try:
             self._pruner = self._pruner or Pruner(opened.writable(), opened.catalog(), RUN, retention)
-            self._pruner.prune(time.time_ns())
+            self._pruner.prune(time.time_ns(), always_collect=always_collect)
             if self._far is not None:
                 self._far_pruner.prune(time.time_ns())
         except AsymcheckError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +17,9 @@ from asymcheck.errors import LostCheckpointError, OutOfSpaceError, PruneError, S
 from asymcheck.executor import begin
 from asymcheck.gc import retention_runner
 from asymcheck.gc.collect import Collected, collect
-from asymcheck.storage.local_files import Files
 from asymcheck.storage.nvme import Catalog, NvmeTier
 from asymcheck.storage.reachability import StoreReachability
+from tests.checkpointer.disks import SmallDrive
 
 
 @pytest.fixture
@@ -119,27 +119,6 @@ def test_a_store_gets_one_commit_ahead_of_a_collection_and_no_more(
         assert [one.step for one in store.checkpoints()] == [0, 1]
         may_go_on.set()
     assert [one.step for one in store.checkpoints()] == [3]
-
-
-class SmallDrive(Files):
-    """A drive with space for two packs of the state and not for three."""
-
-    def __init__(self) -> None:
-        self.has_failed = False
-
-    def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
-        """Write, or raise that the drive is full."""
-        packs = [*path.parent.glob("*.pack"), *path.parent.with_name("pool").glob("*.pack")]
-        if path.parent.name == "packs" and sum(pack.stat().st_size for pack in packs) > 1_000_000:
-            raise OutOfSpaceError(f"no space for {path.name}")
-        super().pwrite(descriptor, buffers, offset, path)
-
-    def write_small(self, path: Path, data: bytes) -> None:
-        """Write; the second manifest is the first file for which there is no space."""
-        if len([*path.parents[1].iterdir()]) == 2 and not self.has_failed:
-            self.has_failed = True
-            raise OutOfSpaceError(f"no space for {path.name}")
-        super().write_small(path, data)
 
 
 @pytest.mark.parametrize("method", ["step", "save"])

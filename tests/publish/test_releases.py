@@ -13,12 +13,13 @@ import torch
 
 import asymcheck
 from asymcheck import Checkpointer, Grace, Publish, Publisher, Store, Subscriber
-from asymcheck.config import Compression
+from asymcheck.config import Compression, StoreConfig
 from asymcheck.errors import (
     InconsistentCheckpointError,
     InvalidInputError,
     LostCheckpointWarning,
     NotFoundError,
+    OutOfSpaceError,
     Preempted,
     PublishError,
     SkippedCheckpointWarning,
@@ -28,7 +29,9 @@ from asymcheck.errors import (
 from asymcheck.format.layout import ManifestName
 from asymcheck.publish.release import Release
 from asymcheck.storage.manifests import ManifestReader
+from asymcheck.storage.nvme import NvmeTier
 from asymcheck.types import CheckpointRef
+from tests.checkpointer.disks import SmallDrive
 from tests.publish.models import check, model, train_to
 
 
@@ -75,6 +78,19 @@ def test_a_release_reads_only_manifests_of_releases(tmp_path: Path, monkeypatch:
         publish(publisher, trained, 2)
         assert set(read) == {"release"}
         assert [release.step for release in store.checkpoints("release")] == [2]
+
+
+def test_a_drive_does_not_stay_full_of_the_packs_of_a_failed_release(store_path: Path, tmp_path: Path) -> None:
+    """Test that a release follows another one that failed at its last file."""
+    weights = torch.randn(150_000)
+    with (
+        Store(NvmeTier(store_path, StoreConfig(slots=1), files=SmallDrive())) as store,
+        Publisher(Publish(f"file://{tmp_path}/releases", keep=1, full_every=1, compression="off"), store) as publisher,
+    ):
+        publisher.publish({"model": {"w": weights}}, 0)
+        with pytest.raises(OutOfSpaceError, match="no space for"):
+            publisher.publish({"model": {"w": weights.roll(1)}}, 1)
+        assert publisher.publish({"model": {"w": weights.roll(2)}}, 2).number == 2
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])

@@ -6,8 +6,10 @@ processes.
 
 from __future__ import annotations
 
+import os
 import warnings
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from asymcheck.errors import (
     HeadRecordError,
     InconsistentCheckpointError,
     InvalidInputError,
+    OutOfSpaceError,
     RemoteUnreachableError,
     StorageError,
     UnreachableRemoteWarning,
@@ -252,6 +255,33 @@ def test_failed_remote_deletion_blocks_nothing(
     assert len(begun) == 1
     with Store.open(folder, config=CONFIG, create=True) as remote:
         assert [one.step for one in remote.checkpoints() if one.run == "default"] == [2, 3, 4]
+
+
+def test_a_location_does_not_stay_full(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that packs of deleted checkpoints are removed once they are old enough, although no push succeeds before."""
+    packs = Path(folder.removeprefix("file://")) / "packs"
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, everything=True)
+        full = sum(pack.stat().st_size for pack in packs.iterdir())
+        write = RemoteFiles.write
+
+        def write_with_quota(files: RemoteFiles, path: PurePosixPath, *content: Any) -> int:  # noqa: ANN401 - passed on
+            if path.parent.name == "packs" and sum(pack.stat().st_size for pack in packs.glob("*.pack")) >= full:
+                raise OutOfSpaceError("quota exceeded")
+            return write(files, path, *content)
+
+        monkeypatch.setattr(RemoteFiles, "write", write_with_quota)
+        opened.save(state_of(3), step=3)
+        loop = opened.training.push_loop(Push(folder, keep=Retention(keep_last=1)))
+        for is_old in (False, False, True):
+            for pack in packs.iterdir() if is_old else ():
+                os.utime(pack, (1, 1))
+            assert not loop._round()
+            assert loop._pruner is not None
+            # As if an hour has passed.
+            loop._pruner._collected_at = None
+        assert loop._round()
+    check_location(folder, 3)
 
 
 def test_checkpoints_that_neither_side_keeps_are_forgotten(store: Path, folder: str) -> None:

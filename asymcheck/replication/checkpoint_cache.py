@@ -54,18 +54,7 @@ class CheckpointCache:
 
         After the first call, this lists the run, and each checkpoint that is new or was incomplete.
         """
-        manifests = self._tier.manifests
-        if self._is_first:
-            self._listings = {listing.ref: listing for listing in manifests.checkpoints(self._run)}
-            refs = sorted(self._listings)
-            self._is_first = False
-        else:
-            refs = manifests.refs(self._run)
-            before = self._listings
-            self._listings = {
-                ref: before[ref] if ref in before and before[ref].is_complete else manifests.listing(self._run, ref)
-                for ref in refs
-            }
+        refs = self._list()
         line = self._present = self._present_line(refs)
         complete = [ref for ref in refs if self._listings[ref].is_complete]
         self._described = {ref: self._described.get(ref) or self._describe(ref) for ref in complete}
@@ -73,6 +62,28 @@ class CheckpointCache:
             dataclasses.replace(checkpoint, on_line=None if line is None else ref in line)
             for ref, checkpoint in self._described.items()
         ]
+
+    def listings(self) -> list[CheckpointFiles]:
+        """Return the manifests of all checkpoints, oldest first. Lists as :meth:`refresh` does, but no head records."""
+        return [self._listings[ref] for ref in self._list()]
+
+    def note(self, listing: CheckpointFiles) -> None:
+        """Add a checkpoint that this process has completed, so that it need not be listed."""
+        if listing.is_whole:
+            self._listings[listing.ref] = listing
+
+    def _list(self) -> list[CheckpointRef]:
+        manifests = self._tier.manifests
+        if self._is_first:
+            self._listings = {listing.ref: listing for listing in manifests.checkpoints(self._run)}
+            self._is_first = False
+            return sorted(self._listings)
+        refs, before = manifests.refs(self._run), self._listings
+        self._listings = {
+            ref: before[ref] if ref in before and before[ref].is_complete else manifests.listing(self._run, ref)
+            for ref in refs
+        }
+        return refs
 
     @property
     def generation(self) -> int:

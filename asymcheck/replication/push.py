@@ -34,7 +34,7 @@ from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.policies.batching import FlushFacts, stream_batch_bytes
-from asymcheck.replication.checkpoint_cache import RemotePresence
+from asymcheck.replication.checkpoint_cache import CheckpointCache, RemotePresence
 from asymcheck.replication.cross_node_dedup import held_back, wait_for_others
 from asymcheck.replication.head_records import publish_heads
 from asymcheck.replication.transfer_plan import (
@@ -79,6 +79,7 @@ def push(
     listings: Sequence[CheckpointFiles],
     progress: Progress | None = None,
     encoder: Encoder | None = None,
+    there: CheckpointCache | None = None,
 ) -> Moved:
     """Copy checkpoints to a remote location in the given order; skip checkpoints that are whole there.
 
@@ -90,6 +91,7 @@ def push(
         listings: the checkpoints.
         progress: callback with the payload bytes sent and to be sent, for the current checkpoint.
         encoder: encoder of an earlier push to the same location.
+        there: checkpoints of the run at the location. All ``listings`` are of this run.
 
     Raises:
         InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError: a checkpoint of the
@@ -111,7 +113,8 @@ def push(
         if run in failures:
             continue
         if run not in committed:
-            committed[run] = {listed.ref: listed for listed in remote.manifests.checkpoints(run)}
+            found = remote.manifests.checkpoints(run) if there is None else there.listings()
+            committed[run] = {listed.ref: listed for listed in found}
         try:
             # Each store of a job pushes only what its own ranks saved.
             parts = {ref: listed.of_ranks(listing.store_ranks) for ref, listed in committed[run].items()}
@@ -122,6 +125,8 @@ def push(
             older = _older(local, listing, [ref for ref, part in parts.items() if part.is_complete])
             _Push(local, remote, listing, moved, progress, encoder, older, publish).carry_out()
             committed[run][listing.ref] = listing
+            if there is not None:
+                there.note(listing)
         except (HeadRecordError, InvalidInputError) as error:
             # Every other checkpoint of the run would fail, too.
             failures[run] = error

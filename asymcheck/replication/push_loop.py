@@ -94,6 +94,8 @@ class PushLoop:
         self._local, self._job, self._rules, self._run = local, job, job.rules, job.run
         self._known = CheckpointCache(local, job.run, metrics=job.rules.asks_for_metrics)
         self._remote: RemoteTier | None = None
+        # Kept, because a first listing of a file system is one request for each checkpoint at the location.
+        self._there: CheckpointCache | None = None
         self._encoder: Encoder | None = None
         self._pruner: RemotePruner | None = None
         self._lease: RunLease | None = None
@@ -321,7 +323,7 @@ class PushLoop:
         except BaseException:
             remote.close()
             raise
-        self._encoder = encoder_for(remote)
+        self._there, self._encoder = known, encoder_for(remote)
         if self._rules.keep is not None and self._job.prunes:
             self._pruner = RemotePruner(remote, self._run, self._rules.keep)
         return remote
@@ -394,7 +396,7 @@ class PushLoop:
             self._note(sending_step=checkpoint.step, done_bytes=done, total_bytes=total, bytes_per_s=speed)
 
         with timed("push", 0, details):
-            moved = push(self._local, remote, [listing], note, self._encoder)
+            moved = push(self._local, remote, [listing], note, self._encoder, self._there)
         return moved
 
     def _prune(self) -> None:

@@ -35,7 +35,8 @@ from asymcheck.replication.transfer_stats import Moved
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import PackFile, Slot
-from asymcheck.storage.remote import RemoteTier
+from asymcheck.storage.remote import RemoteTier, clients
+from asymcheck.storage.remote.client_interface import Entry, FileSystem
 from asymcheck.storage.remote.manifests import RemoteManifests
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from asymcheck.types import CheckpointRef
@@ -282,6 +283,30 @@ def test_a_location_does_not_stay_full(store: Path, folder: str, monkeypatch: py
             loop._pruner._collected_at = None
         assert loop._round()
     check_location(folder, 3)
+
+
+def test_a_push_lists_no_older_checkpoints_at_the_location(
+    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test that the number of listings of a push does not grow with the checkpoints at the location."""
+    listed: list[str] = []
+    children = clients._LocalClient.children
+
+    def list_children(client: FileSystem, path: str) -> list[Entry]:
+        listed.append(path)
+        return children(client, path)  # type: ignore[arg-type]  # as given
+
+    monkeypatch.setattr(clients._LocalClient, "children", list_children)
+    counts = []
+    with Store.open(store, config=CONFIG) as opened:
+        loop = opened.training.push_loop(Push(folder, keep=Retention(keep_last=100)))
+        for step in range(3, 9):
+            opened.save(state_of(step), step=step)
+            listed.clear()
+            assert loop._round()
+            counts.append(len(listed))
+    assert counts[-1] == counts[1]
+    check_location(folder, *range(1, 9))
 
 
 def test_checkpoints_that_neither_side_keeps_are_forgotten(store: Path, folder: str) -> None:

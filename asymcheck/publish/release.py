@@ -182,10 +182,11 @@ class Publisher:
         self._listed()  # Raises StorageError if the location was deleted.
         self._lock.take(tier.config.lock_timeout_s, takeover=False)
         self._lock.check()
-        listed = self._listed()
+        # The location is asked first: if it does not answer, the weights of the newest release need not be read.
+        released, listed = self._remote_releases(), self._listed()
         if (listed[-1].ref if listed else None) != self._newest:
             self._resume(listed)
-        number = max((listing.ref.step for listing in (*listed, *self._remote_releases())), default=0) + 1
+        number = max((listing.ref.step for listing in (*listed, *released)), default=0) + 1
         is_full = self._earlier is None or self._deltas + 1 >= self.rules.full_every
         deltas = 0 if is_full else self._deltas + 1
         request = self._store.training.request(RUN, number, {TRAINING_STEP: step, _DELTAS: deltas})

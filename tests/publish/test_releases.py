@@ -22,6 +22,7 @@ from asymcheck.errors import (
     OutOfSpaceError,
     Preempted,
     PublishError,
+    RemoteUnreachableError,
     SkippedCheckpointWarning,
     StateMismatchError,
     StorageError,
@@ -30,6 +31,7 @@ from asymcheck.format.layout import ManifestName
 from asymcheck.publish.release import Release
 from asymcheck.storage.manifests import ManifestReader
 from asymcheck.storage.nvme import NvmeTier
+from asymcheck.storage.remote.manifests import RemoteManifests
 from asymcheck.types import CheckpointRef
 from tests.checkpointer.disks import SmallDrive
 from tests.publish.models import check, model, train_to
@@ -78,6 +80,27 @@ def test_a_release_reads_only_manifests_of_releases(tmp_path: Path, monkeypatch:
         publish(publisher, trained, 2)
         assert set(read) == {"release"}
         assert [release.step for release in store.checkpoints("release")] == [2]
+
+
+def test_an_outage_of_the_location_does_not_read_the_weights_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test that an attempt of a new publisher, as after each failure, ends before it reads the newest release."""
+    rules, trained = Publish(f"file://{tmp_path}/releases"), model()
+    with Store.open(tmp_path / "store", create=True) as store:
+        with Publisher(rules, store) as publisher:
+            publish(publisher, trained, 1)
+
+        def checkpoints(_manifests: RemoteManifests, _run: str) -> object:
+            raise RemoteUnreachableError("no answer")
+
+        monkeypatch.setattr(RemoteManifests, "checkpoints", checkpoints)
+        monkeypatch.setattr(Store, "load", None)
+        with Publisher(rules, store) as publisher, pytest.raises(RemoteUnreachableError, match="no answer"):
+            publish(publisher, trained, 2)
+        monkeypatch.undo()
+        with Publisher(rules, store) as publisher:
+            assert publish(publisher, trained, 3).deltas == 1
 
 
 def test_a_drive_does_not_stay_full_of_the_packs_of_a_failed_release(store_path: Path, tmp_path: Path) -> None:

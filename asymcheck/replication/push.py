@@ -114,6 +114,8 @@ def push(
             continue
         if run not in committed:
             found = remote.manifests.checkpoints(run) if there is None else there.listings()
+            if not found:
+                remote.refuse_lost_location()
             committed[run] = {listed.ref: listed for listed in found}
         try:
             # Each store of a job pushes only what its own ranks saved.

@@ -7,6 +7,7 @@ processes.
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -307,6 +308,24 @@ def test_a_push_lists_no_older_checkpoints_at_the_location(
             counts.append(len(listed))
     assert counts[-1] == counts[1]
     check_location(folder, *range(1, 9))
+
+
+def test_nothing_is_pushed_to_a_location_that_was_emptied(store: Path, folder: str) -> None:
+    """Test that no checkpoint counts as pushed at a location that nobody could open, until a new start creates it."""
+    top = Path(folder.removeprefix("file://"))
+    with Store.open(store, config=CONFIG) as opened:
+        loop = opened.training.push_loop(Push(folder))
+        assert loop._round()
+        shutil.rmtree(top)
+        # As in an object store, where a folder needs not exist.
+        for name in ("heads", "manifests", "packs"):
+            (top / name).mkdir(parents=True)
+        opened.save(state_of(3), step=3)
+        assert not loop._round()
+        assert "has no asymcheck.store any more" in loop.status().statistics.problem
+        assert not [file for file in top.rglob("*") if file.is_file()]
+        assert opened.training.push_loop(Push(folder))._round()
+    check_location(folder, 1, 2, 3)
 
 
 def test_checkpoints_that_neither_side_keeps_are_forgotten(store: Path, folder: str) -> None:

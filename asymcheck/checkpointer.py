@@ -22,6 +22,7 @@ from asymcheck.errors import (
     ClosedStoreError,
     ForkedStoreError,
     InvalidInputError,
+    OutOfSpaceError,
     PartialRestoreError,
     Preempted,
     RanksError,
@@ -544,7 +545,13 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self._lock_run()
             # A new generation is opened just before the commit, so that a failed save abandons nothing.
             generation = self._opened_by_save if self._generation is None else self._opened
-            checkpoint = self._store.save(self._state, step=step, metrics=metrics, run=self._run, generation=generation)
+            try:
+                checkpoint = self._store.save(
+                    self._state, step=step, metrics=metrics, run=self._run, generation=generation
+                )
+            except OutOfSpaceError:
+                self._pusher.after_commit(self._maintenance, is_full=True)
+                raise
             self._unsaved = None
             self._reporting.saved(checkpoint.step)
             self._pusher.after_commit(self._maintenance)

@@ -116,8 +116,8 @@ class BackgroundSaver:
         """Detector of torn captures."""
         self.held: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         """Context in which hooks of optimizers and modules run. A signal handler waits for its end before it closes."""
-        self.on_commit: Callable[[], object] | None = None
-        """Callback after each commit, on a separate thread; must not raise."""
+        self.on_commit: Callable[[bool], object] | None = None
+        """Callback after each commit, and with True after a loss on a full drive; see :class:`RingFlusher`."""
         self.on_close: Callable[[BackgroundSaver], None] = lambda _closed: None
         """Callback after :meth:`close`."""
         INTERRUPTS.hold(self)

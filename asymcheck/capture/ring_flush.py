@@ -16,6 +16,7 @@ from asymcheck.commit.encoder import Base, Encoder, original_of
 from asymcheck.commit.manifest_builder import ManifestBuilder, manifest_header
 from asymcheck.commit.save_request import LineagePosition
 from asymcheck.commit.transaction import RingTransaction
+from asymcheck.errors import OutOfSpaceError
 from asymcheck.events import emit, timed
 from asymcheck.executor import Workers
 from asymcheck.format.digest import digest
@@ -94,12 +95,12 @@ class RingFlusher:
         encoder: Encoder,
         placing: Placing,
         two_phase: TwoPhaseCommit | None = None,
-        on_commit: Callable[[], object] | None = None,
+        on_commit: Callable[[bool], object] | None = None,
     ) -> None:
         """Start the threads.
 
         With ``two_phase``, other ranks save with this one. ``on_commit`` is called after each commit on a separate
-        thread, and must not raise.
+        thread, and must not raise. It is also called, with True, after a capture that was lost on a full drive.
         """
         self._encoder, self._two_phase = encoder, two_phase
         self._ring, self._tier, self._catalog, self._placing = ring, tier, catalog, placing
@@ -218,10 +219,11 @@ class RingFlusher:
         # The capture is finished, so errors of observers are ignored.
         with contextlib.suppress(Exception):
             emit("capture.durable" if capture.error is None else "capture.lost", str(capture.ref), capture.state_bytes)
-        if capture.error is None:
-            self._run_after_commit(capture)
+        is_full = isinstance(capture.error, OutOfSpaceError)
+        if capture.error is None or is_full:
+            self._run_after_commit(capture, is_full=is_full)
 
-    def _run_after_commit(self, capture: Capture) -> None:
+    def _run_after_commit(self, capture: Capture, *, is_full: bool) -> None:
         """Call ``on_commit`` on another thread, while the next capture is written.
 
         At most one call is pending, because pruning frees space. After a streaming capture, the next one waits for the
@@ -229,7 +231,7 @@ class RingFlusher:
         """
         if self._on_commit is not None:
             wait(self._after_commit)
-            self._after_commit = [workers.submit(self._on_commit) for workers in self._upkeep]
+            self._after_commit = [workers.submit(self._on_commit, is_full) for workers in self._upkeep]
             # Most collections are short, and the next capture can overwrite freed packs.
             wait(self._after_commit, None if capture.streams else _PATIENCE_S)
 

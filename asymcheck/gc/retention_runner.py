@@ -178,7 +178,7 @@ class Pruner:
 
 
 class MaintenanceThread:
-    """Prunes after each commit, and keeps the last failure for the training loop."""
+    """Prunes after each commit and on a full drive, and keeps the last failure for the training loop."""
 
     def __init__(self, make: Callable[[], Pruner]) -> None:
         """Prune with the result of ``make``, which is called after the first commit."""
@@ -188,13 +188,17 @@ class MaintenanceThread:
         self._failure: Exception | None = None
         self._reported = ""
 
-    def after_commit(self) -> None:
-        """Prune; never raises."""
+    def after_commit(self, *, is_full: bool = False) -> None:
+        """Prune; never raises.
+
+        With ``is_full``, a save has failed on a full drive. Free its packs, and retry an earlier pruning that failed or
+        had to keep checkpoints. Otherwise no save might ever succeed again.
+        """
         with self._lock:
             try:
                 if self._pruner is None:
                     self._pruner = self._make()
-                self._pruner.prune(time.time_ns())
+                self._pruner.prune(time.time_ns(), always_collect=is_full)
             except Exception as error:  # noqa: BLE001 - the checkpoint is committed; the training loop reports the failure
                 self._failure = error
                 # The cached state may have caused the failure.

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import time
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
     from prometheus_client import CollectorRegistry
     from torch.utils.tensorboard import SummaryWriter
+
+_logger = logging.getLogger(__name__)
 
 OnCheckpoint = Callable[[CheckpointReport], None]
 SPANS = ("step", "fence", "wait", "checkpoint", "commit", "save", "restore", "push", "pull", "adopt")
@@ -86,7 +89,8 @@ def prometheus(
         registry: registry of the metrics. None selects the default one, which
             ``prometheus_client.start_http_server(port)`` serves, or a new one with ``textfile``: the process metrics of
             the default registry would collide with those of the node exporter. One registry takes one exporter.
-        textfile: file for the textfile collector of the node exporter, replaced after each checkpoint.
+        textfile: file for the textfile collector of the node exporter, replaced after each checkpoint. If it cannot be
+            written, a warning is logged, and the training continues.
     """
     from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, write_to_textfile
 
@@ -112,7 +116,11 @@ def prometheus(
             step.labels(report.run).set(report.step)
             ended.labels(report.run).set_to_current_time()
         if textfile is not None:
-            write_to_textfile(os.fspath(textfile), known)
+            try:
+                write_to_textfile(os.fspath(textfile), known)
+            except OSError as error:
+                # The next checkpoint tries again. Metrics on a full drive are no reason to end the training.
+                _logger.warning("cannot write the metrics of run %s: %s", report.run, error)
 
     return export
 

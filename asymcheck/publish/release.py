@@ -15,9 +15,18 @@ from typing import TYPE_CHECKING
 from asymcheck.commit.encoder import Encoder
 from asymcheck.commit.synchronous_save import EarlierState, save
 from asymcheck.config import COMPRESSIONS, Compression
-from asymcheck.errors import AsymcheckError, FormatError, InvalidInputError, PruneWarning, RecoveryError, warn_user
+from asymcheck.errors import (
+    AsymcheckError,
+    FormatError,
+    InvalidInputError,
+    OutOfSpaceError,
+    PruneWarning,
+    RecoveryError,
+    warn_user,
+)
 from asymcheck.events import timed
 from asymcheck.format import registry
+from asymcheck.gc.retention_runner import Pruner
 from asymcheck.policies.push_selection import check_seconds
 from asymcheck.policies.retention import Retention
 from asymcheck.publish.snapshot import Snapshot
@@ -136,6 +145,8 @@ class Publisher(contextlib.AbstractContextManager["Publisher"]):
         self._far: RemoteTier | None = None
         self._encoder = Encoder(rules.compression, "nvme")
         self._lock = self._store.training.run_lock(RUN)
+        # Kept, because a new one reads all manifests and indexes of the store, also those of the training.
+        self._pruner: Pruner | None = None
         self._newest: CheckpointRef | None = None
         self._earlier: EarlierState | None = None
         self._deltas = 0
@@ -171,10 +182,11 @@ class Publisher(contextlib.AbstractContextManager["Publisher"]):
         self._listed()  # Raises StorageError if the location was deleted.
         self._lock.take(tier.config.lock_timeout_s, takeover=False)
         self._lock.check()
-        listed = self._listed()
+        # The location is asked first: if it does not answer, the weights of the newest release need not be read.
+        released, listed = self._remote_releases(), self._listed()
         if (listed[-1].ref if listed else None) != self._newest:
             self._resume(listed)
-        number = max((listing.ref.step for listing in (*listed, *self._remote_releases())), default=0) + 1
+        number = max((listing.ref.step for listing in (*listed, *released)), default=0) + 1
         is_full = self._earlier is None or self._deltas + 1 >= self.rules.full_every
         deltas = 0 if is_full else self._deltas + 1
         request = self._store.training.request(RUN, number, {TRAINING_STEP: step, _DELTAS: deltas})
@@ -182,7 +194,12 @@ class Publisher(contextlib.AbstractContextManager["Publisher"]):
         with timed("publish", 0, lambda: {"number": number}):
             catalog = self._store.resources.catalog()
             placing = partial(place, tier, RUN, None)
-            saved = save(tier, catalog, self._encoder, flatten(copies), request, placing, earlier=earlier)
+            try:
+                saved = save(tier, catalog, self._encoder, flatten(copies), request, placing, earlier=earlier)
+            except OutOfSpaceError:
+                # Otherwise the packs of this release could keep the drive full.
+                self._prune(always_collect=True)
+                raise
             self._newest, self._earlier, self._deltas = saved.ref, saved.state, deltas
             self._snapshot.keep()
             try:
@@ -225,13 +242,16 @@ class Publisher(contextlib.AbstractContextManager["Publisher"]):
         moved = push(tier, self._remote(), [tier.manifests.listing(RUN, ref)], encoder=self._far_encoder)
         return moved.moved_bytes
 
-    def _prune(self) -> None:
+    def _prune(self, *, always_collect: bool = False) -> None:
         """Remove old releases. A failure delays no later release."""
+        opened, retention = self._store.resources, Retention(keep_last=self.rules.keep)
         try:
-            self._store.prune(Retention(keep_last=self.rules.keep), run=RUN)
+            self._pruner = self._pruner or Pruner(opened.writable(), opened.catalog(), RUN, retention)
+            self._pruner.prune(time.time_ns(), always_collect=always_collect)
             if self._far is not None:
                 self._far_pruner.prune(time.time_ns())
         except AsymcheckError as error:
+            self._pruner = None
             warn_user(f"cannot remove old releases at {self.rules.location}: {error}", PruneWarning)
 
     def close(self) -> None:

@@ -120,10 +120,13 @@ class BackgroundPush:
         if self._is_open:
             self._ask(looks=self._request.looks + 1)
 
-    def after_commit(self, upkeep: MaintenanceThread | None) -> None:
-        """Prune, then upload the backlog. Runs on its own thread; never raises."""
+    def after_commit(self, upkeep: MaintenanceThread | None, is_full: bool = False) -> None:  # noqa: FBT001, FBT002 - bound
+        """Prune, then upload the backlog. Runs on its own thread; never raises.
+
+        With ``is_full``, a save has failed on a full drive.
+        """
         if upkeep is not None:
-            upkeep.after_commit()
+            upkeep.after_commit(is_full=is_full)
         self.refresh()
 
     def statistics(self) -> PushStatistics:

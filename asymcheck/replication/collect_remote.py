@@ -79,8 +79,8 @@ class RemoteSweep(Sweep):
         self._before_ns = time.time_ns() - int(remote.config.remote.grace_s * 1e9)
         self._name = os.urandom(16)
         self._spared: AsymcheckError | None = None
-        self.has_announced = False
-        """Whether a later collection will remove packs whose removal was announced."""
+        self.has_more = False
+        """Whether a later collection may remove garbage that is too young, or whose removal was announced."""
 
     def _remove_temporaries(self) -> None:
         for entry in self._remote.temporaries():
@@ -93,9 +93,9 @@ class RemoteSweep(Sweep):
         # Packs are listed before manifests: an upload that commits later checks its packs again.
         self.packs, self.doomed, self._announced = self._remote.list_packs()
         self.reachable.refresh()
-        self.candidates = self._garbage(
-            [pack_id for pack_id, entry in self.packs.items() if entry.is_older(self._before_ns)]
-        )
+        garbage = self._garbage(self.packs)
+        self.candidates = {pack_id for pack_id in garbage if self.packs[pack_id].is_older(self._before_ns)}
+        self.has_more = garbage > self.candidates
 
     def _garbage(self, packs: Collection[PackId]) -> set[PackId]:
         garbage = self.reachable.garbage().keys() & packs
@@ -143,7 +143,7 @@ class RemoteSweep(Sweep):
         An object store has no rename that a push could undo. Pushes therefore rely on no announced pack, and an
         announcement becomes effective in a later collection, after the longest upload.
         """
-        self.has_announced = bool(self.candidates)
+        self.has_more |= bool(self.candidates)
         garbage = self._garbage(self.doomed)
         if self._spared is not None:
             return
@@ -154,7 +154,7 @@ class RemoteSweep(Sweep):
                 emit("remote.pack_removed", pack_id.hex())
                 self._count_freed(self.doomed[pack_id].size)
             # A pack that was in no listing was removed by another collection, or is only being announced.
-            self.has_announced |= not is_effective
+            self.has_more |= not is_effective
             if is_effective or (pack_id in self.doomed and pack_id not in garbage):
                 for entry in announced:
                     self._remote.files.delete(entry.path)
@@ -232,4 +232,4 @@ class RemotePruner:
         else:
             self.failure = None
             # Younger garbage needs a later collection.
-            self._has_garbage = found_more or collected.freed_packs > 0 or sweep.has_announced
+            self._has_garbage = found_more or collected.freed_packs > 0 or sweep.has_more

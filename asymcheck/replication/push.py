@@ -109,8 +109,9 @@ def push(
             if part.is_complete and present.has(part):
                 moved.present += 1
                 continue
+            remote.refuse_lost_location()
             older = _older(local, remote, listing) if encoder.wants_bases else None
-            _Push(local, remote, listing, moved, progress, encoder, older, publish).carry_out()
+            _Push(local, remote, listing, part, moved, progress, encoder, older, publish).carry_out()
         except (HeadRecordError, InvalidInputError) as error:
             # Every other checkpoint of the run would fail, too.
             failures[run] = error
@@ -159,6 +160,7 @@ class _Push:
     local: ReadTier
     remote: RemoteTier
     listing: CheckpointFiles
+    found: CheckpointFiles  # its manifests at the location
     moved: Moved
     progress: Progress | None
     encoder: Encoder
@@ -234,7 +236,7 @@ class _Push:
     def _remove_damaged(self, data: Mapping[ManifestName, bytes]) -> None:
         """Remove unreadable manifests with the names of this checkpoint, because a publish never replaces a file."""
         run, ref = self.listing.run, self.listing.ref
-        for name in data.keys() & set(self.remote.manifests.listing(run, ref).manifests):
+        for name in data.keys() & set(self.found.manifests):
             try:
                 self.remote.manifests.read_bytes(run, ref, name)
             except MissingPartitionError:

@@ -239,6 +239,9 @@ class PushLoop:
         except Exception as error:  # noqa: BLE001 - training must go on; the statistics report the error
             self._fail(error)
             failed = True
+            if isinstance(error, OutOfSpaceError):
+                # Otherwise a location that is full of checkpoints that its retention does not keep would stay full.
+                self._prune()
         with self._turn:
             answer = self._failure = self._failure if failed else None
             if answer is None and self._reasons:

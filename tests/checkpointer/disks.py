@@ -45,6 +45,27 @@ class Disk(Files):
         return super().pread(descriptor, buffers, offset, path)
 
 
+class SmallDrive(Files):
+    """A drive with space for two packs of 600 kB and not for three."""
+
+    def __init__(self) -> None:
+        self.has_failed = False
+
+    def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
+        """Write, or raise that the drive is full."""
+        packs = [*path.parent.glob("*.pack"), *path.parent.with_name("pool").glob("*.pack")]
+        if path.parent.name == "packs" and sum(pack.stat().st_size for pack in packs) > 1_000_000:
+            raise OutOfSpaceError(f"no space for {path.name}")
+        super().pwrite(descriptor, buffers, offset, path)
+
+    def write_small(self, path: Path, data: bytes) -> None:
+        """Write; the second manifest is the first file for which there is no space."""
+        if len([*path.parents[1].iterdir()]) == 2 and not self.has_failed:
+            self.has_failed = True
+            raise OutOfSpaceError(f"no space for {path.name}")
+        super().write_small(path, data)
+
+
 def open_on(disk: Files, path: Path) -> Store:
     """Open a store on this disk."""
     return Store(NvmeTier(path, CONFIG, files=disk))

@@ -117,10 +117,10 @@ def test_training_does_not_wait_for_pruning(
     go_on, hanging = threading.Event(), threading.Event()
     prune = Pruner.prune
 
-    def hang(self: Pruner, now_ns: int) -> object:
+    def hang(self: Pruner, now_ns: int, *, always_collect: bool) -> object:
         hanging.set()
         assert go_on.wait(60)
-        return prune(self, now_ns)
+        return prune(self, now_ns, always_collect=always_collect)
 
     monkeypatch.setattr(Pruner, "prune", hang)
     with Checkpointer(store, loop.state, keep=Retention(keep_last=1), capture=config, every=1) as checkpointer:
@@ -144,11 +144,11 @@ class Fire:
         self.called = threading.Semaphore(0)
         prune = Pruner.prune
 
-        def burn(pruner: Pruner, now_ns: int) -> object:
+        def burn(pruner: Pruner, now_ns: int, *, always_collect: bool) -> object:
             self.called.release()
             if self.burns:
                 raise OSError("the drive is on fire")
-            return prune(pruner, now_ns)
+            return prune(pruner, now_ns, always_collect=always_collect)
 
         monkeypatch.setattr(Pruner, "prune", burn)
 

@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from asymcheck import CaptureConfig, Checkpointer, Retention, Store
+from asymcheck import CaptureConfig, Checkpointer, Retention, Store, StoreConfig
 from asymcheck.capture.inflight import Capture
 from asymcheck.capture.ring_flush import RingFlusher
-from asymcheck.errors import LostCheckpointError, PruneError, StorageError
+from asymcheck.errors import LostCheckpointError, OutOfSpaceError, PruneError, StorageError
 from asymcheck.executor import begin
 from asymcheck.gc import retention_runner
 from asymcheck.gc.collect import Collected, collect
 from asymcheck.storage.nvme import Catalog, NvmeTier
 from asymcheck.storage.reachability import StoreReachability
+from tests.checkpointer.disks import SmallDrive
 
 
 @pytest.fixture
@@ -118,6 +119,31 @@ def test_a_store_gets_one_commit_ahead_of_a_collection_and_no_more(
         assert [one.step for one in store.checkpoints()] == [0, 1]
         may_go_on.set()
     assert [one.step for one in store.checkpoints()] == [3]
+
+
+@pytest.mark.parametrize("method", ["step", "save"])
+def test_a_drive_does_not_stay_full_of_the_packs_of_a_failed_save(
+    store_path: Path, tmp_path: Path, method: str
+) -> None:
+    """Test that a save succeeds again after saves that failed at the last file and at the first."""
+    state = {"w": torch.zeros(150_000)}
+    config = CaptureConfig(ring_folder=str(tmp_path))
+    lost: list[int] = []
+    with Store(NvmeTier(store_path, StoreConfig(slots=1), files=SmallDrive())) as store:
+        with Checkpointer(store, state, keep=Retention(keep_last=1), capture=config, every=1) as checkpointer:
+            for step in range(100):
+                state["w"] += 1
+                try:
+                    getattr(checkpointer, method)(step)
+                    in_time(checkpointer.wait)
+                except (LostCheckpointError, OutOfSpaceError):
+                    lost.append(step)
+                else:
+                    if lost:
+                        break
+        assert lost[0] == 1
+        assert [one.step for one in store.checkpoints()] == [step]
+        assert step < 99
 
 
 def in_time(call: Callable[[], object]) -> None:

@@ -86,6 +86,21 @@ def test_prometheus_serves_and_writes_the_metrics(tmp_path: Path) -> None:
     assert (tmp_path / "asymcheck.prom").read_text() == text
 
 
+def test_a_textfile_that_cannot_be_written_does_not_end_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Test that a failure is logged, and that the file has the metrics once it can be written."""
+    pytest.importorskip("prometheus_client")
+    folder = tmp_path / "collector"
+    export = exporters.prometheus(textfile=folder / "asymcheck.prom")
+    report = CheckpointReport("run", 7, 400, 2, 0.5, 1.0, 2.0, 150, 300, 100, None)
+    export(report)
+    assert "cannot write the metrics of run run: " in caplog.text
+    folder.mkdir()
+    export(report)
+    assert 'asymcheck_durable_step{run="run"} 7.0' in (folder / "asymcheck.prom").read_text()
+
+
 @pytest.mark.slow
 def test_prometheus_textfile_has_no_metrics_of_the_process(tmp_path: Path) -> None:
     """Test that names of the node exporter, such as process_cpu_seconds_total, are not written again."""

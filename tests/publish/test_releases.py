@@ -13,19 +13,27 @@ import torch
 
 import asymcheck
 from asymcheck import Checkpointer, Grace, Publish, Publisher, Store, Subscriber
-from asymcheck.config import Compression
+from asymcheck.config import Compression, StoreConfig
 from asymcheck.errors import (
     InconsistentCheckpointError,
     InvalidInputError,
     LostCheckpointWarning,
     NotFoundError,
+    OutOfSpaceError,
     Preempted,
     PublishError,
+    RemoteUnreachableError,
     SkippedCheckpointWarning,
     StateMismatchError,
     StorageError,
 )
+from asymcheck.format.layout import ManifestName
 from asymcheck.publish.release import Release
+from asymcheck.storage.manifests import ManifestReader
+from asymcheck.storage.nvme import NvmeTier
+from asymcheck.storage.remote.manifests import RemoteManifests
+from asymcheck.types import CheckpointRef
+from tests.checkpointer.disks import SmallDrive
 from tests.publish.models import check, model, train_to
 
 
@@ -49,6 +57,63 @@ def flip(location: Path, number: int) -> None:
         data = bytearray(path.read_bytes())
         data[4096 + 4200] ^= 1
         path.write_bytes(data)
+
+
+def test_a_release_reads_only_manifests_of_releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that the cost of a release does not grow with the checkpoints of the training in the same store."""
+    read: list[str] = []
+    original = ManifestReader.read_bytes
+
+    def read_bytes(manifests: ManifestReader, run: str, ref: CheckpointRef, name: ManifestName) -> bytes:
+        read.append(run)
+        return original(manifests, run, ref, name)
+
+    trained = model()
+    with (
+        Store.open(tmp_path / "store", create=True) as store,
+        Publisher(Publish(f"file://{tmp_path}/releases", keep=1), store) as publisher,
+    ):
+        for step in range(3):
+            store.save({"w": torch.full((9,), step)}, step=step)
+        publish(publisher, trained, 1)
+        monkeypatch.setattr(ManifestReader, "read_bytes", read_bytes)
+        publish(publisher, trained, 2)
+        assert set(read) == {"release"}
+        assert [release.step for release in store.checkpoints("release")] == [2]
+
+
+def test_an_outage_of_the_location_does_not_read_the_weights_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test that an attempt of a new publisher, as after each failure, ends before it reads the newest release."""
+    rules, trained = Publish(f"file://{tmp_path}/releases"), model()
+    with Store.open(tmp_path / "store", create=True) as store:
+        with Publisher(rules, store) as publisher:
+            publish(publisher, trained, 1)
+
+        def checkpoints(_manifests: RemoteManifests, _run: str) -> object:
+            raise RemoteUnreachableError("no answer")
+
+        monkeypatch.setattr(RemoteManifests, "checkpoints", checkpoints)
+        monkeypatch.setattr(Store, "load", None)
+        with Publisher(rules, store) as publisher, pytest.raises(RemoteUnreachableError, match="no answer"):
+            publish(publisher, trained, 2)
+        monkeypatch.undo()
+        with Publisher(rules, store) as publisher:
+            assert publish(publisher, trained, 3).deltas == 1
+
+
+def test_a_drive_does_not_stay_full_of_the_packs_of_a_failed_release(store_path: Path, tmp_path: Path) -> None:
+    """Test that a release follows another one that failed at its last file."""
+    weights = torch.randn(150_000)
+    with (
+        Store(NvmeTier(store_path, StoreConfig(slots=1), files=SmallDrive())) as store,
+        Publisher(Publish(f"file://{tmp_path}/releases", keep=1, full_every=1, compression="off"), store) as publisher,
+    ):
+        publisher.publish({"model": {"w": weights}}, 0)
+        with pytest.raises(OutOfSpaceError, match="no space for"):
+            publisher.publish({"model": {"w": weights.roll(1)}}, 1)
+        assert publisher.publish({"model": {"w": weights.roll(2)}}, 2).number == 2
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])

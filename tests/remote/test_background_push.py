@@ -6,8 +6,11 @@ processes.
 
 from __future__ import annotations
 
+import os
+import shutil
 import warnings
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 
@@ -17,6 +20,7 @@ from asymcheck.errors import (
     HeadRecordError,
     InconsistentCheckpointError,
     InvalidInputError,
+    OutOfSpaceError,
     RemoteUnreachableError,
     StorageError,
     UnreachableRemoteWarning,
@@ -30,7 +34,8 @@ from asymcheck.replication.transfer_stats import Moved
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import PackFile, Slot
-from asymcheck.storage.remote import RemoteTier
+from asymcheck.storage.remote import RemoteTier, clients
+from asymcheck.storage.remote.client_interface import Entry, FileSystem
 from asymcheck.storage.remote.manifests import RemoteManifests
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from asymcheck.types import CheckpointRef
@@ -250,6 +255,75 @@ def test_failed_remote_deletion_blocks_nothing(
     assert len(begun) == 1
     with Store.open(folder, config=CONFIG, create=True) as remote:
         assert [one.step for one in remote.checkpoints() if one.run == "default"] == [2, 3, 4]
+
+
+def test_a_location_does_not_stay_full(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that packs of deleted checkpoints are removed once they are old enough, although no push succeeds before."""
+    packs = Path(folder.removeprefix("file://")) / "packs"
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, everything=True)
+        full = sum(pack.stat().st_size for pack in packs.iterdir())
+        write = RemoteFiles.write
+
+        def write_with_quota(files: RemoteFiles, path: PurePosixPath, *content: Any) -> int:  # noqa: ANN401 - passed on
+            if path.parent.name == "packs" and sum(pack.stat().st_size for pack in packs.glob("*.pack")) >= full:
+                raise OutOfSpaceError("quota exceeded")
+            return write(files, path, *content)
+
+        monkeypatch.setattr(RemoteFiles, "write", write_with_quota)
+        opened.save(state_of(3), step=3)
+        loop = opened.training.push_loop(Push(folder, keep=Retention(keep_last=1)))
+        for is_old in (False, False, True):
+            for pack in packs.iterdir() if is_old else ():
+                os.utime(pack, (1, 1))
+            assert not loop._round()
+            assert loop._pruner is not None
+            # As if an hour has passed.
+            loop._pruner._collected_at = None
+        assert loop._round()
+    check_location(folder, 3)
+
+
+def test_a_push_lists_no_older_checkpoints_at_the_location(
+    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test that the number of listings of a push does not grow with the checkpoints at the location."""
+    listed: list[str] = []
+    children = clients._LocalClient.children
+
+    def list_children(client: FileSystem, path: str) -> list[Entry]:
+        listed.append(path)
+        return children(client, path)  # type: ignore[arg-type]  # as given
+
+    monkeypatch.setattr(clients._LocalClient, "children", list_children)
+    counts = []
+    with Store.open(store, config=CONFIG) as opened:
+        loop = opened.training.push_loop(Push(folder, keep=Retention(keep_last=100)))
+        for step in range(3, 9):
+            opened.save(state_of(step), step=step)
+            listed.clear()
+            assert loop._round()
+            counts.append(len(listed))
+    assert counts[-1] == counts[1]
+    check_location(folder, *range(1, 9))
+
+
+def test_nothing_is_pushed_to_a_location_that_was_emptied(store: Path, folder: str) -> None:
+    """Test that no checkpoint counts as pushed at a location that nobody could open, until a new start creates it."""
+    top = Path(folder.removeprefix("file://"))
+    with Store.open(store, config=CONFIG) as opened:
+        loop = opened.training.push_loop(Push(folder))
+        assert loop._round()
+        shutil.rmtree(top)
+        # As in an object store, where a folder needs not exist.
+        for name in ("heads", "manifests", "packs"):
+            (top / name).mkdir(parents=True)
+        opened.save(state_of(3), step=3)
+        assert not loop._round()
+        assert "has no asymcheck.store any more" in loop.status().statistics.problem
+        assert not [file for file in top.rglob("*") if file.is_file()]
+        assert opened.training.push_loop(Push(folder))._round()
+    check_location(folder, 1, 2, 3)
 
 
 def test_checkpoints_that_neither_side_keeps_are_forgotten(store: Path, folder: str) -> None:

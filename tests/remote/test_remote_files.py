@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from pathlib import PurePath, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from unittest.mock import Mock
 
 import hdfs_native as hdfs_native_client
@@ -20,10 +20,12 @@ import pytest
 
 from asymcheck import Store
 from asymcheck.errors import RemoteUnreachableError, StorageError
-from asymcheck.storage.remote import hdfs_native
+from asymcheck.storage.remote import clients, deadline, hdfs_native, remote_files
+from asymcheck.storage.remote.client_interface import FileSystem
 from asymcheck.storage.remote.location import parse_location
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from tests.remote.conftest import REMOTE, config
+from tests.zygote import wait_until
 
 
 @pytest.fixture
@@ -45,6 +47,36 @@ def file_system(any_file_system: str) -> RemoteFiles:
 def top(files: RemoteFiles) -> PurePosixPath:
     """Return the folder."""
     return PurePosixPath(files.location.path)
+
+
+def test_a_location_that_never_answers_occupies_few_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that a long outage leaves a bounded number of threads, and that the location is used again afterwards."""
+    monkeypatch.setattr(deadline, "_OVERDUE_MAX", 3)
+    location, answers = parse_location(f"file://{tmp_path}"), threading.Event()
+    called: list[str] = []
+
+    def stat(client: FileSystem, path: str) -> None:
+        called.append(path)
+        answers.wait(60)
+
+    monkeypatch.setattr(clients._LocalClient, "stat", stat)
+    path, impatient = PurePosixPath(location.path), dataclasses.replace(REMOTE, deadline_s=0.01)
+
+    def fail(times: int) -> None:
+        for _ in range(times):
+            with pytest.raises(RemoteUnreachableError, match="answer"):
+                RemoteFiles(location, impatient).stat(path)
+
+    fail(10)
+    assert len(called) == 3
+    # As if the next attempt is due.
+    remote_files._overdue[str(location)]._next_s = 0.0
+    fail(10)
+    assert len(called) == 4
+    answers.set()
+    wait_until(lambda: all(call.done() for call in remote_files._overdue[str(location)]._calls), "the answers")
+    assert RemoteFiles(location, REMOTE).stat(path) is None
+    assert len(called) == 5
 
 
 def test_missing_entries_are_none(files: RemoteFiles) -> None:

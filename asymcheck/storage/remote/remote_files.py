@@ -33,7 +33,7 @@ from asymcheck.executor import begin
 from asymcheck.format import layout
 from asymcheck.storage.remote.client_interface import Entry, FileSystem, ObjectStore, Writable
 from asymcheck.storage.remote.clients import connect
-from asymcheck.storage.remote.deadline import tried, within
+from asymcheck.storage.remote.deadline import OverdueCalls, tried, within
 from asymcheck.storage.remote.location import RemoteLocation
 from asymcheck.storage.remote.object_stores import short_text
 from asymcheck.storage.remote.ranges import OpenedFile, RangeMemory, read_range
@@ -63,6 +63,10 @@ _UNREACHABLE = {
 """Errors of a mounted file system without its server, of a network failure, or of missing memory."""
 
 
+_overdue: dict[str, OverdueCalls] = {}
+"""Calls without an answer, by location. A location may be opened again and again."""
+
+
 class RemoteFiles:
     """File operations at a remote location. Thread-safe.
 
@@ -89,6 +93,7 @@ class RemoteFiles:
         self.readers = Readers(config.reads)
         """Threads for reads ahead."""
         self._ahead: dict[PurePath, Future[bytes | None]] = {}
+        self._overdue = _overdue.setdefault(str(location), OverdueCalls())
 
     @property
     def renames(self) -> bool:
@@ -106,7 +111,7 @@ class RemoteFiles:
         """
         described = f"{action} {self.url(path)}"
         try:
-            return within(seconds or self.config.deadline_s, described, call)
+            return within(seconds or self.config.deadline_s, described, call, self._overdue)
         except (FileNotFoundError, FileExistsError, AsymcheckError):
             raise
         except Exception as error:

@@ -17,6 +17,7 @@ from asymcheck.config import WRITER, StoreConfig
 from asymcheck.errors import (
     InvalidInputError,
     MissingPartitionError,
+    RemoteUnreachableError,
     StoreNotFoundError,
     StructureError,
     result_or_error,
@@ -120,6 +121,17 @@ class RemoteTier(StoreTier):
             problem = "does not exist" if missing else "has no asymcheck.store: nothing was pushed there"
             raise StoreNotFoundError(f"{self.location} {problem}; check the URI and the mount")
         return self._create()
+
+    def refuse_lost_location(self) -> None:
+        """Raise RemoteUnreachableError if the location was emptied or unmounted since it was opened.
+
+        Files that are pushed there now could not be opened later.
+        """
+        if self.files.read_small(self._top / layout.DESCRIPTOR_NAME, RECORD_BYTES) is None:
+            raise RemoteUnreachableError(
+                f"{self.location} has no asymcheck.store any more: was it emptied, or unmounted? Mount it again. If it "
+                "was emptied on purpose, start the training again, which then creates it"
+            )
 
     def _create(self) -> bytes:
         for name in (layout.HEADS, layout.MANIFESTS, layout.PACKS):

@@ -104,6 +104,13 @@ def _parameter(data: torch.Tensor, *_options: object) -> torch.Tensor:
     return data
 
 
+def _tensor_of_type(
+    function: Callable[..., object], kind: object, arguments: Sequence[object], _state: object
+) -> object:
+    # A tensor of another class, such as a quantized one, may need more than its elements.
+    return kind() if isinstance(kind, type) and issubclass(kind, _StandIn) else function(*arguments)
+
+
 _KNOWN: Mapping[str, Any] = {
     "_codecs.encode": _bytes,
     "builtins.complex": complex,
@@ -124,7 +131,7 @@ _KNOWN: Mapping[str, Any] = {
     },
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
-    "torch._tensor._rebuild_from_type_v2": lambda function, _kind, arguments, _state: function(*arguments),
+    "torch._tensor._rebuild_from_type_v2": _tensor_of_type,
 }
 """Classes and functions that may occur in a file of ``torch.save``, by dotted name, or their replacements."""
 

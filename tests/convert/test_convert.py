@@ -231,6 +231,19 @@ def test_a_pickled_class_is_named(store: Store, tmp_path: Path, zipped: bool) ->
     assert "\n" not in str(caught.value)
 
 
+class _Scaled(torch.Tensor):
+    """A tensor whose elements are to be multiplied by an attribute."""
+
+
+def test_a_tensor_subclass_is_named(store: Store, tmp_path: Path) -> None:
+    """Test a class that needs more than its elements, as Store.save() does, and a part without such tensors."""
+    scaled = torch.ones(3).as_subclass(_Scaled)
+    scaled.factor = 2.0  # type: ignore[attr-defined]  # an attribute of this tensor
+    torch.save({"a": {"b": scaled}, "c": torch.ones(2)}, tmp_path / "f.pt")
+    with pytest.raises(ForeignFileError, match=r"object of tests.convert.test_convert._Scaled.*pass --part c "):
+        import_checkpoint(store, tmp_path / "f.pt")
+
+
 @pytest.mark.parametrize("is_full", [True, False])
 def test_torch_write_failure_is_an_error_of_the_package(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool

@@ -132,6 +132,7 @@ def test_a_folder_of_deepspeed_becomes_whole_tensors(
     taken = STEPS - whole[0][name]["skipped"]
     assert [(group["weight_decay"], group["step"]) for group in groups] == [(0.1, taken), (0.0, taken)]
     assert state["counters"]["global_steps"] == STEPS
+    assert state["client_state"] == {"epoch": 3, "files": ["a", "b"]}
 
 
 class Hostile:

@@ -525,7 +525,7 @@ def map_leaves(value: Any, make: Callable[[object], object]) -> Any:  # noqa: AN
     if type(value) in (dict, OrderedDict, Counter):
         copy = type(value)({key: map_leaves(item, make) for key, item in value.items()})
         if hasattr(value, _METADATA):
-            setattr(copy, _METADATA, getattr(value, _METADATA))
+            setattr(copy, _METADATA, map_leaves(getattr(value, _METADATA), make))
         return copy
     if isinstance(value, TypedValue):
         return map_leaves(value.content, make)

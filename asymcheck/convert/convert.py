@@ -31,6 +31,8 @@ from asymcheck.validation import check_rank
 
 SHARD_BYTES = 5_000_000_000  # default maximum of tensor bytes in one file of a model folder, as in transformers
 _HEAD_BYTES = 9
+_INDEXES = (INDEX_NAME, ".metadata", "latest", "zero_to_fp32.py", "zero_to_torch.py")
+"""Files that name or assemble the others: of Hugging Face, DCP and DeepSpeed."""
 _REMEDY = "load the file in your own program, and save the result with Store.save()"
 
 
@@ -184,7 +186,7 @@ def foreign_state(
     Args:
         path: the file or folder.
         progress: callback with the bytes done and the bytes of all tensors.
-        left_out: list to which the names of files that are not imported are added.
+        left_out: list to which the names of files and sub-folders that are not imported are added.
         parts: dotted names of the parts to import, by default all. The other parts of a torch file may hold objects of
             any class, which are never loaded.
         renames: changes of tensor names.
@@ -211,9 +213,6 @@ def foreign_state(
             state = read_deepspeed_folder(path, opened)
         elif kind == "folder":
             state = _state_of_folder(path, opened)
-            if left_out is not None:
-                read = {INDEX_NAME, *(file.name for file in files)}
-                left_out += sorted({item.name for item in path.iterdir()} - read)
         elif kind == "safetensors":
             model, metadata = _weights_of(path, read_header(opened(path)), opened)
             state = {MODEL: model, SOURCE: {"metadata": metadata, "files": {}}}
@@ -224,6 +223,9 @@ def foreign_state(
                 f"cannot import {path}: unknown format; give a safetensors file, a file of torch.save() such as .pt, "
                 ".pth, .bin or .ckpt, or a folder"
             )
+        if left_out is not None and path.is_dir():
+            read = {*_INDEXES, *(file.relative_to(path).parts[0] for file in files)}
+            left_out += sorted({item.name for item in path.iterdir()} - read)
         state = rename_tensors(keep_parts(path, state, parts), renames, TensorBytes)
         distinct = {id(leaf): leaf for _, leaf in leaves_of(state) if isinstance(leaf, TensorBytes)}
         meter.total = sum(leaf.nbytes for leaf in distinct.values())

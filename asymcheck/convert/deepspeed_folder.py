@@ -27,6 +27,16 @@ _LATEST = "latest"
 _OPTIMIZER_FILES = "*_optim_states.pt"
 _RANK = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _FOLDER_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
+_OWN_KEYS = frozenset(
+    {
+        *_FOLDER_COUNTERS,
+        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+        *("shared_params", "data_sampler", "random_ltd", "dp_world_size", "mp_world_size"),
+        *("checkpoint_parallel_dimensions", "ds_config", "ds_version", "universal_checkpoint_info"),
+        *("sparse_tensor_module_names", "csr_tensor_module_names"),
+    }
+)
+"""Keys that DeepSpeed writes. All others are those of the user's ``client_state``."""
 _SAVE_AGAIN = "save the checkpoint again with engine.save_checkpoint()"
 _LOAD = "load the folder with engine.load_checkpoint(), and save the engine with a Checkpointer"
 
@@ -77,6 +87,7 @@ def read_deepspeed_folder(path: Path, opened: Callable[[Path], SourceFile]) -> o
 
     The state has three keys. ``model`` has the fp32 weights and the other tensors of the module. ``optimizer`` has the
     optimizer state of each weight and the options of the parameter groups. ``counters`` has the progress of training.
+    If the checkpoint was saved with a ``client_state``, the fourth key has the one of rank 0.
 
     Raises:
         ForeignFileError: files are missing, damaged, or hold values that cannot be stored.
@@ -158,11 +169,13 @@ class _Folder:
             # The low-precision copies of the weights are left out.
             model |= {name: value for name, value in first["module"].items() if name not in model}
         model |= {name: model[other] for name, other in first["shared_params"].items() if other in model}
-        return {
+        state = {
             MODEL: model,
             "optimizer": {"state": optimizer, "param_groups": [self._options(group) for group in self._groups]},
             "counters": {name: first[name] for name in _FOLDER_COUNTERS if name in first},
         }
+        client_state = {name: value for name, value in first.items() if name not in _OWN_KEYS}
+        return {**state, "client_state": client_state} if client_state else state
 
     def _trained(self) -> Iterator[tuple[str, tuple[int, ...], list[_Range]]]:
         """Yield name, shape and ranges of all trained parameters."""

@@ -9,6 +9,8 @@ from typing import Any
 from asymcheck.convert.part import SOURCE, leaves_of
 from asymcheck.errors import InvalidInputError
 from asymcheck.format.tree import Key, join_name
+from asymcheck.restore.state_template import like_mapping
+from asymcheck.state.typed_values import TypedValue
 
 _Path = tuple[Key, ...]
 Renames = tuple[tuple[re.Pattern[str], str], ...]
@@ -37,13 +39,17 @@ def rename_tensors(state: object, renames: Renames, tensor_type: type) -> object
     """Return a state with renamed tensors, which are leaves of this type. The rest of the state keeps its names.
 
     Names are the dotted names of tensors. A tensor whose renamed name leads to another mapping moves there. The
-    metadata and files of an imported safetensors file keep their names.
+    metadata and files of an imported safetensors file keep their names. Typed values become their content.
 
     Raises:
-        InvalidInputError: two tensors would have the same name, a name is impossible, or a pattern matches no name.
+        InvalidInputError: two tensors would have the same name, a name is impossible, a pattern matches no name, or the
+            state is no mapping.
     """
-    if not renames or not isinstance(state, dict):
+    if not renames:
         return state
+    state = _content(state)
+    if not isinstance(state, dict):
+        raise InvalidInputError("cannot rename: the tensors are not in a mapping, so they have no names; omit --rename")
     names: dict[str, _Path] = {}
     targets: dict[_Path, _Path] = {}
     unused = dict.fromkeys(pattern.pattern for pattern, _ in renames)
@@ -67,7 +73,13 @@ def rename_tensors(state: object, renames: Renames, tensor_type: type) -> object
             f"cannot rename: {next(iter(unused))!r} matches no name of a tensor; --dry-run lists the names"
         )
     moved: list[tuple[_Path, object, _Path]] = []
-    renamed: Any = _copied(state, (), targets, moved)
+    renamed = _copied(state, (), targets, moved)
+    _insert(renamed, moved)
+    return renamed
+
+
+def _insert(renamed: Any, moved: Iterable[tuple[_Path, object, _Path]]) -> None:  # noqa: ANN401 - a nested state
+    """Add tensors that move to another mapping."""
     for target, leaf, path in moved:
         container = renamed
         for key in target[:-1]:
@@ -78,7 +90,11 @@ def rename_tensors(state: object, renames: Renames, tensor_type: type) -> object
                 "name; choose another replacement"
             )
         container[target[-1]] = leaf
-    return renamed
+
+
+def _content(value: object) -> object:
+    """Return the content of a typed value, which is all that an export writes, and other values unchanged."""
+    return value.content if isinstance(value, TypedValue) else value
 
 
 def _copied(
@@ -87,8 +103,8 @@ def _copied(
     """Copy containers without renamed tensors, which are added to ``moved`` unless they stay in their mapping."""
     if isinstance(value, dict):
         copy = type(value)()
-        for key, item in value.items():
-            below = (*path, key)
+        for key, stored in value.items():
+            below, item = (*path, key), _content(stored)
             target = targets.get(below)
             if target is None:
                 content = _copied(item, below, targets, moved)
@@ -99,7 +115,7 @@ def _copied(
                 copy[target[-1]] = item
             else:
                 moved.append((target, item, below))
-        return copy
+        return like_mapping(value, copy)
     if type(value) in (list, tuple):
         for path_in_list in targets:
             if path_in_list[: len(path)] == path:

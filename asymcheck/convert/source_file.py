@@ -56,8 +56,12 @@ class SourceFile(contextlib.AbstractContextManager["SourceFile"]):
             raise ForeignFileError(
                 self.path, f"the file ends before byte {start + len(target)}", "fetch or write the file again"
             )
+        self.count(count)
+
+    def count(self, nbytes: int) -> None:
+        """Report that so many bytes of tensors were read."""
         if self._on_read is not None:
-            self._on_read(count)
+            self._on_read(nbytes)
 
     def read_bytes(self, start: int, length: int) -> bytes:
         """Read a range of the file."""
@@ -78,10 +82,16 @@ class SourceFile(contextlib.AbstractContextManager["SourceFile"]):
             return os.fstat(self._descriptor)
 
     def mapped(self, start: int, length: int) -> memoryview:
-        """Map a range of the file into memory; call :meth:`check` after reading the range."""
+        """Map a range of the file into memory; call :meth:`check` after reading the range.
+
+        Each mapping keeps a file descriptor open, so map only the range that is being read.
+        """
+        # Reading beyond the end of a file that has become shorter would kill the process.
+        self.check()
         first = start - start % mmap.ALLOCATIONGRANULARITY
-        # The mapping is private and writable, because torch requires writable memory.
-        whole = mmap.mmap(self._descriptor, start - first + length, access=mmap.ACCESS_COPY, offset=first)
+        with translated("map", self.path):
+            # The mapping is private and writable, because torch requires writable memory.
+            whole = mmap.mmap(self._descriptor, start - first + length, access=mmap.ACCESS_COPY, offset=first)
         return memoryview(whole)[start - first :]
 
     def tensor(self, start: int, dtype: str, shape: tuple[int, ...]) -> TensorBytes:

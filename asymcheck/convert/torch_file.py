@@ -104,6 +104,13 @@ def _parameter(data: torch.Tensor, *_options: object) -> torch.Tensor:
     return data
 
 
+def _tensor_of_type(
+    function: Callable[..., object], kind: object, arguments: Sequence[object], _state: object
+) -> object:
+    # A tensor of another class, such as a quantized one, may need more than its elements.
+    return kind() if isinstance(kind, type) and issubclass(kind, _StandIn) else function(*arguments)
+
+
 _KNOWN: Mapping[str, Any] = {
     "_codecs.encode": _bytes,
     "builtins.complex": complex,
@@ -124,7 +131,7 @@ _KNOWN: Mapping[str, Any] = {
     },
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
-    "torch._tensor._rebuild_from_type_v2": lambda function, _kind, arguments, _state: function(*arguments),
+    "torch._tensor._rebuild_from_type_v2": _tensor_of_type,
 }
 """Classes and functions that may occur in a file of ``torch.save``, by dotted name, or their replacements."""
 
@@ -481,14 +488,13 @@ def _lazy_tensor(
 
 
 class _View(TensorBytes):
-    """A tensor that is not a contiguous byte range of the file, as a view of the mapped file."""
+    """A tensor that is not a contiguous byte range of the file."""
 
     def __init__(self, tensor: torch.Tensor, file: SourceFile, start: int, extent: int) -> None:
+        """Describe the layout of ``tensor``, whose bytes are in ``extent`` bytes of ``file`` from ``start`` on."""
         super().__init__(TORCH_NAMES[tensor.dtype], tuple(tensor.shape))
-        mapped = torch.frombuffer(file.mapped(start, extent), dtype=torch.uint8)
-        view = mapped.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-        self._view = view.conj() if tensor.is_conj() else view
-        self._file = file
+        self._layout = tensor
+        self._file, self._start, self._extent = file, start, extent
         self._lock = threading.Lock()
         self._copy: torch.Tensor | None = None
         self._unread = self.nbytes
@@ -496,12 +502,22 @@ class _View(TensorBytes):
     def read(self, start: int, target: memoryview) -> None:
         """Fill ``target`` from a row-major copy, which is kept until all bytes were read."""
         with self._lock:
-            copy = flat_bytes(self._view) if self._copy is None else self._copy
+            copy = self._row_major() if self._copy is None else self._copy
             self._unread -= len(target)
             self._copy = copy if self._unread > 0 else None
             self._unread = self._unread if self._unread > 0 else self.nbytes
         np.copyto(np.frombuffer(target, dtype=np.uint8), copy[start : start + len(target)].numpy())
         self._file.check()
+        self._file.count(len(target))
+
+    def _row_major(self) -> torch.Tensor:
+        """Return a copy of the bytes in row-major order."""
+        layout = self._layout
+        mapped = torch.frombuffer(self._file.mapped(self._start, self._extent), dtype=torch.uint8)
+        # Torch crashes on elements that are not at a multiple of their size. Old files have storages at any offset.
+        aligned = mapped.clone() if self._start % layout.element_size() else mapped
+        view = aligned.view(layout.dtype).as_strided(layout.shape, layout.stride())
+        return flat_bytes(view.conj() if layout.is_conj() else view)
 
 
 def map_leaves(value: Any, make: Callable[[object], object]) -> Any:  # noqa: ANN401 - a nested state
@@ -509,7 +525,7 @@ def map_leaves(value: Any, make: Callable[[object], object]) -> Any:  # noqa: AN
     if type(value) in (dict, OrderedDict, Counter):
         copy = type(value)({key: map_leaves(item, make) for key, item in value.items()})
         if hasattr(value, _METADATA):
-            setattr(copy, _METADATA, getattr(value, _METADATA))
+            setattr(copy, _METADATA, map_leaves(getattr(value, _METADATA), make))
         return copy
     if isinstance(value, TypedValue):
         return map_leaves(value.content, make)

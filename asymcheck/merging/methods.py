@@ -91,6 +91,8 @@ class MergeSettings:
         for name, value, least in (("alpha", self.alpha, 0), ("t", self.t, 0), ("density", self.density, 2**-53)):
             if not least <= value <= 1:
                 raise InvalidInputError(f"{name} {value}: give a number from 0 to 1")
+        if not math.isfinite(self.scale):
+            raise InvalidInputError(f"scale {self.scale}: give a finite number")
         self._check_weights(sources)
 
     def check_used(self, names: Iterable[str]) -> None:
@@ -115,9 +117,10 @@ class MergeSettings:
         self.check_used(["weights"])
         if len(weights) != sources:
             raise InvalidInputError(f"{len(weights)} weights for {sources} checkpoints; give one for each checkpoint")
-        total = math.fsum(weights)
-        if not all(map(math.isfinite, weights)) or (self.method == "weighted" and not total):
-            raise InvalidInputError(f"weights {weights}: give finite numbers whose sum is not 0")
+        # Unlike sum(), fsum() raises an error for infinities and for sums that overflow.
+        is_finite = math.isfinite(sum(map(abs, weights)))
+        if not is_finite or (self.method == "weighted" and not math.fsum(weights)):
+            raise InvalidInputError(f"weights {weights}: give finite numbers whose sum is finite and not 0")
 
     @property
     def uses_base(self) -> bool:
@@ -159,8 +162,10 @@ def _decay(schedule: str, u: float) -> float:
 
 
 def combined(values: Sequence[Block], weights: Sequence[float]) -> Block:
-    """Return ``w_1 x_1 + … + w_N x_N``, added from left to right."""
-    terms = [value if weight == 1 else value * weight for value, weight in zip(values, weights, strict=True)]
+    """Return ``w_1 x_1 + … + w_N x_N``, added from left to right. A source with weight 0 has no part in the sum."""
+    # Zero times an infinity, such as that of an attention mask, is not a number.
+    used = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+    terms = [value if weight == 1 else value * weight for value, weight in used]
     total = terms[0] + terms[1] if len(terms) > 1 else terms[0].copy()
     for term in terms[2:]:
         total += term
@@ -168,10 +173,19 @@ def combined(values: Sequence[Block], weights: Sequence[float]) -> Block:
 
 
 def linear(values: Sequence[Block], weights: Sequence[float]) -> Block:
-    """Return ``(w_1 x_1 + … + w_N x_N) / (w_1 + … + w_N)``, added from left to right."""
-    total = combined(values, weights)
-    divisor = math.fsum(weights)
-    return total if divisor == 1 else np.divide(total, divisor, out=total)
+    """Return ``(w_1 x_1 + … + w_N x_N) / (w_1 + … + w_N)``, added from left to right.
+
+    An element that is equal in all sources keeps its value, as in partitions that need no merge. The sum may be
+    rounded, or be not a number if a weight is negative and the element is infinite.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = combined(values, weights)
+        divisor = math.fsum(weights)
+        if divisor != 1:
+            np.divide(total, divisor, out=total)
+    bits = [value.view(np.uint64) for value in values]
+    np.copyto(total, values[0], where=np.logical_and.reduce([bits[0] == other for other in bits]))
+    return total
 
 
 class Angle:

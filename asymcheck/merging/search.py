@@ -20,6 +20,7 @@ from asymcheck.config import DEFAULT_RUN
 from asymcheck.convert.convert import Output, export_checkpoint
 from asymcheck.errors import InvalidInputError
 from asymcheck.format.digest import digest
+from asymcheck.inspect.diff import find_checkpoint
 from asymcheck.merging.merge import MERGED_RUN, Merged, merge
 from asymcheck.merging.sources import SourceName, named
 from asymcheck.store import Store
@@ -100,7 +101,7 @@ def search(  # noqa: PLR0913 - arguments of merge()
     names = [named(store, item) for item in steps]
     start = None if base is None else named(store, base)
     given = [*names, *([] if start is None else [start])]
-    subject = [method, run, str(evaluation.part), *(f"{item.store.location} {item.name}" for item in given)]
+    subject = [method, str(ranges), str(evaluation.part), *(_identity(item, run) for item in given)]
     optuna = _optuna()
     study = _study(optuna, evaluation, subject)
     complete = (optuna.trial.TrialState.COMPLETE,)
@@ -131,6 +132,13 @@ def search(  # noqa: PLR0913 - arguments of merge()
     return Searched(merged, study.best_value, len(study.get_trials(states=complete)), settings)
 
 
+def _identity(source: SourceName, run: str) -> str:
+    """Return the save of a source. A step may be saved again, and then earlier trials are those of other weights."""
+    with source.store.resources.source() as tier:
+        files, _ = find_checkpoint(tier, source.name, run)
+    return f"{source.store.location} {files.run} {files.ref.save_id.hex()}"
+
+
 def _ranges(method: str, sources: int, evaluation: Evaluation) -> dict[str, tuple[float, float]]:
     if method == "weighted" and sources == _PAIR:
         return {"weight": (evaluation.least_weight, 1.0)}
@@ -156,8 +164,9 @@ def _study(optuna: Any, evaluation: Evaluation, subject: Sequence[str]) -> Any: 
     from optuna.storages.journal import JournalFileBackend
 
     storage = optuna.storages.JournalStorage(JournalFileBackend(str(evaluation.study)))
-    name = digest("\0".join([*subject, evaluation.command]).encode()).hex()
     direction = "maximize" if evaluation.maximize else "minimize"
+    # The name includes the direction, because optuna keeps the direction of a study that exists.
+    name = digest("\0".join([*subject, evaluation.command, direction]).encode()).hex()
     study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True, direction=direction)
     # A seed that depends on the trials, so that a continued search does not repeat its random ones.
     seed = len(study.trials)

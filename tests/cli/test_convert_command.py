@@ -310,4 +310,4 @@ def test_left_out_files_of_a_model_folder_are_listed(call: Call, tmp_path: Path)
     torch.save({}, folder / "optimizer.pt")
     outcome = call("convert", folder, tmp_path / "store")
     assert outcome.status == exit_status.OK
-    assert f"did not convert onnx, optimizer.pt in {folder}: " in outcome.err
+    assert f"did not convert onnx, optimizer.pt in {folder}. " in outcome.err

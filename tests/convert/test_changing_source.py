@@ -79,8 +79,13 @@ def _grow(path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
+def _shrink(path: Path) -> None:
+    """Truncate the file in the middle."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
-@pytest.mark.parametrize("change", [_write, _grow])
+@pytest.mark.parametrize("change", [_write, _grow, _shrink])
 @pytest.mark.parametrize("make", [_safetensors, _torch, _turned, _model_folder, _dcp])
 def test_file_that_changes_during_the_import_is_refused(
     store: Store, tmp_path: Path, make: Make, change: Callable[[Path], None]

@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 
 from asymcheck import RngState, Store
-from asymcheck.convert.convert import Output, export_checkpoint, import_checkpoint
+from asymcheck.convert.convert import Output, export_checkpoint, foreign_state, import_checkpoint
 from asymcheck.convert.part import TIED
 from asymcheck.errors import (
     ForeignFileError,
@@ -162,6 +162,44 @@ def test_an_old_torch_file_is_read_as_well(store: Store, tmp_path: Path) -> None
         import_checkpoint(store, tmp_path / "a.pt")
 
 
+OFFSETS = """
+import sys, torch
+from pathlib import Path
+from asymcheck import Store
+from asymcheck.convert.convert import import_checkpoint
+path = Path(sys.argv[1])
+with Store.open(path / "store", create=True) as store:
+    for pad in range(16):
+        numbers = torch.arange(64).reshape(8, 8).to(torch.complex128)
+        views = {"turned": numbers.t(), "conj": numbers.conj(), "expanded": numbers[1, 1].expand(3)}
+        state = {"x" * pad: 0, **views}
+        torch.save(state, path / "a.pt", _use_new_zipfile_serialization=False)
+        import_checkpoint(store, path / "a.pt", step=pad)
+        loaded = store.load(pad)
+        assert all(torch.equal(state[name], loaded[name]) for name in views), pad
+"""
+
+
+def test_an_old_torch_file_with_tensors_at_any_offset_is_read(tmp_path: Path) -> None:
+    """Test offsets at which torch would end the process with a segmentation fault."""
+    command = [sys.executable, "-c", OFFSETS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_many_strided_tensors_need_no_file_each(tmp_path: Path, store: Store) -> None:
+    """Test the open files of a model whose weights are in channels-last order, and the progress of its import."""
+    state = {f"w{number}": torch.randn(4, 5).t() for number in range(100)}
+    torch.save(state, tmp_path / "a.pt")
+    reported: list[tuple[int, int]] = []
+    before = len(os.listdir("/proc/self/fd"))
+    with foreign_state(tmp_path / "a.pt", lambda done, total: reported.append((done, total))) as read:
+        assert len(os.listdir("/proc/self/fd")) - before < 10
+        store.save(read, step=0)
+    assert reported[-1] == (8000, 8000)
+    assert_same(store.load(), state)
+
+
 class _Touch:
     """Creates a file when it is unpickled."""
 
@@ -191,6 +229,19 @@ def test_a_pickled_class_is_named(store: Store, tmp_path: Path, zipped: bool) ->
     assert caught.value.path == str(tmp_path / "f.pt")
     assert "argparse.Namespace" in caught.value.problem
     assert "\n" not in str(caught.value)
+
+
+class _Scaled(torch.Tensor):
+    """A tensor whose elements are to be multiplied by an attribute."""
+
+
+def test_a_tensor_subclass_is_named(store: Store, tmp_path: Path) -> None:
+    """Test a class that needs more than its elements, as Store.save() does, and a part without such tensors."""
+    scaled = torch.ones(3).as_subclass(_Scaled)
+    scaled.factor = 2.0  # type: ignore[attr-defined]  # an attribute of this tensor
+    torch.save({"a": {"b": scaled}, "c": torch.ones(2)}, tmp_path / "f.pt")
+    with pytest.raises(ForeignFileError, match=r"object of tests.convert.test_convert._Scaled.*pass --part c "):
+        import_checkpoint(store, tmp_path / "f.pt")
 
 
 @pytest.mark.parametrize("is_full", [True, False])
@@ -394,7 +445,7 @@ PEAK = """
 import sys, resource, torch
 from pathlib import Path
 from asymcheck import Store
-from asymcheck.convert.convert import Output, export_checkpoint, import_checkpoint
+from asymcheck.convert.convert import Output, export_checkpoint, foreign_state, import_checkpoint
 
 def peak():
     return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) // 1024

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from asymcheck import Store
 from asymcheck.cli.main import commands
-from asymcheck.convert.convert import import_checkpoint
+from asymcheck.convert.convert import foreign_state, import_checkpoint
 from asymcheck.convert.dcp_folder import _METADATA, _Joined, _read_metadata
 from asymcheck.errors import AsymcheckError, ForeignFileError
 from asymcheck.state.boxes import Box
@@ -57,6 +57,16 @@ def test_a_folder_is_converted(written: Path, tmp_path: Path) -> None:
     with Store.open(tmp_path / "store", read_only=True) as store:
         loaded: Any = store.load(7)
     assert_same({key: loaded[key] for key in state()}, state())
+    assert "did not convert" not in done.output
+
+
+def test_other_files_of_a_folder_are_named(folder: Path) -> None:
+    """Test a file and a sub-folder beside those of DCP, which the import leaves out."""
+    (folder / "config.json").write_text("{}")
+    (folder / "logs").mkdir()
+    left_out: list[str] = []
+    with foreign_state(folder, left_out=left_out):
+        assert left_out == ["config.json", "logs"]
 
 
 def test_tensors_in_another_order_are_converted(store_path: Path, tmp_path: Path) -> None:

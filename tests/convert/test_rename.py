@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,28 @@ def test_names_are_replaced_as_by_re_sub(state: object, pair: tuple[str, str], e
     assert_same(renamed(state, pair), expected)
 
 
+def test_tensors_in_typed_values_are_renamed_in_exports(tmp_path: Path) -> None:
+    """Test a defaultdict, a defaultdict whose tensors all move, and a defaultdict as the part."""
+    inside: dict[str, object] = defaultdict(None, {"net": {"weight": ONE}, "bias": TWO})
+    with Store.open(tmp_path / "store", create=True) as store:
+        store.save({"model": inside, "old": defaultdict(dict, a=TWO)}, step=1)
+        whole = Output(tmp_path / "a.pt", renames=compile_renames([("weight", "kernel"), ("^old", "new")]))
+        export_checkpoint(store, whole)
+        part = Output(tmp_path / "b.safetensors", renames=compile_renames([("weight", "kernel")]))
+        export_checkpoint(store, part, part="model")
+    expected = {"model": {"net": {"kernel": ONE}, "bias": TWO}, "new": {"a": TWO}}
+    assert_same(torch.load(tmp_path / "a.pt", weights_only=True), expected)
+    assert_same(safetensors.torch.load_file(tmp_path / "b.safetensors"), {"bias": TWO, "net.kernel": ONE})
+
+
+def test_renamed_model_keeps_the_versions_of_its_modules() -> None:
+    """Test the attribute by which load_state_dict() decides how to read the state of a module."""
+    state = torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict()
+    changed = renamed({"model": state, "other": ONE}, ("weight$", "scale"))["model"]
+    assert list(changed)[:2] == ["0.scale", "0.bias"]
+    assert changed._metadata["0"] == {"version": 2}
+
+
 def test_patterns_are_applied_in_their_order() -> None:
     """Test two patterns that swap two names."""
     swapped = renamed({"a": ONE, "b": TWO}, ("^a$", "x"), ("^b$", "a"), ("^x$", "b"))
@@ -58,6 +81,7 @@ def test_patterns_are_applied_in_their_order() -> None:
     ("state", "pair", "problem"),
     [
         ({"a": ONE, "b": TWO}, ("^a$", "b"), "a and b would both be named b"),
+        ([ONE, TWO], ("^0$", "b"), "not in a mapping"),
         ({"m": {"a": ONE, "b": TWO}}, ("[ab]$", "c"), "m.a and m.b would both be named m.c"),
         ({"a": ONE, "b": 3}, ("^a$", "b"), "a and b would both be named b"),
         ({"a": {"b": ONE}, "x": TWO}, ("^x$", "a.b"), "a.b and x would both be named a.b"),

@@ -3,6 +3,7 @@
 import dataclasses
 from collections import defaultdict, deque
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -62,3 +63,15 @@ def test_export_to_a_torch_file_has_plain_containers(tmp_path: Path) -> None:
     assert (loaded["options"]["name"], loaded["counts"], loaded["folder"]) == ("a", {"a": 1}, "a/b")
     assert [tensor.tolist() for tensor in loaded["window"]] == [[1, 1], [0, 0, 0]]
     assert loaded["seen"] == (1, 2)
+
+
+def test_export_to_a_torch_file_has_plain_containers_in_module_metadata(tmp_path: Path) -> None:
+    """Test typed values and a tensor in the attribute in which state_dict() keeps the versions of modules."""
+    model: Any = torch.nn.Linear(2, 2).state_dict()
+    model._metadata[""].update(names={"b", "a"}, folder=Path("a/b"), scale=torch.ones(3))
+    with Store.open(tmp_path / "store", create=True) as store:
+        store.save({"model": model}, step=1)
+    assert run_command("restore", tmp_path / "store", "--to", tmp_path / "out.pt").status == 0
+    metadata = torch.load(tmp_path / "out.pt", weights_only=True)["model"]._metadata[""]
+    assert (metadata["version"], metadata["names"], metadata["folder"]) == (1, ("a", "b"), "a/b")
+    assert metadata["scale"].tolist() == [1, 1, 1]

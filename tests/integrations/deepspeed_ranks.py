@@ -167,7 +167,7 @@ def whole(folder: Path) -> dict[str, object]:
         eager = [leaf.name for leaf in leaves if leaf.name not in deferred]
         skipped = app.engine.skipped_steps
         reports[name] = {"losses": losses, "digests": digests, "skipped": skipped, "deferred": deferred, "eager": eager}
-        app.engine.save_checkpoint(folder / "saved" / name)
+        app.engine.save_checkpoint(folder / "saved" / name, client_state={"epoch": 3, "files": ["a", "b"]})
         # DeepSpeed's own program does not support the files of its second optimizer of stage 1.
         if RANK == 0 and name != "one-sums":
             weights = get_fp32_state_dict_from_zero_checkpoint(folder / "saved" / name)

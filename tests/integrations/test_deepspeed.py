@@ -103,9 +103,11 @@ def test_a_folder_of_deepspeed_becomes_whole_tensors(
     whole: list[Reports], folder: Path, tmp_path: Path, name: str
 ) -> None:
     """Test weights against DeepSpeed's own program, and moments against the engine."""
-    saved = folder / "saved" / name
+    saved = Path(shutil.copytree(folder / "saved" / name, tmp_path / "saved"))
+    (saved / "config.json").write_text("{}")
     done = CliRunner().invoke(commands, ["convert", str(saved), str(tmp_path / "store"), "--step", str(STEPS)])
     assert done.exit_code == 0, done.output
+    assert f"did not convert config.json in {saved}. " in done.output
     with Store.open(tmp_path / "store", read_only=True) as store:
         state: Any = store.load()
     with Store.open(folder / "store", read_only=True) as store:
@@ -132,6 +134,7 @@ def test_a_folder_of_deepspeed_becomes_whole_tensors(
     taken = STEPS - whole[0][name]["skipped"]
     assert [(group["weight_decay"], group["step"]) for group in groups] == [(0.1, taken), (0.0, taken)]
     assert state["counters"]["global_steps"] == STEPS
+    assert state["client_state"] == {"epoch": 3, "files": ["a", "b"]}
 
 
 class Hostile:

@@ -60,6 +60,21 @@ def test_ema_weights_unroll_the_recurrence(values: list[list[float]], alpha: flo
     np.testing.assert_allclose(merged, average, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (0.0, 0.0, 1.0), (1.5, 0.5, -1.0), (1e300, 1.0, 1.0)])
+def test_elements_that_are_equal_in_all_sources_keep_their_value(weights: tuple[float, ...]) -> None:
+    """Test an infinity, a sum beyond the largest number, a sum that is rounded, and the sign of a zero."""
+    equal = np.array([-math.inf, 1e308, 0.1, -0.0])
+    merged = methods.linear([equal.copy() for _ in weights], weights)
+    assert merged.tobytes() == equal.tobytes()
+
+
+def test_a_source_of_weight_0_has_no_part() -> None:
+    """Test infinities in a source of weight 0, also in the sum of SLERP, which has no divisor."""
+    values = [np.array([math.inf, math.nan]), np.array([1.0, 2.0])]
+    assert methods.linear(values, (0.0, 3.0)).tolist() == [1.0, 2.0]
+    assert methods.combined(values, (0.0, 1.0)).tolist() == [1.0, 2.0]
+
+
 @given(counts, st.sampled_from(SCHEDULES))
 def test_wsm_weights_emulate_a_decay_of_updates(count: int, schedule: str) -> None:
     """Test that merging cumulated updates multiplies update j by the decay at j / count."""
@@ -182,7 +197,10 @@ def test_rounding_by_way_of_float32_would_be_wrong() -> None:
         ({"method": "median"}, 3, False, "unknown merge method 'median'; choose one of mean, ema"),
         ({"method": "weighted", "weights": (1.0, 2.0)}, 3, False, "2 weights for 3 checkpoints"),
         ({"method": "weighted"}, 3, False, "needs weights"),
-        ({"method": "weighted", "weights": (1.0, -1.0)}, 2, False, "whose sum is not 0"),
+        ({"method": "weighted", "weights": (1.0, -1.0)}, 2, False, "whose sum is finite and not 0"),
+        ({"method": "weighted", "weights": (math.inf, -math.inf)}, 2, False, "give finite numbers"),
+        ({"method": "dare", "weights": (1e308, 1e308)}, 2, True, "give finite numbers"),
+        ({"method": "ties", "scale": math.nan}, 2, True, "scale nan: give a finite number"),
         ({"method": "mean", "weights": (1.0, 2.0)}, 2, False, "leave out --weights"),
         ({"method": "slerp"}, 3, False, "exactly 2 checkpoints, but 3 were given"),
         ({"method": "ties"}, 2, False, "needs a base checkpoint"),

@@ -92,3 +92,23 @@ def test_a_search_with_another_base_has_its_own_trials(pair: asymcheck.Store, co
     for base in (0, 1):
         search(pair, [0, 1], evaluation, method="ties", base=base, note=lambda _number, value, _: seen.append(value))
     assert len(seen) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["direction", "weights"])
+def test_trials_of_another_direction_or_save_do_not_count(
+    pair: asymcheck.Store, command: str, tmp_path: Path, change: str
+) -> None:
+    """Test --maximize with the file of a search for the smallest number, and a step that was saved again."""
+    seen: list[float] = []
+    study = tmp_path / "study.log"
+
+    def found(*, maximize: bool) -> float:
+        evaluation = Evaluation(command, study, trials=2, maximize=maximize)
+        return search(pair, [0, 1], evaluation, note=lambda _number, value, _settings: seen.append(value)).best
+
+    assert found(maximize=False) == min(seen)
+    if change == "weights":
+        pair.save({"model": {"weight": torch.full((100,), 9.0)}}, step=1)
+    assert found(maximize=change == "direction") == (max(seen[2:]) if change == "direction" else min(seen[2:]))
+    assert len(seen) == 4

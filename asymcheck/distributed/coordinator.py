@@ -119,8 +119,13 @@ class Session:
         if not self.is_first:
             return self.follow(action, step, what, accept_older=True)
         number = self.next_number()
-        details = decide()
-        self.open(number, action, step, first, details)
+        try:
+            details = decide()
+            self.open(number, action, step, first, details)
+        except BaseException as error:
+            # Otherwise, the other ranks would wait for this number in all later actions, too.
+            self.give_up(number, error)
+            raise
         return number, details
 
     def give_up(self, number: int, error: BaseException) -> None:

@@ -323,6 +323,24 @@ def test_rank_0_informs_all_when_it_gives_up() -> None:
     assert each(3, lambda rank: do(sessions[rank], 2)) == ["2+2+2"] * 3
 
 
+def test_rank_0_informs_all_when_it_cannot_decide() -> None:
+    """Test ranks that wait for a decision; all take part in the next round."""
+    sessions = sessions_of(dist.HashStore(), 3, timeout_s=5.0)
+
+    def decide() -> object:
+        message = "no answer"
+        raise InvalidInputError(message)
+
+    def work(rank: int) -> str:
+        with pytest.raises((InvalidInputError, RankFailedError)) as caught:
+            sessions[rank].begin("ends at", 1, None, decide, "decision of rank 0")
+        return str(caught.value)
+
+    reason = "no answer"
+    assert each(3, work) == [reason, *[f"rank 0: InvalidInputError: {reason}"] * 2]
+    assert each(3, lambda rank: do(sessions[rank], 2)) == ["2+2+2"] * 3
+
+
 def test_a_restore_is_taken_for_nothing_else() -> None:
     """Test a round of another kind, and a restore of another step."""
     sessions = sessions_of(dist.HashStore(), 2)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 
 from asymcheck.checkpointer import Checkpointer
@@ -193,9 +194,21 @@ class _Fit:
             self._begin(place, self.checkpointer.step)
         elif place == "step":
             self._rng.put_back()
+            if self._resumed == "step":
+                self._accumulate()
         elif self._resumed == "epoch":
             self._resumed = ""
             self._begin_epoch()
+
+    def _accumulate(self) -> None:
+        """Accumulate as many batches as the resumed epoch does.
+
+        Lightning calls no ``on_train_epoch_start`` for an epoch that it resumes in the middle. Its scheduler refuses
+        other numbers in ``on_train_start``, so this comes later.
+        """
+        for item in self._other_callbacks():
+            if isinstance(item, GradientAccumulationScheduler):
+                item.on_train_epoch_start(self._trainer)
 
     def begin(self) -> None:
         """Restore loaders whose order depends on the epoch.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, GradientAccumulationScheduler
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from asymcheck import Store
@@ -166,6 +166,21 @@ def test_states_of_other_callbacks(tmp_path: Path) -> None:
         fit(tmp_path, AsymcheckCallback(store, every=1, keep=None), whole)
         fit(tmp_path, AsymcheckCallback(store, every=1, resume=8, keep=None), again)
     assert again.wait_count == whole.wait_count > 1
+
+
+@pytest.mark.parametrize("step", [BATCHES + 2, BATCHES + STEPS_IN_EPOCH])
+def test_scheduled_accumulation_is_restored(step: int, tmp_path: Path) -> None:
+    """Test a resume within and after the epoch in which the number of accumulated batches changes."""
+
+    def scheduled() -> GradientAccumulationScheduler:
+        return GradientAccumulationScheduler({0: 1, 1: ACCUMULATE})
+
+    with Store.open(tmp_path / "store", create=True) as store:
+        options: dict[str, Any] = {"accumulate_grad_batches": 1, "max_epochs": 3}
+        whole = fit(tmp_path, AsymcheckCallback(store, every=1, keep=None), scheduled(), **options)
+        again = fit(tmp_path, AsymcheckCallback(store, every=100, resume=step, keep=None), scheduled(), **options)
+    assert dict(again[1].losses).items() <= dict(whole[1].losses).items()
+    assert_same(outcome(*again), outcome(*whole))
 
 
 class Fails(Callback):

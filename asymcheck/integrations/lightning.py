@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.utilities import CombinedLoader
 
 from asymcheck.checkpointer import Checkpointer
@@ -24,6 +24,9 @@ from asymcheck.integrations.trainer_callback import Deferred, SavingCallback, St
 from asymcheck.state.rng import RngState
 from asymcheck.store import Store
 from asymcheck.types import is_stateful
+
+_NOT_RESUMABLE = (BaseFinetuning, StochasticWeightAveraging)
+"""Callbacks of Lightning that a resume leaves with other parameter groups, learning rates or schedules."""
 
 
 class AsymcheckCallback(SavingCallback, Callback):
@@ -70,6 +73,13 @@ class AsymcheckCallback(SavingCallback, Callback):
                 f"fit() has ckpt_path={trainer.ckpt_path!r}, but the callback resumes from the store; "
                 "leave out ckpt_path, or pass resume=False"
             )
+        for item in trainer.callbacks:  # type: ignore[attr-defined]  # set in its constructor by a connector
+            if isinstance(item, _NOT_RESUMABLE):
+                raise InvalidInputError(
+                    f"cannot resume exactly: {type(item).__name__} changes the optimizer or its schedule at the start "
+                    "of epochs, which a resume does not repeat. Leave this callback out; instead "
+                    "of StochasticWeightAveraging, use WeightAveraging"
+                )
         fit = _Fit(trainer, self)
         fit.checkpointer = self._checkpointer(fit.state(pl_module))
         self._fit = fit

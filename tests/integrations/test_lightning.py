@@ -11,7 +11,13 @@ import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from asymcheck import Store
@@ -274,3 +280,19 @@ def test_a_sampler_that_lightning_wraps_is_refused(tmp_path: Path) -> None:
     rows = DataLoader(torch.randn(8, 6), sampler=DistributedSamplerWrapper(drawn, num_replicas=1, rank=0))
     with Store.open(tmp_path / "store", create=True) as store, pytest.raises(InvalidInputError, match="RandomSampler"):
         fit(tmp_path, AsymcheckCallback(store, keep=None), rows=rows)
+
+
+class Unfreezes(BaseFinetuning):
+    """Freezes no layer before the first epoch."""
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        """Freeze nothing."""
+
+
+@pytest.mark.parametrize("callback", [Unfreezes(), StochasticWeightAveraging(swa_lrs=0.01)])
+def test_callbacks_that_cannot_be_resumed_are_refused(callback: Callback, tmp_path: Path) -> None:
+    """Test callbacks that add parameter groups, or replace the schedule, at the start of an epoch."""
+    with Store.open(tmp_path / "store", create=True) as store:
+        with pytest.raises(InvalidInputError, match=f"cannot resume exactly: {type(callback).__name__} changes"):
+            fit(tmp_path, AsymcheckCallback(store, keep=None), callback)
+        assert store.checkpoints() == []

@@ -251,8 +251,9 @@ class _Fit:
         loop = self._trainer.fit_loop
         for loader, state in self._loaders():
             loader.load_state_dict(copy.deepcopy(state))
-            # The Trainer counts batches, and may have stopped before the loader noticed its end.
-            if next(iter(loader), self) is not self:
+            # The Trainer counts batches, and may have stopped before the loader noticed its end. If it limits their
+            # number, the loader has more batches, which the next epoch must not continue with.
+            if next(iter(loader), self) is not self and _is_finished(state):
                 loader.load_state_dict(copy.deepcopy(state))
         # Otherwise the old iterators are used. Lightning has no public name for this flag.
         loop._resuming_from_checkpoint = False  # noqa: SLF001 - see above
@@ -285,6 +286,11 @@ class _Fit:
 
     def _other_callbacks(self) -> list[Callback]:
         return [item for item in self._trainer.callbacks if item is not self._own]  # type: ignore[attr-defined]  # set in its constructor by a connector
+
+
+def _is_finished(state: object) -> bool:
+    """Tell whether the state of a loader is that after its last batch. Loaders of torchdata record that."""
+    return not isinstance(state, Mapping) or bool(state.get("_iterator_finished", True))
 
 
 def _set_epoch(loader: Any, epoch: int) -> bool:  # noqa: ANN401 - any iterable

@@ -174,6 +174,17 @@ def test_states_of_other_callbacks(tmp_path: Path) -> None:
     assert again.wait_count == whole.wait_count > 1
 
 
+@pytest.mark.parametrize("step", [5, 8])
+def test_limited_epochs_are_resumed(step: int, tmp_path: Path) -> None:
+    """Test epochs of 7 of 12 batches, which are 4 steps: the next epoch has other rows, and as many."""
+    with Store.open(tmp_path / "store", create=True) as store:
+        whole = fit(tmp_path, AsymcheckCallback(store, every=1, keep=None), limit_train_batches=7)
+        callback = AsymcheckCallback(store, every=100, resume=step, keep=None)
+        again = fit(tmp_path, callback, limit_train_batches=7)
+    assert dict(again[1].losses).items() <= dict(whole[1].losses).items()
+    assert_same(outcome(*again), outcome(*whole))
+
+
 @pytest.mark.parametrize("step", [BATCHES + 2, BATCHES + STEPS_IN_EPOCH])
 def test_scheduled_accumulation_is_restored(step: int, tmp_path: Path) -> None:
     """Test a resume within and after the epoch in which the number of accumulated batches changes."""

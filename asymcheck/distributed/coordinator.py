@@ -22,6 +22,8 @@ from asymcheck.errors import RankFailedError, RanksError, RanksMissingError
 from asymcheck.format.spans import ranks_in
 
 _SHOWN = 8
+_READ_EVERY = 64
+"""Number of actions after which a rank says which announcements it has read."""
 _VALUE, _FAILED, _MISSING, _EACH = b"v", b"f", b"m", b"e"
 
 Round = tuple[int, int]  # number of a common action, and number of a phase; ascending within a thread
@@ -83,6 +85,8 @@ class Session:
     def open(self, number: int, action: str, step: int | None, first: int | None, details: object) -> None:
         """Announce an action on rank 0. The other ranks report in its phase ``first``, if it is not None."""
         self._awaited = None if first is None else (number, first)
+        if number % _READ_EVERY == 0:
+            self._forget_announcements()
         self.post(
             (number, 0), json.dumps({"action": action, "step": step, "first": first, "details": details}).encode()
         )
@@ -119,8 +123,13 @@ class Session:
         if not self.is_first:
             return self.follow(action, step, what, accept_older=True)
         number = self.next_number()
-        details = decide()
-        self.open(number, action, step, first, details)
+        try:
+            details = decide()
+            self.open(number, action, step, first, details)
+        except BaseException as error:
+            # Otherwise, the other ranks would wait for this number in all later actions, too.
+            self.give_up(number, error)
+            raise
         return number, details
 
     def give_up(self, number: int, error: BaseException) -> None:
@@ -153,6 +162,8 @@ class Session:
             self._number = number
             raise
         self._number, self._first = number, announced["first"]
+        if number % _READ_EVERY == 0:
+            self._keys.put(self._read_key(self.rank), str(number).encode())
         return announced
 
     def post(self, at: Round, value: bytes, *, failed: bool = False) -> None:
@@ -288,7 +299,7 @@ class Session:
         clock = self._clock(1, min(self._ranks.timeout_s, ENDING_S))
         if all(clock.wait(partial(self._keys.has, part)) for part in in_parts(keys)):
             self._forget_before(_LAST)
-        self._keys.drop(keys)
+        self._keys.drop([*keys, *self._read_keys()])
 
     def _clock(self, waiting_ranks: int, timeout_s: float) -> Clock:
         is_gone = partial(self._stragglers.is_any_still, self._keys) if self._stragglers.is_any() else None
@@ -300,6 +311,12 @@ class Session:
     def _report_key(self, at: Round, rank: int) -> str:
         return f"{self._key(at)}/of/{rank}"
 
+    def _read_key(self, rank: int) -> str:
+        return f"{self._name}/read/{rank}"
+
+    def _read_keys(self) -> list[str]:
+        return [*map(self._read_key, range(1, self.world_size))]
+
     def _post(self, at: Round, value: bytes) -> None:
         key = self._key(at)
         with self._lock:
@@ -308,9 +325,19 @@ class Session:
 
     def _forget_before(self, at: Round) -> None:
         """Remove the keys of earlier rounds, which all ranks that report in this one have read."""
+        self._forget(lambda posted_at: posted_at < at)
+
+    def _forget_announcements(self) -> None:
+        """Remove the announcements that all ranks have read. No rank reports on decisions between two saves."""
+        keys = self._read_keys()
+        if self._keys.has(keys):
+            read = min(map(int, self._keys.get(keys)))
+            self._forget(lambda posted_at: posted_at[0] <= read and not posted_at[1])
+
+    def _forget(self, is_read: Callable[[Round], bool]) -> None:
         with self._lock:
-            read = [key for posted_at, key in self._posted if posted_at < at]
-            self._posted[:] = [(posted_at, key) for posted_at, key in self._posted if posted_at >= at]
+            read = [key for at, key in self._posted if is_read(at)]
+            self._posted[:] = [(at, key) for at, key in self._posted if not is_read(at)]
         self._keys.drop(read)
 
 

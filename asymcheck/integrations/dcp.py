@@ -45,6 +45,7 @@ from asymcheck.convert.torch_sink import value_file
 from asymcheck.errors import (
     InconsistentCheckpointError,
     InvalidInputError,
+    RanksError,
     SkippedCheckpointWarning,
     StateDifferenceWarning,
     StateMismatchError,
@@ -52,6 +53,7 @@ from asymcheck.errors import (
     warn_user,
 )
 from asymcheck.events import timed
+from asymcheck.format.spans import named_spans, spans_of
 from asymcheck.format.tree import Key, join_name
 from asymcheck.integrations.dcp_uri import CheckpointURI, is_checkpoint_uri
 from asymcheck.restore.assemble import Assembly
@@ -261,7 +263,22 @@ class AsymcheckWriter(_StoreUser, StorageWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Do nothing, because a checkpoint is complete once every rank has committed its part."""
+        """Check that the store has the parts of all ranks, which make the checkpoint complete. For the coordinator.
+
+        Raises:
+            RanksError: some ranks have saved another step, or into another store.
+        """
+        saved = self.checkpoint
+        assert saved is not None  # noqa: S101 - the coordinator has written its part before
+        with self._opened() as store:
+            listing = store.resources.tier.manifests.listing(saved.run, saved.ref)
+        # Without manifests, another process has deleted the checkpoint in the meantime.
+        if listing.manifests and listing.missing_ranks:
+            raise RanksError(
+                f"step {saved.step} of run {saved.run!r} cannot be restored: store {self._location} lacks the parts of "
+                f"{named_spans(spans_of(listing.missing_ranks))}. On all ranks, open the store at one location, and "
+                "pass the same step and run"
+            )
 
 
 def _drop_cached_plans(planner: SavePlanner) -> None:

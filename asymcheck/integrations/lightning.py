@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler, StochasticWeightAveraging
 from lightning.pytorch.utilities import CombinedLoader
 
 from asymcheck.checkpointer import Checkpointer
@@ -23,6 +24,9 @@ from asymcheck.integrations.trainer_callback import Deferred, SavingCallback, St
 from asymcheck.state.rng import RngState
 from asymcheck.store import Store
 from asymcheck.types import is_stateful
+
+_NOT_RESUMABLE = (BaseFinetuning, StochasticWeightAveraging)
+"""Callbacks of Lightning that a resume leaves with other parameter groups, learning rates or schedules."""
 
 
 class AsymcheckCallback(SavingCallback, Callback):
@@ -69,6 +73,13 @@ class AsymcheckCallback(SavingCallback, Callback):
                 f"fit() has ckpt_path={trainer.ckpt_path!r}, but the callback resumes from the store; "
                 "leave out ckpt_path, or pass resume=False"
             )
+        for item in trainer.callbacks:  # type: ignore[attr-defined]  # set in its constructor by a connector
+            if isinstance(item, _NOT_RESUMABLE):
+                raise InvalidInputError(
+                    f"cannot resume exactly: {type(item).__name__} changes the optimizer or its schedule at the start "
+                    "of epochs, which a resume does not repeat. Leave this callback out; instead "
+                    "of StochasticWeightAveraging, use WeightAveraging"
+                )
         fit = _Fit(trainer, self)
         fit.checkpointer = self._checkpointer(fit.state(pl_module))
         self._fit = fit
@@ -193,9 +204,21 @@ class _Fit:
             self._begin(place, self.checkpointer.step)
         elif place == "step":
             self._rng.put_back()
+            if self._resumed == "step":
+                self._accumulate()
         elif self._resumed == "epoch":
             self._resumed = ""
             self._begin_epoch()
+
+    def _accumulate(self) -> None:
+        """Accumulate as many batches as the resumed epoch does.
+
+        Lightning calls no ``on_train_epoch_start`` for an epoch that it resumes in the middle. Its scheduler refuses
+        other numbers in ``on_train_start``, so this comes later.
+        """
+        for item in self._other_callbacks():
+            if isinstance(item, GradientAccumulationScheduler):
+                item.on_train_epoch_start(self._trainer)
 
     def begin(self) -> None:
         """Restore loaders whose order depends on the epoch.
@@ -228,8 +251,9 @@ class _Fit:
         loop = self._trainer.fit_loop
         for loader, state in self._loaders():
             loader.load_state_dict(copy.deepcopy(state))
-            # The Trainer counts batches, and may have stopped before the loader noticed its end.
-            if next(iter(loader), self) is not self:
+            # The Trainer counts batches, and may have stopped before the loader noticed its end. If it limits their
+            # number, the loader has more batches, which the next epoch must not continue with.
+            if next(iter(loader), self) is not self and _is_finished(state):
                 loader.load_state_dict(copy.deepcopy(state))
         # Otherwise the old iterators are used. Lightning has no public name for this flag.
         loop._resuming_from_checkpoint = False  # noqa: SLF001 - see above
@@ -262,6 +286,11 @@ class _Fit:
 
     def _other_callbacks(self) -> list[Callback]:
         return [item for item in self._trainer.callbacks if item is not self._own]  # type: ignore[attr-defined]  # set in its constructor by a connector
+
+
+def _is_finished(state: object) -> bool:
+    """Tell whether the state of a loader is that after its last batch. Loaders of torchdata record that."""
+    return not isinstance(state, Mapping) or bool(state.get("_iterator_finished", True))
 
 
 def _set_epoch(loader: Any, epoch: int) -> bool:  # noqa: ANN401 - any iterable

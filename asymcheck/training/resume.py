@@ -299,11 +299,14 @@ class ResumeCoordinator:
                 return {"again": True}
             return {"failed": f"{ref} could not be restored: {reasons}"}
 
-        record = session.agree_json(at, mine, decide, f"restore of step {ref.step} of run {self._run!r}")
+        try:
+            record = session.agree_json(at, mine, decide, f"restore of step {ref.step} of run {self._run!r}")
+        except AsymcheckError as error:
+            # Another rank is missing, or has failed with an error of its program.
+            error.overwritten = self._note_overwritten(into, failure)
+            raise
         if "again" in record or "failed" in record:
-            # A rank that was restored has another state than the ranks that failed.
-            overwritten = tuple(flatten(into).columns.names) if failure is None else failure.overwritten
-            self._overwritten = overwritten or self._overwritten
+            self._note_overwritten(into, failure)
         if "again" in record:
             return None
         if checkpoint is None or "failed" in record:
@@ -314,6 +317,13 @@ class ResumeCoordinator:
             head = head_from_json(record["head"], _WHERE)
             self._store.resources.writable().manifests.take_head(head)
         return ResumePoint(checkpoint, record["generation"], ())
+
+    def _note_overwritten(self, into: object, failure: AsymcheckError | None) -> tuple[str, ...]:
+        """Note which tensors this rank has overwritten, although not all ranks were restored; return their names."""
+        # A rank that was restored has another state than the ranks that failed.
+        overwritten = tuple(flatten(into).columns.names) if failure is None else failure.overwritten
+        self._overwritten = overwritten or self._overwritten
+        return self._overwritten
 
     def rollback(self, background: BackgroundSaver | None, into: object, report: Callable[[], object]) -> ResumePoint:
         """Restore the newest checkpoint of the lineage that is complete in the memory of all ranks.

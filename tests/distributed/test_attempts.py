@@ -115,3 +115,43 @@ def test_state_that_a_damaged_checkpoint_left_on_one_rank_is_not_saved(
     first, damaged = each(2, restored)
     assert first[1:] == [PartialRestoreError]
     assert damaged[1:] == [RankFailedError if is_empty else PartialRestoreError]
+
+
+class Interrupted:
+    """An object that is interrupted while it loads its state."""
+
+    is_due = False
+
+    def state_dict(self) -> dict[str, object]:
+        """Return a state."""
+        return {"step": 1}
+
+    def load_state_dict(self, _state: dict[str, object]) -> None:
+        """Load the state, or be interrupted."""
+        if self.is_due:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("action", ["restore", "rollback"])
+def test_state_is_not_saved_if_another_rank_was_interrupted(tmp_path: Path, action: str) -> None:
+    """Test an error of rank 1 that is no error of the store: rank 0 was restored, and must not save a mixture."""
+    keys = dist.HashStore()
+
+    def restored(rank: int) -> list[type[BaseException]]:
+        failures, loaded = list[type[BaseException]](), Interrupted()
+        state = {"w": torch.zeros(3000) + rank, "loaded": loaded}
+        capture, ranks = CaptureConfig(ring_folder=str(tmp_path)), Ranks(rank, 2, keys, timeout_s=60.0)
+        with (
+            Store.open(tmp_path / "store", config=CONFIG, create=True) as store,
+            Checkpointer(store, state, capture=capture, ranks=ranks, every=1, keep=None) as checkpointer,
+        ):
+            checkpointer.save(1)
+            loaded.is_due = rank == 1
+            for call in (getattr(checkpointer, action), lambda: checkpointer.save(2)):
+                try:
+                    call()
+                except (AsymcheckError, KeyboardInterrupt) as error:
+                    failures.append(type(error))
+        return failures
+
+    assert each(2, restored) == [[RankFailedError, PartialRestoreError], [KeyboardInterrupt, RankFailedError]]

@@ -117,6 +117,33 @@ def test_values_in_the_store_are_removed() -> None:
     assert max(counts) == counts[1]
 
 
+def test_announcements_are_removed_without_a_save() -> None:
+    """Test decisions on which no rank reports, while one rank lags: none is removed before all ranks have read it."""
+    store = dist.HashStore()
+    sessions = sessions_of(store, 3)
+    before, counts = store.num_keys(), []
+
+    def announced(rank: int, step: int) -> object:
+        return sessions[rank].begin("ends at", step, None, lambda: step, "decision of rank 0")[1]
+
+    for step in range(500):
+        assert announced(0, step) == announced(1, step) == step
+        if step >= 100:
+            assert announced(2, step - 100) == step - 100
+        counts.append(store.num_keys() - before)
+    assert max(counts) < 250
+    assert [announced(2, step) for step in range(400, 500)] == [*range(400, 500)]
+    # A verdict of an earlier action, which another thread has not read yet.
+    sessions[0].post((1, 1), b"verdict")
+    for step in range(500, 1000):
+        assert [announced(rank, step) for rank in range(3)] == [step] * 3
+        counts.append(store.num_keys() - before)
+    assert counts[-1] < 130
+    assert sessions[1].receive((1, 1), "verdict") == b"verdict"
+    each(3, lambda rank: sessions[rank].leave())
+    assert store.num_keys() == before
+
+
 class _Counting:
     """A key-value store that counts the requests of one rank."""
 
@@ -320,6 +347,24 @@ def test_rank_0_informs_all_when_it_gives_up() -> None:
     with pytest.raises(RankFailedError, match=r"^rank 0: InvalidInputError: no memory$"):
         sessions[1].agree((number, 1), b"", joined, "save of step 1")
     assert do(sessions[2], 1) == "RankFailedError: rank 0: InvalidInputError: no memory"
+    assert each(3, lambda rank: do(sessions[rank], 2)) == ["2+2+2"] * 3
+
+
+def test_rank_0_informs_all_when_it_cannot_decide() -> None:
+    """Test ranks that wait for a decision; all take part in the next round."""
+    sessions = sessions_of(dist.HashStore(), 3, timeout_s=5.0)
+
+    def decide() -> object:
+        message = "no answer"
+        raise InvalidInputError(message)
+
+    def work(rank: int) -> str:
+        with pytest.raises((InvalidInputError, RankFailedError)) as caught:
+            sessions[rank].begin("ends at", 1, None, decide, "decision of rank 0")
+        return str(caught.value)
+
+    reason = "no answer"
+    assert each(3, work) == [reason, *[f"rank 0: InvalidInputError: {reason}"] * 2]
     assert each(3, lambda rank: do(sessions[rank], 2)) == ["2+2+2"] * 3
 
 

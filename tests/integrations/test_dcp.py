@@ -1,6 +1,7 @@
 """Test torch.distributed.checkpoint with a store, for any number of ranks."""
 
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     _EmptyStateDictLoadPlanner,
 )
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -23,6 +25,7 @@ from asymcheck.convert.convert import import_checkpoint
 from asymcheck.errors import (
     InconsistentCheckpointError,
     InvalidInputError,
+    RanksError,
     SkippedCheckpointWarning,
     StateDifferenceWarning,
 )
@@ -236,6 +239,27 @@ def test_ranks_with_different_checkpoints_are_refused(store_path: Path) -> None:
         assert reader.prepare_global_plan(plans[:2]) == plans[:2]
         with pytest.raises(InconsistentCheckpointError, match=r"step 3.*step 4.*same step="):
             reader.prepare_global_plan(plans)
+
+
+@pytest.mark.parametrize(("stores", "steps"), [((0, 0), (1, 1)), ((0, 1), (1, 1)), ((0, 0), (1, 2))])
+def test_ranks_that_save_no_common_checkpoint_are_refused(
+    tmp_path: Path, stores: tuple[int, int], steps: tuple[int, int]
+) -> None:
+    """Test ranks on two machines with the same local path, and ranks at different steps: no load would find a whole."""
+    with ExitStack() as opened:
+        writers, planners = [], []
+        for number, step in zip(stores, steps, strict=True):
+            store = opened.enter_context(Store.open(tmp_path / str(number), create=True))
+            writers.append(AsymcheckWriter(store, step=step))
+            planners.append(DefaultSavePlanner())
+            planners[-1].set_up_planner({"w": torch.ones(3)}, is_coordinator=number == 0)
+        plans = writers[0].prepare_global_plan([planner.create_local_plan() for planner in planners])
+        for writer, plan, planner in zip(writers, plans, planners, strict=True):
+            writer.write_data(plan, planner).wait()
+        is_common = stores == (0, 0) and steps == (1, 1)
+        refused = pytest.raises(RanksError, match=r"step 1 .* lacks the parts of rank 1\. On all ranks, open")
+        with nullcontext() if is_common else refused:
+            writers[0].finish(Metadata({}), [])
 
 
 def in_order(value: object) -> object:

@@ -11,7 +11,13 @@ import pytest
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from asymcheck import Store
@@ -168,6 +174,32 @@ def test_states_of_other_callbacks(tmp_path: Path) -> None:
     assert again.wait_count == whole.wait_count > 1
 
 
+@pytest.mark.parametrize("step", [5, 8])
+def test_limited_epochs_are_resumed(step: int, tmp_path: Path) -> None:
+    """Test epochs of 7 of 12 batches, which are 4 steps: the next epoch has other rows, and as many."""
+    with Store.open(tmp_path / "store", create=True) as store:
+        whole = fit(tmp_path, AsymcheckCallback(store, every=1, keep=None), limit_train_batches=7)
+        callback = AsymcheckCallback(store, every=100, resume=step, keep=None)
+        again = fit(tmp_path, callback, limit_train_batches=7)
+    assert dict(again[1].losses).items() <= dict(whole[1].losses).items()
+    assert_same(outcome(*again), outcome(*whole))
+
+
+@pytest.mark.parametrize("step", [BATCHES + 2, BATCHES + STEPS_IN_EPOCH])
+def test_scheduled_accumulation_is_restored(step: int, tmp_path: Path) -> None:
+    """Test a resume within and after the epoch in which the number of accumulated batches changes."""
+
+    def scheduled() -> GradientAccumulationScheduler:
+        return GradientAccumulationScheduler({0: 1, 1: ACCUMULATE})
+
+    with Store.open(tmp_path / "store", create=True) as store:
+        options: dict[str, Any] = {"accumulate_grad_batches": 1, "max_epochs": 3}
+        whole = fit(tmp_path, AsymcheckCallback(store, every=1, keep=None), scheduled(), **options)
+        again = fit(tmp_path, AsymcheckCallback(store, every=100, resume=step, keep=None), scheduled(), **options)
+    assert dict(again[1].losses).items() <= dict(whole[1].losses).items()
+    assert_same(outcome(*again), outcome(*whole))
+
+
 class Fails(Callback):
     """Raises an error after some steps."""
 
@@ -259,3 +291,19 @@ def test_a_sampler_that_lightning_wraps_is_refused(tmp_path: Path) -> None:
     rows = DataLoader(torch.randn(8, 6), sampler=DistributedSamplerWrapper(drawn, num_replicas=1, rank=0))
     with Store.open(tmp_path / "store", create=True) as store, pytest.raises(InvalidInputError, match="RandomSampler"):
         fit(tmp_path, AsymcheckCallback(store, keep=None), rows=rows)
+
+
+class Unfreezes(BaseFinetuning):
+    """Freezes no layer before the first epoch."""
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        """Freeze nothing."""
+
+
+@pytest.mark.parametrize("callback", [Unfreezes(), StochasticWeightAveraging(swa_lrs=0.01)])
+def test_callbacks_that_cannot_be_resumed_are_refused(callback: Callback, tmp_path: Path) -> None:
+    """Test callbacks that add parameter groups, or replace the schedule, at the start of an epoch."""
+    with Store.open(tmp_path / "store", create=True) as store:
+        with pytest.raises(InvalidInputError, match=f"cannot resume exactly: {type(callback).__name__} changes"):
+            fit(tmp_path, AsymcheckCallback(store, keep=None), callback)
+        assert store.checkpoints() == []

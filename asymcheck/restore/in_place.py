@@ -212,7 +212,8 @@ class InPlaceFill:
         if problem:
             raise StateMismatchError(problem)
         tensor = torch.from_numpy(local) if isinstance(local, np.ndarray) else local
-        key = identity_key(tensor)
+        # As in a save, where two arrays of the same memory are different tensors. They are compared after the fill.
+        key = identity_key(local)
         other = self._taken.get(key)
         if other not in (None, (number, box)):
             name = self._parts.row(other[0]).name

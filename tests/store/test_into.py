@@ -174,6 +174,19 @@ def test_error_names_the_part_that_a_given_object_fits(store: Store) -> None:
         store.load(into={"network": model})
 
 
+def test_arrays_and_tensors_of_the_same_memory_are_filled(store: Store) -> None:
+    """Test a buffer that the state has as an array, as a view of the array, and as a tensor."""
+
+    def state(memory: np.ndarray) -> dict[str, object]:
+        return {"array": memory, "same": memory, "view": memory[:], "tensor": torch.from_numpy(memory)}
+
+    for size in (5, 5000):
+        values, memory = np.arange(1.0 * size), np.zeros(size)
+        store.save(state(values), step=size)
+        store.load(into=state(memory))
+        assert_same(memory, values)
+
+
 def test_strings_in_the_state_of_an_optimizer_are_restored(store: Store) -> None:
     """Test strings, of which torch makes the text of a generator object."""
     model = torch.nn.Linear(3, 2)

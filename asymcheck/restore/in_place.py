@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +38,9 @@ from asymcheck.restore.state_template import (
     with_tensors,
 )
 from asymcheck.state.boxes import Box
-from asymcheck.state.leaves import identity_key, make_leaf
+from asymcheck.state.leaves import PLAIN_TENSORS, identity_key, make_leaf
 from asymcheck.state.names import did_you_mean
-from asymcheck.state.shards import Distributed, TensorShard, is_dtensor, like, shard_of
+from asymcheck.state.shards import Distributed, TensorShard, is_dtensor, like, locals_of, shard_of
 from asymcheck.state.typed_values import (
     IMMUTABLE,
     TypedValue,
@@ -277,6 +277,7 @@ class InPlaceFill:
         self._match_loosely(state, shape, tensors)
         self._match_parameters(current, shape, tensors)
         self._want(shape, path, tensors)
+        filled = self._taken
 
         def finish(assembly: Assembly) -> object:
             restored: Any = _put_in(shape, tensors, assembly)
@@ -286,7 +287,7 @@ class InPlaceFill:
                 what = f"{name or '<root>'}: load_state_dict() of {type(current).__qualname__} refused the stored state"
                 raise RefusedStateError(f"{what}: {error}", (), None) from error
             if isinstance(current, torch.optim.Optimizer):
-                _put_strings(current, restored)
+                _undo_casts(current, restored, filled)
             share_options(given)
             return given
 
@@ -428,16 +429,35 @@ def _put_in(shape: object, tensors: _Tensors, assembly: Assembly) -> object:
     return with_tensors(shape, {number: make(assembly) for number, make in tensors.items()})
 
 
-def _put_strings(optimizer: torch.optim.Optimizer, restored: Mapping[str, Any]) -> None:
-    """Set strings in the state of an optimizer. torch replaces each by the text of a generator object."""
+def _undo_casts(optimizer: torch.optim.Optimizer, restored: Mapping[str, Any], filled: Container[object]) -> None:
+    """Set state of an optimizer that torch changed: strings, and tensors of another dtype than their parameter.
+
+    ``filled`` has the identity keys of tensors that were filled in place. Other parameters may have got another dtype,
+    and torch gives their state this dtype, too.
+    """
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
     numbers = [number for group in restored["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=False):
+    for number, parameter, local in zip(numbers, parameters, locals_of(parameters), strict=False):
         values = restored["state"].get(number)
         if isinstance(values, dict):
-            optimizer.state[parameter].update({key: value for key, value in values.items() if type(value) is str})
+            is_filled = type(local) in PLAIN_TENSORS and identity_key(local) in filled
+            loaded = optimizer.state[parameter]
+            loaded.update({key: _uncast(values.get(key), value, is_filled) for key, value in loaded.items()})
+
+
+def _uncast(stored: Any, loaded: Any, is_filled: bool) -> Any:  # noqa: ANN401, FBT001 - any value of an optimizer
+    """Return a loaded value with the strings of the stored value, and with its dtypes if the parameter was filled."""
+    if isinstance(stored, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return stored.to(loaded.device) if is_filled and stored.dtype != loaded.dtype else loaded
+    if type(stored) is str:
+        return stored
+    if isinstance(stored, dict) and isinstance(loaded, dict):
+        return {key: _uncast(stored.get(key), value, is_filled) for key, value in loaded.items()}
+    if type(stored) in (list, tuple) and _is_like(stored, loaded):
+        return type(stored)(_uncast(*pair, is_filled) for pair in zip(stored, loaded, strict=True))
+    return loaded
 
 
 def _tensor_of(demand: Demand) -> Finish:

@@ -221,7 +221,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         Warns:
             SkippedCheckpointWarning: a newer checkpoint was skipped.
             StateDifferenceWarning: the state differs from the checkpoint in a way that torch accepts in silence: a
-                stored part that it lacks, converted tensors, other hyperparameters.
+                stored part that it lacks, converted tensors, other hyperparameters, or values whose class is unknown.
             UnreachableRemoteWarning: the run has no checkpoint, and the ``remote`` of the store is empty.
         """
         self._check_open()

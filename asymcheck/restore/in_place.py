@@ -42,14 +42,15 @@ from asymcheck.state.leaves import PLAIN_TENSORS, identity_key, make_leaf
 from asymcheck.state.names import did_you_mean
 from asymcheck.state.shards import Distributed, TensorShard, is_dtensor, like, locals_of, shard_of
 from asymcheck.state.typed_values import (
+    CLASSES,
     IMMUTABLE,
     TypedValue,
     build,
-    enum_classes,
+    instances_in,
     is_nested,
     misfit,
     typed_value,
-    with_members,
+    with_class,
     without_class,
 )
 from asymcheck.state.zero_redundancy import local_part, share_options
@@ -66,8 +67,9 @@ _PLAIN = (
 )
 """Types of values that stored values replace."""
 
-_WITH_MEMBERS = ("enum", *SETS)
-"""Types of typed values that may have Enum members."""
+_LISTED = 4
+_WITH_CLASSES = (*CLASSES, *SETS)
+"""Types of typed values that have a class, or may have members with one."""
 
 Finish = Callable[[Assembly], object]
 """Set plain values and load objects, given the filled tensors; return the value for the container above."""
@@ -140,12 +142,12 @@ class InPlaceFill:
         return self._made(shape, path)
 
     @functools.cached_property
-    def _enums(self) -> dict[str, type[Enum]]:
-        return enum_classes(self._state)
+    def _instances(self) -> dict[str, object]:
+        return instances_in(self._state)
 
     def _check_members(self, shape: object, path: tuple[Key, ...]) -> None:
         """Refuse a stored set whose members cannot be restored, because their values alone would differ from them."""
-        unknown = without_class(with_members(shape, self._enums))
+        unknown = without_class(with_class(shape, self._instances))
         if unknown:
             advice = "add a member of the class to the given state, or give None to get the values of members"
             self._refuse(path, f"the stored set has {listed(unknown)}, of which no class is given; {advice}")
@@ -156,14 +158,31 @@ class InPlaceFill:
         return lambda _assembly: None
 
     def _made(self, shape: object, path: tuple[Key, ...]) -> Finish:
-        """Create a stored value, including its tensors and the members of given Enum classes."""
+        """Create a stored value, including its tensors, with the classes of instances in the given state."""
         shape = replace_rows(
             shape,
             lambda ref: ref,
-            lambda value: with_members(value, self._enums) if value.kind in _WITH_MEMBERS else value,
+            lambda value: with_class(value, self._instances) if value.kind in _WITH_CLASSES else value,
         )
+        if self._grows:
+            self._note_unknown(shape, path)
         tensors = self._want(shape, path, {})
         return lambda assembly: _put_in(shape, tensors, assembly)
+
+    def _note_unknown(self, shape: object, path: tuple[Key, ...]) -> None:
+        """Note classes of which the given state has no instance, if a training is to continue without them."""
+        names: dict[str, None] = {}
+
+        def note(value: TypedValue) -> TypedValue:
+            if value.kind in CLASSES and value.like is None:
+                names[str(value.parameter)] = None
+            return value
+
+        replace_rows(shape, lambda ref: ref, note)
+        if names:
+            unknown = f"{join_name(path) or '<root>'}: the given state has no instance of {listed([*names], _LISTED)}"
+            made = "a dict of the fields replaces a namedtuple or dataclass, and the value replaces an Enum member"
+            self.differences.append(f"{unknown}: {made}; put an instance of the class into the given state")
 
     def _want(self, shape: object, path: tuple[Key, ...], tensors: _Tensors) -> _Tensors:
         """Demand all tensors of a shape that are not in ``tensors``, whole; return the results by number."""
@@ -262,7 +281,8 @@ class InPlaceFill:
         fitting = [key for key, part in mappings[0].items() if isinstance(part, dict) and state.keys() <= part.keys()]
         if not path and state and fitting and state.keys().isdisjoint(mappings[0]):
             return self._refuse(path, f"an object is given that fits {fitting[0]!r}: give {{{fitting[0]!r}: …}}")
-        shape = with_classes(state_for(current, mappings, state), state, lambda: enum_classes(self._state, state))
+        instances = functools.cache(lambda: instances_in(self._state, state))
+        shape = with_classes(state_for(current, mappings, state), state, instances)
         self._problems += [
             ".".join(filter(None, (name, problem))) for problem in misfits(current, shape, self._parts.row)
         ]
@@ -277,6 +297,8 @@ class InPlaceFill:
         self._match_loosely(state, shape, tensors)
         self._match_parameters(current, shape, tensors)
         self._want(shape, path, tensors)
+        if self._grows:
+            self._note_unknown(shape, path)
         filled = self._taken
 
         def finish(assembly: Assembly) -> object:

@@ -258,7 +258,12 @@ class InPlaceFill:
         is_whole = parts.kind in ("set", "enum", "nested-tensor") or (
             isinstance(items, list) and not any(_is_like(items, value) for value in contents)
         )
-        make = self._made(merge(contents), path) if is_whole else self._match(items, contents, path)
+        problems = len(self._problems)
+        make = None if is_whole else self._match(items, contents, path)
+        if make is None or (self._grows and parts.kind == "deque" and len(self._problems) > problems):
+            # In a training, the items of a deque move, so that two items at one place may differ in type or shape.
+            del self._problems[problems:]
+            make = self._made(merge(contents), path)
 
         def finish(assembly: Assembly) -> object:
             value = dataclasses.replace(found, content=make(assembly), like=current)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import time
 import warnings
+from collections import deque
 
 import pytest
+import torch
 
 from asymcheck import Checkpointer, Store
 from asymcheck.config import CaptureConfig
@@ -61,6 +63,31 @@ def test_rollback_passes_over_a_capture_that_could_not_be_stored(
         disk.full = None
         assert checkpointer.rollback().step == 0
         assert_same(copy_of(loop.state), expected)
+
+
+def test_a_full_deque_whose_items_have_moved_is_restored(store: Store, config: CaptureConfig) -> None:
+    """Test items at one place that differ in shape, in type and in keys, and that share tensors with others."""
+    tensors = [torch.full((500 + number // 2,), float(number)) for number in range(8)]
+
+    def items(first: int) -> list[object]:
+        """Return a window of four items."""
+        every = [(tensors[0], tensors[1]), None, {"a": tensors[2]}, [tensors[3], tensors[3]], {"b": 4}, tensors[5]]
+        return [*every, (tensors[6], tensors[6]), 7][first : first + 4]
+
+    state = {"window": deque(items(0), 4), "w": torch.zeros(2000)}
+    window, expected = state["window"], copy_of({"window": items(0)})
+    with Checkpointer(store, state, capture=config, every=1, keep=None) as checkpointer:
+        checkpointer.step(1)
+        checkpointer.wait()
+        for first in range(5):
+            for restore in (checkpointer.rollback, checkpointer.restore):
+                window.clear()
+                window.extend(items(first))
+                for tensor in tensors:
+                    tensor.fill_(torch.nan)
+                restore()
+                assert state["window"] is window
+                assert_same({"window": [*window]}, expected)
 
 
 def skip_batches(checkpointer: Checkpointer) -> None:

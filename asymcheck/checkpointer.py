@@ -361,7 +361,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def rollback(self) -> Checkpoint:
         """Restore the state from the newest checkpoint of this run that is complete in memory.
 
-        Reads nothing from the drive. Opens a new generation, as :meth:`restore` does.
+        Reads nothing from the drive. Opens a new generation, as :meth:`restore` does. Removes plain values that were
+        added to the state after the checkpoint, such as entries of a history.
 
         Raises:
             CheckpointNotFoundError: no checkpoint is complete in memory.

@@ -80,18 +80,21 @@ _Tensors = dict[int, Finish]  # results by tensor number
 class InPlaceFill:
     """Match of a given state with a stored one, made before any byte is overwritten."""
 
-    def __init__(self, state: object, parts: ShardSet, tensors: str = "*", *, grows: bool = False) -> None:
+    def __init__(
+        self, state: object, parts: ShardSet, tensors: str = "*", *, grows: bool = False, returns: bool = False
+    ) -> None:
         """Match ``state`` with the part of the stored state that the glob ``tensors`` selects.
 
         With ``grows``, stored entries are added to mappings that lack them, except to the outermost one, because the
-        given state may be a part of the stored one.
+        given state may be a part of the stored one. With ``returns``, the same training has saved the state: plain
+        values that it added or replaced later are removed or replaced, and so are tensors that replaced a None.
 
         Raises:
             StateMismatchError: lists all entries that do not fit, or were not saved.
         """
         self._state = state
         self._parts = parts
-        self._grows = grows
+        self._grows, self._returns = grows, returns
         self._demands: dict[tuple[int, Box], Demand] = {}
         self._taken: dict[object, tuple[int, Box]] = {}
         self._problems: list[str] = []
@@ -123,6 +126,16 @@ class InPlaceFill:
     # ``stored`` has the entries of all ranks at one path; it is never empty, and starts with the own rank.
 
     def _match(self, current: object, stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
+        problems = len(self._problems)
+        finish = self._match_in_place(current, stored, path)
+        if self._returns and len(self._problems) > problems and path:
+            shape = merge(stored)
+            if _is_data(current) if shape is None else _is_plain(current) and not rows_in(shape):
+                del self._problems[problems:]
+                return self._made(shape, path)
+        return finish
+
+    def _match_in_place(self, current: object, stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
         if isinstance(current, (torch.Tensor, np.ndarray, TensorShard)) and not is_nested(current):
             return self._match_tensor(current, stored, path)
         if isinstance(current, Stateful) and not isinstance(current, (Mapping, type)):
@@ -351,11 +364,13 @@ class InPlaceFill:
         mappings = [value for value in stored if isinstance(value, dict)]
         if not mappings:
             return self._refuse(path, f"a mapping is given, but {_noun(stored[0])} is stored")
-        finishes = {}
+        finishes, added = {}, []
         for key, value in current.items():
             values = [mapping[key] for mapping in mappings if key in mapping]
             if values:
                 finishes[key] = self._match(value, values, (*path, key))
+            elif self._returns and _is_plain(value):
+                added.append(key)
             else:
                 self._refuse((*path, key), f"is not in {self._stored_where}{did_you_mean(key, mappings[0], current)}")
         if not (self._grows and path) and (unused := [key for key in mappings[0] if key not in current]):
@@ -375,6 +390,8 @@ class InPlaceFill:
                 finishes[key] = self._made(merge(shapes), (*path, key))
 
         def finish(assembly: Assembly) -> object:
+            for key in added:
+                del current[key]
             for key, part in finishes.items():
                 current[key] = part(assembly)
             return current
@@ -446,6 +463,16 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))
     return isinstance(value, _PLAIN) and not isinstance(value, Enum)
+
+
+def _is_data(value: object) -> bool:
+    """Tell whether a value consists of plain values and of tensors that no optimizer changes."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_data, value))
+    if isinstance(value, dict):
+        return all(map(_is_data, value.values()))
+    is_tensor = type(value) is torch.Tensor and not value.requires_grad
+    return is_tensor or isinstance(value, np.ndarray) or _is_plain(value)
 
 
 def _is_like(a: Sequence[object], b: Sequence[object]) -> bool:

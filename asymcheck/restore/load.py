@@ -273,7 +273,7 @@ def load_captured(manifest: Manifest, payload: Callable[[Digest], memoryview], i
         StateMismatchError: the state does not fit; nothing was overwritten.
         DigestMismatchError: the memory was damaged; tensors may have been overwritten.
     """
-    filler = InPlaceFill(into, ShardSet([manifest]), grows=True)
+    filler = InPlaceFill(into, ShardSet([manifest]), grows=True, returns=True)
     assembly = Assembly(filler.demands, torch.device("cpu"))
 
     def checked(name: Digest) -> memoryview:

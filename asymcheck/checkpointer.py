@@ -18,7 +18,6 @@ from asymcheck.config import DEFAULT_RUN, CaptureConfig, Grace
 from asymcheck.distributed.ranks import RanksGiven, find_ranks
 from asymcheck.errors import (
     AbandonedCheckpointsWarning,
-    AsymcheckError,
     ClosedStoreError,
     ForkedStoreError,
     InvalidInputError,
@@ -233,12 +232,12 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """Let the next saves fail if the block leaves a mixture; :meth:`_resumed` permits saves again."""
         try:
             yield
-        except AsymcheckError as error:
+        except BaseException as error:
             if isinstance(error, PartialRestoreError):
                 self._partial_restore = error
-            elif error.overwritten:
-                # For instance, the remote location has failed.
-                self._partial_restore = PartialRestoreError(str(error), error.overwritten, None)
+            elif overwritten := getattr(error, "overwritten", ()):
+                # For instance, the remote location has failed, or the user has interrupted the restore.
+                self._partial_restore = PartialRestoreError(str(error), overwritten, None)
             raise
 
     def _restore(self, step: int | None, *, strict: bool) -> Checkpoint | None:

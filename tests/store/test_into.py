@@ -180,6 +180,15 @@ def test_error_names_the_part_that_a_given_object_fits(store: Store) -> None:
         store.load(into={"network": model})
 
 
+def test_default_device_of_the_program_takes_no_part(store: Store) -> None:
+    """Test a small strided tensor, whose bytes are gathered first, with a default device that has no memory."""
+    stored, target = torch.arange(6.0).reshape(2, 3), torch.zeros(3, 2).T
+    store.save({"x": stored}, step=1)
+    with torch.device("meta"):
+        store.load(into={"x": target})
+    assert torch.equal(target, stored)
+
+
 def test_arrays_and_tensors_of_the_same_memory_are_filled(store: Store) -> None:
     """Test a buffer that the state has as an array, as a view of the array, and as a tensor."""
 

@@ -18,7 +18,6 @@ from asymcheck.config import DEFAULT_RUN, CaptureConfig, Grace
 from asymcheck.distributed.ranks import RanksGiven, find_ranks
 from asymcheck.errors import (
     AbandonedCheckpointsWarning,
-    AsymcheckError,
     ClosedStoreError,
     ForkedStoreError,
     InvalidInputError,
@@ -222,7 +221,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         Warns:
             SkippedCheckpointWarning: a newer checkpoint was skipped.
             StateDifferenceWarning: the state differs from the checkpoint in a way that torch accepts in silence: a
-                stored part that it lacks, converted tensors, other hyperparameters.
+                stored part that it lacks, converted tensors, other hyperparameters, or values whose class is unknown.
             UnreachableRemoteWarning: the run has no checkpoint, and the ``remote`` of the store is empty.
         """
         self._check_open()
@@ -234,12 +233,12 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """Let the next saves fail if the block leaves a mixture; :meth:`_resumed` permits saves again."""
         try:
             yield
-        except AsymcheckError as error:
+        except BaseException as error:
             if isinstance(error, PartialRestoreError):
                 self._partial_restore = error
-            elif error.overwritten:
-                # For instance, the remote location has failed.
-                self._partial_restore = PartialRestoreError(str(error), error.overwritten, None)
+            elif overwritten := getattr(error, "overwritten", ()):
+                # For instance, the remote location has failed, or the user has interrupted the restore.
+                self._partial_restore = PartialRestoreError(str(error), overwritten, None)
             raise
 
     def _restore(self, step: int | None, *, strict: bool) -> Checkpoint | None:
@@ -362,7 +361,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def rollback(self) -> Checkpoint:
         """Restore the state from the newest checkpoint of this run that is complete in memory.
 
-        Reads nothing from the drive. Opens a new generation, as :meth:`restore` does.
+        Reads nothing from the drive. Opens a new generation, as :meth:`restore` does. Removes plain values that were
+        added to the state after the checkpoint, such as entries of a history.
 
         Raises:
             CheckpointNotFoundError: no checkpoint is complete in memory.

@@ -110,7 +110,8 @@ class Target:
         with self._lock:
             self._left -= done
             if self._left == 0 and self._gathers and self._flats:
-                whole = torch.as_tensor(self._flats[0]).view(TORCH_DTYPES[self.row.dtype]).reshape(self.row.shape)
+                gathered = torch.as_tensor(self._flats[0], device="cpu")
+                whole = gathered.view(TORCH_DTYPES[self.row.dtype]).reshape(self.row.shape)
                 for tensor in self._existing:
                     tensor.detach().copy_(whole)
                 self._flats = []

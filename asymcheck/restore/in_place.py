@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -38,18 +38,19 @@ from asymcheck.restore.state_template import (
     with_tensors,
 )
 from asymcheck.state.boxes import Box
-from asymcheck.state.leaves import identity_key, make_leaf
+from asymcheck.state.leaves import PLAIN_TENSORS, identity_key, make_leaf
 from asymcheck.state.names import did_you_mean
-from asymcheck.state.shards import Distributed, TensorShard, is_dtensor, like, shard_of
+from asymcheck.state.shards import Distributed, TensorShard, is_dtensor, like, locals_of, shard_of
 from asymcheck.state.typed_values import (
+    CLASSES,
     IMMUTABLE,
     TypedValue,
     build,
-    enum_classes,
+    instances_in,
     is_nested,
     misfit,
     typed_value,
-    with_members,
+    with_class,
     without_class,
 )
 from asymcheck.state.zero_redundancy import local_part, share_options
@@ -66,8 +67,9 @@ _PLAIN = (
 )
 """Types of values that stored values replace."""
 
-_WITH_MEMBERS = ("enum", *SETS)
-"""Types of typed values that may have Enum members."""
+_LISTED = 4
+_WITH_CLASSES = (*CLASSES, *SETS)
+"""Types of typed values that have a class, or may have members with one."""
 
 Finish = Callable[[Assembly], object]
 """Set plain values and load objects, given the filled tensors; return the value for the container above."""
@@ -78,18 +80,21 @@ _Tensors = dict[int, Finish]  # results by tensor number
 class InPlaceFill:
     """Match of a given state with a stored one, made before any byte is overwritten."""
 
-    def __init__(self, state: object, parts: ShardSet, tensors: str = "*", *, grows: bool = False) -> None:
+    def __init__(
+        self, state: object, parts: ShardSet, tensors: str = "*", *, grows: bool = False, returns: bool = False
+    ) -> None:
         """Match ``state`` with the part of the stored state that the glob ``tensors`` selects.
 
         With ``grows``, stored entries are added to mappings that lack them, except to the outermost one, because the
-        given state may be a part of the stored one.
+        given state may be a part of the stored one. With ``returns``, the same training has saved the state: plain
+        values that it added or replaced later are removed or replaced, and so are tensors that replaced a None.
 
         Raises:
             StateMismatchError: lists all entries that do not fit, or were not saved.
         """
         self._state = state
         self._parts = parts
-        self._grows = grows
+        self._grows, self._returns = grows, returns
         self._demands: dict[tuple[int, Box], Demand] = {}
         self._taken: dict[object, tuple[int, Box]] = {}
         self._problems: list[str] = []
@@ -121,6 +126,16 @@ class InPlaceFill:
     # ``stored`` has the entries of all ranks at one path; it is never empty, and starts with the own rank.
 
     def _match(self, current: object, stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
+        problems = len(self._problems)
+        finish = self._match_in_place(current, stored, path)
+        if self._returns and len(self._problems) > problems and path:
+            shape = merge(stored)
+            if _is_data(current) if shape is None else _is_plain(current) and not rows_in(shape):
+                del self._problems[problems:]
+                return self._made(shape, path)
+        return finish
+
+    def _match_in_place(self, current: object, stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
         if isinstance(current, (torch.Tensor, np.ndarray, TensorShard)) and not is_nested(current):
             return self._match_tensor(current, stored, path)
         if isinstance(current, Stateful) and not isinstance(current, (Mapping, type)):
@@ -140,12 +155,12 @@ class InPlaceFill:
         return self._made(shape, path)
 
     @functools.cached_property
-    def _enums(self) -> dict[str, type[Enum]]:
-        return enum_classes(self._state)
+    def _instances(self) -> dict[str, object]:
+        return instances_in(self._state)
 
     def _check_members(self, shape: object, path: tuple[Key, ...]) -> None:
         """Refuse a stored set whose members cannot be restored, because their values alone would differ from them."""
-        unknown = without_class(with_members(shape, self._enums))
+        unknown = without_class(with_class(shape, self._instances))
         if unknown:
             advice = "add a member of the class to the given state, or give None to get the values of members"
             self._refuse(path, f"the stored set has {listed(unknown)}, of which no class is given; {advice}")
@@ -156,14 +171,31 @@ class InPlaceFill:
         return lambda _assembly: None
 
     def _made(self, shape: object, path: tuple[Key, ...]) -> Finish:
-        """Create a stored value, including its tensors and the members of given Enum classes."""
+        """Create a stored value, including its tensors, with the classes of instances in the given state."""
         shape = replace_rows(
             shape,
             lambda ref: ref,
-            lambda value: with_members(value, self._enums) if value.kind in _WITH_MEMBERS else value,
+            lambda value: with_class(value, self._instances) if value.kind in _WITH_CLASSES else value,
         )
+        if self._grows:
+            self._note_unknown(shape, path)
         tensors = self._want(shape, path, {})
         return lambda assembly: _put_in(shape, tensors, assembly)
+
+    def _note_unknown(self, shape: object, path: tuple[Key, ...]) -> None:
+        """Note classes of which the given state has no instance, if a training is to continue without them."""
+        names: dict[str, None] = {}
+
+        def note(value: TypedValue) -> TypedValue:
+            if value.kind in CLASSES and value.like is None:
+                names[str(value.parameter)] = None
+            return value
+
+        replace_rows(shape, lambda ref: ref, note)
+        if names:
+            unknown = f"{join_name(path) or '<root>'}: the given state has no instance of {listed([*names], _LISTED)}"
+            made = "a dict of the fields replaces a namedtuple or dataclass, and the value replaces an Enum member"
+            self.differences.append(f"{unknown}: {made}; put an instance of the class into the given state")
 
     def _want(self, shape: object, path: tuple[Key, ...], tensors: _Tensors) -> _Tensors:
         """Demand all tensors of a shape that are not in ``tensors``, whole; return the results by number."""
@@ -212,7 +244,8 @@ class InPlaceFill:
         if problem:
             raise StateMismatchError(problem)
         tensor = torch.from_numpy(local) if isinstance(local, np.ndarray) else local
-        key = identity_key(tensor)
+        # As in a save, where two arrays of the same memory are different tensors. They are compared after the fill.
+        key = identity_key(local)
         other = self._taken.get(key)
         if other not in (None, (number, box)):
             name = self._parts.row(other[0]).name
@@ -238,7 +271,12 @@ class InPlaceFill:
         is_whole = parts.kind in ("set", "enum", "nested-tensor") or (
             isinstance(items, list) and not any(_is_like(items, value) for value in contents)
         )
-        make = self._made(merge(contents), path) if is_whole else self._match(items, contents, path)
+        problems = len(self._problems)
+        make = None if is_whole else self._match(items, contents, path)
+        if make is None or (self._grows and parts.kind == "deque" and len(self._problems) > problems):
+            # In a training, the items of a deque move, so that two items at one place may differ in type or shape.
+            del self._problems[problems:]
+            make = self._made(merge(contents), path)
 
         def finish(assembly: Assembly) -> object:
             value = dataclasses.replace(found, content=make(assembly), like=current)
@@ -261,7 +299,8 @@ class InPlaceFill:
         fitting = [key for key, part in mappings[0].items() if isinstance(part, dict) and state.keys() <= part.keys()]
         if not path and state and fitting and state.keys().isdisjoint(mappings[0]):
             return self._refuse(path, f"an object is given that fits {fitting[0]!r}: give {{{fitting[0]!r}: …}}")
-        shape = with_classes(state_for(current, mappings, state), state, lambda: enum_classes(self._state, state))
+        instances = functools.cache(lambda: instances_in(self._state, state))
+        shape = with_classes(state_for(current, mappings, state), state, instances)
         self._problems += [
             ".".join(filter(None, (name, problem))) for problem in misfits(current, shape, self._parts.row)
         ]
@@ -276,6 +315,9 @@ class InPlaceFill:
         self._match_loosely(state, shape, tensors)
         self._match_parameters(current, shape, tensors)
         self._want(shape, path, tensors)
+        if self._grows:
+            self._note_unknown(shape, path)
+        filled = self._taken
 
         def finish(assembly: Assembly) -> object:
             restored: Any = _put_in(shape, tensors, assembly)
@@ -285,7 +327,7 @@ class InPlaceFill:
                 what = f"{name or '<root>'}: load_state_dict() of {type(current).__qualname__} refused the stored state"
                 raise RefusedStateError(f"{what}: {error}", (), None) from error
             if isinstance(current, torch.optim.Optimizer):
-                _put_strings(current, restored)
+                _undo_casts(current, restored, filled)
             share_options(given)
             return given
 
@@ -322,11 +364,13 @@ class InPlaceFill:
         mappings = [value for value in stored if isinstance(value, dict)]
         if not mappings:
             return self._refuse(path, f"a mapping is given, but {_noun(stored[0])} is stored")
-        finishes = {}
+        finishes, added = {}, []
         for key, value in current.items():
             values = [mapping[key] for mapping in mappings if key in mapping]
             if values:
                 finishes[key] = self._match(value, values, (*path, key))
+            elif self._returns and _is_plain(value):
+                added.append(key)
             else:
                 self._refuse((*path, key), f"is not in {self._stored_where}{did_you_mean(key, mappings[0], current)}")
         if not (self._grows and path) and (unused := [key for key in mappings[0] if key not in current]):
@@ -346,6 +390,8 @@ class InPlaceFill:
                 finishes[key] = self._made(merge(shapes), (*path, key))
 
         def finish(assembly: Assembly) -> object:
+            for key in added:
+                del current[key]
             for key, part in finishes.items():
                 current[key] = part(assembly)
             return current
@@ -419,6 +465,16 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN) and not isinstance(value, Enum)
 
 
+def _is_data(value: object) -> bool:
+    """Tell whether a value consists of plain values and of tensors that no optimizer changes."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_data, value))
+    if isinstance(value, dict):
+        return all(map(_is_data, value.values()))
+    is_tensor = type(value) is torch.Tensor and not value.requires_grad
+    return is_tensor or isinstance(value, np.ndarray) or _is_plain(value)
+
+
 def _is_like(a: Sequence[object], b: Sequence[object]) -> bool:
     return type(a) is type(b) and len(a) == len(b)
 
@@ -427,16 +483,35 @@ def _put_in(shape: object, tensors: _Tensors, assembly: Assembly) -> object:
     return with_tensors(shape, {number: make(assembly) for number, make in tensors.items()})
 
 
-def _put_strings(optimizer: torch.optim.Optimizer, restored: Mapping[str, Any]) -> None:
-    """Set strings in the state of an optimizer. torch replaces each by the text of a generator object."""
+def _undo_casts(optimizer: torch.optim.Optimizer, restored: Mapping[str, Any], filled: Container[object]) -> None:
+    """Set state of an optimizer that torch changed: strings, and tensors of another dtype than their parameter.
+
+    ``filled`` has the identity keys of tensors that were filled in place. Other parameters may have got another dtype,
+    and torch gives their state this dtype, too.
+    """
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
     numbers = [number for group in restored["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=False):
+    for number, parameter, local in zip(numbers, parameters, locals_of(parameters), strict=False):
         values = restored["state"].get(number)
         if isinstance(values, dict):
-            optimizer.state[parameter].update({key: value for key, value in values.items() if type(value) is str})
+            is_filled = type(local) in PLAIN_TENSORS and identity_key(local) in filled
+            loaded = optimizer.state[parameter]
+            loaded.update({key: _uncast(values.get(key), value, is_filled) for key, value in loaded.items()})
+
+
+def _uncast(stored: Any, loaded: Any, is_filled: bool) -> Any:  # noqa: ANN401, FBT001 - any value of an optimizer
+    """Return a loaded value with the strings of the stored value, and with its dtypes if the parameter was filled."""
+    if isinstance(stored, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return stored.to(loaded.device) if is_filled and stored.dtype != loaded.dtype else loaded
+    if type(stored) is str:
+        return stored
+    if isinstance(stored, dict) and isinstance(loaded, dict):
+        return {key: _uncast(stored.get(key), value, is_filled) for key, value in loaded.items()}
+    if type(stored) in (list, tuple) and _is_like(stored, loaded):
+        return type(stored)(_uncast(*pair, is_filled) for pair in zip(stored, loaded, strict=True))
+    return loaded
 
 
 def _tensor_of(demand: Demand) -> Finish:

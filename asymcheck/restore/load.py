@@ -197,8 +197,9 @@ def _load_one(wanted: LoadRequest, resolved: Resolved) -> object:
             )
         warn_user(f"the given state differs from {resolved.ref}, which is restored:\n  {shown}", StateDifferenceWarning)
     assembly = Assembly(filler.demands, wanted.device, resolved.sources)
-    fetch_in_place(resolved, assembly)
-    return _finish(filler, assembly)
+    with noting_overwritten(assembly.overwritten):
+        fetch_in_place(resolved, assembly)
+        return _finish(filler, assembly)
 
 
 def _load_anew(wanted: LoadRequest, resolved: Resolved) -> object:
@@ -273,21 +274,32 @@ def load_captured(manifest: Manifest, payload: Callable[[Digest], memoryview], i
         StateMismatchError: the state does not fit; nothing was overwritten.
         DigestMismatchError: the memory was damaged; tensors may have been overwritten.
     """
-    filler = InPlaceFill(into, ShardSet([manifest]), grows=True)
+    filler = InPlaceFill(into, ShardSet([manifest]), grows=True, returns=True)
     assembly = Assembly(filler.demands, torch.device("cpu"))
 
     def checked(name: Digest) -> memoryview:
         data = payload(name)
         if digest(data) != name:
-            error = DigestMismatchError(
-                f"digest mismatch in partition {name.hex()} in memory; restore() reads the store"
-            )
-            error.overwritten = tuple(assembly.overwritten())
-            raise error
+            raise DigestMismatchError(f"digest mismatch in partition {name.hex()} in memory; restore() reads the store")
         return data
 
-    execute_in_memory(assembly, checked)
-    return _finish(filler, assembly)
+    with noting_overwritten(assembly.overwritten):
+        execute_in_memory(assembly, checked)
+        return _finish(filler, assembly)
+
+
+@contextlib.contextmanager
+def noting_overwritten(names: Callable[[], Sequence[str]]) -> Iterator[None]:
+    """Give an error of the block the names of overwritten tensors.
+
+    This includes KeyboardInterrupt, after which a program may save its state and end.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not getattr(error, "overwritten", ()):
+            setattr(error, "overwritten", tuple(names()))  # noqa: B010 - only errors of this package declare it
+        raise
 
 
 def fetch_in_place(resolved: Resolved, assembly: Assembly) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from asymcheck.format.typed_value import SETS
 from asymcheck.restore.state_template import RowRef, like_mapping, merge, rows_in
 from asymcheck.state.names import did_you_mean
 from asymcheck.state.shards import Distributed
-from asymcheck.state.typed_values import TypedValue, misfit, typed_value, with_members
+from asymcheck.state.typed_values import CLASSES, TypedValue, misfit, typed_value, with_class
 
 # torch has no public names for these. An object with hooks, or its own load_state_dict(), may accept differences.
 _MODULE_HOOKS = "_load_state_dict_pre_hooks"
@@ -164,35 +163,38 @@ def state_for(current: object, stored: Sequence[dict[Key, object]], state: Mappi
 
 
 def with_classes(
-    stored: dict[Key, object], current: object, enums: Callable[[], dict[str, type[Enum]]]
+    stored: dict[Key, Any], current: object, instances: Callable[[], Mapping[str, object]]
 ) -> dict[Key, Any]:
     """Return a stored value with those classes of ``current`` that are not stored: Counter, dataclass, Enum ….
 
-    ``enums`` gives the classes of members in sets.
+    ``instances`` gives the classes of values that ``current`` lacks.
     """
     given = current if isinstance(current, dict) else {}
-    items: dict[Key, Any] = {key: _with_classes(value, given.get(key), enums) for key, value in stored.items()}
+    items: dict[Key, Any] = {key: _with_classes(value, given.get(key), instances) for key, value in stored.items()}
     return Counter(items) if type(current) is Counter else like_mapping(stored, items)
 
 
-def _with_classes(stored: object, current: object, enums: Callable[[], dict[str, type[Enum]]]) -> object:
+def _with_classes(stored: object, current: object, instances: Callable[[], Mapping[str, object]]) -> object:
     if isinstance(stored, dict):
-        return with_classes(stored, current, enums)
+        return with_classes(stored, current, instances)
     if isinstance(stored, TypedValue):
         if stored.kind in SETS:
-            return with_members(stored, enums())
+            return with_class(stored, instances())
         parts = typed_value(current)
-        if parts is None or misfit(current, parts, stored):
-            return stored
-        like = copy.copy(current) if stored.kind in ("dataclass", "enum", "namedtuple") else None
+        fits = parts is not None and not misfit(current, parts, stored)
+        given = parts.content if parts is not None and fits else None
+        found = dataclasses.replace(stored, content=_with_classes(stored.content, given, instances))
+        if not fits:
+            return with_class(found, instances()) if stored.kind in CLASSES else found
+        like = copy.copy(current) if stored.kind in CLASSES else None
         if stored.kind == "device-generator":
             # A generator of a device cannot be copied, so the generator of the object takes the state itself.
             like = current
-        return dataclasses.replace(stored, content=_with_classes(stored.content, parts.content, enums), like=like)
+        return dataclasses.replace(found, like=like)
     if type(stored) in (list, tuple):
-        given: Sequence[object] = current if isinstance(current, (list, tuple)) else ()
-        pairs = itertools.zip_longest(stored, given[: len(stored)])  # type: ignore[arg-type, call-overload]  # the type was just compared
-        return type(stored)(_with_classes(*pair, enums) for pair in pairs)  # type: ignore[call-arg]  # as above
+        given_items: Sequence[object] = current if isinstance(current, (list, tuple)) else ()
+        pairs = itertools.zip_longest(stored, given_items[: len(stored)])  # type: ignore[arg-type, call-overload]  # the type was just compared
+        return type(stored)(_with_classes(*pair, instances) for pair in pairs)  # type: ignore[call-arg]  # as above
     return stored
 
 

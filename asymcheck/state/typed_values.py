@@ -31,6 +31,8 @@ _PATHS: dict[type, tuple[str, str]] = {
 _GENERATORS = {"cpu": "torch-generator", "cuda": "device-generator"}
 """Types of generators of torch by the type of their device."""
 _STATE_OF = {"torch-generator": "a new generator", "device-generator": "its state as a tensor"}
+CLASSES = ("dataclass", "enum", "namedtuple")
+"""Types of typed values that have a class of the program, which no store imports."""
 IMMUTABLE = (PurePath, dt.date, dt.time, dt.timedelta, range, slice, frozenset)
 """Types of immutable typed values: a stored value replaces the given one."""
 
@@ -171,39 +173,47 @@ def build(parts: TypedValue) -> object:
         raise RefusedStateError(f"a {parts.kind} refused the stored content: {error!r}", (), None) from error
 
 
-def enum_classes(*states: object) -> dict[str, type[enum.Enum]]:
-    """Return the classes of all Enum members in the containers of states, by name.
+def instances_in(*states: object) -> dict[str, object]:
+    """Return an instance of each class of Enum, namedtuple and dataclass in the containers of states, by its name.
 
     A name that several classes have is left out.
     """
-    found: dict[str, set[type[enum.Enum]]] = {}
+    found: dict[str, dict[type, object]] = {}
     seen: set[int] = set()
     values = [*states]
     while values:
         value = values.pop()
+        kind = type(value)
         if isinstance(value, enum.Enum):
-            found.setdefault(type(value).__name__, set()).add(type(value))
+            found.setdefault(kind.__name__, {})[kind] = value
         elif id(value) not in seen:
             seen.add(id(value))
+            is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
+            if is_dataclass or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+                found.setdefault(kind.__name__, {})[kind] = value
             if isinstance(value, Mapping):
                 values += value.values()
             elif isinstance(value, (list, tuple, deque, set, frozenset)):
                 values += value
-            elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-                values += [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    return {name: next(iter(kinds)) for name, kinds in found.items() if len(kinds) == 1}
+            elif is_dataclass:
+                values += [getattr(value, field.name, None) for field in dataclasses.fields(value)]  # type: ignore[arg-type]  # a dataclass
+    return {name: next(iter(kinds.values())) for name, kinds in found.items() if len(kinds) == 1}
 
 
-def with_members(shape: object, classes: Mapping[str, type[enum.Enum]]) -> object:
-    """Return an Enum member, a set, or an item of a set, with those classes of members that are given by name."""
+def with_class(shape: object, instances: Mapping[str, object]) -> object:
+    """Return a typed value, or an item of a set, with its classes of Enum, namedtuple and dataclass, if given."""
     if type(shape) is tuple:
-        return tuple(with_members(item, classes) for item in shape)
+        return tuple(with_class(item, instances) for item in shape)
     if not isinstance(shape, TypedValue):
         return shape
-    if shape.kind == "enum":
-        kind = classes.get(str(shape.parameter).partition(".")[0])
-        return shape if kind is None else dataclasses.replace(shape, like=_member(kind, shape))
-    return dataclasses.replace(shape, content=with_members(shape.content, classes)) if shape.kind in SETS else shape
+    if shape.kind in SETS:
+        return dataclasses.replace(shape, content=with_class(shape.content, instances))
+    given = instances.get(str(shape.parameter).partition(".")[0]) if shape.kind in CLASSES else None
+    parts = typed_value(given)
+    if parts is None or misfit(given, parts, shape):
+        return shape
+    fits = shape.kind == "enum" or parts.content.keys() == shape.content.keys()
+    return dataclasses.replace(shape, like=copy.copy(given)) if fits else shape
 
 
 def without_class(shape: object) -> list[str]:

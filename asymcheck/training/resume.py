@@ -44,7 +44,7 @@ from asymcheck.format.spans import Spans, named_spans, ranks_in
 from asymcheck.inspect.history import describe_loaded
 from asymcheck.policies.push_selection import Push
 from asymcheck.restore.lineage import read_line
-from asymcheck.restore.load import LoadRequest, load_captured, load_part
+from asymcheck.restore.load import LoadRequest, load_captured, load_part, noting_overwritten
 from asymcheck.restore.resolve import SkippedCheckpoints, candidates, resolve_each
 from asymcheck.state.walk import flatten
 from asymcheck.storage.fallback_tier import FallbackTier
@@ -444,8 +444,9 @@ def restored_alone(
         if step is not None:
             raise
         return None
-    warn_of_skipped(restored.skipped)
-    return ResumePoint(restored.checkpoint, store.training.begin_generation(restored.checkpoint, run=run), ())
+    with noting_overwritten(lambda: flatten(into).columns.names):
+        warn_of_skipped(restored.skipped)
+        return ResumePoint(restored.checkpoint, store.training.begin_generation(restored.checkpoint, run=run), ())
 
 
 def rolled_back_alone(store: Store, run: str, background: BackgroundSaver | None, into: object) -> ResumePoint:
@@ -462,7 +463,8 @@ def rolled_back_alone(store: Store, run: str, background: BackgroundSaver | None
     if capture is None:
         raise CheckpointNotFoundError(f"no checkpoint of run {run!r} is in memory; restore() reads the store")
     checkpoint = _loaded_from_ring(*capture, into)
-    return ResumePoint(checkpoint, store.training.begin_generation(checkpoint, run=run), ())
+    with noting_overwritten(lambda: flatten(into).columns.names):
+        return ResumePoint(checkpoint, store.training.begin_generation(checkpoint, run=run), ())
 
 
 def align(session: Session, store: Store, run: str) -> None:

@@ -167,6 +167,39 @@ def test_state_that_a_failed_restore_left_is_not_saved(store: Store) -> None:
     assert [checkpoint.step for checkpoint in store.checkpoints()] == [1, 2]
 
 
+@pytest.mark.parametrize("place", ["object", "object in memory", "generation", "generation in memory"])
+def test_state_that_an_interrupted_restore_left_is_not_saved(
+    store: Store, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Test an interrupt among the objects of the state, and one before the new generation begins.
+
+    Programs often catch the interrupt, and save their state a last time.
+    """
+
+    def interrupt(*_arguments: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    state = {"w": torch.zeros(5000), "part": _Refusing()}
+    checkpointer = Checkpointer(store, state, every=1, keep=None)
+    checkpointer.step(1)
+    checkpointer.wait()
+    restore = checkpointer.rollback if place.endswith("memory") else checkpointer.restore
+    owner, name = (
+        (state["part"], "load_state_dict") if place.startswith("object") else (store.training, "begin_generation")
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            restore()
+    for save in (checkpointer.step, checkpointer.save):
+        with pytest.raises(PartialRestoreError, match="failed after it had overwritten"):
+            save(2)
+    restore()
+    checkpointer.save(2)
+    checkpointer.close()
+    assert [checkpoint.step for checkpoint in store.checkpoints()] == [1, 2]
+
+
 def test_state_that_an_unreachable_location_left_is_not_saved(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test step() and save() after a restore that was cut off by an error that is no damage."""
     checkpointer = Checkpointer(store, _two_large_tensors(), every=1, keep=None)

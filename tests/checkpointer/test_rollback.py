@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 import warnings
+from collections import Counter, defaultdict, deque
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from asymcheck import Checkpointer, Store
 from asymcheck.config import CaptureConfig
-from asymcheck.errors import CaptureWarning, CheckpointNotFoundError, LostCheckpointWarning, PartialRestoreError
+from asymcheck.errors import (
+    CaptureWarning,
+    CheckpointNotFoundError,
+    LostCheckpointWarning,
+    PartialRestoreError,
+    StateMismatchError,
+)
 from tests.checkpointer.disks import Disk
 from tests.checkpointer.loops import assert_stored, copy_of, linear_loop
 from tests.store.equality import assert_same
@@ -61,6 +72,75 @@ def test_rollback_passes_over_a_capture_that_could_not_be_stored(
         disk.full = None
         assert checkpointer.rollback().step == 0
         assert_same(copy_of(loop.state), expected)
+
+
+def test_a_full_deque_whose_items_have_moved_is_restored(store: Store, config: CaptureConfig) -> None:
+    """Test items at one place that differ in shape, in type and in keys, and that share tensors with others."""
+    tensors = [torch.full((500 + number // 2,), float(number)) for number in range(8)]
+
+    def items(first: int) -> list[object]:
+        """Return a window of four items."""
+        every = [(tensors[0], tensors[1]), None, {"a": tensors[2]}, [tensors[3], tensors[3]], {"b": 4}, tensors[5]]
+        return [*every, (tensors[6], tensors[6]), 7][first : first + 4]
+
+    state = {"window": deque(items(0), 4), "w": torch.zeros(2000)}
+    window, expected = state["window"], copy_of({"window": items(0)})
+    with Checkpointer(store, state, capture=config, every=1, keep=None) as checkpointer:
+        checkpointer.step(1)
+        checkpointer.wait()
+        for first in range(5):
+            for restore in (checkpointer.rollback, checkpointer.restore):
+                window.clear()
+                window.extend(items(first))
+                for tensor in tensors:
+                    tensor.fill_(torch.nan)
+                restore()
+                assert state["window"] is window
+                assert_same({"window": [*window]}, expected)
+
+
+def test_values_that_were_added_after_the_checkpoint_are_removed(store: Store, config: CaptureConfig) -> None:
+    """Test values of other types and lengths, in the same containers, of which a loop may have references."""
+
+    def add(state: dict[str, Any], step: int) -> None:
+        state["history"][step] = {"loss": 1 / step}
+        state["words"].update({f"word {step}": step})
+        state["rows"][f"row {step}"] += step
+        state["log"][-1] = [(step, None)] * step
+        state["best"] = {"step": step, "weights": {"w": torch.full((9,), step), "array": np.full(9, step)}}
+        state["pair"] = (step,) * step
+        state[f"note {step}"] = [step]
+
+    state: dict[str, Any] = {"history": {}, "words": Counter(), "rows": defaultdict(int), "log": [None], "pair": ()}
+    state |= {"best": None, "w": torch.ones(2000)}
+    containers = [state[key] for key in ("history", "words", "rows", "log")]
+    with Checkpointer(store, state, capture=config, every=1, keep=None) as checkpointer:
+        for saved in (1, 3):
+            expected = copy.deepcopy(state)
+            checkpointer.step(saved)
+            checkpointer.wait()
+            add(state, saved)
+            add(state, saved + 1)
+            checkpointer.rollback()
+            assert_same(copy_of(state), copy_of(expected))
+            assert [id(state[key]) for key in ("history", "words", "rows", "log")] == [*map(id, containers)]
+            add(state, saved)
+
+
+def test_rollback_refuses_to_leave_tensors_and_objects_as_they_are(store: Store, config: CaptureConfig) -> None:
+    """Test values that are not in the checkpoint, but may belong to a model that is no part of the state."""
+    state: dict[str, Any] = {"weights": {"a": torch.ones(2000)}, "ema": None}
+    with Checkpointer(store, state, capture=config, every=1, keep=None) as checkpointer:
+        checkpointer.step(1)
+        checkpointer.wait()
+        for place, value in (("ema", torch.nn.Linear(2, 2)), ("ema", torch.nn.Parameter(torch.ones(2)))):
+            state[place] = value
+            with pytest.raises(StateMismatchError, match=r"ema: .* is given, but NoneType is stored"):
+                checkpointer.rollback()
+        state["ema"] = None
+        state["weights"]["b"] = torch.ones(2)
+        with pytest.raises(StateMismatchError, match=r"weights\.b: is not in the checkpoint"):
+            checkpointer.rollback()
 
 
 def skip_batches(checkpointer: Checkpointer) -> None:

@@ -1,11 +1,17 @@
 """Test that a training with typed values in its state resumes in another process, bit for bit."""
 
+import dataclasses
+import enum
+import warnings
+from collections import deque
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from asymcheck import Checkpointer, Store
+from asymcheck.errors import StateDifferenceWarning, StateMismatchError
 from tests.zygote import Zygote
 
 _TRAINING = """
@@ -102,6 +108,97 @@ def test_training_with_typed_values_resumes_in_another_process(zygote: Zygote, t
     _train(zygote, tmp_path / "parts", 0, 5, kill=True)
     assert _train(zygote, tmp_path / "parts", 5, 7) == whole
     assert "'deque', 'defaultdict', 'set', 'Average', 'Best', 'Phase', 'PosixPath', 'datetime'" in whole
+
+
+class Step(NamedTuple):
+    """A step of an agent."""
+
+    seen: torch.Tensor
+    reward: float
+
+
+@dataclasses.dataclass
+class Score:
+    """A score."""
+
+    value: float
+
+
+class Level(enum.Enum):
+    """A level."""
+
+    EASY = 1
+    HARD = 2
+
+
+class Replay:
+    """An object with a buffer of steps, and any other values."""
+
+    def __init__(self, *other: object) -> None:
+        """Begin without steps."""
+        self.content: dict[str, object] = {"memory": deque[Step](maxlen=5), "other": [*other]}
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the content."""
+        return self.content
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Take a content."""
+        self.content = state
+
+
+def _grown(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state with values that a new process lacks."""
+    steps = [Step(torch.full((300,), float(number)), number) for number in range(3)]
+    state["memory"].extend(steps)
+    state["scores"]["last"] = [Score(0.5), Score(0.25)]
+    state["levels"] += [Level.EASY, Level.HARD]
+    state["replay"].content["memory"].extend(steps)
+    return state
+
+
+def _fresh(*instances: object) -> dict[str, Any]:
+    return {"memory": deque(maxlen=5), "scores": {}, "levels": [], "replay": Replay(), "first": [*instances]}
+
+
+def test_values_that_a_new_process_lacks_have_the_classes_of_given_instances(store_path: Path) -> None:
+    """Test a replay buffer, a list and a mapping that are empty at the start, in the state and in an object."""
+    instances = (Step(torch.zeros(1), 0.0), Score(0), Level.EASY)
+    expected = _grown(_fresh(*instances))
+    with Store.open(store_path, create=True) as store:
+        with Checkpointer(store, expected, every=1, keep=None) as checkpointer:
+            checkpointer.step(1)
+        state = _fresh(*instances)
+        with Checkpointer(store, state, every=1, keep=None) as checkpointer, warnings.catch_warnings():
+            warnings.simplefilter("error", StateDifferenceWarning)
+            checkpointer.restore()
+    for steps in (state["memory"], state["replay"].content["memory"]):
+        assert [type(step) for step in steps] == [Step] * 3
+        assert [(step.seen.unique().tolist(), step.reward) for step in steps] == [([n], n) for n in range(3)]
+    assert state["scores"] == {"last": [Score(0.5), Score(0.25)]}
+    assert state["levels"] == [Level.EASY, Level.HARD]
+
+
+def test_unknown_classes_are_named(store_path: Path) -> None:
+    """Test that a restore does not replace namedtuples, dataclasses and members in silence."""
+    with Store.open(store_path, create=True) as store:
+        with Checkpointer(store, _grown(_fresh()), every=1, keep=None) as checkpointer:
+            checkpointer.step(1)
+        state = _fresh()
+        with Checkpointer(store, state, every=1, keep=None) as checkpointer:
+            with pytest.raises(StateMismatchError, match="the given state has no instance of Step"):
+                checkpointer.restore(strict=True)
+            with pytest.warns(StateDifferenceWarning) as caught:
+                checkpointer.restore()
+    (told,) = [str(warning.message) for warning in caught]
+    for place, name in (
+        ("memory", "Step"),
+        ("scores.last", "Score"),
+        ("levels", "Level.EASY, Level.HARD"),
+        ("replay", "Step"),
+    ):
+        assert f"  {place}: the given state has no instance of {name}: a dict of the fields" in told
+    assert (state["levels"], state["scores"]["last"]) == ([1, 2], [{"value": 0.5}, {"value": 0.25}])
 
 
 def test_generator_is_rolled_back_in_memory(store_path: Path) -> None:

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from asymcheck import Store
-from asymcheck.errors import InvalidInputError, StateMismatchError, StorageError, UnsupportedValueError
+from asymcheck.errors import (
+    InvalidInputError,
+    StateDifferenceWarning,
+    StateMismatchError,
+    StorageError,
+    UnsupportedValueError,
+)
 from tests.store.equality import assert_same, tensor_bytes
 
 
@@ -174,6 +180,28 @@ def test_error_names_the_part_that_a_given_object_fits(store: Store) -> None:
         store.load(into={"network": model})
 
 
+def test_default_device_of_the_program_takes_no_part(store: Store) -> None:
+    """Test a small strided tensor, whose bytes are gathered first, with a default device that has no memory."""
+    stored, target = torch.arange(6.0).reshape(2, 3), torch.zeros(3, 2).T
+    store.save({"x": stored}, step=1)
+    with torch.device("meta"):
+        store.load(into={"x": target})
+    assert torch.equal(target, stored)
+
+
+def test_arrays_and_tensors_of_the_same_memory_are_filled(store: Store) -> None:
+    """Test a buffer that the state has as an array, as a view of the array, and as a tensor."""
+
+    def state(memory: np.ndarray) -> dict[str, object]:
+        return {"array": memory, "same": memory, "view": memory[:], "tensor": torch.from_numpy(memory)}
+
+    for size in (5, 5000):
+        values, memory = np.arange(1.0 * size), np.zeros(size)
+        store.save(state(values), step=size)
+        store.load(into=state(memory))
+        assert_same(memory, values)
+
+
 def test_strings_in_the_state_of_an_optimizer_are_restored(store: Store) -> None:
     """Test strings, of which torch makes the text of a generator object."""
     model = torch.nn.Linear(3, 2)
@@ -185,6 +213,36 @@ def test_strings_in_the_state_of_an_optimizer_are_restored(store: Store) -> None
     store.load(into={"optimizer": fresh})
     assert fresh.state[model.bias]["kind"] == "bias"
     assert_same(fresh.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_state_of_an_optimizer_keeps_its_dtypes(store: Store, dtype: torch.dtype, *, is_fresh: bool) -> None:
+    """Test float32 factors of NAdam, a float32 master and a counter, to which torch gives the dtype of the weights."""
+    torch.manual_seed(0)
+    model, other = (torch.nn.Linear(30, 20, dtype=dtype) for _ in range(2))
+    optimizer, fresh = (torch.optim.NAdam(part.parameters()) for part in (model, other))
+    for part, taker in ((model, optimizer),) if is_fresh else ((model, optimizer), (other, fresh)):
+        part(torch.ones(30, dtype=dtype)).sum().backward()
+        taker.step()
+        taker.state[part.weight]["nested"] = {"master": torch.rand(20, 30), "counts": [torch.tensor(16_777_217)]}
+    store.save({"optimizer": optimizer, "model": model}, step=1)
+    store.load(into={"optimizer": fresh, "model": other})
+    assert_same(fresh.state_dict(), optimizer.state_dict())
+
+
+def test_state_of_an_optimizer_follows_a_model_of_another_dtype(store: Store) -> None:
+    """Test that torch converts the state with the weights. Otherwise, the next step would fail."""
+    model, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    optimizer, fresh = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(other.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    store.save({"model": model, "optimizer": optimizer}, step=1)
+    with pytest.warns(StateDifferenceWarning, match="2 tensors are converted from float32 to bfloat16"):
+        store.load(into={"model": other, "optimizer": fresh})
+    assert fresh.state[other.weight]["exp_avg"].dtype == torch.bfloat16
+    other(torch.ones(3, dtype=torch.bfloat16)).sum().backward()
+    fresh.step()
 
 
 def test_a_fresh_optimizer_takes_over_the_tensors_that_were_read(store: Store) -> None:

@@ -74,10 +74,10 @@ class AsymcheckCallback(SavingCallback, Callback):
                 "leave out ckpt_path, or pass resume=False"
             )
         for item in trainer.callbacks:  # type: ignore[attr-defined]  # set in its constructor by a connector
-            if isinstance(item, _NOT_RESUMABLE):
+            if isinstance(item, _NOT_RESUMABLE) and self._resume is not False:
                 raise InvalidInputError(
                     f"cannot resume exactly: {type(item).__name__} changes the optimizer or its schedule at the start "
-                    "of epochs, which a resume does not repeat. Leave this callback out; instead "
+                    "of epochs, which a resume does not repeat. Leave this callback out, or pass resume=False; instead "
                     "of StochasticWeightAveraging, use WeightAveraging"
                 )
         fit = _Fit(trainer, self)

@@ -307,3 +307,5 @@ def test_callbacks_that_cannot_be_resumed_are_refused(callback: Callback, tmp_pa
         with pytest.raises(InvalidInputError, match=f"cannot resume exactly: {type(callback).__name__} changes"):
             fit(tmp_path, AsymcheckCallback(store, keep=None), callback)
         assert store.checkpoints() == []
+        fit(tmp_path, AsymcheckCallback(store, keep=None, resume=False), callback)
+        assert store.checkpoints()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from asymcheck.cli import output
+from asymcheck.cli import exit_status, output
 from asymcheck.cli.follow import FollowedCheckpoints
 from asymcheck.cli.options import (
     Report,
@@ -94,7 +94,8 @@ def publish(
         if follow:
             _repeat(newest.publish_newer, poll_s)
         document = newest.publish(step)
-    return Report(document, partial(_show_release, document))
+    status = exit_status.WARNINGS if newest.has_skipped else exit_status.OK
+    return Report(document, partial(_show_release, document), status)
 
 
 class _Newest:
@@ -105,12 +106,14 @@ class _Newest:
         self._followed = FollowedCheckpoints(store)
         # Newest checkpoint at the last look. If it is damaged, an older one was published in its place.
         self._seen: str | None = None
+        self.has_skipped = False  # whether the last release is of an older checkpoint
 
     def publish(self, step: int | str | None) -> dict[str, object]:
         """Publish a checkpoint; return the document."""
         restored = self._store.restore(step, tensors=self._publisher.rules.tensors, run=self._run)
         for reason in restored.skipped:
             output.note(f"skipped {reason}")
+        self.has_skipped = bool(restored.skipped)
         release = self._publisher.publish(restored.state, restored.checkpoint.step)
         return {"location": self._publisher.rules.location, **dataclasses.asdict(release)}
 

@@ -104,9 +104,12 @@ def print_entry(heading: str, details: Sequence[str]) -> None:
         )
 
 
-def print_json(value: object) -> None:
-    """Print one JSON document. Dataclasses become objects; NaN and infinities become null."""
-    click.echo(json.dumps(jsonable(value), indent=2, allow_nan=False))
+def print_json(value: object, *, indent: int | None = 2) -> None:
+    """Print one JSON document, on one line if ``indent`` is None.
+
+    Dataclasses become objects; NaN and infinities become null.
+    """
+    click.echo(json.dumps(jsonable(value), indent=indent, allow_nan=False))
 
 
 def note(text: str) -> None:

@@ -130,6 +130,10 @@ class ManifestReader:
         """Return the manifests in the folder of one checkpoint."""
         return listed(run, ref, self._names(self.directory(run, ref)))
 
+    def is_deleted(self, listing: CheckpointFiles) -> bool:
+        """Tell whether a manifest of a checkpoint was deleted since the listing."""
+        return not set(listing.manifests) <= set(self.listing(listing.run, listing.ref).manifests)
+
     def directory(self, run: str, ref: CheckpointRef) -> PurePath:
         """Return the folder of a checkpoint."""
         return self._root / layout.MANIFESTS / run / layout.checkpoint_name(ref)

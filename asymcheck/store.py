@@ -486,14 +486,24 @@ class Store(contextlib.AbstractContextManager["Store"]):
     def tensors(
         self, step: int | str | None = None, pattern: str = "*", *, run: str = DEFAULT_RUN
     ) -> tuple[Checkpoint, list[StoredTensor]]:
-        """Return a checkpoint, by default the newest, and its tensors that match a glob; read no tensor bytes."""
+        """Return a checkpoint, by default the newest readable one, and its tensors that match a glob.
+
+        Reads no tensor bytes.
+
+        Warns:
+            SkippedCheckpointWarning: a newer checkpoint is unfinished or damaged.
+        """
         ref, tensors = inventory(self._tier, run, self.resources.checked(run, step, pattern), pattern)
         return self._described(run, ref), tensors
 
     def values(
         self, step: int | str | None = None, pattern: str = "*", *, run: str = DEFAULT_RUN
     ) -> tuple[Checkpoint, list[StoredValue]]:
-        """Return a checkpoint, by default the newest, and its plain values that match a glob, as texts."""
+        """Return a checkpoint, by default the newest readable one, and its plain values that match a glob, as texts.
+
+        Warns:
+            SkippedCheckpointWarning: a newer checkpoint is unfinished or damaged.
+        """
         ref, plain_values = values(self._tier, run, self.resources.checked(run, step, pattern), pattern)
         return self._described(run, ref), plain_values
 

@@ -19,7 +19,7 @@ from click.shell_completion import get_completion_class
 
 from asymcheck.cli import output
 from asymcheck.cli.doctor_command import doctor
-from asymcheck.cli.exit_status import DEFECT, HELP, INTERRUPTED, STORAGE, status_of
+from asymcheck.cli.exit_status import DEFECT, HELP, INTERRUPTED, STORAGE, WARNINGS, status_of
 from asymcheck.cli.inspect_command import inspect
 from asymcheck.cli.maintenance import delete, gc, rebuild_catalog
 from asymcheck.cli.merge_command import merge
@@ -72,8 +72,10 @@ _WARNINGS = (
 class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> NoReturn:
         try:
-            with _warnings_as_notes(), _waits_as_notes():
+            with _warnings_as_notes() as noted, _waits_as_notes():
                 status = super().invoke(ctx)
+            if not status and SkippedCheckpointWarning in noted:
+                status = WARNINGS
             ctx.exit(status or 0)
         except AsymcheckError as error:
             output.note(str(error))
@@ -85,21 +87,23 @@ class _Commands(click.Group):
 
 
 @contextlib.contextmanager
-def _warnings_as_notes() -> Iterator[None]:
-    """Print the package's warnings as messages, without a source line."""
+def _warnings_as_notes() -> Iterator[set[type[Warning]]]:
+    """Print the package's warnings as messages, without a source line; yield the set of their categories."""
+    noted: set[type[Warning]] = set()
     with warnings.catch_warnings():
         default_showwarning = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed on
             if issubclass(category, _WARNINGS):
                 output.note(str(message))
+                noted.add(category)
             else:
                 default_showwarning(message, category, *args, **kwargs)
 
         warnings.showwarning = show
         for category in _WARNINGS:
             warnings.simplefilter("always", category)
-        yield
+        yield noted
 
 
 class _NoteHandler(logging.Handler):

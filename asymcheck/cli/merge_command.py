@@ -12,7 +12,7 @@ import click
 from asymcheck.cli import output
 from asymcheck.cli.options import Report, command, open_existing, parse_checkpoint, store_argument
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.errors import InvalidInputError
+from asymcheck.errors import HeadRecordError, InvalidInputError, SkippedCheckpointWarning, warn_user
 from asymcheck.merging import METHODS, SCHEDULES
 from asymcheck.store import Store
 
@@ -227,11 +227,21 @@ def _newest(store: Store, run: str, last: int | None) -> list[str]:
     """Return the names of the newest complete checkpoints on the line, oldest first."""
     if last is None:
         return []
-    found = [item for item in store.checkpoints(run) if item.complete and item.on_line]
-    if len(found) < last:
-        have = output.count(len(found), "complete checkpoint")
+    history = store.history(run, everything=True)
+    if history.line_problem:
+        raise HeadRecordError(history.line_problem)
+    chosen: list[str] = []
+    for entry in history.entries:
+        item = entry.checkpoint
+        if len(chosen) < last and item.on_line:
+            if item.complete:
+                chosen.append(f"save:{item.save_id}")
+            else:
+                warn_user(f"run {run!r}: skipped {item.ref}: {entry.problem}", SkippedCheckpointWarning)
+    if len(chosen) < last:
+        have = output.count(len(chosen), "complete checkpoint")
         raise InvalidInputError(f"--last {last}: run {run!r} of {store.location} has {have}; give a smaller number")
-    return [f"save:{item.save_id}" for item in sorted(found, key=lambda item: item.ref)[-last:]]
+    return chosen[::-1]
 
 
 def _show(done: Merged, store: Path) -> None:

@@ -32,7 +32,8 @@ _SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _AGE = re.compile(r"([0-9]{1,6})(min|[shdw])\Z", re.ASCII)
 _BEST = re.compile(r"(.+):([0-9]{1,9})(?::(min|max))?\Z", re.ASCII)
 
-store_argument = click.argument("store", type=click.Path())
+# click would report a directory without permission to read as an invalid command line.
+store_argument = click.argument("store", type=click.Path(readable=False))
 ring_folder_option = click.option(
     "--ring-folder",
     type=click.Path(path_type=Path),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from asymcheck.cli import output
+from asymcheck.cli import exit_status, output
 from asymcheck.cli.follow import FollowedCheckpoints
 from asymcheck.cli.options import (
     Report,
@@ -30,6 +30,7 @@ from asymcheck.store import Store
 if TYPE_CHECKING:
     from asymcheck.publish.release import Publisher
 
+Document = dict[str, object]
 _DTYPES = ("bfloat16", "float16", "float32")
 follow_option = click.option(
     "--follow", is_flag=True, help="Continue with each newer checkpoint or release until interrupted."
@@ -73,7 +74,7 @@ def publish(
     previous one where that is smaller. If LOCATION is remote, releases are committed to STORE first, in the run
     "release".
 
-    With --follow, each newer checkpoint is published. A line is printed for each release.
+    With --follow, each newer checkpoint is published. A line is printed for each release, also with --json.
 
     \b
     Examples:
@@ -92,9 +93,10 @@ def publish(
     with opened, Publisher(rules, opened) as publisher:
         newest = _Newest(opened, run, publisher)
         if follow:
-            _repeat(newest.publish_newer, poll_s)
+            _repeat(newest.publish_newer, _show_release, poll_s)
         document = newest.publish(step)
-    return Report(document, partial(_show_release, document))
+    status = exit_status.WARNINGS if newest.has_skipped else exit_status.OK
+    return Report(document, partial(_show_release, document), status)
 
 
 class _Newest:
@@ -105,26 +107,29 @@ class _Newest:
         self._followed = FollowedCheckpoints(store)
         # Newest checkpoint at the last look. If it is damaged, an older one was published in its place.
         self._seen: str | None = None
+        self.has_skipped = False  # whether the last release is of an older checkpoint
 
-    def publish(self, step: int | str | None) -> dict[str, object]:
+    def publish(self, step: int | str | None) -> Document:
         """Publish a checkpoint; return the document."""
         restored = self._store.restore(step, tensors=self._publisher.rules.tensors, run=self._run)
         for reason in restored.skipped:
             output.note(f"skipped {reason}")
+        self.has_skipped = bool(restored.skipped)
         release = self._publisher.publish(restored.state, restored.checkpoint.step)
         return {"location": self._publisher.rules.location, **dataclasses.asdict(release)}
 
-    def publish_newer(self) -> None:
-        """Publish the newest checkpoint if this process or an earlier one has not published it."""
+    def publish_newer(self) -> Document | None:
+        """Publish the newest checkpoint if this process or an earlier one has not published it; return the document."""
         line, _ = self._followed.readable_line(self._run)
         if not line or line[-1].save_id == self._seen:
-            return
-        if self._seen is not None or self._publisher.last_step() != line[-1].step:
-            _show_release(self.publish(None))
+            return None
+        is_new = self._seen is not None or self._publisher.last_step() != line[-1].step
+        document = self.publish(None) if is_new else None
         self._seen = line[-1].save_id
+        return document
 
 
-def _show_release(document: dict[str, object]) -> None:
+def _show_release(document: Document) -> None:
     kind = f"delta {document['deltas']} since a full release" if document["deltas"] else "full"
     sizes = f"{output.size(int(str(document['written_bytes'])))} of {output.size(int(str(document['state_bytes'])))}"
     click.echo(f"{document['location']}: release {document['number']}, step {document['step']}, {sizes}, {kind}")
@@ -139,7 +144,8 @@ def _show_release(document: dict[str, object]) -> None:
 def subscribe(location: str, target: Path, part: str | None, follow: bool, poll_s: float) -> Report:
     """Write the newest release at LOCATION to a file, verify every byte, and replace the file atomically.
 
-    With --follow, the file is replaced by each newer release. LOCATION need not exist yet. Readers of the file see a
+    With --follow, the file is replaced by each newer release, and a line is printed for each one, also with --json.
+    LOCATION need not exist yet. Readers of the file see a
     whole release at any time, because the new file is renamed to the old name.
 
     \b
@@ -157,22 +163,23 @@ def _follow_releases(location: str, target: Path, part: str | None, poll_s: floa
     """Write each newer release until interrupted. Wait for the first release."""
     number = 0
 
-    def write_newer() -> None:
+    def write_newer() -> Document | None:
         nonlocal number
         try:
             document = _write_release(location, target, part, number)
         except (StoreNotFoundError, CheckpointNotFoundError):
             if number:
                 raise
-            return
-        if document["number"] != number:
-            number = int(str(document["number"]))
-            _show_file(document)
+            return None
+        if document["number"] == number:
+            return None
+        number = int(str(document["number"]))
+        return document
 
-    _repeat(write_newer, poll_s)
+    _repeat(write_newer, _show_file, poll_s)
 
 
-def _write_release(location: str, target: Path, part: str | None, written: int = 0) -> dict[str, object]:
+def _write_release(location: str, target: Path, part: str | None, written: int = 0) -> Document:
     """Write the newest release, unless the file already has it; return the document.
 
     Args:
@@ -216,16 +223,20 @@ def _write_release(location: str, target: Path, part: str | None, written: int =
             }
 
 
-def _show_file(document: dict[str, object]) -> None:
+def _show_file(document: Document) -> None:
     content = f"{output.count(int(str(document['tensors'])), 'tensor')}, {output.size(int(str(document['bytes'])))}"
     click.echo(f"{document['path']}: release {document['number']}, step {document['step']}, {content}")
 
 
-def _repeat(call: Callable[[], None], poll_s: float) -> None:
-    """Call until interrupted. A location that does not answer is asked again."""
+def _repeat(call: Callable[[], Document | None], show: Callable[[Document], None], poll_s: float) -> None:
+    """Call until interrupted, and print each result. A location that does not answer is asked again."""
+    as_json = click.get_current_context().params["as_json"]
     while True:
         try:
-            call()
+            document = call()
         except RemoteUnreachableError as error:
             output.note(str(error))
+        else:
+            if document is not None:
+                output.print_json(document, indent=None) if as_json else show(document)
         time.sleep(poll_s)

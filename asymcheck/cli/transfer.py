@@ -152,7 +152,7 @@ def _follow_loop(loop: PushLoop, progress: Progress) -> None:
 
 @command("Copy checkpoints from a remote location into a store.")
 @click.argument("location")
-@click.argument("store", type=click.Path(path_type=Path))
+@click.argument("store", type=click.Path(path_type=Path, readable=False))
 @_selection_options
 @click.option("--tensors", help="Copy only tensors and plain values whose full name matches this glob.")
 @click.option("--to-run", default=PARTIAL_RUN, show_default=True, help="With --tensors: run of the copy.")
@@ -328,8 +328,8 @@ def _show_export(done: Exported) -> None:
 
 
 @command("Convert a .safetensors file, .pt file or model folder to a store, or back.")
-@click.argument("src", type=click.Path(path_type=Path))
-@click.argument("dst", type=click.Path(path_type=Path))
+@click.argument("src", type=click.Path(path_type=Path, readable=False))
+@click.argument("dst", type=click.Path(path_type=Path, readable=False))
 @click.option(
     "--step",
     type=int,

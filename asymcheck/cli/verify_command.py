@@ -87,11 +87,17 @@ def verify(
         tier = opened.resources.tier
         with output.progress("verify") as progress:
             findings, content = verify_store(tier, run, step, progress, deep=is_deep, shard=shard)
-        checkpoints = [item for item in opened.checkpoints(run) if step in (None, item.step)]
+        # Names suffice. Store.checkpoints() would read every manifest a second time.
+        listings = [
+            listing
+            for name in (tier.manifests.runs() if run is None else [run])
+            for listing in tier.manifests.checkpoints(name)
+            if step in (None, listing.ref.step)
+        ]
     part = shard or Shard()
     document = {
         "store": store,
-        "checkpoints": len(checkpoints),
+        "checkpoints": len(listings),
         "deep": is_deep,
         "repaired": repaired,
         "shard": {
@@ -101,7 +107,7 @@ def verify(
             "run": run,
             "step": step,
             # Whether other stores have further ranks of these checkpoints.
-            "has_parts": any(checkpoint.store_ranks for checkpoint in checkpoints),
+            "has_parts": any(listing.store_ranks and not listing.is_whole for listing in listings),
             "content": content,
         },
         "findings": findings,

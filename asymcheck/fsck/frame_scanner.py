@@ -38,7 +38,7 @@ from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.slots import Slot
 from asymcheck.types import Digest, Location, PackId, Progress
 
-_LISTINGS = 8
+LISTINGS = 8
 """Maximum number of listings of packs in a scan. A training may move partitions during each of them."""
 
 Opened = OpenPack | AsymcheckError
@@ -237,7 +237,7 @@ def scan_packs(tier: NvmeTier, progress: Progress | None = None) -> ScanResult:
     scan, scanner = ScanResult(), FrameScanner(tier)
     sizes: dict[PackId, int] = {}
     done = 0
-    for _ in range(_LISTINGS):
+    for _ in range(LISTINGS):
         new = [pack_id for pack_id in tier.pack_ids() if pack_id not in sizes]
         sizes |= {pack_id: 0 if progress is None else tier.pack_bytes(pack_id) for pack_id in new}
         is_missing = False

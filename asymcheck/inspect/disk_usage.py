@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +20,12 @@ from asymcheck.format import layout, registry
 from asymcheck.format.digest_set import DigestSet
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import frame_lengths
-from asymcheck.fsck.frame_scanner import Opened, each_manifest, each_pack
+from asymcheck.fsck.frame_scanner import LISTINGS, Opened, each_manifest, each_pack
 from asymcheck.inspect.history import known_line
 from asymcheck.restore.resolve import check_run_exists
+from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import NvmeTier
+from asymcheck.types import PackId
 
 _Ints = npt.NDArray[np.int64]
 _STAT_BLOCK = 512
@@ -126,9 +128,12 @@ def account(tier: NvmeTier, run: str | None = None) -> DiskUsage:
     # Read manifests before packs, so that a concurrent commit is omitted. Otherwise its partitions would seem lost.
     for name in runs:
         needs.add_run(tier, name)
-    for pack_id, pack in each_pack(tier.pack_ids(), tier.open_pack):
-        frames.add(tier.pack_path(pack_id), pack)
-    return _Totals(tier, needs, frames).result(run)
+    frames.add_packs(tier)
+    totals = _Totals(tier, needs, frames)
+    # A training may have deleted checkpoints meanwhile. Their partitions are not lost.
+    if needs.forget_deleted(tier, totals.missing_partitions()):
+        totals = _Totals(tier, needs, frames)
+    return totals.result(run)
 
 
 class _References:
@@ -137,7 +142,8 @@ class _References:
     def __init__(self) -> None:
         self.checkpoints: list[CheckpointBytes] = []
         """Checkpoints with the facts from manifests. Sums over frames are 0."""
-        self.manifests = 0
+        self.listings: list[CheckpointFiles] = []
+        """Manifests of these checkpoints."""
         self.unreadable = 0
         self.extents: list[_Table] = []
         self.state_by_role: list[_Ints] = []
@@ -164,8 +170,36 @@ class _References:
                 manifest_bytes=manifest_bytes,
             )
             self.checkpoints.append(checkpoint)
-            self.manifests += len(listing.manifests)
+            self.listings.append(listing)
             self.state_by_role.append(by_role)
+
+    def forget_deleted(self, tier: NvmeTier, missing: Sequence[int]) -> bool:
+        """Remove checkpoints with a manifest or a partition that is missing because of a deletion since the listing.
+
+        Args:
+            tier: the store.
+            missing: number of missing partitions of each checkpoint.
+
+        Returns:
+            Whether a checkpoint was removed.
+        """
+        kept = []
+        for number, (item, listing, lacks) in enumerate(zip(self.checkpoints, self.listings, missing, strict=True)):
+            # Manifests are deleted before packs are freed.
+            is_intact = item.complete and not lacks
+            if is_intact or not tier.manifests.is_deleted(listing):
+                kept.append(number)
+        if len(kept) == len(self.checkpoints):
+            return False
+        numbers = np.full(len(self.checkpoints), -1, dtype=np.int64)
+        numbers[kept] = np.arange(len(kept))
+        for extents in self.extents:
+            extents["checkpoint"] = numbers[extents["checkpoint"]]
+        self.extents = [extents[extents["checkpoint"] >= 0] for extents in self.extents]
+        self.checkpoints = [self.checkpoints[number] for number in kept]
+        self.listings = [self.listings[number] for number in kept]
+        self.state_by_role = [self.state_by_role[number] for number in kept]
+        return True
 
     def _add(self, manifest: Manifest, by_role: _Ints) -> None:
         roles = np.array([_ROLES[role] for role in manifest.roles()], dtype=np.int64)
@@ -186,6 +220,20 @@ class _FrameTable:
         self.is_damaged: list[bool] = []
         self.unreadable = 0
         self.unreadable_bytes = 0
+
+    def add_packs(self, tier: NvmeTier) -> None:
+        """Add the frames of all packs."""
+        added: set[PackId] = set()
+        for _ in range(LISTINGS):
+            new = [pack_id for pack_id in tier.pack_ids() if pack_id not in added]
+            added.update(new)
+            is_missing = False
+            for pack_id, pack in each_pack(new, tier.open_pack):
+                is_missing = is_missing or isinstance(pack, MissingPartitionError)
+                self.add(tier.pack_path(pack_id), pack)
+            # A collection may have copied the partitions of a removed pack into a pack that is not listed yet.
+            if not is_missing:
+                break
 
     def add(self, path: Path, pack: Opened) -> None:
         if isinstance(pack, MissingPartitionError):
@@ -252,12 +300,19 @@ class _Totals:
             pooled_packs=len(pooled),
             pooled_bytes=sum(pooled),
             unfinished_bytes=_bytes_in(tier, tier.packs, "st_size", layout.is_pack_temporary),
-            manifests=needs.manifests,
+            manifests=sum(len(listing.manifests) for listing in needs.listings),
             manifest_bytes=sum(item.manifest_bytes for item in needs.checkpoints),
             unreadable_manifests=needs.unreadable,
             # Count allocated blocks, because the catalog is a sparse file.
             catalog_bytes=_bytes_in(tier, tier.root / layout.CATALOG, "st_blocks") * _STAT_BLOCK,
         )
+
+    def missing_partitions(self) -> list[int]:
+        """Return the number of partitions of each checkpoint that are in no readable pack."""
+        # Frames are never empty, so a partition of 0 bytes is in no pack.
+        is_missing = (self.bytes_of[self.pair_needs] == 0).astype(np.int64)
+        missing: list[int] = _sum_by_key(self.pair_users, is_missing, len(self.needs.checkpoints)).tolist()
+        return missing
 
     def _checkpoints(self, chosen: npt.NDArray[np.bool_]) -> tuple[CheckpointBytes, ...]:
         items = self.needs.checkpoints
@@ -265,8 +320,7 @@ class _Totals:
         stored = _sum_by_key(self.pair_users, bytes_of, len(items)).tolist()
         own = _sum_by_key(self.pair_users, bytes_of * is_own, len(items)).tolist()
         new = _sum_by_key(self.pair_users, bytes_of * self._is_first_user(), len(items)).tolist()
-        # Frames are never empty, so a partition of 0 bytes is in no pack.
-        missing = _sum_by_key(self.pair_users, (bytes_of == 0).astype(np.int64), len(items)).tolist()
+        missing = self.missing_partitions()
         return tuple(
             dataclasses.replace(
                 item,

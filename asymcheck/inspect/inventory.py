@@ -10,7 +10,7 @@ from asymcheck.format.manifest import Extent, Manifest, TensorRow
 from asymcheck.format.registry import CODECS
 from asymcheck.inspect.values import plain_values
 from asymcheck.restore.partition_locator import PartitionCopy, PartitionLocator
-from asymcheck.restore.resolve import candidates, read_manifests
+from asymcheck.restore.resolve import find_readable, read_manifests
 from asymcheck.state.names import matches, no_match
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.types import Checkpoint, CheckpointRef
@@ -71,16 +71,16 @@ class StoredValue:
 
 
 def values(tier: ReadTier, run: str, step: int | str | None, pattern: str) -> tuple[CheckpointRef, list[StoredValue]]:
-    """Return a checkpoint (the newest by default) and its plain values whose names match a glob.
+    """Return a checkpoint (the newest readable one by default) and its plain values whose names match a glob.
 
     Raises:
-        CheckpointNotFoundError, InconsistentCheckpointError, FormatError, HeadRecordError
+        CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError
         InvalidInputError: the glob matches no value.
     """
-    listing = candidates(tier, run, step)[0]
+    listing, manifests = find_readable(tier, run, step)
     stored = [
         StoredValue(name, text, manifest.header.rank)
-        for manifest in read_manifests(tier, listing)
+        for manifest in manifests
         for name, text in plain_values(manifest).items()
     ]
     chosen = [value for value in stored if matches(pattern, [value.name])]
@@ -92,15 +92,14 @@ def values(tier: ReadTier, run: str, step: int | str | None, pattern: str) -> tu
 def inventory(
     tier: ReadTier, run: str, step: int | str | None, pattern: str
 ) -> tuple[CheckpointRef, list[StoredTensor]]:
-    """Return a checkpoint (the newest by default) and its tensors with a name or alias that matches a glob.
+    """Return a checkpoint (the newest readable one by default) and its tensors with a matching name or alias.
 
     Raises:
-        CheckpointNotFoundError, InconsistentCheckpointError, FormatError, HeadRecordError
+        CheckpointNotFoundError, InconsistentCheckpointError, HeadRecordError
         InvalidInputError: the glob matches no tensor.
     """
-    listing = candidates(tier, run, step)[0]
+    listing, manifests = find_readable(tier, run, step)
     tensors: list[StoredTensor] = []
-    manifests = read_manifests(tier, listing)
     for manifest in manifests:
         with PartitionLocator.of_manifests(tier, [manifest], must_be_complete=False) as sources:
             tensors += [

@@ -15,10 +15,12 @@ from asymcheck.errors import (
     CatalogError,
     ClosedStoreError,
     ForkedStoreError,
+    FormatError,
     InconsistentCheckpointError,
     InvalidInputError,
     OutOfSpaceError,
     ReadOnlyStoreError,
+    RecoveryError,
     RemoteUnreachableError,
     StorageError,
     TooManyFilesError,
@@ -90,7 +92,12 @@ def pull(
             return
         if selection is None:
             copy_heads(run)
-        copier.copy(listing, selection)
+        try:
+            copier.copy(listing, selection)
+        except (FormatError, RecoveryError):
+            # A training may delete a checkpoint at the location before its turn.
+            if len(listings) == 1 or not remote.manifests.is_deleted(listing):
+                raise
 
     if selection is not None:
         check_derived_run(local, selection.run)

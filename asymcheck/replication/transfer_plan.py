@@ -19,7 +19,6 @@ from asymcheck.errors import (
     CheckpointNotFoundError,
     DamagedPartitionError,
     FormatError,
-    InconsistentCheckpointError,
     MissingPartitionError,
     SkippedCheckpointWarning,
     StorageError,
@@ -33,7 +32,7 @@ from asymcheck.format.pack import ENTRY_DTYPE, entry_of
 from asymcheck.inspect.history import known_line
 from asymcheck.restore.frame_reader import read_any, read_stored
 from asymcheck.restore.partition_locator import PartitionCopy, PartitionLocator, PartitionSet
-from asymcheck.restore.resolve import candidates, check_run_exists, read_manifests, resolve_each
+from asymcheck.restore.resolve import candidates, check_run_exists, inconsistent, read_manifests, resolve_each
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.slots import Slot
@@ -56,14 +55,14 @@ def selected(tier: ReadTier, run: str | None, step: int | str | None, *, everyth
     """
     if everything:
         return _all(tier, run)
-    listings = candidates(tier, run or DEFAULT_RUN, step)
-    skipped: list[str] = []
+    run, skipped = run or DEFAULT_RUN, list[str]()
+    listings = candidates(tier, run, step)
     for resolved in resolve_each(tier, listings, skipped, whole=False):
         resolved.sources.close()
         for reason in skipped:
             warn_user(f"run {resolved.run!r}: skipped {reason}", SkippedCheckpointWarning)
         return [listing for listing in listings if listing.ref == resolved.ref]
-    raise InconsistentCheckpointError(f"store {tier.root} has no consistent checkpoint. Run asymcheck verify:", skipped)
+    raise inconsistent(tier, run, step, skipped, "copied")
 
 
 def _all(tier: ReadTier, run: str | None) -> list[CheckpointFiles]:

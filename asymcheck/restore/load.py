@@ -32,7 +32,7 @@ from asymcheck.restore.assemble import Assembly, holds
 from asymcheck.restore.in_place import InPlaceFill
 from asymcheck.restore.read_plan import Demand, demands_of, execute, execute_in_memory, read_parts
 from asymcheck.restore.reshard import ShardSet, box_of
-from asymcheck.restore.resolve import Resolved, candidates, resolve_each, resolve_manifests
+from asymcheck.restore.resolve import Resolved, candidates, inconsistent, resolve_each, resolve_manifests
 from asymcheck.restore.state_template import with_tensors
 from asymcheck.state.shards import TensorShard
 from asymcheck.storage.interfaces import ReadTier
@@ -105,15 +105,10 @@ def read_first(tier: ReadTier, run: str, step: int | str | None, read: Read, *, 
             return loaded
         if is_stale is None or not is_stale():
             break
-    problem = f"no checkpoint of run {run!r} can be restored"
     if step is None:
         # Raises CheckpointNotFoundError if all checkpoints were deleted meanwhile.
         candidates(tier, run, step)
-    else:
-        name = step if isinstance(step, str) else f"step {step}"
-        problem = f"{name} of run {run!r} cannot be restored; other steps may be intact"
-    message = f"store {tier.root}: {problem}; run asymcheck verify {tier.root} for a complete list of damage:"
-    raise InconsistentCheckpointError(message, skipped)
+    raise inconsistent(tier, run, step, skipped, "restored")
 
 
 def _has_more(tier: ReadTier, run: str, step: int | str | None, seen: Collection[CheckpointFiles]) -> bool:

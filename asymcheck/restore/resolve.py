@@ -16,9 +16,11 @@ from asymcheck.errors import (
     LockTimeoutError,
     MissingPartitionError,
     RecoveryError,
+    SkippedCheckpointWarning,
     StorageError,
     UnsupportedFormatError,
     listed,
+    warn_user,
 )
 from asymcheck.events import Detail, timed
 from asymcheck.format.manifest import Manifest
@@ -82,6 +84,45 @@ def candidates(tier: ReadTier, run: str, step: int | str | None) -> list[Checkpo
         wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise CheckpointNotFoundError(f"store {tier.root} has {wanted} of run {run!r}{available(tier, run, listings)}")
     return matching
+
+
+def find_readable(tier: ReadTier, run: str, step: int | str | None) -> tuple[CheckpointFiles, list[Manifest]]:
+    """Return the first candidate for a restore whose manifests are readable, and these manifests.
+
+    Raises:
+        CheckpointNotFoundError, HeadRecordError, InvalidInputError: as for :func:`candidates`.
+        InconsistentCheckpointError: the manifests of no candidate are readable.
+        UnsupportedFormatError: a checkpoint requires a newer version of asymcheck.
+
+    Warns:
+        SkippedCheckpointWarning: a newer checkpoint is unfinished or damaged.
+    """
+    skipped: list[str] = []
+    skips = SkippedCheckpoints(skipped)
+    for listing in candidates(tier, run, step):
+        try:
+            manifests = read_manifests(tier, listing)
+        except (UnsupportedFormatError, *INCONCLUSIVE):
+            raise
+        except (FormatError, RecoveryError, StorageError) as error:
+            skips.add(listing.ref, str(error))
+            continue
+        for reason in skipped:
+            warn_user(f"run {run!r}: skipped {reason}", SkippedCheckpointWarning)
+        return listing, manifests
+    raise inconsistent(tier, run, step, skipped, "read")
+
+
+def inconsistent(
+    tier: ReadTier, run: str, step: int | str | None, skipped: Sequence[str], action: str
+) -> InconsistentCheckpointError:
+    """Return the error for ``skipped`` candidates, none of which allows an action, such as ``restored``."""
+    problem = f"no checkpoint of run {run!r} can be {action}"
+    if step is not None:
+        name = step if isinstance(step, str) else f"step {step}"
+        problem = f"{name} of run {run!r} cannot be {action}; other steps may be intact"
+    message = f"store {tier.root}: {problem}; run asymcheck verify {tier.root} for a complete list of damage:"
+    return InconsistentCheckpointError(message, skipped)
 
 
 def by_save_id(tier: ReadTier, run: str, digits: str) -> CheckpointFiles:

@@ -241,6 +241,21 @@ def test_replicated_tensors_count_once(call: Call, store_path: Path, tmp_path: P
     assert ": 3 tensors, 27.3 KiB, from" in call("restore", store_path, "--to", tmp_path / "o.safetensors").out
 
 
+def test_a_save_in_progress_hides_no_tensors(call: Call, store_path: Path) -> None:
+    """Test the newest checkpoint whose save is complete, as a restore would choose it, and a named unfinished one."""
+    with asymcheck.Store.open(store_path, create=True) as opened:
+        opened.save({"x": torch.ones(5), "lr": 0.1}, step=1)
+        opened.save({"x": torch.ones(5), "lr": 0.1}, step=2, part=Part(0, 2, f"{time.time_ns():032x}"))
+    for words in (("--tensors", "*"), ("--values",)):
+        outcome = call("inspect", store_path, *words)
+        assert outcome.out.startswith("run default, step 1, generation 1: 1 ")
+        assert "skipped step 2 (generation 1, save" in outcome.err
+        assert outcome.err.endswith(": the manifest of rank 1 is missing (world size 2)\n")
+    unfinished = call("inspect", store_path, "--step", 2)
+    assert unfinished.status == exit_status.UNREADABLE
+    assert "step 2 of run 'default' cannot be read; other steps may be intact" in unfinished.err
+
+
 def test_a_narrow_terminal_gets_whole_words(call: Call, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test that lines wrap instead of columns of one character."""
     monkeypatch.setattr("asymcheck.cli.output.console", lambda: Console(width=40))

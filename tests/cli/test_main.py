@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import signal
 import subprocess
@@ -131,6 +133,23 @@ def test_a_foreign_directory(call: Call, name: str, tmp_path: Path) -> None:
     outcome = call(name, tmp_path, *WORDS.get(name, ()))
     assert outcome.status == exit_status.NOT_FOUND
     assert "is not an asymcheck store" in outcome.err
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_store_without_permission(call: Call, name: str, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test status 5: the operating system refuses, and the command line is valid."""
+    os_open = os.open
+
+    def refuse(path: str, *arguments: int, **options: int) -> int:
+        if os.fspath(path).startswith(str(store)):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return os_open(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "access", lambda path, _mode: os.fspath(path) != str(store))
+    monkeypatch.setattr(os, "open", refuse)
+    outcome = call(name, store, *WORDS.get(name, ()))
+    assert outcome.status == exit_status.STORAGE
+    assert "Permission denied" in outcome.err
 
 
 @pytest.mark.parametrize("name", NAMES)

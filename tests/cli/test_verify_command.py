@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 import asymcheck
+from asymcheck.storage.manifests import ManifestReader
 from asymcheck.types import Part
 from tests.cli.conftest import Outcome
 
@@ -117,3 +119,26 @@ def test_a_document_says_whether_frames_were_read(call: Call, store: Path, tmp_p
     assert call("verify", store, "--json").json["deep"] is True
     assert call("verify", location, "--json").json["deep"] is False
     assert call("verify", location, "--deep", "--json").json["deep"] is True
+
+
+@pytest.mark.parametrize("is_remote", [False, True], ids=["store", "location"])
+def test_each_manifest_is_read_once(
+    call: Call, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_remote: bool
+) -> None:
+    """Test that the number of checkpoints in the verdict costs no second read of every manifest."""
+    location = str(store)
+    if is_remote:
+        location = f"file://{tmp_path / 'location'}"
+        with asymcheck.Store.open(store) as opened:
+            opened.push(location, everything=True)
+    names: list[str] = []
+    read_bytes = ManifestReader.read_bytes
+
+    def counted(self: ManifestReader, run: str, ref: object, name: object) -> bytes:
+        names.append(str(name))
+        return read_bytes(self, run, ref, name)  # type: ignore[arg-type]  # as it was
+
+    monkeypatch.setattr(ManifestReader, "read_bytes", counted)
+    outcome = call("verify", location)
+    assert f"{len(names)} checkpoints checked" in outcome.out
+    assert len(set(names)) == len(names)

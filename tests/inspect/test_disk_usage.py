@@ -13,6 +13,7 @@ import asymcheck
 from asymcheck.errors import CheckpointNotFoundError
 from asymcheck.format.frame import frame_length
 from asymcheck.inspect.disk_usage import _ROLES, DiskUsage, _divide_by_role
+from asymcheck.types import PackId
 
 CONFIG = asymcheck.StoreConfig(partition_bytes=8192, bundle_below_bytes=4096, inline_bytes=64)
 
@@ -221,6 +222,35 @@ def test_damaged_and_lost_packs(store_path: Path) -> None:
         assert lost.checkpoints[0].missing_partitions == len(needs_of(store)[lost.checkpoints[0].save_id])
         assert lost.packs == len(packs)
         check_sums(lost)
+
+
+@pytest.mark.parametrize("is_listed_before", [False, True], ids=["before", "after"])
+def test_a_deletion_during_the_account_is_no_loss(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, is_listed_before: bool
+) -> None:
+    """Test checkpoints that a training deletes, and frames that it moves, before or after packs are listed."""
+    with trained(store_path) as store:
+        tier = store.resources.tier
+        pack_ids, collected = tier.pack_ids, list[int]()
+
+        def listed_late() -> list[PackId]:
+            before = list(pack_ids())
+            if not collected:
+                collected.append(0)
+                for step in (0, 1, 2, 3):
+                    store.delete(step)
+                collected[0] = store.gc().repacked_packs
+                return before if is_listed_before else list(pack_ids())
+            return before
+
+        monkeypatch.setattr(tier, "pack_ids", listed_late)
+        found = store.disk_usage()
+        assert collected[0] > 0
+        assert [(item.run, item.step) for item in found.checkpoints if item.missing_partitions] == []
+        assert [(item.run, item.step) for item in found.checkpoints if not item.complete] == []
+        if not is_listed_before:
+            assert found == store.disk_usage()
+        check_sums(found)
 
 
 def test_partitions_in_two_packs_count_twice(store_path: Path, tmp_path: Path) -> None:

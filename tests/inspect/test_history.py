@@ -124,3 +124,9 @@ def test_missing_runs(store: asymcheck.Store, tmp_path: Path) -> None:
         store.history("nobody")
     with asymcheck.Store.open(tmp_path / "empty", create=True) as empty:
         assert (empty.history().entries, empty.history().openings) == ((), ())
+
+
+def test_a_checkpoint_of_one_rank_shares_nothing(store: asymcheck.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that its manifest is not copied into the cache of several ranks, which doubles the time of a long run."""
+    monkeypatch.delattr("asymcheck.storage.manifests.decode_manifests")
+    assert [item.step for item in store.checkpoints() if item.complete] == [10, 20, 30, 40, 25, 35, 30]

@@ -307,5 +307,12 @@ def test_callbacks_that_cannot_be_resumed_are_refused(callback: Callback, tmp_pa
         with pytest.raises(InvalidInputError, match=f"cannot resume exactly: {type(callback).__name__} changes"):
             fit(tmp_path, AsymcheckCallback(store, keep=None), callback)
         assert store.checkpoints() == []
+
+
+@pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch")
+def test_a_fit_that_does_not_resume_takes_all_callbacks(tmp_path: Path) -> None:
+    """Test a callback that no resume can repeat."""
+    with Store.open(tmp_path / "store", create=True) as store:
+        callback = StochasticWeightAveraging(swa_lrs=0.01)
         fit(tmp_path, AsymcheckCallback(store, keep=None, resume=False), callback)
         assert store.checkpoints()

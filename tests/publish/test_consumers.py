@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -97,6 +100,29 @@ def test_commands_publish_and_write_a_file(tmp_path: Path) -> None:
     assert call("publish", store, "--to", releases, "--tensors", "x.*").status == 2
     assert call("publish", store, "--to", releases, "--follow", "--step", 5).status == 2
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)], ids=["text", "json"])
+def test_follow_prints_a_line_for_each_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    """Test that with ``--json``, each line is the document that the command prints without ``--follow``."""
+
+    def interrupt(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("asymcheck.cli.publish_commands.time", SimpleNamespace(sleep=interrupt))
+    store, releases = tmp_path / "store", tmp_path / "releases"
+    with Store.open(store, create=True) as opened:
+        opened.save({"model": {"weight": torch.ones(100)}}, step=1)
+    for words in (("publish", store, "--to", releases), ("subscribe", releases, "--to", tmp_path / "m.safetensors")):
+        outcome = call(*words, "--follow", *more)
+        assert (outcome.status, outcome.out.count("\n")) == (130, 1)
+        if more:
+            schema = ROOT / "docs" / "schemas" / f"{words[0]}.json"
+            jsonschema.validate(outcome.json, json.loads(schema.read_text()))
+        else:
+            assert ": release 1, step 1, " in outcome.out
 
 
 def test_follow_reads_no_manifest_of_published_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -336,3 +337,27 @@ def test_pull_fetches_partitions_that_a_collection_takes(
         assert collected
         assert done.reused_partitions == 0
         check_state(opened.load(1), 1)
+
+
+def test_a_checkpoint_that_is_deleted_before_its_turn_is_no_failure(store: Path, folder: str, tmp_path: Path) -> None:
+    """Test a training that deletes old checkpoints while all are copied: the others arrive, and nothing is damaged."""
+    save_steps(store, 3)
+
+    def deleting(place: str) -> Callable[[int, int], None]:
+        def progress(_done: int, _total: int) -> None:
+            with Store.open(place, config=CONFIG) as other:
+                if any(item.step == 2 for item in other.checkpoints()):
+                    other.delete(2)
+
+        return progress
+
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder, everything=True)
+    with Store.open(tmp_path / "pulled", config=CONFIG, create=True) as pulled:
+        pulled.pull(folder, everything=True, progress=deleting(folder))
+        assert [item.step for item in pulled.checkpoints()] == [1, 3]
+    other = f"{folder}-other"
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(other, everything=True, progress=deleting(str(store)))
+    with Store.open(other, read_only=True) as pushed:
+        assert [item.step for item in pushed.checkpoints()] == [1, 3]

@@ -269,7 +269,7 @@ class BackgroundPush:
                 if self._lease.until and not is_logged:
                     limit, is_logged = self._lease.until + deadline_s, True
                     holder = f"run {job.run} at {job.rules.remote} may be in use by {self._lease.other}"
-                    _logger.info("%s; waiting up to %.0f s for a sign of life", holder, self._lease.until - now)
+                    _logger.warning("%s; waiting up to %.0f s for a sign of life", holder, self._lease.until - now)
                 self._turn.wait(_POLL_S)
             problem = self._lease.problem if self._lease.is_decided else "no answer in time"
         if problem:

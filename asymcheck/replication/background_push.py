@@ -363,9 +363,13 @@ class BackgroundPush:
         now = self.statistics()
         if now.backlog:
             counted = "1 checkpoint was" if now.backlog == 1 else f"{now.backlog} checkpoints were"
+            # A cause may be permanent, such as another training of the same name at the location.
+            reason, condition = (
+                (now.problem, "once the cause is removed, ") if now.problem else ("no time was left", "")
+            )
             warn_user(
-                f"run {job.run!r}: {counted} not pushed to {job.rules.remote} ({now.problem or 'no time was left'}); "
-                "the next training that pushes there sends them, or asymcheck push --all does",
+                f"run {job.run!r}: {counted} not pushed to {job.rules.remote} ({reason}); {condition}the next training "
+                "that pushes there sends them, or asymcheck push --all does",
                 UnreachableRemoteWarning,
             )
         elif now.problem and self._lease.phase != "refused":

@@ -290,7 +290,9 @@ def test_a_training_that_was_lost_before_its_first_checkpoint_begins_again(tmp_p
     check_location(folder, 0)
     with (
         Store.open(tmp_path / "another", config=CONFIG, remote=folder, create=True) as store,
-        pytest.warns(UnreachableRemoteWarning, match="another training of this name was pushed there"),
+        pytest.warns(
+            UnreachableRemoteWarning, match=r"pushed there\. To continue .*asymcheck pull .*\); once the cause"
+        ),
         Checkpointer(store, state, push=Push(folder), every=1, keep=None) as checkpointer,
     ):
         train(checkpointer, state, 1)

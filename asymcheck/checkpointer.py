@@ -33,7 +33,7 @@ from asymcheck.errors import (
 )
 from asymcheck.gc.retention_runner import MaintenanceThread, Pruner
 from asymcheck.policies.interval import AutoInterval, ChosenInterval
-from asymcheck.policies.push_selection import Push, check_seconds
+from asymcheck.policies.push_selection import Push, check_seconds, mismatch
 from asymcheck.policies.retention import Retention, check_retention
 from asymcheck.publish.background import BackgroundPublisher
 from asymcheck.publish.release import Publish
@@ -177,6 +177,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if found is None:
             # With several ranks, the rendezvous decides which ranks push.
             self._pusher.start()
+        fixed = every if isinstance(every, int) else None
+        self._push_mismatch = None if push is None or not prunes else mismatch(push, fixed)
         self._maintenance = None if keep is None else MaintenanceThread(partial(self._pruner, keep))
         self._preemption = None if grace is None else Preemption(run, grace, self._coordinator)
         if self._preemption is not None:
@@ -417,6 +419,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         ends = False
         with self._exit_handler:
             self._check_may_save()
+            problem, self._push_mismatch = self._push_mismatch, None
+            if problem is not None:
+                # Not in the constructor, because a program that only calls save() chooses its steps itself.
+                warn_user(problem, UnreachableRemoteWarning)
             # An error of this rank alone must not keep it from a save of all ranks: it is raised at the end.
             newest = self._collect_outcomes()
             try:

@@ -426,7 +426,7 @@ class PreemptionWarning(UserWarning):
 
 
 class UnreachableRemoteWarning(UserWarning):
-    """A remote location did not respond, or is empty. Uploads or lookups there did not happen."""
+    """A remote location did not respond, is empty, or gets few checkpoints. Uploads or lookups did not happen."""
 
 
 class RemoteCopyWarning(UserWarning):

@@ -182,7 +182,10 @@ def pull(
     if tensors is None and to_run != PARTIAL_RUN:
         raise click.UsageError("--to-run applies to --tensors only")
     if not is_uri(location):
-        raise InvalidInputError(f"location {location!r} is not a URI; a local store needs no pull")
+        raise InvalidInputError(
+            f"location {location!r} is not a URI. Give a URI such as file:///mnt/checkpoints, or use a local store "
+            "without a pull"
+        )
     if not is_store(store):
         _check_selection(location, step, run, everything=everything)
     with Store.open(store, create=True) as opened, output.progress("pull") as progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 from collections.abc import Sequence
 
@@ -23,7 +24,11 @@ class Push:
     remote: str
     """URI of the remote location: ``hdfs://namenode:port/path``, ``s3://bucket/prefix``, ``file:///path``, …"""
     every: int | None = None
-    """Select checkpoints whose step is a multiple of this."""
+    """Select checkpoints whose step is a multiple of this.
+
+    Choose a multiple of ``Checkpointer(every=…)``, because other steps are not saved. With ``every="auto"``, few saved
+    steps are multiples: use ``every_s``.
+    """
     every_s: float | None = None
     """Select a checkpoint that began at least this many seconds after the last one pushed or selected."""
     best: Best | None = None
@@ -75,6 +80,31 @@ def check_push(push: object) -> Push:
     if not isinstance(push, Push):
         raise InvalidInputError(f"push={push!r:.100}: give asymcheck.Push('hdfs://…', every=…), or None")
     return push
+
+
+def mismatch(push: Push, every: int | None) -> str | None:
+    """Return a message if ``Push.every`` is the only rule, and selects few of the saved steps.
+
+    Args:
+        push: the rules.
+        every: number of steps between two checkpoints; None if measurements decide.
+    """
+    if push.every in (None, 1) or (push.every_s, push.best) != (None, None):
+        return None
+    if every is None:
+        return (
+            f"Push(every={push.every}) selects checkpoints whose step is a multiple of {push.every}, and with "
+            "every='auto' few saved steps are. Most checkpoints stay on this drive only. Pass Push(every_s=…), or a "
+            "number of steps to Checkpointer(every=…)"
+        )
+    common = math.lcm(push.every, every)
+    if common in (push.every, every):
+        return None
+    return (
+        f"Push(every={push.every}) selects checkpoints whose step is a multiple of {push.every}, but with "
+        f"every={every}, only multiples of {every} are saved. Only every {common}th step is pushed. Pass a multiple of "
+        f"{every} to Push(every=…)"
+    )
 
 
 def due(push: Push, local: Sequence[Checkpoint], remote: Sequence[Checkpoint], now_ns: int) -> list[Checkpoint]:

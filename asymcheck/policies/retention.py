@@ -27,7 +27,10 @@ class Retention:
     keep_last: int | None = None
     """Keep this many of the newest checkpoints."""
     keep_every: int | None = None
-    """Keep checkpoints whose step is a multiple of this."""
+    """Keep checkpoints whose step is a multiple of this.
+
+    Choose a multiple of ``Checkpointer(every=…)``, because other steps are not saved.
+    """
     keep_best: Best | None = None
     """Keep the best checkpoints by a metric, for instance ``("loss", 3)`` or ``("accuracy", 1, "max")``.
 

@@ -251,7 +251,7 @@ class BackgroundPush:
                 if self._lease.until and not is_logged:
                     limit, is_logged = self._lease.until + deadline_s, True
                     holder = f"run {job.run} at {job.rules.remote} may be in use by {self._lease.other}"
-                    _logger.info("%s; waiting up to %.0f s for a sign of life", holder, self._lease.until - now)
+                    _logger.warning("%s; waiting up to %.0f s for a sign of life", holder, self._lease.until - now)
                 self._turn.wait(_POLL_S)
             problem = self._lease.problem if self._lease.is_decided else "no answer in time"
         if problem:
@@ -325,9 +325,13 @@ class BackgroundPush:
         now = self.statistics()
         if now.backlog:
             counted = "1 checkpoint was" if now.backlog == 1 else f"{now.backlog} checkpoints were"
+            # A cause may be permanent, such as another training of the same name at the location.
+            reason, condition = (
+                (now.problem, "once the cause is removed, ") if now.problem else ("no time was left", "")
+            )
             warn_user(
-                f"run {job.run!r}: {counted} not pushed to {job.rules.remote} ({now.problem or 'no time was left'}); "
-                "the next training that pushes there sends them, or asymcheck push --all does",
+                f"run {job.run!r}: {counted} not pushed to {job.rules.remote} ({reason}); {condition}the next training "
+                "that pushes there sends them, or asymcheck push --all does",
                 UnreachableRemoteWarning,
             )
         elif now.problem and self._lease.phase != "refused":

@@ -81,13 +81,21 @@ class InPlaceFill:
     """Match of a given state with a stored one, made before any byte is overwritten."""
 
     def __init__(
-        self, state: object, parts: ShardSet, tensors: str = "*", *, grows: bool = False, returns: bool = False
+        self,
+        state: object,
+        parts: ShardSet,
+        tensors: str = "*",
+        *,
+        grows: bool = False,
+        returns: bool = False,
+        name: str = "the checkpoint",
     ) -> None:
         """Match ``state`` with the part of the stored state that the glob ``tensors`` selects.
 
         With ``grows``, stored entries are added to mappings that lack them, except to the outermost one, because the
         given state may be a part of the stored one. With ``returns``, the same training has saved the state: plain
         values that it added or replaced later are removed or replaced, and so are tensors that replaced a None.
+        ``name`` names the checkpoint in errors.
 
         Raises:
             StateMismatchError: lists all entries that do not fit, or were not saved.
@@ -115,8 +123,9 @@ class InPlaceFill:
             shown = "\n  ".join(self._problems[:_SHOWN])
             more = f"\n  … and {len(self._problems) - _SHOWN} more" if len(self._problems) > _SHOWN else ""
             fits = all(problem.endswith(tuple(parts.gaps)) for problem in self._problems)
-            what = "the checkpoint lacks parts of tensors" if fits else "the given state does not fit the checkpoint"
-            raise StateMismatchError(f"{what}; nothing was overwritten:\n  {shown}{more}")
+            what = f"{name} lacks parts of tensors" if fits else f"the given state does not fit {name}"
+            advice = "" if fits else ". Build the objects as they were saved, or choose another run"
+            raise StateMismatchError(f"{what}; nothing was overwritten{advice}:\n  {shown}{more}")
 
     @property
     def demands(self) -> list[Demand]:

@@ -182,7 +182,8 @@ def _load_one(wanted: LoadRequest, resolved: Resolved) -> object:
     own = (wanted.rank or 0) % header.world_size
     parts = ShardSet(resolved.manifests, [manifest.header.rank for manifest in resolved.manifests].index(own))
     with _with_advice(resolved, parts, "\n"):
-        filler = InPlaceFill(wanted.into, parts, wanted.tensors, grows=wanted.grows)
+        name = f"{resolved.ref} of run {resolved.run!r} in store {resolved.sources.tier.root}"
+        filler = InPlaceFill(wanted.into, parts, wanted.tensors, grows=wanted.grows, name=name)
     differences = [*filler.omissions, *filler.differences] if wanted.strict else filler.differences
     if differences:
         shown = "\n  ".join(differences)

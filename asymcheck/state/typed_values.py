@@ -395,6 +395,10 @@ _REMEDIES: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (Mapping, "store dict(value)"),
     (tuple, "store tuple(value), or use typing.NamedTuple"),
     (type, "store its name as a string"),
+    (
+        torch.utils.data.DataLoader,
+        "use StatefulDataLoader of torchdata, or store the epoch and the number of batches as plain values",
+    ),
     ((int, float, str, bytes), "convert it to the plain int, float, str or bytes"),
 )
 

@@ -11,6 +11,7 @@ from asymcheck.types import Owner
 
 _PROC = Path("/proc")
 _HIDDEN = -1
+_COMMAND_CHARACTERS = 80
 _held: set[bytes] = set()
 
 
@@ -58,7 +59,8 @@ def describe(owner: Owner) -> str:
     with contextlib.suppress(OSError):
         command = (_PROC / str(owner.pid) / "cmdline").read_bytes().replace(b"\0", b" ")
     text = command.decode(errors="replace").strip()
-    return f"process {owner.pid}" + (f" ({text[:80]})" if text else "")
+    shown = text if len(text) <= _COMMAND_CHARACTERS else f"{text[:_COMMAND_CHARACTERS]}…"
+    return f"process {owner.pid}" + (f" ({shown})" if shown else "")
 
 
 def _start_ticks(pid: int) -> int | None:

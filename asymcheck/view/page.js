@@ -2,7 +2,7 @@
 // The page shows documents that `asymcheck COMMAND --json` prints (docs/schemas). Text from a store is only ever set as
 // textContent or as an attribute, never parsed as HTML.
 
-const POLL_MS = 2000, ROWS = 20, AUTOMATIC_DU = 2000, LANES_SHOWN = 30, PAD = {left: 58, right: 20, top: 8, bottom: 22};
+const POLL_MS = 2000, ROWS = 20, AUTOMATIC_DU = 2000, LANES_SHOWN = 30, PAD = {left: 76, right: 20, top: 8, bottom: 22};
 const $ = (id) => document.getElementById(id);
 const dataElement = $("data");
 const STATIC = dataElement ? JSON.parse(dataElement.textContent) : null;

@@ -77,14 +77,18 @@ def _state() -> dict[str, object]:
 
 @pytest.mark.slow(quick=["restore"])
 @pytest.mark.parametrize("first_call", ["restore", "step", "save"])
-def test_run_of_a_living_process_is_refused(store_path: Path, first_call: str) -> None:
-    """Test that the error names the process and its last step, and that the first training goes on."""
+def test_run_of_a_living_process_is_refused(
+    store_path: Path, first_call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Test that the wait is visible, that the error names the process and its last step, and that the first goes on."""
     with _trainer(store_path) as trainer, _open(store_path) as store:
         checkpointer = Checkpointer(store, _state(), every=1)
         with pytest.raises(RunInUseError) as caught:
             checkpointer.restore() if first_call == "restore" else getattr(checkpointer, first_call)(99)
         checkpointer.close()
         assert not caught.value.taken_over
+        # Without a line on standard error, a second start by mistake would look like a hang.
+        assert [record.levelname for record in caplog.records if "waiting up to 0.1 s" in record.message] == ["WARNING"]
         assert caught.value.last_step == 7
         assert f"process {trainer.process.pid} " in caught.value.trainer
         assert os.uname().nodename in caught.value.trainer

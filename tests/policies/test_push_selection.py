@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
 from asymcheck import Checkpoint, Push, Retention
 from asymcheck.errors import InvalidInputError
-from asymcheck.policies.push_selection import due, held
+from asymcheck.policies.push_selection import due, held, mismatch
 
 S = 1_000_000_000
 WHERE = "hdfs://somewhere/x"
@@ -47,6 +48,27 @@ def test_without_a_rule_all_go() -> None:
 def test_every_so_many_steps() -> None:
     """Test that the step counts, not the number of checkpoints."""
     assert steps(Push(WHERE, every=4), TEN[1:]) == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("rules", "every", "shown"),
+    [
+        ({"every": 10}, 5, None),
+        ({"every": 10}, 20, None),
+        ({"every": 1}, None, None),
+        ({"every_s": 10}, None, None),
+        ({"every": 10, "every_s": 60}, None, None),
+        ({"every": 10, "best": ("loss", 1)}, 7, None),
+        ({}, None, None),
+        ({"every": 10}, 7, "Only every 70th step is pushed. Pass a multiple of 7"),
+        ({"every": 10}, None, "few saved steps are. Most checkpoints stay on this drive only"),
+    ],
+    ids=str,
+)
+def test_rule_that_selects_few_saved_steps(rules: dict[str, Any], every: int | None, shown: str | None) -> None:
+    """Test that the only rule is compared with the interval of the checkpoints."""
+    message = mismatch(Push(WHERE, **rules), every)
+    assert message is shown is None or (shown is not None and message is not None and shown in message)
 
 
 def test_every_so_many_seconds() -> None:

@@ -374,7 +374,7 @@ def test_killed_training_is_replaced(
     lease_s = 2.0 if is_far else _LONG_S
     path = tmp_path / ("a/store" if where == "same store" else "b")
     with (
-        caplog.at_level(logging.INFO, logger="asymcheck"),
+        caplog.at_level(logging.WARNING, logger="asymcheck"),
         Store.open(path, create=True, remote=folder, config=config(lease_s=lease_s)) as store,
         _checkpointer(store, folder) as checkpointer,
     ):

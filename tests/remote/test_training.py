@@ -196,6 +196,19 @@ def test_end_is_bounded_in_time(store_path: Path, folder: str, monkeypatch: pyte
     check_location(folder, 0)
 
 
+@pytest.mark.usefixtures("on_thread")
+def test_rule_that_selects_few_saved_steps_is_reported(store_path: Path, folder: str) -> None:
+    """Test one warning if most checkpoints would stay on one drive, and none for a program that only saves."""
+    state = dict(state_of(0))
+    with Store.open(store_path, config=CONFIG, create=True) as store:
+        with Checkpointer(store, state, push=Push(folder, every=50)) as checkpointer:
+            checkpointer.save(50)
+            with pytest.warns(UnreachableRemoteWarning, match=r"multiple of 50, and with every='auto' few") as caught:
+                train(checkpointer, state, 51)
+            train(checkpointer, state, 52)
+        assert len(caught) == 1
+
+
 @pytest.mark.slow(long=["hdfs"])
 def test_the_location_has_a_retention_of_its_own(store_path: Path, any_location: str) -> None:
     """Test that remote checkpoints are deleted with their packs, when old enough, and local ones are not."""
@@ -290,7 +303,9 @@ def test_a_training_that_was_lost_before_its_first_checkpoint_begins_again(tmp_p
     check_location(folder, 0)
     with (
         Store.open(tmp_path / "another", config=CONFIG, remote=folder, create=True) as store,
-        pytest.warns(UnreachableRemoteWarning, match="another training of this name was pushed there"),
+        pytest.warns(
+            UnreachableRemoteWarning, match=r"pushed there\. To continue .*asymcheck pull .*\); once the cause"
+        ),
         Checkpointer(store, state, push=Push(folder), every=1, keep=None) as checkpointer,
     ):
         train(checkpointer, state, 1)

@@ -7,12 +7,14 @@ import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from asymcheck.errors import StorageError, TooManyFilesError
 from asymcheck.storage import process_identity
 from asymcheck.storage.process_identity import describe, is_dead, this_process
+from asymcheck.types import Owner
 
 
 def test_this_process_is_alive() -> None:
@@ -109,3 +111,13 @@ def test_an_owner_is_named_in_messages() -> None:
     assert str(os.getpid()) in describe(this_process())
     assert "python" in describe(this_process()) or "pytest" in describe(this_process())
     assert describe(dataclasses.replace(this_process(), pid=999_999_999)) == "process 999999999"
+
+
+def test_a_long_command_is_shortened_visibly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Test that an ellipsis marks the cut, because the rest of a number would read as another number."""
+    monkeypatch.setattr(process_identity, "_PROC", tmp_path)
+    folder = tmp_path / str(os.getpid())
+    folder.mkdir()
+    for command, shown in (("x" * 80, "x" * 80), ("x" * 79 + " --steps", "x" * 79 + " …")):
+        (folder / "cmdline").write_bytes(command.replace(" ", "\0").encode())
+        assert describe(Owner(os.getpid(), 0, "", "")) == f"process {os.getpid()} ({shown})"

@@ -1,5 +1,6 @@
 """Test that a state that does not match the checkpoint is refused before any byte is overwritten."""
 
+import re
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any
@@ -64,6 +65,11 @@ def test_everything_that_does_not_fit_is_listed(store: Store) -> None:
     with pytest.raises(StateMismatchError, match="and 10 more") as caught:
         store.load(into={f"t{i}": torch.zeros(3) for i in range(30)})
     assert str(caught.value).count("is stored") == 20
+    first = str(caught.value).partition("\n")[0]
+    assert re.fullmatch(
+        r"the given state does not fit step 1 \(.*\) of run 'default' in store .*; nothing was overwritten\. Build .*:",
+        first,
+    )
 
 
 def test_root_may_not_fit(store: Store) -> None:

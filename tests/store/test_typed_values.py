@@ -550,6 +550,7 @@ def test_field_that_was_not_saved_is_named(store: Store) -> None:
         (bytearray(b"a"), r"store bytes\(value\)"),
         (max, "leave the function out of the state"),
         (LabelError, "store its name as a string"),
+        (torch.utils.data.DataLoader([1]), "use StatefulDataLoader of torchdata, or store the epoch"),
         ({object()}, r"state at x: .*object"),
         ({Odd.LIST}, "the items of a set cannot be stored; .*Enum members"),
         ({True: 1}, r"mapping key True is neither str nor int; use str\(key\) or int\(key\)"),

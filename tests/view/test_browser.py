@@ -102,6 +102,20 @@ def test_page_shows_each_save_and_verify(browser: Chromium, serve: Serve, store:
         assert browser.evaluate("document.querySelector('h1').textContent") == "Run other"
 
 
+def test_sizes_fit_beside_the_axis(browser: Chromium, serve: Serve, store_path: Path) -> None:
+    """Test labels of three digits, such as 512.0 KiB: none begins outside the chart."""
+    with asymcheck.Store.open(store_path, create=True) as opened:
+        opened.save({"x": torch.ones(900 * 256)}, step=0)
+    with serve(store_path) as server:
+        browser.open(server.url)
+        browser.wait_for("document.querySelectorAll('#bytes-chart svg text').length > 2")
+        labels = (
+            "[...document.querySelectorAll('#bytes-chart svg text')].filter((text) => text.textContent.endsWith('B'))"
+        )
+        assert browser.evaluate(f"{labels}.some((text) => text.textContent.length >= 9)")
+        assert browser.evaluate(f"{labels}.every((text) => text.getBBox().x >= 0)")
+
+
 def test_large_metrics_are_drawn(browser: Chromium, serve: Serve, store_path: Path) -> None:
     """Test the axes of metrics to which the distance of two labels adds nothing, such as floating-point operations."""
     with asymcheck.Store.open(store_path, create=True) as opened:

@@ -118,7 +118,7 @@ class RunLock:
             if time.monotonic() >= deadline:
                 raise RunInUseError(self._run, str(trainer or "another process"), self._last_step())
             if not is_logged:
-                _logger.info("run %s is in use by %s; waiting up to %g s", self._run, trainer, timeout_s)
+                _logger.warning("run %s is in use by %s; waiting up to %g s", self._run, trainer, timeout_s)
                 is_logged = True
             time.sleep(_POLL_S)
 

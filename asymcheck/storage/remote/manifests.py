@@ -101,7 +101,9 @@ class RemoteManifests(ManifestReader):
         if published is None or not published[0].is_same(head):
             raise InvalidInputError(
                 f"{self._files.location} has another generation {head.generation} of run {head.run!r}: another "
-                "training of this name was pushed there; push to another location, or give the runs different names"
+                "training of this name was pushed there. To continue that training, stop this one, and pull its "
+                f"checkpoints into a new store: asymcheck pull {self._files.location} NEW --run {head.run}. To keep "
+                "both trainings, push to another location, or give the runs different names"
             )
 
     def remove_left(self, run: str, ref: CheckpointRef, before_ns: int) -> bool:

@@ -453,3 +453,20 @@ def test_place_that_cannot_hold_a_store_is_a_clear_error() -> None:
     """Test /proc, where no directory can be created."""
     with pytest.raises(StorageError, match="cannot create store /proc/asymcheck-test"):
         Store.open("/proc/asymcheck-test", create=True)
+
+
+@pytest.mark.parametrize("create", [False, True])
+def test_a_lost_descriptor_is_replaced_by_that_of_a_new_store(tmp_path: Path, *, create: bool) -> None:
+    """Test the advice in the error, as docs/failure-model.md gives it."""
+    with Store.open(tmp_path / "store", create=True) as store:
+        store.save({"x": torch.arange(100_000)}, step=1)
+    descriptor = tmp_path / "store" / "asymcheck.store"
+    descriptor.unlink()
+    with pytest.raises(StoreNotFoundError, match=r"lost its asymcheck\.store, but it has manifests and packs"):
+        Store.open(tmp_path / "store", create=create)
+    with Store.open(tmp_path / "new", create=True):
+        descriptor.write_bytes((tmp_path / "new" / "asymcheck.store").read_bytes())
+    with Store.open(tmp_path / "store") as store:
+        assert torch.equal(store.load()["x"], torch.arange(100_000))
+        store.save({"x": torch.arange(50_000)}, step=2)
+        assert store.verify(deep=True) == []

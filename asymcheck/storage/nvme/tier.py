@@ -113,6 +113,7 @@ class NvmeTier(StoreTier):
                 raise StoreNotFoundError(f"{self.root} is a file, but a store is a directory; check the path")
         data = self.files.read_small(path, RECORD_BYTES)
         if data is None:
+            self._refuse_lost_descriptor()
             is_there = self.root.exists()
             what = "it is not an asymcheck store (no asymcheck.store file)" if is_there else "it does not exist"
             hint = "" if self.read_only else ", or pass create=True"
@@ -130,6 +131,7 @@ class NvmeTier(StoreTier):
         # lost its descriptor. A new descriptor would hide that loss.
         foreign = [name for name in self._names() if not self._is_creation_leftover(name)]
         if foreign and not (self.root / layout.DESCRIPTOR_NAME).exists():
+            self._refuse_lost_descriptor()
             raise StoreNotFoundError(
                 f"{self.root} is not a store and contains other files; choose an empty or a new directory"
             )
@@ -153,6 +155,14 @@ class NvmeTier(StoreTier):
         descriptor = Descriptor(os.urandom(16), time.time_ns(), WRITER, (SHIFTED_PAYLOAD,), layout=STORE_LAYOUT)
         if self.files.publish_record(self.root / layout.DESCRIPTOR_NAME, encode_descriptor(descriptor)):
             _logger.info("created new store at %s", self.root)
+
+    def _refuse_lost_descriptor(self) -> None:
+        kept = [name for name in (layout.MANIFESTS, layout.PACKS) if self.files.list(self.root / name)]
+        if kept:
+            raise StoreNotFoundError(
+                f"store {self.root} has lost its {layout.DESCRIPTOR_NAME}, but it has {' and '.join(kept)}. Copy that "
+                "file from a backup, or from a new store that the same version of asymcheck creates elsewhere"
+            )
 
     def _is_creation_leftover(self, name: str) -> bool:
         path = self.root / name

@@ -225,6 +225,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             StateDifferenceWarning: the state differs from the checkpoint in a way that torch accepts in silence: a
                 stored part that it lacks, converted tensors, other hyperparameters, or values whose class is unknown.
             UnreachableRemoteWarning: the run has no checkpoint, and the ``remote`` of the store is empty.
+            AbandonedCheckpointsWarning: the run has no checkpoint in the store, but at the location of ``push``.
         """
         self._check_open()
         with self._noting_partial_restore():
@@ -251,6 +252,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 adopt = partial(self._adopt, held)
                 returned = self._coordinator.restore(step, self._state, adopt, self._report, strict=strict)
                 if self._coordinator.session().is_first_here:
+                    if returned is None:
+                        self._pusher.warn_of_new_start()
                     self._pusher.start()
                 return self._resumed(returned)
             with self._exit_handler:
@@ -261,6 +264,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             checkpoint = self._resumed(restored_alone(self._store, self._run, step, self._state, warn, strict=strict))
         # Report losses only now: a loop may call restore() because of them.
         self._report()
+        if checkpoint is None:
+            self._pusher.warn_of_new_start()
         return checkpoint
 
     def _lock_run(self) -> None:

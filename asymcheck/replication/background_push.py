@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from asymcheck.errors import (
+    AbandonedCheckpointsWarning,
     AsymcheckError,
     ClosedStoreError,
     GivenUpError,
@@ -44,6 +45,7 @@ from asymcheck.replication.run_lease import LeaseClaim, LeaseStatus
 from asymcheck.replication.transfer_stats import PushStatistics
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.nvme.run_lock import Trainer
+from asymcheck.storage.remote import RemoteTier, parse_location
 
 _logger = logging.getLogger(__name__)
 _START_S = 30.0
@@ -114,6 +116,26 @@ class BackgroundPush:
             self._thread = threading.Thread(target=self._work, args=(self._job,), name="asymcheck-pushing", daemon=True)
             self._thread.start()
         return self
+
+    def warn_of_new_start(self) -> None:
+        """Warn if the location has checkpoints of the run, of which the store has none. They would be in the way."""
+        if self._job is None:
+            return
+        run, location = self._job.run, self._job.rules.remote
+        # A location that does not answer is reported by the push, and a new location has no checkpoints.
+        with (
+            contextlib.suppress(AsymcheckError),
+            contextlib.closing(RemoteTier(parse_location(location), self._job.config)) as remote,
+        ):
+            refs = remote.manifests.refs(run)
+            if not refs:
+                return
+            warn_user(
+                f"run {run!r} starts from scratch, but {location} has checkpoints of it, the newest of step "
+                f"{refs[-1].step}, and no other training of this name can be pushed there. To continue that training, "
+                f"stop this one, and open a new store with remote={location!r}. To keep both, give this run a new name",
+                AbandonedCheckpointsWarning,
+            )
 
     def refresh(self) -> None:
         """Upload the backlog soon. Call it after a commit. Never raises."""

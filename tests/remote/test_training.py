@@ -11,7 +11,12 @@ import pytest
 
 import asymcheck.replication.push_loop as module
 from asymcheck import Checkpointer, Push, Retention, Store
-from asymcheck.errors import InvalidInputError, RemoteUnreachableError, UnreachableRemoteWarning
+from asymcheck.errors import (
+    AbandonedCheckpointsWarning,
+    InvalidInputError,
+    RemoteUnreachableError,
+    UnreachableRemoteWarning,
+)
 from asymcheck.storage.fallback_tier import RemoteFallback
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from tests.remote.conftest import CONFIG, check_location, check_state, config, state_of
@@ -258,6 +263,26 @@ def test_foreign_location_is_reported_until_fixed(
             with pytest.raises(InvalidInputError, match="another training"):
                 second.wait("remote")
     check_location(any_location, 0, 1)
+
+
+def test_a_new_machine_without_the_location_is_warned_at_once(tmp_path: Path, folder: str) -> None:
+    """Test a store without remote=, which has lost everything, before the first step of a training from scratch."""
+    state = dict(state_of(0))
+    for name in ("first", "second"):
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            Store.open(tmp_path / name, config=CONFIG, create=True) as store,
+            Checkpointer(store, state, push=Push(folder, close_s=0.0), every=1, keep=None) as checkpointer,
+        ):
+            warnings.simplefilter("always")
+            assert checkpointer.restore() is None
+            told = [str(one.message) for one in caught if one.category is AbandonedCheckpointsWarning]
+            if name == "first":
+                train(checkpointer, state, 0, 1)
+                checkpointer.wait("remote")
+    assert len(told) == 1
+    assert "the newest of step 1" in told[0]
+    assert f"open a new store with remote='{folder}'" in told[0]
 
 
 @pytest.mark.slow

@@ -92,8 +92,11 @@ def adopting(
     own = [] if run is None else [path for path in rings if _is_of(tier, path, run)]
     with contextlib.ExitStack() as stack:
         for paths, take in (
-            (own, wait_for_orphaned_ring),
-            ([path for path in rings if path not in own], partial(open_orphaned_ring, patient=run is None)),
+            (own, partial(wait_for_orphaned_ring, is_dead=tier.is_dead)),
+            (
+                [path for path in rings if path not in own],
+                partial(open_orphaned_ring, is_dead=tier.is_dead, patient=run is None),
+            ),
         ):
             readers = [stack.enter_context(reader) for reader in adoption.taken(paths, take)]
             if readers:

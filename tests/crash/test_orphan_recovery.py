@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ from asymcheck.storage.shm import orphaned_rings
 from asymcheck.storage.shm.orphaned_rings import open_orphaned_ring
 from asymcheck.storage.shm.ring_reader import RingReader
 from tests.checkpointer.loops import folder_for_rings, rings
-from tests.crash.dead_rings import CAPTURED, DURABLE, kill_when_ready
+from tests.crash.dead_rings import CAPTURED, DURABLE, kill_when_ready, set_namespace
 from tests.crash.trainer import assert_restored, train_two_runs
 from tests.zygote import Zygote
 
@@ -75,6 +76,26 @@ def test_own_ring_is_awaited(folder: Path, monkeypatch: pytest.MonkeyPatch, how:
         assert_restored(folder, CAPTURED - 1)
     thread.join()
     assert rings(folder) == []
+
+
+@pytest.mark.parametrize("is_alive", [False, True], ids=["dead", "alive"])
+def test_own_ring_of_another_container_is_awaited(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_alive: bool
+) -> None:
+    """Test a restart in another PID namespace: the mark in the catalog tells whether the old process lives."""
+    monkeypatch.setattr(orphaned_rings, "_ADOPTION_PATIENCE_S", 0.1)
+    monkeypatch.setattr(orphaned_rings, "_ADOPTION_S", 0.1)
+    (ring,) = rings(folder)
+    owner = set_namespace(ring, "pid:[1]")
+    mark = folder / "store" / "catalog" / "open" / f"{owner.pid}-{owner.start_ticks}-{owner.boot_id}-pid:[1]"
+    with _hold_lock(ring), mark.open("xb") as file:
+        if is_alive:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            assert_restored(folder, DURABLE - 1, DURABLE - 1)
+        else:
+            with pytest.warns(CaptureWarning, match="waiting"), pytest.raises(LockTimeoutError, match=str(ring)):
+                assert_restored(folder, 0)
+    assert rings(folder) == [ring]
 
 
 @pytest.mark.slow

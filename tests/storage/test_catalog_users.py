@@ -18,6 +18,7 @@ from asymcheck.storage.nvme.catalog import CatalogUsers
 def test_one_process_has_one_mark_in_a_catalog(tmp_path: Path) -> None:
     """Test that LMDB is not opened twice in a process, for example by two paths to one directory."""
     folder = tmp_path / "open"
+    folder.mkdir()
     first, second = CatalogUsers(Files(), folder), CatalogUsers(Files(), folder)
     first.put()
     with pytest.raises(LockTimeoutError, match="has opened the store by another path"):
@@ -31,6 +32,7 @@ def test_one_process_has_one_mark_in_a_catalog(tmp_path: Path) -> None:
 def test_a_mark_that_was_left_counts_as_dead(tmp_path: Path) -> None:
     """Test the mark of a process in which a commit failed, seen by the same process before and after the next mark."""
     folder = tmp_path / "open"
+    folder.mkdir()
     first, second = CatalogUsers(Files(), folder), CatalogUsers(Files(), folder)
     first.put()
     first.take_back(as_if_killed=True)

@@ -40,12 +40,9 @@ def set_store_path(ring: Path, store: str) -> None:
     _change_header(ring, lambda header: dataclasses.replace(header, store=store))
 
 
-def set_namespace(ring: Path, namespace: str) -> Owner:
-    """Change the PID namespace of the owner of a ring; return the owner."""
-    with RingReader(ring, hold=False) as reader:
-        owner = dataclasses.replace(reader.header.owner, pid_namespace=namespace)
+def set_owner(ring: Path, owner: Owner) -> None:
+    """Change the process that created a ring."""
     _change_header(ring, lambda header: dataclasses.replace(header, owner=owner))
-    return owner
 
 
 def _change_header(ring: Path, change: Callable[[RingHeader], RingHeader]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 import threading
@@ -17,7 +18,7 @@ from asymcheck.storage.shm import orphaned_rings
 from asymcheck.storage.shm.orphaned_rings import open_orphaned_ring
 from asymcheck.storage.shm.ring_reader import RingReader
 from tests.checkpointer.loops import folder_for_rings, rings
-from tests.crash.dead_rings import CAPTURED, DURABLE, kill_when_ready, set_namespace
+from tests.crash.dead_rings import CAPTURED, DURABLE, kill_when_ready, set_owner
 from tests.crash.trainer import assert_restored, train_two_runs
 from tests.zygote import Zygote
 
@@ -86,7 +87,9 @@ def test_own_ring_of_another_container_is_awaited(
     monkeypatch.setattr(orphaned_rings, "_ADOPTION_PATIENCE_S", 0.1)
     monkeypatch.setattr(orphaned_rings, "_ADOPTION_S", 0.1)
     (ring,) = rings(folder)
-    owner = set_namespace(ring, "pid:[1]")
+    with RingReader(ring, hold=False) as reader:
+        owner = dataclasses.replace(reader.header.owner, pid_namespace="pid:[1]")
+    set_owner(ring, owner)
     mark = folder / "store" / "catalog" / "open" / f"{owner.pid}-{owner.start_ticks}-{owner.boot_id}-pid:[1]"
     with _hold_lock(ring), mark.open("xb") as file:
         if is_alive:

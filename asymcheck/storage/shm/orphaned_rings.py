@@ -18,7 +18,7 @@ from asymcheck.format.layout import parse_ring_name
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.record import RECORD_BYTES
 from asymcheck.format.registry import BLOCK_BYTES
-from asymcheck.format.ring_records import CAPTURES_OFFSET, DURABLE, CaptureEntry, decode_ring_header
+from asymcheck.format.ring_records import CAPTURES_OFFSET, DURABLE, CaptureEntry, RingHeader, decode_ring_header
 from asymcheck.format.spans import ranks_in
 from asymcheck.storage.interfaces import StoreTier
 from asymcheck.storage.local_files import DESCRIPTORS, is_same_file, translated, try_lock
@@ -127,11 +127,11 @@ def _open_locked(path: Path, is_dead: IsDead, patience_s: float) -> tuple[RingRe
         time.sleep(_POLL_S if waited_s < _ADOPTION_PATIENCE_S else _SLOW_POLL_S)
 
 
-def ring_run_and_store(path: Path) -> tuple[str, str] | None:
-    """Return the run and the store path of a ring, even if it is in use; None if the ring cannot be read."""
+def ring_header(path: Path) -> RingHeader | None:
+    """Return the header of a ring, even if the ring is in use; None if it cannot be read."""
     try:
         with RingReader(path, hold=False) as reader:
-            return reader.header.run, reader.header.store
+            return reader.header
     except (FileNotFoundError, FormatError):
         return None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from asymcheck.codecs.decode import base_reader, decode_checked
@@ -31,7 +31,7 @@ from asymcheck.format.pack import Entries, PackHeader, location_of
 from asymcheck.format.registry import CODEC_IDENTITY
 from asymcheck.restore.frame_reader import read_checked, read_frame
 from asymcheck.restore.partition_locator import PartitionCopy
-from asymcheck.storage.base_frames import BaseFrames
+from asymcheck.storage.base_frames import BaseFrames, OpenPackOf
 from asymcheck.storage.interfaces import OpenPack, ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import NvmeTier
@@ -45,7 +45,7 @@ Opened = OpenPack | AsymcheckError
 """An open pack, or the error of opening it."""
 
 
-def each_pack(pack_ids: Iterable[PackId], open_pack: Callable[[PackId], OpenPack]) -> Iterator[tuple[PackId, Opened]]:
+def each_pack(pack_ids: Iterable[PackId], open_pack: OpenPackOf) -> Iterator[tuple[PackId, Opened]]:
     """Open packs one after the other. Each pack is closed before the next is opened."""
     for pack_id in pack_ids:
         pack = result_or_error(open_pack, pack_id)
@@ -80,8 +80,9 @@ class Frame(NamedTuple):
 class FrameScanner:
     """Reads and checks the frames of any pack of a tier. Bases are searched in all packs."""
 
-    def __init__(self, tier: ReadTier) -> None:
-        self._read_base = base_reader(BaseFrames(tier).copies_of)
+    def __init__(self, tier: ReadTier, open_pack: OpenPackOf | None = None) -> None:
+        """Read the frames of ``tier``. Open packs with bases by ``open_pack``, by default as readers do."""
+        self._read_base = base_reader(BaseFrames(tier, open_pack).copies_of)
 
     def frames(self, pack: OpenPack, wanted: Sequence[int], undecoded: Container[Digest] = ()) -> Iterator[Frame]:
         """Read frames of a pack and check header, index entry and digest.
@@ -234,7 +235,7 @@ def read_indexes(tier: NvmeTier) -> ScanResult:
 
 def scan_packs(tier: NvmeTier, progress: Progress | None = None) -> ScanResult:
     """Read and check every frame of every pack."""
-    scan, scanner = ScanResult(), FrameScanner(tier)
+    scan, scanner = ScanResult(), FrameScanner(tier, tier.open_pack_to_repair)
     sizes: dict[PackId, int] = {}
     done = 0
     for _ in range(_LISTINGS):

@@ -23,6 +23,10 @@ _ATTEMPTS = 3
 """Limit on rescans: garbage may lack its base for good, and a training keeps adding packs."""
 
 
+OpenPackOf = Callable[[PackId], OpenPack]
+"""Open a complete pack for reading."""
+
+
 def bases_in(entries: Entries) -> dict[Digest, Digest]:
     """Return the digests of the frames that need a base, with the digest of the base."""
     based = entries[entries["kind"] != registry.KIND_FULL]
@@ -35,8 +39,9 @@ def bases_in(entries: Entries) -> dict[Digest, Digest]:
 class BaseFrames:
     """Base frames in the packs of ``tier``. Packs are scanned at the first lookup. Thread-safe."""
 
-    def __init__(self, tier: ReadTier) -> None:
-        self._tier = tier
+    def __init__(self, tier: ReadTier, open_pack: OpenPackOf | None = None) -> None:
+        """Open packs by ``open_pack``, by default as readers do."""
+        self._tier, self._open_pack = tier, open_pack or tier.open_pack
         self._locations: dict[Digest, list[tuple[PackId, int]]] | None = None
         self._listed: set[PackId] = set()
         self._missed: Counter[Digest] = Counter()
@@ -100,7 +105,7 @@ class BaseFrames:
     def _packs(self, pack_ids: Iterable[PackId]) -> Iterator[tuple[PackId, OpenPack]]:
         for pack_id in pack_ids:
             try:
-                pack = self._tier.open_pack(pack_id)
+                pack = self._open_pack(pack_id)
             except INCONCLUSIVE:
                 raise
             except AsymcheckError:
@@ -110,9 +115,9 @@ class BaseFrames:
 
     def _read(self, pack_id: PackId, sequence: int) -> tuple[FrameDescriptor, memoryview, str]:
         where = f"frame {sequence} of pack {pack_id.hex()}"
-        with contextlib.closing(self._tier.open_pack(pack_id)) as pack:
+        with contextlib.closing(self._open_pack(pack_id)) as pack:
             entry = pack.entries[sequence]
             frame = pack.read_frame(sequence, Slot(int(entry["stored_length"])))
-            descriptor, payload = check_frame(frame, pack_id, sequence, where)
+            descriptor, payload = check_frame(frame, pack_id, pack.stamped(sequence), where)
             check_entry(entry, descriptor, where)
         return descriptor, payload, where

@@ -22,13 +22,10 @@ from asymcheck.errors import (
     UnsupportedFormatError,
     result_or_error,
 )
-from asymcheck.format.digest import digest as digest_of
-from asymcheck.format.digest import sum8
-from asymcheck.format.frame import FrameDescriptor, payload_offset
+from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
-from asymcheck.format.pack import Entries, PackHeader, location_of
-from asymcheck.format.registry import CODEC_IDENTITY
+from asymcheck.format.pack import Entries, PackHeader, described, location_of
 from asymcheck.restore.frame_reader import read_checked, read_frame
 from asymcheck.restore.partition_locator import PartitionCopy
 from asymcheck.storage.base_frames import BaseFrames, OpenPackOf
@@ -81,7 +78,7 @@ class FrameScanner:
     """Reads and checks the frames of any pack of a tier. Bases are searched in all packs."""
 
     def __init__(self, tier: ReadTier, open_pack: OpenPackOf | None = None) -> None:
-        """Read the frames of ``tier``. Open packs with bases by ``open_pack``, by default as readers do."""
+        """Read the frames of ``tier``. Find bases as readers do or, with ``open_pack``, as :class:`BaseFrames` says."""
         self._read_base = base_reader(BaseFrames(tier, open_pack).copies_of)
 
     def frames(self, pack: OpenPack, wanted: Sequence[int], undecoded: Container[Digest] = ()) -> Iterator[Frame]:
@@ -113,16 +110,7 @@ class FrameScanner:
             BaseDamagedError: the base of the frame is unreadable.
             StorageError: the device failed.
         """
-        entry = pack.entries[sequence]
-        pack.read_frame(sequence, slot)
-        stored, plain, kind, codec = (int(entry[field]) for field in ("stored_length", "plain_length", "kind", "codec"))
-        shift = int(entry["payload_shift"])
-        start = payload_offset(stored, shift)
-        payload = slot.memory[start : start + stored]
-        if codec == CODEC_IDENTITY:
-            return FrameDescriptor.identity(name, stored, shift) if digest_of(payload) == name else None
-        base, checksum = entry["base_digest"].tobytes(), sum8(payload)
-        descriptor = FrameDescriptor(name, plain, stored, checksum, kind, codec, base_digest=base, payload_shift=shift)
+        descriptor, payload = described(pack.entries[sequence], pack.read_frame(sequence, slot))
         try:
             decode_checked(name, descriptor, payload, str(PartitionCopy(pack, sequence)), self._read_base)
         except BaseDamagedError:

@@ -14,7 +14,7 @@ from asymcheck.errors import INCONCLUSIVE, AsymcheckError
 from asymcheck.format import registry
 from asymcheck.format.digest_set import DigestSet, as_column
 from asymcheck.format.frame import FrameDescriptor, check_frame
-from asymcheck.format.pack import Entries, check_entry
+from asymcheck.format.pack import Entries, check_entry, described
 from asymcheck.storage.interfaces import OpenPack, ReadTier
 from asymcheck.storage.slots import Slot
 from asymcheck.types import Digest, PackId
@@ -40,8 +40,9 @@ class BaseFrames:
     """Base frames in the packs of ``tier``. Packs are scanned at the first lookup. Thread-safe."""
 
     def __init__(self, tier: ReadTier, open_pack: OpenPackOf | None = None) -> None:
-        """Open packs by ``open_pack``, by default as readers do."""
+        """Find bases as readers do. With ``open_pack``, for a repair, also use frames with a damaged header."""
         self._tier, self._open_pack = tier, open_pack or tier.open_pack
+        self._is_repair = open_pack is not None
         self._locations: dict[Digest, list[tuple[PackId, int]]] | None = None
         self._listed: set[PackId] = set()
         self._missed: Counter[Digest] = Counter()
@@ -118,6 +119,8 @@ class BaseFrames:
         with contextlib.closing(self._open_pack(pack_id)) as pack:
             entry = pack.entries[sequence]
             frame = pack.read_frame(sequence, Slot(int(entry["stored_length"])))
-            descriptor, payload = check_frame(frame, pack_id, pack.stamped(sequence), where)
+            if self._is_repair:
+                return *described(entry, frame), where
+            descriptor, payload = check_frame(frame, pack_id, sequence, where)
             check_entry(entry, descriptor, where)
         return descriptor, payload, where

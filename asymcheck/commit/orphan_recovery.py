@@ -83,10 +83,11 @@ def adopting(
 
     Raises:
         LockTimeoutError: another process did not finish adopting a ring of ``run``.
-        OutOfSpaceError: a capture does not fit on the drive, and ``raises`` is set; otherwise, its outcome says so.
+        OutOfSpaceError: a capture of ``run``, or any capture without ``run``, does not fit on the drive, and ``raises``
+            is set; otherwise, its outcome says so.
         StorageError: a read or write failed. The ring is kept, and can be adopted again.
     """
-    adoption = _Adoption(tier, open_catalog, encoder, placing, raises=raises)
+    adoption = _Adoption(tier, open_catalog, encoder, placing, lambda other: raises and run in (None, other))
     packs: list[RingPack] = []
     rings = list_rings(folder, tier.descriptor.store_id)
     own = [] if run is None else [path for path in rings if _is_of(tier, path, run)]
@@ -134,7 +135,8 @@ class _Adoption:
     open_catalog: Callable[[], Catalog]
     encoder: Encoder
     placing: Callable[[ManifestHeader], LineagePosition]
-    raises: bool
+    raises: Callable[[str], bool]
+    """Tell whether a capture of a run that does not fit on the drive raises an error."""
     adopted: list[RecoveredCapture] = dataclasses.field(default_factory=list)
     _kept: set[RingReader] = dataclasses.field(default_factory=set)
     _unread: set[tuple[str, SaveId]] = dataclasses.field(default_factory=set)
@@ -233,7 +235,7 @@ class _Adoption:
         except MissingPartitionError as error:
             self._note(run, step, str(error))
         except OutOfSpaceError as error:
-            if self.raises:
+            if self.raises(run):
                 store = self.tier.root
                 command = restore_command(store, run, capture.reader.path.parent, step)
                 raise OutOfSpaceError(

@@ -9,14 +9,19 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asymcheck import Store
-from asymcheck.errors import CaptureWarning, LockTimeoutError, warn_user
+from asymcheck.commit import orphan_recovery
+from asymcheck.commit.transaction import RingTransaction
+from asymcheck.errors import CaptureWarning, LockTimeoutError, OutOfSpaceError, SkippedCheckpointWarning, warn_user
+from asymcheck.format.manifest import Manifest
 from asymcheck.storage.shm import orphaned_rings
 from asymcheck.storage.shm.orphaned_rings import open_orphaned_ring
 from asymcheck.storage.shm.ring_reader import RingReader
+from asymcheck.types import CheckpointRef
 from tests.checkpointer.loops import folder_for_rings, rings
 from tests.crash.dead_rings import CAPTURED, DURABLE, kill_when_ready, set_owner
 from tests.crash.trainer import assert_restored, train_two_runs
@@ -151,6 +156,28 @@ def test_the_ring_of_another_run_is_not_waited_for(tmp_path: Path, two: dict[str
         assert_restored(tmp_path, 2, run="one")
     assert time.monotonic() - began < orphaned_rings._ADOPTION_PATIENCE_S
     assert rings(tmp_path) == [two["two"]]
+    assert_restored(tmp_path, 2, run="two")
+
+
+@pytest.mark.slow
+def test_a_capture_of_another_run_that_does_not_fit_is_kept(
+    tmp_path: Path, two: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test that only the training of that run needs the space for its capture."""
+
+    class Full(RingTransaction):
+        def commit_capture(self, captured: Manifest, *args: Any) -> CheckpointRef:  # noqa: ANN401 - passed on
+            if captured.header.run == "two":
+                raise OutOfSpaceError("the drive is full")
+            return super().commit_capture(captured, *args)
+
+    with monkeypatch.context() as full:
+        full.setattr(orphan_recovery, "RingTransaction", Full)
+        with pytest.warns(SkippedCheckpointWarning, match="step . of run 'two' in memory: .*full; the ring is kept"):
+            assert_restored(tmp_path, 2, run="one")
+        assert rings(tmp_path) == [two["two"]]
+        with pytest.raises(OutOfSpaceError, match="step 0 of run 'two'"):
+            assert_restored(tmp_path, 2, run="two")
     assert_restored(tmp_path, 2, run="two")
 
 

@@ -161,6 +161,15 @@ def test_lock_held_by_a_copy_of_a_dead_process_is_taken_over(store_path: Path, m
             assert checkpointer.restore() is not None
 
 
+def test_run_of_a_container_with_another_boot_id_is_in_use(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test containers of systemd and LXC: a lock that is held shows that its training lives."""
+    with _trainer(store_path) as trainer, _open(store_path) as store:
+        monkeypatch.setattr(process_identity, "_boot_id", lambda: "another")
+        with pytest.raises(RunInUseError):
+            Checkpointer(store, _state(), every=1).restore()
+        assert trainer.step() == "8"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("content", [b"[]", b'{"pid": "x"}'])
 def test_damaged_lock_file_is_no_obstacle(store_path: Path, content: bytes) -> None:

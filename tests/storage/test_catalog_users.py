@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from asymcheck import Store
 from asymcheck.errors import LockTimeoutError
 from asymcheck.storage.local_files import Files
 from asymcheck.storage.nvme.catalog import CatalogUsers
+from asymcheck.storage.process_identity import this_process
 
 
 def test_one_process_has_one_mark_in_a_catalog(tmp_path: Path) -> None:
@@ -43,6 +46,19 @@ def test_a_mark_that_was_left_counts_as_dead(tmp_path: Path) -> None:
     assert second.other_marks() == ([], {})
     second.take_back()
     assert list(folder.iterdir()) == []
+
+
+def test_a_locked_mark_of_another_boot_belongs_to_a_living_process(tmp_path: Path) -> None:
+    """Test containers of systemd and LXC, each with a separate boot id: only the lock shows that a process lives."""
+    users, owner = CatalogUsers(Files(), tmp_path), dataclasses.replace(this_process(), boot_id="another")
+    mark = tmp_path / f"{owner.pid}-{owner.start_ticks}-another-{owner.pid_namespace}"
+    assert users.is_dead(owner)
+    with mark.open("xb") as file:
+        assert users.is_dead(owner)
+        assert users.other_marks() == ([mark], {})
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert not users.is_dead(owner)
+        assert users.other_marks() == ([], {mark: owner})
 
 
 _TRAINING = """

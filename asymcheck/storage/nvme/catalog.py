@@ -264,7 +264,7 @@ class CatalogUsers:
 
     def is_dead(self, owner: Owner) -> bool:
         """Tell whether a process is certainly dead or has closed the catalog."""
-        if process_identity.is_dead(owner):
+        if process_identity.has_ended(owner):
             return True
         # A living process that does not lock the mark uses another store, of which this one is a copy.
         try:

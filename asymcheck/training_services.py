@@ -211,7 +211,7 @@ class TrainingServices:
 
         Raises:
             LockTimeoutError: the other process does not finish; the message names it.
-            OutOfSpaceError: a capture does not fit on the drive; without ``raises``, its outcome says so.
+            OutOfSpaceError: a capture of ``run`` does not fit on the drive; without ``raises``, its outcome says so.
             StorageError: the drive failed; the captures stay in memory.
         """
         from asymcheck.commit.orphan_recovery import adopting

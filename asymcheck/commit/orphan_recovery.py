@@ -34,7 +34,7 @@ from asymcheck.storage.shm.orphaned_rings import (
     open_orphaned_ring,
     remove_unreadable_ring,
     restore_command,
-    ring_run_and_store,
+    ring_header,
     wait_for_orphaned_ring,
 )
 from asymcheck.storage.shm.ring_reader import RingPack, RingReader
@@ -72,8 +72,8 @@ def adopting(
     """Commit the complete captures in the unused rings of this store, and remove these rings.
 
     Yields the outcome of each capture, and the frames of the rings. Inside the ``with`` block, the new checkpoints and
-    many older ones can be read from memory. A ring is kept if a newer program, or a repaired store, may allow the
-    commit of one of its captures.
+    many older ones can be read from memory. A ring is kept if a newer program, a repaired store, or the end of another
+    process may allow the commit of one of its captures.
 
     The rings of ``run``, which resumes, come first. If another process adopts them, this function waits; otherwise, an
     older step would be restored. Rings of other runs are skipped while another process uses them.
@@ -83,17 +83,21 @@ def adopting(
 
     Raises:
         LockTimeoutError: another process did not finish adopting a ring of ``run``.
-        OutOfSpaceError: a capture does not fit on the drive, and ``raises`` is set; otherwise, its outcome says so.
+        OutOfSpaceError: a capture of ``run``, or any capture without ``run``, does not fit on the drive, and ``raises``
+            is set; otherwise, its outcome says so.
         StorageError: a read or write failed. The ring is kept, and can be adopted again.
     """
-    adoption = _Adoption(tier, open_catalog, encoder, placing, raises=raises)
+    adoption = _Adoption(tier, open_catalog, encoder, placing, lambda other: raises and run in (None, other))
     packs: list[RingPack] = []
     rings = list_rings(folder, tier.descriptor.store_id)
     own = [] if run is None else [path for path in rings if _is_of(tier, path, run)]
     with contextlib.ExitStack() as stack:
         for paths, take in (
-            (own, wait_for_orphaned_ring),
-            ([path for path in rings if path not in own], partial(open_orphaned_ring, patient=run is None)),
+            (own, partial(wait_for_orphaned_ring, is_dead=tier.is_dead)),
+            (
+                [path for path in rings if path not in own],
+                partial(open_orphaned_ring, is_dead=tier.is_dead, patient=run is None),
+            ),
         ):
             readers = [stack.enter_context(reader) for reader in adoption.taken(paths, take)]
             if readers:
@@ -103,8 +107,8 @@ def adopting(
 
 
 def _is_of(tier: NvmeTier, path: Path, run: str) -> bool:
-    owner = ring_run_and_store(path)
-    return owner is not None and owner[0] == run and not is_of_a_copy(tier, owner[1])
+    header = ring_header(path)
+    return header is not None and header.run == run and not is_of_a_copy(tier, header.store)
 
 
 class _RingCapture(NamedTuple):
@@ -131,11 +135,14 @@ class _Adoption:
     open_catalog: Callable[[], Catalog]
     encoder: Encoder
     placing: Callable[[ManifestHeader], LineagePosition]
-    raises: bool
+    raises: Callable[[str], bool]
+    """Tell whether a capture of a run that does not fit on the drive raises an error."""
     adopted: list[RecoveredCapture] = dataclasses.field(default_factory=list)
     _kept: set[RingReader] = dataclasses.field(default_factory=set)
     _unread: set[tuple[str, SaveId]] = dataclasses.field(default_factory=set)
     """Runs and save ids of captures that a newer program may read."""
+    _in_use: set[tuple[str, int]] = dataclasses.field(default_factory=set)
+    """Runs and ranks of rings that other processes use."""
 
     def taken(self, paths: Sequence[Path], take: Callable[[Path], RingReader | None]) -> Iterator[RingReader]:
         """Lock and yield the rings that no other process uses."""
@@ -148,9 +155,12 @@ class _Adoption:
                 if remove_unreadable_ring(path) == "damaged":
                     self._note(None, None, f"{error}; {_KEPT}")
                 continue
-            if reader is not None and is_of_a_copy(self.tier, reader.header.store):
+            if reader is None:
+                header = ring_header(path)
+                self._in_use |= set() if header is None else {(header.run, header.rank)}
+            elif is_of_a_copy(self.tier, reader.header.store):
                 self._skip_copied_store(reader)
-            elif reader is not None:
+            else:
                 yield reader
 
     def _note(self, run: str | None, step: int | None, problem: str) -> None:
@@ -200,12 +210,16 @@ class _Adoption:
         parts = [other for other in captures if other.is_part_of_same(header)]
         missing = _missing_ranks(header, stored, parts)
         if missing:
-            if (run, header.ref.save_id) in self._unread:
+            # The process may be about to end, or may itself be adopting the ring.
+            in_use = [rank for rank in missing if (run, rank) in self._in_use]
+            if in_use or (run, header.ref.save_id) in self._unread:
                 self._kept.add(capture.reader)
             if header.rank == min(other.header.rank for other in parts):
                 problem = (
                     f"incomplete: ranks {listed(missing)} of {header.world_size} have no part in a ring or in the store"
                 )
+                if in_use:
+                    problem += f"; a ring of ranks {listed(in_use)} is in use by another process; {_KEPT}"
                 self._note(run, step, problem)
             return
         try:
@@ -221,7 +235,7 @@ class _Adoption:
         except MissingPartitionError as error:
             self._note(run, step, str(error))
         except OutOfSpaceError as error:
-            if self.raises:
+            if self.raises(run):
                 store = self.tier.root
                 command = restore_command(store, run, capture.reader.path.parent, step)
                 raise OutOfSpaceError(

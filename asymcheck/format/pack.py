@@ -12,9 +12,9 @@ import numpy.typing as npt
 from asymcheck.errors import BadMagicError, ChecksumError, LimitError, StructureError, TruncatedError
 from asymcheck.format import registry
 from asymcheck.format.digest import ZERO_DIGEST, Buffer, is_zero, sum8
-from asymcheck.format.frame import FrameDescriptor, check_encoding, frame_length
+from asymcheck.format.frame import FrameDescriptor, check_encoding, frame_length, payload_offset
 from asymcheck.format.registry import check_binary_version
-from asymcheck.types import Location, PackId
+from asymcheck.types import Digest, Location, PackId
 
 PACK_HEADER = struct.Struct("<8sH6s16sQQQQQ32s16s8s")
 INDEX_HEADER = struct.Struct("<8sHHI16sQ8s8s8s")
@@ -165,6 +165,20 @@ def entries_of(frames: Iterable[tuple[FrameDescriptor, int]]) -> Entries:
 def entry_length(entry: np.void) -> int:
     """Return the length of the frame of an index entry, in bytes."""
     return frame_length(int(entry["stored_length"]), int(entry["payload_shift"]))
+
+
+def described(entry: np.void, frame: memoryview) -> tuple[FrameDescriptor, memoryview]:
+    """Return descriptor and payload of a frame by its index entry alone, because the header may be damaged.
+
+    The caller compares the digest of the plain bytes.
+    """
+    fields = "plain_length", "stored_length", "kind", "codec", "digest_algorithm", "payload_shift"
+    plain, stored, kind, codec, algorithm, shift = (int(entry[field]) for field in fields)
+    name, base = Digest(entry["digest"].tobytes()), entry["base_digest"].tobytes()
+    start = payload_offset(stored, shift)
+    payload = frame[start : start + stored]
+    descriptor = FrameDescriptor(name, plain, stored, sum8(payload), kind, codec, algorithm, base, payload_shift=shift)
+    return descriptor, payload
 
 
 def frame_lengths(entries: Entries) -> npt.NDArray[np.uint64]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from asymcheck.codecs.decode import base_reader, decode_checked
@@ -22,16 +22,13 @@ from asymcheck.errors import (
     UnsupportedFormatError,
     result_or_error,
 )
-from asymcheck.format.digest import digest as digest_of
-from asymcheck.format.digest import sum8
-from asymcheck.format.frame import FrameDescriptor, payload_offset
+from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
-from asymcheck.format.pack import Entries, PackHeader, location_of
-from asymcheck.format.registry import CODEC_IDENTITY
+from asymcheck.format.pack import Entries, PackHeader, described, location_of
 from asymcheck.restore.frame_reader import read_checked, read_frame
 from asymcheck.restore.partition_locator import PartitionCopy
-from asymcheck.storage.base_frames import BaseFrames
+from asymcheck.storage.base_frames import BaseFrames, OpenPackOf
 from asymcheck.storage.interfaces import OpenPack, ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import NvmeTier
@@ -45,7 +42,7 @@ Opened = OpenPack | AsymcheckError
 """An open pack, or the error of opening it."""
 
 
-def each_pack(pack_ids: Iterable[PackId], open_pack: Callable[[PackId], OpenPack]) -> Iterator[tuple[PackId, Opened]]:
+def each_pack(pack_ids: Iterable[PackId], open_pack: OpenPackOf) -> Iterator[tuple[PackId, Opened]]:
     """Open packs one after the other. Each pack is closed before the next is opened."""
     for pack_id in pack_ids:
         pack = result_or_error(open_pack, pack_id)
@@ -80,8 +77,9 @@ class Frame(NamedTuple):
 class FrameScanner:
     """Reads and checks the frames of any pack of a tier. Bases are searched in all packs."""
 
-    def __init__(self, tier: ReadTier) -> None:
-        self._read_base = base_reader(BaseFrames(tier).copies_of)
+    def __init__(self, tier: ReadTier, open_pack: OpenPackOf | None = None) -> None:
+        """Read the frames of ``tier``. Find bases as readers do or, with ``open_pack``, as :class:`BaseFrames` says."""
+        self._read_base = base_reader(BaseFrames(tier, open_pack).copies_of)
 
     def frames(self, pack: OpenPack, wanted: Sequence[int], undecoded: Container[Digest] = ()) -> Iterator[Frame]:
         """Read frames of a pack and check header, index entry and digest.
@@ -112,16 +110,7 @@ class FrameScanner:
             BaseDamagedError: the base of the frame is unreadable.
             StorageError: the device failed.
         """
-        entry = pack.entries[sequence]
-        pack.read_frame(sequence, slot)
-        stored, plain, kind, codec = (int(entry[field]) for field in ("stored_length", "plain_length", "kind", "codec"))
-        shift = int(entry["payload_shift"])
-        start = payload_offset(stored, shift)
-        payload = slot.memory[start : start + stored]
-        if codec == CODEC_IDENTITY:
-            return FrameDescriptor.identity(name, stored, shift) if digest_of(payload) == name else None
-        base, checksum = entry["base_digest"].tobytes(), sum8(payload)
-        descriptor = FrameDescriptor(name, plain, stored, checksum, kind, codec, base_digest=base, payload_shift=shift)
+        descriptor, payload = described(pack.entries[sequence], pack.read_frame(sequence, slot))
         try:
             decode_checked(name, descriptor, payload, str(PartitionCopy(pack, sequence)), self._read_base)
         except BaseDamagedError:
@@ -234,7 +223,7 @@ def read_indexes(tier: NvmeTier) -> ScanResult:
 
 def scan_packs(tier: NvmeTier, progress: Progress | None = None) -> ScanResult:
     """Read and check every frame of every pack."""
-    scan, scanner = ScanResult(), FrameScanner(tier)
+    scan, scanner = ScanResult(), FrameScanner(tier, tier.open_pack_to_repair)
     sizes: dict[PackId, int] = {}
     done = 0
     for _ in range(LISTINGS):

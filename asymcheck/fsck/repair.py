@@ -349,7 +349,7 @@ class Replacement:
 
     def _copy_frames(self, writer: PackWriter, longest: int) -> None:
         with contextlib.closing(self._tier.open_pack_to_repair(self._pack_id)) as pack:
-            slot, scanner = Slot(longest), FrameScanner(self._tier)
+            slot, scanner = Slot(longest), FrameScanner(self._tier, self._tier.open_pack_to_repair)
             for (name, _), sequence in self._copies.items():
                 descriptor = scanner.salvage(pack, sequence, name, slot) if sequence < len(pack.entries) else None
                 if descriptor is None:

@@ -111,7 +111,8 @@ def begin_generation(tier: NvmeTier, run: str, parent: CheckpointRef | None) -> 
     """
     while True:
         heads = tier.manifests.heads(run)
-        listed = [listing.ref.generation for listing in tier.manifests.checkpoints(run)]
+        # Directories without manifests count, because their generations were begun.
+        listed = [ref.generation for ref in tier.manifests.refs(run)]
         generation = max([0, *heads, *listed, *([parent.generation] if parent else [])]) + 1
         if generation > registry.GENERATION_MAX:
             raise HeadRecordError(f"run {run} has generation {generation - 1}, the maximum; use another run name")

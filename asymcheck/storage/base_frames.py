@@ -14,13 +14,17 @@ from asymcheck.errors import AsymcheckError, result_or_error
 from asymcheck.format import registry
 from asymcheck.format.digest_set import DigestSet, as_column
 from asymcheck.format.frame import FrameDescriptor, check_frame
-from asymcheck.format.pack import Entries, check_entry
+from asymcheck.format.pack import Entries, check_entry, described
 from asymcheck.storage.interfaces import OpenPack, ReadTier
 from asymcheck.storage.slots import Slot
 from asymcheck.types import Digest, PackId
 
 _ATTEMPTS = 3
 """Limit on rescans: garbage may lack its base for good, and a training keeps adding packs."""
+
+
+OpenPackOf = Callable[[PackId], OpenPack]
+"""Open a complete pack for reading."""
 
 
 def bases_in(entries: Entries) -> dict[Digest, Digest]:
@@ -35,8 +39,10 @@ def bases_in(entries: Entries) -> dict[Digest, Digest]:
 class BaseFrames:
     """Base frames in the packs of ``tier``. Packs are scanned at the first lookup. Thread-safe."""
 
-    def __init__(self, tier: ReadTier) -> None:
-        self._tier = tier
+    def __init__(self, tier: ReadTier, open_pack: OpenPackOf | None = None) -> None:
+        """Find bases as readers do. With ``open_pack``, for a repair, also use frames with a damaged header."""
+        self._tier, self._open_pack = tier, open_pack or tier.open_pack
+        self._is_repair = open_pack is not None
         self._locations: dict[Digest, list[tuple[PackId, int]]] | None = None
         self._listed: set[PackId] = set()
         self._missed: Counter[Digest] = Counter()
@@ -99,16 +105,18 @@ class BaseFrames:
 
     def _packs(self, pack_ids: Iterable[PackId]) -> Iterator[tuple[PackId, OpenPack]]:
         for pack_id in pack_ids:
-            pack = result_or_error(self._tier.open_pack, pack_id)
+            pack = result_or_error(self._open_pack, pack_id)
             if not isinstance(pack, AsymcheckError):
                 with contextlib.closing(pack):
                     yield pack_id, pack
 
     def _read(self, pack_id: PackId, sequence: int) -> tuple[FrameDescriptor, memoryview, str]:
         where = f"frame {sequence} of pack {pack_id.hex()}"
-        with contextlib.closing(self._tier.open_pack(pack_id)) as pack:
+        with contextlib.closing(self._open_pack(pack_id)) as pack:
             entry = pack.entries[sequence]
             frame = pack.read_frame(sequence, Slot(int(entry["stored_length"])))
+            if self._is_repair:
+                return *described(entry, frame), where
             descriptor, payload = check_frame(frame, pack_id, sequence, where)
             check_entry(entry, descriptor, where)
         return descriptor, payload, where

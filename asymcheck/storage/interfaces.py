@@ -29,6 +29,7 @@ class OpenPack(abc.ABC):
         self.entries = index.entries
         self.damage = index.damage
         """Damage of the header or the index, if the frames were found by scanning; else None."""
+        self._stamped = index.stamped
         self.path = path
 
     def digests(self) -> list[Digest]:
@@ -40,7 +41,7 @@ class OpenPack(abc.ABC):
 
     def stamped(self, sequence: int) -> int:
         """Return the sequence number in the header of a frame, which is ``sequence`` in most packs."""
-        return sequence
+        return self._stamped[sequence] if self._stamped else sequence
 
     @abc.abstractmethod
     def read_frame(self, sequence: int, slot: Slot) -> memoryview:

@@ -32,6 +32,8 @@ class PackIndex:
     entries: Entries
     damage: FormatError | None
     """Damage of the header or the index, if the frames were found by scanning; else None."""
+    stamped: tuple[int, ...] = ()
+    """Sequence numbers in the frame headers, if a scan found the frames. A thorough scan may leave gaps."""
 
 
 def digests_of(entries: Entries) -> list[Digest]:
@@ -51,11 +53,11 @@ def find_frames(read: ReadRange, name: str, pack_id: PackId, *, thorough: bool =
     except UnsupportedFormatError:
         raise
     except FormatError as error:
-        entries = _scan(read, name, pack_id, thorough=thorough)
+        entries, stamped = _scan(read, name, pack_id, thorough=thorough)
         if not len(entries) and not thorough:
             raise
         end = int(entries["offset"][-1]) + entry_length(entries[-1]) if len(entries) else 0
-        return PackIndex(PackHeader(pack_id, len(entries), end, 0, ""), entries, error)
+        return PackIndex(PackHeader(pack_id, len(entries), end, 0, ""), entries, error, stamped)
     return PackIndex(header, entries, None)
 
 
@@ -72,8 +74,10 @@ def _read_index(read: ReadRange, name: str, pack_id: PackId) -> tuple[PackHeader
     return header, decode_index(index, header, where)
 
 
-def _scan(read: ReadRange, name: str, pack_id: PackId, *, thorough: bool) -> Entries:
+def _scan(read: ReadRange, name: str, pack_id: PackId, *, thorough: bool) -> tuple[Entries, tuple[int, ...]]:
     """Find the frames of a pack by their headers, as SPEC.md §A7 allows if header or index is damaged.
+
+    Return their entries and their sequence numbers.
 
     A thorough scan continues block by block after a damaged frame, so sequence numbers may have gaps.
 
@@ -82,12 +86,14 @@ def _scan(read: ReadRange, name: str, pack_id: PackId, *, thorough: bool) -> Ent
         StructureError: all frames belong to another pack, so the file has a wrong name.
     """
     frames: list[tuple[FrameDescriptor, int]] = []
+    stamped: list[int] = []
     offset, foreign_frames = registry.BLOCK_BYTES, 0
     while len(block := read(offset, HEADER_BYTES)[0]) == HEADER_BYTES:
         header = _frame_header(block, f"frame {len(frames)} of pack {name}", thorough=thorough)
         # In a recycled file, a frame of the earlier pack has the id of that pack.
         if header is not None and header.place_id == pack_id and (thorough or header.sequence == len(frames)):
             frames.append((header.descriptor, offset))
+            stamped.append(header.sequence)
             offset += header.descriptor.frame_length
         elif thorough:
             foreign_frames += header is not None
@@ -96,7 +102,7 @@ def _scan(read: ReadRange, name: str, pack_id: PackId, *, thorough: bool) -> Ent
             break
     if foreign_frames and not frames:
         raise StructureError(f"pack {name} is damaged: it contains only frames of another pack")
-    return entries_of(frames)
+    return entries_of(frames), tuple(stamped)
 
 
 def _frame_header(data: memoryview, where: str, *, thorough: bool) -> FrameHeader | None:

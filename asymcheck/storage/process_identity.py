@@ -28,6 +28,14 @@ def is_dead(owner: Owner) -> bool:
     return is_visible(owner) and _start_ticks(owner.pid) not in (owner.start_ticks, _HIDDEN)
 
 
+def has_ended(owner: Owner) -> bool:
+    """Tell whether a process that may still hold a lock is certainly dead.
+
+    Another boot id alone does not show that, because some containers (systemd, LXC) have a separate boot id.
+    """
+    return is_visible(owner) and is_dead(owner)
+
+
 def is_visible(owner: Owner) -> bool:
     """Tell whether a process is of this boot and in this PID namespace, so that its state is known."""
     return is_of_this_boot(owner) and owner.pid_namespace == _pid_namespace()

@@ -18,7 +18,7 @@ from asymcheck import Checkpointer, Store, StoreConfig
 from asymcheck.errors import InvalidInputError, RunInUseError, StorageError
 from asymcheck.format import layout
 from asymcheck.storage import process_identity
-from asymcheck.storage.nvme import run_lock
+from asymcheck.storage.nvme import NvmeTier, run_lock
 
 _TRAINER = """
 import sys, torch
@@ -159,8 +159,19 @@ def test_lock_held_by_a_copy_of_a_dead_process_is_taken_over(store_path: Path, m
     """Test a lock that a native fork inherited: its process is dead, and only the descriptor lives on."""
     with _trainer(store_path), _open(store_path) as store:
         monkeypatch.setattr(process_identity, "is_dead", lambda owner: owner.pid != os.getpid())
+        # The ring, which the living process holds as well, is not part of this test.
+        monkeypatch.setattr(NvmeTier, "is_dead", lambda *_: False)
         with Checkpointer(store, _state(), every=1) as checkpointer:
             assert checkpointer.restore() is not None
+
+
+def test_run_of_a_container_with_another_boot_id_is_in_use(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test containers of systemd and LXC: a lock that is held shows that its training lives."""
+    with _trainer(store_path) as trainer, _open(store_path) as store:
+        monkeypatch.setattr(process_identity, "_boot_id", lambda: "another")
+        with pytest.raises(RunInUseError):
+            Checkpointer(store, _state(), every=1).restore()
+        assert trainer.step() == "8"
 
 
 @pytest.mark.slow

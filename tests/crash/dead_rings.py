@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from asymcheck.errors import UnsupportedFeatureError
 from asymcheck.format.record import RECORD_BYTES
-from asymcheck.format.ring_records import decode_ring_header, encode_ring_header
+from asymcheck.format.ring_records import RingHeader, decode_ring_header, encode_ring_header
 from asymcheck.storage.shm.ring_reader import RingReader
+from asymcheck.types import Owner
 from tests.checkpointer.loops import rings
 from tests.crash.states import Journal
 from tests.zygote import Child, wait_until
@@ -36,8 +37,17 @@ def copied(folder: Path, target: Path) -> Path:
 
 def set_store_path(ring: Path, store: str) -> None:
     """Change the store path in a ring."""
+    _change_header(ring, lambda header: dataclasses.replace(header, store=store))
+
+
+def set_owner(ring: Path, owner: Owner) -> None:
+    """Change the process that created a ring."""
+    _change_header(ring, lambda header: dataclasses.replace(header, owner=owner))
+
+
+def _change_header(ring: Path, change: Callable[[RingHeader], RingHeader]) -> None:
     data = ring.read_bytes()
-    header = dataclasses.replace(decode_ring_header(data[:RECORD_BYTES], "ring"), store=store)
+    header = change(decode_ring_header(data[:RECORD_BYTES], "ring"))
     ring.write_bytes(encode_ring_header(header) + data[RECORD_BYTES:])
 
 

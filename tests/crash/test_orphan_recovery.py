@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
 import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asymcheck import Store
-from asymcheck.errors import CaptureWarning, LockTimeoutError, warn_user
+from asymcheck.commit import orphan_recovery
+from asymcheck.commit.transaction import RingTransaction
+from asymcheck.errors import CaptureWarning, LockTimeoutError, OutOfSpaceError, SkippedCheckpointWarning, warn_user
+from asymcheck.format.manifest import Manifest
 from asymcheck.storage.shm import orphaned_rings
 from asymcheck.storage.shm.orphaned_rings import open_orphaned_ring
 from asymcheck.storage.shm.ring_reader import RingReader
+from asymcheck.types import CheckpointRef
 from tests.checkpointer.loops import folder_for_rings, rings
-from tests.crash.dead_rings import CAPTURED, DURABLE, kill_when_ready
+from tests.crash.dead_rings import CAPTURED, DURABLE, kill_when_ready, set_owner
 from tests.crash.trainer import assert_restored, train_two_runs
 from tests.zygote import Zygote
 
@@ -77,6 +84,28 @@ def test_own_ring_is_awaited(folder: Path, monkeypatch: pytest.MonkeyPatch, how:
     assert rings(folder) == []
 
 
+@pytest.mark.parametrize("is_alive", [False, True], ids=["dead", "alive"])
+def test_own_ring_of_another_container_is_awaited(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, is_alive: bool
+) -> None:
+    """Test a restart in another PID namespace: the mark in the catalog tells whether the old process lives."""
+    monkeypatch.setattr(orphaned_rings, "_ADOPTION_PATIENCE_S", 0.1)
+    monkeypatch.setattr(orphaned_rings, "_ADOPTION_S", 0.1)
+    (ring,) = rings(folder)
+    with RingReader(ring, hold=False) as reader:
+        owner = dataclasses.replace(reader.header.owner, pid_namespace="pid:[1]")
+    set_owner(ring, owner)
+    mark = folder / "store" / "catalog" / "open" / f"{owner.pid}-{owner.start_ticks}-{owner.boot_id}-pid:[1]"
+    with _hold_lock(ring), mark.open("xb") as file:
+        if is_alive:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            assert_restored(folder, DURABLE - 1, DURABLE - 1)
+        else:
+            with pytest.warns(CaptureWarning, match="waiting"), pytest.raises(LockTimeoutError, match=str(ring)):
+                assert_restored(folder, 0)
+    assert rings(folder) == [ring]
+
+
 @pytest.mark.slow
 def test_a_ring_that_is_gone_at_last_is_waited_for_no_longer(folder: Path) -> None:
     """Test that the wait ends when the other process deletes the ring."""
@@ -127,6 +156,28 @@ def test_the_ring_of_another_run_is_not_waited_for(tmp_path: Path, two: dict[str
         assert_restored(tmp_path, 2, run="one")
     assert time.monotonic() - began < orphaned_rings._ADOPTION_PATIENCE_S
     assert rings(tmp_path) == [two["two"]]
+    assert_restored(tmp_path, 2, run="two")
+
+
+@pytest.mark.slow
+def test_a_capture_of_another_run_that_does_not_fit_is_kept(
+    tmp_path: Path, two: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test that only the training of that run needs the space for its capture."""
+
+    class Full(RingTransaction):
+        def commit_capture(self, captured: Manifest, *args: Any) -> CheckpointRef:  # noqa: ANN401 - passed on
+            if captured.header.run == "two":
+                raise OutOfSpaceError("the drive is full")
+            return super().commit_capture(captured, *args)
+
+    with monkeypatch.context() as full:
+        full.setattr(orphan_recovery, "RingTransaction", Full)
+        with pytest.warns(SkippedCheckpointWarning, match="step . of run 'two' in memory: .*full; the ring is kept"):
+            assert_restored(tmp_path, 2, run="one")
+        assert rings(tmp_path) == [two["two"]]
+        with pytest.raises(OutOfSpaceError, match="step 0 of run 'two'"):
+            assert_restored(tmp_path, 2, run="two")
     assert_restored(tmp_path, 2, run="two")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import random
 import re
 import time
@@ -14,9 +15,10 @@ import pytest
 from asymcheck import Store
 from asymcheck.cli import exit_status
 from asymcheck.format import manifest_reader
+from asymcheck.storage.process_identity import this_process
 from asymcheck.storage.shm.orphaned_rings import RingCapture, newer_than_stored, survey_rings
 from tests.cli.conftest import run_command
-from tests.crash.dead_rings import copied, refuse_rings
+from tests.crash.dead_rings import copied, refuse_rings, set_owner
 from tests.distributed.job import LIMIT_S, Job, Meeting
 from tests.distributed.training import Training
 
@@ -125,6 +127,25 @@ def check_newer_program(where: Path) -> None:
             assert [one.problem for one in adopted] == ["", ""]
 
 
+def check_living_rank(where: Path) -> None:
+    """Test another training that starts before all ranks have ended: the capture waits for the last rank."""
+    copied(where / "whole", where / "living")
+    rings = sorted((where / "living" / "memory").iterdir())
+    set_owner(rings[0], this_process())
+    with Store.open(where / "living" / "store", create=True) as store:
+        # This process holds the ring and the mark, as the rank would.
+        store.resources.catalog()
+        with rings[0].open("rb") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            with store.training.adopting(where / "living" / "memory", run="another") as adopted:
+                assert [one.ref for one in adopted] == [None]
+                assert "is in use" in adopted[0].problem
+        assert sorted((where / "living" / "memory").iterdir()) == rings
+        with store.training.adopting(where / "living" / "memory") as adopted:
+            assert [one.problem for one in adopted] == ["", ""]
+        assert not list((where / "living" / "memory").iterdir())
+
+
 @pytest.mark.slow
 def test_only_captures_of_all_ranks_are_recovered(meeting: Meeting, tmp_path: Path) -> None:
     """Test ranks killed when step 1 was complete in the memory of each, and not committed."""
@@ -140,6 +161,7 @@ def test_only_captures_of_all_ranks_are_recovered(meeting: Meeting, tmp_path: Pa
 
     check_files_from_memory(tmp_path)
     check_newer_program(tmp_path)
+    check_living_rank(tmp_path)
     with Store.open(tmp_path / "whole" / "store", create=True) as store:
         only = _newer_captures(store, tmp_path / "whole" / "memory")
         assert [(one.step, one.world_size) for one in only] == [(1, 2)]

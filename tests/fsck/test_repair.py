@@ -11,9 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
+from asymcheck import StoreConfig
 from asymcheck.errors import HeadRecordError, OutOfSpaceError, ReadOnlyStoreError
 from asymcheck.format import layout
+from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.fsck.verify import Severity
 from asymcheck.storage import damaged_frames
 from asymcheck.storage.local_files import translated
@@ -230,6 +233,45 @@ def test_frames_behind_a_damaged_one_are_found_without_an_index(path: Path) -> N
         assert store.repair().copied_partitions == len(names) - 1
         with store.resources.catalog().read() as transaction:
             assert [transaction.location(name) is not None for name in names] == [False] + [True] * (len(names) - 1)
+
+
+def _save_derived(path: Path) -> tuple[dict[str, torch.Tensor], Path]:
+    """Save a state whose last partition is derived from the second; return the state and its pack."""
+    master = torch.randn(300_000)
+    state = {"first": torch.randn(300_000), "master": master, "model": master.bfloat16()}
+    config = StoreConfig(compression="smallest", slots=1)
+    with Store.open(path, create=True, config=config) as store:
+        store.save(state, step=0)
+    (pack,) = packs(path)
+    assert len(frames(pack)) == 3
+    return state, pack
+
+
+def test_a_base_with_a_damaged_frame_header_is_intact(store_path: Path) -> None:
+    """Test that one repair recovers a partition and those that are derived from it, and reports nothing as lost."""
+    state, pack = _save_derived(store_path)
+    flip_frame_header(pack, 1)
+    with Store.open(store_path, create=True) as store:
+        assert store.repair().left == ()
+        check_idle(store)
+        assert store.verify() == []
+        loaded = store.load(0)
+        assert all(torch.equal(loaded[name], state[name]) for name in state)
+
+
+def test_a_base_behind_a_damaged_frame_is_found_without_an_index(store_path: Path) -> None:
+    """Test that a repair decodes a derived partition whose base no reader finds, instead of removing it."""
+    state, pack = _save_derived(store_path)
+    with pack.open("r+b") as file:
+        # The header of the pack, and that of the first frame.
+        file.write(bytes(2 * BLOCK_BYTES))
+    with Store.open(store_path, create=True) as store:
+        assert store.repair().copied_partitions == 2
+        check_idle(store)
+        # Only the first partition was lost.
+        store.save({"first": state["first"]}, step=1)
+        loaded = store.load(0)
+        assert all(torch.equal(loaded[name], state[name]) for name in state)
 
 
 def test_a_pack_under_a_wrong_name_is_left_alone(path: Path) -> None:

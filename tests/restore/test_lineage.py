@@ -101,6 +101,9 @@ def test_numbers_of_generations_are_never_used_again(tier: NvmeTier) -> None:
     """Test that the next number is above every head record of the run, and above the parent."""
     assert [begin_generation(tier, "run", parent) for parent in (None, None, _ref(7, 1), None)] == [1, 2, 8, 9]
     assert begin_generation(tier, "other", None) == 1
+    # The directory of a checkpoint whose manifests and head record were lost: its number may be known elsewhere.
+    tier.manifests.directory("run", _ref(20, 1)).mkdir(parents=True)
+    assert begin_generation(tier, "run", None) == 21
 
 
 def test_last_generation_has_no_successor(tier: NvmeTier) -> None:

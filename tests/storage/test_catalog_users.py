@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
 import shutil
 import subprocess
 import sys
@@ -13,11 +15,13 @@ from asymcheck import Store
 from asymcheck.errors import LockTimeoutError
 from asymcheck.storage.local_files import Files
 from asymcheck.storage.nvme.catalog import CatalogUsers
+from asymcheck.storage.process_identity import this_process
 
 
 def test_one_process_has_one_mark_in_a_catalog(tmp_path: Path) -> None:
     """Test that LMDB is not opened twice in a process, for example by two paths to one directory."""
     folder = tmp_path / "open"
+    folder.mkdir()
     first, second = CatalogUsers(Files(), folder), CatalogUsers(Files(), folder)
     first.put()
     with pytest.raises(LockTimeoutError, match="has opened the store by another path"):
@@ -31,6 +35,7 @@ def test_one_process_has_one_mark_in_a_catalog(tmp_path: Path) -> None:
 def test_a_mark_that_was_left_counts_as_dead(tmp_path: Path) -> None:
     """Test the mark of a process in which a commit failed, seen by the same process before and after the next mark."""
     folder = tmp_path / "open"
+    folder.mkdir()
     first, second = CatalogUsers(Files(), folder), CatalogUsers(Files(), folder)
     first.put()
     first.take_back(as_if_killed=True)
@@ -41,6 +46,19 @@ def test_a_mark_that_was_left_counts_as_dead(tmp_path: Path) -> None:
     assert second.other_marks() == ([], {})
     second.take_back()
     assert list(folder.iterdir()) == []
+
+
+def test_a_locked_mark_of_another_boot_belongs_to_a_living_process(tmp_path: Path) -> None:
+    """Test containers of systemd and LXC, each with a separate boot id: only the lock shows that a process lives."""
+    users, owner = CatalogUsers(Files(), tmp_path), dataclasses.replace(this_process(), boot_id="another")
+    mark = tmp_path / f"{owner.pid}-{owner.start_ticks}-another-{owner.pid_namespace}"
+    assert users.is_dead(owner)
+    with mark.open("xb") as file:
+        assert users.is_dead(owner)
+        assert users.other_marks() == ([mark], {})
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert not users.is_dead(owner)
+        assert users.other_marks() == ([], {mark: owner})
 
 
 _TRAINING = """

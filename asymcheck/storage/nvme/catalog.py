@@ -198,12 +198,10 @@ class CatalogUsers:
     """
 
     def __init__(self, files: Files, folder: Path) -> None:
-        """Create ``folder`` and its parent, the folder of the catalog, if they are missing."""
+        """Keep the marks in ``folder``, which need not exist for :meth:`is_dead`."""
         self._files = files
         self._folder = folder
         self._own: tuple[Path, int] | None = None
-        files.make_directory(folder.parent)
-        files.make_directory(folder)
 
     def put(self) -> None:
         """Create the mark of this process durably. Writers and readers of marks hold the lock of the catalog.
@@ -266,7 +264,7 @@ class CatalogUsers:
 
     def is_dead(self, owner: Owner) -> bool:
         """Tell whether a process is certainly dead or has closed the catalog."""
-        if process_identity.is_dead(owner):
+        if process_identity.has_ended(owner):
             return True
         # A living process that does not lock the mark uses another store, of which this one is a copy.
         try:
@@ -310,8 +308,10 @@ class Catalog:
         self._running = 0
         self._idle = threading.Condition()
         self._owner = process_identity.this_process()
-        self._marks = CatalogUsers(files, path / "open")
         self._files = files
+        for folder in (path, path / "open"):
+            files.make_directory(folder)
+        self._marks = CatalogUsers(files, path / "open")
         self._lock_descriptor = DESCRIPTORS.open(files.open_lock, path / "writer.lock")
         # Waiting writers hold a shared lock on this folder, which ends with their process.
         self._waiting_descriptor = DESCRIPTORS.open(files.open_read, path / "open")

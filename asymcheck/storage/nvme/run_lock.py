@@ -170,4 +170,4 @@ def _may_replace(trainer: Trainer | None) -> bool:
     """Tell whether a locked file belongs to this process, or only to a descriptor that outlived its process."""
     if trainer is None:
         return False
-    return trainer.owner == process_identity.this_process() or process_identity.is_dead(trainer.owner)
+    return trainer.owner == process_identity.this_process() or process_identity.has_ended(trainer.owner)

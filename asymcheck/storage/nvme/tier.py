@@ -35,14 +35,14 @@ from asymcheck.format.record import (
 from asymcheck.format.registry import SHIFTED_PAYLOAD, missing_writer_features
 from asymcheck.storage.interfaces import StoreTier
 from asymcheck.storage.local_files import DESCRIPTORS, Files, OpenFile, is_same_file, translated, try_lock
-from asymcheck.storage.nvme.catalog import Catalog, Populate, open_catalog, release_catalog
+from asymcheck.storage.nvme.catalog import Catalog, CatalogUsers, Populate, open_catalog, release_catalog
 from asymcheck.storage.nvme.drives import needs_slot, refuse_network
 from asymcheck.storage.nvme.manifests import ManifestFiles, removed_store
 from asymcheck.storage.nvme.pack_reader import PackFile, open_pack, peek
 from asymcheck.storage.nvme.pack_writer import PackWriter, Pool, create_locked
 from asymcheck.storage.pack_index import PackIndex
 from asymcheck.storage.slots import Slot
-from asymcheck.types import PackId
+from asymcheck.types import Owner, PackId
 
 _logger = logging.getLogger(__name__)
 _CACHED_INDEXES = 64
@@ -225,6 +225,10 @@ class NvmeTier(StoreTier):
             if self._catalog is not None:
                 release_catalog(self._catalog)
                 self._catalog = None
+
+    def is_dead(self, owner: Owner) -> bool:
+        """Tell whether a process that had opened the catalog is dead or has closed the catalog."""
+        return CatalogUsers(self.files, self.root / layout.CATALOG / "open").is_dead(owner)
 
     def repair_descriptor(self) -> bool:
         """Rewrite the store descriptor if one of its copies is damaged; return whether it was."""

@@ -8,7 +8,7 @@ import os
 import shlex
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +18,7 @@ from asymcheck.format.layout import parse_ring_name
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.record import RECORD_BYTES
 from asymcheck.format.registry import BLOCK_BYTES
-from asymcheck.format.ring_records import CAPTURES_OFFSET, DURABLE, CaptureEntry, decode_ring_header
+from asymcheck.format.ring_records import CAPTURES_OFFSET, DURABLE, CaptureEntry, RingHeader, decode_ring_header
 from asymcheck.format.spans import ranks_in
 from asymcheck.storage.interfaces import StoreTier
 from asymcheck.storage.local_files import DESCRIPTORS, is_same_file, translated, try_lock
@@ -67,7 +67,11 @@ def list_rings(folder: Path, store_id: bytes | None) -> list[Path]:
     return paths
 
 
-def open_orphaned_ring(path: Path, *, patient: bool = True) -> RingReader | None:
+IsDead = Callable[[Owner], bool]
+"""Tell whether the process that created a ring is dead."""
+
+
+def open_orphaned_ring(path: Path, is_dead: IsDead = is_dead, *, patient: bool = True) -> RingReader | None:
     """Open and lock the ring of a dead process; None if the ring is in use.
 
     A process that inspects the ring locks it for a moment. With ``patient``, wait longer for the ring of a dead
@@ -77,10 +81,10 @@ def open_orphaned_ring(path: Path, *, patient: bool = True) -> RingReader | None
         FileNotFoundError: the ring was removed.
         StorageError, FormatError: the file cannot be read, or is not a ring.
     """
-    return _open_locked(path, _ADOPTION_PATIENCE_S if patient else _INSPECTION_S)[0]
+    return _open_locked(path, is_dead, _ADOPTION_PATIENCE_S if patient else _INSPECTION_S)[0]
 
 
-def wait_for_orphaned_ring(path: Path) -> RingReader | None:
+def wait_for_orphaned_ring(path: Path, is_dead: IsDead) -> RingReader | None:
     """Open a ring like :func:`open_orphaned_ring`, and wait until another process has adopted it.
 
     Training without the captures in the ring would lose steps.
@@ -92,14 +96,14 @@ def wait_for_orphaned_ring(path: Path) -> RingReader | None:
         LockTimeoutError: the other process does not finish; names that process.
         FileNotFoundError, StorageError, FormatError: as :func:`open_orphaned_ring`.
     """
-    reader, is_orphaned = _open_locked(path, _ADOPTION_PATIENCE_S)
+    reader, is_orphaned = _open_locked(path, is_dead, _ADOPTION_PATIENCE_S)
     if reader is None and is_orphaned:
         warn_user(
             f"ring {path} is locked by {_holder(path)}, which is probably adopting it. The ring may have the only copy "
             f"of some steps, so waiting for at most {_ADOPTION_S:g} seconds",
             CaptureWarning,
         )
-        reader, is_orphaned = _open_locked(path, _ADOPTION_S)
+        reader, is_orphaned = _open_locked(path, is_dead, _ADOPTION_S)
     if reader is None and is_orphaned:
         raise LockTimeoutError(
             f"ring {path}, which may have the only copy of some steps, was locked for {_ADOPTION_S:g} seconds by "
@@ -108,7 +112,7 @@ def wait_for_orphaned_ring(path: Path) -> RingReader | None:
     return reader
 
 
-def _open_locked(path: Path, patience_s: float) -> tuple[RingReader | None, bool]:
+def _open_locked(path: Path, is_dead: IsDead, patience_s: float) -> tuple[RingReader | None, bool]:
     """Open and lock a ring; None if it is in use. Also return whether its process is dead."""
     began = time.monotonic()
     while True:
@@ -123,11 +127,11 @@ def _open_locked(path: Path, patience_s: float) -> tuple[RingReader | None, bool
         time.sleep(_POLL_S if waited_s < _ADOPTION_PATIENCE_S else _SLOW_POLL_S)
 
 
-def ring_run_and_store(path: Path) -> tuple[str, str] | None:
-    """Return the run and the store path of a ring, even if it is in use; None if the ring cannot be read."""
+def ring_header(path: Path) -> RingHeader | None:
+    """Return the header of a ring, even if the ring is in use; None if it cannot be read."""
     try:
         with RingReader(path, hold=False) as reader:
-            return reader.header.run, reader.header.store
+            return reader.header
     except (FileNotFoundError, FormatError):
         return None
 

@@ -62,8 +62,9 @@ def print_table(rows: Sequence[Mapping[str, object]], *, numbers: Collection[str
     target.width = max(target.width, _TABLE_WIDTH)
     cells = [[printable(str(row[heading])) for row in rows] for heading in headings]
     widths = [max(map(cell_len, (heading, *column))) for heading, column in zip(headings, cells, strict=True)]
-    if _fits(widths, target.width):
-        # rich takes half a millisecond for a row, and a run may have 10,000 checkpoints.
+    if _fits(widths, target.width) and target.encoding.startswith("utf"):
+        # rich takes half a millisecond for a row, and a run may have 10,000 checkpoints. It replaces what another
+        # encoding lacks.
         columns = [
             [_aligned(cell, width, right=heading in numbers) for cell in (heading, *column)]
             for heading, column, width in zip(headings, cells, widths, strict=True)

@@ -419,5 +419,7 @@ class PackSender:
 
 
 def _cut(frames: Sequence[Frame], size: int) -> list[Sequence[Frame]]:
-    """Split frames into groups of at most ``size`` bytes, or of one frame."""
+    """Split frames into groups of at most ``size`` bytes, or of one frame; return none for no frames."""
+    if not frames:
+        return []
     return [frames[group.start : group.stop] for group in cut([frame_length(frame.stored) for frame in frames], size)]

@@ -87,12 +87,18 @@ def _delete_when_read(monkeypatch: pytest.MonkeyPatch, other: Store, *, before: 
     """Delete step 0 in another process just before or just after its manifest is read."""
     original = ManifestReader.read
 
+    def delete(ref: CheckpointRef) -> None:
+        if ref.step == 0:
+            # A deletion reads the manifest, too.
+            monkeypatch.setattr(ManifestReader, "read", original)
+            other.delete(0)
+
     def read(reader: ManifestReader, run: str, ref: CheckpointRef, name: ManifestName) -> Manifest:
-        if before and ref.step == 0:
-            other.delete(0)
+        if before:
+            delete(ref)
         manifest = original(reader, run, ref, name)
-        if not before and ref.step == 0:
-            other.delete(0)
+        if not before:
+            delete(ref)
         return manifest
 
     monkeypatch.setattr(ManifestReader, "read", read)

@@ -134,7 +134,7 @@ class Interrupted:
 
 @pytest.mark.parametrize("action", ["restore", "rollback"])
 def test_state_is_not_saved_if_another_rank_was_interrupted(tmp_path: Path, action: str) -> None:
-    """Test an error of rank 1 that is no error of the store: rank 0 was restored, and must not save a mixture."""
+    """Test an error of rank 1 that is no error of the store: no rank may save a mixture."""
     keys = dist.HashStore()
 
     def restored(rank: int) -> list[type[BaseException]]:
@@ -154,4 +154,4 @@ def test_state_is_not_saved_if_another_rank_was_interrupted(tmp_path: Path, acti
                     failures.append(type(error))
         return failures
 
-    assert each(2, restored) == [[RankFailedError, PartialRestoreError], [KeyboardInterrupt, RankFailedError]]
+    assert each(2, restored) == [[RankFailedError, PartialRestoreError], [KeyboardInterrupt, PartialRestoreError]]

@@ -93,6 +93,12 @@ def gc(
     source = click.get_current_context().get_parameter_source
     if retention is None and source("run") is click.core.ParameterSource.COMMANDLINE:
         raise click.UsageError("--run requires a --keep rule, such as --keep-last; without rules, gc works on all runs")
+    names_rings = discard_rings or source("ring_folder") is click.core.ParameterSource.COMMANDLINE
+    if is_uri(store) and (empty_pool or names_rings):
+        raise click.UsageError(
+            "--empty-pool, --discard-rings and --ring-folder work on a local store only: a location has no pool and no "
+            "rings"
+        )
     config = StoreConfig(pool_bytes=0) if empty_pool else None
     with open_existing(store, config) as opened:
         pruned = None if retention is None else opened.prune(retention, run=run, dry_run=dry_run)

@@ -59,8 +59,10 @@ def typed_value(value: object) -> TypedValue | None:
         fields = getattr(kind, "_fields", None)
         return TypedValue("namedtuple", kind.__name__, dict(zip(fields, value, strict=True))) if fields else None
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping, Sequence)):
-        content = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return TypedValue("dataclass", kind.__name__, content)
+        names = [field.name for field in dataclasses.fields(value)]
+        if not all(hasattr(value, name) for name in names):
+            return None  # a field with init=False was never set
+        return TypedValue("dataclass", kind.__name__, {name: getattr(value, name) for name in names})
     parts = _PARTS.get(kind)
     return None if parts is None else parts(value)
 

@@ -92,6 +92,12 @@ def test_a_pull_of_nothing_makes_no_store(
 
 def test_local_commands_refuse_a_location(location: str, call: Callable[..., Outcome]) -> None:
     """Test that the error names the alternative."""
+    for option in ("--empty-pool", "--discard-rings", "--ring-folder=/dev/shm"):
+        outcome = call("gc", location, option)
+        assert (outcome.status, "work on a local store only" in " ".join(outcome.err.split())) == (
+            exit_status.USAGE,
+            True,
+        )
     pruned = call("gc", location, "--keep-last", "1")
     assert (pruned.status, "Push(keep=...)" in pruned.err) == (exit_status.USAGE, True)
     repaired = call("verify", location, "--repair")

@@ -1,5 +1,6 @@
 """Test that unsupported values are refused by name, before anything is written."""
 
+import dataclasses
 import datetime as dt
 import enum
 import random
@@ -32,6 +33,13 @@ class Text(str):
     """A subclass of a string."""
 
     __slots__ = ()
+
+
+@dataclasses.dataclass
+class Unset:
+    """A dataclass with a field that nothing sets."""
+
+    field: int = dataclasses.field(init=False)
 
 
 class HalfStateful:
@@ -92,6 +100,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "memoryview": lambda: memoryview(b"x"),
     "slice of texts": lambda: slice("a", "b"),
     "ellipsis": lambda: ...,
+    "dataclass with an unset field": Unset,
     "decimal": lambda: Decimal(1),
     "fraction": lambda: Fraction(1, 2),
     "time zone of a name": lambda: dt.datetime(2026, 1, 1, tzinfo=ZoneInfo("UTC")),

@@ -108,6 +108,7 @@ class PushLoop:
         self._failure: Exception | None = None
         self._prune_failure: Exception | None = None
         self._urgency = 0
+        self._ended: Interval | None = None
         self._is_ending, self._cancelled_at = False, math.inf
         # Checkpoint whose upload is to be cancelled.
         self._dropped: str | None = None
@@ -192,9 +193,16 @@ class PushLoop:
     def add_interval(self, interval: Interval) -> None:
         """Keep an interval for the training. Intervals of single frames are dropped, as there may be thousands."""
         if interval.name == "push":
-            with self._turn:
-                kept = (*self._status.intervals, dataclasses.replace(interval, thread=os.getpid()))[-_INTERVALS:]
+            # Shown together with the backlog after it.
+            self._ended = dataclasses.replace(interval, thread=os.getpid())
+
+    def _end_upload(self) -> None:
+        with self._turn:
+            ended, self._ended = self._ended, None
+            if ended is not None:
+                kept = (*self._status.intervals, ended)[-_INTERVALS:]
                 self._change(traced=self._status.traced + 1, intervals=kept)
+            self._change(sending=None)
 
     def run(self) -> None:
         """Push until the request of the training, or :meth:`end`, ends the loop."""
@@ -377,7 +385,7 @@ class PushLoop:
                 self._due()
             self._prune()
         finally:
-            self._change(sending=None)
+            self._end_upload()
             self._note(sending_step=None, done_bytes=0, total_bytes=0, bytes_per_s=0.0)
         return True
 

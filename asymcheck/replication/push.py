@@ -99,19 +99,22 @@ def push(
     present = RemotePresence(remote)
     # Once per run; a call that raises is repeated.
     publish = functools.cache(partial(publish_heads, local, remote))
+    runs = functools.cache(partial(_RemoteRun, remote))
     failures: dict[str, AsymcheckError] = {}
     for listing in listings:
         run = listing.run
         if run in failures:
             continue
         try:
-            part = _remote_part(remote, listing, listing.ref)
+            there = runs(run)
+            part = there.part(listing, listing.ref)
             if part.is_complete and present.has(part):
                 moved.present += 1
                 continue
-            remote.refuse_lost_location()
-            older = _older(local, remote, listing) if encoder.wants_bases else None
+            there.check()
+            older = _older(local, there, listing) if encoder.wants_bases else None
             _Push(local, remote, listing, part, moved, progress, encoder, older, publish).carry_out()
+            there.note(listing)
         except (HeadRecordError, InvalidInputError) as error:
             # Every other checkpoint of the run would fail, too.
             failures[run] = error
@@ -140,17 +143,44 @@ def _raise_any(failures: Mapping[str, AsymcheckError], asked: int, remote: Remot
     ) from first
 
 
-def _remote_part(remote: RemoteTier, listing: CheckpointFiles, ref: CheckpointRef) -> CheckpointFiles:
-    """Return the remote manifests of the ranks of ``listing``: each store of a job pushes only what its ranks saved."""
-    return remote.manifests.listing(listing.run, ref).of_ranks(listing.store_ranks)
+class _RemoteRun:
+    """Checkpoints of a run at a location. One request lists them all in an object store, and one in a file system."""
+
+    def __init__(self, remote: RemoteTier, run: str) -> None:
+        self._remote, self._run = remote, run
+        self._listed: dict[CheckpointRef, CheckpointFiles] | None = None
+        if not remote.files.renames:
+            self._listed = {listing.ref: listing for listing in remote.manifests.checkpoints(run)}
+
+    def refs(self) -> list[CheckpointRef]:
+        """Return the checkpoints, oldest first."""
+        return self._remote.manifests.refs(self._run) if self._listed is None else sorted(self._listed)
+
+    def part(self, listing: CheckpointFiles, ref: CheckpointRef) -> CheckpointFiles:
+        """Return the manifests of the ranks of ``listing``: each store of a job pushes only what its ranks saved."""
+        if self._listed is None:
+            found = self._remote.manifests.listing(self._run, ref)
+        else:
+            found = self._listed.get(ref, CheckpointFiles(self._run, ref, ()))
+        return found.of_ranks(listing.store_ranks)
+
+    def check(self) -> None:
+        """Raise RemoteUnreachableError if the location was emptied, unless a listing shows that it was not."""
+        if not self._listed:
+            self._remote.refuse_lost_location()
+
+    def note(self, listing: CheckpointFiles) -> None:
+        """Add manifests that were published."""
+        if self._listed is not None:
+            self._listed[listing.ref] = listing
 
 
-def _older(local: ReadTier, remote: RemoteTier, listing: CheckpointFiles) -> CheckpointFiles | None:
+def _older(local: ReadTier, there: _RemoteRun, listing: CheckpointFiles) -> CheckpointFiles | None:
     """Return the newest older checkpoint that exists on both sides."""
-    refs = [ref for ref in remote.manifests.refs(listing.run) if ref < listing.ref]
+    refs = [ref for ref in there.refs() if ref < listing.ref]
     for ref in reversed(refs[-_OLDER_TRIED:]):
         older = local.manifests.listing(listing.run, ref)
-        if older.is_complete and _remote_part(remote, listing, ref).is_complete:
+        if older.is_complete and there.part(listing, ref).is_complete:
             return older
     return None
 

@@ -306,9 +306,12 @@ def test_a_push_reads_nothing_of_the_packs_that_it_sent_earlier(
                 state["w"] += 1
                 checkpointer.step(step)
                 checkpointer.wait("remote")
+                everything = [method for method, _, _ in proxy.requests[before:]]
                 requests = [(method, path) for method, path, _ in proxy.requests[before:] if "packs" in path]
         with Store.open(bucket, config=CONFIG) as remote:
             assert torch.equal(remote.load(0)["w"] + 1, remote.load(1)["w"])
+    # Besides those of packs: listings of the run and of head records, a head record, and the manifest.
+    assert len(everything) == len(requests) + 4
     read = [path for method, path in requests if method == "GET"]
     assert len(read) == 3
     assert not [path for path in read if path.endswith(".pack")]

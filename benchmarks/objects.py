@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from asymcheck import Checkpointer, Push, RemoteConfig, Store, StoreConfig
 from asymcheck.format import layout
@@ -162,7 +163,8 @@ class _Throughput:
                     began = len(proxy.requests)
                     checkpointer.step(step)
                     checkpointer.wait("remote")
-                    in_training = len(proxy.requests) - began
+                    # The lease of the run is renewed every ten seconds, and not for each checkpoint.
+                    in_training = sum("/locks/" not in unquote(path) for _, path, _ in proxy.requests[began:])
             states.change_everything(self._state)
             store.save(self._state, step=5)
             began = len(proxy.requests)

@@ -124,7 +124,7 @@ _CAUSES: Mapping[tuple[str, str], str] = {
     ("objects", "restore/raw_get"): "For 0.54 GB, asymcheck takes 0.38 s of processor time, and the client 0.22 s. "
     "Digests take 0.06 s, and the copies into the tensors 0.09 s, on the cores that the server needs, too.",
     ("objects", "requests_per_checkpoint/bound"): "Besides one put for each object of at most 64 MiB, a checkpoint "
-    "takes six listings, which show what other programs have sent or removed, a get and a put.",
+    "takes five listings, which show what other programs have sent or removed, a get and a put.",
     ("hdfs", "slowdown_while_pushing"): "The client's own put of as many bytes slows the training as much "
     "(`slowdown_beside_raw_put`).",
 }

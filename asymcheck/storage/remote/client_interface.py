@@ -117,14 +117,22 @@ class FileSystem(Client):
     def make_directory(self, path: str) -> None:
         """Create a directory and its parents, if they do not exist."""
 
-    @abc.abstractmethod
     def publish(self, source: str, target: str) -> bool:
-        """Rename a complete file durably; return False if the target exists."""
+        """Rename a complete file durably; return False if the target exists.
+
+        By default, look for the target first. If two programs do this at once, the later one wins.
+        """
+        if self.stat(target) is not None:
+            return False
+        self.rename(source, target)
+        return True
 
     @abc.abstractmethod
     def rename(self, source: str, target: str) -> None:
         """Rename a file durably within its directory. The target does not exist."""
 
-    @abc.abstractmethod
     def delete_empty(self, path: str) -> None:
-        """Remove a directory if it is empty. Do nothing if the client cannot ensure this atomically."""
+        """Remove a directory if it is empty. Do nothing if the client cannot ensure this atomically.
+
+        By default, do nothing: pyarrow and some file systems of fsspec remove the content, too.
+        """

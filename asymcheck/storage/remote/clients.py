@@ -206,21 +206,11 @@ class _PyarrowClient(FileSystem):
     def make_directory(self, path: str) -> None:
         self._filesystem.create_dir(path, recursive=True)
 
-    def publish(self, source: str, target: str) -> bool:
-        """Rename a file if the target does not exist. If two programs do this at once, the later one wins."""
-        if self.stat(target) is not None:
-            return False
-        self.rename(source, target)
-        return True
-
     def rename(self, source: str, target: str) -> None:
         self._filesystem.move(source, target)
 
     def delete(self, path: str) -> None:
         self._filesystem.delete_file(path)
-
-    def delete_empty(self, path: str) -> None:
-        """Do nothing, because pyarrow also removes the content, which another program may be writing."""
 
 
 def connect(location: RemoteLocation, config: RemoteConfig) -> Client:

@@ -116,21 +116,11 @@ class _FsspecClient(FileSystem):
     def make_directory(self, path: str) -> None:
         self._do(lambda system: system.makedirs(path, exist_ok=True), again=True)
 
-    def publish(self, source: str, target: str) -> bool:
-        """Rename a file if the target does not exist. If two programs do this at once, the later one wins."""
-        if self.stat(target) is not None:
-            return False
-        self.rename(source, target)
-        return True
-
     def rename(self, source: str, target: str) -> None:
         self._do(lambda system: system.mv(source, target))
 
     def delete(self, path: str) -> None:
         self._do(lambda system: system.rm_file(path))
-
-    def delete_empty(self, path: str) -> None:
-        """Do nothing, because some file systems of fsspec also remove the content."""
 
 
 class _File:

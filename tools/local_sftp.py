@@ -58,6 +58,11 @@ class LocalSftp:
         """Return the location of the folder."""
         return f"fsspec+ssh://trainer@127.0.0.1:{self.port}"
 
+    @property
+    def known_host(self) -> str:
+        """Return the line of a file of known hosts."""
+        return f"[127.0.0.1]:{self.port} {self._key.export_public_key().decode()}"
+
     def __enter__(self) -> LocalSftp:
         self._thread.start()
         self.start()

@@ -83,6 +83,17 @@ def test_a_password_comes_from_the_environment(store: Path, tmp_path: Path) -> N
     assert list((tmp_path / "sftp" / "remote" / "manifests").iterdir())
 
 
+def test_the_key_of_the_server_is_checked_on_request(store: Path, server: LocalSftp, tmp_path: Path) -> None:
+    """Test the option of sshfs, with the key of this server and with that of another one."""
+    (tmp_path / "sftp2").mkdir()
+    (tmp_path / "known").write_text(server.known_host)
+    with LocalSftp(tmp_path / "sftp2") as other, Store.open(store, config=CONFIG, create=True) as opened:
+        opened.push(f"{server.url}/remote?known_hosts={tmp_path}/known")
+        (tmp_path / "known").write_text(f"[127.0.0.1]:{server.port} {other.known_host.partition(' ')[2]}")
+        with pytest.raises(RemoteUnreachableError, match="Host key is not trusted"):
+            opened.push(f"{server.url}/remote?known_hosts={tmp_path}/known")
+
+
 class _Careful(LocalFileSystem):
     """File system that caches listings, counts requests at the same time, and can lose its connection."""
 

@@ -11,15 +11,15 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from asymcheck.errors import InvalidInputError
 
-_SCHEMES = "hdfs, file, s3, gs, az, abfs, viewfs, fsspec+sftp"
+_SCHEMES = "hdfs, file, s3, gs, az, abfs, viewfs, fsspec+ssh"
 OBJECT_SCHEMES = ("s3", "gs", "az")
 """Schemes of object stores: S3, Google Cloud Storage and Azure Blob Storage."""
 FSSPEC = "fsspec+"
-"""Begin of the scheme of a location that fsspec opens, such as ``fsspec+sftp://host/path``."""
+"""Begin of the scheme of a location that fsspec opens, such as ``fsspec+ssh://host/path``."""
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _UNQUOTED = "/:@=+,~"
 """Characters, besides letters and digits, that are not percent-encoded in the path of a URI."""
-_SECRET = re.compile(r"secret|token|key(?!_filename|_policy)|passw|passphrase|credential|(^|_)sas|^sig$", re.IGNORECASE)
+_SECRET = re.compile(r"secret|token|key|passw|passphrase|credential|(^|_)sas|^sig$", re.IGNORECASE)
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -74,8 +74,9 @@ def refuse_credentials(uri: str, options: Iterable[str] = ()) -> None:
     if secret is None and not (":" in user if is_fsspec else user):
         return
     what = f"the option {secret!r:.50}" if secret else "a password" if is_fsspec else "a user name"
-    protocol = scheme.removeprefix(FSSPEC).upper()
-    where = f"FSSPEC_{protocol}_PASSWORD or another setting of fsspec" if is_fsspec else "the variables of the provider"
+    where = "the environment variables of the provider"
+    if is_fsspec:
+        where = f"FSSPEC_{scheme.removeprefix(FSSPEC).upper()}_PASSWORD or another setting of fsspec"
     raise InvalidInputError(
         f"location {scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}: {what} is not allowed, because URIs and "
         f"options are printed in messages; give credentials by {where}"

@@ -14,7 +14,15 @@ import click
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -194,16 +202,15 @@ def abbreviated(names: Sequence[str]) -> str:
 
 
 @contextlib.contextmanager
-def progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar if standard error is a terminal; yield its callback ``(done_bytes, total_bytes)``."""
+def progress(title: str, *, counts_bytes: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar if standard error is a terminal; yield its callback ``(done, total)``, in bytes or parts."""
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
+        *((DownloadColumn(binary_units=True), TransferSpeedColumn()) if counts_bytes else (MofNCompleteColumn(),)),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ import click
 
 from asymcheck.cli import exit_status, output
 from asymcheck.cli.options import Report, command, open_existing, store_argument
+from asymcheck.cli.ray_shards import run_on_ray
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import InvalidInputError
 from asymcheck.fsck.repair import Repaired
@@ -21,6 +23,7 @@ from asymcheck.fsck.verify import verify as verify_store
 from asymcheck.storage.local_files import translated
 from asymcheck.storage.remote import is_uri
 from asymcheck.store import Store
+from asymcheck.types import Progress
 
 _INCOMPLETE = "incomplete-checkpoint"
 _SHARD = re.compile(r"([0-9]{1,5})/([0-9]{1,5})", re.ASCII)
@@ -48,8 +51,18 @@ def _parse_shard(_ctx: click.Context, _param: click.Parameter, text: str | None)
     "--deep", is_flag=True, help="For a remote location: also read every frame. Local frames are always read."
 )
 @click.option("--shard", metavar="I/N", callback=_parse_shard, help="Check only shard I of N, from 0/N to N-1/N.")
+@click.option("--on", type=click.Choice(["ray"]), help="Check in shards, as tasks on a Ray cluster.")
+@click.option("--shards", type=click.IntRange(1, 99_999), help="With --on: number of shards [default: the CPUs].")
 def verify(
-    store: str, run: str | None, step: int | None, repair: bool, remote: str | None, deep: bool, shard: Shard | None
+    store: str,
+    run: str | None,
+    step: int | None,
+    repair: bool,
+    remote: str | None,
+    deep: bool,
+    shard: Shard | None,
+    on: str | None,
+    shards: int | None,
 ) -> Report:
     """Check every byte of STORE, or the checkpoints of one step. Nothing is changed without --repair.
 
@@ -66,9 +79,16 @@ def verify(
 
     --shard cuts the check into N independent parts, for several processes or machines. The status of a shard is 0 if
     its check is complete, with or without damage. 'asymcheck merge-reports' merges the --json reports of all shards.
+
+    --on ray runs the shards on the Ray cluster of RAY_ADDRESS, or of this machine, and merges their reports. Its
+    machines need this version of asymcheck, and access to STORE.
     """
-    if repair and (run is not None or step is not None or shard is not None):
-        raise click.UsageError("--repair works on the whole store: leave out --run, --step and --shard")
+    if repair and (run is not None or step is not None or shard is not None or on is not None):
+        raise click.UsageError("--repair works on the whole store: leave out --run, --step, --shard and --on")
+    if on is not None and shard is not None:
+        raise click.UsageError("--on runs all shards: leave out --shard")
+    if on is None and shards is not None:
+        raise click.UsageError("--shards requires --on ray; without it, give --shard I/N")
     if repair and is_uri(store):
         raise click.UsageError(
             "--repair works on a local store only. At a remote location, delete the damaged checkpoint "
@@ -83,10 +103,23 @@ def verify(
     if repair:
         with open_existing(store, remote=remote) as opened, output.progress("repair") as progress:
             repaired = opened.repair(progress)
+    with output.progress("verify", counts_bytes=on is None) as progress:
+        if on is None:
+            document = _check(store, run, step, shard or Shard(), progress, deep=is_deep)
+        else:
+            place = store if is_uri(store) else os.path.abspath(store)
+            reports = run_on_ray(partial(_check, place, run, step, deep=is_deep), shards, progress)
+            document = _merged({f"shard {number}": report for number, report in enumerate(reports)})
+    return _report({**document, "store": store, "repaired": repaired}, is_shard=shard is not None)
+
+
+def _check(
+    store: str, run: str | None, step: int | None, shard: Shard, progress: Progress | None = None, *, deep: bool
+) -> dict[str, Any]:
+    """Return the document of a shard."""
     with Store.open(store, read_only=True) as opened:
         tier = opened.resources.tier
-        with output.progress("verify") as progress:
-            findings, content = verify_store(tier, run, step, progress, deep=is_deep, shard=shard)
+        findings, content = verify_store(tier, run, step, progress, deep=deep, shard=shard)
         # Names suffice. Store.checkpoints() would read every manifest a second time.
         listings = [
             listing
@@ -94,15 +127,14 @@ def verify(
             for listing in tier.manifests.checkpoints(name)
             if step in (None, listing.ref.step)
         ]
-    part = shard or Shard()
-    document = {
+    return {
         "store": store,
         "checkpoints": len(listings),
-        "deep": is_deep,
-        "repaired": repaired,
+        "deep": deep,
+        "repaired": None,
         "shard": {
-            "index": part.index,
-            "count": part.count,
+            "index": shard.index,
+            "count": shard.count,
             "store_id": tier.descriptor.store_id.hex(),
             "run": run,
             "step": step,
@@ -112,7 +144,6 @@ def verify(
         },
         "findings": findings,
     }
-    return _report(document, is_shard=shard is not None)
 
 
 def _report(document: dict[str, Any], *, is_shard: bool = False) -> Report:
@@ -206,10 +237,14 @@ def merge_reports(files: tuple[Path, ...]) -> Report:
     The output and the exit status are those of 'asymcheck verify' without --shard. A report that is missing, of another
     store or check, or of another content of the store is refused.
     """
-    reports = {path: _read_report(path) for path in files}
-    _check_shards({path: document["shard"] | {"deep": document["deep"]} for path, document in reports.items()})
+    return _report(_merged({str(path): _read_report(path) for path in files}))
+
+
+def _merged(reports: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the document of a check from those of its shards, by file or other name."""
+    _check_shards({name: document["shard"] | {"deep": document["deep"]} for name, document in reports.items()})
     findings = in_order(finding for report in reports.values() for finding in report["findings"])
-    return _report({**reports[files[0]], "findings": findings})
+    return {**next(iter(reports.values())), "findings": findings}
 
 
 def _read_report(path: Path) -> dict[str, Any]:
@@ -232,27 +267,27 @@ def _read_report(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _check_shards(shards: Mapping[Path, Mapping[str, object]]) -> None:
+def _check_shards(shards: Mapping[str, Mapping[str, object]]) -> None:
     """Check that reports are those of all shards of one check, and that the store did not change."""
     (one, first), *_ = shards.items()
-    paths: dict[object, Path] = {}
-    for path, shard in shards.items():
-        both, index = f"cannot merge {one} and {path}", shard["index"]
+    names: dict[object, str] = {}
+    for name, shard in shards.items():
+        both, index = f"cannot merge {one} and {name}", shard["index"]
         for field, what in _SAME.items():
             if first[field] != shard[field]:
                 values = f"{first[field]} and {shard[field]}"
                 raise InvalidInputError(
                     f"{both}: they are of different {what}: {values}. Give the reports of one check"
                 )
-        if paths.setdefault(index, path) is not path:
-            raise InvalidInputError(f"cannot merge {paths[index]} and {path}: both are shard {index}")
+        if names.setdefault(index, name) is not name:
+            raise InvalidInputError(f"cannot merge {names[index]} and {name}: both are shard {index}")
         if first["content"] != shard["content"]:
             raise InvalidInputError(
                 f"{both}: the store changed between the shards, or their versions of asymcheck differ. Run all shards "
                 "again while no process writes to the store, or with --step, which ignores other checkpoints"
             )
-    if missing := [f"{index}/{first['count']}" for index in range(int(str(first["count"]))) if index not in paths]:
+    if missing := [f"{index}/{first['count']}" for index in range(int(str(first["count"]))) if index not in names]:
         raise InvalidInputError(
-            f"cannot merge {output.count(len(paths), 'report')}: shards are missing: {output.abbreviated(missing)}. "
+            f"cannot merge {output.count(len(names), 'report')}: shards are missing: {output.abbreviated(missing)}. "
             "Run 'asymcheck verify' for each of them with --shard and --json, and give all reports"
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import itertools
 import os
 from collections import Counter
@@ -318,7 +319,7 @@ def _value(item: WriteItem, planner: SavePlanner) -> object:
                 f"planner {type(planner).__name__} does not flatten the mapping {item.index.fqn}; pass "
                 "flatten_state_dict=True"
             )
-        return value
+        return value.getvalue() if isinstance(value, io.BytesIO) else value
     tensor = planner.resolve_data(item)
     if not isinstance(tensor, torch.Tensor) or item.tensor_data is None:
         raise InvalidInputError(
@@ -549,7 +550,11 @@ def _read(resolved: Resolved, plan: LoadPlan, planner: LoadPlanner) -> None:
         if not demand.existing:
             target.copy_(assembly.tensor(demand))
         planner.commit_tensor(item, target)
+    given: Mapping[str, object] = getattr(planner, "state_dict", {})
     for item, leaf, inner in values:
         tensors = {row: assembly.tensor(demand) for row, demand in inner.items()}
+        value = with_tensors(leaf, tensors)
+        if isinstance(value, bytes) and isinstance(given.get(item.dest_index.fqn), io.BytesIO):
+            value = io.BytesIO(value)
         # DCP unpickles this file. It is safe, because it was just created from a plain value.
-        planner.load_bytes(item, value_file(with_tensors(leaf, tensors)))
+        planner.load_bytes(item, value_file(value))

@@ -1,5 +1,6 @@
 """Test torch.distributed.checkpoint with a store, for any number of ranks."""
 
+import io
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -110,6 +111,20 @@ def test_values_are_not_pickled(store_path: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(CheckpointException, match="at value: values of type object"):
             dcp.save({"value": object()}, storage_writer=AsymcheckWriter(store, step=1))
         assert [item.step for item in store.checkpoints()] == [0]
+
+
+def test_files_in_memory_come_back(store_path: Path) -> None:
+    """Test a state with an io.BytesIO, as older trainers have; without one to fill, a load gives its bytes."""
+    with Store.open(store_path, create=True) as store:
+        losses = io.BytesIO(b"losses")
+        losses.seek(3)
+        dcp.save({"trainer": {"losses": losses}}, storage_writer=AsymcheckWriter(store, step=0))
+        state: dict[str, Any] = {"trainer": {"losses": io.BytesIO()}}
+        dcp.load(state, storage_reader=AsymcheckReader(store))
+        assert state["trainer"]["losses"].read() == b"losses"
+        state = {"trainer": {"losses": b""}}
+        dcp.load(state, storage_reader=AsymcheckReader(store))
+        assert state == store.load() == {"trainer": {"losses": b"losses"}}
 
 
 def test_empty_mapping_in_a_list_is_lost(store_path: Path) -> None:

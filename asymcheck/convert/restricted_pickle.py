@@ -24,7 +24,7 @@ _VALUES_MAX: Final = 500_000
 """Values that a pickle of any size may describe. Each further value needs one byte of the file."""
 _OBJECTS_MAX: Final = 20_000
 """Tensors and objects of other classes that a file of any size may describe. Each further one needs a part of it."""
-_OBJECT_BYTES: Final = 1024
+_OBJECT_BYTES: Final = 192  # torch.save() writes more for the smallest tensor
 _DEPTH_MAX: Final = 1000
 """Maximum nesting of tuples. Python hashes nested tuples recursively, without a check of the stack."""
 _COPIES_PER_BYTE: Final = 2

@@ -140,9 +140,20 @@ def test_overlapping_records_are_refused(tmp_path: Path) -> None:
 def test_too_many_records_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test a file with more records than its size allows."""
     monkeypatch.setattr(restricted_pickle, "_OBJECTS_MAX", 50)
-    torch.save([torch.ones(1) for _ in range(80)], tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as target:
+        for number in range(300):
+            target.writestr(f"a/data/{number}", b"")
     with pytest.raises(ForeignFileError, match="records are too many"), foreign_state(tmp_path / "a.pt"):
         pass
+
+
+def test_tiny_tensors_of_torch_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a file of the smallest tensors that torch.save() writes, such as the step counts of an optimizer."""
+    monkeypatch.setattr(restricted_pickle, "_OBJECTS_MAX", 50)
+    torch.save([torch.tensor(float(number)) for number in range(500)], tmp_path / "a.pt")
+    with foreign_state(tmp_path / "a.pt") as state:
+        assert isinstance(state, list)
+        assert len(state) == 500
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from asymcheck.config import WRITER
-from asymcheck.errors import FormatError, StorageError
+from asymcheck.errors import FormatError, MissingPartitionError, StorageError
 from asymcheck.events import emit
 from asymcheck.executor import begin
 from asymcheck.format import layout, registry
@@ -152,7 +152,7 @@ class PackUpload:
             for sequence, frame in enumerate(entries if self._files.config.read_back else ()):
                 data, _ = self._files.read_range(path, int(frame["offset"]), entry_length(frame))
                 check_frame(data, header.pack_id, sequence, f"frame {sequence} of {where}")
-        except FormatError as error:
+        except (FormatError, MissingPartitionError) as error:
             raise StorageError(f"{where}: the uploaded pack is damaged: {error}") from error
         emit("remote.pack_checked", path.name)
 

@@ -36,6 +36,7 @@ from asymcheck.format.manifest import Manifest
 from asymcheck.policies.batching import FlushFacts, stream_batch_bytes
 from asymcheck.replication.checkpoint_cache import RemotePresence
 from asymcheck.replication.cross_node_dedup import held_back, wait_for_others
+from asymcheck.replication.decodable_frames import DecodableFrames
 from asymcheck.replication.head_records import publish_heads
 from asymcheck.replication.transfer_plan import (
     Frame,
@@ -43,7 +44,6 @@ from asymcheck.replication.transfer_plan import (
     PartitionIndex,
     Reencoder,
     TransferPlanner,
-    all_needs,
     older_of,
 )
 from asymcheck.replication.transfer_stats import Moved
@@ -307,20 +307,17 @@ class _Push:
         self, local: PartitionLocator, names: Sequence[Digest], manifests: Sequence[Manifest], older: Older
     ) -> set[PackId]:
         # Listed at each attempt, to find the packs of earlier attempts.
-        needs = all_needs(local, manifests, older[0])
-        kept = self.remote.listed()
-        kept.read_indexes(kept.pack_ids())
-        with PartitionLocator(kept, needs, (), must_be_complete=False) as remote:
-            planner = TransferPlanner(local, remote, self.damaged)
-            planner.choose(names)
-            reencoder = None
-            if self.remote.config.remote.compression != "off":
-                reencoder = Reencoder(self.encoder, PartitionIndex(manifests, older[0]), planner, older[1])
-            uploader = PackSender(self.remote, planner.stored, self.moved, self._report, reencoder)
-            # The base of a frame arrives before the frame.
-            new = uploader.send(planner.full) | uploader.send_in_order(planner.based)
-            self.moved.reused_partitions += planner.reused
-            return planner.relied | new
+        indexes = self.remote.read_indexes(self.remote.reliable_packs())
+        planner = TransferPlanner(local, DecodableFrames(indexes.values()), self.damaged)
+        planner.choose(names)
+        reencoder = None
+        if self.remote.config.remote.compression != "off":
+            reencoder = Reencoder(self.encoder, PartitionIndex(manifests, older[0]), planner, older[1])
+        uploader = PackSender(self.remote, planner.stored, self.moved, self._report, reencoder)
+        # The base of a frame arrives before the frame.
+        new = uploader.send(planner.full) | uploader.send_in_order(planner.based)
+        self.moved.reused_partitions += planner.reused
+        return planner.relied | new
 
 
 class PackSender:

@@ -26,10 +26,12 @@ from asymcheck.errors import (
     warn_user,
 )
 from asymcheck.format import registry
+from asymcheck.format.digest_set import as_column
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import ENTRY_DTYPE, entry_of
 from asymcheck.inspect.history import known_line
+from asymcheck.replication.decodable_frames import DecodableFrames
 from asymcheck.restore.frame_reader import read_any, read_stored
 from asymcheck.restore.partition_locator import PartitionCopy, PartitionLocator, PartitionSet
 from asymcheck.restore.resolve import candidates, check_run_exists, inconsistent, read_manifests, resolve_each
@@ -107,7 +109,7 @@ class Frame:
 class TransferPlanner:
     """Selects the frames of one checkpoint to send, and the remote packs that hold the rest."""
 
-    def __init__(self, local: PartitionLocator, remote: PartitionLocator, decoded: set[Digest]) -> None:
+    def __init__(self, local: PartitionLocator, remote: DecodableFrames, decoded: set[Digest]) -> None:
         """Select frames of ``local`` that ``remote`` lacks; partitions in ``decoded`` are sent decoded."""
         self._local = local
         self._remote = remote
@@ -132,42 +134,28 @@ class TransferPlanner:
 
     def choose(self, names: Sequence[Digest]) -> None:
         """Select the frames that make ``names`` readable at the target."""
-        for name in names:
-            if self._remote_depth(name, as_base=False) is None:
-                self._send(name, self._local.copy(name), as_base=False)
-            else:
-                self.reused += 1
+        copies = [self._local.copy(name) for name in names]
+        digests = as_column(names)
+        is_present = self._remote.have(digests, np.array([copy.plain_length for copy in copies], dtype=np.int64))
+        self.relied.update(self._remote.packs_of(digests[is_present]))
+        self.reused += int(is_present.sum())
+        for number in np.flatnonzero(~is_present).tolist():
+            self._send(names[number], copies[number], as_base=False)
 
     def carries_deltas(self, name: Digest) -> bool:
         """Tell whether deltas on a partition are sent. Re-encoding it would lengthen their chain. Thread-safe."""
         return name in self._under_deltas
 
     def can_be_base(self, name: Digest) -> bool:
-        """Tell whether a partition at the target may be the base of a new delta, and rely on its pack. Thread-safe."""
-        depth = self._remote_depth(name, as_base=True)
+        """Tell whether a partition at the target may be the base of a new delta, and rely on its packs. Thread-safe."""
+        depth = self._depth_at_target(name)
         return depth is not None and depth < registry.DELTA_DEPTH_MAX
 
-    def _remote_depth(self, name: Digest, *, as_base: bool) -> int | None:
-        """Return the number of deltas between a remote partition and its full frame; None if it is unusable."""
-        copy = self._remote.find(name)
-        return None if copy is None else self._depth_of(copy, frozenset({name}), as_base=as_base)
-
-    def _depth_of(self, copy: PartitionCopy, above: frozenset[Digest], *, as_base: bool) -> int | None:
-        bases, kind = copy.bases(), copy.kind()
-        has_bad_chain = bool(bases & above) or len(above) > _CHAIN_MAX + 1
-        # Frames in a damaged pack may be readable, but the checkpoint must not rely on them.
-        if copy.pack.damage is not None or has_bad_chain or (as_base and kind == registry.KIND_DERIVED):
-            return None
-        depth = 0
-        for base in bases:
-            copies = self._remote.base_copies(base)
-            base_depth = self._depth_of(copies[0], above | {base}, as_base=True) if copies else None
-            if base_depth is None:
-                return None
-            depth = base_depth + (kind == registry.KIND_DELTA)
-        if depth > registry.DELTA_DEPTH_MAX:
-            return None
-        self.relied.add(copy.pack.header.pack_id)
+    def _depth_at_target(self, base: Digest) -> int | None:
+        """Return the number of deltas below a base at the target, and rely on its packs; None if it lacks the base."""
+        depth = self._remote.depth(base)
+        if depth is not None:
+            self.relied.update(self._remote.packs_of(as_column([base])))
         return depth
 
     def _send(self, name: Digest, copy: PartitionCopy, *, as_base: bool, above: frozenset[Digest] = frozenset()) -> int:
@@ -205,7 +193,7 @@ class TransferPlanner:
         return depth
 
     def _base(self, base: Digest, above: frozenset[Digest]) -> int:
-        depth = self._remote_depth(base, as_base=True)
+        depth = self._depth_at_target(base)
         if depth is not None:
             return depth
         copies = self._local.base_copies(base)
@@ -247,24 +235,7 @@ def _as_stored(name: Digest, copy: PartitionCopy) -> Frame:
     return Frame(name, entry, read)
 
 
-def all_needs(local: PartitionLocator, manifests: Sequence[Manifest], older: Sequence[Manifest]) -> PartitionSet:
-    """Return the partitions of a checkpoint, their bases in ``local``, and possible bases in an older checkpoint."""
-    lengths: dict[Digest, int] = {}
-    for manifest in manifests:
-        lengths.update(manifest.partitions())
-    todo = list(lengths)
-    for manifest in older:
-        lengths.update(manifest.partitions())
-    while todo:
-        name = todo.pop()
-        located = local.find(name)
-        for copy in [located] if located is not None else local.base_copies(name)[:1]:
-            lengths.setdefault(name, copy.plain_length)
-            todo += [base for base in copy.bases() if base not in lengths]
-    return PartitionSet.of_lengths(lengths)
-
-
-Older = tuple[Sequence[Manifest], PartitionLocator | None]
+Older = tuple[Sequence[Manifest], PartitionLocator]
 """Manifests of an older checkpoint that exists on both sides, and the locator of its partitions in the source."""
 
 
@@ -274,13 +245,12 @@ def older_of(local: ReadTier, listing: CheckpointFiles | None) -> Iterator[Older
     opened = None if listing is None else result_or_error(_open_older, local, listing)
     if opened is None or isinstance(opened, AsymcheckError):
         # A deleted or damaged older checkpoint only costs compression.
-        yield (), None
-        return
+        opened = (), PartitionLocator(local, PartitionSet.of_lengths({}), ())
     with opened[1]:
         yield opened
 
 
-def _open_older(local: ReadTier, listing: CheckpointFiles) -> tuple[Sequence[Manifest], PartitionLocator]:
+def _open_older(local: ReadTier, listing: CheckpointFiles) -> Older:
     manifests = read_manifests(local, listing)
     return manifests, PartitionLocator.of_manifests(local, manifests, must_be_complete=False)
 
@@ -351,7 +321,7 @@ class Reencoder:
     partitions: PartitionIndex
     planner: TransferPlanner
     """Planner, which knows the content of the location."""
-    older: PartitionLocator | None
+    older: PartitionLocator
     """Locator of the partitions of an older checkpoint, which may be bases."""
 
     def encoded(self, frame: Frame, slot: Slot) -> Frame:
@@ -365,7 +335,7 @@ class Reencoder:
             return frame
         descriptor = frame.read(slot)
         plain = slot.payload(descriptor.stored_length)
-        bases = [] if base is None else _read_base(*base, len(plain))
+        bases = [] if base is None else self._read_base(*base, len(plain))
         choice = self.encoder.choose(plain, contents, bases)
         encoded = self.encoder.encode(frame.name, choice, plain, contents, bases)
         if encoded is None:
@@ -373,18 +343,17 @@ class Reencoder:
         payload = encoded.payload()
         return frame_of(encoded.descriptor, lambda: payload)
 
-    def _base(self, name: Digest) -> tuple[PartitionLocator, Digest, PartitionCopy] | None:
+    def _base(self, name: Digest) -> tuple[Digest, PartitionCopy] | None:
         """Return the older state of a partition if both sides have it and no chain of deltas becomes too long."""
         base = None if self.planner.carries_deltas(name) else self.partitions.older(name)
-        copy = None if base is None or self.older is None else self.older.find(base)
-        if base is None or self.older is None or copy is None or not self.planner.can_be_base(base):
+        copy = None if base is None else self.older.find(base)
+        if base is None or copy is None or not self.planner.can_be_base(base):
             return None
-        return self.older, base, copy
+        return base, copy
 
-
-def _read_base(sources: PartitionLocator, base: Digest, copy: PartitionCopy, length: int) -> list[Base]:
-    plain = result_or_error(read_any, sources, base, first=copy)
-    if isinstance(plain, AsymcheckError) or len(plain) != length:
-        # Deleted in the meantime, damaged, or of another length.
-        return []
-    return [Base(registry.CODEC_DELTA, base, plain)]
+    def _read_base(self, base: Digest, copy: PartitionCopy, length: int) -> list[Base]:
+        plain = result_or_error(read_any, self.older, base, first=copy)
+        if isinstance(plain, AsymcheckError) or len(plain) != length:
+            # Deleted in the meantime, damaged, or of another length.
+            return []
+        return [Base(registry.CODEC_DELTA, base, plain)]

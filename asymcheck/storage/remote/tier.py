@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import threading
 import time
@@ -76,7 +75,6 @@ class RemoteTier(StoreTier):
         self._indexes: dict[PackId, PackIndex] = {}
         self._loading: dict[PackId, Future[PackIndex]] = {}
         self._doomed: dict[PackId, Entry] = {}
-        self._listed: list[PackId] | None = None
         self._lock = threading.Lock()
         data = self.files.read_small(self._top / layout.DESCRIPTOR_NAME, RECORD_BYTES)
         if data is None:
@@ -186,20 +184,13 @@ class RemoteTier(StoreTier):
 
     def pack_ids(self) -> list[PackId]:
         """Return the ids of all readable packs, newest first."""
-        if self._listed is not None:
-            return self._listed
         packs = self.list_packs()
         return [*packs.lasting, *packs.doomed]
 
-    def listed(self) -> RemoteTier:
-        """List the packs once, and return a view of them, without the packs that a push cannot reprieve.
-
-        The view shares everything else with this tier.
-        """
+    def reliable_packs(self) -> dict[PackId, Entry]:
+        """Return the files of the packs on which a push may rely, because :meth:`reprieve` can keep them."""
         packs = self.list_packs()
-        view = copy.copy(self)
-        view.__dict__["_listed"] = [*packs.lasting, *(packs.doomed if self.files.renames else ())]
-        return view
+        return {**(packs.doomed if self.files.renames else {}), **packs.lasting}
 
     def doom(self, entry: Entry, pack_id: PackId, collection: bytes) -> bool:
         """Announce that ``collection`` will remove a pack; return False if the pack was removed or renamed."""
@@ -208,14 +199,13 @@ class RemoteTier(StoreTier):
 
     def reprieve(self, pack_ids: Iterable[PackId]) -> set[PackId]:
         """Withdraw announced removals of packs by any process; return the packs that were removed."""
-        packs = self.list_packs()
-        doomed = packs.doomed if self.files.renames else {}
-        return {
-            pack_id
-            for pack_id in set(pack_ids) - packs.lasting.keys()
-            if pack_id not in doomed
-            or not self.files.rename(doomed[pack_id].path, self.packs / layout.pack_name(pack_id))
-        }
+        reliable = self.reliable_packs()
+
+        def is_lost(pack_id: PackId) -> bool:
+            entry, path = reliable.get(pack_id), self.packs / layout.pack_name(pack_id)
+            return entry is None or (entry.path != path and not self.files.rename(entry.path, path))
+
+        return set(filter(is_lost, pack_ids))
 
     def _paths(self, pack_id: PackId) -> Iterator[PurePosixPath]:
         """Yield possible paths of a pack, likely ones first. Collections rename the packs that they will remove."""

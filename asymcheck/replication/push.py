@@ -8,7 +8,7 @@ import functools
 import operator
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import PurePosixPath
@@ -29,7 +29,7 @@ from asymcheck.errors import (
     RecoveryError,
     StorageError,
 )
-from asymcheck.executor import begin, together
+from asymcheck.executor import begin, share, together
 from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
@@ -47,7 +47,7 @@ from asymcheck.replication.transfer_plan import (
     older_of,
 )
 from asymcheck.replication.transfer_stats import Moved
-from asymcheck.restore.partition_locator import PartitionLocator, PartitionSet
+from asymcheck.restore.partition_locator import PartitionLocator
 from asymcheck.restore.resolve import read_manifests
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
@@ -112,7 +112,7 @@ def push(
                 moved.present += 1
                 continue
             there.check()
-            older = _older(local, there, listing) if encoder.wants_bases else None
+            older = there.older(local, listing) if encoder.wants_bases else None
             _Push(local, remote, listing, part, moved, progress, encoder, older, publish).carry_out()
             there.note(listing)
         except (HeadRecordError, InvalidInputError) as error:
@@ -152,10 +152,6 @@ class _RemoteRun:
         if not remote.files.renames:
             self._listed = {listing.ref: listing for listing in remote.manifests.checkpoints(run)}
 
-    def refs(self) -> list[CheckpointRef]:
-        """Return the checkpoints, oldest first."""
-        return self._remote.manifests.refs(self._run) if self._listed is None else sorted(self._listed)
-
     def part(self, listing: CheckpointFiles, ref: CheckpointRef) -> CheckpointFiles:
         """Return the manifests of the ranks of ``listing``: each store of a job pushes only what its ranks saved."""
         if self._listed is None:
@@ -163,6 +159,15 @@ class _RemoteRun:
         else:
             found = self._listed.get(ref, CheckpointFiles(self._run, ref, ()))
         return found.of_ranks(listing.store_ranks)
+
+    def older(self, local: ReadTier, listing: CheckpointFiles) -> CheckpointFiles | None:
+        """Return the newest older checkpoint that exists on both sides."""
+        refs = self._remote.manifests.refs(self._run) if self._listed is None else sorted(self._listed)
+        for ref in reversed([ref for ref in refs if ref < listing.ref][-_OLDER_TRIED:]):
+            older = local.manifests.listing(listing.run, ref)
+            if older.is_complete and self.part(listing, ref).is_complete:
+                return older
+        return None
 
     def check(self) -> None:
         """Raise RemoteUnreachableError if the location was emptied, unless a listing shows that it was not."""
@@ -173,16 +178,6 @@ class _RemoteRun:
         """Add manifests that were published."""
         if self._listed is not None:
             self._listed[listing.ref] = listing
-
-
-def _older(local: ReadTier, there: _RemoteRun, listing: CheckpointFiles) -> CheckpointFiles | None:
-    """Return the newest older checkpoint that exists on both sides."""
-    refs = [ref for ref in there.refs() if ref < listing.ref]
-    for ref in reversed(refs[-_OLDER_TRIED:]):
-        older = local.manifests.listing(listing.run, ref)
-        if older.is_complete and there.part(listing, ref).is_complete:
-            return older
-    return None
 
 
 @dataclasses.dataclass
@@ -214,56 +209,54 @@ class _Push:
         except StorageError as error:
             raise InconsistentCheckpointError(f"its manifests cannot be read: {error}") from error
         # Closing a file takes half a second, so manifests are uploaded beside the packs and renamed at the end.
-        names, threads = list(data), min(self.remote.config.remote.uploads, len(data))
-        shares = [names[start::threads] for start in range(threads)]
-        staging = [begin(partial(self._stage, data, share), "push-manifest") for share in shares]
+        threads = min(self.remote.config.remote.uploads, len(data))
+        staging = begin(partial(share, data, partial(self._stage, data), threads, "push-manifest"), "push-manifests")
         try:
-            self._send_and_commit(manifests, data, staging)
+            held = held_back(manifests, self.listing)
+            if held:
+                # Other stores send these partitions. Partitions that do not arrive are sent with the rest.
+                self._send(manifests, held)
+                wait_for_others(self.remote, self.listing, held, self._report)
+            relied = self._send_all(manifests, staging)
+            self.publish_heads(run)
+            self._remove_damaged(data)
+            for name, content in data.items():
+                self.remote.manifests.publish(run, ref, name, content, self.staged.pop(name, None))
         except BaseException:
-            wait(staging)
+            wait([staging])
             # A collection removes staged manifests that cannot be removed now.
             with contextlib.suppress(Exception):
                 for path in self.staged.values():
                     self.remote.manifests.unstage(path)
             raise
+        # A collection that listed the manifests earlier may have removed a pack by now. A collection that begins later
+        # sees the manifest, and reprieves the pack.
+        if not self._packs_remain(relied):
+            self._send_all(manifests, staging)
+        self.moved.committed += (f"run {run}, {ref}",)
 
-    def _stage(self, data: Mapping[ManifestName, bytes], names: Sequence[ManifestName]) -> None:
+    def _stage(self, data: Mapping[ManifestName, bytes], names: Iterable[ManifestName]) -> None:
         """Upload manifests under temporary names."""
         for name in names:
             path = self.remote.manifests.stage(self.listing.run, self.listing.ref, name, data[name])
             if path is not None:
                 self.staged[name] = path
 
-    def _send_and_commit(
-        self, manifests: Sequence[Manifest], data: Mapping[ManifestName, bytes], staging: Sequence[Future[None]]
-    ) -> None:
-        run, ref = self.listing.run, self.listing.ref
-        committed = False
-        held = held_back(manifests, self.listing)
-        if held:
-            # Other stores send these partitions. Partitions that do not arrive are sent with the rest.
-            self._send(manifests, held)
-            wait_for_others(self.remote, self.listing, held, self._report)
+    def _send_all(self, manifests: Sequence[Manifest], staging: Future[None]) -> set[PackId]:
+        """Send missing partitions, and wait for the manifests; return the packs that the checkpoint relies on."""
         for _ in range(_ATTEMPTS):
             relied = self._send(manifests)
-            for upload in staging:
-                upload.result()
-            if self.remote.reprieve(relied):
-                continue
-            if not committed:
-                self.publish_heads(run)
-                self._remove_damaged(data)
-                for name in data:
-                    self.remote.manifests.publish(run, ref, name, data[name], self.staged.pop(name, None))
-                committed = True
-            # A collection that listed the manifests earlier may have removed a pack by now. A collection that begins
-            # later sees the manifest, and reprieves the pack.
-            if not self.remote.reprieve(relied):
-                self.moved.committed += (f"run {run}, {ref}",)
-                return
+            staging.result()
+            if self._packs_remain(relied):
+                return relied
         raise StorageError(
-            f"cannot push {ref} to {self.remote.location}: collections removed its packs {_ATTEMPTS} times; push again"
+            f"cannot push {self.listing.ref} to {self.remote.location}: collections removed its packs {_ATTEMPTS} "
+            "times; push again"
         )
+
+    def _packs_remain(self, relied: set[PackId]) -> bool:
+        """Withdraw announced removals of packs; return whether all packs are there."""
+        return not self.remote.reprieve(relied)
 
     def _remove_damaged(self, data: Mapping[ManifestName, bytes]) -> None:
         """Remove unreadable manifests with the names of this checkpoint, because a publish never replaces a file."""
@@ -286,14 +279,12 @@ class _Push:
 
     def _send(self, manifests: Sequence[Manifest], excluded: Collection[Digest] = ()) -> set[PackId]:
         """Send missing partitions except ``excluded``; return the old and new packs that the checkpoint relies on."""
-        hints = dict.fromkeys(pack_id for manifest in manifests for pack_id in manifest.header.packs)
-        needs = PartitionSet.of_manifests(manifests)
+        needed = dict.fromkeys(name for manifest in manifests for name in manifest.partitions() if name not in excluded)
         with (
-            PartitionLocator(self.local, needs, hints) as local,
+            PartitionLocator.of_manifests(self.local, manifests) as local,
             older_of(self.local, self.older) as older,
         ):
-            names = local.in_reading_order([needs.digests[number] for number in range(len(needs.digests))])
-            names = [name for name in names if name not in excluded]
+            names = local.in_reading_order(list(needed))
             while True:
                 try:
                     return self._send_from(local, names, manifests, older)

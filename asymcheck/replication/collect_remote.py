@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Sequence
+from pathlib import PurePath
 
 from asymcheck.errors import AsymcheckError, InconsistentCheckpointError
 from asymcheck.events import emit
@@ -17,7 +18,6 @@ from asymcheck.storage.base_frames import bases_in
 from asymcheck.storage.pack_index import digests_of
 from asymcheck.storage.reachability import HeldFrames, Reachability
 from asymcheck.storage.remote import RemoteTier
-from asymcheck.storage.remote.client_interface import Entry
 from asymcheck.types import Checkpoint, Digest, PackId
 
 _COLLECT_S = 3600.0
@@ -112,30 +112,33 @@ class RemoteSweep(Sweep):
 
     def _free(self, *, blocks_commits: bool) -> bool:  # noqa: ARG002 - a remote sweep never restarts
         """Announce the candidates, check reachability again, remove garbage, and reprieve packs in use."""
+        own = set()
         for pack_id, entry in self.packs.items():
             if pack_id in self.candidates and self._remote.doom(entry, pack_id, self._name):
                 emit("remote.pack_doomed", entry.path.name)
+                own.add(pack_id)
         if not self._remote.files.renames:
             self._free_announced()
             return True
-        for pack_id, entry in self._remote.list_packs().doomed.items():
+        for pack_id, entry in self.doomed.items():
             # Another collection that announced a pack may have been killed, so the pack is renamed. A running
             # collection only removes packs under its own name, so it skips the renamed pack.
-            if not self._is_own(pack_id, entry):
-                self._remote.doom(entry, pack_id, self._name)
-        self.doomed = self._remote.list_packs().doomed
+            if self._remote.doom(entry, pack_id, self._name):
+                own.add(pack_id)
         self.reachable.refresh()
-        garbage = self._garbage(self.doomed)
+        garbage = self._garbage(own)
         for pack_id in sorted(garbage):
-            entry = self.doomed[pack_id]
-            if self._is_own(pack_id, entry):
-                self._remote.files.delete(entry.path)
-                emit("remote.pack_removed", pack_id.hex())
-                self._count_freed(entry.size)
-        needed = self.doomed.keys() - garbage
-        if needed:
-            self._remote.reprieve(needed)
+            entry = self.packs.get(pack_id) or self.doomed[pack_id]
+            self._remove(pack_id, entry.path.with_name(layout.doomed_name(pack_id, self._name)), entry.size)
+        if own > garbage:
+            self._remote.reprieve(own - garbage)
         return True
+
+    def _remove(self, pack_id: PackId, path: PurePath, size: int) -> None:
+        # A push may have renamed the pack back.
+        if self._remote.files.delete(path):
+            emit("remote.pack_removed", pack_id.hex())
+            self._count_freed(size)
 
     def _free_announced(self) -> None:
         """Remove garbage that was announced before all running uploads began; reprieve packs in use.
@@ -150,17 +153,12 @@ class RemoteSweep(Sweep):
         for pack_id, announced in self._announced.items():
             is_effective = min(entry.mtime_ns for entry in announced) <= self._before_ns
             if pack_id in garbage and is_effective:
-                self._remote.files.delete(self.doomed[pack_id].path)
-                emit("remote.pack_removed", pack_id.hex())
-                self._count_freed(self.doomed[pack_id].size)
+                self._remove(pack_id, self.doomed[pack_id].path, self.doomed[pack_id].size)
             # A pack that was in no listing was removed by another collection, or is only being announced.
             self.has_more |= not is_effective
             if is_effective or (pack_id in self.doomed and pack_id not in garbage):
                 for entry in announced:
                     self._remote.files.delete(entry.path)
-
-    def _is_own(self, pack_id: PackId, entry: Entry) -> bool:
-        return entry.path.name == layout.doomed_name(pack_id, self._name)
 
     def _finish(self) -> None:
         """Count the remaining packs.

@@ -216,9 +216,9 @@ class RemoteFiles:
             message = f"{self.url(path)}: cannot create this directory ({error}); choose another location"
             raise StorageError(message) from error
 
-    def delete(self, path: PurePath) -> None:
-        """Remove a file, if it exists."""
-        self._unless_gone("remove", path, partial(self._client.delete, str(path)))
+    def delete(self, path: PurePath) -> bool:
+        """Remove a file; return False if it does not exist."""
+        return self._unless_gone("remove", path, partial(self._client.delete, str(path)))
 
     def delete_empty(self, path: PurePath) -> None:
         """Remove a directory if it is empty and the client can ensure this atomically."""

@@ -175,11 +175,14 @@ class RemoteSweep(Sweep):
 class RemotePruner:
     """Applies the retention of one run at a remote location. For one thread."""
 
-    def __init__(self, remote: RemoteTier, run: str, retention: Retention) -> None:
+    def __init__(
+        self, remote: RemoteTier, run: str, retention: Retention, known: CheckpointCache | None = None
+    ) -> None:
+        """Prune ``run`` by ``retention``; ``known`` caches its checkpoints, with their metrics if a rule needs them."""
         self._remote = remote
         self._run = run
         self._retention = retention
-        self._known = CheckpointCache(remote, run, metrics=retention.keep_best is not None)
+        self._known = known or CheckpointCache(remote, run, metrics=retention.keep_best is not None)
         self._collect_s = min(_COLLECT_S, remote.config.remote.grace_s)
         self._collected_at: float | None = None
         self._has_garbage = True

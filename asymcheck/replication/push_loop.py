@@ -333,7 +333,9 @@ class PushLoop:
             raise
         self._encoder = encoder_for(remote)
         if self._rules.keep is not None and self._job.prunes:
-            self._pruner = RemotePruner(remote, self._run, self._rules.keep)
+            # With ``best``, this cache reads each manifest, which the retention may not need.
+            shared = known if self._rules.best is None else None
+            self._pruner = RemotePruner(remote, self._run, self._rules.keep, shared)
         return remote
 
     def _verify_remote(self, remote: RemoteTier) -> None:

@@ -58,8 +58,6 @@ GIVE_UP_S = 2.0
 DAMAGED_RETRY_S = 600.0
 """Seconds until a damaged checkpoint is tried again, because a repair is not announced."""
 
-_CALLED, _AWAITED = 1, 2
-"""Urgency of the next round: after a commit, and after a wait or at the end."""
 _WAIT_S = 0.5
 _TICK_S = 0.05
 _INTERVALS = 32
@@ -94,7 +92,7 @@ class PushLoop:
         # Guards all that follows. Never held while the location is asked, so that requests are applied at once.
         self._turn = threading.Condition()
         self._request = PushRequest()
-        self._status = PushStatus(job.statistics)
+        self._status = job.before
         # Checkpoints that are or were at the location, by save id, and its newest generation when it was listed.
         self._sent: dict[str, Checkpoint] = {}
         self._generation = 0
@@ -105,9 +103,8 @@ class PushLoop:
         # Reasons why checkpoints cannot be read, and the times of the next attempts on the monotonic clock.
         self._damaged: dict[str, tuple[str, float]] = {}
         self._reasons: list[str] = []
-        self._failure: Exception | None = None
-        self._prune_failure: Exception | None = None
-        self._urgency = 0
+        self._failure = job.before.failure
+        self._prune_failure: Failure | None = None
         self._ended: Interval | None = None
         self._is_ending, self._cancelled_at = False, math.inf
         # Checkpoint whose upload is to be cancelled.
@@ -128,7 +125,7 @@ class PushLoop:
             if is_awaited:
                 # Damaged checkpoints may have been repaired. A running attempt adds its findings to the old mapping.
                 self._damaged = {}
-            self._urgency = max(self._urgency, _AWAITED if is_awaited or request.is_closing else _CALLED)
+            self._turn.notify_all()
             with contextlib.suppress(AsymcheckError):
                 first = self._due()[-1:]
                 if request.sends_newest and first and first[0].save_id != self._status.sending:
@@ -149,7 +146,7 @@ class PushLoop:
         """
         if self._is_ending:
             self.cancel()
-        self._is_ending, self._urgency = True, _AWAITED
+        self._is_ending = True
         if self._lease is not None:
             self._lease.abandon()
         self._change()
@@ -188,7 +185,7 @@ class PushLoop:
         if self._failure is None and self._reasons:
             return f"damaged checkpoint: {self._reasons[-1]}"
         problem = self._failure or self._prune_failure
-        return self._parts.late() if problem is None else str(Failure.of(problem))
+        return self._parts.late() if problem is None else str(problem)
 
     def add_interval(self, interval: Interval) -> None:
         """Keep an interval for the training. Intervals of single frames are dropped, as there may be thousands."""
@@ -199,16 +196,21 @@ class PushLoop:
     def _end_upload(self) -> None:
         with self._turn:
             ended, self._ended = self._ended, None
-            if ended is not None:
-                kept = (*self._status.intervals, ended)[-_INTERVALS:]
-                self._change(traced=self._status.traced + 1, intervals=kept)
-            self._change(sending=None)
+            now = self._status
+            new = () if ended is None else (ended,)
+            self._change(
+                sending=None,
+                statistics=now.statistics.between_uploads(),
+                traced=now.traced + len(new),
+                intervals=(*now.intervals, *new)[-_INTERVALS:],
+            )
 
     def run(self) -> None:
         """Push until the request of the training, or :meth:`end`, ends the loop."""
         try:
             while not self._request.is_closing and not self._is_ending:
-                self._pause(is_well=self._round())
+                before = self._request
+                self._pause(before, is_well=self._round())
             # The last checkpoints may have become durable in the meantime.
             self._round()
         finally:
@@ -217,17 +219,21 @@ class PushLoop:
             if self._remote is not None:
                 self._remote.close()
 
-    def _pause(self, *, is_well: bool) -> None:
-        # A commit does not end the pause after a failure, so an unreachable location is not tried at every step.
-        urgency, pause_s = (_CALLED, self._job.poll_s) if is_well else (_AWAITED, RETRY_S)
+    def _pause(self, before: PushRequest, *, is_well: bool) -> None:
+        """Wait after a round that began with the request ``before``."""
+
+        def is_wanted() -> bool:
+            now = self._request
+            # A commit does not end the pause after a failure: an unreachable location is not tried at every step.
+            is_commit = is_well and now is not before
+            return is_commit or now.waits > before.waits or now.is_closing or self._is_ending
+
         with self._turn:
-            self._turn.wait_for(lambda: self._urgency >= urgency, pause_s)
+            self._turn.wait_for(is_wanted, self._job.poll_s if is_well else RETRY_S)
 
     def _round(self) -> bool:
         """Try each due checkpoint once, newest first, and answer the waits so far; return False after a failure."""
-        with self._turn:
-            waits = self._request.waits
-            self._urgency = 0
+        waits = self._request.waits
         tried: set[str] = set()
         failed = False
         try:
@@ -253,13 +259,13 @@ class PushLoop:
         with self._turn:
             answer = self._failure = self._failure if failed else None
             if answer is None and self._reasons:
-                answer = InconsistentCheckpointError(
+                message = (
                     f"run {self._run!r}: damaged checkpoints were not pushed to {self._rules.remote}. Run asymcheck "
-                    "verify --repair, or delete them:",
-                    self._reasons,
+                    "verify --repair, or delete them:"
                 )
+                answer = Failure.of(InconsistentCheckpointError(message, self._reasons))
             self._note()
-            self._change(is_well=not failed, answered=waits, failure=None if answer is None else Failure.of(answer))
+            self._change(answered=waits, failure=answer)
         return not failed
 
     def _await_turn(self) -> None:
@@ -306,11 +312,13 @@ class PushLoop:
             damaged, now = self._damaged, time.monotonic()
             self._reasons = [damaged[row.save_id][0] for row in selected if row.save_id in damaged]
             ready = [row for row in selected if row.save_id not in damaged or damaged[row.save_id][1] <= now]
-            there = [row.ref for row in remote if row.on_line is not False and row.ref not in self._parts]
-            newest_step = max(there).step if there else None
-            self._note(backlog=len(ready), damaged=len(self._reasons), newest_step=newest_step)
-            waiting = tuple(row.save_id for row in ready[-max(_WAITING, self._rules.hold) :])
-            self._change(newest_seen=max(local, default=""), waiting=waiting)
+            # Until this loop has listed the location, the findings of an earlier one remain valid.
+            if self._remote is not None or not self._status.is_connected:
+                there = [row.ref for row in remote if row.on_line is not False and row.ref not in self._parts]
+                newest_step = max(there).step if there else None
+                self._note(backlog=len(ready), damaged=len(self._reasons), newest_step=newest_step)
+                waiting = tuple(row.save_id for row in ready[-max(_WAITING, self._rules.hold) :])
+                self._change(newest_seen=max(local, default=""), waiting=waiting)
             return ready
 
     def _connect(self) -> RemoteTier:
@@ -388,7 +396,6 @@ class PushLoop:
             self._prune()
         finally:
             self._end_upload()
-            self._note(sending_step=None, done_bytes=0, total_bytes=0, bytes_per_s=0.0)
         return True
 
     def _copy(self, remote: RemoteTier, checkpoint: Checkpoint, listing: CheckpointFiles) -> Moved:
@@ -416,15 +423,15 @@ class PushLoop:
         try:
             deleted = self._pruner.prune(time.time_ns())
         except AsymcheckError as error:
-            self._prune_failure = error
+            self._prune_failure = Failure.of(error)
         else:
-            self._prune_failure = self._pruner.failure
+            self._prune_failure = None if self._pruner.failure is None else Failure.of(self._pruner.failure)
             with self._turn:
                 self._pruned.update(checkpoint.save_id for checkpoint in deleted)
 
     def _fail(self, error: Exception) -> None:
         with self._turn:
-            self._failure = error
+            self._failure = Failure.of(error)
             self._note(failures=1)
 
 
@@ -508,7 +515,7 @@ def run_child(requests: Mailbox, statuses: Mailbox, job: PushJob, parent: int) -
         )
         loop = PushLoop(local, job)
     except AsymcheckError as error:
-        statuses.write(PushStatus(job.statistics, answered=-1, failure=Failure.of(error)))
+        statuses.write(dataclasses.replace(job.before, answered=-1, failure=Failure.of(error)))
         return 1
     follow(loop, _Server(requests, statuses, parent, loop).tick)
     return 0

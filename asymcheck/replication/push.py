@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import operator
-import threading
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import PurePosixPath
@@ -21,7 +18,6 @@ from asymcheck.errors import (
     DamagedPartitionError,
     ForkedStoreError,
     FormatError,
-    GivenUpError,
     HeadRecordError,
     InconsistentCheckpointError,
     InvalidInputError,
@@ -29,42 +25,27 @@ from asymcheck.errors import (
     RecoveryError,
     StorageError,
 )
-from asymcheck.executor import begin, share, together
-from asymcheck.format.frame import FrameDescriptor, frame_length
+from asymcheck.executor import begin, share
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
-from asymcheck.policies.batching import FlushFacts, stream_batch_bytes
 from asymcheck.replication.checkpoint_cache import RemotePresence
 from asymcheck.replication.cross_node_dedup import held_back, wait_for_others
 from asymcheck.replication.decodable_frames import DecodableFrames
 from asymcheck.replication.head_records import publish_heads
-from asymcheck.replication.transfer_plan import (
-    Frame,
-    Older,
-    PartitionIndex,
-    Reencoder,
-    TransferPlanner,
-    older_of,
-)
+from asymcheck.replication.pack_sender import PackSender
+from asymcheck.replication.transfer_plan import Older, PartitionIndex, Reencoder, TransferPlanner, older_of
 from asymcheck.replication.transfer_stats import Moved
 from asymcheck.restore.partition_locator import PartitionLocator
 from asymcheck.restore.resolve import read_manifests
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
-from asymcheck.storage.remote import RemoteTier, cut, plan_pack
-from asymcheck.storage.slots import Slot
-from asymcheck.types import CheckpointRef, Digest, PackId, Progress, ProgressMeter
+from asymcheck.storage.remote import RemoteTier
+from asymcheck.types import CheckpointRef, Digest, PackId, Progress
 
 _ATTEMPTS = 8
 _OLDER_TRIED = 8
-_PACK_BYTES_MIN = 64 << 20
-"""Packs are not made smaller than this to use more streams."""
-_OBJECT_BYTES = 64 << 20
-"""Maximum size of a pack in an object store, because each upload has a whole pack in memory."""
 _PROBE_BYTES = 32 << 20
 """Bytes that are sent first to measure the speed of the location, which decides whether the rest is encoded."""
-_MAKE_BYTES_PER_S = 1e9
-"""Assumed speed of reading frames for one stream, until it was measured."""
 
 
 def encoder_for(remote: RemoteTier) -> Encoder:
@@ -304,140 +285,8 @@ class _Push:
         reencoder = None
         if self.remote.config.remote.compression != "off":
             reencoder = Reencoder(self.encoder, PartitionIndex(manifests, older[0]), planner, older[1])
-        uploader = PackSender(self.remote, planner.stored, self.moved, self._report, reencoder)
+        sender = PackSender(self.remote, planner.stored, self.moved, self._report, reencoder, _PROBE_BYTES)
         # The base of a frame arrives before the frame.
-        new = uploader.send(planner.full) | uploader.send_in_order(planner.based)
+        new = sender.send(planner.full) | sender.send_in_order(planner.based)
         self.moved.reused_partitions += planner.reused
         return planner.relied | new
-
-
-class PackSender:
-    """Uploads the packs of one checkpoint."""
-
-    def __init__(
-        self, remote: RemoteTier, total: int, moved: Moved, progress: Progress, reencoder: Reencoder | None
-    ) -> None:
-        """Send ``total`` bytes of payload to ``remote``, encoded by ``reencoder`` if given."""
-        self._remote = remote
-        self._config = remote.config.remote
-        self._packs = remote.uploader()
-        self._reencoder = reencoder
-        self._moved = moved
-        # Bytes that are sent again after a failure count twice.
-        self._meter = ProgressMeter(progress, total)
-        self._lock = threading.Lock()
-        self._probe_written = threading.Event()
-        self._in_memory = threading.Semaphore(self._config.uploads)
-        self._stopped = False
-
-    def send(self, frames: Sequence[Frame]) -> set[PackId]:
-        """Upload frames in several packs at the same time; return the ids of the packs."""
-        # While some packs are written, as many others wait until the location completes them.
-        return self._send_groups(self._groups(frames), min(2 * self._config.uploads, len(frames)))
-
-    def send_in_order(self, frames: Sequence[Frame]) -> set[PackId]:
-        """Upload frames in packs, one after the other; return the ids of the packs."""
-        return self._send_groups(iter(_cut(frames, self._pack_bytes(frames, 1))), min(1, len(frames)))
-
-    def _groups(self, frames: Sequence[Frame]) -> Iterator[Sequence[Frame]]:
-        """Split frames into packs. If the speed of the location is unknown, the first pack is a probe."""
-        uploads = self._config.uploads
-        count = 0
-        if self._config.compression == "auto" and self._remote.pace.writing.bytes_per_s is None:
-            count = len(next(iter(_cut(frames, min(_PROBE_BYTES, self._pack_bytes(frames, uploads)))), ()))
-        if 0 < count < len(frames):
-            yield frames[:count]
-            frames = frames[count:]
-            self._probe_written.wait()
-        yield from _cut(frames, self._pack_bytes(frames, uploads))
-
-    def _pack_bytes(self, frames: Sequence[Frame], uploads: int) -> int:
-        """Return the pack size for which the last byte arrives soonest."""
-        pace, piece = self._remote.pace, self._config.piece_bytes
-        limit = self._config.pack_bytes if self._remote.files.renames else min(self._config.pack_bytes, _OBJECT_BYTES)
-        if self._reencoder is not None:
-            # Encoded frames stay in memory until they are sent.
-            limit = min(limit, max(self._config.encoded_bytes // uploads, 1))
-        facts = FlushFacts(
-            volume_bytes=sum(frame_length(frame.stored) for frame in frames),
-            latency_s=pace.close_s,
-            chunk_bytes=piece,
-            chunk_s=piece / (pace.making.bytes_per_s or _MAKE_BYTES_PER_S),
-            write_bytes_per_s=pace.writing.bytes_per_s or _MAKE_BYTES_PER_S,
-        )
-        return stream_batch_bytes(facts, uploads, _PACK_BYTES_MIN, limit)
-
-    def _send_groups(self, groups: Iterator[Sequence[Frame]], threads: int) -> set[PackId]:
-        taking, made = threading.Lock(), list[PackId]()
-
-        def work() -> None:
-            while not self._stopped:
-                with taking:
-                    group = next(groups, None)
-                if group is None:
-                    return
-                made.append(self._send_pack(group))
-
-        # A location that does not respond must not block the exit of the process.
-        together(work, threads, "push", self._stop)
-        return set(made)
-
-    def _stop(self) -> None:
-        self._stopped = True
-        # Wake the thread that waits for the probe.
-        self._probe_written.set()
-
-    def _send_pack(self, group: Sequence[Frame]) -> PackId:
-        with contextlib.ExitStack() as held:
-            if self._reencoder is not None:
-                held.enter_context(self._in_memory)
-            began = time.perf_counter()
-            frames = self._encoded(group)
-            if all(map(operator.is_, frames, group)):
-                held.close()
-            return self._upload(group, frames, time.perf_counter() - began)
-
-    def _encoded(self, group: Sequence[Frame]) -> Sequence[Frame]:
-        if self._reencoder is None:
-            return group
-        slot = Slot(max(frame.stored for frame in group))
-        frames = []
-        for frame in group:
-            self._check_stopped()
-            frames.append(self._reencoder.encoded(frame, slot))
-        return frames
-
-    def _check_stopped(self) -> None:
-        if self._stopped:
-            raise GivenUpError("upload cancelled: another upload of the same push has failed")
-
-    def _upload(self, group: Sequence[Frame], frames: Sequence[Frame], encoding_s: float) -> PackId:
-        """Upload ``frames``, the encoded form of ``group``."""
-        plain, stored = (sum(frame.stored for frame in part) for part in (group, frames))
-        with self._lock:
-            self._meter.total -= plain - stored
-        spent = [encoding_s]
-
-        def read(number: int, slot: Slot) -> FrameDescriptor:
-            self._check_stopped()
-            began = time.perf_counter()
-            descriptor = frames[number].read(slot)
-            spent.append(time.perf_counter() - began)
-            return descriptor
-
-        plan = plan_pack([frame.entry for frame in frames])
-        pack_id = self._packs.upload(plan, read, self._meter.add, self._probe_written.set)
-        self._remote.pace.making.note(stored, sum(spent))
-        with self._lock:
-            self._moved.packs += 1
-            self._moved.moved_bytes += stored
-            self._moved.plain_bytes += plain
-            self._moved.moved_partitions += len(frames)
-        return pack_id
-
-
-def _cut(frames: Sequence[Frame], size: int) -> list[Sequence[Frame]]:
-    """Split frames into groups of at most ``size`` bytes, or of one frame; return none for no frames."""
-    if not frames:
-        return []
-    return [frames[group.start : group.stop] for group in cut([frame_length(frame.stored) for frame in frames], size)]

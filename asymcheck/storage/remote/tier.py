@@ -38,7 +38,6 @@ from asymcheck.storage.remote.manifests import RemoteManifests
 from asymcheck.storage.remote.pack_reader import ReadAhead, RemotePack, read_pack_index
 from asymcheck.storage.remote.readers import result_of
 from asymcheck.storage.remote.remote_files import RemoteFiles
-from asymcheck.storage.remote.upload import PackUpload
 from asymcheck.types import PackId
 
 
@@ -248,11 +247,11 @@ class RemoteTier(StoreTier):
             with contextlib.suppress(MissingPartitionError):
                 index = read_pack_index(self.files, path, pack_id)
                 if index.damage is None:
-                    self._keep_index(index)
+                    self.keep_index(index)
                 return index
         raise MissingPartitionError(f"pack {layout.pack_name(pack_id)} does not exist in {self.location}")
 
-    def _keep_index(self, index: PackIndex) -> None:
+    def keep_index(self, index: PackIndex) -> None:
         """Keep an index, which stays valid, because remote packs are never overwritten."""
         with self._lock:
             self._indexes[index.header.pack_id] = index
@@ -266,10 +265,6 @@ class RemoteTier(StoreTier):
 
         requested = list(pack_ids)
         return dict(zip(requested, self._ahead.threads.map(index_of, requested), strict=True))
-
-    def uploader(self) -> PackUpload:
-        """Return an uploader for packs."""
-        return PackUpload(self.files, self.packs, self._keep_index)
 
     def usage(self) -> tuple[int, int, int, int]:
         """Return number and bytes of the packs, then zeros, because remote locations have no pool."""

@@ -30,7 +30,8 @@ from asymcheck.format.pack import (
     frame_lengths,
 )
 from asymcheck.policies.batching import FlushFacts, stream_batch_bytes
-from asymcheck.replication.transfer_plan import Frame, Reencoder
+from asymcheck.replication.reencoder import Reencoder
+from asymcheck.replication.transfer_plan import Frame
 from asymcheck.replication.transfer_stats import Moved
 from asymcheck.storage.pack_index import PackIndex
 from asymcheck.storage.remote import RemoteTier

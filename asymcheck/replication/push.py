@@ -33,7 +33,8 @@ from asymcheck.replication.cross_node_dedup import held_back, wait_for_others
 from asymcheck.replication.decodable_frames import DecodableFrames
 from asymcheck.replication.head_records import publish_heads
 from asymcheck.replication.pack_sender import PackSender
-from asymcheck.replication.transfer_plan import Older, PartitionIndex, Reencoder, TransferPlanner, older_of
+from asymcheck.replication.reencoder import Older, Reencoder, older_of
+from asymcheck.replication.transfer_plan import TransferPlanner
 from asymcheck.replication.transfer_stats import Moved
 from asymcheck.restore.partition_locator import PartitionLocator
 from asymcheck.restore.resolve import read_manifests
@@ -284,7 +285,7 @@ class _Push:
         planner.choose(names)
         reencoder = None
         if self.remote.config.remote.compression != "off":
-            reencoder = Reencoder(self.encoder, PartitionIndex(manifests, older[0]), planner, older[1])
+            reencoder = Reencoder(self.encoder, planner, manifests, older)
         sender = PackSender(self.remote, planner.stored, self.moved, self._report, reencoder, _PROBE_BYTES)
         # The base of a frame arrives before the frame.
         new = sender.send(planner.full) | sender.send_in_order(planner.based)

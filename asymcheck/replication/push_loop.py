@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from asymcheck.commit.encoder import Encoder
@@ -296,14 +296,7 @@ class PushLoop:
         """List the store, and return the checkpoints to upload, newest last, without damaged ones."""
         with self._turn:
             local = {checkpoint.save_id: checkpoint for checkpoint in self._known.refresh()}
-            # A checkpoint that neither side has any more decides nothing. A long training would collect many.
-            for save_id in self._pruned - local.keys():
-                self._sent.pop(save_id, None)
-            self._pruned &= local.keys()
-            # The store decides whether a checkpoint is on the line of training.
-            remote_only = [checkpoint for save_id, checkpoint in self._sent.items() if save_id not in local]
-            remote = self._known.placed(remote_only, self._generation)
-            remote += [local[save_id] for save_id in self._sent if save_id in local]
+            remote = self._remote_checkpoints(local)
             now_ns, present = time.time_ns(), list(local.values())
             selected = due(self._rules, present, remote, now_ns)
             if self._request.sends_newest:
@@ -320,6 +313,16 @@ class PushLoop:
                 waiting = tuple(row.save_id for row in ready[-max(_WAITING, self._rules.hold) :])
                 self._change(newest_seen=max(local, default=""), waiting=waiting)
             return ready
+
+    def _remote_checkpoints(self, local: Mapping[str, Checkpoint]) -> list[Checkpoint]:
+        """Return the checkpoints that are or were at the location. The store decides whether they are on the line."""
+        # A checkpoint that neither side has any more decides nothing. A long training would collect many.
+        for save_id in self._pruned - local.keys():
+            self._sent.pop(save_id, None)
+        self._pruned &= local.keys()
+        elsewhere = [checkpoint for save_id, checkpoint in self._sent.items() if save_id not in local]
+        common = [local[save_id] for save_id in self._sent if save_id in local]
+        return [*self._known.placed(elsewhere, self._generation), *common]
 
     def _connect(self) -> RemoteTier:
         remote = RemoteTier(parse_location(self._rules.remote), self._job.config, create=True)

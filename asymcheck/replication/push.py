@@ -191,8 +191,9 @@ class _Push:
         except StorageError as error:
             raise InconsistentCheckpointError(f"its manifests cannot be read: {error}") from error
         # Closing a file takes half a second, so manifests are uploaded beside the packs and renamed at the end.
-        threads = min(self.remote.config.remote.uploads, len(data))
-        staging = begin(partial(share, data, partial(self._stage, data), threads, "push-manifest"), "push-manifests")
+        staged = list(data) if self.remote.files.renames else []
+        threads = min(self.remote.config.remote.uploads, len(staged))
+        staging = begin(partial(share, staged, partial(self._stage, data), threads, "push-manifest"), "push-manifests")
         try:
             held = held_back(manifests, self.listing)
             if held:
@@ -220,9 +221,7 @@ class _Push:
     def _stage(self, data: Mapping[ManifestName, bytes], names: Iterable[ManifestName]) -> None:
         """Upload manifests under temporary names."""
         for name in names:
-            path = self.remote.manifests.stage(self.listing.run, self.listing.ref, name, data[name])
-            if path is not None:
-                self.staged[name] = path
+            self.staged[name] = self.remote.manifests.stage(self.listing.run, self.listing.ref, name, data[name])
 
     def _send_all(self, manifests: Sequence[Manifest], staging: Future[None]) -> set[PackId]:
         """Send missing partitions, and wait for the manifests; return the packs that the checkpoint relies on."""

@@ -322,10 +322,8 @@ class RemoteFiles:
         """Put a small file create-only, and read it back in a file system; return False if the name is taken."""
         return self.put(path, partial(self._small, path, data), partial(self._check_small, path, data, event))
 
-    def stage_small(self, path: PurePosixPath, data: bytes) -> PurePosixPath | None:
-        """Write a small temporary file and read it back; return its path, or None if the location cannot rename."""
-        if not self.renames:
-            return None
+    def stage_small(self, path: PurePosixPath, data: bytes) -> PurePosixPath:
+        """Write a small temporary file in a file system, and read it back; return its path."""
 
         def upload(temporary: PurePosixPath) -> PurePosixPath:
             with self._small(path, data, temporary) as (pieces, _):

@@ -169,16 +169,10 @@ class PushLoop:
             self._status = dataclasses.replace(self._status, **changes)  # type: ignore[arg-type]  # fields of the status
             self._turn.notify_all()
 
-    def _note(self, *, pushed: int = 0, sent: int = 0, failures: int = 0, **others: float | None) -> None:
-        """Add to the statistics, and set their other fields."""
+    def _note(self, **changes: float | None) -> None:
+        """Set fields of the statistics."""
         with self._turn:
-            now = self._status.statistics
-            totals = {
-                "pushed": now.pushed + pushed,
-                "sent_bytes": now.sent_bytes + sent,
-                "failures": now.failures + failures,
-            }
-            statistics = dataclasses.replace(now, problem=self._problem(), **totals, **others)  # type: ignore[arg-type]  # as named
+            statistics = dataclasses.replace(self._status.statistics, problem=self._problem(), **changes)  # type: ignore[arg-type]  # as named
             self._change(statistics=statistics)
 
     def _problem(self) -> str:
@@ -384,7 +378,7 @@ class PushLoop:
             # A checkpoint that was deleted in the meantime is no longer due.
             if self._local.manifests.listing(self._run, checkpoint.ref).manifests:
                 damaged[checkpoint.save_id] = f"{checkpoint.ref}: {error}", time.monotonic() + DAMAGED_RETRY_S
-                self._note(failures=1)
+                self._note(failures=self._status.statistics.failures + 1)
         except Exception as error:  # noqa: BLE001 - other checkpoints may succeed
             self._fail(error)
             return False
@@ -394,7 +388,8 @@ class PushLoop:
                 self.moved.add(moved)
                 if not listing.is_whole:
                     self._parts.add(checkpoint.ref)
-                self._note(pushed=len(moved.committed), sent=moved.moved_bytes)
+                now = self._status.statistics
+                self._note(pushed=now.pushed + len(moved.committed), sent_bytes=now.sent_bytes + moved.moved_bytes)
                 self._due()
             self._prune()
         finally:
@@ -435,7 +430,7 @@ class PushLoop:
     def _fail(self, error: Exception) -> None:
         with self._turn:
             self._failure = Failure.of(error)
-            self._note(failures=1)
+            self._note(failures=self._status.statistics.failures + 1)
 
 
 def follow(loop: PushLoop, tick: Callable[[PushStatus], None], *, lets_signals_end_it: bool = False) -> None:

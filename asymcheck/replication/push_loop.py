@@ -106,7 +106,9 @@ class PushLoop:
         self._failure = job.before.failure
         self._prune_failure: Failure | None = None
         self._ended: Interval | None = None
-        self._is_ending, self._cancelled_at = False, math.inf
+        self._is_ending = False
+        # Time on the monotonic clock after which no upload goes on.
+        self._cancelled_at = math.inf
         # Checkpoint whose upload is to be cancelled.
         self._dropped: str | None = None
 
@@ -122,6 +124,8 @@ class PushLoop:
         with self._turn:
             is_awaited = request.waits > self._request.waits
             self._request = request
+            if request.is_closing and request.close_s is not None:
+                self._cancelled_at = min(self._cancelled_at, time.monotonic() + request.close_s)
             if is_awaited:
                 # Damaged checkpoints may have been repaired. A running attempt adds its findings to the old mapping.
                 self._damaged = {}
@@ -145,15 +149,11 @@ class PushLoop:
         The lease is not renewed any more, and ends by itself.
         """
         if self._is_ending:
-            self.cancel()
+            self._cancelled_at = min(self._cancelled_at, time.monotonic())
         self._is_ending = True
         if self._lease is not None:
             self._lease.abandon()
         self._change()
-
-    def cancel(self) -> None:
-        """Cancel the upload."""
-        self._cancelled_at = min(self._cancelled_at, time.monotonic())
 
     @property
     def is_overdue(self) -> bool:
@@ -271,7 +271,7 @@ class PushLoop:
             self._check()
 
     def _check(self) -> None:
-        if self._cancelled_at < math.inf:
+        if time.monotonic() >= self._cancelled_at:
             raise GivenUpError("upload cancelled at the end")
         if self._dropped is not None and self._dropped == self._status.sending:
             self._dropped = None
@@ -463,7 +463,6 @@ class _Server:
     def __init__(self, requests: Mailbox, statuses: Mailbox, parent: int, loop: PushLoop) -> None:
         self._requests, self._statuses, self._parent, self._loop = requests, statuses, parent, loop
         self._written: PushStatus | None = None
-        self._stop_at = math.inf
         self._is_orphaned = False
 
     def tick(self, status: PushStatus) -> None:
@@ -476,10 +475,6 @@ class _Server:
         request = self._requests.read(PushRequest)
         if request is not None:
             self._loop.apply(request)
-            if request.is_closing and request.close_s is not None:
-                self._stop_at = time.monotonic() + request.close_s
-        if time.monotonic() > self._stop_at:
-            self._loop.cancel()
         if status != self._written:
             self._statuses.write(status)
             self._written = status

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
 import itertools
@@ -16,7 +15,7 @@ from asymcheck.events import emit
 from asymcheck.format import registry
 from asymcheck.gc.repack import Repacked, plan_repack, repack
 from asymcheck.storage.nvme import Catalog, NvmeTier
-from asymcheck.storage.reachability import NamedCheckpoint, Reachability, StoreReachability, pinned_packs
+from asymcheck.storage.reachability import NamedCheckpoint, StoreReachability, pinned_packs
 from asymcheck.storage.shm.orphaned_rings import (
     RingFile,
     inspect_ring,
@@ -65,67 +64,10 @@ class Collected:
     copied_bytes: int = 0
     """Bytes of the copied frames."""
 
-
-class Sweep(abc.ABC):
-    """A mark-and-sweep collection. Subclasses implement it for a store and for a remote location.
-
-    A garbage pack is announced to all writers first. It is removed only after manifests and packs were read again.
-    """
-
-    def __init__(self, reachable: Reachability, *, dry_run: bool) -> None:
-        self.reachable, self.dry_run, self.result = reachable, dry_run, Collected()
-
-    def carry_out(self) -> Collected:
-        """Collect. Retry while other processes add packs or checkpoints."""
-        self._remove_temporaries()
-        for attempt in range(_ATTEMPTS):
-            if attempt and self.reachable.problem is not None:
-                # The problem may be transient, such as a lock.
-                time.sleep(attempt * _PAUSE_S)
-            self._find_garbage()
-            if self.dry_run:
-                self._count()
-            elif not self._free(blocks_commits=attempt >= _PATIENT_ATTEMPTS):
-                continue
-            self._finish()
-            return self.result
-        problem = self.reachable.problem
-        if problem is not None:
-            raise StorageError(
-                f"cannot free any pack: the bases of partitions in a pack are unknown: {problem}; "
-                "run gc again, or verify --repair if that does not help"
-            ) from problem
-        raise StorageError(
-            f"cannot collect store {self.reachable.tier.root}: other processes added packs or checkpoints during all "
-            f"{_ATTEMPTS} attempts; run gc again"
-        )
-
-    @abc.abstractmethod
-    def _remove_temporaries(self) -> None:
-        """Remove unfinished files of killed writers; only count them in a dry run."""
-
-    @abc.abstractmethod
-    def _find_garbage(self) -> None:
-        """Read manifests and packs, and find the garbage packs."""
-
-    @abc.abstractmethod
-    def _count(self) -> None:
-        """Count the packs that a collection would free."""
-
-    @abc.abstractmethod
-    def _free(self, *, blocks_commits: bool) -> bool:
-        """Announce and remove the garbage packs. Return False if the collection must start again.
-
-        With ``blocks_commits``, read manifests and packs again while commits wait, so that no checkpoint is added.
-        """
-
-    @abc.abstractmethod
-    def _finish(self) -> None:
-        """Complete the result. Unless this is a dry run, do the remaining work."""
-
-    def _count_freed(self, nbytes: int) -> None:
-        self.result.freed_packs += 1
-        self.result.freed_bytes += nbytes
+    def count_freed(self, nbytes: int) -> None:
+        """Count a freed pack."""
+        self.freed_packs += 1
+        self.freed_bytes += nbytes
 
 
 def collect(
@@ -152,14 +94,40 @@ def collect(
     return StoreSweep(tier, catalog, needed or StoreReachability(tier, without), dry_run=dry_run).carry_out()
 
 
-class StoreSweep(Sweep):
-    """A collection in a store. The catalog announces garbage packs, which move to the pool or are unlinked."""
+class StoreSweep:
+    """A mark-and-sweep collection in a store, where the catalog announces garbage packs to all writers first.
 
-    reachable: StoreReachability
+    A garbage pack moves to the pool, or is unlinked, only after manifests and packs were read again.
+    """
 
     def __init__(self, tier: NvmeTier, catalog: Catalog, reachable: StoreReachability, *, dry_run: bool) -> None:
-        super().__init__(reachable, dry_run=dry_run)
+        self.reachable, self.dry_run, self.result = reachable, dry_run, Collected()
         self._tier, self._catalog = tier, catalog
+
+    def carry_out(self) -> Collected:
+        """Collect. Retry while other processes add packs or checkpoints."""
+        self._remove_temporaries()
+        for attempt in range(_ATTEMPTS):
+            if attempt and self.reachable.problem is not None:
+                # The problem may be transient, such as a lock.
+                time.sleep(attempt * _PAUSE_S)
+            self._find_garbage()
+            if self.dry_run:
+                self._count()
+            elif not self._free(blocks_commits=attempt >= _PATIENT_ATTEMPTS):
+                continue
+            self._finish()
+            return self.result
+        problem = self.reachable.problem
+        if problem is not None:
+            raise StorageError(
+                f"cannot free any pack: the bases of partitions in a pack are unknown: {problem}; "
+                "run gc again, or verify --repair if that does not help"
+            ) from problem
+        raise StorageError(
+            f"cannot collect store {self._tier.root}: other processes added packs or checkpoints during all "
+            f"{_ATTEMPTS} attempts; run gc again"
+        )
 
     def _remove_temporaries(self) -> None:
         """Remove unfinished packs and trim the pool first, because the next steps need space on a full disk."""
@@ -227,7 +195,7 @@ class StoreSweep(Sweep):
     def _count_pooled(self, pack_id: PackId, space: float) -> float:
         """Count a pack that would be freed. Return the space left in the pool."""
         path = self._tier.pack_path(pack_id)
-        self._count_freed(path.stat().st_size)
+        self.result.count_freed(path.stat().st_size)
         if not self._tier.pool.would_keep(path, space):
             self.result.returned_bytes += path.stat().st_size
             return space
@@ -240,7 +208,10 @@ class StoreSweep(Sweep):
         self.result.kept_packs += done.new_packs - done.packs - done.busy
 
     def _free(self, *, blocks_commits: bool) -> bool:
-        """Free the candidates in batches. Return False if another process added checkpoints or packs."""
+        """Free the candidates in batches. Return False if another process added checkpoints or packs.
+
+        With ``blocks_commits``, read manifests and packs again while commits wait, so that no checkpoint is added.
+        """
         candidates = list(self.candidates)
         for start in range(0, max(len(candidates), 1), _BATCH):
             batch = candidates[start : start + _BATCH]
@@ -289,7 +260,7 @@ class StoreSweep(Sweep):
         for pack_id in freed:
             path = self._tier.pack_path(pack_id)
             size = path.stat().st_size
-            self._count_freed(size)
+            self.result.count_freed(size)
             is_pooled = self._tier.pool.put(path)
             self.result.pooled_packs += is_pooled
             self.result.returned_bytes += 0 if is_pooled else size

@@ -250,6 +250,10 @@ class Publisher(contextlib.AbstractContextManager["Publisher"]):
             self._pruner.prune(time.time_ns(), always_collect=always_collect)
             if self._far is not None:
                 self._far_pruner.prune(time.time_ns())
+                # Reported once for each collection.
+                failure, self._far_pruner.failure = self._far_pruner.failure, None
+                if failure is not None:
+                    raise failure
         except AsymcheckError as error:
             self._pruner = None
             warn_user(f"cannot remove old releases at {self.rules.location}: {error}", PruneWarning)

@@ -93,12 +93,10 @@ class BackgroundPush:
         # Memory shared with the current child, and whether it has reported.
         self._requests: Mailbox | None = None
         self._statuses: Mailbox | None = None
-        self._has_begun = self._is_awaited = self._is_given_up = False
-        # Status of the current child, and of the last child that has listed the location.
-        self._now, self._view = PushStatus(), PushStatus()
+        self._has_begun = self._is_given_up = False
+        # Last status. Each child goes on from the status of the child before.
+        self._now = PushStatus()
         self._lease = LeaseStatus()
-        self._failure: Exception | None = None
-        self._ends = 0
         self._warned: set[str] = set()
 
     @property
@@ -154,16 +152,11 @@ class BackgroundPush:
     def statistics(self) -> PushStatistics:
         """Count the backlog, and return the statistics so far."""
         with self._turn:
-            now = self._look().statistics
-            backlog = self._view.statistics.backlog
+            now = self._look()
+            backlog = now.statistics.backlog
             with contextlib.suppress(AsymcheckError):
-                backlog += len(self._waiting()) - len(self._view.waiting)
-            return dataclasses.replace(now, backlog=backlog, problem=self._problem())
-
-    def _problem(self) -> str:
-        with self._turn:
-            problem = self._look().statistics.problem
-            return problem if self._failure is None else str(Failure.of(self._failure))
+                backlog += len(self._waiting()) - len(now.waiting)
+            return dataclasses.replace(now.statistics, backlog=backlog)
 
     def held(self) -> Mapping[str, str]:
         """Return the save ids that no retention may delete before their upload, with the reasons."""
@@ -180,11 +173,11 @@ class BackgroundPush:
         if self._job is None or self._known is None:
             return []
         with self._turn:
-            self._look()
+            now = self._look()
             local = {checkpoint.save_id: checkpoint for checkpoint in self._known.refresh()}
-            unseen = [row for save_id, row in local.items() if save_id > self._view.newest_seen]
+            unseen = [row for save_id, row in local.items() if save_id > now.newest_seen]
             new = [row.save_id for row in due(self._job.rules, unseen, (), time.time_ns())]
-            return [*(save_id for save_id in self._view.waiting if save_id in local), *new]
+            return [*(save_id for save_id in now.waiting if save_id in local), *new]
 
     def _look(self) -> PushStatus:
         """Read the status of the child if it is new. The caller holds ``_turn``."""
@@ -194,9 +187,6 @@ class BackgroundPush:
         for interval in status.intervals_since(self._now.traced):
             relay(interval)
         self._now, self._has_begun = status, True
-        # Until a new child has listed the location, the findings of earlier children remain valid.
-        if status.is_connected or not self._view.is_connected:
-            self._view = status
         claim = self._request.claim
         if claim is not None and status.lease.token == claim.token:
             self._lease = status.lease
@@ -204,8 +194,6 @@ class BackgroundPush:
                 # The next child goes on with the lease.
                 claim = dataclasses.replace(claim, was_held=True, takeover=False)
                 self._request = dataclasses.replace(self._request, claim=claim)
-        if status.is_well or status.statistics.problem:
-            self._failure = None
         return status
 
     def _ask(self, **changes: object) -> None:
@@ -228,18 +216,13 @@ class BackgroundPush:
             return
         with self._turn:
             number = self._request.waits + 1
-            # End the pause before the next attempt.
-            self._is_awaited = True
+            # This also ends the pause before the next child.
             self._ask(waits=number)
-            ends = self._ends
-            while (status := self._look()).answered < number and self._ends <= ends and self._thread.is_alive():
+            while (status := self._look()).answered < number and self._thread.is_alive():
                 self._turn.wait(_POLL_S)
-            error: Exception | None = None
+            error = None if status.failure is None else status.failure.error()
             if status.answered < number:
-                ended = f"run {self._job.run!r}: pushing to {self._job.rules.remote} has ended"
-                error = self._failure or ClosedStoreError(ended)
-            elif status.failure is not None:
-                error = status.failure.error()
+                error = ClosedStoreError(f"run {self._job.run!r}: pushing to {self._job.rules.remote} has ended")
         if error is not None:
             if raises:
                 raise error
@@ -300,7 +283,8 @@ class BackgroundPush:
         # The next step reports a lost lease.
         if self._job is None or self._thread is None or self.lease.is_taken:
             return
-        problem = self._problem()
+        with self._turn:
+            problem = self._look().statistics.problem
         if not problem:
             self._warned.clear()
             return
@@ -387,22 +371,29 @@ class BackgroundPush:
                 is_last = is_last or failure is None or self._is_given_up
                 if failure is not None:
                     self._note_end(failure)
-                self._is_awaited = False
                 self._turn.notify_all()
                 if not is_last:
-                    self._turn.wait_for(lambda: self._is_awaited or self._request.is_closing, RETRY_S)
+                    self._turn.wait_for(self._is_wanted, RETRY_S)
 
-    def _note_end(self, failure: Exception) -> None:
+    def _is_wanted(self) -> bool:
+        return self._request.is_closing or self._request.waits > self._now.answered
+
+    def _note_end(self, error: AsymcheckError) -> None:
+        """Note the end of a child, which answers all waits."""
         if not self._lease.is_decided:
-            self._lease = dataclasses.replace(self._lease, phase="unguarded", problem=str(failure))
-        now = self._now.statistics
-        # The statistics of an upload end with the child.
-        fresh = PushStatistics(now.pushed, now.backlog, now.damaged, now.sent_bytes, now.failures + 1)
-        self._now = PushStatus(dataclasses.replace(fresh, newest_step=now.newest_step))
-        self._failure = failure
-        self._ends += 1
+            self._lease = dataclasses.replace(self._lease, phase="unguarded", problem=str(error))
+        failure, now = Failure.of(error), self._now.statistics
+        statistics = dataclasses.replace(now.between_uploads(), failures=now.failures + 1, problem=str(failure))
+        self._now = dataclasses.replace(
+            self._now,
+            statistics=statistics,
+            sending=None,
+            lease=LeaseStatus(),
+            answered=self._request.waits,
+            failure=failure,
+        )
 
-    def _attempt(self, job: PushJob) -> Exception | None:
+    def _attempt(self, job: PushJob) -> AsymcheckError | None:
         """Run one child until it ends; return the reason, or None if a request has ended it."""
         remote = job.rules.remote
         try:
@@ -429,7 +420,7 @@ class BackgroundPush:
                     self._requests, self._statuses = Mailbox(requests), Mailbox(statuses)
                     self._has_begun = False
                     self._requests.write(self._request)
-                job = dataclasses.replace(job, statistics=self._now.statistics)
+                job = dataclasses.replace(job, before=self._now)
                 self._process = _start(self._requests, self._statuses, job)
                 if self._is_given_up:
                     self._process.kill()

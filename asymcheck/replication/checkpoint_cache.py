@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Iterable
 
 from asymcheck.errors import (
     INCONCLUSIVE,
@@ -18,16 +15,15 @@ from asymcheck.errors import (
     UnsupportedFormatError,
     result_or_error,
 )
-from asymcheck.format import registry
-from asymcheck.format.digest_set import DigestSet
 from asymcheck.format.manifest import Manifest
-from asymcheck.format.pack import ENTRY_DTYPE, Entries
 from asymcheck.inspect.history import describe_by
+from asymcheck.replication.decodable_frames import DecodableFrames
 from asymcheck.restore.lineage import Lineage, read_line
 from asymcheck.restore.partition_locator import PartitionSet
 from asymcheck.restore.resolve import read_manifests
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
+from asymcheck.storage.pack_index import PackIndex
 from asymcheck.storage.remote import RemoteTier
 from asymcheck.types import Checkpoint, CheckpointRef, PackId
 
@@ -123,13 +119,8 @@ class RemotePresence:
 
     def __init__(self, remote: RemoteTier) -> None:
         self._remote = remote
-        self._read: set[PackId] = set()
-        self._set_entries(np.empty(0, dtype=ENTRY_DTYPE))
-
-    def _set_entries(self, entries: Entries) -> None:
-        self._entries = entries
-        self._readable = _readable(entries)
-        self._digests = DigestSet(self._readable["digest"])
+        self._indexes: dict[PackId, PackIndex | None] = {}
+        self._frames = DecodableFrames(())
 
     def has(self, listing: CheckpointFiles) -> bool:
         """Tell whether a checkpoint is whole: its manifests and packs are intact.
@@ -148,43 +139,12 @@ class RemotePresence:
         # Packs are listed after the manifests were read. A collection that has not announced a pack by then will see
         # these manifests, and keep the pack.
         lasting = self._remote.lasting_packs()
-        if not self._read <= lasting.keys():
-            self._read = set()
-            self._set_entries(self._entries[:0])
-        while not self._holds(needs):
-            unread = [pack_id for pack_id in lasting if pack_id not in self._read]
+        if not self._indexes.keys() <= lasting.keys():
+            self._indexes, self._frames = {}, DecodableFrames(())
+        while not self._frames.have(needs.digests.column, needs.lengths).all():
+            unread = [pack_id for pack_id in lasting if pack_id not in self._indexes]
             if not unread:
                 return False
-            self._read_more(unread[: max(len(self._read), _FIRST_PACKS)])
+            self._indexes |= self._remote.read_indexes(unread[: max(len(self._indexes), _FIRST_PACKS)])
+            self._frames = DecodableFrames(self._indexes.values())
         return True
-
-    def _holds(self, needs: PartitionSet) -> bool:
-        numbers = self._digests.numbers(needs.digests.column)
-        if (numbers < 0).any():
-            return False
-        lengths = self._readable["plain_length"][self._digests.first[numbers]]
-        return bool(np.array_equal(lengths.astype(np.int64), needs.lengths))
-
-    def _read_more(self, packs: Sequence[PackId]) -> None:
-        self._read.update(packs)
-        indexes = self._remote.read_indexes(packs).values()
-        new = [index.entries for index in indexes if index is not None and index.damage is None]
-        self._set_entries(np.concatenate([self._entries, *new]))
-
-
-def _readable(entries: Entries) -> Entries:
-    """Return the frames that can be decoded from these frames alone (SPEC.md §A10.5)."""
-    bases = entries[entries["kind"] == registry.KIND_FULL]
-    deltas = entries[entries["kind"] == registry.KIND_DELTA]
-    for _ in range(registry.DELTA_DEPTH_MAX):
-        has_base = _have_bases(deltas, bases)
-        if not has_base.any():
-            break
-        bases, deltas = np.concatenate([bases, deltas[has_base]]), deltas[~has_base]
-    derived = entries[entries["kind"] == registry.KIND_DERIVED]
-    return np.concatenate([bases, derived[_have_bases(derived, bases)]])
-
-
-def _have_bases(entries: Entries, bases: Entries) -> npt.NDArray[np.bool_]:
-    present: npt.NDArray[np.bool_] = DigestSet(bases["digest"]).numbers(entries["base_digest"]) >= 0
-    return present

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Sequence
+from pathlib import PurePath
 
 from asymcheck.errors import AsymcheckError, InconsistentCheckpointError
 from asymcheck.events import emit
 from asymcheck.format import layout
-from asymcheck.gc.collect import Collected, Sweep
+from asymcheck.gc.collect import Collected
 from asymcheck.gc.retention_runner import newest_consistent
 from asymcheck.policies.retention import Retention, Verdict, choose_kept
 from asymcheck.replication.checkpoint_cache import CheckpointCache
@@ -17,7 +18,6 @@ from asymcheck.storage.base_frames import bases_in
 from asymcheck.storage.pack_index import digests_of
 from asymcheck.storage.reachability import HeldFrames, Reachability
 from asymcheck.storage.remote import RemoteTier
-from asymcheck.storage.remote.client_interface import Entry
 from asymcheck.types import Checkpoint, Digest, PackId
 
 _COLLECT_S = 3600.0
@@ -70,17 +70,34 @@ class RemoteReachability(Reachability):
             )
 
 
-class RemoteSweep(Sweep):
+class RemoteSweep:
     """Collection at a remote location: garbage is renamed to announce its removal, and removed under this name."""
 
     def __init__(self, remote: RemoteTier, *, dry_run: bool) -> None:
-        super().__init__(RemoteReachability(remote), dry_run=dry_run)
+        self.reachable, self.dry_run, self.result = RemoteReachability(remote), dry_run, Collected()
         self._remote = remote
         self._before_ns = time.time_ns() - int(remote.config.remote.grace_s * 1e9)
         self._name = os.urandom(16)
         self._spared: AsymcheckError | None = None
         self.has_more = False
         """Whether a later collection may remove garbage that is too young, or whose removal was announced."""
+
+    def carry_out(self) -> Collected:
+        """Collect; see :func:`collect_remote`."""
+        self._remove_temporaries()
+        self._find_garbage()
+        if self.dry_run:
+            self._count()
+        elif self._remote.files.renames:
+            self._free()
+        else:
+            self._announce()
+            self._free_announced()
+        if self._spared is not None:
+            raise self._spared
+        self.result.kept_packs = len(self.packs.keys() | self.doomed.keys()) - self.result.freed_packs
+        self.result.returned_bytes = self.result.freed_bytes
+        return self.result
 
     def _remove_temporaries(self) -> None:
         for entry in self._remote.temporaries():
@@ -108,34 +125,38 @@ class RemoteSweep(Sweep):
         """Count the candidates, and the packs that other collections have announced."""
         for packs, garbage in ((self.packs, self.candidates), (self.doomed, self._garbage(self.doomed))):
             for pack_id in garbage:
-                self._count_freed(packs[pack_id].size)
+                self.result.count_freed(packs[pack_id].size)
 
-    def _free(self, *, blocks_commits: bool) -> bool:  # noqa: ARG002 - a remote sweep never restarts
-        """Announce the candidates, check reachability again, remove garbage, and reprieve packs in use."""
+    def _announce(self) -> set[PackId]:
+        """Announce the candidates; return those that were still there."""
+        own = set()
         for pack_id, entry in self.packs.items():
             if pack_id in self.candidates and self._remote.doom(entry, pack_id, self._name):
                 emit("remote.pack_doomed", entry.path.name)
-        if not self._remote.files.renames:
-            self._free_announced()
-            return True
-        for pack_id, entry in self._remote.list_packs().doomed.items():
+                own.add(pack_id)
+        return own
+
+    def _free(self) -> None:
+        """Announce the candidates, check reachability again, remove garbage, and reprieve packs in use."""
+        own = self._announce()
+        for pack_id, entry in self.doomed.items():
             # Another collection that announced a pack may have been killed, so the pack is renamed. A running
             # collection only removes packs under its own name, so it skips the renamed pack.
-            if not self._is_own(pack_id, entry):
-                self._remote.doom(entry, pack_id, self._name)
-        self.doomed = self._remote.list_packs().doomed
+            if self._remote.doom(entry, pack_id, self._name):
+                own.add(pack_id)
         self.reachable.refresh()
-        garbage = self._garbage(self.doomed)
+        garbage = self._garbage(own)
         for pack_id in sorted(garbage):
-            entry = self.doomed[pack_id]
-            if self._is_own(pack_id, entry):
-                self._remote.files.delete(entry.path)
-                emit("remote.pack_removed", pack_id.hex())
-                self._count_freed(entry.size)
-        needed = self.doomed.keys() - garbage
-        if needed:
-            self._remote.reprieve(needed)
-        return True
+            entry = self.packs.get(pack_id) or self.doomed[pack_id]
+            self._remove(pack_id, entry.path.with_name(layout.doomed_name(pack_id, self._name)), entry.size)
+        if own > garbage:
+            self._remote.reprieve(own - garbage)
+
+    def _remove(self, pack_id: PackId, path: PurePath, size: int) -> None:
+        # A push may have renamed the pack back.
+        if self._remote.files.delete(path):
+            emit("remote.pack_removed", pack_id.hex())
+            self.result.count_freed(size)
 
     def _free_announced(self) -> None:
         """Remove garbage that was announced before all running uploads began; reprieve packs in use.
@@ -150,38 +171,25 @@ class RemoteSweep(Sweep):
         for pack_id, announced in self._announced.items():
             is_effective = min(entry.mtime_ns for entry in announced) <= self._before_ns
             if pack_id in garbage and is_effective:
-                self._remote.files.delete(self.doomed[pack_id].path)
-                emit("remote.pack_removed", pack_id.hex())
-                self._count_freed(self.doomed[pack_id].size)
+                self._remove(pack_id, self.doomed[pack_id].path, self.doomed[pack_id].size)
             # A pack that was in no listing was removed by another collection, or is only being announced.
             self.has_more |= not is_effective
             if is_effective or (pack_id in self.doomed and pack_id not in garbage):
                 for entry in announced:
                     self._remote.files.delete(entry.path)
 
-    def _is_own(self, pack_id: PackId, entry: Entry) -> bool:
-        return entry.path.name == layout.doomed_name(pack_id, self._name)
-
-    def _finish(self) -> None:
-        """Count the remaining packs.
-
-        Raises:
-            InconsistentCheckpointError: packs stay because their reachability is unknown.
-        """
-        if self._spared is not None:
-            raise self._spared
-        self.result.kept_packs = len(self.packs.keys() | self.doomed.keys()) - self.result.freed_packs
-        self.result.returned_bytes = self.result.freed_bytes
-
 
 class RemotePruner:
     """Applies the retention of one run at a remote location. For one thread."""
 
-    def __init__(self, remote: RemoteTier, run: str, retention: Retention) -> None:
+    def __init__(
+        self, remote: RemoteTier, run: str, retention: Retention, known: CheckpointCache | None = None
+    ) -> None:
+        """Prune ``run`` by ``retention``; ``known`` caches its checkpoints, with their metrics if a rule needs them."""
         self._remote = remote
         self._run = run
         self._retention = retention
-        self._known = CheckpointCache(remote, run, metrics=retention.keep_best is not None)
+        self._known = known or CheckpointCache(remote, run, metrics=retention.keep_best is not None)
         self._collect_s = min(_COLLECT_S, remote.config.remote.grace_s)
         self._collected_at: float | None = None
         self._has_garbage = True

@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import operator
-import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import PurePosixPath
@@ -21,7 +18,6 @@ from asymcheck.errors import (
     DamagedPartitionError,
     ForkedStoreError,
     FormatError,
-    GivenUpError,
     HeadRecordError,
     InconsistentCheckpointError,
     InvalidInputError,
@@ -29,42 +25,28 @@ from asymcheck.errors import (
     RecoveryError,
     StorageError,
 )
-from asymcheck.executor import begin, together
-from asymcheck.format.frame import FrameDescriptor, frame_length
+from asymcheck.executor import begin, share
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
-from asymcheck.policies.batching import FlushFacts, stream_batch_bytes
 from asymcheck.replication.checkpoint_cache import RemotePresence
 from asymcheck.replication.cross_node_dedup import held_back, wait_for_others
+from asymcheck.replication.decodable_frames import DecodableFrames
 from asymcheck.replication.head_records import publish_heads
-from asymcheck.replication.transfer_plan import (
-    Frame,
-    Older,
-    PartitionIndex,
-    Reencoder,
-    TransferPlanner,
-    all_needs,
-    older_of,
-)
+from asymcheck.replication.pack_sender import PackSender
+from asymcheck.replication.reencoder import Older, Reencoder, older_of
+from asymcheck.replication.transfer_plan import TransferPlanner
 from asymcheck.replication.transfer_stats import Moved
-from asymcheck.restore.partition_locator import PartitionLocator, PartitionSet
+from asymcheck.restore.partition_locator import PartitionLocator
 from asymcheck.restore.resolve import read_manifests
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
-from asymcheck.storage.remote import RemoteTier, cut, plan_pack
-from asymcheck.storage.slots import Slot
-from asymcheck.types import CheckpointRef, Digest, PackId, Progress, ProgressMeter
+from asymcheck.storage.remote import RemoteTier
+from asymcheck.types import CheckpointRef, Digest, PackId, Progress
 
 _ATTEMPTS = 8
 _OLDER_TRIED = 8
-_PACK_BYTES_MIN = 64 << 20
-"""Packs are not made smaller than this to use more streams."""
-_OBJECT_BYTES = 64 << 20
-"""Maximum size of a pack in an object store, because each upload has a whole pack in memory."""
 _PROBE_BYTES = 32 << 20
 """Bytes that are sent first to measure the speed of the location, which decides whether the rest is encoded."""
-_MAKE_BYTES_PER_S = 1e9
-"""Assumed speed of reading frames for one stream, until it was measured."""
 
 
 def encoder_for(remote: RemoteTier) -> Encoder:
@@ -112,7 +94,7 @@ def push(
                 moved.present += 1
                 continue
             there.check()
-            older = _older(local, there, listing) if encoder.wants_bases else None
+            older = there.older(local, listing) if encoder.wants_bases else None
             _Push(local, remote, listing, part, moved, progress, encoder, older, publish).carry_out()
             there.note(listing)
         except (HeadRecordError, InvalidInputError) as error:
@@ -152,10 +134,6 @@ class _RemoteRun:
         if not remote.files.renames:
             self._listed = {listing.ref: listing for listing in remote.manifests.checkpoints(run)}
 
-    def refs(self) -> list[CheckpointRef]:
-        """Return the checkpoints, oldest first."""
-        return self._remote.manifests.refs(self._run) if self._listed is None else sorted(self._listed)
-
     def part(self, listing: CheckpointFiles, ref: CheckpointRef) -> CheckpointFiles:
         """Return the manifests of the ranks of ``listing``: each store of a job pushes only what its ranks saved."""
         if self._listed is None:
@@ -163,6 +141,15 @@ class _RemoteRun:
         else:
             found = self._listed.get(ref, CheckpointFiles(self._run, ref, ()))
         return found.of_ranks(listing.store_ranks)
+
+    def older(self, local: ReadTier, listing: CheckpointFiles) -> CheckpointFiles | None:
+        """Return the newest older checkpoint that exists on both sides."""
+        refs = self._remote.manifests.refs(self._run) if self._listed is None else sorted(self._listed)
+        for ref in reversed([ref for ref in refs if ref < listing.ref][-_OLDER_TRIED:]):
+            older = local.manifests.listing(listing.run, ref)
+            if older.is_complete and self.part(listing, ref).is_complete:
+                return older
+        return None
 
     def check(self) -> None:
         """Raise RemoteUnreachableError if the location was emptied, unless a listing shows that it was not."""
@@ -173,16 +160,6 @@ class _RemoteRun:
         """Add manifests that were published."""
         if self._listed is not None:
             self._listed[listing.ref] = listing
-
-
-def _older(local: ReadTier, there: _RemoteRun, listing: CheckpointFiles) -> CheckpointFiles | None:
-    """Return the newest older checkpoint that exists on both sides."""
-    refs = [ref for ref in there.refs() if ref < listing.ref]
-    for ref in reversed(refs[-_OLDER_TRIED:]):
-        older = local.manifests.listing(listing.run, ref)
-        if older.is_complete and there.part(listing, ref).is_complete:
-            return older
-    return None
 
 
 @dataclasses.dataclass
@@ -214,56 +191,53 @@ class _Push:
         except StorageError as error:
             raise InconsistentCheckpointError(f"its manifests cannot be read: {error}") from error
         # Closing a file takes half a second, so manifests are uploaded beside the packs and renamed at the end.
-        names, threads = list(data), min(self.remote.config.remote.uploads, len(data))
-        shares = [names[start::threads] for start in range(threads)]
-        staging = [begin(partial(self._stage, data, share), "push-manifest") for share in shares]
+        staged = list(data) if self.remote.files.renames else []
+        threads = min(self.remote.config.remote.uploads, len(staged))
+        staging = begin(partial(share, staged, partial(self._stage, data), threads, "push-manifest"), "push-manifests")
         try:
-            self._send_and_commit(manifests, data, staging)
+            held = held_back(manifests, self.listing)
+            if held:
+                # Other stores send these partitions. Partitions that do not arrive are sent with the rest.
+                self._send(manifests, held)
+                wait_for_others(self.remote, self.listing, held, self._report)
+            relied = self._send_all(manifests, staging)
+            self.publish_heads(run)
+            self._remove_damaged(data)
+            for name, content in data.items():
+                self.remote.manifests.publish(run, ref, name, content, self.staged.pop(name, None))
         except BaseException:
-            wait(staging)
+            wait([staging])
             # A collection removes staged manifests that cannot be removed now.
             with contextlib.suppress(Exception):
                 for path in self.staged.values():
                     self.remote.manifests.unstage(path)
             raise
+        # A collection that listed the manifests earlier may have removed a pack by now. A collection that begins later
+        # sees the manifest, and reprieves the pack.
+        if not self._packs_remain(relied):
+            self._send_all(manifests, staging)
+        self.moved.committed += (f"run {run}, {ref}",)
 
-    def _stage(self, data: Mapping[ManifestName, bytes], names: Sequence[ManifestName]) -> None:
+    def _stage(self, data: Mapping[ManifestName, bytes], names: Iterable[ManifestName]) -> None:
         """Upload manifests under temporary names."""
         for name in names:
-            path = self.remote.manifests.stage(self.listing.run, self.listing.ref, name, data[name])
-            if path is not None:
-                self.staged[name] = path
+            self.staged[name] = self.remote.manifests.stage(self.listing.run, self.listing.ref, name, data[name])
 
-    def _send_and_commit(
-        self, manifests: Sequence[Manifest], data: Mapping[ManifestName, bytes], staging: Sequence[Future[None]]
-    ) -> None:
-        run, ref = self.listing.run, self.listing.ref
-        committed = False
-        held = held_back(manifests, self.listing)
-        if held:
-            # Other stores send these partitions. Partitions that do not arrive are sent with the rest.
-            self._send(manifests, held)
-            wait_for_others(self.remote, self.listing, held, self._report)
+    def _send_all(self, manifests: Sequence[Manifest], staging: Future[None]) -> set[PackId]:
+        """Send missing partitions, and wait for the manifests; return the packs that the checkpoint relies on."""
         for _ in range(_ATTEMPTS):
             relied = self._send(manifests)
-            for upload in staging:
-                upload.result()
-            if self.remote.reprieve(relied):
-                continue
-            if not committed:
-                self.publish_heads(run)
-                self._remove_damaged(data)
-                for name in data:
-                    self.remote.manifests.publish(run, ref, name, data[name], self.staged.pop(name, None))
-                committed = True
-            # A collection that listed the manifests earlier may have removed a pack by now. A collection that begins
-            # later sees the manifest, and reprieves the pack.
-            if not self.remote.reprieve(relied):
-                self.moved.committed += (f"run {run}, {ref}",)
-                return
+            staging.result()
+            if self._packs_remain(relied):
+                return relied
         raise StorageError(
-            f"cannot push {ref} to {self.remote.location}: collections removed its packs {_ATTEMPTS} times; push again"
+            f"cannot push {self.listing.ref} to {self.remote.location}: collections removed its packs {_ATTEMPTS} "
+            "times; push again"
         )
+
+    def _packs_remain(self, relied: set[PackId]) -> bool:
+        """Withdraw announced removals of packs; return whether all packs are there."""
+        return not self.remote.reprieve(relied)
 
     def _remove_damaged(self, data: Mapping[ManifestName, bytes]) -> None:
         """Remove unreadable manifests with the names of this checkpoint, because a publish never replaces a file."""
@@ -286,14 +260,12 @@ class _Push:
 
     def _send(self, manifests: Sequence[Manifest], excluded: Collection[Digest] = ()) -> set[PackId]:
         """Send missing partitions except ``excluded``; return the old and new packs that the checkpoint relies on."""
-        hints = dict.fromkeys(pack_id for manifest in manifests for pack_id in manifest.header.packs)
-        needs = PartitionSet.of_manifests(manifests)
+        needed = dict.fromkeys(name for manifest in manifests for name in manifest.partitions() if name not in excluded)
         with (
-            PartitionLocator(self.local, needs, hints) as local,
+            PartitionLocator.of_manifests(self.local, manifests) as local,
             older_of(self.local, self.older) as older,
         ):
-            names = local.in_reading_order([needs.digests[number] for number in range(len(needs.digests))])
-            names = [name for name in names if name not in excluded]
+            names = local.in_reading_order(list(needed))
             while True:
                 try:
                     return self._send_from(local, names, manifests, older)
@@ -307,149 +279,14 @@ class _Push:
         self, local: PartitionLocator, names: Sequence[Digest], manifests: Sequence[Manifest], older: Older
     ) -> set[PackId]:
         # Listed at each attempt, to find the packs of earlier attempts.
-        needs = all_needs(local, manifests, older[0])
-        kept = self.remote.listed()
-        kept.read_indexes(kept.pack_ids())
-        with PartitionLocator(kept, needs, (), must_be_complete=False) as remote:
-            planner = TransferPlanner(local, remote, self.damaged)
-            planner.choose(names)
-            reencoder = None
-            if self.remote.config.remote.compression != "off":
-                reencoder = Reencoder(self.encoder, PartitionIndex(manifests, older[0]), planner, older[1])
-            uploader = PackSender(self.remote, planner.stored, self.moved, self._report, reencoder)
-            # The base of a frame arrives before the frame.
-            new = uploader.send(planner.full) | uploader.send_in_order(planner.based)
-            self.moved.reused_partitions += planner.reused
-            return planner.relied | new
-
-
-class PackSender:
-    """Uploads the packs of one checkpoint."""
-
-    def __init__(
-        self, remote: RemoteTier, total: int, moved: Moved, progress: Progress, reencoder: Reencoder | None
-    ) -> None:
-        """Send ``total`` bytes of payload to ``remote``, encoded by ``reencoder`` if given."""
-        self._remote = remote
-        self._config = remote.config.remote
-        self._packs = remote.uploader()
-        self._reencoder = reencoder
-        self._moved = moved
-        # Bytes that are sent again after a failure count twice.
-        self._meter = ProgressMeter(progress, total)
-        self._lock = threading.Lock()
-        self._probe_written = threading.Event()
-        self._in_memory = threading.Semaphore(self._config.uploads)
-        self._stopped = False
-
-    def send(self, frames: Sequence[Frame]) -> set[PackId]:
-        """Upload frames in several packs at the same time; return the ids of the packs."""
-        # While some packs are written, as many others wait until the location completes them.
-        return self._send_groups(self._groups(frames), min(2 * self._config.uploads, len(frames)))
-
-    def send_in_order(self, frames: Sequence[Frame]) -> set[PackId]:
-        """Upload frames in packs, one after the other; return the ids of the packs."""
-        return self._send_groups(iter(_cut(frames, self._pack_bytes(frames, 1))), min(1, len(frames)))
-
-    def _groups(self, frames: Sequence[Frame]) -> Iterator[Sequence[Frame]]:
-        """Split frames into packs. If the speed of the location is unknown, the first pack is a probe."""
-        uploads = self._config.uploads
-        count = 0
-        if self._config.compression == "auto" and self._remote.pace.writing.bytes_per_s is None:
-            count = len(next(iter(_cut(frames, min(_PROBE_BYTES, self._pack_bytes(frames, uploads)))), ()))
-        if 0 < count < len(frames):
-            yield frames[:count]
-            frames = frames[count:]
-            self._probe_written.wait()
-        yield from _cut(frames, self._pack_bytes(frames, uploads))
-
-    def _pack_bytes(self, frames: Sequence[Frame], uploads: int) -> int:
-        """Return the pack size for which the last byte arrives soonest."""
-        pace, piece = self._remote.pace, self._config.piece_bytes
-        limit = self._config.pack_bytes if self._remote.files.renames else min(self._config.pack_bytes, _OBJECT_BYTES)
-        if self._reencoder is not None:
-            # Encoded frames stay in memory until they are sent.
-            limit = min(limit, max(self._config.encoded_bytes // uploads, 1))
-        facts = FlushFacts(
-            volume_bytes=sum(frame_length(frame.stored) for frame in frames),
-            latency_s=pace.close_s,
-            chunk_bytes=piece,
-            chunk_s=piece / (pace.making.bytes_per_s or _MAKE_BYTES_PER_S),
-            write_bytes_per_s=pace.writing.bytes_per_s or _MAKE_BYTES_PER_S,
-        )
-        return stream_batch_bytes(facts, uploads, _PACK_BYTES_MIN, limit)
-
-    def _send_groups(self, groups: Iterator[Sequence[Frame]], threads: int) -> set[PackId]:
-        taking, made = threading.Lock(), list[PackId]()
-
-        def work() -> None:
-            while not self._stopped:
-                with taking:
-                    group = next(groups, None)
-                if group is None:
-                    return
-                made.append(self._send_pack(group))
-
-        # A location that does not respond must not block the exit of the process.
-        together(work, threads, "push", self._stop)
-        return set(made)
-
-    def _stop(self) -> None:
-        self._stopped = True
-        # Wake the thread that waits for the probe.
-        self._probe_written.set()
-
-    def _send_pack(self, group: Sequence[Frame]) -> PackId:
-        with contextlib.ExitStack() as held:
-            if self._reencoder is not None:
-                held.enter_context(self._in_memory)
-            began = time.perf_counter()
-            frames = self._encoded(group)
-            if all(map(operator.is_, frames, group)):
-                held.close()
-            return self._upload(group, frames, time.perf_counter() - began)
-
-    def _encoded(self, group: Sequence[Frame]) -> Sequence[Frame]:
-        if self._reencoder is None:
-            return group
-        slot = Slot(max(frame.stored for frame in group))
-        frames = []
-        for frame in group:
-            self._check_stopped()
-            frames.append(self._reencoder.encoded(frame, slot))
-        return frames
-
-    def _check_stopped(self) -> None:
-        if self._stopped:
-            raise GivenUpError("upload cancelled: another upload of the same push has failed")
-
-    def _upload(self, group: Sequence[Frame], frames: Sequence[Frame], encoding_s: float) -> PackId:
-        """Upload ``frames``, the encoded form of ``group``."""
-        plain, stored = (sum(frame.stored for frame in part) for part in (group, frames))
-        with self._lock:
-            self._meter.total -= plain - stored
-        spent = [encoding_s]
-
-        def read(number: int, slot: Slot) -> FrameDescriptor:
-            self._check_stopped()
-            began = time.perf_counter()
-            descriptor = frames[number].read(slot)
-            spent.append(time.perf_counter() - began)
-            return descriptor
-
-        plan = plan_pack([frame.entry for frame in frames])
-        pack_id = self._packs.upload(plan, read, self._meter.add, self._probe_written.set)
-        self._remote.pace.making.note(stored, sum(spent))
-        with self._lock:
-            self._moved.packs += 1
-            self._moved.moved_bytes += stored
-            self._moved.plain_bytes += plain
-            self._moved.moved_partitions += len(frames)
-        return pack_id
-
-
-def _cut(frames: Sequence[Frame], size: int) -> list[Sequence[Frame]]:
-    """Split frames into groups of at most ``size`` bytes, or of one frame; return none for no frames."""
-    if not frames:
-        return []
-    return [frames[group.start : group.stop] for group in cut([frame_length(frame.stored) for frame in frames], size)]
+        indexes = self.remote.read_indexes(self.remote.reliable_packs())
+        planner = TransferPlanner(local, DecodableFrames(indexes.values()), self.damaged)
+        planner.choose(names)
+        reencoder = None
+        if self.remote.config.remote.compression != "off":
+            reencoder = Reencoder(self.encoder, planner, manifests, older)
+        sender = PackSender(self.remote, planner.stored, self.moved, self._report, reencoder, _PROBE_BYTES)
+        # The base of a frame arrives before the frame.
+        new = sender.send(planner.full) | sender.send_in_order(planner.based)
+        self.moved.reused_partitions += planner.reused
+        return planner.relied | new

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from asymcheck.commit.encoder import Encoder
@@ -58,8 +58,6 @@ GIVE_UP_S = 2.0
 DAMAGED_RETRY_S = 600.0
 """Seconds until a damaged checkpoint is tried again, because a repair is not announced."""
 
-_CALLED, _AWAITED = 1, 2
-"""Urgency of the next round: after a commit, and after a wait or at the end."""
 _WAIT_S = 0.5
 _TICK_S = 0.05
 _INTERVALS = 32
@@ -94,7 +92,7 @@ class PushLoop:
         # Guards all that follows. Never held while the location is asked, so that requests are applied at once.
         self._turn = threading.Condition()
         self._request = PushRequest()
-        self._status = PushStatus(job.statistics)
+        self._status = job.before
         # Checkpoints that are or were at the location, by save id, and its newest generation when it was listed.
         self._sent: dict[str, Checkpoint] = {}
         self._generation = 0
@@ -105,11 +103,12 @@ class PushLoop:
         # Reasons why checkpoints cannot be read, and the times of the next attempts on the monotonic clock.
         self._damaged: dict[str, tuple[str, float]] = {}
         self._reasons: list[str] = []
-        self._failure: Exception | None = None
-        self._prune_failure: Exception | None = None
-        self._urgency = 0
+        self._failure = job.before.failure
+        self._prune_failure: Failure | None = None
         self._ended: Interval | None = None
-        self._is_ending, self._cancelled_at = False, math.inf
+        self._is_ending = False
+        # Time on the monotonic clock after which no upload goes on.
+        self._cancelled_at = math.inf
         # Checkpoint whose upload is to be cancelled.
         self._dropped: str | None = None
 
@@ -125,10 +124,12 @@ class PushLoop:
         with self._turn:
             is_awaited = request.waits > self._request.waits
             self._request = request
+            if request.is_closing and request.close_s is not None:
+                self._cancelled_at = min(self._cancelled_at, time.monotonic() + request.close_s)
             if is_awaited:
                 # Damaged checkpoints may have been repaired. A running attempt adds its findings to the old mapping.
                 self._damaged = {}
-            self._urgency = max(self._urgency, _AWAITED if is_awaited or request.is_closing else _CALLED)
+            self._turn.notify_all()
             with contextlib.suppress(AsymcheckError):
                 first = self._due()[-1:]
                 if request.sends_newest and first and first[0].save_id != self._status.sending:
@@ -148,15 +149,11 @@ class PushLoop:
         The lease is not renewed any more, and ends by itself.
         """
         if self._is_ending:
-            self.cancel()
-        self._is_ending, self._urgency = True, _AWAITED
+            self._cancelled_at = min(self._cancelled_at, time.monotonic())
+        self._is_ending = True
         if self._lease is not None:
             self._lease.abandon()
         self._change()
-
-    def cancel(self) -> None:
-        """Cancel the upload."""
-        self._cancelled_at = min(self._cancelled_at, time.monotonic())
 
     @property
     def is_overdue(self) -> bool:
@@ -172,23 +169,17 @@ class PushLoop:
             self._status = dataclasses.replace(self._status, **changes)  # type: ignore[arg-type]  # fields of the status
             self._turn.notify_all()
 
-    def _note(self, *, pushed: int = 0, sent: int = 0, failures: int = 0, **others: float | None) -> None:
-        """Add to the statistics, and set their other fields."""
+    def _note(self, **changes: float | None) -> None:
+        """Set fields of the statistics."""
         with self._turn:
-            now = self._status.statistics
-            totals = {
-                "pushed": now.pushed + pushed,
-                "sent_bytes": now.sent_bytes + sent,
-                "failures": now.failures + failures,
-            }
-            statistics = dataclasses.replace(now, problem=self._problem(), **totals, **others)  # type: ignore[arg-type]  # as named
+            statistics = dataclasses.replace(self._status.statistics, problem=self._problem(), **changes)  # type: ignore[arg-type]  # as named
             self._change(statistics=statistics)
 
     def _problem(self) -> str:
         if self._failure is None and self._reasons:
             return f"damaged checkpoint: {self._reasons[-1]}"
         problem = self._failure or self._prune_failure
-        return self._parts.late() if problem is None else str(Failure.of(problem))
+        return self._parts.late() if problem is None else str(problem)
 
     def add_interval(self, interval: Interval) -> None:
         """Keep an interval for the training. Intervals of single frames are dropped, as there may be thousands."""
@@ -199,16 +190,21 @@ class PushLoop:
     def _end_upload(self) -> None:
         with self._turn:
             ended, self._ended = self._ended, None
-            if ended is not None:
-                kept = (*self._status.intervals, ended)[-_INTERVALS:]
-                self._change(traced=self._status.traced + 1, intervals=kept)
-            self._change(sending=None)
+            now = self._status
+            new = () if ended is None else (ended,)
+            self._change(
+                sending=None,
+                statistics=now.statistics.between_uploads(),
+                traced=now.traced + len(new),
+                intervals=(*now.intervals, *new)[-_INTERVALS:],
+            )
 
     def run(self) -> None:
         """Push until the request of the training, or :meth:`end`, ends the loop."""
         try:
             while not self._request.is_closing and not self._is_ending:
-                self._pause(is_well=self._round())
+                before = self._request
+                self._pause(before, is_well=self._round())
             # The last checkpoints may have become durable in the meantime.
             self._round()
         finally:
@@ -217,17 +213,21 @@ class PushLoop:
             if self._remote is not None:
                 self._remote.close()
 
-    def _pause(self, *, is_well: bool) -> None:
-        # A commit does not end the pause after a failure, so an unreachable location is not tried at every step.
-        urgency, pause_s = (_CALLED, self._job.poll_s) if is_well else (_AWAITED, RETRY_S)
+    def _pause(self, before: PushRequest, *, is_well: bool) -> None:
+        """Wait after a round that began with the request ``before``."""
+
+        def is_wanted() -> bool:
+            now = self._request
+            # A commit does not end the pause after a failure: an unreachable location is not tried at every step.
+            is_commit = is_well and now is not before
+            return is_commit or now.waits > before.waits or now.is_closing or self._is_ending
+
         with self._turn:
-            self._turn.wait_for(lambda: self._urgency >= urgency, pause_s)
+            self._turn.wait_for(is_wanted, self._job.poll_s if is_well else RETRY_S)
 
     def _round(self) -> bool:
         """Try each due checkpoint once, newest first, and answer the waits so far; return False after a failure."""
-        with self._turn:
-            waits = self._request.waits
-            self._urgency = 0
+        waits = self._request.waits
         tried: set[str] = set()
         failed = False
         try:
@@ -253,13 +253,13 @@ class PushLoop:
         with self._turn:
             answer = self._failure = self._failure if failed else None
             if answer is None and self._reasons:
-                answer = InconsistentCheckpointError(
+                message = (
                     f"run {self._run!r}: damaged checkpoints were not pushed to {self._rules.remote}. Run asymcheck "
-                    "verify --repair, or delete them:",
-                    self._reasons,
+                    "verify --repair, or delete them:"
                 )
+                answer = Failure.of(InconsistentCheckpointError(message, self._reasons))
             self._note()
-            self._change(is_well=not failed, answered=waits, failure=None if answer is None else Failure.of(answer))
+            self._change(answered=waits, failure=answer)
         return not failed
 
     def _await_turn(self) -> None:
@@ -271,7 +271,7 @@ class PushLoop:
             self._check()
 
     def _check(self) -> None:
-        if self._cancelled_at < math.inf:
+        if time.monotonic() >= self._cancelled_at:
             raise GivenUpError("upload cancelled at the end")
         if self._dropped is not None and self._dropped == self._status.sending:
             self._dropped = None
@@ -290,14 +290,7 @@ class PushLoop:
         """List the store, and return the checkpoints to upload, newest last, without damaged ones."""
         with self._turn:
             local = {checkpoint.save_id: checkpoint for checkpoint in self._known.refresh()}
-            # A checkpoint that neither side has any more decides nothing. A long training would collect many.
-            for save_id in self._pruned - local.keys():
-                self._sent.pop(save_id, None)
-            self._pruned &= local.keys()
-            # The store decides whether a checkpoint is on the line of training.
-            remote_only = [checkpoint for save_id, checkpoint in self._sent.items() if save_id not in local]
-            remote = self._known.placed(remote_only, self._generation)
-            remote += [local[save_id] for save_id in self._sent if save_id in local]
+            remote = self._remote_checkpoints(local)
             now_ns, present = time.time_ns(), list(local.values())
             selected = due(self._rules, present, remote, now_ns)
             if self._request.sends_newest:
@@ -306,12 +299,24 @@ class PushLoop:
             damaged, now = self._damaged, time.monotonic()
             self._reasons = [damaged[row.save_id][0] for row in selected if row.save_id in damaged]
             ready = [row for row in selected if row.save_id not in damaged or damaged[row.save_id][1] <= now]
-            there = [row.ref for row in remote if row.on_line is not False and row.ref not in self._parts]
-            newest_step = max(there).step if there else None
-            self._note(backlog=len(ready), damaged=len(self._reasons), newest_step=newest_step)
-            waiting = tuple(row.save_id for row in ready[-max(_WAITING, self._rules.hold) :])
-            self._change(newest_seen=max(local, default=""), waiting=waiting)
+            # Until this loop has listed the location, the findings of an earlier one remain valid.
+            if self._remote is not None or not self._status.is_connected:
+                there = [row.ref for row in remote if row.on_line is not False and row.ref not in self._parts]
+                newest_step = max(there).step if there else None
+                self._note(backlog=len(ready), damaged=len(self._reasons), newest_step=newest_step)
+                waiting = tuple(row.save_id for row in ready[-max(_WAITING, self._rules.hold) :])
+                self._change(newest_seen=max(local, default=""), waiting=waiting)
             return ready
+
+    def _remote_checkpoints(self, local: Mapping[str, Checkpoint]) -> list[Checkpoint]:
+        """Return the checkpoints that are or were at the location. The store decides whether they are on the line."""
+        # A checkpoint that neither side has any more decides nothing. A long training would collect many.
+        for save_id in self._pruned - local.keys():
+            self._sent.pop(save_id, None)
+        self._pruned &= local.keys()
+        elsewhere = [checkpoint for save_id, checkpoint in self._sent.items() if save_id not in local]
+        common = [local[save_id] for save_id in self._sent if save_id in local]
+        return [*self._known.placed(elsewhere, self._generation), *common]
 
     def _connect(self) -> RemoteTier:
         remote = RemoteTier(parse_location(self._rules.remote), self._job.config, create=True)
@@ -333,7 +338,9 @@ class PushLoop:
             raise
         self._encoder = encoder_for(remote)
         if self._rules.keep is not None and self._job.prunes:
-            self._pruner = RemotePruner(remote, self._run, self._rules.keep)
+            # With ``best``, this cache reads each manifest, which the retention may not need.
+            shared = known if self._rules.best is None else None
+            self._pruner = RemotePruner(remote, self._run, self._rules.keep, shared)
         return remote
 
     def _verify_remote(self, remote: RemoteTier) -> None:
@@ -371,7 +378,7 @@ class PushLoop:
             # A checkpoint that was deleted in the meantime is no longer due.
             if self._local.manifests.listing(self._run, checkpoint.ref).manifests:
                 damaged[checkpoint.save_id] = f"{checkpoint.ref}: {error}", time.monotonic() + DAMAGED_RETRY_S
-                self._note(failures=1)
+                self._note(failures=self._status.statistics.failures + 1)
         except Exception as error:  # noqa: BLE001 - other checkpoints may succeed
             self._fail(error)
             return False
@@ -381,12 +388,12 @@ class PushLoop:
                 self.moved.add(moved)
                 if not listing.is_whole:
                     self._parts.add(checkpoint.ref)
-                self._note(pushed=len(moved.committed), sent=moved.moved_bytes)
+                now = self._status.statistics
+                self._note(pushed=now.pushed + len(moved.committed), sent_bytes=now.sent_bytes + moved.moved_bytes)
                 self._due()
             self._prune()
         finally:
             self._end_upload()
-            self._note(sending_step=None, done_bytes=0, total_bytes=0, bytes_per_s=0.0)
         return True
 
     def _copy(self, remote: RemoteTier, checkpoint: Checkpoint, listing: CheckpointFiles) -> Moved:
@@ -414,16 +421,16 @@ class PushLoop:
         try:
             deleted = self._pruner.prune(time.time_ns())
         except AsymcheckError as error:
-            self._prune_failure = error
+            self._prune_failure = Failure.of(error)
         else:
-            self._prune_failure = self._pruner.failure
+            self._prune_failure = None if self._pruner.failure is None else Failure.of(self._pruner.failure)
             with self._turn:
                 self._pruned.update(checkpoint.save_id for checkpoint in deleted)
 
     def _fail(self, error: Exception) -> None:
         with self._turn:
-            self._failure = error
-            self._note(failures=1)
+            self._failure = Failure.of(error)
+            self._note(failures=self._status.statistics.failures + 1)
 
 
 def follow(loop: PushLoop, tick: Callable[[PushStatus], None], *, lets_signals_end_it: bool = False) -> None:
@@ -456,7 +463,6 @@ class _Server:
     def __init__(self, requests: Mailbox, statuses: Mailbox, parent: int, loop: PushLoop) -> None:
         self._requests, self._statuses, self._parent, self._loop = requests, statuses, parent, loop
         self._written: PushStatus | None = None
-        self._stop_at = math.inf
         self._is_orphaned = False
 
     def tick(self, status: PushStatus) -> None:
@@ -469,10 +475,6 @@ class _Server:
         request = self._requests.read(PushRequest)
         if request is not None:
             self._loop.apply(request)
-            if request.is_closing and request.close_s is not None:
-                self._stop_at = time.monotonic() + request.close_s
-        if time.monotonic() > self._stop_at:
-            self._loop.cancel()
         if status != self._written:
             self._statuses.write(status)
             self._written = status
@@ -506,7 +508,7 @@ def run_child(requests: Mailbox, statuses: Mailbox, job: PushJob, parent: int) -
         )
         loop = PushLoop(local, job)
     except AsymcheckError as error:
-        statuses.write(PushStatus(job.statistics, answered=-1, failure=Failure.of(error)))
+        statuses.write(dataclasses.replace(job.before, answered=-1, failure=Failure.of(error)))
         return 1
     follow(loop, _Server(requests, statuses, parent, loop).tick)
     return 0

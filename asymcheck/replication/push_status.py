@@ -30,23 +30,6 @@ _T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
-class PushJob:
-    """Parameters of a push loop. They may contain credentials, so the child reads them from a pipe."""
-
-    store: str
-    """Path or URI of the store."""
-    config: StoreConfig
-    rules: Push
-    run: str
-    poll_s: float
-    """Seconds between two listings of the store."""
-    prunes: bool
-    """Whether to apply the retention of the remote location."""
-    statistics: PushStatistics = dataclasses.field(default_factory=PushStatistics)
-    """Statistics of earlier loops of this push, which count on."""
-
-
-@dataclasses.dataclass(frozen=True)
 class PushRequest:
     """Requests of the training."""
 
@@ -106,9 +89,7 @@ class PushStatus:
     newest_seen: str = ""
     """Greatest save id of the store at the last listing. Save ids sort by time, so greater ones are unseen."""
     is_connected: bool = False
-    """Whether the remote location was listed."""
-    is_well: bool = False
-    """Whether the last round had no failure."""
+    """Whether this process, or an earlier one, has listed the remote location."""
     lease: LeaseStatus = dataclasses.field(default_factory=LeaseStatus)
     answered: int = 0
     """Number of the last wait that has ended; -1 if the loop could not start."""
@@ -122,6 +103,23 @@ class PushStatus:
     def intervals_since(self, traced: int) -> tuple[Interval, ...]:
         """Return the intervals after the first ``traced`` uploads, as far as they are kept."""
         return self.intervals[max(len(self.intervals) - self.traced + traced, 0) :]
+
+
+@dataclasses.dataclass(frozen=True)
+class PushJob:
+    """Parameters of a push loop. They may contain credentials, so the child reads them from a pipe."""
+
+    store: str
+    """Path or URI of the store."""
+    config: StoreConfig
+    rules: Push
+    run: str
+    poll_s: float
+    """Seconds between two listings of the store."""
+    prunes: bool
+    """Whether to apply the retention of the remote location."""
+    before: PushStatus = dataclasses.field(default_factory=PushStatus)
+    """Last status of the loop before, from which this loop goes on."""
 
 
 def encoded(value: object) -> str:

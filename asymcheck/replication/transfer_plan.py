@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 
-from asymcheck.codecs.container import Segment, segment_of
-from asymcheck.commit.encoder import Base, Contents, Encoder
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import (
     INCONCLUSIVE,
-    AsymcheckError,
     BaseDamagedError,
     CheckpointNotFoundError,
     DamagedPartitionError,
@@ -22,17 +18,17 @@ from asymcheck.errors import (
     MissingPartitionError,
     SkippedCheckpointWarning,
     StorageError,
-    result_or_error,
     warn_user,
 )
 from asymcheck.format import registry
+from asymcheck.format.digest_set import as_column
 from asymcheck.format.frame import FrameDescriptor
-from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import ENTRY_DTYPE, entry_of
 from asymcheck.inspect.history import known_line
+from asymcheck.replication.decodable_frames import DecodableFrames
 from asymcheck.restore.frame_reader import read_any, read_stored
-from asymcheck.restore.partition_locator import PartitionCopy, PartitionLocator, PartitionSet
-from asymcheck.restore.resolve import candidates, check_run_exists, inconsistent, read_manifests, resolve_each
+from asymcheck.restore.partition_locator import PartitionCopy, PartitionLocator
+from asymcheck.restore.resolve import candidates, check_run_exists, inconsistent, resolve_each
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.slots import Slot
@@ -107,7 +103,7 @@ class Frame:
 class TransferPlanner:
     """Selects the frames of one checkpoint to send, and the remote packs that hold the rest."""
 
-    def __init__(self, local: PartitionLocator, remote: PartitionLocator, decoded: set[Digest]) -> None:
+    def __init__(self, local: PartitionLocator, remote: DecodableFrames, decoded: set[Digest]) -> None:
         """Select frames of ``local`` that ``remote`` lacks; partitions in ``decoded`` are sent decoded."""
         self._local = local
         self._remote = remote
@@ -132,42 +128,28 @@ class TransferPlanner:
 
     def choose(self, names: Sequence[Digest]) -> None:
         """Select the frames that make ``names`` readable at the target."""
-        for name in names:
-            if self._remote_depth(name, as_base=False) is None:
-                self._send(name, self._local.copy(name), as_base=False)
-            else:
-                self.reused += 1
+        copies = [self._local.copy(name) for name in names]
+        digests = as_column(names)
+        is_present = self._remote.have(digests, np.array([copy.plain_length for copy in copies], dtype=np.int64))
+        self.relied.update(self._remote.packs_of(digests[is_present]))
+        self.reused += int(is_present.sum())
+        for number in np.flatnonzero(~is_present).tolist():
+            self._send(names[number], copies[number], as_base=False)
 
     def carries_deltas(self, name: Digest) -> bool:
         """Tell whether deltas on a partition are sent. Re-encoding it would lengthen their chain. Thread-safe."""
         return name in self._under_deltas
 
     def can_be_base(self, name: Digest) -> bool:
-        """Tell whether a partition at the target may be the base of a new delta, and rely on its pack. Thread-safe."""
-        depth = self._remote_depth(name, as_base=True)
+        """Tell whether a partition at the target may be the base of a new delta, and rely on its packs. Thread-safe."""
+        depth = self._depth_at_target(name)
         return depth is not None and depth < registry.DELTA_DEPTH_MAX
 
-    def _remote_depth(self, name: Digest, *, as_base: bool) -> int | None:
-        """Return the number of deltas between a remote partition and its full frame; None if it is unusable."""
-        copy = self._remote.find(name)
-        return None if copy is None else self._depth_of(copy, frozenset({name}), as_base=as_base)
-
-    def _depth_of(self, copy: PartitionCopy, above: frozenset[Digest], *, as_base: bool) -> int | None:
-        bases, kind = copy.bases(), copy.kind()
-        has_bad_chain = bool(bases & above) or len(above) > _CHAIN_MAX + 1
-        # Frames in a damaged pack may be readable, but the checkpoint must not rely on them.
-        if copy.pack.damage is not None or has_bad_chain or (as_base and kind == registry.KIND_DERIVED):
-            return None
-        depth = 0
-        for base in bases:
-            copies = self._remote.base_copies(base)
-            base_depth = self._depth_of(copies[0], above | {base}, as_base=True) if copies else None
-            if base_depth is None:
-                return None
-            depth = base_depth + (kind == registry.KIND_DELTA)
-        if depth > registry.DELTA_DEPTH_MAX:
-            return None
-        self.relied.add(copy.pack.header.pack_id)
+    def _depth_at_target(self, base: Digest) -> int | None:
+        """Return the number of deltas below a base at the target, and rely on its packs; None if it lacks the base."""
+        depth = self._remote.depth(base)
+        if depth is not None:
+            self.relied.update(self._remote.packs_of(as_column([base])))
         return depth
 
     def _send(self, name: Digest, copy: PartitionCopy, *, as_base: bool, above: frozenset[Digest] = frozenset()) -> int:
@@ -205,7 +187,7 @@ class TransferPlanner:
         return depth
 
     def _base(self, base: Digest, above: frozenset[Digest]) -> int:
-        depth = self._remote_depth(base, as_base=True)
+        depth = self._depth_at_target(base)
         if depth is not None:
             return depth
         copies = self._local.base_copies(base)
@@ -245,146 +227,3 @@ def _as_stored(name: Digest, copy: PartitionCopy) -> Frame:
         return dataclasses.replace(descriptor, payload_shift=0)
 
     return Frame(name, entry, read)
-
-
-def all_needs(local: PartitionLocator, manifests: Sequence[Manifest], older: Sequence[Manifest]) -> PartitionSet:
-    """Return the partitions of a checkpoint, their bases in ``local``, and possible bases in an older checkpoint."""
-    lengths: dict[Digest, int] = {}
-    for manifest in manifests:
-        lengths.update(manifest.partitions())
-    todo = list(lengths)
-    for manifest in older:
-        lengths.update(manifest.partitions())
-    while todo:
-        name = todo.pop()
-        located = local.find(name)
-        for copy in [located] if located is not None else local.base_copies(name)[:1]:
-            lengths.setdefault(name, copy.plain_length)
-            todo += [base for base in copy.bases() if base not in lengths]
-    return PartitionSet.of_lengths(lengths)
-
-
-Older = tuple[Sequence[Manifest], PartitionLocator | None]
-"""Manifests of an older checkpoint that exists on both sides, and the locator of its partitions in the source."""
-
-
-@contextlib.contextmanager
-def older_of(local: ReadTier, listing: CheckpointFiles | None) -> Iterator[Older]:
-    """Open an older checkpoint for deltas; yields no manifest if there is none."""
-    opened = None if listing is None else result_or_error(_open_older, local, listing)
-    if opened is None or isinstance(opened, AsymcheckError):
-        # A deleted or damaged older checkpoint only costs compression.
-        yield (), None
-        return
-    with opened[1]:
-        yield opened
-
-
-def _open_older(local: ReadTier, listing: CheckpointFiles) -> tuple[Sequence[Manifest], PartitionLocator]:
-    manifests = read_manifests(local, listing)
-    return manifests, PartitionLocator.of_manifests(local, manifests, must_be_complete=False)
-
-
-class PartitionIndex:
-    """Content of the partitions of one checkpoint, and their counterparts in an older checkpoint."""
-
-    def __init__(self, manifests: Sequence[Manifest], older: Sequence[Manifest]) -> None:
-        """Index ``manifests``, and those of an older checkpoint, which may be empty."""
-        before = {other.header.rank: other for other in older}
-        pairs = [(manifest, before.get(manifest.header.rank)) for manifest in manifests]
-        self._manifests = manifests
-        self._older = [other if other and _is_cut_alike(manifest, other) else None for manifest, other in pairs]
-        self._dtypes = [manifest.columns[2].to_pylist() for manifest in manifests]
-        self._roles = [manifest.roles() for manifest in manifests]
-        # Extents of each partition, as pairs of manifest number and extent number.
-        self._extents: dict[bytes, list[tuple[int, int]]] = {}
-        for number, manifest in enumerate(manifests):
-            for extent, name in enumerate(manifest.extent_digests.tolist()):
-                self._extents.setdefault(name, []).append((number, extent))
-
-    def contents(self, name: Digest) -> Contents | None:
-        """Return role and element types of a partition; None if they are unknown for some of its bytes."""
-        segments: list[Segment] = []
-        role, at, length = "", 0, 0
-        for rank, extent in sorted(self._extents.get(name, ()), key=lambda place: self._offset(*place)):
-            manifest = self._manifests[rank]
-            length = int(manifest.extent_partition_lengths[extent])
-            offset, count = self._offset(rank, extent), int(manifest.extent_lengths[extent])
-            if offset < at:
-                # A second tensor has the same bytes.
-                continue
-            row = int(np.searchsorted(manifest.extent_starts, extent, side="right")) - 1
-            segment = segment_of(self._dtypes[rank][row], count)
-            if offset > at or count % segment.width:
-                return None
-            segments.append(segment)
-            role, at = role or self._roles[rank][row], at + count
-        return Contents(role, tuple(segments)) if segments and at == length else None
-
-    def _offset(self, rank: int, extent: int) -> int:
-        return int(self._manifests[rank].extent_offsets[extent])
-
-    def older(self, name: Digest) -> Digest | None:
-        """Return the digest of a partition in the older checkpoint; None if it is equal or missing."""
-        for rank, extent in self._extents.get(name, ()):
-            older = self._older[rank]
-            if older is not None:
-                digest = Digest(older.extent_digests[extent].tobytes())
-                return None if digest == name else digest
-        return None
-
-
-def _is_cut_alike(manifest: Manifest, other: Manifest) -> bool:
-    """Tell whether two checkpoints have the same partition boundaries."""
-    return manifest.names() == other.names() and all(
-        np.array_equal(getattr(manifest, column), getattr(other, column))
-        for column in ("extent_starts", "extent_offsets", "extent_lengths", "extent_partition_lengths")
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Reencoder:
-    """Encodes the frames of one checkpoint for the target. Thread-safe."""
-
-    encoder: Encoder
-    """Selects the codec of each frame."""
-    partitions: PartitionIndex
-    planner: TransferPlanner
-    """Planner, which knows the content of the location."""
-    older: PartitionLocator | None
-    """Locator of the partitions of an older checkpoint, which may be bases."""
-
-    def encoded(self, frame: Frame, slot: Slot) -> Frame:
-        """Return a re-encoded frame in memory, or the same frame if re-encoding does not pay."""
-        contents = self.partitions.contents(frame.name) if frame.is_plain else None
-        if contents is None:
-            return frame
-        base = self._base(frame.name)
-        codecs = [registry.CODEC_BYTE_PLANES, *([] if base is None else [registry.CODEC_DELTA])]
-        if self.encoder.stays_plain(frame.stored, contents, codecs):
-            return frame
-        descriptor = frame.read(slot)
-        plain = slot.payload(descriptor.stored_length)
-        bases = [] if base is None else _read_base(*base, len(plain))
-        choice = self.encoder.choose(plain, contents, bases)
-        encoded = self.encoder.encode(frame.name, choice, plain, contents, bases)
-        if encoded is None:
-            return frame
-        payload = encoded.payload()
-        return frame_of(encoded.descriptor, lambda: payload)
-
-    def _base(self, name: Digest) -> tuple[PartitionLocator, Digest, PartitionCopy] | None:
-        """Return the older state of a partition if both sides have it and no chain of deltas becomes too long."""
-        base = None if self.planner.carries_deltas(name) else self.partitions.older(name)
-        copy = None if base is None or self.older is None else self.older.find(base)
-        if base is None or self.older is None or copy is None or not self.planner.can_be_base(base):
-            return None
-        return self.older, base, copy
-
-
-def _read_base(sources: PartitionLocator, base: Digest, copy: PartitionCopy, length: int) -> list[Base]:
-    plain = result_or_error(read_any, sources, base, first=copy)
-    if isinstance(plain, AsymcheckError) or len(plain) != length:
-        # Deleted in the meantime, damaged, or of another length.
-        return []
-    return [Base(registry.CODEC_DELTA, base, plain)]

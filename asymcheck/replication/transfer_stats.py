@@ -58,3 +58,7 @@ class PushStatistics:
     """Payload bytes of that step to send."""
     bytes_per_s: float = 0.0
     """Mean speed of that upload [B/s]."""
+
+    def between_uploads(self) -> PushStatistics:
+        """Return the statistics without those of an upload."""
+        return dataclasses.replace(self, sending_step=None, done_bytes=0, total_bytes=0, bytes_per_s=0.0)

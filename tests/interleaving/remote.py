@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from asymcheck.config import DEFAULT_RUN, RemoteConfig
 from asymcheck.executor import carry_out
-from asymcheck.replication import push
-from asymcheck.storage.remote import deadline, upload
+from asymcheck.replication import pack_sender, push
+from asymcheck.storage.remote import deadline
 from asymcheck.storage.remote.readers import Readers
 from asymcheck.store import Store
 from tests.crash import states
@@ -48,9 +48,9 @@ def run_without_threads() -> None:
     def submit(_readers: Readers, call: Callable[..., _T], *arguments: object) -> Future[_T]:
         return begin(partial(call, *arguments), "")
 
-    deadline.begin = upload.begin = push.begin = begin
+    deadline.begin = pack_sender.begin = push.begin = begin
     Readers.submit = submit  # type: ignore[method-assign, assignment]  # calls without named arguments
-    push.together = lambda work, _count, _name, _stop: work()
+    pack_sender.together = lambda work, _count, _name, _stop: work()
 
 
 def act(store: Store, base: Path, journal: Journal, action: Action) -> None:

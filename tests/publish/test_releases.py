@@ -21,6 +21,7 @@ from asymcheck.errors import (
     NotFoundError,
     OutOfSpaceError,
     Preempted,
+    PruneWarning,
     PublishError,
     RemoteUnreachableError,
     SkippedCheckpointWarning,
@@ -57,6 +58,23 @@ def flip(location: Path, number: int) -> None:
         data = bytearray(path.read_bytes())
         data[4096 + 4200] ^= 1
         path.write_bytes(data)
+
+
+def test_failed_collection_at_a_remote_location_is_reported(tmp_path: Path) -> None:
+    """Test that packs of old releases do not collect there without a warning."""
+    releases, trained = tmp_path / "releases", model()
+    with Store.open(tmp_path / "store", create=True) as store:
+        with Publisher(Publish(releases.as_uri(), keep=1), store) as publisher:
+            publish(publisher, trained, 1)
+        (manifest,) = releases.rglob("*.manifest")
+        damaged = releases / "manifests" / "other" / manifest.parent.name / manifest.name
+        damaged.parent.mkdir(parents=True)
+        damaged.write_bytes(b"x")
+        with (
+            Publisher(Publish(releases.as_uri(), keep=1), store) as publisher,
+            pytest.warns(PruneWarning, match="nothing was removed from"),
+        ):
+            assert publish(publisher, trained, 2).number == 2
 
 
 def test_a_release_reads_only_manifests_of_releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,10 @@ from asymcheck.errors import BaseDamagedError
 from asymcheck.format import registry
 from asymcheck.format.digest import ZERO_DIGEST
 from asymcheck.format.pack import ENTRY_DTYPE
+from asymcheck.replication.decodable_frames import DecodableFrames
 from asymcheck.replication.transfer_plan import TransferPlanner
 from asymcheck.restore.partition_locator import PartitionCopy
+from asymcheck.storage.pack_index import PackIndex
 from asymcheck.types import Digest
 
 FULL, DELTA, DERIVED = registry.KIND_FULL, registry.KIND_DELTA, registry.KIND_DERIVED
@@ -36,13 +38,10 @@ class Packs:
         pack: Any = SimpleNamespace(
             entries=np.array(rows, dtype=ENTRY_DTYPE), header=SimpleNamespace(pack_id=bytes(16)), damage=None
         )
+        self.index = PackIndex(pack.header, pack.entries, None)
         self.copies: dict[Digest, list[PartitionCopy]] = {}
         for number, (this, _, _) in enumerate(frames):
             self.copies.setdefault(name(this), []).append(PartitionCopy(pack, number))
-
-    def find(self, digest: Digest) -> PartitionCopy | None:
-        """Return the first frame."""
-        return next(iter(self.copies.get(digest, [])), None)
 
     def copy(self, digest: Digest) -> PartitionCopy:
         """Return a copy of the first frame."""
@@ -56,8 +55,7 @@ class Packs:
 def sent(local: Packs, *numbers: int, remote: Packs | None = None) -> list[tuple[Digest, int]]:
     """Return the chosen partitions, with their encoding."""
     sources: Any = local
-    elsewhere: Any = remote or Packs()
-    chooser = TransferPlanner(sources, elsewhere, set())
+    chooser = TransferPlanner(sources, DecodableFrames([] if remote is None else [remote.index]), set())
     chooser.choose([name(number) for number in numbers])
     return [(frame.name, int(frame.entry["kind"])) for frame in (*chooser.full, *chooser.based)]
 
@@ -82,8 +80,17 @@ def test_undecodable_chain_is_not_followed() -> None:
     longest = [(number, DELTA, number + 1) for number in range(1, 9)]
     original = [(0, DERIVED, 1), *longest, (9, FULL, None)]
     assert len(sent(Packs(*original), 0)) == 10
-    assert sent(Packs(), 0, remote=Packs(*original)) == []
+    assert sent(Packs((0, FULL, None)), 0, remote=Packs(*original)) == []
     endless = [(number, DELTA, number + 1) for number in range(5_000)]
     with pytest.raises(BaseDamagedError, match="too long"):
         sent(Packs(*endless), 0)
     assert sent(Packs((0, FULL, None)), 0, remote=Packs(*endless)) == [(name(0), FULL)]
+
+
+def test_partition_with_a_usable_copy_is_not_sent() -> None:
+    """Test a partition whose first copy at the location lacks its base."""
+    remote = Packs((0, DELTA, 1), (0, FULL, None), (2, DELTA, 0))
+    local = Packs((0, FULL, None), (2, FULL, None), (3, DELTA, 2))
+    assert sent(local, 0, 2, 3, remote=remote) == [(name(3), DELTA)]
+    lost = Packs((0, DELTA, 1), (2, DELTA, 0))
+    assert sent(local, 0, 2, remote=lost) == [(name(0), FULL), (name(2), FULL)]

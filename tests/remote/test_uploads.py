@@ -14,6 +14,7 @@ from asymcheck import RemoteConfig, Store
 from asymcheck.commit.save_request import new_save_id
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError, StorageError
 from asymcheck.format.layout import ManifestName
+from asymcheck.storage.remote.client_interface import Entry
 from asymcheck.storage.remote.deadline import within
 from asymcheck.storage.remote.manifests import RemoteManifests
 from asymcheck.storage.remote.ranges import OpenedFile, RangeMemory
@@ -77,6 +78,26 @@ def test_corrupted_upload_gets_no_name(
     with Store.open(store, config=CONFIG, create=True) as opened:
         opened.push(any_file_system)
     check_location(any_file_system, 2)
+
+
+def test_pack_that_is_removed_during_its_check_is_uploaded_again(
+    store: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test that a lost upload is no damage of the checkpoint in the store."""
+    original, removed = RemoteFiles.stat, list[PurePath]()
+
+    def stat(self: RemoteFiles, path: PurePath) -> Entry | None:
+        entry = original(self, path)
+        if path.parent.name == "packs" and not removed:
+            removed.append(path)
+            Path(path).unlink()
+        return entry
+
+    monkeypatch.setattr(RemoteFiles, "stat", stat)
+    with Store.open(store, config=CONFIG, create=True) as opened:
+        opened.push(folder)
+    assert removed
+    check_location(folder, 2)
 
 
 def test_a_pack_is_written_while_others_are_being_completed(

@@ -2,6 +2,5 @@
 
 from asymcheck.storage.remote.location import RemoteLocation, is_uri, parse_location
 from asymcheck.storage.remote.tier import RemoteTier
-from asymcheck.storage.remote.upload import cut, plan_pack
 
-__all__ = ["RemoteLocation", "RemoteTier", "cut", "is_uri", "parse_location", "plan_pack"]
+__all__ = ["RemoteLocation", "RemoteTier", "is_uri", "parse_location"]

@@ -44,11 +44,8 @@ class RemoteManifests(ManifestReader):
         listings = [listed(run, ref, names[folder]) for folder, ref in refs.items() if ref is not None]
         return sorted((listing for listing in listings if listing.manifests), key=lambda listing: listing.ref)
 
-    def stage(self, run: str, ref: CheckpointRef, name: ManifestName, data: bytes) -> PurePosixPath | None:
-        """Write a manifest under a temporary name and return the path, so that :meth:`publish` only renames.
-
-        Return None if the location cannot rename. :meth:`publish` then puts the whole file.
-        """
+    def stage(self, run: str, ref: CheckpointRef, name: ManifestName, data: bytes) -> PurePosixPath:
+        """Write a manifest under a temporary name and return the path, so that :meth:`publish` only renames."""
         return self._files.stage_small(self.directory(run, ref) / str(name), data)
 
     def unstage(self, staged: PurePosixPath) -> None:

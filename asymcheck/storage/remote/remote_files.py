@@ -216,9 +216,9 @@ class RemoteFiles:
             message = f"{self.url(path)}: cannot create this directory ({error}); choose another location"
             raise StorageError(message) from error
 
-    def delete(self, path: PurePath) -> None:
-        """Remove a file, if it exists."""
-        self._unless_gone("remove", path, partial(self._client.delete, str(path)))
+    def delete(self, path: PurePath) -> bool:
+        """Remove a file; return False if it does not exist."""
+        return self._unless_gone("remove", path, partial(self._client.delete, str(path)))
 
     def delete_empty(self, path: PurePath) -> None:
         """Remove a directory if it is empty and the client can ensure this atomically."""
@@ -322,10 +322,8 @@ class RemoteFiles:
         """Put a small file create-only, and read it back in a file system; return False if the name is taken."""
         return self.put(path, partial(self._small, path, data), partial(self._check_small, path, data, event))
 
-    def stage_small(self, path: PurePosixPath, data: bytes) -> PurePosixPath | None:
-        """Write a small temporary file and read it back; return its path, or None if the location cannot rename."""
-        if not self.renames:
-            return None
+    def stage_small(self, path: PurePosixPath, data: bytes) -> PurePosixPath:
+        """Write a small temporary file in a file system, and read it back; return its path."""
 
         def upload(temporary: PurePosixPath) -> PurePosixPath:
             with self._small(path, data, temporary) as (pieces, _):

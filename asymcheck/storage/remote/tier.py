@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import threading
 import time
@@ -39,7 +38,6 @@ from asymcheck.storage.remote.manifests import RemoteManifests
 from asymcheck.storage.remote.pack_reader import ReadAhead, RemotePack, read_pack_index
 from asymcheck.storage.remote.readers import result_of
 from asymcheck.storage.remote.remote_files import RemoteFiles
-from asymcheck.storage.remote.upload import PackUpload
 from asymcheck.types import PackId
 
 
@@ -76,7 +74,6 @@ class RemoteTier(StoreTier):
         self._indexes: dict[PackId, PackIndex] = {}
         self._loading: dict[PackId, Future[PackIndex]] = {}
         self._doomed: dict[PackId, Entry] = {}
-        self._listed: list[PackId] | None = None
         self._lock = threading.Lock()
         data = self.files.read_small(self._top / layout.DESCRIPTOR_NAME, RECORD_BYTES)
         if data is None:
@@ -186,20 +183,13 @@ class RemoteTier(StoreTier):
 
     def pack_ids(self) -> list[PackId]:
         """Return the ids of all readable packs, newest first."""
-        if self._listed is not None:
-            return self._listed
         packs = self.list_packs()
         return [*packs.lasting, *packs.doomed]
 
-    def listed(self) -> RemoteTier:
-        """List the packs once, and return a view of them, without the packs that a push cannot reprieve.
-
-        The view shares everything else with this tier.
-        """
+    def reliable_packs(self) -> dict[PackId, Entry]:
+        """Return the files of the packs on which a push may rely, because :meth:`reprieve` can keep them."""
         packs = self.list_packs()
-        view = copy.copy(self)
-        view.__dict__["_listed"] = [*packs.lasting, *(packs.doomed if self.files.renames else ())]
-        return view
+        return {**(packs.doomed if self.files.renames else {}), **packs.lasting}
 
     def doom(self, entry: Entry, pack_id: PackId, collection: bytes) -> bool:
         """Announce that ``collection`` will remove a pack; return False if the pack was removed or renamed."""
@@ -208,14 +198,13 @@ class RemoteTier(StoreTier):
 
     def reprieve(self, pack_ids: Iterable[PackId]) -> set[PackId]:
         """Withdraw announced removals of packs by any process; return the packs that were removed."""
-        packs = self.list_packs()
-        doomed = packs.doomed if self.files.renames else {}
-        return {
-            pack_id
-            for pack_id in set(pack_ids) - packs.lasting.keys()
-            if pack_id not in doomed
-            or not self.files.rename(doomed[pack_id].path, self.packs / layout.pack_name(pack_id))
-        }
+        reliable = self.reliable_packs()
+
+        def is_lost(pack_id: PackId) -> bool:
+            entry, path = reliable.get(pack_id), self.packs / layout.pack_name(pack_id)
+            return entry is None or (entry.path != path and not self.files.rename(entry.path, path))
+
+        return set(filter(is_lost, pack_ids))
 
     def _paths(self, pack_id: PackId) -> Iterator[PurePosixPath]:
         """Yield possible paths of a pack, likely ones first. Collections rename the packs that they will remove."""
@@ -258,11 +247,11 @@ class RemoteTier(StoreTier):
             with contextlib.suppress(MissingPartitionError):
                 index = read_pack_index(self.files, path, pack_id)
                 if index.damage is None:
-                    self._keep_index(index)
+                    self.keep_index(index)
                 return index
         raise MissingPartitionError(f"pack {layout.pack_name(pack_id)} does not exist in {self.location}")
 
-    def _keep_index(self, index: PackIndex) -> None:
+    def keep_index(self, index: PackIndex) -> None:
         """Keep an index, which stays valid, because remote packs are never overwritten."""
         with self._lock:
             self._indexes[index.header.pack_id] = index
@@ -276,10 +265,6 @@ class RemoteTier(StoreTier):
 
         requested = list(pack_ids)
         return dict(zip(requested, self._ahead.threads.map(index_of, requested), strict=True))
-
-    def uploader(self) -> PackUpload:
-        """Return an uploader for packs."""
-        return PackUpload(self.files, self.packs, self._keep_index)
 
     def usage(self) -> tuple[int, int, int, int]:
         """Return number and bytes of the packs, then zeros, because remote locations have no pool."""

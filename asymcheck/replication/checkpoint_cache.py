@@ -125,11 +125,35 @@ class RemotePresence:
         self._remote = remote
         self._read: set[PackId] = set()
         self._set_entries(np.empty(0, dtype=ENTRY_DTYPE))
+        self._needs: dict[tuple[str, CheckpointRef], PartitionSet | UnsupportedFormatError | None] = {}
+        self._lasting: list[PackId] = []
 
     def _set_entries(self, entries: Entries) -> None:
         self._entries = entries
         self._readable = _readable(entries)
         self._digests = DigestSet(self._readable["digest"])
+
+    def expect(self, listings: Iterable[CheckpointFiles]) -> None:
+        """Read the manifests of checkpoints for :meth:`has`, then list the packs once for all of them."""
+        manifests = self._remote.manifests
+        self._needs = {(listing.run, listing.ref): self._needed(listing) for listing in manifests.each(listings)}
+        # Packs are listed after the manifests were read. A collection that has not announced a pack by then will see
+        # these manifests, and keep the pack.
+        self._lasting = list(self._remote.lasting_packs()) if self._needs else []
+        if not self._read.issubset(self._lasting):
+            self._read = set()
+            self._set_entries(self._entries[:0])
+
+    def _needed(self, listing: CheckpointFiles) -> PartitionSet | UnsupportedFormatError | None:
+        """Return the partitions of a checkpoint; None if a manifest is damaged or missing."""
+        try:
+            return PartitionSet.of_manifests(read_manifests(self._remote, listing))
+        except UnsupportedFormatError as error:
+            return error
+        except INCONCLUSIVE:
+            raise
+        except (FormatError, MissingPartitionError, StorageError):
+            return None
 
     def has(self, listing: CheckpointFiles) -> bool:
         """Tell whether a checkpoint is whole: its manifests and packs are intact.
@@ -139,20 +163,16 @@ class RemotePresence:
         Raises:
             UnsupportedFormatError: the checkpoint requires a newer version of asymcheck.
         """
-        try:
-            needs = PartitionSet.of_manifests(read_manifests(self._remote, listing))
-        except (UnsupportedFormatError, *INCONCLUSIVE):
-            raise
-        except (FormatError, MissingPartitionError, StorageError):
+        key = listing.run, listing.ref
+        if key not in self._needs:
+            self.expect([listing])
+        needs = self._needs.pop(key)
+        if isinstance(needs, UnsupportedFormatError):
+            raise needs
+        if needs is None:
             return False
-        # Packs are listed after the manifests were read. A collection that has not announced a pack by then will see
-        # these manifests, and keep the pack.
-        lasting = self._remote.lasting_packs()
-        if not self._read <= lasting.keys():
-            self._read = set()
-            self._set_entries(self._entries[:0])
         while not self._holds(needs):
-            unread = [pack_id for pack_id in lasting if pack_id not in self._read]
+            unread = [pack_id for pack_id in self._lasting if pack_id not in self._read]
             if not unread:
                 return False
             self._read_more(unread[: max(len(self._read), _FIRST_PACKS)])

@@ -127,6 +127,21 @@ def test_a_push_of_all_reads_every_index_once(tmp_path: Path, folder: str, monke
     assert len(read) == len(set(read)) > 20
 
 
+def test_a_push_of_all_lists_the_packs_once(tmp_path: Path, folder: str, operations: list[str]) -> None:
+    """Test that the packs are not listed for each checkpoint that the location has."""
+    save_steps(tmp_path / "store", *range(5))
+    with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
+        store.push(folder, 4)
+        operations.clear()
+        assert store.push(folder, 4).present == 1
+        of_one = operations.count("list")
+        store.push(folder, everything=True)
+        operations.clear()
+        assert store.push(folder, everything=True).present == 5
+    # The folder of each checkpoint, the packs once, and the head records.
+    assert operations.count("list") == of_one + 4
+
+
 @pytest.mark.slow
 def test_push_lists_only_changes(locations: tuple[str, str], operations: list[str]) -> None:
     """Test that the first refresh lists all folders, and the next one only names."""

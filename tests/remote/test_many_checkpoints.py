@@ -19,6 +19,7 @@ from asymcheck.replication.checkpoint_cache import CheckpointCache
 from asymcheck.storage.pack_index import PackIndex
 from asymcheck.storage.remote import RemoteTier, clients, pack_reader, parse_location, tier
 from asymcheck.storage.remote.client_interface import Entry
+from asymcheck.storage.remote.readers import Readers
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from asymcheck.types import CheckpointRef, PackId, SaveId
 from tests.remote.conftest import CONFIG, check_state, save_steps
@@ -162,4 +163,18 @@ def test_a_directory_is_one_listing(locations: tuple[str, str], operations: list
     assert len(remote.manifests.checkpoints("default")) == COUNT + 1
     assert len(remote.pack_ids()) > COUNT
     assert len(operations) <= 3
+    remote.close()
+
+
+def test_known_indexes_need_no_thread(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that a push starts no thread for each pack of the location whose index it has read before."""
+    save_steps(tmp_path / "store", *range(4))
+    with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
+        store.push(folder, everything=True)
+    remote = RemoteTier(parse_location(folder), CONFIG)
+    packs = remote.pack_ids()
+    indexes = remote.read_indexes(packs)
+    monkeypatch.setattr(Readers, "submit", None)
+    assert remote.read_indexes(packs) == indexes
+    assert len(indexes) == len(packs) > 1
     remote.close()

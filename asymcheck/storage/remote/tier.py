@@ -274,8 +274,11 @@ class RemoteTier(StoreTier):
             index = result_or_error(self._index, pack_id)
             return index if isinstance(index, PackIndex) else None
 
-        requested = list(pack_ids)
-        return dict(zip(requested, self._ahead.threads.map(index_of, requested), strict=True))
+        with self._lock:
+            found: dict[PackId, PackIndex | None] = {pack_id: self._indexes.get(pack_id) for pack_id in pack_ids}
+        # A thread for each index that is known already would dominate the cost of a push to thousands of packs.
+        unread = [pack_id for pack_id, index in found.items() if index is None]
+        return {**found, **dict(zip(unread, self._ahead.threads.map(index_of, unread), strict=True))}
 
     def uploader(self) -> PackUpload:
         """Return an uploader for packs."""

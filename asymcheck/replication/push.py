@@ -317,7 +317,7 @@ class _Push:
     ) -> set[PackId]:
         # Listed at each attempt, to find the packs of earlier attempts.
         needs = all_needs(local, manifests, older[0])
-        kept = self.remote.listed()
+        kept = self.remote.listed(to_rely_on=True)
         kept.read_indexes(kept.pack_ids())
         with PartitionLocator(kept, needs, (), must_be_complete=False) as remote:
             planner = TransferPlanner(local, remote, self.damaged)

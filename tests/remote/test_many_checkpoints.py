@@ -16,6 +16,7 @@ from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import encode
 from asymcheck.replication.checkpoint_cache import CheckpointCache
+from asymcheck.restore.partition_locator import PartitionLocator
 from asymcheck.storage.pack_index import PackIndex
 from asymcheck.storage.remote import RemoteTier, clients, pack_reader, parse_location, tier
 from asymcheck.storage.remote.client_interface import Entry
@@ -163,6 +164,46 @@ def test_a_directory_is_one_listing(locations: tuple[str, str], operations: list
     assert len(remote.manifests.checkpoints("default")) == COUNT + 1
     assert len(remote.pack_ids()) > COUNT
     assert len(operations) <= 3
+    remote.close()
+
+
+def test_a_pull_of_all_lists_the_packs_once(tmp_path: Path, folder: str, operations: list[str]) -> None:
+    """Test that neither the packs are listed, nor all of them searched, for each checkpoint."""
+    save_steps(tmp_path / "store", *range(6))
+    with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
+        store.push(folder, everything=True)
+    counts = []
+    for count in (1, 6):
+        with Store.open(tmp_path / f"pulled {count}", config=CONFIG, create=True) as store:
+            operations.clear()
+            assert len(store.pull(folder, everything=count > 1).committed) == count
+            counts.append(operations.count("list"))
+            check_state(store.load(), 5)
+    # The runs and their head records.
+    assert counts[1] <= counts[0] + 2
+
+
+def test_known_packs_are_not_searched_in_vain(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that a push opens only packs that may hold a partition, because a location may have thousands."""
+    save_steps(tmp_path / "store", *range(4))
+    with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
+        store.push(folder, everything=True)
+    remote = RemoteTier(parse_location(folder), CONFIG)
+    opened: list[PackId] = []
+    original = RemoteTier.open_pack
+
+    def open_pack(location: RemoteTier, pack_id: PackId) -> pack_reader.RemotePack:
+        opened.append(pack_id)
+        return original(location, pack_id)
+
+    monkeypatch.setattr(RemoteTier, "open_pack", open_pack)
+    # The unchanged tensor of the newest checkpoint is in the oldest pack, so every index is known afterwards.
+    for listing in reversed(remote.manifests.checkpoints("default")):
+        manifest = remote.manifests.read("default", listing.ref, listing.manifests[0])
+        opened.clear()
+        with PartitionLocator.of_manifests(remote, [manifest]) as sources:
+            needed = {sources.copy(name).pack.header.pack_id for name in manifest.partitions()}
+    assert len(opened) == len(needed) < len(remote.pack_ids())
     remote.close()
 
 

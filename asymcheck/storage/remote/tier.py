@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
+import numpy as np
+
 from asymcheck.config import WRITER, StoreConfig
 from asymcheck.errors import (
     InvalidInputError,
@@ -23,6 +25,7 @@ from asymcheck.errors import (
     result_or_error,
 )
 from asymcheck.format import layout
+from asymcheck.format.digest_set import DigestSet
 from asymcheck.format.record import (
     RECORD_BYTES,
     REMOTE_LAYOUT,
@@ -191,14 +194,14 @@ class RemoteTier(StoreTier):
         packs = self.list_packs()
         return [*packs.lasting, *packs.doomed]
 
-    def listed(self) -> RemoteTier:
-        """List the packs once, and return a view of them, without the packs that a push cannot reprieve.
+    def listed(self, *, to_rely_on: bool) -> RemoteTier:
+        """List the packs once, and return a view of them. The view shares everything else with this tier.
 
-        The view shares everything else with this tier.
+        With ``to_rely_on``, leave out the packs that a push cannot reprieve.
         """
         packs = self.list_packs()
         view = copy.copy(self)
-        view.__dict__["_listed"] = [*packs.lasting, *(packs.doomed if self.files.renames else ())]
+        view.__dict__["_listed"] = [*packs.lasting, *(packs.doomed if self.files.renames or not to_rely_on else ())]
         return view
 
     def doom(self, entry: Entry, pack_id: PackId, collection: bytes) -> bool:
@@ -232,6 +235,23 @@ class RemoteTier(StoreTier):
     def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:  # noqa: ARG002 - used by other tiers
         """Return no pack, because hints in a manifest name packs of its original store."""
         return ()
+
+    def may_hold(self, pack_ids: list[PackId], digests: DigestSet) -> list[PackId]:
+        """Return the packs whose index is unknown or has some of these partitions; see :meth:`ReadTier.may_hold`.
+
+        A location may have thousands of packs, and each checkpoint is in a few of them.
+        """
+        with self._lock:
+            columns = {
+                pack_id: self._indexes[pack_id].entries["digest"] for pack_id in pack_ids if pack_id in self._indexes
+            }
+        if not columns:
+            return pack_ids
+        is_needed = digests.numbers(np.concatenate(list(columns.values()))) >= 0
+        owners = np.repeat(np.arange(len(columns)), [len(column) for column in columns.values()])
+        counts = np.bincount(owners[is_needed], minlength=len(columns))
+        useless = {pack_id for pack_id, count in zip(columns, counts.tolist(), strict=True) if not count}
+        return [pack_id for pack_id in pack_ids if pack_id not in useless]
 
     def open_pack(self, pack_id: PackId) -> RemotePack:
         """Open a complete pack; see :meth:`ReadTier.open_pack`. Raise RemoteUnreachableError without an answer."""

@@ -352,10 +352,12 @@ class BackgroundSaver:
 
 def newest_plan(tier: NvmeTier, run: str) -> object:
     """Return the plan record of the newest checkpoint of a run; None if none can be read."""
-    newest = max(tier.manifests.checkpoints(run), key=lambda listing: listing.ref, default=None)
-    if newest is not None and newest.manifests:
-        with contextlib.suppress(AsymcheckError):
-            return tier.manifests.read(run, newest.ref, newest.manifests[0]).header.plan
+    # The newest one alone is listed, because a run may have thousands.
+    for ref in reversed(tier.manifests.refs(run)):
+        for name in tier.manifests.listing(run, ref).manifests[:1]:
+            with contextlib.suppress(AsymcheckError):
+                return tier.manifests.read(run, ref, name).header.plan
+            return None
     return None
 
 

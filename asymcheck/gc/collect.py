@@ -282,7 +282,7 @@ class StoreSweep:
         self._count_repacked(repack(self._tier, self._catalog, self.reachable, self._retire))
         self.result.pool_bytes = self._tier.pool.nbytes()
         manifests = self._tier.manifests
-        unfinished = [(run, *found) for run in manifests.runs() for found in manifests.unfinished(run)]
+        unfinished = manifests.unfinished(self.reachable.unsettled)
         with self._catalog.read() as transaction:
             saving = {key[: registry.DIGEST_BYTES] for key in transaction.pins()}
         for run, ref, names in unfinished:

@@ -23,7 +23,9 @@ def known_line(tier: ReadTier, run: str) -> Lineage | None:
     """Return the line of a run, or None if a head record is lost."""
     try:
         line = read_line(tier, run)
-        check_generations(tier.manifests.checkpoints(run), line)
+        later = [ref for ref in tier.manifests.refs(run) if ref.generation > line.generation]
+        listings = [tier.manifests.listing(run, ref) for ref in later]
+        check_generations([listing for listing in listings if listing.manifests], line)
     except HeadRecordError:
         return None
     return line

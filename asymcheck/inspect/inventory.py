@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 
 from asymcheck.format.manifest import Extent, Manifest, TensorRow
 from asymcheck.format.registry import CODECS
@@ -13,7 +14,7 @@ from asymcheck.restore.partition_locator import PartitionCopy, PartitionLocator
 from asymcheck.restore.resolve import find_readable, read_manifests
 from asymcheck.state.names import matches, no_match
 from asymcheck.storage.interfaces import ReadTier
-from asymcheck.types import Checkpoint, CheckpointRef
+from asymcheck.types import Checkpoint, CheckpointRef, Digest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +103,10 @@ def inventory(
     tensors: list[StoredTensor] = []
     for manifest in manifests:
         with PartitionLocator.of_manifests(tier, [manifest], must_be_complete=False) as sources:
+            # Hundreds of small tensors share a partition.
+            find = functools.cache(sources.find)
             tensors += [
-                _tensor(row, manifest, sources)
+                _tensor(row, manifest, find)
                 for row in manifest.rows()
                 if any(fnmatch.fnmatchcase(name, pattern) for name in (row.name, *row.aliases))
             ]
@@ -119,7 +122,7 @@ def merge_of(tier: ReadTier, checkpoint: Checkpoint) -> Mapping[str, object] | N
     return read_manifests(tier, listing)[0].header.merged
 
 
-def _tensor(row: TensorRow, manifest: Manifest, sources: PartitionLocator) -> StoredTensor:
+def _tensor(row: TensorRow, manifest: Manifest, find: Callable[[Digest], PartitionCopy | None]) -> StoredTensor:
     return StoredTensor(
         name=row.name,
         aliases=row.aliases,
@@ -131,7 +134,7 @@ def _tensor(row: TensorRow, manifest: Manifest, sources: PartitionLocator) -> St
         global_shape=row.global_shape,
         offset=row.offset,
         inline=row.inline is not None,
-        partitions=tuple(_partition(extent, sources.find(extent.digest)) for extent in row.extents),
+        partitions=tuple(_partition(extent, find(extent.digest)) for extent in row.extents),
         why=_reasons(manifest, row.role),
     )
 

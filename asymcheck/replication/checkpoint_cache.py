@@ -121,6 +121,29 @@ class RemotePresence:
         self._remote = remote
         self._indexes: dict[PackId, PackIndex | None] = {}
         self._frames = DecodableFrames(())
+        self._needs: dict[tuple[str, CheckpointRef], PartitionSet | UnsupportedFormatError | None] = {}
+        self._lasting: list[PackId] = []
+
+    def expect(self, listings: Iterable[CheckpointFiles]) -> None:
+        """Read the manifests of checkpoints for :meth:`has`, then list the packs once for all of them."""
+        manifests = self._remote.manifests
+        self._needs = {(listing.run, listing.ref): self._needed(listing) for listing in manifests.each(listings)}
+        # Packs are listed after the manifests were read. A collection that has not announced a pack by then will see
+        # these manifests, and keep the pack.
+        self._lasting = list(self._remote.lasting_packs()) if self._needs else []
+        if not self._indexes.keys() <= set(self._lasting):
+            self._indexes, self._frames = {}, DecodableFrames(())
+
+    def _needed(self, listing: CheckpointFiles) -> PartitionSet | UnsupportedFormatError | None:
+        """Return the partitions of a checkpoint; None if a manifest is damaged or missing."""
+        try:
+            return PartitionSet.of_manifests(read_manifests(self._remote, listing))
+        except UnsupportedFormatError as error:
+            return error
+        except INCONCLUSIVE:
+            raise
+        except (FormatError, MissingPartitionError, StorageError):
+            return None
 
     def has(self, listing: CheckpointFiles) -> bool:
         """Tell whether a checkpoint is whole: its manifests and packs are intact.
@@ -130,19 +153,16 @@ class RemotePresence:
         Raises:
             UnsupportedFormatError: the checkpoint requires a newer version of asymcheck.
         """
-        try:
-            needs = PartitionSet.of_manifests(read_manifests(self._remote, listing))
-        except (UnsupportedFormatError, *INCONCLUSIVE):
-            raise
-        except (FormatError, MissingPartitionError, StorageError):
+        key = listing.run, listing.ref
+        if key not in self._needs:
+            self.expect([listing])
+        needs = self._needs.pop(key)
+        if isinstance(needs, UnsupportedFormatError):
+            raise needs
+        if needs is None:
             return False
-        # Packs are listed after the manifests were read. A collection that has not announced a pack by then will see
-        # these manifests, and keep the pack.
-        lasting = self._remote.lasting_packs()
-        if not self._indexes.keys() <= lasting.keys():
-            self._indexes, self._frames = {}, DecodableFrames(())
         while not self._frames.have(needs.digests.column, needs.lengths).all():
-            unread = [pack_id for pack_id in lasting if pack_id not in self._indexes]
+            unread = [pack_id for pack_id in self._lasting if pack_id not in self._indexes]
             if not unread:
                 return False
             self._indexes |= self._remote.read_indexes(unread[: max(len(self._indexes), _FIRST_PACKS)])

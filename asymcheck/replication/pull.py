@@ -80,7 +80,8 @@ def pull(
         RemoteUnreachableError, StorageError: the location or the drive failed; committed checkpoints stay.
     """
     moved = Moved(str(remote.location))
-    copier = CheckpointCopier(remote, local, catalog, progress, moved)
+    # The packs are listed once. A collection keeps those that a listed checkpoint needs.
+    copier = CheckpointCopier(remote.listed(), local, catalog, progress, moved)
     # Once per run; a call that raises is repeated.
     copy_heads = functools.cache(partial(pull_heads, remote, local))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import PurePosixPath
@@ -39,7 +39,7 @@ from asymcheck.replication.transfer_stats import Moved
 from asymcheck.restore.partition_locator import PartitionLocator
 from asymcheck.restore.resolve import read_manifests
 from asymcheck.storage.interfaces import ReadTier
-from asymcheck.storage.manifests import CheckpointFiles
+from asymcheck.storage.manifests import CheckpointFiles, batches
 from asymcheck.storage.remote import RemoteTier
 from asymcheck.types import CheckpointRef, Digest, PackId, Progress
 
@@ -83,13 +83,12 @@ def push(
     publish = functools.cache(partial(publish_heads, local, remote))
     runs = functools.cache(partial(_RemoteRun, remote))
     failures: dict[str, AsymcheckError] = {}
-    for listing in listings:
+    for listing, part in _looked_up(listings, runs, present):
         run = listing.run
         if run in failures:
             continue
+        there = runs(run)
         try:
-            there = runs(run)
-            part = there.part(listing, listing.ref)
             if part.is_complete and present.has(part):
                 moved.present += 1
                 continue
@@ -111,6 +110,16 @@ def push(
             failures[run] = error
     _raise_any(failures, len(listings), remote)
     return moved
+
+
+def _looked_up(
+    listings: Sequence[CheckpointFiles], runs: Callable[[str], _RemoteRun], present: RemotePresence
+) -> Iterator[tuple[CheckpointFiles, CheckpointFiles]]:
+    """Yield each checkpoint with its part at the location. The packs there are listed once for many checkpoints."""
+    for batch in batches(listings):
+        parts = [runs(listing.run).part(listing, listing.ref) for listing in batch]
+        present.expect(part for part in parts if part.is_complete)
+        yield from zip(batch, parts, strict=True)
 
 
 def _raise_any(failures: Mapping[str, AsymcheckError], asked: int, remote: RemoteTier) -> None:

@@ -346,6 +346,7 @@ class PushLoop:
     def _verify_remote(self, remote: RemoteTier) -> None:
         """Verify that listed checkpoints are whole. Checkpoints that are not whole become due again."""
         present = RemotePresence(remote)
+        present.expect(self._unverified.values())
         while self._unverified and not self._is_ending:
             save_id = next(iter(self._unverified))
             self._check()

@@ -157,7 +157,7 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
 
     def _search(self) -> None:
         """Find the partitions, until none is missing."""
-        for pack_id in self._everywhere() if self._missing else ():
+        for pack_id in self._everywhere(self._needs.digests) if self._missing else ():
             pack = self._open(pack_id)
             if pack is not None and pack.damage is not None:
                 self._scanned[pack_id] = pack.damage
@@ -204,12 +204,12 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
             if pack.entries["kind"].any():
                 wanted |= _bases_of(pack, frames)
         # Other packs are only searched if hinted and near packs do not hold all bases.
-        self._bases = self._with_their_bases(wanted, lambda: self.tier.hinted(self._hints))
+        self._bases = self._with_their_bases(wanted, lambda _: self.tier.hinted(self._hints))
         if not all(self._bases.values()):
             self._bases = self._with_their_bases(wanted, self._everywhere)
 
     def _with_their_bases(
-        self, wanted: set[Digest], pack_ids: Callable[[], Iterable[PackId]]
+        self, wanted: set[Digest], pack_ids: Callable[[DigestSet], Iterable[PackId]]
     ) -> dict[Digest, list[PartitionCopy]]:
         """Return the copies of partitions in some packs, and the copies of all their bases.
 
@@ -219,13 +219,13 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
         for _ in range(_ROUNDS):
             if not wanted:
                 break
-            located = self._copies_in(pack_ids(), wanted)
+            located = self._copies_in(pack_ids, wanted)
             bases.update(located)
             wanted = {base for copies in located.values() for copy in copies for base in copy.bases()} - bases.keys()
         return bases
 
-    def _everywhere(self) -> Iterator[PackId]:
-        """Yield all packs once, near ones first, so that callers can stop early."""
+    def _everywhere(self, digests: DigestSet) -> Iterator[PackId]:
+        """Yield all packs that may hold some partitions once, near ones first, so that callers can stop early."""
         seen: set[PackId] = set()
         for pack_id in self.tier.hinted(self._hints):
             if pack_id not in seen:
@@ -234,6 +234,7 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
         # Repeated while new packs appear, because a listed pack may have been copied into another one and removed.
         while new := [pack_id for pack_id in self.tier.pack_ids() if pack_id not in seen]:
             seen.update(new)
+            new = self.tier.may_hold(new, digests)
             announced = 0
             for number, pack_id in enumerate(new):
                 # Few at first, because most searches end at one of the first packs.
@@ -246,14 +247,16 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
     def _is_known(self, pack_id: PackId) -> bool:
         return pack_id in self._packs or pack_id in self._problems or pack_id in self._closed
 
-    def _copies_in(self, pack_ids: Iterable[PackId], names: set[Digest]) -> dict[Digest, list[PartitionCopy]]:
+    def _copies_in(
+        self, pack_ids: Callable[[DigestSet], Iterable[PackId]], names: set[Digest]
+    ) -> dict[Digest, list[PartitionCopy]]:
         """Return all copies of partitions in some packs, full frames first. Each pack is searched once.
 
         Only packs with a hit stay open, because a store may have more packs than a process may open files.
         """
         copies_by_name: dict[Digest, list[PartitionCopy]] = {name: [] for name in names}
         digests = DigestSet(as_column(sorted(names)))
-        for pack_id in pack_ids:
+        for pack_id in pack_ids(digests):
             for copy in self._copies_of(digests, pack_id):
                 copies_by_name[Digest(copy.pack.entries["digest"][copy.sequence].tobytes())].append(copy)
         return {name: sorted(copies, key=PartitionCopy.kind) for name, copies in copies_by_name.items()}
@@ -285,7 +288,7 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
         with self._searching:
             if digest not in self._bases:
                 # Another copy of a damaged partition may have another base.
-                self._bases.update(self._copies_in(self._everywhere(), {digest}))
+                self._bases.update(self._copies_in(self._everywhere, {digest}))
             return self._bases[digest]
 
     def _lost_base(self) -> tuple[Digest, Digest] | None:
@@ -360,7 +363,7 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
     def other_copies(self, digest: Digest, damaged: Sequence[PartitionCopy]) -> Iterator[PartitionCopy]:
         """Yield the copies of a partition except ``damaged`` ones, near ones first. Thread-safe."""
         digests = DigestSet(as_column([digest]))
-        for pack_id in self._everywhere():
+        for pack_id in self._everywhere(digests):
             with self._searching:
                 copies = self._copies_of(digests, pack_id)
             yield from (copy for copy in copies if copy not in damaged)

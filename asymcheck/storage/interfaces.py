@@ -9,6 +9,7 @@ from pathlib import PurePath
 
 from asymcheck.config import StoreConfig
 from asymcheck.errors import ClosedStoreError, ForkedStoreError
+from asymcheck.format.digest_set import DigestSet
 from asymcheck.format.record import Descriptor
 from asymcheck.storage.manifests import ManifestReader
 from asymcheck.storage.pack_index import PackIndex, digests_of
@@ -95,6 +96,10 @@ class ReadTier(abc.ABC):
 
     def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:
         """Return the packs to search first, given the packs that a manifest names as hints."""
+        return pack_ids
+
+    def may_hold(self, pack_ids: list[PackId], digests: DigestSet) -> list[PackId]:  # noqa: ARG002 - used by remote tiers
+        """Return the packs without those that are known to hold none of these partitions."""
         return pack_ids
 
     def expect(self, pack_ids: Sequence[PackId]) -> None:  # noqa: B027 - optional

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 from typing import Protocol
 
@@ -170,20 +170,10 @@ class ManifestReader:
 
     def each(self, listings: Iterable[CheckpointFiles]) -> Iterator[CheckpointFiles]:
         """Yield checkpoints whose manifests are read one after the other, and read the next ones ahead."""
-        batch: list[CheckpointFiles] = []
-        count = 0
-        for listing in listings:
-            if batch and count + len(listing.manifests) > _BATCH_FILES:
-                yield from self._each(batch)
-                batch, count = [], 0
-            batch.append(listing)
-            count += len(listing.manifests)
-        yield from self._each(batch)
-
-    def _each(self, batch: Sequence[CheckpointFiles]) -> Iterator[CheckpointFiles]:
-        # The files of one checkpoint may be many, and each_name() reads them ahead.
-        with self.reading(batch if len(batch) > 1 else ()):
-            yield from batch
+        for batch in batches(listings):
+            # The files of one checkpoint may be many, and each_name() reads them ahead.
+            with self.reading(batch if len(batch) > 1 else ()):
+                yield from batch
 
     def each_name(self, listing: CheckpointFiles) -> Iterator[ManifestName]:
         """Yield the manifests of a checkpoint, to be read one after the other, and read the next ones ahead."""
@@ -255,6 +245,20 @@ def generations(named: Iterable[int]) -> list[int]:
     numbers = {1, *named}
     unnamed = (generation for generation in range(1, max(numbers)) if generation not in numbers)
     return sorted([*numbers, *itertools.islice(unnamed, _GENERATIONS)])
+
+
+def batches(listings: Iterable[CheckpointFiles]) -> Iterator[list[CheckpointFiles]]:
+    """Group checkpoints by at most 64 manifests; one checkpoint may have more."""
+    batch: list[CheckpointFiles] = []
+    count = 0
+    for listing in listings:
+        if batch and count + len(listing.manifests) > _BATCH_FILES:
+            yield batch
+            batch, count = [], 0
+        batch.append(listing)
+        count += len(listing.manifests)
+    if batch:
+        yield batch
 
 
 def listed(run: str, ref: CheckpointRef, names: list[str]) -> CheckpointFiles:

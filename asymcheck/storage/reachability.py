@@ -162,6 +162,8 @@ class StoreReachability(Reachability):
         """Number of packs that could not be read: locked by a writer, or damaged."""
         self.unmovable: set[PackId] = set()
         """Packs with a damaged live frame, which cannot be repacked."""
+        self.unsettled: Collection[NamedCheckpoint] = ()
+        """Checkpoints without all manifests, or with temporary files."""
 
     def _read_manifests(self) -> set[bytes]:
         """Read new manifests and forget deleted ones; return the keys of all manifests.
@@ -171,7 +173,7 @@ class StoreReachability(Reachability):
         """
         keys = super()._read_manifests()
         # A manifest must not return after a power loss, once its packs are freed.
-        self.tier.manifests.sync_deletions()
+        self.unsettled = self.tier.manifests.sync_deletions()
         for key in self._digests.keys() - keys:
             self._count(self._digests.pop(key), -1)
         # Check after reading: the folder may have been moved away since the store was opened.

@@ -135,8 +135,9 @@ class SaveReporting:
         """Warn if ``step`` is lower than ``newest``, the latest step saved or restored."""
         if newest is not None and step < newest:
             warn_user(
-                f"run {self._run!r}: step {step} is saved after step {newest}. To continue from an earlier step, "
-                "restore that step first",
+                f"run {self._run!r}: step {step} is saved after step {newest}. A restore still chooses step {newest}, "
+                f"and keep_last deletes step {step} first. To continue from an earlier step, restore that step first. "
+                "To count steps from 0 again, use another run",
                 StepOrderWarning,
             )
 

@@ -14,7 +14,9 @@ from asymcheck.capture.background_saver import newest_plan
 from asymcheck.capture.schedule import CaptureSchedule
 from asymcheck.config import CaptureConfig
 from asymcheck.state.partition_plan import Plan, PlanInput
+from asymcheck.storage.manifests import CheckpointFiles, ManifestReader
 from asymcheck.storage.nvme import NvmeTier
+from asymcheck.types import CheckpointRef
 from tests.checkpointer.loops import CONFIG, folder_for_rings
 
 LAYOUT = PlanInput((64 << 10,) * 6, ("model",) * 6, (True,) * 6)
@@ -227,4 +229,25 @@ def test_training_keeps_its_plan_over_a_restart(tmp_path: Path) -> None:
     assert [plan["windows"] for plan in plans[5:]] == [planned["windows"]] * 5  # type: ignore[index]  # JSON
     assert {phase for phase, _ in plans[-1]["windows"]} == {"forward", "backward"}  # type: ignore[attr-defined]  # JSON
     assert len(frozen) == 1
+    tier.close()
+
+
+def test_newest_plan_lists_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that the first step of a training does not list the thousands of checkpoints that a run may have."""
+    with Store.open(tmp_path / "store", config=SMALL, create=True) as store:
+        for step in range(4):
+            store.save({"step": step}, step=step)
+    tier = NvmeTier(tmp_path / "store", SMALL, read_only=True)
+    # A checkpoint that is being saved or deleted has no manifest.
+    (tier.root / "manifests" / "default" / f"{1:08d}-{9:012d}-{'0' * 32}").mkdir()
+    listed: list[int] = []
+    original = ManifestReader.listing
+
+    def listing(manifests: ManifestReader, run: str, ref: CheckpointRef) -> CheckpointFiles:
+        listed.append(ref.step)
+        return original(manifests, run, ref)
+
+    monkeypatch.setattr(ManifestReader, "listing", listing)
+    assert newest_plan(tier, "default") is not None
+    assert listed == [9, 3]
     tier.close()

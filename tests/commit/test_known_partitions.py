@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from asymcheck import Store
+from asymcheck import Store, StoreConfig
 from asymcheck.format.registry import BLOCK_BYTES
-from asymcheck.storage.nvme import NvmeTier, PackFile
+from asymcheck.storage.nvme import NvmeTier, PackFile, tier
 from asymcheck.types import PackId
 
 STATE_BYTES = 400_000
@@ -56,6 +56,35 @@ def test_an_index_is_read_once_for_many_saves(
     for step in range(5, 8):
         store.save(state | other, step=step)
     assert len(opened) == 1
+
+
+def test_the_indexes_of_many_packs_are_read_once(store_path: Path, opened: list[PackId]) -> None:
+    """Test a state whose partitions are in as many packs as steps have changed one of them, as of rare experts."""
+    steps = 70
+    state = {str(step): torch.rand(2000) for step in range(steps)}
+    with Store.open(store_path, config=StoreConfig(bundle_below_bytes=4096), create=True) as store:
+        for step in range(steps):
+            state[str(step)] += 1
+            store.save(state, step=step)
+        opened.clear()
+        for step in range(2):
+            assert store.save(state, step=steps + step).written_bytes == 0
+    # The last save of the loop has read the others.
+    assert len(opened) == 1
+
+
+def test_cached_indexes_are_bounded(store_path: Path, opened: list[PackId], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that the least recently used indexes are dropped, so that they take no memory without limit."""
+    states = [{"w": torch.rand(STATE_BYTES // 4)} for _ in range(3)]
+    with Store.open(store_path, create=True) as store:
+        for step, state in enumerate(states):
+            store.save(state, step=step)
+        store.save(states[0], step=3)
+        frames = store.resources.nvme.index_of(opened[0]).entries
+        monkeypatch.setattr(tier, "_INDEX_BYTES", 2 * frames.nbytes)
+        for state in (*states, *states[1:], states[0]):
+            store.save(state, step=4)
+    assert [opened.index(pack_id) for pack_id in opened] == [0, 1, 2, 0]
 
 
 def _damage_index(pack: Path) -> None:

@@ -16,9 +16,11 @@ from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import encode
 from asymcheck.replication.checkpoint_cache import CheckpointCache
+from asymcheck.restore.partition_locator import PartitionLocator
 from asymcheck.storage.pack_index import PackIndex
 from asymcheck.storage.remote import RemoteTier, clients, pack_reader, parse_location, tier
 from asymcheck.storage.remote.client_interface import Entry
+from asymcheck.storage.remote.readers import Readers
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from asymcheck.types import CheckpointRef, PackId, SaveId
 from tests.remote.conftest import CONFIG, check_state, save_steps
@@ -127,6 +129,21 @@ def test_a_push_of_all_reads_every_index_once(tmp_path: Path, folder: str, monke
     assert len(read) == len(set(read)) > 20
 
 
+def test_a_push_of_all_lists_the_packs_once(tmp_path: Path, folder: str, operations: list[str]) -> None:
+    """Test that the packs are not listed for each checkpoint that the location has."""
+    save_steps(tmp_path / "store", *range(5))
+    with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
+        store.push(folder, 4)
+        operations.clear()
+        assert store.push(folder, 4).present == 1
+        of_one = operations.count("list")
+        store.push(folder, everything=True)
+        operations.clear()
+        assert store.push(folder, everything=True).present == 5
+    # The folder of each checkpoint, the packs once, and the head records.
+    assert operations.count("list") == of_one + 4
+
+
 @pytest.mark.slow
 def test_push_lists_only_changes(locations: tuple[str, str], operations: list[str]) -> None:
     """Test that the first refresh lists all folders, and the next one only names."""
@@ -147,4 +164,58 @@ def test_a_directory_is_one_listing(locations: tuple[str, str], operations: list
     assert len(remote.manifests.checkpoints("default")) == COUNT + 1
     assert len(remote.pack_ids()) > COUNT
     assert len(operations) <= 3
+    remote.close()
+
+
+def test_a_pull_of_all_lists_the_packs_once(tmp_path: Path, folder: str, operations: list[str]) -> None:
+    """Test that neither the packs are listed, nor all of them searched, for each checkpoint."""
+    save_steps(tmp_path / "store", *range(6))
+    with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
+        store.push(folder, everything=True)
+    counts = []
+    for count in (1, 6):
+        with Store.open(tmp_path / f"pulled {count}", config=CONFIG, create=True) as store:
+            operations.clear()
+            assert len(store.pull(folder, everything=count > 1).committed) == count
+            counts.append(operations.count("list"))
+            check_state(store.load(), 5)
+    # The runs and their head records.
+    assert counts[1] <= counts[0] + 2
+
+
+def test_known_packs_are_not_searched_in_vain(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that a push opens only packs that may hold a partition, because a location may have thousands."""
+    save_steps(tmp_path / "store", *range(4))
+    with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
+        store.push(folder, everything=True)
+    remote = RemoteTier(parse_location(folder), CONFIG)
+    opened: list[PackId] = []
+    original = RemoteTier.open_pack
+
+    def open_pack(location: RemoteTier, pack_id: PackId) -> pack_reader.RemotePack:
+        opened.append(pack_id)
+        return original(location, pack_id)
+
+    monkeypatch.setattr(RemoteTier, "open_pack", open_pack)
+    # The unchanged tensor of the newest checkpoint is in the oldest pack, so every index is known afterwards.
+    for listing in reversed(remote.manifests.checkpoints("default")):
+        manifest = remote.manifests.read("default", listing.ref, listing.manifests[0])
+        opened.clear()
+        with PartitionLocator.of_manifests(remote, [manifest]) as sources:
+            needed = {sources.copy(name).pack.header.pack_id for name in manifest.partitions()}
+    assert len(opened) == len(needed) < len(remote.pack_ids())
+    remote.close()
+
+
+def test_known_indexes_need_no_thread(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that a push starts no thread for each pack of the location whose index it has read before."""
+    save_steps(tmp_path / "store", *range(4))
+    with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
+        store.push(folder, everything=True)
+    remote = RemoteTier(parse_location(folder), CONFIG)
+    packs = remote.pack_ids()
+    indexes = remote.read_indexes(packs)
+    monkeypatch.setattr(Readers, "submit", None)
+    assert remote.read_indexes(packs) == indexes
+    assert len(indexes) == len(packs) > 1
     remote.close()

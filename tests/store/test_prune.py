@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import pytest
 import torch
@@ -20,9 +20,11 @@ from asymcheck.errors import (
     ReadOnlyStoreError,
     SkippedCheckpointWarning,
 )
+from asymcheck.format import layout
 from asymcheck.gc.collect import Collected
 from asymcheck.gc.retention_runner import Pruner
 from asymcheck.policies.retention import choose_kept
+from asymcheck.storage.local_files import Files
 from tests.store.equality import assert_same, directory_content
 
 MIB = 1 << 20
@@ -231,6 +233,30 @@ def test_pruning_reads_only_new_manifests(store: Store, monkeypatch: pytest.Monk
         pruner.prune(0)
         assert set(read) == {step}
     assert _steps(store) == [0, 2, 4, 6, 8, 10, 12, 13]
+
+
+def test_pruning_lists_each_kept_checkpoint_three_times(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that a training with thousands of kept checkpoints does not spend its time on listings."""
+    count = 10
+    for step in range(count):
+        store.save({"step": step}, step=step)
+    pruner = Pruner(store.resources.nvme, store.resources.catalog(), "default", Retention(keep_every=1))
+    pruner.prune(0)
+    listed: list[str] = []
+    original = Files.list
+
+    def listing(files: Files, path: PurePath) -> list[str]:
+        listed.append(path.name)
+        return original(files, path)
+
+    monkeypatch.setattr(Files, "list", listing)
+    kept = [layout.checkpoint_name(checkpoint.ref) for checkpoint in store.checkpoints()]
+    for rules, times in ((Retention(keep_every=1), 1), (Retention(keep_last=count - 1), 3)):
+        listed.clear()
+        pruner._retention = rules
+        pruner.prune(0)
+        # By the policy. Only after a deletion, also by the mark phase, and to make deletions durable.
+        assert listed.count(kept[0 if times == 1 else 1]) == times
 
 
 def test_invalid_arguments_are_refused(store: Store) -> None:

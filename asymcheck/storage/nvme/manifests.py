@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path, PurePath
 
 from asymcheck.errors import (
@@ -153,13 +153,15 @@ class ManifestFiles(ManifestReader):
         temporary = [name for name in self._files.list(directory) if name.endswith(layout.TEMPORARY)]
         self.remove_unfinished(run, ref, temporary)
 
-    def unfinished(self, run: str) -> Iterator[tuple[CheckpointRef, list[str]]]:
-        """Yield the checkpoints whose folder has temporary files or no manifest, with these temporary files."""
-        for ref in self.refs(run):
-            names = self._names(self.directory(run, ref))
-            temporary = [name for name in names if name.endswith(layout.TEMPORARY)]
-            if temporary or not listed(run, ref, names).manifests:
-                yield ref, temporary
+    def _files_of(self, run: str, ref: CheckpointRef) -> tuple[CheckpointFiles, list[str]]:
+        """Return the manifests and the temporary files in the folder of a checkpoint."""
+        names = self._names(self.directory(run, ref))
+        return listed(run, ref, names), [name for name in names if name.endswith(layout.TEMPORARY)]
+
+    def unfinished(self, among: Iterable[tuple[str, CheckpointRef]]) -> list[tuple[str, CheckpointRef, list[str]]]:
+        """Return the checkpoints whose folder has temporary files or no manifest, with these temporary files."""
+        found = [(run, ref, *self._files_of(run, ref)) for run, ref in among]
+        return [(run, ref, temporary) for run, ref, files, temporary in found if temporary or not files.manifests]
 
     def remove_unfinished(self, run: str, ref: CheckpointRef, names: Iterable[str]) -> None:
         """Remove temporary files in the folder of a checkpoint, and the folder if it is empty then."""
@@ -169,11 +171,18 @@ class ManifestFiles(ManifestReader):
         if self._files.remove_directory(directory):
             self._files.sync_directory(directory.parent)
 
-    def sync_deletions(self) -> None:
-        """Make deletions durable whose process was killed between the removal of a manifest and the sync."""
+    def sync_deletions(self) -> list[tuple[str, CheckpointRef]]:
+        """Make deletions durable whose process was killed between the removal of a manifest and the sync.
+
+        Return the checkpoints that may be deleted or unfinished: manifests are missing, or there are temporary files.
+        """
+        unsettled = []
         for run in self.runs():
-            incomplete = [listing.ref for listing in self.checkpoints(run) if not listing.is_whole]
-            self.sync_checkpoints(run, [*incomplete, *(ref for ref, _ in self.unfinished(run))])
+            found = [(ref, *self._files_of(run, ref)) for ref in self.refs(run)]
+            refs = [ref for ref, files, temporary in found if temporary or not files.is_whole]
+            self.sync_checkpoints(run, refs)
+            unsettled += [(run, ref) for ref in refs]
+        return unsettled
 
     def sync_checkpoints(self, run: str, refs: Collection[CheckpointRef]) -> None:
         """Make the names of manifests durable whose process was killed between the rename and the sync."""

@@ -45,7 +45,13 @@ from asymcheck.storage.slots import Slot
 from asymcheck.types import Owner, PackId
 
 _logger = logging.getLogger(__name__)
-_CACHED_INDEXES = 64
+_INDEX_BYTES = 64 << 20
+"""Maximum size of the cached indexes: those of a million frames.
+
+A limit of packs would be too low for a save that reuses partitions of more packs, which each save then reads again.
+"""
+_CachedIndex = tuple[tuple[int, ...], PackIndex]
+"""State of the file of a pack, and its index."""
 _FOLDERS = (layout.HEADS, layout.MANIFESTS, layout.PACKS, layout.POOL)
 
 
@@ -79,7 +85,8 @@ class NvmeTier(StoreTier):
         self.packs = root / layout.PACKS
         self._catalog: Catalog | None = None
         self._catalog_lock = threading.Lock()
-        self._indexes: dict[PackId, tuple[tuple[int, ...], PackIndex]] = {}
+        self._indexes: dict[PackId, _CachedIndex] = {}
+        self._index_bytes = 0
         self._indexes_lock = threading.Lock()
         if not read_only:
             with translated("access", root):
@@ -322,16 +329,25 @@ class NvmeTier(StoreTier):
             raise MissingPartitionError(f"pack {path.name} does not exist") from error
         file = (status.st_ino, status.st_size, status.st_ctime_ns)
         with self._indexes_lock:
-            cached = self._indexes.pop(pack_id, None)
+            cached = self._taken(pack_id)
         if cached is None or cached[0] != file:
             with contextlib.closing(self.open_pack(pack_id)) as pack:
                 cached = file, PackIndex(pack.header, pack.entries, pack.damage)
         with self._indexes_lock:
+            # Another thread may have read the same index.
+            self._taken(pack_id)
             # The least recently used pack comes first.
             self._indexes[pack_id] = cached
-            if len(self._indexes) > _CACHED_INDEXES:
-                del self._indexes[next(iter(self._indexes))]
+            self._index_bytes += cached[1].entries.nbytes
+            while self._index_bytes > _INDEX_BYTES and len(self._indexes) > 1:
+                self._taken(next(iter(self._indexes)))
         return cached[1]
+
+    def _taken(self, pack_id: PackId) -> _CachedIndex | None:
+        """Take an index out of the cache."""
+        cached = self._indexes.pop(pack_id, None)
+        self._index_bytes -= 0 if cached is None else cached[1].entries.nbytes
+        return cached
 
     def peek(self, pack_id: PackId) -> PackIndex:
         """Find the frames of a locked or damaged pack; see :func:`asymcheck.storage.nvme.pack_reader.peek`."""

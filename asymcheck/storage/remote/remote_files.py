@@ -137,7 +137,8 @@ class RemoteFiles:
             entries = self._do("list", path, partial(walk, str(path)))
         except FileNotFoundError:
             return []
-        return sorted(entries, key=lambda entry: entry.path)
+        # Comparing the paths themselves takes several times longer, and a location may have thousands of packs.
+        return sorted(entries, key=lambda entry: entry.path.parts)
 
     def list(self, path: PurePath) -> list[str]:
         """Return the sorted names in a directory; an empty list if the directory does not exist."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import threading
 import time
@@ -11,6 +12,8 @@ from concurrent.futures import Future
 from functools import partial
 from pathlib import PurePosixPath
 from typing import NamedTuple
+
+import numpy as np
 
 from asymcheck.config import WRITER, StoreConfig
 from asymcheck.errors import (
@@ -22,6 +25,7 @@ from asymcheck.errors import (
     result_or_error,
 )
 from asymcheck.format import layout
+from asymcheck.format.digest_set import DigestSet
 from asymcheck.format.record import (
     RECORD_BYTES,
     REMOTE_LAYOUT,
@@ -74,6 +78,7 @@ class RemoteTier(StoreTier):
         self._indexes: dict[PackId, PackIndex] = {}
         self._loading: dict[PackId, Future[PackIndex]] = {}
         self._doomed: dict[PackId, Entry] = {}
+        self._listed: list[PackId] | None = None
         self._lock = threading.Lock()
         data = self.files.read_small(self._top / layout.DESCRIPTOR_NAME, RECORD_BYTES)
         if data is None:
@@ -183,6 +188,8 @@ class RemoteTier(StoreTier):
 
     def pack_ids(self) -> list[PackId]:
         """Return the ids of all readable packs, newest first."""
+        if self._listed is not None:
+            return self._listed
         packs = self.list_packs()
         return [*packs.lasting, *packs.doomed]
 
@@ -190,6 +197,12 @@ class RemoteTier(StoreTier):
         """Return the files of the packs on which a push may rely, because :meth:`reprieve` can keep them."""
         packs = self.list_packs()
         return {**(packs.doomed if self.files.renames else {}), **packs.lasting}
+
+    def listed(self) -> RemoteTier:
+        """List the packs once, and return a view of them. The view shares everything else with this tier."""
+        view = copy.copy(self)
+        view._listed = self.pack_ids()  # noqa: SLF001 - of the same class
+        return view
 
     def doom(self, entry: Entry, pack_id: PackId, collection: bytes) -> bool:
         """Announce that ``collection`` will remove a pack; return False if the pack was removed or renamed."""
@@ -221,6 +234,23 @@ class RemoteTier(StoreTier):
     def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:  # noqa: ARG002 - used by other tiers
         """Return no pack, because hints in a manifest name packs of its original store."""
         return ()
+
+    def may_hold(self, pack_ids: list[PackId], digests: DigestSet) -> list[PackId]:
+        """Return the packs whose index is unknown or has some of these partitions; see :meth:`ReadTier.may_hold`.
+
+        A location may have thousands of packs, and each checkpoint is in a few of them.
+        """
+        with self._lock:
+            columns = {
+                pack_id: self._indexes[pack_id].entries["digest"] for pack_id in pack_ids if pack_id in self._indexes
+            }
+        if not columns:
+            return pack_ids
+        is_needed = digests.numbers(np.concatenate(list(columns.values()))) >= 0
+        owners = np.repeat(np.arange(len(columns)), [len(column) for column in columns.values()])
+        counts = np.bincount(owners[is_needed], minlength=len(columns))
+        useless = {pack_id for pack_id, count in zip(columns, counts.tolist(), strict=True) if not count}
+        return [pack_id for pack_id in pack_ids if pack_id not in useless]
 
     def open_pack(self, pack_id: PackId) -> RemotePack:
         """Open a complete pack; see :meth:`ReadTier.open_pack`. Raise RemoteUnreachableError without an answer."""
@@ -263,8 +293,11 @@ class RemoteTier(StoreTier):
             index = result_or_error(self._index, pack_id)
             return index if isinstance(index, PackIndex) else None
 
-        requested = list(pack_ids)
-        return dict(zip(requested, self._ahead.threads.map(index_of, requested), strict=True))
+        with self._lock:
+            found: dict[PackId, PackIndex | None] = {pack_id: self._indexes.get(pack_id) for pack_id in pack_ids}
+        # A thread for each index that is known already would dominate the cost of a push to thousands of packs.
+        unread = [pack_id for pack_id, index in found.items() if index is None]
+        return {**found, **dict(zip(unread, self._ahead.threads.map(index_of, unread), strict=True))}
 
     def usage(self) -> tuple[int, int, int, int]:
         """Return number and bytes of the packs, then zeros, because remote locations have no pool."""

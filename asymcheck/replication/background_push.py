@@ -122,10 +122,12 @@ class BackgroundPush:
 
     def warn_of_new_start(self) -> None:
         """Warn if the location has checkpoints of the run, of which the store has none. They would be in the way."""
-        if self._job is None:
+        # Without the lease, the location has no run to warn of, or does not answer: another request could hold the
+        # training for another deadline.
+        if self._job is None or self.lease.phase != "held":
             return
         run, location = self._job.run, self._job.rules.remote
-        # A location that does not answer is reported by the push, and a new location has no checkpoints.
+        # A location that does not answer is reported by the push.
         with (
             contextlib.suppress(AsymcheckError),
             contextlib.closing(RemoteTier(parse_location(location), self._job.config)) as remote,

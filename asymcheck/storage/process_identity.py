@@ -97,9 +97,20 @@ def _stat(pid: int) -> list[bytes] | None:
         try:
             return path.read_bytes().rpartition(b")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
-            return []
+            return None if _is_of_another_user(pid) else []
         except PermissionError:
             return None
+
+
+def _is_of_another_user(pid: int) -> bool:
+    """Tell whether another user has a process of this number, which hidepid=2 removes from ``/proc``."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        pass
+    return False
 
 
 def _boot_id() -> str:

@@ -26,9 +26,11 @@ from asymcheck.errors import (
     Preempted,
     RanksError,
     ReadOnlyStoreError,
+    RemoteUnreachableError,
     RunInUseError,
     StorageError,
     UnreachableRemoteWarning,
+    listed,
     warn_user,
 )
 from asymcheck.gc.retention_runner import MaintenanceThread, Pruner
@@ -342,7 +344,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def _resumed(self, returned: ResumePoint | None) -> Checkpoint | None:
         self._unsaved = None
         if returned is None:
-            _logger.info("no checkpoint of run %s in %s: starting from scratch", self._run, self._store.location)
             self._warn_of_none()
             return None
         self._partial_restore = None
@@ -354,10 +355,21 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         return returned.checkpoint
 
     def _warn_of_none(self) -> None:
-        """Warn of checkpoints that are not restored, else of an empty remote: it may be a mount point."""
+        """Log the new start, and warn of checkpoints that are not restored, else of an empty remote.
+
+        The name of the run may be mistyped, and an empty remote may be a mount point.
+        """
         remote = self._store.resources.remote
         if self._coordinator is not None and not self._coordinator.is_first:
             return
+        others: list[str] = []
+        # The other ranks start, so an outage of the remote is no reason to fail now.
+        with contextlib.suppress(RemoteUnreachableError), self._store.resources.source() as source:
+            others = [run for run in source.manifests.runs() if run != self._run]
+        there = f", which has other runs: {listed(others)}" if others else ""
+        # A new run beside others is usual, so this is no warning that a program may turn into an error.
+        message = "no checkpoint of run %s in %s%s: starting from scratch"
+        _logger.log(logging.WARNING if others else logging.INFO, message, self._run, self._store.location, there)
         if not self._warn_of_abandoned(_NONE_RESTORED) and remote is not None and remote.tier() is None:
             warn_user(
                 f"remote {remote.name} is empty; starting a new run. If you expected checkpoints there, stop and check "

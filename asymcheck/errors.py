@@ -386,8 +386,9 @@ class PublishWarning(UserWarning):
 
 
 _CALLEES = ("asymcheck.", "torch.distributed.checkpoint.", "contextlib", "threading")
-_LOGGER = logging.getLogger("asymcheck")
-# Without this handler, Python would print each record in addition to the warning.
+_LOGGER = logging.getLogger(__name__)
+# Without this handler, Python would print each record in addition to the warning. The loggers of other modules have no
+# handler, so that Python prints their records, such as the wait for another training.
 _LOGGER.addHandler(logging.NullHandler())
 
 

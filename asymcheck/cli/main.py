@@ -113,8 +113,8 @@ class _NoteHandler(logging.Handler):
 
 @contextlib.contextmanager
 def _waits_as_notes() -> Iterator[None]:
-    """Print messages about a remote location that does not answer."""
-    logger, handler = logging.getLogger("asymcheck.storage.remote"), _NoteHandler(logging.WARNING)
+    """Print messages about a remote location that does not answer, and about a lock."""
+    logger, handler = logging.getLogger("asymcheck.storage"), _NoteHandler(logging.WARNING)
     logger.addHandler(handler)
     try:
         yield

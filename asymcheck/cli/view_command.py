@@ -14,7 +14,8 @@ from asymcheck.cli.options import ReportCommand, ring_folder_option, show_remote
 from asymcheck.cli.reports import diff, du
 from asymcheck.cli.verify_command import verify
 from asymcheck.config import DEFAULT_RUN
-from asymcheck.errors import StorageError
+from asymcheck.convert.export_target import Draft
+from asymcheck.errors import InvalidInputError
 
 _COMMANDS: dict[str, ReportCommand] = {"diff": diff, "du": du, "inspect": inspect, "verify": verify}
 
@@ -32,6 +33,7 @@ _COMMANDS: dict[str, ReportCommand] = {"diff": diff, "du": du, "inspect": inspec
     metavar="FILE",
     help="Write the page to one HTML file instead. It contains all data and works offline.",
 )
+@click.option("--overwrite", is_flag=True, help="With --export: replace an existing file.")
 @click.option("--verify", "verifies", is_flag=True, help="With --export: read and check every byte first.")
 @click.option("--compare", nargs=2, metavar="A B", help="With --export: compare two checkpoints, as 'asymcheck diff'.")
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="With --compare: run of A and B.")
@@ -43,6 +45,7 @@ def view(
     port: int,
     opens: bool,
     export: Path | None,
+    overwrite: bool,
     verifies: bool,
     compare: tuple[str, str] | None,
     run: str,
@@ -59,16 +62,23 @@ def view(
 
     if export is None and (verifies or compare):
         raise click.UsageError("--verify and --compare require --export; the served page has buttons for both")
+    if export is None and overwrite:
+        raise click.UsageError("--overwrite requires --export")
     if export is not None and (opens or port):
         raise click.UsageError("--export starts no server: leave out --open and --port")
     with contextlib.closing(Documents(Source(store, remote, ring_folder, trace), document_of)) as documents:
         if export is not None:
-            page = static_page(documents.collect(verify=verifies, compare=compare and (run, *compare)))
+            if export.exists() and not export.is_file():
+                raise InvalidInputError(f"cannot replace {export}: it is not a file; choose another name")
+            # Refused before a verification, which may take hours.
+            draft = Draft(export, overwrite=overwrite)
+            page = static_page(documents.collect(verify=verifies, compare=compare and (run, *compare))).encode()
             try:
-                export.write_text(page, "utf-8")
-            except OSError as error:
-                raise StorageError(f"cannot write {export}: {error.strerror}; choose another file") from error
-            click.echo(f"{export}: {output.size(len(page.encode()))}")
+                draft.file(size=len(page)).write(0, page)
+                draft.publish()
+            finally:
+                draft.discard()
+            click.echo(f"{export}: {output.size(len(page))}")
             return
         with PageServer(documents, port) as server:
             click.echo(server.url)

@@ -180,8 +180,10 @@ class _Adoption:
         """Commit the complete captures of ``readers``, and remove the rings that are not kept."""
         captures = [capture for reader in readers for capture in self._captures_in(reader)]
         captures.sort(key=lambda capture: (capture.header.ref, capture.header.rank))
-        for capture in captures:
-            self._commit(capture, captures)
+        while captures:
+            first = captures[0].header
+            self._commit([capture for capture in captures if capture.is_part_of_same(first)])
+            captures = [capture for capture in captures if not capture.is_part_of_same(first)]
         for reader in readers:
             if reader not in self._kept:
                 reader.unlink()
@@ -200,21 +202,21 @@ class _Adoption:
             except FormatError as error:
                 self._note(run, None, str(error))
 
-    def _commit(self, capture: _RingCapture, captures: Sequence[_RingCapture]) -> None:
-        header = capture.header
+    def _commit(self, parts: Sequence[_RingCapture]) -> None:
+        """Commit the parts of one checkpoint in the rings: all of them, or none."""
+        header = parts[0].header
         run, step = header.run, header.ref.step
         stored = self.tier.manifests.listing(run, header.ref)
-        if stored.has(header.rank):
-            # The process was killed after the commit, before it marked the capture as committed.
-            return
-        parts = [other for other in captures if other.is_part_of_same(header)]
         missing = _missing_ranks(header, stored, parts)
+        # A process may have been killed after its commit, before it marked the capture as committed.
+        parts = [part for part in parts if not stored.has(part.header.rank)]
+        readers = {part.reader for part in parts}
         if missing:
             # The process may be about to end, or may itself be adopting the ring.
             in_use = [rank for rank in missing if (run, rank) in self._in_use]
             if in_use or (run, header.ref.save_id) in self._unread:
-                self._kept.add(capture.reader)
-            if header.rank == min(other.header.rank for other in parts):
+                self._kept |= readers
+            if parts:
                 problem = (
                     f"incomplete: ranks {listed(missing)} of {header.world_size} have no part in a ring or in the store"
                 )
@@ -222,35 +224,50 @@ class _Adoption:
                     problem += f"; a ring of ranks {listed(in_use)} is in use by another process; {_KEPT}"
                 self._note(run, step, problem)
             return
+        if not parts:
+            return
         try:
-            # A full drive may have no space for a new catalog, either.
-            catalog = self.open_catalog()
-            transaction = RingTransaction(self.tier, catalog, self.encoder, header.ref.save_id, header.rank)
-            with transaction:
-                # Check the lineage before the write, so that a rejected capture is not written at each start.
-                self.placing(header)
-                _check_line(self.tier, header)
-                self._add_all(transaction, capture)
-                ref = transaction.commit_capture(capture.manifest, partial(self.placing, header))
+            refs = self._publish(parts)
         except MissingPartitionError as error:
             self._note(run, step, str(error))
         except OutOfSpaceError as error:
             if self.raises(run):
                 store = self.tier.root
-                command = restore_command(store, run, capture.reader.path.parent, step)
+                command = restore_command(store, run, parts[0].reader.path.parent, step)
                 raise OutOfSpaceError(
                     f"step {step} of run {run!r} is complete in memory, but the drive of store {store} is full. Free "
                     "space, for example with asymcheck gc and its --keep rules, and start again. Or write the step to "
                     f"another drive:\n  {command}\nOr continue from an older checkpoint: Checkpointer(on_error='warn')"
                 ) from error
-            self._kept.add(capture.reader)
+            self._kept |= readers
             self._note(run, step, f"{error}; {_KEPT}")
         except (FormatError, InvalidInputError) as error:
             # The capture is intact, but the store is damaged, for example a head record. A repair may help.
-            self._kept.add(capture.reader)
+            self._kept |= readers
             self._note(run, step, f"{error}; {_KEPT}")
         else:
-            self.adopted.append(RecoveredCapture(run, step, ref, ""))
+            self.adopted += [RecoveredCapture(run, step, ref, "") for ref in refs]
+
+    def _publish(self, parts: Sequence[_RingCapture]) -> list[CheckpointRef]:
+        """Make the partitions of all parts durable, then publish their manifests (SPEC.md §C5)."""
+        # A full drive may have no space for a new catalog, either.
+        catalog = self.open_catalog()
+        with contextlib.ExitStack() as stack:
+            sealed = []
+            for part in parts:
+                header = part.header
+                transaction = RingTransaction(self.tier, catalog, self.encoder, header.ref.save_id, header.rank)
+                stack.enter_context(transaction)
+                # Check the lineage before the write, so that a rejected capture is not written at each start.
+                self.placing(header)
+                _check_line(self.tier, header)
+                self._add_all(transaction, part)
+                transaction.seal_frames()
+                sealed.append((transaction, part))
+            return [
+                transaction.commit_capture(part.manifest, partial(self.placing, part.header))
+                for transaction, part in sealed
+            ]
 
     def _add_all(self, transaction: RingTransaction, capture: _RingCapture) -> None:
         reader, lengths = capture.reader, capture.manifest.partitions()

@@ -302,12 +302,12 @@ def _written(path: Path) -> Iterator[None]:
     """Replace the advice in errors of writing ``path``, which is outside of a store.
 
     Raises:
-        InvalidInputError: the user has no permission to write.
+        ReadOnlyStoreError: the user has no permission to write.
     """
     try:
         yield
     except ReadOnlyStoreError as error:
-        raise InvalidInputError(f"cannot write to {path.parent}: {error.__cause__}; choose another folder") from error
+        raise ReadOnlyStoreError(f"cannot write to {path.parent}: {error.__cause__}; choose another folder") from error
 
 
 def make_temporary_folder(kind: str) -> Path:

@@ -19,7 +19,7 @@ from asymcheck.inspect.history import describe_by, known_line
 from asymcheck.inspect.norms import NormSums, TensorNorms, without_norms
 from asymcheck.inspect.values import plain_values, shortened
 from asymcheck.restore.partition_locator import PartitionLocator, PartitionSet
-from asymcheck.restore.resolve import by_save_id, candidates, needed_by, read_manifests
+from asymcheck.restore.resolve import by_save_id, find_readable, needed_by, read_manifests
 from asymcheck.restore.tensor_reader import PartitionCache, TensorStream
 from asymcheck.state.names import in_order, matches, no_match, unique_name
 from asymcheck.storage.interfaces import ReadTier
@@ -328,21 +328,25 @@ _SAVE = re.compile(r"save:([0-9a-f]{1,32})\Z")
 def find_checkpoint(tier: ReadTier, name: int | str, run: str) -> tuple[CheckpointFiles, list[CheckpointFiles]]:
     """Return the checkpoint with a name: ``STEP``, ``save:DIGITS``, or either after ``RUN@``.
 
-    If a step was saved several times, return the checkpoint that a restore would choose: the newest save on the line,
-    or of the newest generation. The other checkpoints of the step follow, newest first. ``DIGITS`` are the first
-    hexadecimal digits of exactly one save id.
+    If a step was saved several times, return the checkpoint that a restore would choose: the newest readable save on
+    the line, or of the newest generation. The other checkpoints of the step follow, newest first. ``DIGITS`` are the
+    first hexadecimal digits of exactly one save id.
 
     Raises:
         InvalidInputError: the name is invalid, or several checkpoints have these digits.
         CheckpointNotFoundError: no checkpoint has this name.
         HeadRecordError: the step was saved several times, and the line is unknown.
+        InconsistentCheckpointError: the manifests of no save of the step are readable.
+
+    Warns:
+        SkippedCheckpointWarning: a newer save of the step is unfinished or damaged.
     """
     text = str(name)
     if "@" in text:
         run, text = text.split("@", 1)
     layout.check_run(run)
     if _STEP.match(text):
-        chosen = candidates(tier, run, int(text))[0]
+        chosen, _ = find_readable(tier, run, int(text))
         same_step = [listing for listing in tier.manifests.checkpoints(run) if listing.ref.step == int(text)]
         return chosen, [listing for listing in reversed(same_step) if listing.ref != chosen.ref]
     digits = _SAVE.match(text)

@@ -161,7 +161,7 @@ class _HistoryReader:
             check_generations(self.listings, self.line)
         except HeadRecordError as error:
             if not everything:
-                raise
+                raise HeadRecordError(f"{error}, or list all checkpoints (asymcheck log --all)") from error
             self.line, self.line_problem = None, str(error)
         unread = [listing for listing in self.listings if listing.ref not in self.known]
         new = {listing.ref: self._read_manifests(listing) for listing in self.tier.manifests.each(unread)}

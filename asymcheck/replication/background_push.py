@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import io
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -53,6 +54,8 @@ _START_S = 30.0
 _ANSWER_S = 3.0
 """Seconds that the child gets after a time limit to cancel its uploads and report."""
 _POLL_S = 0.02
+_QUIET_S = 5.0
+"""Time after which a missing answer is reported."""
 
 # Terminals and schedulers send these signals to all processes, but only the training decides what to do.
 _IGNORED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
@@ -117,10 +120,12 @@ class BackgroundPush:
 
     def warn_of_new_start(self) -> None:
         """Warn if the location has checkpoints of the run, of which the store has none. They would be in the way."""
-        if self._job is None:
+        # Without the lease, the location has no run to warn of, or does not answer: another request could hold the
+        # training for another deadline.
+        if self._job is None or self.lease.phase != "held":
             return
         run, location = self._job.run, self._job.rules.remote
-        # A location that does not answer is reported by the push, and a new location has no checkpoints.
+        # A location that does not answer is reported by the push.
         with (
             contextlib.suppress(AsymcheckError),
             contextlib.closing(RemoteTier(parse_location(location), self._job.config)) as remote,
@@ -250,13 +255,18 @@ class BackgroundPush:
     def _await_lease(self, job: PushJob) -> None:
         """Wait until a claim is decided, at most ``deadline_s`` without an answer of the location."""
         deadline_s = job.config.remote.deadline_s
-        limit, is_logged = time.monotonic() + deadline_s, False
+        began = time.monotonic()
+        limit, quiet, is_logged = began + deadline_s, began + _QUIET_S, False
         with self._turn:
             while not self.lease.is_decided and self._is_open and (now := time.monotonic()) < limit:
                 if self._lease.until and not is_logged:
-                    limit, is_logged = self._lease.until + deadline_s, True
+                    limit, quiet, is_logged = self._lease.until + deadline_s, math.inf, True
                     holder = f"run {job.run} at {job.rules.remote} may be in use by {self._lease.other}"
                     _logger.warning("%s; waiting up to %.0f s for a sign of life", holder, self._lease.until - now)
+                elif now > quiet:
+                    quiet = math.inf
+                    text = "%s does not answer; waiting up to %g s to learn whether another machine trains run %s"
+                    _logger.warning(text, job.rules.remote, deadline_s, job.run)
                 self._turn.wait(_POLL_S)
             problem = self._lease.problem if self._lease.is_decided else "no answer in time"
         if problem:

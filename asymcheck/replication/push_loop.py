@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import logging
 import math
 import os
 import sys
@@ -488,6 +489,8 @@ def serve(requests: int, statuses: int, parent: int) -> None:
     uploaded is finished, and no other is begun.
     """
     _lower_priority()
+    # The training reports the problems of a push, so Python must not print each attempt.
+    logging.getLogger("asymcheck").addHandler(logging.NullHandler())
     status = 1
     try:
         job = decoded(PushJob, sys.stdin.buffer.read())

@@ -12,6 +12,7 @@ from asymcheck.types import Owner
 _PROC = Path("/proc")
 _HIDDEN = -1
 _COMMAND_CHARACTERS = 80
+_PF_EXITING = 4
 _held: set[bytes] = set()
 
 
@@ -34,6 +35,14 @@ def has_ended(owner: Owner) -> bool:
     Another boot id alone does not show that, because some containers (systemd, LXC) have a separate boot id.
     """
     return is_visible(owner) and is_dead(owner)
+
+
+def is_exiting(owner: Owner) -> bool:
+    """Tell whether a process was killed, and keeps its locks until the system has freed its memory."""
+    fields = _stat(owner.pid) if is_visible(owner) else None
+    if not fields or int(fields[19]) != owner.start_ticks:
+        return False
+    return bool(int(fields[6]) & _PF_EXITING)
 
 
 def is_visible(owner: Owner) -> bool:
@@ -73,17 +82,35 @@ def describe(owner: Owner) -> str:
 
 def _start_ticks(pid: int) -> int | None:
     """Return the start time of a process; None if it is dead, ``_HIDDEN`` if this user may not see it."""
+    fields = _stat(pid)
+    if fields is None:
+        return _HIDDEN
+    # A zombie holds no locks and writes nothing more.
+    return None if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _stat(pid: int) -> list[bytes] | None:
+    """Return the state of a process and the fields after it; none if it is dead, None if this user may not see it."""
     path = _PROC / str(pid) / "stat"
     # Any other error must propagate: without a free descriptor, every process would seem to be dead.
     with translated("access", path):
         try:
-            fields = path.read_bytes().rpartition(b")")[2].split()
+            return path.read_bytes().rpartition(b")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
-            return None
+            return None if _is_of_another_user(pid) else []
         except PermissionError:
-            return _HIDDEN
-    # A zombie holds no locks and writes nothing more.
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+            return None
+
+
+def _is_of_another_user(pid: int) -> bool:
+    """Tell whether another user has a process of this number, which hidepid=2 removes from ``/proc``."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        pass
+    return False
 
 
 def _boot_id() -> str:

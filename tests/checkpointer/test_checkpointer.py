@@ -476,6 +476,16 @@ def test_start_from_scratch_is_logged(store: Store, caplog: pytest.LogCaptureFix
     assert f"no checkpoint of run new in {store.location}: starting from scratch" in lines
 
 
+def test_a_new_run_beside_others_is_logged_as_a_warning(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """Test that a mistyped run name shows with the default log level, with the runs that exist."""
+    _train(store, [0])
+    with Checkpointer(store, _state(), run="defualt") as checkpointer:
+        assert checkpointer.restore() is None
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "no checkpoint of run defualt" in line
+    assert "other runs: default:" in line
+
+
 def test_warnings_are_logged_too(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     """Test that a log file of the training contains the warnings."""
     _train(store, [5])

@@ -42,9 +42,9 @@ class _Trainer:
 
     def __init__(self, store: Path, run: str) -> None:
         """Start the process."""
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _TRAINER, str(store), run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        command = [sys.executable, "-c", _TRAINER, str(store), run]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
     def step(self) -> str:
         """Train one step, and return the output of the process."""
@@ -87,7 +87,6 @@ def test_run_of_a_living_process_is_refused(
             checkpointer.restore() if first_call == "restore" else getattr(checkpointer, first_call)(99)
         checkpointer.close()
         assert not caught.value.taken_over
-        # Without a line on standard error, a second start by mistake would look like a hang.
         assert [record.levelname for record in caplog.records if "waiting up to 0.1 s" in record.message] == ["WARNING"]
         assert caught.value.last_step == 7
         assert f"process {trainer.process.pid} " in caught.value.trainer
@@ -95,6 +94,20 @@ def test_run_of_a_living_process_is_refused(
         assert "takeover=True" in str(caught.value)
         assert trainer.step() == "8"
         assert [checkpoint.step for checkpoint in store.checkpoints() if checkpoint.on_line] == [7, 8]
+
+
+@pytest.mark.slow
+def test_wait_for_another_training_is_printed(store_path: Path) -> None:
+    """Test a program that sets up no logging: without a line on standard error, its start would look like a hang."""
+    with _trainer(store_path) as first:
+        second = _Trainer(store_path, "default")
+        try:
+            assert second.process.stderr is not None
+            line = second.process.stderr.readline()
+        finally:
+            second.process.kill()
+            second.process.communicate()
+        assert f"is in use by process {first.process.pid} " in line
 
 
 def test_takeover_ends_the_older_training(store_path: Path) -> None:

@@ -10,11 +10,13 @@ import safetensors.torch
 import torch
 
 from asymcheck import Store
+from asymcheck.cli.exit_status import STORAGE, status_of
 from asymcheck.convert.convert import Output, export_checkpoint
 from asymcheck.errors import (
     InconsistentCheckpointError,
     InvalidInputError,
     OutOfSpaceError,
+    ReadOnlyStoreError,
     StorageError,
 )
 from asymcheck.storage.local_files import Files
@@ -166,15 +168,16 @@ def test_a_folder_stays_when_the_new_one_cannot_take_its_name(
 
 
 def test_a_place_that_cannot_be_written_is_named(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Test that the error recommends another target, and does not mention the store."""
+    """Test that the error is one of the system, recommends another target, and does not mention the store."""
     store.save({"a": torch.ones(3)}, step=1)
 
     def refuse(*_arguments: object, **_options: object) -> int:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("asymcheck.convert.export_target.os.ftruncate", refuse)
-    with pytest.raises(InvalidInputError, match=r"cannot write to .*choose another folder") as caught:
+    with pytest.raises(ReadOnlyStoreError, match=r"cannot write to .*choose another folder") as caught:
         export_checkpoint(store, Output(tmp_path / "m.safetensors"))
+    assert status_of(caught.value) == STORAGE
     assert "read_only" not in str(caught.value)
 
 

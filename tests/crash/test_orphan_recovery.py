@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,14 +20,15 @@ from asymcheck.commit import orphan_recovery
 from asymcheck.commit.transaction import RingTransaction
 from asymcheck.errors import CaptureWarning, LockTimeoutError, OutOfSpaceError, SkippedCheckpointWarning, warn_user
 from asymcheck.format.manifest import Manifest
+from asymcheck.storage.process_identity import this_process
 from asymcheck.storage.shm import orphaned_rings
-from asymcheck.storage.shm.orphaned_rings import open_orphaned_ring
+from asymcheck.storage.shm.orphaned_rings import list_rings, open_orphaned_ring
 from asymcheck.storage.shm.ring_reader import RingReader
 from asymcheck.types import CheckpointRef
 from tests.checkpointer.loops import folder_for_rings, rings
 from tests.crash.dead_rings import CAPTURED, DURABLE, kill_when_ready, set_owner
 from tests.crash.trainer import assert_restored, train_two_runs
-from tests.zygote import Zygote
+from tests.zygote import Zygote, wait_until
 
 
 def _hold_lock(ring: Path) -> RingReader:
@@ -104,6 +107,48 @@ def test_own_ring_of_another_container_is_awaited(
             with pytest.warns(CaptureWarning, match="waiting"), pytest.raises(LockTimeoutError, match=str(ring)):
                 assert_restored(folder, 0)
     assert rings(folder) == [ring]
+
+
+_HOLDER = """
+import fcntl, mmap, sys
+memory = mmap.mmap(-1, 1 << 30)
+for start in range(0, len(memory), 4096):
+    memory[start] = 1
+held = [open(path.strip(), "ab") for path in (sys.stdin.readline(), sys.stdin.readline())]
+for file in held:
+    fcntl.flock(file, fcntl.LOCK_EX)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_ring_of_a_process_that_is_still_exiting_is_awaited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a start right after SIGKILL: the system keeps the locks of a process until it has freed its memory."""
+    (ring,) = rings(folder)
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", _HOLDER], stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        stat = Path(f"/proc/{process.pid}/stat")
+        ticks = int(stat.read_text().rpartition(")")[2].split()[19])
+        owner = dataclasses.replace(this_process(), pid=process.pid, start_ticks=ticks)
+        set_owner(ring, owner)
+        mark = folder / f"store/catalog/open/{owner.pid}-{ticks}-{owner.boot_id}-{owner.pid_namespace}"
+        process.stdin.write(f"{ring}\n{mark}\n")
+        process.stdin.flush()
+        process.stdout.readline()
+
+        def kill_and_list(*arguments: Any) -> list[Path]:  # noqa: ANN401 - passed on
+            process.kill()
+            # PF_EXITING
+            wait_until(lambda: bool(int(stat.read_text().rpartition(")")[2].split()[6]) & 4), "the exit to begin")
+            return list_rings(*arguments)
+
+        # The memory of a large training takes seconds to free.
+        monkeypatch.setattr(orphaned_rings, "_INSPECTION_S", 0.0)
+        monkeypatch.setattr(orphan_recovery, "list_rings", kill_and_list)
+        assert_restored(folder, CAPTURED - 1)
 
 
 @pytest.mark.slow

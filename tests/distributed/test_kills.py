@@ -15,10 +15,12 @@ import pytest
 from asymcheck import Store
 from asymcheck.cli import exit_status
 from asymcheck.format import manifest_reader
+from asymcheck.format.frame import payload_offset
 from asymcheck.storage.process_identity import this_process
 from asymcheck.storage.shm.orphaned_rings import RingCapture, newer_than_stored, survey_rings
+from asymcheck.storage.shm.ring_reader import RingReader
 from tests.cli.conftest import run_command
-from tests.crash.dead_rings import copied, refuse_rings, set_owner
+from tests.crash.dead_rings import copied, flip, refuse_rings, set_owner
 from tests.distributed.job import LIMIT_S, Job, Meeting
 from tests.distributed.training import Training
 
@@ -146,6 +148,24 @@ def check_living_rank(where: Path) -> None:
         assert not list((where / "living" / "memory").iterdir())
 
 
+def check_damaged_rank(where: Path, number: int) -> None:
+    """Test a damaged frame in the ring of one rank: no part of the capture is committed."""
+    folder = copied(where / "whole", where / f"damaged-{number}")
+    rings = sorted((folder / "memory").iterdir())
+    with RingReader(rings[number]) as ring, RingReader(rings[1 - number]) as other:
+        newest = ring.manifest(max(ring.captures, key=lambda entry: entry.save_id))
+        lengths = newest.partitions()
+        # A replica in the other ring would replace a damaged frame.
+        frames = [(offset, name) for name in lengths.keys() - other.offsets() for offset in ring.offsets()[name]]
+    for offset, name in frames:
+        flip(rings[number], offset + payload_offset(lengths[name]))
+    with Store.open(folder / "store", create=True) as store:
+        with store.training.adopting(folder / "memory") as adopted:
+            assert [(one.step, one.ref) for one in adopted] == [(1, None)]
+        assert "neither in the ring nor in the store" in adopted[0].problem
+        assert [one.step for one in store.checkpoints()] == [0]
+
+
 @pytest.mark.slow
 def test_only_captures_of_all_ranks_are_recovered(meeting: Meeting, tmp_path: Path) -> None:
     """Test ranks killed when step 1 was complete in the memory of each, and not committed."""
@@ -162,6 +182,8 @@ def test_only_captures_of_all_ranks_are_recovered(meeting: Meeting, tmp_path: Pa
     check_files_from_memory(tmp_path)
     check_newer_program(tmp_path)
     check_living_rank(tmp_path)
+    for number in range(2):
+        check_damaged_rank(tmp_path, number)
     with Store.open(tmp_path / "whole" / "store", create=True) as store:
         only = _newer_captures(store, tmp_path / "whole" / "memory")
         assert [(one.step, one.world_size) for one in only] == [(1, 2)]

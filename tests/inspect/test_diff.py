@@ -10,11 +10,17 @@ import pytest
 import torch
 
 import asymcheck
-from asymcheck.errors import CheckpointNotFoundError, DamagedPartitionError, InvalidInputError
+from asymcheck.errors import (
+    CheckpointNotFoundError,
+    DamagedPartitionError,
+    InvalidInputError,
+    SkippedCheckpointWarning,
+)
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.inspect import diff
 from asymcheck.inspect.diff import CheckpointDiff, NormSums, TensorChange, TensorNorms
 from asymcheck.restore import tensor_reader
+from asymcheck.types import Part
 
 CONFIG = asymcheck.StoreConfig(partition_bytes=8192, bundle_below_bytes=4096, inline_bytes=64)
 
@@ -299,6 +305,17 @@ def test_step_means_the_restorable_one(store_path: Path) -> None:
         assert norms_of(store.diff(1, "other@2").tensors[0]).largest == 3.0
         with pytest.raises(InvalidInputError, match=f"save:{old.save_id[:1]} matches 3 checkpoints"):
             store.diff(1, f"save:{old.save_id[:1]}")
+
+
+def test_step_means_a_finished_save(store_path: Path) -> None:
+    """Test a step whose newest save was killed before its second rank: a restore would choose the save before it."""
+    with asymcheck.Store.open(store_path, config=CONFIG, create=True) as store:
+        store.save({"x": torch.zeros(2)}, step=1)
+        whole = store.save({"x": torch.ones(2)}, step=2)
+        killed = store.save({"x": torch.ones(2)}, step=2, part=Part(0, 2, f"{'f' * 16}{'0' * 16}"))
+        with pytest.warns(SkippedCheckpointWarning, match="the manifest of rank 1 is missing"):
+            found = store.diff(1, 2)
+        assert (found.b.save_id, found.other_saves_b) == (whole.save_id, (killed.save_id,))
 
 
 @pytest.mark.parametrize("name", ["", "x", "-1", "save:", "save:XY", "1.0", "save:" + "0" * 33, "a b@1", "@1"])

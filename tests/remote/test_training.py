@@ -17,6 +17,7 @@ from asymcheck.errors import (
     RemoteUnreachableError,
     UnreachableRemoteWarning,
 )
+from asymcheck.replication import background_push
 from asymcheck.storage.fallback_tier import RemoteFallback
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from tests.remote.conftest import CONFIG, check_location, check_state, config, state_of
@@ -283,6 +284,22 @@ def test_a_new_machine_without_the_location_is_warned_at_once(tmp_path: Path, fo
     assert len(told) == 1
     assert "the newest of step 1" in told[0]
     assert f"open a new store with remote='{folder}'" in told[0]
+
+
+def test_a_location_that_fails_is_asked_once_at_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that a new start does not wait for a second deadline after the lease could not be taken."""
+    asked: list[object] = []
+    monkeypatch.setattr(background_push, "RemoteTier", lambda *location: asked.append(location))
+    (tmp_path / "file").touch()
+    with (
+        Store.open(tmp_path / "store", config=CONFIG, create=True) as store,
+        Checkpointer(store, dict(state_of(0)), push=Push(f"file://{tmp_path}/file", close_s=0.0)) as checkpointer,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", UnreachableRemoteWarning)
+        assert checkpointer.restore() is None
+        checkpointer.close()
+    assert asked == []
 
 
 @pytest.mark.slow

@@ -237,7 +237,7 @@ def test_i9_a_damaged_copy_in_a_record(store: Path, name: str, copy: int) -> Non
 
 def test_i10_files_that_are_not_the_stores(store: Path) -> None:
     """Test I10: foreign files, temporary files and empty directories are hints, and collection removes the last two."""
-    for name in ("notes.txt", "packs/notes.txt"):
+    for name in ("notes.txt", "packs/notes.txt", "heads/notes.txt", "heads/.DS_Store", "manifests/notes.txt"):
         (store / name).write_text("not ours")
     (store / "packs" / f"{'0' * 32}.tmp").write_bytes(b"")
     (store / "manifests" / "default" / f"00000002-{50:012d}-{'0' * 32}").mkdir()

@@ -13,7 +13,7 @@ import pytest
 
 from asymcheck.errors import StorageError, TooManyFilesError
 from asymcheck.storage import process_identity
-from asymcheck.storage.process_identity import describe, is_dead, this_process
+from asymcheck.storage.process_identity import describe, is_dead, is_exiting, this_process
 from asymcheck.types import Owner
 
 
@@ -89,6 +89,23 @@ def test_unreadable_process_table_declares_nobody_dead(monkeypatch: pytest.Monke
     for number in (errno.ENOENT, errno.ESRCH):
         monkeypatch.setattr(process_identity, "_PROC", Refused(number))
         assert is_dead(me)
+
+
+def test_a_process_that_the_mount_option_hidepid_hides_counts_as_alive(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Test a process of another user, which is missing in the process table, and does not accept a signal."""
+    other = dataclasses.replace(this_process(), pid=1)
+
+    def refuse(*_arguments: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    boot_id = other.boot_id
+    monkeypatch.setattr(process_identity, "_boot_id", lambda: boot_id)
+    monkeypatch.setattr(process_identity, "_PROC", tmp_path)
+    monkeypatch.setattr(os, "kill", refuse)
+    assert not is_dead(other)
+    assert not is_exiting(other)
 
 
 def test_a_command_with_odd_characters_is_no_obstacle(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:

@@ -22,7 +22,8 @@ import torch
 
 import asymcheck
 from asymcheck.cli import exit_status
-from asymcheck.errors import FormatError, StorageError
+from asymcheck.errors import FormatError, OutOfSpaceError, StorageError
+from asymcheck.storage.local_files import Files
 from asymcheck.view.server import PageServer
 from asymcheck.view.trace_summary import TraceFile
 from tests.cli.conftest import run_command
@@ -228,6 +229,24 @@ def test_export_of_a_comparison_with_a_missing_checkpoint_is_refused(store: Path
     assert not (tmp_path / "report.html").exists()
 
 
+def test_export_replaces_a_file_only_if_asked(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that an existing file is refused, and that a failed export leaves it whole."""
+    target = tmp_path / "report.html"
+    target.write_text("precious")
+    outcome = run_command("view", store, "--export", target)
+    assert (outcome.status, "pass --overwrite" in outcome.err) == (exit_status.USAGE, True)
+    with monkeypatch.context() as full:
+        full.setattr(Files, "pwrite", _refuse)
+        assert run_command("view", store, "--export", target, "--overwrite").status == exit_status.STORAGE
+    assert (target.read_text(), sorted(path.name for path in tmp_path.glob("*report*"))) == ("precious", [target.name])
+    assert run_command("view", store, "--export", target, "--overwrite").status == exit_status.OK
+    assert "<html" in target.read_text("utf-8")
+
+
+def _refuse(*_arguments: object) -> None:
+    raise OutOfSpaceError("the drive is full")
+
+
 def test_page_code_never_parses_text_as_html() -> None:
     """Test that the script has no function that turns text of a store into elements or code."""
     script = (Path(asymcheck.__file__).parent / "view" / "page.js").read_text("utf-8")
@@ -241,8 +260,10 @@ def test_view_refuses_useless_options(store: Path, tmp_path: Path) -> None:
         assert run_command("view", store, *words).status == exit_status.USAGE
     assert run_command("view", tmp_path / "nothing").status == exit_status.NOT_FOUND
     outcome = run_command("view", store, "--export", tmp_path / "no" / "folder.html")
-    assert outcome.status == exit_status.STORAGE
-    assert "choose another file" in outcome.err
+    assert outcome.status == exit_status.USAGE
+    assert "create it first" in outcome.err
+    assert run_command("view", store, "--overwrite").status == exit_status.USAGE
+    assert run_command("view", store, "--export", tmp_path, "--overwrite").status == exit_status.USAGE
 
 
 @pytest.mark.slow

@@ -63,6 +63,11 @@ class ManifestFiles(ManifestReader):
                 raise removed_store(self._root)
         return names
 
+    def runs(self) -> list[str]:
+        """Return the names of all runs. A foreign file beside their folders is none."""
+        folders = self._manifests, self._heads
+        return [run for run in super().runs() if any((folder / run).is_dir() for folder in folders)]
+
     def listing(self, run: str, ref: CheckpointRef) -> CheckpointFiles:
         """Return the manifests in the folder of one checkpoint, and the ranks that save into this store."""
         listing = super().listing(run, ref)

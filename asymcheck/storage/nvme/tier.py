@@ -371,6 +371,13 @@ class NvmeTier(StoreTier):
         names = self._names()
         known = (layout.TOP_LEVEL.__contains__, layout.is_record_temporary, layout.is_catalog_set_aside)
         foreign = [name for name in names if not any(is_known(name) for is_known in known)]
+        runs = self.manifests.runs()
+        foreign += [
+            f"{folder}/{name}"
+            for folder in (layout.HEADS, layout.MANIFESTS)
+            for name in self.files.list(self.root / folder)
+            if name not in runs
+        ]
         return foreign + [
             f"{layout.PACKS}/{name}"
             for name in self.files.list(self.packs)

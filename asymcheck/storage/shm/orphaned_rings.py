@@ -23,7 +23,7 @@ from asymcheck.format.spans import ranks_in
 from asymcheck.storage.interfaces import StoreTier
 from asymcheck.storage.local_files import DESCRIPTORS, is_same_file, translated, try_lock
 from asymcheck.storage.manifests import ManifestReader
-from asymcheck.storage.process_identity import describe, is_dead
+from asymcheck.storage.process_identity import describe, is_dead, is_exiting
 from asymcheck.storage.shm.ring_reader import RingReader
 from asymcheck.types import CheckpointRef, Owner, SaveId
 
@@ -113,11 +113,11 @@ def wait_for_orphaned_ring(path: Path, is_dead: IsDead) -> RingReader | None:
 
 
 def _open_locked(path: Path, is_dead: IsDead, patience_s: float) -> tuple[RingReader | None, bool]:
-    """Open and lock a ring; None if it is in use. Also return whether its process is dead."""
+    """Open and lock a ring; None if it is in use. Also return whether its process is dead or about to be."""
     began = time.monotonic()
     while True:
         reader = RingReader(path)
-        is_orphaned = is_dead(reader.header.owner)
+        is_orphaned = is_dead(reader.header.owner) or is_exiting(reader.header.owner)
         if not reader.is_owned:
             return reader, is_orphaned
         reader.close()

@@ -11,12 +11,14 @@ from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 
 import asymcheck.replication.cross_node_dedup as module
-from asymcheck import Retention, Store
+from asymcheck import Checkpointer, Ranks, Retention, Store
 from asymcheck.cli.main import commands
-from asymcheck.errors import StorageError
+from asymcheck.config import CaptureConfig
+from asymcheck.errors import AsymcheckError, StorageError
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.replication.collect_remote import RemotePruner
@@ -26,6 +28,7 @@ from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.remote import RemoteTier, parse_location
 from asymcheck.types import CheckpointRef, Digest, Part, SaveId
 from tests.distributed.launched import CONFIG
+from tests.distributed.test_coordinator import each
 
 STEPS = 3
 
@@ -131,6 +134,45 @@ def test_parts_whose_others_never_came_do_not_stay_at_the_location_for_ever(stor
     # Another machine that still has the newer part may push it again.
     with Store.open(stores[0], config=CONFIG, create=True) as store:
         assert len(store.push(location, 0).committed) == 1
+
+
+def test_steps_that_were_not_pushed_do_not_ask_for_the_given_location(stores: list[Path], tmp_path: Path) -> None:
+    """Test a restore of all ranks on one machine, after the loss of the other machine."""
+    location = (tmp_path / "there").as_uri()
+    for path in stores:
+        with Store.open(path, config=CONFIG, create=True) as store:
+            store.push(location, 0)
+    with Store.open(stores[0], config=CONFIG, create=True) as store:
+        store.push(location, 1)
+    with Store.open(stores[0], config=CONFIG, remote=location, create=True) as store:
+        restored = store.restore()
+    assert restored.checkpoint.step == 0
+    (reason,) = restored.skipped
+    assert reason.endswith(" and 1 older one: the manifest of rank 1 is missing (world size 2)")
+
+
+@pytest.mark.parametrize("has_remote", [False, True])
+def test_swapped_machines_are_told_to_pass_a_location_only_without_one(
+    stores: list[Path], tmp_path: Path, has_remote: bool
+) -> None:
+    """Test a restore of all ranks before anything was pushed."""
+    keys, remote = dist.HashStore(), (tmp_path / "there").as_uri() if has_remote else None
+
+    def work(rank: int) -> str:
+        ranks = Ranks(rank, 2, keys, timeout_s=60.0, node=f"node-{rank}")
+        state: dict[str, object] = {"all": torch.zeros(9000), f"rank-{rank}": torch.zeros(9000)}
+        with (
+            Store.open(stores[1 - rank], config=CONFIG, remote=remote, create=True) as store,
+            Checkpointer(store, state, ranks=ranks, capture=CaptureConfig(ring_folder=str(tmp_path))) as checkpointer,
+            pytest.raises(AsymcheckError, match="can be restored by all ranks") as caught,
+        ):
+            checkpointer.restore()
+        return str(caught.value)
+
+    for message in each(2, work):
+        assert ("pass the remote location" in message) is not has_remote
+        assert (f"{remote} lacks the parts" in message) is has_remote
+        assert "To start from scratch, choose another run" in message
 
 
 class Busy:

@@ -18,7 +18,7 @@ import asymcheck.replication.cross_node_dedup as module
 from asymcheck import Checkpointer, Ranks, Retention, Store
 from asymcheck.cli.main import commands
 from asymcheck.config import CaptureConfig
-from asymcheck.errors import AsymcheckError, StorageError
+from asymcheck.errors import AsymcheckError, InconsistentCheckpointError, StorageError
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.replication.collect_remote import RemotePruner
@@ -139,6 +139,13 @@ def test_parts_whose_others_never_came_do_not_stay_at_the_location_for_ever(stor
 def test_steps_that_were_not_pushed_do_not_ask_for_the_given_location(stores: list[Path], tmp_path: Path) -> None:
     """Test a restore of all ranks on one machine, after the loss of the other machine."""
     location = (tmp_path / "there").as_uri()
+    # The message names two places, of which a command takes one.
+    command = "can be restored; run asymcheck verify for a complete list"
+    with (
+        Store.open(stores[0], config=CONFIG, remote=location, create=True) as store,
+        pytest.raises(InconsistentCheckpointError, match=command),
+    ):
+        store.restore()
     for path in stores:
         with Store.open(path, config=CONFIG, create=True) as store:
             store.push(location, 0)

@@ -73,11 +73,16 @@ class SentParts:
 
 
 def wait_for_others(
-    remote: RemoteTier, listing: CheckpointFiles, names: set[Digest], report: Callable[[], object]
+    remote: RemoteTier,
+    listing: CheckpointFiles,
+    names: set[Digest],
+    report: Callable[[], object],
+    is_ending: Callable[[], bool],
 ) -> None:
     """Wait until ``names`` are at the location, other stores have committed their parts, or uploads have stalled.
 
-    ``report`` is called regularly, and may raise to stop the wait.
+    ``report`` is called regularly, and may raise to stop the wait. In a process that ``is_ending``, new packs do not
+    extend the wait.
     """
     missing, seen, pause_s = set(names), set[PackId](), _POLL_S[0]
     own, all_ranks = {name.rank for name in listing.manifests}, set(range(listing.world_size))
@@ -100,7 +105,7 @@ def wait_for_others(
             or now - last_use > _PATIENCE_FACTOR * PATIENCE_S
         ):
             return
-        if new:
+        if new and not is_ending():
             last_pack, pause_s = now, _POLL_S[0]
         report()
         time.sleep(pause_s)

@@ -404,7 +404,7 @@ class PushLoop:
             self._note(sending_step=checkpoint.step, done_bytes=done, total_bytes=total, bytes_per_s=speed)
 
         with timed("push", 0, details):
-            moved = push(self._local, remote, [listing], note, self._encoder)
+            moved = push(self._local, remote, [listing], note, self._encoder, lambda: self._is_ending)
         return moved
 
     def _prune(self) -> None:

@@ -15,10 +15,12 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 import asymcheck.replication.cross_node_dedup as module
-from asymcheck import Checkpointer, Ranks, Retention, Store
+import asymcheck.replication.push as push_module
+from asymcheck import Checkpointer, Push, Ranks, Retention, Store
 from asymcheck.cli.main import commands
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import AsymcheckError, InconsistentCheckpointError, StorageError
+from asymcheck.executor import begin
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.replication.collect_remote import RemotePruner
@@ -29,6 +31,7 @@ from asymcheck.storage.remote import RemoteTier, parse_location
 from asymcheck.types import CheckpointRef, Digest, Part, SaveId
 from tests.distributed.launched import CONFIG
 from tests.distributed.test_coordinator import each
+from tests.zygote import wait_until
 
 STEPS = 3
 
@@ -216,7 +219,33 @@ def test_packs_of_other_trainings_do_not_keep_a_push_waiting_for_a_machine_that_
 
     names = (ManifestName(0, 2, bytes(16)),)
     listing = CheckpointFiles("run", CheckpointRef(1, 0, SaveId(bytes(16))), names)
-    wait_for_others(cast(RemoteTier, Busy()), listing, {Digest(bytes(16))}, report)
+    wait_for_others(cast(RemoteTier, Busy()), listing, {Digest(bytes(16))}, report, lambda: False)
+
+
+def test_a_push_that_ends_does_not_wait_for_packs_of_the_next_training(
+    stores: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test the push of a killed training: restarts would collect processes that wait for a machine that is gone."""
+
+    def wait(_remote: RemoteTier, *arguments: object) -> None:
+        wait_for_others(cast(RemoteTier, Busy()), *arguments)  # type: ignore[arg-type]  # as given
+
+    monkeypatch.setattr(Manifest, "elsewhere", lambda manifest: set(manifest.partitions()))
+    monkeypatch.setattr(push_module, "wait_for_others", wait)
+    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(module, "_PATIENCE_FACTOR", 1_000_000)
+    monkeypatch.setattr(module, "_POLL_S", (0.005, 0.01))
+    location = (tmp_path / "there").as_uri()
+    with Store.open(stores[0], config=CONFIG, create=True) as store:
+        loop = store.training.push_loop(Push(location))
+        pushing = begin(loop.run, "pushing")
+        wait_until(lambda: loop.status().sending is not None, "an upload")
+        loop.end()
+        try:
+            pushing.result(20)
+        finally:
+            loop.cancel()
+    assert len(list((tmp_path / "there" / "manifests" / "default").glob("*2-*/*"))) == 1
 
 
 def test_undelivered_partitions_are_sent_after_all(

@@ -9,7 +9,7 @@ from asymcheck.format.manifest import Manifest
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.pack_index import digests_of
 from asymcheck.storage.remote import RemoteTier
-from asymcheck.types import Checkpoint, CheckpointRef, Digest, PackId
+from asymcheck.types import CheckpointRef, Digest, PackId
 
 _CHECKED = 4
 _POLL_S = (0.05, 2.0)
@@ -30,12 +30,6 @@ def held_back(manifests: Sequence[Manifest], listing: CheckpointFiles) -> set[Di
         *(manifest.partitions().keys() - theirs for manifest, theirs in zip(manifests, elsewhere, strict=True))
     )
     return set[Digest]().union(*elsewhere) - own
-
-
-def begun_first(remote: RemoteTier, run: str, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-    """Put checkpoints first that other stores of the job have begun to push, because only complete ones are useful."""
-    begun = set(remote.manifests.refs(run)) if len(checkpoints) > 1 else set()
-    return sorted(checkpoints, key=lambda checkpoint: checkpoint.ref not in begun)
 
 
 class SentParts:

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 import asymcheck.replication.cross_node_dedup as module
 import asymcheck.replication.push as push_module
+import asymcheck.replication.push_loop as push_loop_module
 from asymcheck import Checkpointer, Push, Ranks, Retention, Store
 from asymcheck.cli.main import commands
 from asymcheck.config import CaptureConfig
@@ -246,6 +247,31 @@ def test_a_push_that_ends_does_not_wait_for_packs_of_the_next_training(
         finally:
             loop.cancel()
     assert len(list((tmp_path / "there" / "manifests" / "default").glob("*2-*/*"))) == 1
+
+
+def test_a_push_notes_which_checkpoint_another_machine_begins(
+    stores: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test a long upload: without the note, retention would delete what the other machine pushes meanwhile."""
+    monkeypatch.setattr(push_loop_module, "_WATCH_S", 0.01)
+    monkeypatch.setattr(
+        Manifest, "elsewhere", lambda manifest: set() if manifest.header.rank else set(manifest.partitions())
+    )
+    location = (tmp_path / "there").as_uri()
+    with Store.open(stores[0], config=CONFIG, create=True) as store:
+        save_ids = [one.save_id for one in store.checkpoints()]
+        loop = store.training.push_loop(Push(location))
+        pushing = begin(loop.run, "pushing")
+        try:
+            wait_until(lambda: loop.status().sending == save_ids[2], "the upload of step 2")
+            assert loop.status().begun is None
+            with Store.open(stores[1], config=CONFIG, create=True) as other:
+                other.push(location, 1)
+            wait_until(lambda: loop.status().begun == save_ids[1], "the note of step 1")
+        finally:
+            loop.end()
+            loop.cancel()
+        pushing.result(20)
 
 
 def test_undelivered_partitions_are_sent_after_all(

@@ -48,9 +48,12 @@ class KeyReader:
         """Use ``store`` through a separate connection if possible.
 
         On a shared connection, a blocking call of another user of the store would block ours.
+
+        Raises:
+            RanksError: the store does not respond.
         """
-        clone = getattr(store, "clone", None)
-        self._store: KeyStore = store if clone is None else clone()
+        with _translated("connect"):
+            self._store: KeyStore = getattr(store, "clone", lambda: store)()
         has_more = getattr(self._store, "has_extended_api", lambda: False)
         self._multi_get = getattr(self._store, "multi_get", None) if has_more() else None
 

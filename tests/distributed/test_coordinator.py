@@ -430,6 +430,13 @@ def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
     with pytest.raises(RanksError, match=r"store of the ranks does not respond .*: Connection reset by peer"):
         Session.join(Ranks(0, 2, Broken()), "run")
 
+    class Unconnected(Broken):
+        def clone(self) -> Broken:
+            raise RuntimeError("The client socket has timed out")
+
+    with pytest.raises(RanksError, match=r"store of the ranks does not respond \(connect\): The client socket"):
+        Ranks(0, 2, Unconnected()).connect()
+
 
 @pytest.mark.parametrize(
     ("rank", "world_size", "store", "timeout_s"),

@@ -74,7 +74,7 @@ class Session:
     def for_thread(self) -> Session:
         """Return this session with a separate connection for another thread."""
         other: Session = copy.copy(self)
-        other._keys = self._ranks.connect()
+        other._keys = self._keys.another()
         return other
 
     def next_number(self) -> int:

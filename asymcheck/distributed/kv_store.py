@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
 from asymcheck.errors import RanksError, RanksMissingError, listed
 
 _VALUE_BYTES_MAX = 7 << 20  # torch's server closes a connection that sends more than 8 MiB at once
 _KEYS_PER_REQUEST = 64
+_CONNECT_S_MAX = 86_400.0  # torch takes no infinite time
 
 _POLL_S = (0.0002, 0.05)
 """First and longest pause between two polls."""
@@ -44,15 +46,30 @@ class KeyStore(Protocol):
 class KeyReader:
     """Connection to a key-value store, for one thread at a time. No method waits for a key."""
 
-    def __init__(self, store: KeyStore) -> None:
+    def __init__(self, store: KeyStore, timeout_s: float) -> None:
         """Use ``store`` through a separate connection if possible.
 
-        On a shared connection, a blocking call of another user of the store would block ours.
+        On a shared connection, a blocking call of another user of the store would block ours. ``timeout_s`` limits how
+        long :meth:`another` tries to connect.
+
+        Raises:
+            RanksError: the store does not respond.
         """
-        clone = getattr(store, "clone", None)
-        self._store: KeyStore = store if clone is None else clone()
+        with _translated("connect"):
+            self._store: KeyStore = getattr(store, "clone", lambda: store)()
+        self._timeout_s = timeout_s
+        if self._store is not store and hasattr(self._store, "set_timeout"):
+            self._store.set_timeout(timedelta(seconds=min(timeout_s, _CONNECT_S_MAX)))
         has_more = getattr(self._store, "has_extended_api", lambda: False)
         self._multi_get = getattr(self._store, "multi_get", None) if has_more() else None
+
+    def another(self) -> KeyReader:
+        """Return a separate connection, for another thread.
+
+        Raises:
+            RanksError: the store does not respond.
+        """
+        return KeyReader(self._store, self._timeout_s)
 
     def put(self, key: str, value: bytes) -> None:
         """Set a key.

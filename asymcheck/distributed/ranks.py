@@ -100,7 +100,7 @@ class Ranks:
 
     def connect(self) -> KeyReader:
         """Return a connection to the store, for one thread."""
-        return KeyReader(self._store)
+        return KeyReader(self._store, self.timeout_s)
 
 
 def is_initialised() -> bool:

@@ -157,13 +157,16 @@ def _best(best: Best, ordered: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
     return best_by(best, ordered)
 
 
-def held(push: Push, waiting: Sequence[str], sending: str | None) -> dict[str, str]:
+def held(push: Push, waiting: Sequence[str], sending: str | None, begun: str | None = None) -> dict[str, str]:
     """Return the save ids that the retention of the store must keep, with the reasons.
 
     Args:
         push: the rules.
         waiting: save ids of the result of :func:`due`.
         sending: save id of the checkpoint that is being uploaded, if any.
+        begun: save id of the newest waiting checkpoint that another machine has begun to push, if any.
     """
     reasons = dict.fromkeys(waiting[max(len(waiting) - push.hold, 0) :], "to be pushed")
+    if begun is not None:
+        reasons[begun] = "begun by another machine"
     return reasons if sending is None else {**reasons, sending: "being pushed"}

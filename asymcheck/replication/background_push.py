@@ -167,7 +167,7 @@ class BackgroundPush:
         """Return the save ids that no retention may delete before their upload, with the reasons."""
         if self._job is None or not self._is_open:
             return {}
-        return held(self._job.rules, self._waiting(), self._now.sending)
+        return held(self._job.rules, self._waiting(), self._now.sending, self._now.begun)
 
     def _waiting(self) -> list[str]:
         """Return the save ids that wait, newest last: those of the status, and those committed since. Uses no network.

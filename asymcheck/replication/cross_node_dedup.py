@@ -9,7 +9,7 @@ from asymcheck.format.manifest import Manifest
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.pack_index import digests_of
 from asymcheck.storage.remote import RemoteTier
-from asymcheck.types import Checkpoint, CheckpointRef, Digest, PackId
+from asymcheck.types import CheckpointRef, Digest, PackId
 
 _CHECKED = 4
 _POLL_S = (0.05, 2.0)
@@ -30,12 +30,6 @@ def held_back(manifests: Sequence[Manifest], listing: CheckpointFiles) -> set[Di
         *(manifest.partitions().keys() - theirs for manifest, theirs in zip(manifests, elsewhere, strict=True))
     )
     return set[Digest]().union(*elsewhere) - own
-
-
-def begun_first(remote: RemoteTier, run: str, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-    """Put checkpoints first that other stores of the job have begun to push, because only complete ones are useful."""
-    begun = set(remote.manifests.refs(run)) if len(checkpoints) > 1 else set()
-    return sorted(checkpoints, key=lambda checkpoint: checkpoint.ref not in begun)
 
 
 class SentParts:
@@ -73,11 +67,16 @@ class SentParts:
 
 
 def wait_for_others(
-    remote: RemoteTier, listing: CheckpointFiles, names: set[Digest], report: Callable[[], object]
+    remote: RemoteTier,
+    listing: CheckpointFiles,
+    names: set[Digest],
+    report: Callable[[], object],
+    is_ending: Callable[[], bool],
 ) -> None:
     """Wait until ``names`` are at the location, other stores have committed their parts, or uploads have stalled.
 
-    ``report`` is called regularly, and may raise to stop the wait.
+    ``report`` is called regularly, and may raise to stop the wait. In a process that ``is_ending``, new packs do not
+    extend the wait.
     """
     missing, seen, pause_s = set(names), set[PackId](), _POLL_S[0]
     own, all_ranks = {name.rank for name in listing.manifests}, set(range(listing.world_size))
@@ -100,7 +99,7 @@ def wait_for_others(
             or now - last_use > _PATIENCE_FACTOR * PATIENCE_S
         ):
             return
-        if new:
+        if new and not is_ending():
             last_pack, pause_s = now, _POLL_S[0]
         report()
         time.sleep(pause_s)

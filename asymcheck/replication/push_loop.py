@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from asymcheck.commit.encoder import Encoder
@@ -40,7 +40,7 @@ from asymcheck.policies.push_selection import Push, due
 from asymcheck.policies.retention import Retention
 from asymcheck.replication.checkpoint_cache import CheckpointCache, RemotePresence
 from asymcheck.replication.collect_remote import RemotePruner
-from asymcheck.replication.cross_node_dedup import SentParts, begun_first
+from asymcheck.replication.cross_node_dedup import SentParts
 from asymcheck.replication.head_records import publish_heads
 from asymcheck.replication.push import encoder_for, push
 from asymcheck.replication.push_status import Failure, Mailbox, PushJob, PushRequest, PushStatus, decoded
@@ -50,7 +50,7 @@ from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.remote import RemoteTier, is_uri, parse_location
-from asymcheck.types import Checkpoint
+from asymcheck.types import Checkpoint, CheckpointRef
 
 RETRY_S = 15.0
 """Seconds between a failure and the next attempt."""
@@ -60,6 +60,8 @@ DAMAGED_RETRY_S = 600.0
 """Seconds until a damaged checkpoint is tried again, because a repair is not announced."""
 
 _WAIT_S = 0.5
+_WATCH_S = 5.0
+"""Seconds between two looks, during an upload, for checkpoints that other machines have begun."""
 _TICK_S = 0.05
 _INTERVALS = 32
 _WAITING = 256
@@ -284,8 +286,38 @@ class PushLoop:
         listings = [self._known.listing(checkpoint) for checkpoint in untried]
         are_parts = not all(listing is None or listing.is_whole for listing in listings)
         if self._remote is not None and are_parts and not self._request.sends_newest:
-            untried = begun_first(self._remote, self._run, untried)
+            # Only complete checkpoints are useful.
+            begun = self._begun(self._remote)
+            untried.sort(key=lambda checkpoint: checkpoint.ref not in begun)
         return next(iter(untried), None)
+
+    def _begun(self, remote: RemoteTier) -> set[CheckpointRef]:
+        """Return the checkpoints at the location. Note the newest that this machine has to push, too."""
+        begun = set(remote.manifests.refs(self._run))
+        with self._turn:
+            shared = [row.save_id for row in self._due() if row.ref in begun and row.save_id != self._status.sending]
+            self._change(begun=shared[-1] if shared else None)
+        return begun
+
+    @contextlib.contextmanager
+    def _watching(self, remote: RemoteTier, listing: CheckpointFiles) -> Iterator[None]:
+        """Look for checkpoints that other machines begin, which the retention of this store has to keep.
+
+        Otherwise, machines whose uploads take longer than a few saves may push different checkpoints for ever.
+        """
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(_WATCH_S):
+                with contextlib.suppress(AsymcheckError):
+                    self._begun(remote)
+
+        if not listing.is_whole:
+            begin(watch, "push-watch")
+        try:
+            yield
+        finally:
+            ended.set()
 
     def _due(self) -> list[Checkpoint]:
         """List the store, and return the checkpoints to upload, newest last, without damaged ones."""
@@ -370,8 +402,8 @@ class PushLoop:
         if listing is None:
             return True
         with self._turn:
-            damaged = self._damaged
-            self._change(sending=checkpoint.save_id)
+            damaged, begun = self._damaged, self._status.begun
+            self._change(sending=checkpoint.save_id, begun=None if begun == checkpoint.save_id else begun)
         try:
             moved = self._copy(remote, checkpoint, listing)
         except _BLOCKING_ERRORS:
@@ -412,8 +444,8 @@ class PushLoop:
             speed = done / max(time.monotonic() - began, 1e-3)
             self._note(sending_step=checkpoint.step, done_bytes=done, total_bytes=total, bytes_per_s=speed)
 
-        with timed("push", 0, details):
-            moved = push(self._local, remote, [listing], note, self._encoder)
+        with timed("push", 0, details), self._watching(remote, listing):
+            moved = push(self._local, remote, [listing], note, self._encoder, lambda: self._is_ending)
         return moved
 
     def _prune(self) -> None:

@@ -86,6 +86,8 @@ class PushStatus:
     """Save ids of the newest checkpoints that wait, newest last; at least ``Push.hold``."""
     sending: str | None = None
     """Save id of the checkpoint that is being uploaded."""
+    begun: str | None = None
+    """Save id of the newest waiting checkpoint that another machine has begun to push."""
     newest_seen: str = ""
     """Greatest save id of the store at the last listing. Save ids sort by time, so greater ones are unseen."""
     is_connected: bool = False

@@ -121,7 +121,7 @@ def inconsistent(
     if step is not None:
         name = step if isinstance(step, str) else f"step {step}"
         problem = f"{name} of run {run!r} cannot be {action}; other steps may be intact"
-    message = f"store {tier.root}: {problem}; run asymcheck verify {tier.root} for a complete list of damage:"
+    message = f"store {tier.root}: {problem}; run asymcheck verify for a complete list of damage:"
     return InconsistentCheckpointError(message, skipped)
 
 

@@ -130,7 +130,7 @@ class FallbackManifests(ManifestReader):
         Warns:
             UnreachableRemoteWarning: only local checkpoints are listed.
         """
-        listings = {listing.ref: listing for listing in self._near.checkpoints(run)}
+        listings = {listing.ref: self._joined(listing) for listing in self._near.checkpoints(run)}
         try:
             for listing in self._far.ask(lambda far: far.manifests.checkpoints(run)) or ():
                 near = listings.get(listing.ref)
@@ -147,16 +147,17 @@ class FallbackManifests(ManifestReader):
 
     def listing(self, run: str, ref: CheckpointRef) -> CheckpointFiles:
         """Return the manifests of one checkpoint."""
-        near = self._near.listing(run, ref)
+        near = self._joined(self._near.listing(run, ref))
         with contextlib.suppress(RemoteUnreachableError):
             if (far := self._far.ask(lambda far: far.manifests.listing(run, ref))) is not None:
                 return self._joined(near, far)
         return near
 
-    def _joined(self, near: CheckpointFiles, far: CheckpointFiles) -> CheckpointFiles:
-        """Return the union of the manifests of two listings of one checkpoint."""
+    def _joined(self, near: CheckpointFiles, far: CheckpointFiles | None = None) -> CheckpointFiles:
+        """Return the union of the manifests of two listings of one checkpoint, which should have all ranks."""
         self.has_parts |= near.store_ranks is not None
-        names = sorted({*near.manifests, *far.manifests}, key=lambda name: (name.rank, name.digest))
+        theirs = () if far is None else far.manifests
+        names = sorted({*near.manifests, *theirs}, key=lambda name: (name.rank, name.digest))
         return CheckpointFiles(near.run, near.ref, tuple(names))
 
     def read(self, run: str, ref: CheckpointRef, name: ManifestName) -> Manifest:

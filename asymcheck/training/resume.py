@@ -230,11 +230,16 @@ class ResumeCoordinator:
                 skips.add(ref, f"the parts of {listed(lacking, _SHOWN)} are missing")
             else:
                 yield ref
-        raise InconsistentCheckpointError(
-            f"{which} of run {self._run!r} can be restored by all ranks. If a machine has lost its store or changed "
-            "its ranks, pass the remote location to which all machines push as Store.open(…, remote=URI):",
-            skipped,
+        remote = self._store.resources.remote
+        advice = (
+            "If a machine has lost its store or changed its ranks, pass the remote location to which all machines push "
+            "as Store.open(…, remote=URI)"
+            if remote is None
+            else f"{remote.name} lacks the parts that are not in the store of their machine, too, or did not answer"
         )
+        what = f"{which} of run {self._run!r} can be restored by all ranks"
+        # A job that is killed during its first checkpoint has parts, too.
+        raise InconsistentCheckpointError(f"{what}. {advice}. To start from scratch, choose another run:", skipped)
 
     def _proposed(
         self, session: Session, at: tuple[int, int], proposals: Iterator[CheckpointRef], step: int | None

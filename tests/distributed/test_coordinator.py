@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import pytest
@@ -429,6 +431,27 @@ def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
 
     with pytest.raises(RanksError, match=r"store of the ranks does not respond .*: Connection reset by peer"):
         Session.join(Ranks(0, 2, Broken()), "run")
+
+    class Unconnected(Broken):
+        def clone(self) -> Broken:
+            raise RuntimeError("The client socket has timed out")
+
+    with pytest.raises(RanksError, match=r"store of the ranks does not respond \(connect\): The client socket"):
+        Ranks(0, 2, Unconnected()).connect()
+
+
+def test_a_connection_to_a_dead_store_is_tried_no_longer_than_the_time_limit() -> None:
+    """Test a store that ends between the rendezvous and the first save."""
+    server = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    patient = timedelta(seconds=60)
+    client = dist.TCPStore("127.0.0.1", server.port, None, is_master=False, wait_for_workers=False, timeout=patient)
+    keys = Ranks(0, 2, client, timeout_s=1.0).connect()
+    del server
+    began = time.monotonic()
+    with pytest.raises(RanksError, match=r"store of the ranks does not respond \(connect\)"):
+        keys.another()
+    assert time.monotonic() - began < 30
+    assert client.timeout == patient
 
 
 @pytest.mark.parametrize(

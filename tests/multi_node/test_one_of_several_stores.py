@@ -11,12 +11,17 @@ from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 
 import asymcheck.replication.cross_node_dedup as module
-from asymcheck import Retention, Store
+import asymcheck.replication.push as push_module
+import asymcheck.replication.push_loop as push_loop_module
+from asymcheck import Checkpointer, Push, Ranks, Retention, Store
 from asymcheck.cli.main import commands
-from asymcheck.errors import StorageError
+from asymcheck.config import CaptureConfig
+from asymcheck.errors import AsymcheckError, InconsistentCheckpointError, StorageError
+from asymcheck.executor import begin
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.replication.collect_remote import RemotePruner
@@ -26,6 +31,8 @@ from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.remote import RemoteTier, parse_location
 from asymcheck.types import CheckpointRef, Digest, Part, SaveId
 from tests.distributed.launched import CONFIG
+from tests.distributed.test_coordinator import each
+from tests.zygote import wait_until
 
 STEPS = 3
 
@@ -133,6 +140,52 @@ def test_parts_whose_others_never_came_do_not_stay_at_the_location_for_ever(stor
         assert len(store.push(location, 0).committed) == 1
 
 
+def test_steps_that_were_not_pushed_do_not_ask_for_the_given_location(stores: list[Path], tmp_path: Path) -> None:
+    """Test a restore of all ranks on one machine, after the loss of the other machine."""
+    location = (tmp_path / "there").as_uri()
+    # The message names two places, of which a command takes one.
+    command = "can be restored; run asymcheck verify for a complete list"
+    with (
+        Store.open(stores[0], config=CONFIG, remote=location, create=True) as store,
+        pytest.raises(InconsistentCheckpointError, match=command),
+    ):
+        store.restore()
+    for path in stores:
+        with Store.open(path, config=CONFIG, create=True) as store:
+            store.push(location, 0)
+    with Store.open(stores[0], config=CONFIG, create=True) as store:
+        store.push(location, 1)
+    with Store.open(stores[0], config=CONFIG, remote=location, create=True) as store:
+        restored = store.restore()
+    assert restored.checkpoint.step == 0
+    (reason,) = restored.skipped
+    assert reason.endswith(" and 1 older one: the manifest of rank 1 is missing (world size 2)")
+
+
+@pytest.mark.parametrize("has_remote", [False, True])
+def test_swapped_machines_are_told_to_pass_a_location_only_without_one(
+    stores: list[Path], tmp_path: Path, has_remote: bool
+) -> None:
+    """Test a restore of all ranks before anything was pushed."""
+    keys, remote = dist.HashStore(), (tmp_path / "there").as_uri() if has_remote else None
+
+    def work(rank: int) -> str:
+        ranks = Ranks(rank, 2, keys, timeout_s=60.0, node=f"node-{rank}")
+        state: dict[str, object] = {"all": torch.zeros(9000), f"rank-{rank}": torch.zeros(9000)}
+        with (
+            Store.open(stores[1 - rank], config=CONFIG, remote=remote, create=True) as store,
+            Checkpointer(store, state, ranks=ranks, capture=CaptureConfig(ring_folder=str(tmp_path))) as checkpointer,
+            pytest.raises(AsymcheckError, match="can be restored by all ranks") as caught,
+        ):
+            checkpointer.restore()
+        return str(caught.value)
+
+    for message in each(2, work):
+        assert ("pass the remote location" in message) is not has_remote
+        assert (f"{remote} lacks the parts" in message) is has_remote
+        assert "To start from scratch, choose another run" in message
+
+
 class Busy:
     """A location to which other trainings push continuously."""
 
@@ -167,7 +220,58 @@ def test_packs_of_other_trainings_do_not_keep_a_push_waiting_for_a_machine_that_
 
     names = (ManifestName(0, 2, bytes(16)),)
     listing = CheckpointFiles("run", CheckpointRef(1, 0, SaveId(bytes(16))), names)
-    wait_for_others(cast(RemoteTier, Busy()), listing, {Digest(bytes(16))}, report)
+    wait_for_others(cast(RemoteTier, Busy()), listing, {Digest(bytes(16))}, report, lambda: False)
+
+
+def test_a_push_that_ends_does_not_wait_for_packs_of_the_next_training(
+    stores: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test the push of a killed training: restarts would collect processes that wait for a machine that is gone."""
+
+    def wait(_remote: RemoteTier, *arguments: object) -> None:
+        wait_for_others(cast(RemoteTier, Busy()), *arguments)  # type: ignore[arg-type]  # as given
+
+    monkeypatch.setattr(Manifest, "elsewhere", lambda manifest: set(manifest.partitions()))
+    monkeypatch.setattr(push_module, "wait_for_others", wait)
+    monkeypatch.setattr(module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(module, "_PATIENCE_FACTOR", 1_000_000)
+    monkeypatch.setattr(module, "_POLL_S", (0.005, 0.01))
+    location = (tmp_path / "there").as_uri()
+    with Store.open(stores[0], config=CONFIG, create=True) as store:
+        loop = store.training.push_loop(Push(location))
+        pushing = begin(loop.run, "pushing")
+        wait_until(lambda: loop.status().sending is not None, "an upload")
+        loop.end()
+        try:
+            pushing.result(20)
+        finally:
+            loop.cancel()
+    assert len(list((tmp_path / "there" / "manifests" / "default").glob("*2-*/*"))) == 1
+
+
+def test_a_push_notes_which_checkpoint_another_machine_begins(
+    stores: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test a long upload: without the note, retention would delete what the other machine pushes meanwhile."""
+    monkeypatch.setattr(push_loop_module, "_WATCH_S", 0.01)
+    monkeypatch.setattr(
+        Manifest, "elsewhere", lambda manifest: set() if manifest.header.rank else set(manifest.partitions())
+    )
+    location = (tmp_path / "there").as_uri()
+    with Store.open(stores[0], config=CONFIG, create=True) as store:
+        save_ids = [one.save_id for one in store.checkpoints()]
+        loop = store.training.push_loop(Push(location))
+        pushing = begin(loop.run, "pushing")
+        try:
+            wait_until(lambda: loop.status().sending == save_ids[2], "the upload of step 2")
+            assert loop.status().begun is None
+            with Store.open(stores[1], config=CONFIG, create=True) as other:
+                other.push(location, 1)
+            wait_until(lambda: loop.status().begun == save_ids[1], "the note of step 1")
+        finally:
+            loop.end()
+            loop.cancel()
+        pushing.result(20)
 
 
 def test_undelivered_partitions_are_sent_after_all(

@@ -159,6 +159,7 @@ def test_newest_waiting_and_current_upload_are_held() -> None:
         TEN[4].save_id: "being pushed",
     }
     assert held(Push(WHERE, hold=0), ids, None) == {}
+    assert held(Push(WHERE, hold=0), ids, None, ids[2]) == {ids[2]: "begun by another machine"}
 
 
 @pytest.mark.parametrize(

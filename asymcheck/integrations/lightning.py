@@ -221,9 +221,10 @@ class _Fit:
                 item.on_train_epoch_start(self._trainer)
 
     def begin(self) -> None:
-        """Restore loaders whose order depends on the epoch.
+        """Restore loaders that Lightning has not restored, or not correctly.
 
-        Lightning restores loaders before it sets the epoch, so that they would yield rows of the first epoch.
+        Lightning restores loaders before it sets the epoch. If their order depends on the epoch, they would yield rows
+        of the first epoch.
         """
         loop = self._trainer.fit_loop
         if any(map(_has_hidden_order, CombinedLoader(self._trainer.train_dataloader).flattened)):
@@ -235,7 +236,9 @@ class _Fit:
         if self._resumed == "step":
             loaders = self._loaders()
             epoch: int = loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # progress of epochs
-            if [loader for loader, _ in loaders if _set_epoch(loader, epoch)]:
+            # setup_data() has left the states unused if configure_optimizers() asked for estimated_stepping_batches.
+            is_unused = bool(loop._combined_loader_states_to_load)  # noqa: SLF001 - Lightning has no public name
+            if [loader for loader, _ in loaders if _set_epoch(loader, epoch)] or is_unused:
                 for loader, state in loaders:
                     loader.load_state_dict(copy.deepcopy(state))
                 fetcher: Any = loop._data_fetcher  # noqa: SLF001 - otherwise the old iterators are used

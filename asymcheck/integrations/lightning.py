@@ -8,7 +8,7 @@ schedulers, callbacks and random numbers, so that a resume does not run this val
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import CombinedLoader
 
 from asymcheck.checkpointer import Checkpointer
 from asymcheck.distributed.ranks import is_initialised
-from asymcheck.errors import InvalidInputError
+from asymcheck.errors import InvalidInputError, StateDifferenceWarning, listed, warn_user
 from asymcheck.integrations.trainer_callback import Deferred, SavingCallback, State, first_metrics
 from asymcheck.state.rng import RngState
 from asymcheck.store import Store
@@ -62,6 +62,9 @@ class AsymcheckCallback(SavingCallback, Callback):
             InvalidInputError: the trainer cannot be resumed exactly; the message says why.
             CheckpointNotFoundError, InconsistentCheckpointError, StateMismatchError, PartialRestoreError,
             HeadRecordError: see :meth:`asymcheck.Checkpointer.restore`.
+
+        Warns:
+            StateDifferenceWarning: state that ``on_save_checkpoint`` adds to Lightning's own checkpoints is not saved.
         """
         self._end()
         if trainer.world_size > 1 and not is_initialised():
@@ -73,13 +76,21 @@ class AsymcheckCallback(SavingCallback, Callback):
                 f"fit() has ckpt_path={trainer.ckpt_path!r}, but the callback resumes from the store; "
                 "leave out ckpt_path, or pass resume=False"
             )
-        for item in trainer.callbacks:  # type: ignore[attr-defined]  # set in its constructor by a connector
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set in its constructor by a connector
+        for item in callbacks:
             if isinstance(item, _NOT_RESUMABLE) and self._resume is not False:
                 raise InvalidInputError(
                     f"cannot resume exactly: {type(item).__name__} changes the optimizer or its schedule at the start "
                     "of epochs, which a resume does not repeat. Leave this callback out, or pass resume=False; instead "
                     "of StochasticWeightAveraging, use WeightAveraging"
                 )
+        if names := _with_hidden_state([pl_module, getattr(trainer, "datamodule", None), *callbacks]):
+            warn_user(
+                f"on_save_checkpoint() and on_load_checkpoint() of {listed(names)} are not called, so a resume lacks "
+                "the state that they add to a checkpoint. Make this state a buffer, or add it to state_dict(); modules "
+                "do so with get_extra_state() and set_extra_state()",
+                StateDifferenceWarning,
+            )
         fit = _Fit(trainer, self)
         fit.checkpointer = self._checkpointer(fit.state(pl_module))
         self._fit = fit
@@ -221,9 +232,10 @@ class _Fit:
                 item.on_train_epoch_start(self._trainer)
 
     def begin(self) -> None:
-        """Restore loaders whose order depends on the epoch.
+        """Restore loaders that Lightning has not restored, or not correctly.
 
-        Lightning restores loaders before it sets the epoch, so that they would yield rows of the first epoch.
+        Lightning restores loaders before it sets the epoch. If their order depends on the epoch, they would yield rows
+        of the first epoch.
         """
         loop = self._trainer.fit_loop
         if any(map(_has_hidden_order, CombinedLoader(self._trainer.train_dataloader).flattened)):
@@ -235,7 +247,9 @@ class _Fit:
         if self._resumed == "step":
             loaders = self._loaders()
             epoch: int = loop.epoch_progress.current.processed  # type: ignore[attr-defined]  # progress of epochs
-            if [loader for loader, _ in loaders if _set_epoch(loader, epoch)]:
+            # setup_data() has left the states unused if configure_optimizers() asked for estimated_stepping_batches.
+            is_unused = bool(loop._combined_loader_states_to_load)  # noqa: SLF001 - Lightning has no public name
+            if [loader for loader, _ in loaders if _set_epoch(loader, epoch)] or is_unused:
                 for loader, state in loaders:
                     loader.load_state_dict(copy.deepcopy(state))
                 fetcher: Any = loop._data_fetcher  # noqa: SLF001 - otherwise the old iterators are used
@@ -286,6 +300,12 @@ class _Fit:
 
     def _other_callbacks(self) -> list[Callback]:
         return [item for item in self._trainer.callbacks if item is not self._own]  # type: ignore[attr-defined]  # set in its constructor by a connector
+
+
+def _with_hidden_state(items: Iterable[object]) -> list[str]:
+    """Return the classes that restore state in ``on_load_checkpoint()``, except those of Lightning itself."""
+    hooks = {type(item).__name__: getattr(item, "on_load_checkpoint", None) for item in items}
+    return [name for name, hook in hooks.items() if hook and not hook.__module__.startswith("lightning.")]
 
 
 def _is_finished(state: object) -> bool:

@@ -27,7 +27,7 @@ from transformers.trainer_callback import ExportableState
 from asymcheck.checkpointer import Checkpointer
 from asymcheck.convert.export_target import make_temporary_folder
 from asymcheck.distributed.ranks import is_initialised
-from asymcheck.errors import InvalidInputError
+from asymcheck.errors import InvalidInputError, listed
 from asymcheck.integrations.trainer_callback import (
     Deferred,
     Groups,
@@ -38,6 +38,7 @@ from asymcheck.integrations.trainer_callback import (
     set_groups,
 )
 from asymcheck.state.rng import RngState
+from asymcheck.store import Store
 
 _LOAD_WEIGHTS_METHOD = "_load_from_checkpoint"
 _LOAD_BEST_METHOD = "_load_best_model"
@@ -64,6 +65,17 @@ class AsymcheckCallback(SavingCallback, TrainerCallback):
 
     _training: _Training | None = None
 
+    def __init__(self, store: Store, *, state: Mapping[str, object] | None = None, **options: Any) -> None:  # noqa: ANN401 - see below
+        """Save to ``store``. The caller closes the store.
+
+        Args:
+            store: the store.
+            state: further objects to save and restore, for instance ``{"average": averaged_model}``.
+            options: other options of :class:`SavingCallback`.
+        """
+        super().__init__(store, **options)
+        self._state = dict(state or {})
+
     def resume(self, trainer: Trainer, step: int | None = None) -> str | None:
         """Restore the trainer from the newest consistent checkpoint, or from the checkpoint of ``step``.
 
@@ -74,7 +86,7 @@ class AsymcheckCallback(SavingCallback, TrainerCallback):
             training begins, or None if the store has no checkpoint yet.
 
         Raises:
-            InvalidInputError: the trainer cannot be resumed exactly; the message says why.
+            InvalidInputError: the trainer cannot be resumed exactly, or ``state`` is invalid; the message says why.
             CheckpointNotFoundError: the store has no checkpoint of ``step``.
             InconsistentCheckpointError, StateMismatchError, PartialRestoreError, HeadRecordError: see
                 :meth:`asymcheck.Store.load`.
@@ -90,7 +102,12 @@ class AsymcheckCallback(SavingCallback, TrainerCallback):
             model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
             trainer.model = trainer.model_wrapped = model
         training = _Training(trainer)
-        training.checkpointer = self._checkpointer(training.state())
+        state = training.state()
+        if names := state.keys() & self._state.keys():
+            raise InvalidInputError(
+                f"state has {listed(sorted(names))}, a name of the Trainer's own state; rename the key"
+            )
+        training.checkpointer = self._checkpointer({**state, **self._state})
         restored = training.checkpointer.restore(step)
         self._training = training
         return None if restored is None else training.prepare(restored.step)

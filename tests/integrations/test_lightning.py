@@ -21,7 +21,12 @@ from lightning.pytorch.callbacks import (
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from asymcheck import Store
-from asymcheck.errors import AbandonedCheckpointsWarning, CheckpointNotFoundError, InvalidInputError
+from asymcheck.errors import (
+    AbandonedCheckpointsWarning,
+    CheckpointNotFoundError,
+    InvalidInputError,
+    StateDifferenceWarning,
+)
 from asymcheck.integrations.lightning import AsymcheckCallback
 from tests.checkpointer.loops import copy_late
 from tests.integrations import launch_ranks, small_fit
@@ -196,6 +201,68 @@ def test_scheduled_accumulation_is_restored(step: int, tmp_path: Path) -> None:
         options: dict[str, Any] = {"accumulate_grad_batches": 1, "max_epochs": 3}
         whole = fit(tmp_path, AsymcheckCallback(store, every=1, keep=None), scheduled(), **options)
         again = fit(tmp_path, AsymcheckCallback(store, every=100, resume=step, keep=None), scheduled(), **options)
+    assert dict(again[1].losses).items() <= dict(whole[1].losses).items()
+    assert_same(outcome(*again), outcome(*whole))
+
+
+class Counts(Callback):
+    """Counts batches, and adds the number to Lightning's own checkpoints only."""
+
+    def on_load_checkpoint(self, _trainer: Trainer, _module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Restore the number."""
+        self.count = checkpoint["count"]
+
+
+class CountsInState(small_fit.Module):
+    """Counts batches in its state_dict(), as the warning advises."""
+
+    count = 0
+
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+        """Train one batch with a loss that depends on the number."""
+        self.count += 1
+        return super().training_step(batch, index) * self.count
+
+    def get_extra_state(self) -> dict[str, int]:
+        """Return the number."""
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Restore the number."""
+        self.count = state["count"]
+
+
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
+def test_state_that_only_hooks_restore_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a warning about hooks that are not called, except those of Lightning, and the advice that it gives."""
+    with Store.open(tmp_path / "store", create=True) as store:
+        options: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 2}
+        callback = AsymcheckCallback(store, run="other")
+        with pytest.warns(StateDifferenceWarning, match=r"on_load_checkpoint\(\) of Counts are not called"):
+            fit(tmp_path, callback, Counts(), EMAWeightAveraging(), **options)
+        monkeypatch.setattr(small_fit, "Module", CountsInState)
+        whole = fit(tmp_path, AsymcheckCallback(store, every=1, keep=None))
+        again = fit(tmp_path, AsymcheckCallback(store, every=1, keep=None, resume=8))
+    assert_same(outcome(*again), outcome(*whole))
+
+
+class Estimates(small_fit.Module):
+    """Has a schedule of a known length, for which Lightning sets up the loader before a fit is resumed."""
+
+    def configure_optimizers(self) -> object:
+        """Return AdamW with a schedule for all steps."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        steps = int(self.trainer.estimated_stepping_batches)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def test_a_loader_that_was_set_up_early_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that a resume within an epoch goes on with the next rows."""
+    monkeypatch.setattr(small_fit, "Module", Estimates)
+    with Store.open(tmp_path / "store", create=True) as store:
+        whole = fit(tmp_path, AsymcheckCallback(store, every=1, keep=None))
+        again = fit(tmp_path, AsymcheckCallback(store, every=100, keep=None, resume=STEPS_IN_EPOCH + 2))
     assert dict(again[1].losses).items() <= dict(whole[1].losses).items()
     assert_same(outcome(*again), outcome(*whole))
 

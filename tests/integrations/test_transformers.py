@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState
 
 from asymcheck import Store
@@ -173,6 +174,31 @@ def test_states_of_other_callbacks(tmp_path: Path) -> None:
         trainer.train(resume_from_checkpoint=callback.resume(trainer, step=20))
     again = next(item for item in trainer.callback_handler.callbacks if isinstance(item, EarlyStoppingCallback))
     assert again.early_stopping_patience_counter == patience.early_stopping_patience_counter > 1
+
+
+class _Averages(TrainerCallback):
+    def __init__(self, average: AveragedModel) -> None:
+        self.average = average
+
+    def on_step_end(self, *_: object, model: torch.nn.Module, **__: object) -> None:
+        self.average.update_parameters(model)
+
+
+@pytest.mark.slow
+def test_averaged_weights_are_restored(tmp_path: Path) -> None:
+    """Test further objects in the state, which the callback of the user updates after each step."""
+    averages: list[Any] = []
+    with Store.open(tmp_path / "store", create=True) as store:
+        for step in (None, 9):
+            trainer = make_trainer(tmp_path, max_steps=12)
+            average = AveragedModel(trainer.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+            callback = AsymcheckCallback(store, every=1, keep=None, state={"average": average})
+            trainer.add_callback(_Averages(average))
+            trainer.train(resume_from_checkpoint=callback.resume(trainer, step))
+            averages.append(average.state_dict())
+        with pytest.raises(InvalidInputError, match="state has model, a name of"):
+            AsymcheckCallback(store, state={"model": average}).resume(trainer)
+    assert_same(*averages)
 
 
 @pytest.mark.slow

@@ -245,7 +245,7 @@ def test_a_push_that_ends_does_not_wait_for_packs_of_the_next_training(
         try:
             pushing.result(20)
         finally:
-            loop.cancel()
+            loop.end()  # a second call cancels the upload
     assert len(list((tmp_path / "there" / "manifests" / "default").glob("*2-*/*"))) == 1
 
 
@@ -270,7 +270,7 @@ def test_a_push_notes_which_checkpoint_another_machine_begins(
             wait_until(lambda: loop.status().begun == save_ids[1], "the note of step 1")
         finally:
             loop.end()
-            loop.cancel()
+            loop.end()  # a second call cancels the upload
         pushing.result(20)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from asymcheck import Checkpointer, Store, StoreConfig
 from asymcheck.errors import InvalidInputError, RunInUseError, StorageError
 from asymcheck.format import layout
 from asymcheck.storage import process_identity
+from asymcheck.storage.local_files import Files
 from asymcheck.storage.nvme import NvmeTier, run_lock
 
 _TRAINER = """
@@ -223,6 +225,29 @@ def test_removed_store_is_a_clear_error(store_path: Path) -> None:
         shutil.rmtree(store_path)
         with pytest.raises(StorageError, match="does not exist any more: was it moved"):
             store.training.run_lock("default").take(1.0, takeover=False)
+
+
+def test_one_of_two_restarts_takes_the_lock_of_a_dead_training(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test a second restart at the moment when the first one replaces the lock file of a killed training."""
+    with _open(store_path) as store:
+        path = store_path / layout.LOCKS / layout.lock_name("default")
+        path.parent.mkdir()
+        dead = dataclasses.replace(process_identity.this_process(), start_ticks=1)
+        path.write_bytes(dataclasses.replace(run_lock.Trainer.this(), owner=dead).encode())
+        create = run_lock.create_locked
+
+        def create_later(files: Files, target: Path) -> int:
+            monkeypatch.undo()
+            with pytest.raises(RunInUseError):
+                store.training.run_lock("default").take(0.0, takeover=False)
+            return create(files, target)
+
+        monkeypatch.setattr(run_lock, "create_locked", create_later)
+        lock = store.training.run_lock("default")
+        lock.take(0.0, takeover=False)
+        lock.check()
 
 
 def test_trainer_survives_its_encoding() -> None:

@@ -6,6 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from asymcheck.capture.inflight import Capture
+from asymcheck.capture.ring_flush import RingFlusher
+from asymcheck.capture.two_phase_commit import TwoPhaseCommit
+from asymcheck.commit.orphan_recovery import _Adoption
 from asymcheck.commit.pack_builder import PackBuilder
 from asymcheck.commit.transaction import CommitTransaction
 from asymcheck.format import layout, registry
@@ -15,6 +19,9 @@ from asymcheck.storage.local_files import OpenFile
 from asymcheck.storage.nvme import NvmeTier, Transaction, pack_writer
 from asymcheck.storage.nvme.pack_writer import Pool
 from asymcheck.storage.reachability import Reachability, StoreReachability
+from asymcheck.storage.shm import orphaned_rings
+from asymcheck.storage.shm.orphaned_rings import IsDead
+from asymcheck.storage.shm.ring_reader import RingReader
 from asymcheck.types import PackId
 from tests.crash.power import RecordingFiles
 
@@ -122,6 +129,46 @@ def remove_without_reading_again() -> None:
     Reachability.refresh = refresh_once
 
 
+def remove_rings_first() -> None:
+    """Remove the ring of a killed process before its captures are committed (§B9)."""
+    commit_all = _Adoption.commit_all
+
+    def remove_and_commit(self: _Adoption, readers: Sequence[RingReader]) -> None:
+        for reader in readers:
+            reader.unlink()
+        commit_all(self, readers)
+
+    _Adoption.commit_all = remove_and_commit
+
+
+def mark_captures_first() -> None:
+    """Mark a capture as durable before its commit (§B9)."""
+    settle = RingFlusher._settle
+
+    def mark_and_settle(self: RingFlusher, capture: Capture) -> None:
+        if capture.entry is not None:
+            self._ring.mark_durable(capture.entry)
+        settle(self, capture)
+
+    RingFlusher._settle = mark_and_settle
+
+
+def take_used_rings() -> None:
+    """Take the ring of a living process for that of a dead one (§B9)."""
+
+    def opened(path: Path, is_dead: IsDead, _patience_s: float) -> tuple[RingReader, bool]:
+        reader = RingReader(path, hold=False)
+        return reader, is_dead(reader.header.owner)
+
+    orphaned_rings._open_locked = opened
+    RingReader.is_owned = property(lambda _self: False, lambda _self, _value: None)
+
+
+def publish_before_all_have_stored() -> None:
+    """Publish the manifest of a rank before all ranks have stored their partitions (§C5)."""
+    TwoPhaseCommit._all_stored = lambda self, capture, _at: (self._placing(capture), True, None)
+
+
 BREAKS: dict[str, Callable[[], None]] = {
     "pins": ignore_pins,
     "new-manifests": ignore_new_manifests,
@@ -137,5 +184,9 @@ BREAKS: dict[str, Callable[[], None]] = {
     "sync-pool": skip_the_sync_of_the_pool,
     "packs-of-pushes": push_without_checks,
     "read-again": remove_without_reading_again,
+    "rings-last": remove_rings_first,
+    "durable-last": mark_captures_first,
+    "locks-of-rings": take_used_rings,
+    "first-phase": publish_before_all_have_stored,
 }
 """Broken rules by name."""

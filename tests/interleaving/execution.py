@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from asymcheck.errors import LockTimeoutError
+from asymcheck.errors import LockTimeoutError, LostCheckpointError, RanksError, RunInUseError
 from asymcheck.policies.retention import Retention
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.store import Store
 from tests.crash.actions import Action, take
 from tests.crash.power import Entry, LoggedJournal, RecordingFiles
 from tests.crash.states import Journal
-from tests.interleaving import remote
+from tests.interleaving import remote, trainings
 from tests.interleaving.breaks import BREAKS
 from tests.interleaving.gate import Gate, Operation, answer, received
 from tests.interleaving.readers import READS, Expected, read
@@ -38,6 +38,7 @@ _STEP_S = 1e-4
 """Time that an operation takes on the simulated clock."""
 _PATIENCE_S = 60.0
 _STEPS_MAX = 5_000
+_WITHOUT_RANKS = "a rank without the other one: "
 _PAUSE_S = 30.0
 """Longer than all timeouts of locks in these tests."""
 
@@ -54,8 +55,12 @@ class Scenario:
     """Processes that open the store as a part of the schedule. All others have opened it before."""
     prepare: Callable[[Path], object] = lambda _store: None
     """Changes the store before the processes start."""
+    finish: Mapping[str, Sequence[Action]] = dataclasses.field(default_factory=dict)
+    """Actions of processes that start when all others have ended, and that are not killed."""
     after: Sequence[Action] = ()
     """Actions before the check of the store."""
+    loses_power: bool = True
+    """Whether the store is also checked after a power loss, which may leave a part of a checkpoint of several ranks."""
     pushed: tuple[int, ...] | None = None
     """Steps at the remote location before the processes start; None if there is no location."""
 
@@ -81,9 +86,10 @@ class Scenario:
 
 
 class Choice(NamedTuple):
-    """The next step: a process goes on, or is killed."""
+    """The next step: a thread of a process goes on, or the process is killed."""
 
     process: str
+    """Name of the process; of a thread other than the first, ``process/thread``."""
     is_killed: bool = False
     pause_s: float = 0.0
     """Time that passes before the step [s]."""
@@ -100,7 +106,7 @@ class Step(NamedTuple):
     operation: Operation
     """Operation before which the process was stopped."""
     others: tuple[str, ...]
-    """Other processes that could go on."""
+    """Other threads that could go on, of all processes."""
 
     def __str__(self) -> str:
         """Return one line."""
@@ -110,12 +116,17 @@ class Step(NamedTuple):
 
 
 Strategy = Callable[[int, Sequence[str], str], Choice]
-"""Choose the next step from its number, the names of the processes that can go on, and the last process."""
+"""Choose the next step from its number, the names of the threads that can go on, and the last thread."""
 
 
-def stay(ready: Sequence[str], last: str) -> str:
-    """Return the last process, or the first one if the last one cannot go on."""
-    return last if last in ready else ready[0]
+def process_of(name: str) -> str:
+    """Return the process of a thread."""
+    return name.partition("/")[0]
+
+
+def stay(ready: Sequence[str], last: str) -> Sequence[str]:
+    """Return the last thread if it can go on, or the threads of its process, or all."""
+    return [last] if last in ready else [name for name in ready if process_of(name) == process_of(last)] or ready
 
 
 class InOrder:
@@ -133,7 +144,7 @@ class InOrder:
         """Return the choice of the order."""
         if number < len(self._choices) and self._choices[number].process in ready:
             return self._choices[number]
-        return Choice(stay(ready, last))
+        return Choice(stay(ready, last)[0])
 
 
 class AtRandom:
@@ -149,7 +160,8 @@ class AtRandom:
     def __call__(self, _number: int, ready: Sequence[str], last: str) -> Choice:
         """Return a random choice."""
         dice = self._dice
-        name = last if last in ready and dice.random() >= self._switch else dice.choice(ready)
+        is_switch = last in ready and dice.random() < self._switch
+        name = last if last in ready and not is_switch else dice.choice(ready if is_switch else stay(ready, last))
         return Choice(name, dice.random() < self._kill, _PAUSE_S * (dice.random() < self._pause))
 
 
@@ -158,6 +170,7 @@ class Result:
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
+        """Steps before the processes that finish the schedule."""
         self.log: list[Entry] = []
         """Operations that changed the disk, and lines of the journal."""
         self.problems: list[str] = []
@@ -183,9 +196,10 @@ class _Process:
 
     def __init__(self, pid: int, channel: socket.socket) -> None:
         self.pid, self.channel = pid, channel
-        self.operation: Operation | None = None
-        """Operation before which the process is stopped; None before the first one."""
-        self.wakes_s = 0.0
+        self.stopped: dict[str, tuple[Operation, float]] = {}
+        """Operations before which threads are stopped, with the times at which the threads wake [s]."""
+        self.last: Operation | None = None
+        """Operation of the last step."""
 
 
 class Execution:
@@ -195,42 +209,54 @@ class Execution:
         """Run the processes at the store in ``base/store``, with some rules broken."""
         self._scenario, self._base, self._strategy, self._breaks = scenario, base, strategy, tuple(breaks)
         self._processes: dict[str, _Process] = {}
+        self._started = 0
+        self._has_killed = False
         self._now_s = 1.0
         self.result = Result()
 
     def run(self) -> Result:
         """Start all processes, and take steps until all have ended."""
         try:
-            for name in self._scenario.programs:
-                self._start(name)
-            last = ""
-            while self._processes and not self.result.problems:
-                last = self._step(last)
+            self._run_all(self._scenario.programs, self._strategy, self.result.steps)
+            self._run_all(self._scenario.finish, InOrder(""), [])
         finally:
             for name in tuple(self._processes):
                 self._kill(name)
         return self.result
 
-    def _step(self, last: str) -> str:
+    def _run_all(self, names: Iterable[str], strategy: Strategy, steps: list[Step]) -> None:
+        for name in names:
+            self._start(name)
+        last = ""
+        while self._processes and not self.result.problems:
+            last = self._step(last, strategy, steps)
+
+    def _step(self, last: str, strategy: Strategy, steps: list[Step]) -> str:
         ready = self._ready()
-        choice = self._strategy(len(self.result.steps), ready, last)
-        process = self._processes[choice.process]
-        assert process.operation is not None
-        others = tuple(name for name in ready if name != choice.process)
-        self.result.steps.append(Step(choice, process.operation, others))
+        choice = strategy(len(steps), ready, last)
+        name, _, thread = choice.process.partition("/")
+        process = self._processes[name]
+        process.last, _ = process.stopped[thread]
+        others = tuple(other for other in ready if other != choice.process)
+        steps.append(Step(choice, process.last, others))
         self._now_s += _STEP_S + choice.pause_s
         if choice.is_killed:
-            self._kill(choice.process)
+            self._has_killed = True
+            self._kill(name)
         else:
-            process.channel.send(answer(self._now_s))
-            self._receive(choice.process)
-        if len(self.result.steps) > _STEPS_MAX:
+            process.channel.send(answer(self._now_s, [*process.stopped].index(thread)))
+            self._receive(name)
+        if len(steps) > _STEPS_MAX:
             self.result.problems.append(f"{sorted(self._processes)} have not ended after {_STEPS_MAX} operations")
         return choice.process
 
     def _ready(self) -> list[str]:
-        """Return the processes that can go on. If all sleep, let time pass."""
-        wakes = {name: process.wakes_s for name, process in self._processes.items()}
+        """Return the threads that can go on. If all sleep, let time pass."""
+        wakes = {
+            f"{name}/{thread}".removesuffix("/"): wakes_s
+            for name, process in self._processes.items()
+            for thread, (_, wakes_s) in process.stopped.items()
+        }
         self._now_s = max(self._now_s, min(wakes.values()))
         return [name for name, wakes_s in wakes.items() if wakes_s <= self._now_s]
 
@@ -241,8 +267,9 @@ class Execution:
         if not pid:
             for channel in (ours, *(process.channel for process in self._processes.values())):
                 channel.close()
-            self._run_child(name, Gate(theirs, str(self._base), seed=len(self._processes)))
+            self._run_child(name, Gate(theirs, str(self._base), seed=self._started))
         theirs.close()
+        self._started += 1
         self._processes[name] = _Process(pid, ours)
         self._receive(name)
 
@@ -253,19 +280,18 @@ class Execution:
             try:
                 word, content = received(process.channel)
             except TimeoutError:
-                self.result.problems.append(f"{name} does not answer after: {process.operation}")
+                self.result.problems.append(f"{name} does not answer after: {process.last}")
                 return
             if word == "stop":
-                process.operation = content
-                process.wakes_s = self._now_s + content.wait_s if content.wait_s else 0.0
+                process.stopped = content
                 return
             if word == "log":
                 self.result.log.append(content)
-                stopped = process.operation
+                stopped = process.last
                 if stopped is not None and stopped.name not in _LOGGED.get(content[0], {stopped.name}):
                     self.result.problems.append(f"{name} did not stop before: {content[:2]}")
                 continue
-            if content is not None:
+            if content is not None and not (self._has_killed and content.startswith(_WITHOUT_RANKS)):
                 self.result.problems.append(f"{name} failed: {content}")
             self._end(name)
             return
@@ -286,9 +312,10 @@ class Execution:
             for name_of_break in self._breaks:
                 BREAKS[name_of_break]()
             self._perform(name, gate)
-        except LockTimeoutError:
-            # Locks time out only in a pause.
-            problem = None if gate.has_paused else traceback.format_exc()
+        except (LockTimeoutError, LostCheckpointError, RanksError, RunInUseError):
+            # Waits time out only in a pause, or after the death of a rank.
+            is_rank = any(action[0] == "rank" for action in self._scenario.programs.get(name, ()))
+            problem = None if gate.has_paused else _WITHOUT_RANKS * is_rank + traceback.format_exc()
         except BaseException:  # noqa: BLE001 - whatever it is, the schedule shows it
             problem = traceback.format_exc()
         finally:
@@ -298,8 +325,9 @@ class Execution:
 
     def _perform(self, name: str, gate: Gate) -> None:
         log = _SentLog(gate)
-        program, expected = self._scenario.programs[name], self._scenario.expected()
-        is_reader = all(action[0] in READS for action in program)
+        program = {**self._scenario.programs, **self._scenario.finish}[name]
+        expected = self._scenario.expected()
+        is_reader = all(action[0] in (*READS, "rings") for action in program)
         is_late = name in self._scenario.late
         if self._scenario.pushed is not None:
             remote.run_without_threads()
@@ -328,6 +356,8 @@ class Execution:
             store.prune(Retention(keep_last=int(str(numbers[0]))))
         elif word in remote.ACTIONS:
             remote.act(store, self._base, journal, action)
+        elif word in trainings.ACTIONS:
+            trainings.act(store, self._base, journal, action)
         else:
             take(store, journal, [action])
 

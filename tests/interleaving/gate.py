@@ -1,7 +1,8 @@
 """Stop a process before each of its file operations in a folder, until a scheduler lets it go on.
 
 Time and random numbers of the process come from the scheduler and a seed, so that a schedule can be repeated. Use a
-gate only in a child process with one thread: its audit hook and its patches stay until the process ends.
+gate only in a child process that has one thread: its audit hook and its patches stay until the process ends. Threads
+that the process starts afterwards run one at a time.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from asymcheck.storage.nvme.catalog import Catalog, Transaction
+from asymcheck.storage.shm.ring_reader import RingReader
+from asymcheck.storage.shm.ring_writer import Ring
+from tests.interleaving.threads import Threads
 
 _MARK = re.compile(r"open/[0-9]+-\S+")
 """Mark of a process in the catalog, with its PID."""
-_ANSWER = struct.Struct("d")
+_ANSWER = struct.Struct("dI")
 EPOCH_S = 4_100_000_000
 """Start of the simulated clock, after all times of the real clock."""
 _TICK_S = 1e-6
@@ -31,7 +36,7 @@ _TICK_S = 1e-6
 
 
 class Operation(NamedTuple):
-    """A file operation, a transaction of the catalog (with the path of its folder), or a wait."""
+    """A file operation, an access to a ring, a transaction of the catalog (with the path of its folder), or a wait."""
 
     name: str
     path: str
@@ -57,6 +62,15 @@ _AUDITED: dict[str, str] = {
 }
 _BY_DESCRIPTOR = {"pwritev": "write", "pwrite": "write", "preadv": "read", "fsync": "sync", "fdatasync": "sync"}
 """Functions of ``os`` without an audit event."""
+_RING = (
+    (Ring, "take", "write ring"),
+    (Ring, "complete", "write ring"),
+    (Ring, "_write_entry", "write ring"),
+    (Ring, "forget", "write ring"),
+    (RingReader, "_read_header", "read ring"),
+    (RingReader, "payload_at", "read ring"),
+)
+"""Functions that access the memory of a ring."""
 
 
 class Gate:
@@ -71,6 +85,7 @@ class Gate:
         self.has_paused = False
         """Whether the scheduler has let more time pass than locks wait."""
         self._dice = random.Random(seed)
+        self._threads = Threads(self._ask, self._clock, Operation("wait", ""))
         self._patch()
         sys.addaudithook(self._audit)
 
@@ -83,14 +98,23 @@ class Gate:
         if not self.is_open:
             return
         short = [_MARK.sub("open/MARK", text.removeprefix(self._folder)) for text in (path, target)]
-        self.send("stop", Operation(name, *short, wait_s))
+        self._threads.stop(Operation(name, *short, wait_s), self._now_s + wait_s if wait_s else 0.0)
+
+    def _ask(self, stopped: Mapping[str, tuple[object, float]]) -> str:
+        """Report the operations of all stopped threads, and the times at which they wake; return the chosen thread."""
+        if not stopped:
+            stacks = ("".join(traceback.format_stack(frame)) for frame in sys._current_frames().values())
+            self.send("end", "\n\n".join(["all threads wait for each other", *stacks]))
+            os._exit(3)
+        self.send("stop", dict(stopped))
         answer = self._channel.recv(_ANSWER.size)
         if not answer:
             # The scheduler has ended.
             os._exit(3)
-        (now_s,) = _ANSWER.unpack(answer)
+        now_s, number = _ANSWER.unpack(answer)
         self.has_paused |= now_s > self._now_s + 10
         self._now_s = max(self._now_s, now_s)
+        return [*stopped][number]
 
     def open(self) -> None:
         """Stop here, and from now on before each operation."""
@@ -142,6 +166,8 @@ class Gate:
             setattr(time, function, lambda: EPOCH_S * 10**9 + int(self._clock() * 1e9))
         time.sleep = self._sleep
         Catalog._transaction = self._transaction(Catalog._transaction)  # type: ignore[method-assign]  # this process
+        for owner, function, name in _RING:
+            setattr(owner, function, self._of_ring(name, getattr(owner, function)))
 
     def _by_descriptor(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def stopping(descriptor: int, *arguments: object) -> object:
@@ -155,6 +181,13 @@ class Gate:
             if self.is_open:
                 self._stop_at(name, path)
             return function(path, **options)
+
+        return stopping
+
+    def _of_ring(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def stopping(ring: Ring | RingReader, *arguments: object) -> object:
+            self.stop(name, str(ring.path))
+            return function(ring, *arguments)
 
         return stopping
 
@@ -178,9 +211,9 @@ class Gate:
             self.stop("sleep", "", wait_s=seconds)
 
 
-def answer(now_s: float) -> bytes:
-    """Return the message that lets a process go on at a time [s]."""
-    return _ANSWER.pack(now_s)
+def answer(now_s: float, number: int) -> bytes:
+    """Return the message that lets a stopped thread of a process go on at a time [s]."""
+    return _ANSWER.pack(now_s, number)
 
 
 def received(channel: socket.socket) -> tuple[str, Any]:

@@ -11,6 +11,7 @@ from tests.crash.actions import Action, open_store
 from tests.damage.flips import flip
 from tests.interleaving.execution import Scenario
 from tests.interleaving.remote import push_before
+from tests.interleaving.trainings import leave_lock
 
 READER: list[Action] = [["load", 1], ["newest"], ["list"], ["verify"]]
 
@@ -86,6 +87,36 @@ SCENARIOS = {
         {"repair": [["repair"]], "save": [["save", 2]], "gc": [["gc"]], "read": [["load", 1], ["newest"], ["list"]]},
         prepare=damage_garbage,
         after=[["repair"]],
+        loses_power=False,
+    ),
+    # Both trainings find the lock of a dead one. If the first is killed, the restart or the start of another run adopts
+    # its ring, beside commands.
+    "capture": Scenario(
+        [["save", 0], ["save", 1]],
+        {
+            "train": [["train", 2]],
+            "restart": [["train", 1]],
+            "other": [["train-other", 1]],
+            "look": [["rings"], ["gc-rings"]],
+        },
+        late=frozenset({"restart", "other", "look"}),
+        prepare=leave_lock,
+        loses_power=False,
+        finish={"again": [["train", 1]]},
+    ),
+    # The retention of a training frees packs while the next capture is committed.
+    "capture-pruned": Scenario(
+        [["save", 0]],
+        {"train": [["train-pruned", 4]], "restart": [["train-pruned", 2]], "gc": [["gc"]], "look": [["verify"]]},
+        late=frozenset({"restart"}),
+        finish={"again": [["train", 1]]},
+    ),
+    # If a rank is killed, the other one gives up, and both start again.
+    "ranks": Scenario(
+        [["save", 0], ["save", 1]],
+        {"one": [["rank", 0, 2, 0]], "other": [["rank", 1, 2, 0]], "gc": [["delete", 0], ["gc"]]},
+        finish={"again-one": [["rank", 0, 1, 1]], "again-other": [["rank", 1, 1, 1]]},
+        loses_power=False,
     ),
     # Two pushes rely on packs that collections at the remote location free.
     "push": Scenario(

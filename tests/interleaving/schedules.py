@@ -20,6 +20,7 @@ from tests.interleaving.execution import Execution, Result, Scenario, Strategy
 from tests.interleaving.gate import EPOCH_S
 from tests.interleaving.remote import check_far
 from tests.interleaving.search import trace
+from tests.interleaving.trainings import check_resumes
 
 
 class Template:
@@ -69,11 +70,12 @@ def run(
     key = None if known is None else trace(result.steps)
     if not result.problems and (known is None or key not in known):
         try:
-            if power_seed is not None and not scenario.after:
+            if power_seed is not None and scenario.loses_power:
                 _check_power_loss(folder, log, result.log, power_seed)
             notes = [entry[1] for entry in (*log, *result.log) if entry[0] == "note"]
             if scenario.pushed is not None:
                 check_far(folder, scenario.pushed, notes)
+            check_resumes(notes)
             _check(folder, notes, scenario.after)
         except (AsymcheckError, AssertionError) as error:
             result.problems.append("".join(traceback.format_exception(error)[-3:]))

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 
-from tests.interleaving.execution import Choice, Result, Step
+from tests.interleaving.execution import Choice, Result, Step, process_of, stay
 from tests.interleaving.gate import Operation
 
 _CATALOG = "the catalog"
@@ -40,6 +40,8 @@ def touched(operation: Operation) -> Touched:
     elif name in ("write", "truncate", "read"):
         # A recycled file has another path when it is written than when it is read.
         (reads if name == "read" else changes).append("contents")
+    elif name.endswith("ring"):
+        (reads if name == "read ring" else changes).append(f"contents of {path}")
     elif name in ("begin read", "begin write"):
         reads = [_CATALOG]
     elif name == "commit":
@@ -62,6 +64,8 @@ def trace(steps: Sequence[Step]) -> int:
         reads, changes = touched(operation)
         before = {last_change.get(place, 0) for place in reads | changes}
         before = before.union(*(reads_since[place] for place in changes))
+        if step.choice.is_killed:
+            before |= {key for other, key in last_of.items() if process_of(other) == process_of(name)}
         last_of[name] = key = hash((step.choice, operation, last_of.get(name), frozenset(before)))
         for place in reads:
             reads_since[place].add(key)
@@ -85,21 +89,22 @@ class Bounded:
         change = self.changes.get(number)
         if change is not None and change.process in ready:
             return change
-        first = self.names.index(last) if last else 0
-        return Choice(next(name for name in (*self.names[first:], *self.names[:first]) if name in ready))
+        first = self.names.index(process_of(last)) if last else 0
+        following = next(name for name in (*self.names[first:], *self.names[:first]) if name in map(process_of, ready))
+        return Choice(stay(ready, last if process_of(last) == following else following)[0])
 
-    def further(self, steps: Sequence[Step], by_process: Mapping[str, Touched]) -> Iterator[Bounded]:
+    def further(self, steps: Sequence[Step], by_thread: Mapping[str, Touched]) -> Iterator[Bounded]:
         """Yield all schedules with one more switch or kill after the present ones."""
         has_changed: dict[str, bool] = {}
         for number, (choice, operation, others) in enumerate(steps):
             name, found = choice.process, touched(operation)
             if number > max(self.changes, default=-1):
-                if has_changed.get(name):
+                if has_changed.get(process_of(name)):
                     yield self._with(number, Choice(name, is_killed=True))
                 for other in others:
-                    if is_conflict(found, by_process[other]):
+                    if other in by_thread and is_conflict(found, by_thread[other]):
                         yield self._with(number, Choice(other))
-            has_changed[name] = bool(found[1])
+            has_changed[process_of(name)] = bool(found[1])
 
     def _with(self, number: int, choice: Choice) -> Bounded:
         return Bounded(self.names, {**self.changes, number: choice})
@@ -130,5 +135,5 @@ def search(
                 reads[step.choice.process] |= found[0]
                 changed[step.choice.process] |= found[1]
             if len(known) > count:
-                following += schedule.further(result.steps, {name: (reads[name], changed[name]) for name in names})
+                following += schedule.further(result.steps, {name: (reads[name], changed[name]) for name in changed})
         level = following

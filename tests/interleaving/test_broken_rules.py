@@ -16,6 +16,10 @@ RANDOM = {
     "sync-folder-of-packs": ("reuse", 27),
     "sync-manifests": ("reuse", 5),
     "sync-pool": ("recycle", 76),
+    "rings-last": ("capture", 3),
+    "durable-last": ("capture", 0),
+    "locks-of-rings": ("capture", 1),
+    "first-phase": ("ranks", 18),
 }
 """Broken rules that random schedules show, with a scenario and the first seed."""
 SEARCHED = {

@@ -1,9 +1,10 @@
 """Test the store under chosen interleavings of writers, collections, repairs and readers, with kills and power losses.
 
-``tools/protocol_store.py`` explores a model of the protocol. These tests run the code itself: each process stops before
-each file operation, lock and transaction, and a scheduler chooses which one goes on. After each schedule, every
-durable checkpoint is restored bit for bit, no reader got wrong bytes or took an intact checkpoint for a damaged one,
-verify finds nothing, and a collection removes all leftovers. Random schedules also lose power.
+``tools/protocol_store.py`` explores a model of the protocol. These tests run the code itself: each thread stops before
+each file operation, lock, transaction and access to a ring, and a scheduler chooses which one goes on. After each
+schedule, every durable checkpoint is restored bit for bit, no reader got wrong bytes or took an intact checkpoint for a
+damaged one, verify finds nothing, and a collection removes all leftovers. A training continues from the newest capture
+that was complete in memory when its process was killed. Random schedules also lose power.
 
 A failed schedule prints its steps, and an order with which ``python -m tests.interleaving`` repeats it.
 """
@@ -25,6 +26,8 @@ SHORT = {
     "generations": ["one", "other"],
     "repair": ["repair", "gc"],
     "pull": ["pull", "gc"],
+    "capture": ["train", "restart"],
+    "ranks": ["one", "other"],
 }
 """Pairs of processes for the search of all schedules with few switches."""
 

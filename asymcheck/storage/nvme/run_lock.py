@@ -110,25 +110,29 @@ class RunLock:
         deadline = time.monotonic() + timeout_s
         is_logged = False
         while True:
-            with self._try_lock() as is_free:
+            # Otherwise, a training that holds the file of a dead one to replace it looks like a leftover of that one.
+            with (
+                self._try_lock(self._files.open_read, self._path.parent) as is_alone,
+                self._try_lock(self._files.open_lock, self._path) as is_free,
+            ):
                 trainer = self._trainer()
-                if is_free or takeover or _may_replace(trainer):
+                if is_alone and (is_free or takeover or _may_replace(trainer)):
                     self._replace()
                     return
             if time.monotonic() >= deadline:
                 raise RunInUseError(self._run, str(trainer or "another process"), self._last_step())
-            if not is_logged:
+            if is_alone and not is_logged:
                 _logger.warning("run %s is in use by %s; waiting up to %g s", self._run, trainer, timeout_s)
                 is_logged = True
             time.sleep(_POLL_S)
 
     @contextlib.contextmanager
-    def _try_lock(self) -> Iterator[bool]:
-        """Lock the present file for the ``with`` block; yield False if a living process holds it."""
-        with translated("lock", self._path):
-            descriptor = DESCRIPTORS.open(self._files.open_lock, self._path)
+    def _try_lock(self, opener: Callable[[Path], int], path: Path) -> Iterator[bool]:
+        """Lock the present file or folder for the ``with`` block; yield False if another process holds it."""
+        with translated("lock", path):
+            descriptor = DESCRIPTORS.open(opener, path)
             try:
-                yield try_lock(descriptor, exclusive=True) and is_same_file(descriptor, self._path)
+                yield try_lock(descriptor, exclusive=True) and is_same_file(descriptor, path)
             finally:
                 DESCRIPTORS.close(descriptor)
 

@@ -141,6 +141,7 @@ class AsymcheckCallback(SavingCallback, Callback):
     def _end(self, failure: BaseException | None = None) -> None:
         if self._fit is not None:
             fit, self._fit = self._fit, None
+            fit.end()
             fit.checkpointer.__exit__(None if failure is None else type(failure), failure, None)
 
 
@@ -157,6 +158,7 @@ class _Fit:
         self._place = "step"
         self._resumed = ""
         self._progress: State = {}
+        self._loader_states: list[Any] = []
         self._loops = Deferred(lambda: {"fit": self._progress, "place": self._place}, self._put_loops)
         self._callbacks = Deferred(self._callback_states, self._put_callbacks)
         self._rng = Deferred.of(RngState)
@@ -207,7 +209,18 @@ class _Fit:
 
     def _note(self) -> None:
         # Stateful loaders return objects that they change later, so the state is copied.
-        self._progress = copy.deepcopy(self._trainer.fit_loop.state_dict())
+        loop = self._trainer.fit_loop
+        self._progress = copy.deepcopy(loop.state_dict())
+        if getattr(loop._data_fetcher, "batches", None):  # noqa: SLF001 - a batch was fetched, but not trained
+            self._progress["state_dict"]["combined_loader"] = self._loader_states  # type: ignore[index]  # of Lightning
+
+    def _before_fetch(self) -> None:
+        """Keep the states of loaders of unknown length, of which Lightning fetches one batch ahead."""
+        loop = self._trainer.fit_loop
+        type(loop.epoch_loop)._on_before_fetch(loop.epoch_loop)  # noqa: SLF001 - the method that this one replaces
+        fetcher, loader = loop._data_fetcher, loop._combined_loader  # noqa: SLF001 - Lightning has no public name
+        if fetcher is not None and loader is not None and fetcher.length is None:
+            self._loader_states = copy.deepcopy(loader._state_dicts())  # noqa: SLF001 - as Lightning saves them
 
     def reach(self, place: Literal["epoch", "step"]) -> None:
         """Capture a checkpoint if a step was done; restore the random numbers if training resumes here."""
@@ -254,6 +267,12 @@ class _Fit:
                     loader.load_state_dict(copy.deepcopy(state))
                 fetcher: Any = loop._data_fetcher  # noqa: SLF001 - otherwise the old iterators are used
                 iter(fetcher)
+        # Lightning has no hook for this. Its loop gives the method to the fetcher at the start of each epoch.
+        loop.epoch_loop._on_before_fetch = self._before_fetch  # type: ignore[method-assign]  # noqa: SLF001 - as above
+
+    def end(self) -> None:
+        """Give the loop its own method back."""
+        self._trainer.fit_loop.epoch_loop.__dict__.pop("_on_before_fetch", None)
 
     def _loaders(self) -> list[tuple[Any, Any]]:
         states: Any = self._progress["state_dict"]

@@ -284,9 +284,10 @@ class _Fit:
         loop = self._trainer.fit_loop
         for loader, state in self._loaders():
             loader.load_state_dict(copy.deepcopy(state))
-            # The Trainer counts batches, and may have stopped before the loader noticed its end. If it limits their
-            # number, the loader has more batches, which the next epoch must not continue with.
-            if next(iter(loader), self) is not self and _is_finished(state):
+            # A loader of torchdata applies the state to its next iterator. Another iterator begins the next epoch. The
+            # Trainer counts batches, and may have stopped before any other loader noticed its end.
+            rows = iter(loader)
+            if not _is_of_torchdata(state) and next(rows, self) is not self:
                 loader.load_state_dict(copy.deepcopy(state))
         # Otherwise the old iterators are used. Lightning has no public name for this flag.
         loop._resuming_from_checkpoint = False  # noqa: SLF001 - see above
@@ -327,9 +328,9 @@ def _with_hidden_state(items: Iterable[object]) -> list[str]:
     return [name for name, hook in hooks.items() if hook and not hook.__module__.startswith("lightning.")]
 
 
-def _is_finished(state: object) -> bool:
-    """Tell whether the state of a loader is that after its last batch. Loaders of torchdata record that."""
-    return not isinstance(state, Mapping) or bool(state.get("_iterator_finished", True))
+def _is_of_torchdata(state: object) -> bool:
+    """Tell whether this is the state of a loader of torchdata."""
+    return isinstance(state, Mapping) and "_iterator_finished" in state
 
 
 def _set_epoch(loader: Any, epoch: int) -> bool:  # noqa: ANN401 - any iterable

@@ -309,6 +309,12 @@ def test_rows_of_unknown_length_are_resumed(step: int, tmp_path: Path) -> None:
     assert_resumed(tmp_path, step, Stream, accumulate_grad_batches=1)
 
 
+@pytest.mark.parametrize(("step", "limit"), [(STEPS_IN_EPOCH, 1.0), (4, 7)])
+def test_epochs_of_unknown_length_are_resumed(step: int, limit: float, tmp_path: Path) -> None:
+    """Test the end of an epoch that the rows end, and of one with 7 batches, after which the next one goes on."""
+    assert_resumed(tmp_path, step, Stream, limit_train_batches=limit)
+
+
 class Fails(Callback):
     """Raises an error after some steps."""
 

@@ -159,7 +159,8 @@ class _Fit:
         self._resumed = ""
         self._progress: State = {}
         self._loader_states: list[Any] = []
-        self._loops = Deferred(lambda: {"fit": self._progress, "place": self._place}, self._put_loops)
+        self._random: State = {}  # the random numbers before the fetch of the next batch
+        self._loops = Deferred(self._loop_states, self._put_loops)
         self._callbacks = Deferred(self._callback_states, self._put_callbacks)
         self._rng = Deferred.of(RngState)
         self._waiting = (self._loops, self._callbacks, self._rng)
@@ -215,7 +216,16 @@ class _Fit:
             self._progress["state_dict"]["combined_loader"] = self._loader_states  # type: ignore[index]  # of Lightning
 
     def _before_fetch(self) -> None:
-        """Keep the states of loaders of unknown length, of which Lightning fetches one batch ahead."""
+        """Keep what a resume needs to fetch the next batch again.
+
+        These are the random numbers, because a dataset may draw from them, and the states of loaders of unknown
+        length, of which Lightning fetches one batch ahead.
+        """
+        if self._is_due:
+            self._random = RngState().state_dict()
+        elif self._random:  # as restored
+            RngState().load_state_dict(self._random)
+            self._random = {}
         loop = self._trainer.fit_loop
         type(loop.epoch_loop)._on_before_fetch(loop.epoch_loop)  # noqa: SLF001 - the method that this one replaces
         fetcher, loader = loop._data_fetcher, loop._combined_loader  # noqa: SLF001 - Lightning has no public name
@@ -303,10 +313,15 @@ class _Fit:
             part.is_live = True
         metrics = {name: float(value) for name, value in self._trainer.callback_metrics.items()}
         save(self._step, first_metrics(metrics))
+        self._random = {}
+
+    def _loop_states(self) -> State:
+        return {"fit": self._progress, "place": self._place, "fetch": self._random if self._place == "step" else {}}
 
     def _put_loops(self, state: State) -> None:
         self._place = str(state["place"])
         self._progress = dict(state["fit"])  # type: ignore[call-overload]  # as saved
+        self._random = dict(state.get("fetch", {}))  # type: ignore[call-overload]  # as saved
         self._trainer.fit_loop.load_state_dict(self._progress)
 
     def _callback_states(self) -> State:

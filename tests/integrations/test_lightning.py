@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
 )
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from asymcheck import Store
 from asymcheck.errors import (
@@ -291,6 +291,22 @@ class Stream(IterableDataset[list[torch.Tensor]]):
         self.next = state["next"]
 
 
+class Noisy(Dataset[list[torch.Tensor]]):
+    """Rows with random noise."""
+
+    def __init__(self) -> None:
+        self.data = small_fit.data(1, ROWS)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return ROWS
+
+    def __getitem__(self, index: int) -> list[torch.Tensor]:
+        """Return a row, to which noise is added."""
+        inputs, target = self.data[index]
+        return [inputs + torch.rand(6), target]
+
+
 def assert_resumed(folder: Path, step: int, data: Callable[[], object], **options: Any) -> None:  # noqa: ANN401 - options of the Trainer
     """Resume at a step, and compare with an uninterrupted fit."""
     options = {"val_check_interval": 1.0} | options
@@ -313,6 +329,11 @@ def test_rows_of_unknown_length_are_resumed(step: int, tmp_path: Path) -> None:
 def test_epochs_of_unknown_length_are_resumed(step: int, limit: float, tmp_path: Path) -> None:
     """Test the end of an epoch that the rows end, and of one with 7 batches, after which the next one goes on."""
     assert_resumed(tmp_path, step, Stream, limit_train_batches=limit)
+
+
+def test_random_rows_are_resumed(tmp_path: Path) -> None:
+    """Test a dataset that draws random numbers in the process of the fit."""
+    assert_resumed(tmp_path, STEPS_IN_EPOCH + 2, Noisy)
 
 
 class Fails(Callback):

@@ -14,7 +14,13 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.utilities import CombinedLoader
 
 from asymcheck.checkpointer import Checkpointer
@@ -71,19 +77,25 @@ class AsymcheckCallback(SavingCallback, Callback):
             raise InvalidInputError(
                 f"the {trainer.world_size} processes of the Trainer do not use torch.distributed; use DDP"
             )
-        if trainer.ckpt_path is not None and self._resume is not False:
-            raise InvalidInputError(
-                f"fit() has ckpt_path={trainer.ckpt_path!r}, but the callback resumes from the store; "
-                "leave out ckpt_path, or pass resume=False"
-            )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set in its constructor by a connector
         for item in callbacks:
+            if isinstance(item, (LearningRateFinder, BatchSizeFinder)) and self._resume is not False:
+                raise InvalidInputError(
+                    f"cannot resume exactly: {type(item).__name__} searches again in each fit, also in one that "
+                    "resumes. Leave this callback out, and call the Tuner of lightning.pytorch.tuner before the first "
+                    "fit, or pass resume=False"
+                )
             if isinstance(item, _NOT_RESUMABLE) and self._resume is not False:
                 raise InvalidInputError(
                     f"cannot resume exactly: {type(item).__name__} changes the optimizer or its schedule at the start "
                     "of epochs, which a resume does not repeat. Leave this callback out, or pass resume=False; instead "
                     "of StochasticWeightAveraging, use WeightAveraging"
                 )
+        if trainer.ckpt_path is not None and self._resume is not False:
+            raise InvalidInputError(
+                f"fit() has ckpt_path={trainer.ckpt_path!r}, but the callback resumes from the store; "
+                "leave out ckpt_path, or pass resume=False"
+            )
         if names := _with_hidden_state([pl_module, getattr(trainer, "datamodule", None), *callbacks]):
             warn_user(
                 f"on_save_checkpoint() and on_load_checkpoint() of {listed(names)} are not called, so a resume lacks "

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     StochasticWeightAveraging,
 )
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
@@ -443,6 +444,13 @@ def test_callbacks_that_cannot_be_resumed_are_refused(callback: Callback, tmp_pa
         with pytest.raises(InvalidInputError, match=f"cannot resume exactly: {type(callback).__name__} changes"):
             fit(tmp_path, AsymcheckCallback(store, keep=None), callback)
         assert store.checkpoints() == []
+
+
+def test_a_search_in_each_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a callback that has set ckpt_path, which the user has not."""
+    monkeypatch.setattr(small_fit.Module, "lr", 0.05, raising=False)
+    with Store.open(tmp_path / "store", create=True) as store, pytest.raises(InvalidInputError, match="the Tuner"):
+        fit(tmp_path, AsymcheckCallback(store, keep=None), LearningRateFinder(num_training_steps=4))
 
 
 @pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch")

@@ -14,7 +14,13 @@ from typing import Any, Literal
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.utilities import CombinedLoader
 
 from asymcheck.checkpointer import Checkpointer
@@ -71,19 +77,25 @@ class AsymcheckCallback(SavingCallback, Callback):
             raise InvalidInputError(
                 f"the {trainer.world_size} processes of the Trainer do not use torch.distributed; use DDP"
             )
-        if trainer.ckpt_path is not None and self._resume is not False:
-            raise InvalidInputError(
-                f"fit() has ckpt_path={trainer.ckpt_path!r}, but the callback resumes from the store; "
-                "leave out ckpt_path, or pass resume=False"
-            )
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set in its constructor by a connector
         for item in callbacks:
+            if isinstance(item, (LearningRateFinder, BatchSizeFinder)) and self._resume is not False:
+                raise InvalidInputError(
+                    f"cannot resume exactly: {type(item).__name__} searches again in each fit, also in one that "
+                    "resumes. Leave this callback out, and call the Tuner of lightning.pytorch.tuner before the first "
+                    "fit, or pass resume=False"
+                )
             if isinstance(item, _NOT_RESUMABLE) and self._resume is not False:
                 raise InvalidInputError(
                     f"cannot resume exactly: {type(item).__name__} changes the optimizer or its schedule at the start "
                     "of epochs, which a resume does not repeat. Leave this callback out, or pass resume=False; instead "
                     "of StochasticWeightAveraging, use WeightAveraging"
                 )
+        if trainer.ckpt_path is not None and self._resume is not False:
+            raise InvalidInputError(
+                f"fit() has ckpt_path={trainer.ckpt_path!r}, but the callback resumes from the store; "
+                "leave out ckpt_path, or pass resume=False"
+            )
         if names := _with_hidden_state([pl_module, getattr(trainer, "datamodule", None), *callbacks]):
             warn_user(
                 f"on_save_checkpoint() and on_load_checkpoint() of {listed(names)} are not called, so a resume lacks "
@@ -141,6 +153,7 @@ class AsymcheckCallback(SavingCallback, Callback):
     def _end(self, failure: BaseException | None = None) -> None:
         if self._fit is not None:
             fit, self._fit = self._fit, None
+            fit.end()
             fit.checkpointer.__exit__(None if failure is None else type(failure), failure, None)
 
 
@@ -157,7 +170,9 @@ class _Fit:
         self._place = "step"
         self._resumed = ""
         self._progress: State = {}
-        self._loops = Deferred(lambda: {"fit": self._progress, "place": self._place}, self._put_loops)
+        self._loader_states: list[Any] = []
+        self._random: State = {}  # the random numbers before the fetch of the next batch
+        self._loops = Deferred(self._loop_states, self._put_loops)
         self._callbacks = Deferred(self._callback_states, self._put_callbacks)
         self._rng = Deferred.of(RngState)
         self._waiting = (self._loops, self._callbacks, self._rng)
@@ -207,7 +222,27 @@ class _Fit:
 
     def _note(self) -> None:
         # Stateful loaders return objects that they change later, so the state is copied.
-        self._progress = copy.deepcopy(self._trainer.fit_loop.state_dict())
+        loop = self._trainer.fit_loop
+        self._progress = copy.deepcopy(loop.state_dict())
+        if getattr(loop._data_fetcher, "batches", None):  # noqa: SLF001 - a batch was fetched, but not trained
+            self._progress["state_dict"]["combined_loader"] = self._loader_states  # type: ignore[index]  # of Lightning
+
+    def _before_fetch(self) -> None:
+        """Keep what a resume needs to fetch the next batch again.
+
+        These are the random numbers, because a dataset may draw from them, and the states of loaders of unknown
+        length, of which Lightning fetches one batch ahead.
+        """
+        if self._is_due:
+            self._random = RngState().state_dict()
+        elif self._random:  # as restored
+            RngState().load_state_dict(self._random)
+            self._random = {}
+        loop = self._trainer.fit_loop
+        type(loop.epoch_loop)._on_before_fetch(loop.epoch_loop)  # noqa: SLF001 - the method that this one replaces
+        fetcher, loader = loop._data_fetcher, loop._combined_loader  # noqa: SLF001 - Lightning has no public name
+        if fetcher is not None and loader is not None and fetcher.length is None:
+            self._loader_states = copy.deepcopy(loader._state_dicts())  # noqa: SLF001 - as Lightning saves them
 
     def reach(self, place: Literal["epoch", "step"]) -> None:
         """Capture a checkpoint if a step was done; restore the random numbers if training resumes here."""
@@ -254,6 +289,12 @@ class _Fit:
                     loader.load_state_dict(copy.deepcopy(state))
                 fetcher: Any = loop._data_fetcher  # noqa: SLF001 - otherwise the old iterators are used
                 iter(fetcher)
+        # Lightning has no hook for this. Its loop gives the method to the fetcher at the start of each epoch.
+        loop.epoch_loop._on_before_fetch = self._before_fetch  # type: ignore[method-assign]  # noqa: SLF001 - as above
+
+    def end(self) -> None:
+        """Give the loop its own method back."""
+        self._trainer.fit_loop.epoch_loop.__dict__.pop("_on_before_fetch", None)
 
     def _loaders(self) -> list[tuple[Any, Any]]:
         states: Any = self._progress["state_dict"]
@@ -265,9 +306,10 @@ class _Fit:
         loop = self._trainer.fit_loop
         for loader, state in self._loaders():
             loader.load_state_dict(copy.deepcopy(state))
-            # The Trainer counts batches, and may have stopped before the loader noticed its end. If it limits their
-            # number, the loader has more batches, which the next epoch must not continue with.
-            if next(iter(loader), self) is not self and _is_finished(state):
+            # A loader of torchdata applies the state to its next iterator. Another iterator begins the next epoch. The
+            # Trainer counts batches, and may have stopped before any other loader noticed its end.
+            rows = iter(loader)
+            if not _is_of_torchdata(state) and next(rows, self) is not self:
                 loader.load_state_dict(copy.deepcopy(state))
         # Otherwise the old iterators are used. Lightning has no public name for this flag.
         loop._resuming_from_checkpoint = False  # noqa: SLF001 - see above
@@ -283,10 +325,15 @@ class _Fit:
             part.is_live = True
         metrics = {name: float(value) for name, value in self._trainer.callback_metrics.items()}
         save(self._step, first_metrics(metrics))
+        self._random = {}
+
+    def _loop_states(self) -> State:
+        return {"fit": self._progress, "place": self._place, "fetch": self._random if self._place == "step" else {}}
 
     def _put_loops(self, state: State) -> None:
         self._place = str(state["place"])
         self._progress = dict(state["fit"])  # type: ignore[call-overload]  # as saved
+        self._random = dict(state.get("fetch", {}))  # type: ignore[call-overload]  # as saved
         self._trainer.fit_loop.load_state_dict(self._progress)
 
     def _callback_states(self) -> State:
@@ -308,9 +355,9 @@ def _with_hidden_state(items: Iterable[object]) -> list[str]:
     return [name for name, hook in hooks.items() if hook and not hook.__module__.startswith("lightning.")]
 
 
-def _is_finished(state: object) -> bool:
-    """Tell whether the state of a loader is that after its last batch. Loaders of torchdata record that."""
-    return not isinstance(state, Mapping) or bool(state.get("_iterator_finished", True))
+def _is_of_torchdata(state: object) -> bool:
+    """Tell whether this is the state of a loader of torchdata."""
+    return isinstance(state, Mapping) and "_iterator_finished" in state
 
 
 def _set_epoch(loader: Any, epoch: int) -> bool:  # noqa: ANN401 - any iterable

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import RandomSampler, TensorDataset
+from torch.utils.data import Dataset, RandomSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from asymcheck import Store
@@ -82,13 +82,18 @@ class Differing(Callback):
         torch.rand(trainer.global_rank)
 
 
+def data(seed: int, rows: int) -> TensorDataset:
+    """Return rows that depend only on the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(rows, 6, generator=generator), torch.randn(rows, 1, generator=generator))
+
+
 def loader(seed: int, rows: int, *, shuffle: bool, ranks: int = 1) -> StatefulDataLoader:
     """Return a loader of rows that depend only on the seed; Lightning shuffles them for several ranks."""
-    generator = torch.Generator().manual_seed(seed)
-    data = TensorDataset(torch.randn(rows, 6, generator=generator), torch.randn(rows, 1, generator=generator))
+    found = data(seed, rows)
     if shuffle and ranks > 1:
-        return StatefulDataLoader(data, batch_size=BATCH, sampler=RandomSampler(data))
-    return StatefulDataLoader(data, batch_size=BATCH, shuffle=shuffle)
+        return StatefulDataLoader(found, batch_size=BATCH, sampler=RandomSampler(found))
+    return StatefulDataLoader(found, batch_size=BATCH, shuffle=shuffle)
 
 
 def fit(
@@ -117,7 +122,11 @@ def fit(
         # Hide warnings of torch about torchdata and Lightning.
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")
         warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated")
-        trainer.fit(module, rows or loader(1, ROWS, shuffle=True, ranks=ranks), loader(2, 8, shuffle=False))
+        if rows is None:
+            rows = loader(1, ROWS, shuffle=True, ranks=ranks)
+        elif isinstance(rows, Dataset):
+            rows = StatefulDataLoader(rows, batch_size=BATCH)
+        trainer.fit(module, rows, loader(2, 8, shuffle=False))
     return trainer, module
 
 

@@ -4,6 +4,7 @@ import logging
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     StochasticWeightAveraging,
 )
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 from asymcheck import Store
 from asymcheck.errors import (
@@ -30,7 +32,7 @@ from asymcheck.errors import (
 from asymcheck.integrations.lightning import AsymcheckCallback
 from tests.checkpointer.loops import copy_late
 from tests.integrations import launch_ranks, small_fit
-from tests.integrations.small_fit import ACCUMULATE, BATCHES, STEPS, STEPS_IN_EPOCH, Trainer, fit, outcome
+from tests.integrations.small_fit import ACCUMULATE, BATCHES, ROWS, STEPS, STEPS_IN_EPOCH, Trainer, fit, outcome
 from tests.store.equality import assert_same
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -267,6 +269,74 @@ def test_a_loader_that_was_set_up_early_is_restored(tmp_path: Path, monkeypatch:
     assert_same(outcome(*again), outcome(*whole))
 
 
+class Stream(IterableDataset[list[torch.Tensor]]):
+    """Rows of unknown number. A new iterator begins where the last one stopped."""
+
+    def __init__(self) -> None:
+        self.data = small_fit.data(1, ROWS)
+        self.next = 0
+
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        """Yield the rows that are left."""
+        while self.next < ROWS:
+            self.next += 1
+            yield self.data[self.next - 1]
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position."""
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Restore the position."""
+        self.next = state["next"]
+
+
+class Noisy(Dataset[list[torch.Tensor]]):
+    """Rows with random noise."""
+
+    def __init__(self) -> None:
+        self.data = small_fit.data(1, ROWS)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return ROWS
+
+    def __getitem__(self, index: int) -> list[torch.Tensor]:
+        """Return a row, to which noise is added."""
+        inputs, target = self.data[index]
+        return [inputs + torch.rand(6), target]
+
+
+def assert_resumed(folder: Path, step: int, data: Callable[[], object], **options: Any) -> None:  # noqa: ANN401 - options of the Trainer
+    """Resume at a step, and compare with an uninterrupted fit."""
+    options = {"val_check_interval": 1.0} | options
+    with Store.open(folder / "store", create=True) as store:
+        saves = AsymcheckCallback(store, every=1, keep=None)
+        whole = fit(folder, saves, rows=data(), **options)
+        resumes = AsymcheckCallback(store, every=100, keep=None, resume=step)
+        again = fit(folder, resumes, rows=data(), **options)
+    assert dict(again[1].losses).items() <= dict(whole[1].losses).items()
+    assert_same(outcome(*again), outcome(*whole))
+
+
+@pytest.mark.parametrize("step", [2, BATCHES + 1, 2 * BATCHES - 1])
+def test_rows_of_unknown_length_are_resumed(step: int, tmp_path: Path) -> None:
+    """Test places within an epoch: Lightning fetches one batch ahead, which is not trained twice or skipped."""
+    assert_resumed(tmp_path, step, Stream, accumulate_grad_batches=1)
+
+
+@pytest.mark.parametrize(("step", "limit"), [(STEPS_IN_EPOCH, 1.0), (4, 7)])
+def test_epochs_of_unknown_length_are_resumed(step: int, limit: float, tmp_path: Path) -> None:
+    """Test the end of an epoch that the rows end, and of one with 7 batches, after which the next one goes on."""
+    assert_resumed(tmp_path, step, Stream, limit_train_batches=limit)
+
+
+def test_random_rows_are_resumed(tmp_path: Path) -> None:
+    """Test a dataset that draws random numbers in the process of the fit."""
+    assert_resumed(tmp_path, STEPS_IN_EPOCH + 2, Noisy)
+
+
 class Fails(Callback):
     """Raises an error after some steps."""
 
@@ -374,6 +444,13 @@ def test_callbacks_that_cannot_be_resumed_are_refused(callback: Callback, tmp_pa
         with pytest.raises(InvalidInputError, match=f"cannot resume exactly: {type(callback).__name__} changes"):
             fit(tmp_path, AsymcheckCallback(store, keep=None), callback)
         assert store.checkpoints() == []
+
+
+def test_a_search_in_each_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a callback that has set ckpt_path, which the user has not."""
+    monkeypatch.setattr(small_fit.Module, "lr", 0.05, raising=False)
+    with Store.open(tmp_path / "store", create=True) as store, pytest.raises(InvalidInputError, match="the Tuner"):
+        fit(tmp_path, AsymcheckCallback(store, keep=None), LearningRateFinder(num_training_steps=4))
 
 
 @pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch")

@@ -61,8 +61,8 @@ def verify(
     remote: str | None,
     deep: bool,
     shard: Shard | None,
-    on: str | None,
-    shards: int | None,
+    on: str | None = None,
+    shards: int | None = None,
 ) -> Report:
     """Check every byte of STORE, or the checkpoints of one step. Nothing is changed without --repair.
 

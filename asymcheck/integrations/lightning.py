@@ -290,7 +290,7 @@ class _Fit:
                 fetcher: Any = loop._data_fetcher  # noqa: SLF001 - otherwise the old iterators are used
                 iter(fetcher)
         # Lightning has no hook for this. Its loop gives the method to the fetcher at the start of each epoch.
-        loop.epoch_loop._on_before_fetch = self._before_fetch  # type: ignore[method-assign]  # noqa: SLF001 - as above
+        loop.epoch_loop.__dict__["_on_before_fetch"] = self._before_fetch
 
     def end(self) -> None:
         """Give the loop its own method back."""

@@ -106,10 +106,12 @@ class CaptureEngine:
 
         The link is then busy while this thread computes source digests. If the capture thread queued the copies, both
         threads would wait for the GIL at each operation of torch. In a small ring, eager copies come first, because
-        the training waits for them.
+        the training waits for them. Partitions of earlier captures that wait for space come first, too.
         """
         transfers, release = capture.transfers, capture.plan.release
-        if not transfers.devices or self._ring.header.data_bytes < 2 * capture.state_bytes:
+        with self._changed:
+            others_wait = any(earlier.slots[number] is None for earlier, number in self._to_copy)
+        if not transfers.devices or others_wait or self._ring.header.data_bytes < 2 * capture.state_bytes:
             return numbers
         early: set[int] = set()
         for number in numbers:
@@ -190,6 +192,9 @@ class CaptureEngine:
         """Clone a partition on its device so that its source may change; return False without space for the clone."""
         if not capture.transfers.is_on_device(number) or not capture.transfers.stage(number):
             return False
+        # Later captures must not take this space: if each in the ring lacked a partition, none could be completed.
+        if capture.slots[number] is None:
+            capture.slots[number] = self._ring.take(capture.partitions[number].length)
         with self._changed:
             capture.uncopied -= 1
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,8 +15,10 @@ import asymcheck
 from asymcheck.capture import background_saver
 from asymcheck.capture.background_saver import Statistics
 from asymcheck.capture.device_copy import Devices
+from asymcheck.capture.engine import CaptureEngine
 from asymcheck.config import MIB, CaptureConfig
 from asymcheck.storage.gpu_staging import Staging
+from asymcheck.storage.shm.ring_writer import Ring
 from tests.capture.simulated_device import SimulatedDevice
 
 STEPS = 12
@@ -153,6 +156,27 @@ def test_all_of_the_staging_buffer_is_free_in_the_end(
     monkeypatch.setattr("asymcheck.capture.device_copy.Staging", Watched)
     train(tmp_path, device, monkeypatch, CaptureConfig(staging_bytes=8 * MIB))
     assert [staging._allocator.free_bytes for staging in made] == [7 * MIB, MIB]
+
+
+def test_captures_complete_although_the_capture_thread_is_late(
+    tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test that captures do not fill the ring with all their partitions but the staged ones, so that none completes."""
+    is_full = threading.Event()
+    run, wait_for_room = CaptureEngine._run, Ring.wait_for_room
+
+    def run_late(engine: CaptureEngine) -> None:
+        is_full.wait(5)
+        run(engine)
+
+    def wait(ring: Ring, seconds: float) -> None:
+        is_full.set()
+        wait_for_room(ring, seconds)
+
+    monkeypatch.setattr(CaptureEngine, "_run", run_late)
+    monkeypatch.setattr(Ring, "wait_for_room", wait)
+    train(tmp_path, device, monkeypatch, CaptureConfig(staging_bytes=8 * MIB))
+    check(tmp_path)
 
 
 @pytest.mark.slow

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from asymcheck.capture import background_saver
 from asymcheck.capture.background_saver import Statistics
 from asymcheck.capture.device_copy import Devices
 from asymcheck.capture.engine import CaptureEngine
+from asymcheck.capture.inflight import Capture
 from asymcheck.config import MIB, CaptureConfig
 from asymcheck.storage.gpu_staging import Staging
 from asymcheck.storage.shm.ring_writer import Ring
@@ -158,10 +161,8 @@ def test_all_of_the_staging_buffer_is_free_in_the_end(
     assert [staging._allocator.free_bytes for staging in made] == [7 * MIB, MIB]
 
 
-def test_captures_complete_although_the_capture_thread_is_late(
-    tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Test that captures do not fill the ring with all their partitions but the staged ones, so that none completes."""
+def late_capture_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the capture thread begin when the training waits for space in the ring, or after five seconds."""
     is_full = threading.Event()
     run, wait_for_room = CaptureEngine._run, Ring.wait_for_room
 
@@ -175,8 +176,41 @@ def test_captures_complete_although_the_capture_thread_is_late(
 
     monkeypatch.setattr(CaptureEngine, "_run", run_late)
     monkeypatch.setattr(Ring, "wait_for_room", wait)
+
+
+def test_captures_complete_although_the_capture_thread_is_late(
+    tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test that captures do not fill the ring with all their partitions but the staged ones, so that none completes."""
+    late_capture_thread(monkeypatch)
     train(tmp_path, device, monkeypatch, CaptureConfig(staging_bytes=8 * MIB))
     check(tmp_path)
+
+
+@pytest.mark.parametrize("device", [(0, 0)], ids=["in time"], indirect=True)
+def test_a_partition_that_waits_for_space_goes_first(
+    tmp_path: Path, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test that a capture copies no partitions early while one of an earlier capture has no space yet."""
+    copy_early = CaptureEngine._copy_early
+    early: list[tuple[int, int]] = []
+
+    def copy(engine: CaptureEngine, capture: Capture, numbers: list[int]) -> list[int]:
+        if early:
+            return copy_early(engine, capture, numbers)
+        # The capture thread has not begun, so it does not see this partition.
+        engine._to_copy.append((cast(Capture, types.SimpleNamespace(slots=[None])), 0))
+        behind = copy_early(engine, capture, numbers)
+        engine._to_copy.pop()
+        left = copy_early(engine, capture, numbers)
+        early.append((len(numbers) - len(behind), len(numbers) - len(left)))
+        return left
+
+    late_capture_thread(monkeypatch)
+    monkeypatch.setattr(CaptureEngine, "_copy_early", copy)
+    train(tmp_path, device, monkeypatch, CaptureConfig(staging_bytes=8 * MIB))
+    check(tmp_path)
+    assert early == [(0, 4)]
 
 
 @pytest.mark.slow

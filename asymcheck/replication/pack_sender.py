@@ -45,6 +45,8 @@ _PACK_BYTES_MIN = 64 << 20
 """Packs are not made smaller than this to use more streams."""
 _OBJECT_BYTES = 64 << 20
 """Maximum size of a pack in an object store, because each upload has a whole pack in memory."""
+_PROBE_BYTES = 32 << 20
+"""Bytes that are sent first to measure the speed of the location, which decides whether the rest is encoded."""
 _MAKE_BYTES_PER_S = 1e9
 """Assumed speed of reading frames for one stream, until it was measured."""
 
@@ -53,23 +55,13 @@ class PackSender:
     """Uploads the packs of one checkpoint."""
 
     def __init__(
-        self,
-        remote: RemoteTier,
-        total: int,
-        moved: Moved,
-        progress: Progress,
-        reencoder: Reencoder | None,
-        probe_bytes: int,
+        self, remote: RemoteTier, total: int, moved: Moved, progress: Progress, reencoder: Reencoder | None
     ) -> None:
-        """Send ``total`` bytes of payload to ``remote``, encoded by ``reencoder`` if given.
-
-        If the speed of the location is unknown, and decides whether frames are encoded, ``probe_bytes`` are sent first.
-        """
+        """Send ``total`` bytes of payload to ``remote``, encoded by ``reencoder`` if given."""
         self._remote = remote
         self._config = remote.config.remote
         self._reencoder = reencoder
         self._moved = moved
-        self._probe_bytes = probe_bytes
         # Bytes that are sent again after a failure count twice.
         self._meter = ProgressMeter(progress, total)
         self._rate = RateLimit(self._config.bytes_per_s)
@@ -93,7 +85,7 @@ class PackSender:
         uploads = self._config.uploads
         count = 0
         if self._config.compression == "auto" and self._remote.pace.writing.bytes_per_s is None:
-            count = len(next(iter(_cut(frames, min(self._probe_bytes, self._pack_bytes(frames, uploads)))), ()))
+            count = len(next(iter(_cut(frames, min(_PROBE_BYTES, self._pack_bytes(frames, uploads)))), ()))
         if 0 < count < len(frames):
             yield frames[:count]
             frames = frames[count:]

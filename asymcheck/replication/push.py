@@ -45,8 +45,6 @@ from asymcheck.types import CheckpointRef, Digest, PackId, Progress
 
 _ATTEMPTS = 8
 _OLDER_TRIED = 8
-_PROBE_BYTES = 32 << 20
-"""Bytes that are sent first to measure the speed of the location, which decides whether the rest is encoded."""
 
 
 def encoder_for(remote: RemoteTier) -> Encoder:
@@ -296,7 +294,7 @@ class _Push:
         reencoder = None
         if self.remote.config.remote.compression != "off":
             reencoder = Reencoder(self.encoder, planner, manifests, older)
-        sender = PackSender(self.remote, planner.stored, self.moved, self._report, reencoder, _PROBE_BYTES)
+        sender = PackSender(self.remote, planner.stored, self.moved, self._report, reencoder)
         # The base of a frame arrives before the frame.
         new = sender.send(planner.full) | sender.send_in_order(planner.based)
         self.moved.reused_partitions += planner.reused

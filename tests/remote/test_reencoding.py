@@ -207,7 +207,7 @@ def test_the_speed_is_measured_before_most_is_sent(
     store_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Test that a first part is sent plain, and that the same push encodes the rest if the link was slow."""
-    monkeypatch.setattr("asymcheck.replication.push._PROBE_BYTES", MIB)
+    monkeypatch.setattr("asymcheck.replication.pack_sender._PROBE_BYTES", MIB)
     monkeypatch.setattr("asymcheck.storage.throughput._ENOUGH_BYTES", MIB // 2)
     noted = ThroughputMeter.note
     monkeypatch.setattr(ThroughputMeter, "note", lambda self, count, _seconds: noted(self, count, count / 1e6))

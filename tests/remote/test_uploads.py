@@ -171,7 +171,7 @@ def test_manifests_are_staged_by_a_few_threads(
 
 def test_failed_probe_blocks_nobody(store: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test that other packs wait for the measurement of the first one."""
-    monkeypatch.setattr("asymcheck.replication.push._PROBE_BYTES", 8192)
+    monkeypatch.setattr("asymcheck.replication.pack_sender._PROBE_BYTES", 8192)
     spoil_packs(monkeypatch, lambda pieces: pieces[:-1])
     with (
         Store.open(store, config=config(attempts=2), create=True) as opened,

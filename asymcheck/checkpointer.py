@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from asymcheck.capture.background_saver import BackgroundSaver, Statistics
 from asymcheck.capture.inflight import Capture, CheckpointReport
 from asymcheck.capture.signals import ExitHandler
+from asymcheck.commit.orphan_recovery import Agree
 from asymcheck.config import DEFAULT_RUN, CaptureConfig, Grace
 from asymcheck.distributed.ranks import RanksGiven, find_ranks
 from asymcheck.errors import (
@@ -333,12 +334,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 warn_user(warning, AbandonedCheckpointsWarning)
         return self._reporting.note(background.settled())
 
-    def _adopt(self, held: contextlib.ExitStack) -> None:
+    def _adopt(self, held: contextlib.ExitStack, agree: Agree | None = None) -> None:
         """Commit captures that a killed process left in memory; keep them readable until ``held`` closes."""
         self._lock_run()
         if self._maintenance is not None:
             held.enter_context(self._maintenance.still())
-        adopting = self._store.training.adopting(self._config.ring_folder, run=self._run, raises=self._reporting.raises)
+        adopting = self._store.training.adopting(
+            self._config.ring_folder, run=self._run, agree=agree, raises=self._reporting.raises
+        )
         self._reporting.warn_of_unrecovered(held.enter_context(adopting))
 
     def _resumed(self, returned: ResumePoint | None) -> Checkpoint | None:

@@ -33,7 +33,7 @@ from asymcheck.validation import check_metrics, check_part, check_step
 if TYPE_CHECKING:
     from asymcheck.capture.background_saver import BackgroundSaver
     from asymcheck.capture.inflight import Capture
-    from asymcheck.commit.orphan_recovery import RecoveredCapture
+    from asymcheck.commit.orphan_recovery import Agree, RecoveredCapture
     from asymcheck.distributed import Session
 
 
@@ -201,13 +201,18 @@ class TrainingServices:
 
     @contextlib.contextmanager
     def adopting(
-        self, ring_folder: str | os.PathLike[str] | None = None, *, run: str | None = None, raises: bool = True
+        self,
+        ring_folder: str | os.PathLike[str] | None = None,
+        *,
+        run: str | None = None,
+        agree: Agree | None = None,
+        raises: bool = True,
     ) -> Iterator[list[RecoveredCapture]]:
         """Commit the checkpoints of this store that killed processes left complete in memory.
 
         A restore in the ``with`` block reads from that memory as far as possible. The memory is released after the
         block. Captures of ``run``, which is about to resume, come first. If another process is recovering them, this
-        waits.
+        waits. If the job has other stores, ``agree`` selects the captures of ``run`` that all of them can complete.
 
         Raises:
             LockTimeoutError: the other process does not finish; the message names it.
@@ -232,6 +237,7 @@ class TrainingServices:
                         ring_folder_of(ring_folder),
                         placing,
                         run,
+                        agree,
                         raises=raises,
                     )
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from asymcheck.format.manifest import Manifest, ManifestHeader
 from asymcheck.format.record import RECORD_BYTES, decode_descriptor
 from asymcheck.format.ring_records import COMPLETE
 from asymcheck.format.spans import ranks_in
-from asymcheck.storage.nvme import Catalog, CheckpointFiles, NvmeTier, run_with_slots
+from asymcheck.storage.nvme import Catalog, NvmeTier, run_with_slots
 from asymcheck.storage.shm.orphaned_rings import (
     list_rings,
     open_orphaned_ring,
@@ -42,6 +42,8 @@ from asymcheck.storage.slots import Slot
 from asymcheck.types import CheckpointRef, Digest, SaveId
 
 _KEPT = "the ring is kept, and uses memory until you remove it"
+Agree = Callable[[set[SaveId]], Collection[SaveId]]
+"""Return the saves whose parts all machines have, given those whose parts this machine has in memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,7 @@ def adopting(
     folder: Path,
     placing: Callable[[ManifestHeader], LineagePosition],
     run: str | None = None,
+    agree: Agree | None = None,
     *,
     raises: bool = True,
 ) -> Iterator[tuple[list[RecoveredCapture], list[RingPack]]]:
@@ -79,7 +82,8 @@ def adopting(
     older step would be restored. Rings of other runs are skipped while another process uses them.
 
     For a checkpoint of several ranks, all parts are committed or none. If the part of a rank is neither in a ring nor
-    in the store, the checkpoint cannot be completed.
+    in the store, the checkpoint cannot be completed. If each machine has its own store, ``agree`` is called once, and
+    captures of ``run`` that other machines lack are not committed, either.
 
     Raises:
         LockTimeoutError: another process did not finish adopting a ring of ``run``.
@@ -100,8 +104,7 @@ def adopting(
             ),
         ):
             readers = [stack.enter_context(reader) for reader in adoption.taken(paths, take)]
-            if readers:
-                adoption.commit_all(readers)
+            adoption.commit_all(readers, agree if paths is own else None)
             packs += [RingPack(reader) for reader in readers]
         yield adoption.adopted, packs
 
@@ -176,14 +179,22 @@ class _Adoption:
         )
         self._note(reader.header.run, None, f"{reader.path}: {problem}")
 
-    def commit_all(self, readers: Sequence[RingReader]) -> None:
+    def commit_all(self, readers: Sequence[RingReader], agree: Agree | None) -> None:
         """Commit the complete captures of ``readers``, and remove the rings that are not kept."""
         captures = [capture for reader in readers for capture in self._captures_in(reader)]
         captures.sort(key=lambda capture: (capture.header.ref, capture.header.rank))
+        checkpoints: list[list[_RingCapture]] = []
         while captures:
             first = captures[0].header
-            self._commit([capture for capture in captures if capture.is_part_of_same(first)])
+            checkpoints.append([capture for capture in captures if capture.is_part_of_same(first)])
             captures = [capture for capture in captures if not capture.is_part_of_same(first)]
+        common = None
+        if agree is not None:
+            whole = {parts[0].header.ref.save_id for parts in checkpoints if not self._missing(parts)}
+            # Captures for a newer program stay in memory, and the other machines commit their parts.
+            common = agree(whole | {save_id for _, save_id in self._unread})
+        for parts in checkpoints:
+            self._commit(parts, common)
         for reader in readers:
             if reader not in self._kept:
                 reader.unlink()
@@ -202,12 +213,23 @@ class _Adoption:
             except FormatError as error:
                 self._note(run, None, str(error))
 
-    def _commit(self, parts: Sequence[_RingCapture]) -> None:
-        """Commit the parts of one checkpoint in the rings: all of them, or none."""
+    def _missing(self, parts: Sequence[_RingCapture]) -> list[int]:
+        """Return the ranks that save into this store, and have no part in a ring or in the store."""
+        header, in_rings = parts[0].header, {part.header.rank for part in parts}
+        stored = self.tier.manifests.listing(header.run, header.ref)
+        # The rings of other nodes cannot be read from this node.
+        wanted = range(header.world_size) if header.store_ranks is None else ranks_in(header.store_ranks)
+        return [rank for rank in wanted if rank not in in_rings and not stored.has(rank)]
+
+    def _commit(self, parts: Sequence[_RingCapture], common: Collection[SaveId] | None) -> None:
+        """Commit the parts of one checkpoint in the rings: all of them, or none.
+
+        ``common`` has the saves of which other machines have their parts; None without other machines.
+        """
         header = parts[0].header
         run, step = header.run, header.ref.step
         stored = self.tier.manifests.listing(run, header.ref)
-        missing = _missing_ranks(header, stored, parts)
+        missing = self._missing(parts)
         # A process may have been killed after its commit, before it marked the capture as committed.
         parts = [part for part in parts if not stored.has(part.header.rank)]
         readers = {part.reader for part in parts}
@@ -225,6 +247,9 @@ class _Adoption:
                 self._note(run, step, problem)
             return
         if not parts:
+            return
+        if common is not None and header.ref.save_id not in common:
+            self._note(run, step, "incomplete: another machine has no part of it in memory or in its store")
             return
         try:
             refs = self._publish(parts)
@@ -295,13 +320,6 @@ def _check_line(tier: NvmeTier, header: ManifestHeader) -> None:
             f"step {header.ref.step} of run {header.run!r} was captured before generation {header.ref.generation} was "
             "opened in this store, so the capture belongs to another line"
         )
-
-
-def _missing_ranks(header: ManifestHeader, stored: CheckpointFiles, parts: Sequence[_RingCapture]) -> list[int]:
-    in_rings = {part.header.rank for part in parts}
-    # The rings of other nodes cannot be read from this node.
-    wanted = range(header.world_size) if header.store_ranks is None else ranks_in(header.store_ranks)
-    return [rank for rank in wanted if rank not in in_rings and not stored.has(rank)]
 
 
 def is_store_missing(tier: NvmeTier, store: str | None, store_id: bytes) -> bool:

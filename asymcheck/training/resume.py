@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from asymcheck.capture.background_saver import BackgroundSaver
 from asymcheck.capture.inflight import Capture
 from asymcheck.capture.optimizer_fence import distributed
+from asymcheck.commit.orphan_recovery import Agree
 from asymcheck.distributed import Ranks, Session
 from asymcheck.distributed.coordinator import reason_of
 from asymcheck.distributed.rendezvous import RankLocation
@@ -40,6 +41,7 @@ from asymcheck.events import timed
 from asymcheck.format.layout import checkpoint_name, parse_checkpoint_name
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.record import HeadRecord, head_from_json, head_to_json
+from asymcheck.format.ring_records import CAPTURES_MAX
 from asymcheck.format.spans import Spans, named_spans, ranks_in
 from asymcheck.inspect.history import describe_loaded
 from asymcheck.policies.push_selection import Push
@@ -51,7 +53,7 @@ from asymcheck.storage.fallback_tier import FallbackTier
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.process_identity import this_process
 from asymcheck.store import Store
-from asymcheck.types import Checkpoint, CheckpointRef, Digest
+from asymcheck.types import Checkpoint, CheckpointRef, Digest, SaveId
 from asymcheck.validation import check_device
 
 _SHOWN = 4
@@ -119,14 +121,15 @@ class ResumeCoordinator:
         self,
         step: int | None,
         into: object,
-        prepare: Callable[[], object],
+        prepare: Callable[[Agree | None], object],
         report: Callable[[], object],
         *,
         strict: bool = False,
     ) -> ResumePoint | None:
         """Restore the newest checkpoint that all ranks can read, or that of ``step``.
 
-        Rank 0 calls ``prepare`` first, while the others wait. An error of ``report`` fails the restore on all ranks.
+        The first rank of each store calls ``prepare`` first, while the others wait. An error of ``report`` fails the
+        restore on all ranks.
 
         Returns:
             The resume point, or None if the run has no checkpoint yet.
@@ -142,12 +145,12 @@ class ResumeCoordinator:
         number, _ = session.begin(does, None, 2 if shares_store else 1, lambda: None, f"restore of run {self._run!r}")
         skipped: list[str] = []
         if not shares_store:
-            proposals = self._common(session, self._readable(session, (number, 1), step, prepare), step, skipped)
+            proposals = self._common(session, self._readable(session, number, step, prepare), step, skipped)
         elif self.is_first:
-            proposals = self._proposals(step, skipped, prepare)
+            proposals = self._proposals(step, skipped, partial(prepare, None))
         else:
             proposals = iter(())
-        part = 1 if shares_store else 2
+        part = 1 if shares_store else 3
         self._overwritten = ()
         try:
             while True:
@@ -173,28 +176,39 @@ class ResumeCoordinator:
         prepare()
         is_any = False
         with self._store.resources.source() as source:
-            for resolved in resolve_each(source, candidates(source, self._run, step), skipped):
+            listings = candidates(source, self._run, step)
+            for resolved in resolve_each(source, listings, skipped):
                 resolved.sources.close()
                 is_any = True
                 yield resolved.ref
+        if not is_any and step is None and self._is_new(self._is_unfinished(listing.ref) for listing in listings):
+            return
         if is_any or skipped:
             what = "no checkpoint" if step is None else f"step {step}"
             message = f"{what} of run {self._run!r} can be restored by all ranks; see asymcheck verify:"
             raise InconsistentCheckpointError(message, skipped)
 
     def _readable(
-        self, session: Session, at: tuple[int, int], step: int | None, prepare: Callable[[], object]
-    ) -> list[dict[CheckpointRef, bool]]:
-        """Return, on rank 0, the checkpoints of each store, and whether each rank of the store can read a part.
+        self, session: Session, number: int, step: int | None, prepare: Callable[[Agree], object]
+    ) -> list[dict[CheckpointRef, bool | None]]:
+        """Return, on rank 0, :meth:`_parts_here` of each store.
 
         The first rank of each store calls ``prepare``, and reports.
         """
-        mine: dict[str, bool] = {}
-        with session.failing(at):
+        at = number, 2
+        mine: dict[str, bool | None] = {}
+        try:
             if session.is_first_here:
-                prepare()
+                prepare(partial(self._in_all_stores, session, (number, 1)))
                 mine = self._parts_here(ranks_in(session.groups[0]), step)
-        stores: list[dict[CheckpointRef, bool]] = []
+            else:
+                self._in_all_stores(session, (number, 1), ())
+        except BaseException as error:
+            # The other ranks wait in one of the rounds, unless they know the error.
+            for failed in () if isinstance(error, RanksError) else ((number, 1), at):
+                session.fail(failed, error)
+            raise
+        stores: list[dict[CheckpointRef, bool | None]] = []
 
         def take(reports: list[Any]) -> None:
             for group in session.groups:
@@ -204,32 +218,75 @@ class ResumeCoordinator:
         session.agree_json(at, mine, take, f"restore of run {self._run!r}")
         return stores
 
-    def _parts_here(self, ranks: Sequence[int], step: int | None) -> dict[str, bool]:
-        """Return the names of checkpoints, and for each whether this store or its remote has a part for each rank."""
+    def _in_all_stores(self, session: Session, at: tuple[int, int], in_memory: Iterable[SaveId]) -> list[SaveId]:
+        """Return the saves of which each store has a part; ``in_memory`` are those in the memory of this machine."""
+        mine: list[str] = []
+        if session.is_first_here:
+            stored = self._store.resources.nvme.manifests.refs(self._run)[-CAPTURES_MAX:]
+            mine = [save_id.hex() for save_id in (*in_memory, *(ref.save_id for ref in stored))]
+
+        def decide(reports: list[Any]) -> list[str]:
+            return [*set[str].intersection(*(set(reports[group[0][0]]) for group in session.groups))]
+
+        common = session.agree_json(at, mine, decide, f"restore of run {self._run!r}")
+        return [SaveId(bytes.fromhex(save_id)) for save_id in common]
+
+    def _parts_here(self, ranks: Sequence[int], step: int | None) -> dict[str, bool | None]:
+        """Return the names of checkpoints, and for each whether this store or its remote has a part for each rank.
+
+        None instead of False means that the checkpoint was never durable.
+        """
         with self._store.resources.source() as source, contextlib.suppress(CheckpointNotFoundError):
             return {
-                checkpoint_name(listing.ref): bool(listing.world_size)
-                and all(listing.has(rank % listing.world_size) for rank in ranks)
+                checkpoint_name(listing.ref): (
+                    bool(listing.world_size) and all(listing.has(rank % listing.world_size) for rank in ranks)
+                )
+                or (None if self._is_unfinished(listing.ref) else False)
                 for listing in candidates(source, self._run, step)
             }
         return {}
 
+    def _is_unfinished(self, ref: CheckpointRef) -> bool:
+        """Tell whether a rank of this store never published its manifest, so that the checkpoint was never durable."""
+        manifests = self._store.resources.nvme.manifests
+        listing = manifests.listing(self._run, ref)
+        with contextlib.suppress(FormatError, StorageError, RecoveryError):
+            # A damaged manifest does not show which ranks save into this store.
+            return bool(listing.missing_ranks and manifests.read_all(listing))
+        return False
+
+    def _is_new(self, are_unfinished: Iterable[bool]) -> bool:
+        """Tell whether no checkpoint of the run was ever durable, because the job ended during its first one."""
+        return len(read_line(self._store.resources.tier, self._run).limits) == 1 and all(are_unfinished)
+
     def _common(
-        self, session: Session, stores: Sequence[Mapping[CheckpointRef, bool]], step: int | None, skipped: list[str]
+        self,
+        session: Session,
+        stores: Sequence[Mapping[CheckpointRef, bool | None]],
+        step: int | None,
+        skipped: list[str],
     ) -> Iterator[CheckpointRef]:
         """Yield, on rank 0, the checkpoints that all ranks can read, newest first; append the others to ``skipped``."""
         which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         if not any(stores):
             raise CheckpointNotFoundError(f"{which} of run {self._run!r} is in any of the {len(stores)} stores")
-        skips = SkippedCheckpoints(skipped)
-        for ref in sorted(set[CheckpointRef]().union(*stores), reverse=True):
+        skips, is_any = SkippedCheckpoints(skipped), False
+        refs = sorted(set[CheckpointRef]().union(*stores), reverse=True)
+        for ref in refs:
             lacking = [
                 named_spans(group) for group, store in zip(session.groups, stores, strict=True) if not store.get(ref)
             ]
             if lacking:
                 skips.add(ref, f"the parts of {listed(lacking, _SHOWN)} are missing")
             else:
+                is_any = True
                 yield ref
+        if (
+            not is_any
+            and step is None
+            and self._is_new(None in [store.get(ref, False) for store in stores] for ref in refs)
+        ):
+            return
         remote = self._store.resources.remote
         advice = (
             "If a machine has lost its store or changed its ranks, pass the remote location to which all machines push "
@@ -238,7 +295,6 @@ class ResumeCoordinator:
             else f"{remote.name} lacks the parts that are not in the store of their machine, too, or did not answer"
         )
         what = f"{which} of run {self._run!r} can be restored by all ranks"
-        # A job that is killed during its first checkpoint has parts, too.
         raise InconsistentCheckpointError(f"{what}. {advice}. To start from scratch, choose another run:", skipped)
 
     def _proposed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -13,9 +14,11 @@ import torch.distributed as dist
 
 from asymcheck import Checkpointer, Push, Ranks, Retention, Store, TensorShard
 from asymcheck.capture import two_phase_commit
+from asymcheck.capture.ring_flush import RingFlusher
 from asymcheck.config import CaptureConfig
 from asymcheck.errors import AsymcheckError
 from asymcheck.replication import background_push, cross_node_dedup
+from asymcheck.storage.nvme import ManifestFiles
 from tests.distributed.launched import CONFIG, RANK, WORLD, connect, noted
 from tests.distributed.scenarios import mark, never_commit, note, tell
 from tests.distributed.training import Training, digest_of
@@ -137,6 +140,23 @@ def stuck(folder: Path) -> dict[str, object]:
     return {}
 
 
+def first(folder: Path) -> dict[str, object]:
+    """Save a first checkpoint; the last rank is killed before its capture is complete, or before its manifest."""
+    if WORLD - 1 == RANK:
+        killed = {"capture": (RingFlusher, "_complete"), "manifest": (ManifestFiles, "publish")}[sys.argv[3]]
+        setattr(*killed, lambda *_more: os.kill(os.getpid(), signal.SIGKILL))
+    with opened(folder) as store:
+        job = Job(seed=0)
+        ckpt = checkpointer(folder, store, job, ranks_of(folder))
+        ckpt.restore()
+        job.step(0)
+        ckpt.step(0)
+        ckpt.wait("memory")
+        mark(folder, f"in-memory-{RANK}")
+        time.sleep(1000)
+    return {}
+
+
 def rolled(folder: Path) -> dict[str, object]:
     """Roll back in memory, and continue training."""
     with opened(folder) as store:
@@ -180,7 +200,8 @@ def main() -> None:
     background_push._start = ChildOnThread  # type: ignore[assignment]  # in place of a process
     if "IN_STEP" in os.environ:
         cross_node_dedup.PATIENCE_S = 200.0
-    tell({"trained": trained, "stuck": stuck, "rolled": rolled, "diverged": diverged}[sys.argv[1]](Path(sys.argv[2])))
+    scenarios = {"trained": trained, "stuck": stuck, "first": first, "rolled": rolled, "diverged": diverged}
+    tell(scenarios[sys.argv[1]](Path(sys.argv[2])))
 
 
 if __name__ == "__main__":

@@ -89,3 +89,29 @@ def test_only_captures_of_all_machines_are_recovered(launch: Launch, tmp_path: P
         assert check_restored(job, 0) == step
         assert newest_of_all(folder) == step + 1
         assert any("skipped step 1" in text for text in cast(list[str], job.report(0)["reports"])) == lost
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("killed", "machines", "per_machine"), [("capture", 2, 1), ("manifest", 1, 2), ("manifest", 2, 2)]
+)
+def test_a_job_that_is_killed_during_its_first_checkpoint_starts_from_scratch(
+    launch: Launch, tmp_path: Path, killed: str, machines: int, per_machine: int
+) -> None:
+    """Test a kill of the last rank before its capture is complete, or before its manifest and with a loss of memory."""
+    world_size = machines * per_machine
+    job = launch("first", tmp_path, killed, world_size=world_size, PER_MACHINE=per_machine)
+    assert job.processes[-1].has_ended(LIMIT_S)
+    for rank in range(world_size - 1):
+        job.until(rank, f"in-memory-{rank}")
+    began = time.monotonic()
+    while killed == "manifest" and len([*tmp_path.glob("machine-*/store/manifests/*/*/*")]) < world_size - 1:
+        assert time.monotonic() - began < LIMIT_S
+        time.sleep(0.01)
+    job.kill()
+    for ring in tmp_path.glob("machine-*/memory/*") if killed == "manifest" else ():
+        ring.unlink()
+    for restored in (-1, 1):
+        job = launch("trained", tmp_path, 2, world_size=world_size, PER_MACHINE=per_machine)
+        job.wait()
+        assert check_restored(job, -1) == restored

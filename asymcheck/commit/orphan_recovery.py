@@ -286,7 +286,8 @@ class _Adoption:
                 # Check the lineage before the write, so that a rejected capture is not written at each start.
                 self.placing(header)
                 _check_line(self.tier, header)
-                self._add_all(transaction, part)
+                # Replicas in the rings of other ranks replace damaged frames.
+                self._add_all(transaction, part, [part.reader, *(other.reader for other in parts)])
                 transaction.seal_frames()
                 sealed.append((transaction, part))
             return [
@@ -294,18 +295,18 @@ class _Adoption:
                 for transaction, part in sealed
             ]
 
-    def _add_all(self, transaction: RingTransaction, capture: _RingCapture) -> None:
-        reader, lengths = capture.reader, capture.manifest.partitions()
+    def _add_all(self, transaction: RingTransaction, capture: _RingCapture, readers: Sequence[RingReader]) -> None:
+        lengths = capture.manifest.partitions()
         transaction.expect(sum(frame_length(length) for length in lengths.values()))
 
         def add(name: Digest, _slot: Slot) -> None:
-            intact = reader.intact(name, lengths[name])
-            if intact is not None:
-                frame = reader.frame(intact[0], lengths[name])
-                transaction.add_frame(name, lengths[name], frame)
-                transaction.keep(name, lengths[name], frame)
-            else:
-                transaction.reuse(name, lengths[name])
+            for reader in readers:
+                if (intact := reader.intact(name, lengths[name])) is not None:
+                    frame = reader.frame(intact[0], lengths[name])
+                    transaction.add_frame(name, lengths[name], frame)
+                    transaction.keep(name, lengths[name], frame)
+                    return
+            transaction.reuse(name, lengths[name])
 
         # Frames are written directly from the ring, so the slots hold no payload.
         config = self.tier.config

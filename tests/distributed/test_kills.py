@@ -166,6 +166,25 @@ def check_damaged_rank(where: Path, number: int) -> None:
         assert [one.step for one in store.checkpoints()] == [0]
 
 
+def check_damaged_replicas(where: Path) -> None:
+    """Test damaged replicas in the ring of rank 0: those in the other ring are committed."""
+    folder = copied(where / "whole", where / "replicas")
+    rings = sorted((folder / "memory").iterdir())
+    with RingReader(rings[0]) as ring, RingReader(rings[1]) as other:
+        # The parts are committed in the order of ranks.
+        damaged, intact = sorted((ring, other), key=lambda reader: reader.header.rank)
+        lengths = damaged.manifest(max(damaged.captures, key=lambda entry: entry.save_id)).partitions()
+        frames = [(at, name) for name in lengths.keys() & intact.offsets() for at in damaged.offsets()[name]]
+        path = damaged.path
+    assert frames
+    for offset, name in frames:
+        flip(path, offset + payload_offset(lengths[name]))
+    with Store.open(folder / "store", create=True) as store:
+        with store.training.adopting(folder / "memory") as adopted:
+            assert [(one.step, one.problem) for one in adopted] == [(1, "")] * 2
+        assert not [one for one in store.verify() if one.severity == "error"]
+
+
 @pytest.mark.slow
 def test_only_captures_of_all_ranks_are_recovered(meeting: Meeting, tmp_path: Path) -> None:
     """Test ranks killed when step 1 was complete in the memory of each, and not committed."""
@@ -184,6 +203,7 @@ def test_only_captures_of_all_ranks_are_recovered(meeting: Meeting, tmp_path: Pa
     check_living_rank(tmp_path)
     for number in range(2):
         check_damaged_rank(tmp_path, number)
+    check_damaged_replicas(tmp_path)
     with Store.open(tmp_path / "whole" / "store", create=True) as store:
         only = _newer_captures(store, tmp_path / "whole" / "memory")
         assert [(one.step, one.world_size) for one in only] == [(1, 2)]

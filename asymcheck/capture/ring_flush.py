@@ -357,10 +357,12 @@ class RingFlusher:
         with self._lock:
             self._inflight.discard(capture)
             # The newest durable capture stays for a rollback, and the newest capture for a recovery after a crash,
-            # until their space is needed.
+            # until their space is needed. With several ranks, so do lost captures after the newest durable one: the
+            # newest capture may be incomplete on a rank that was killed.
             settled = self._settled()
             durable = [kept for kept in settled if kept.error is None]
-            stays = (*durable[-1:], *self._kept[-1:])
+            lost = settled[settled.index(durable[-1]) :] if durable else settled
+            stays = (*durable[-1:], *self._kept[-1:], *(lost if self._two_phase is not None else ()))
             freed = [kept for kept in settled if not kept.readers and kept not in stays]
             if capture not in self._kept:
                 freed.append(capture)

@@ -228,6 +228,30 @@ def never_commit(folder: Path, ckpt: asymcheck.Checkpointer, train: Callable[[in
     time.sleep(1000)
 
 
+def outlived(folder: Path) -> dict[str, object]:
+    """Capture step 1 on both ranks and step 2 on rank 0 only, which then waits for rank 1 in vain."""
+    with opened(folder) as store:
+        training, ranks = Training(), ranks_of(folder, 60)
+        ckpt = checkpointer(folder, store, training.state(), ranks=ranks, on_error="warn")
+        ckpt.restore()
+        training.train(0, 0)
+        ckpt.save(0)
+        ranks.timeout_s = 3.0
+        if RANK == 1:
+            RingTransaction.seal_frames = lambda _self: time.sleep(1000)  # type: ignore[method-assign, assignment]  # killed there
+        for step in range(1, 3 - RANK):
+            training.train(step, 0)
+            note(folder, step, training.digest())
+            ckpt.step(step)
+            ckpt.wait("memory")
+            mark(folder, f"in-memory-{step}-{RANK}")
+        if RANK == 0:
+            ckpt.wait()
+            mark(folder, "lost")
+        time.sleep(1000)
+    return {}
+
+
 def note(folder: Path, step: int, text: str) -> None:
     """Write the state of a step to a file."""
     path = folder / f"state-{step}-{RANK}"
@@ -249,7 +273,8 @@ def tell(found: dict[str, object]) -> None:
 
 
 SCENARIOS: dict[str, Scenario] = {
-    one.__name__: one for one in (replicas, sharded, divergence, failures, caught, run_in_use, paced, killed, stuck)
+    one.__name__: one
+    for one in (replicas, sharded, divergence, failures, caught, run_in_use, paced, killed, stuck, outlived)
 }
 
 

@@ -226,3 +226,17 @@ def test_only_captures_of_all_ranks_are_recovered(meeting: Meeting, tmp_path: Pa
         assert "incomplete: ranks" in left.problem
         assert [one.step for one in store.checkpoints()] == [0]
     assert not list((tmp_path / "part" / "memory").iterdir())
+
+
+@pytest.mark.slow
+def test_a_capture_of_all_ranks_survives_later_captures_of_one(meeting: Meeting, tmp_path: Path) -> None:
+    """Test a kill of rank 1, and of rank 0 after it has given up two checkpoints."""
+    job = meeting.launch("outlived", 2, tmp_path)
+    job.until(1, "in-memory-1-1")
+    job.kill(1)
+    job.until(0, "lost")
+    job.kill(0)
+    assert newest_complete(tmp_path) == 0
+    job = meeting.launch("killed", 2, tmp_path, "1", "60")
+    job.wait()
+    assert check_restored(job, 0) == 1

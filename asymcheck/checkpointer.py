@@ -700,7 +700,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             # The checkpoint comes first, because a release in flight may take long.
             ending.callback(self._publisher.close)
             if left_s is None:
-                self._pusher.close()
+                self._pusher.close(is_alone=self._coordinator is not None and self._coordinator.lacks_ranks)
             else:
                 self._pusher.close_before_kill(left_s)
 

@@ -290,15 +290,30 @@ class Session:
         key = f"{self._name}/{name}"
         return self._keys.get([key])[0].decode() if self._keys.has([key]) else None
 
+    @property
+    def lacks_ranks(self) -> bool:
+        """Whether a rank did not respond in time, and no later response was seen."""
+        return self._stragglers.is_any()
+
     def leave(self) -> None:
-        """End the session. Rank 0 waits a moment for the others, because its process may hold the key-value store."""
+        """End the session. Rank 0 waits a moment for the others, because its process may hold the key-value store.
+
+        Raises:
+            RanksError: the key-value store has ended.
+        """
         if not self.is_first:
             self._keys.put(self._report_key(_LAST, self.rank), b"")
+            if self.is_ending():
+                # A store that has ended fails here, because torch does not wait for a response to the value above.
+                self._keys.has([self._read_key(self.rank)])
             return
         keys = [self._report_key(_LAST, rank) for rank in range(1, self.world_size)]
         clock = self._clock(1, min(self._ranks.timeout_s, ENDING_S))
         if all(clock.wait(partial(self._keys.has, part)) for part in in_parts(keys)):
             self._forget_before(_LAST)
+        elif self.is_ending():
+            # In other cases, another rank may be alive, and leave later.
+            self._stragglers.note(dict(enumerate(keys, 1)))
         self._keys.drop([*keys, *self._read_keys()])
 
     def _clock(self, waiting_ranks: int, timeout_s: float) -> Clock:

@@ -309,12 +309,13 @@ class BackgroundPush:
                 UnreachableRemoteWarning,
             )
 
-    def close(self, timeout_s: float | None = None) -> PushStatistics:
+    def close(self, timeout_s: float | None = None, *, is_alone: bool = False) -> PushStatistics:
         """Push the remaining checkpoints once, end, and return the statistics. Closing twice is no error.
 
         Args:
             timeout_s: seconds until giving up; None for ``close_s`` of the rules. The next push of this store to the
                 location sends the rest, and sends no partition again.
+            is_alone: do not wait for parts of other machines, because a rank of the job has ended.
 
         Raises:
             InvalidInputError: ``timeout_s`` is out of range; the push goes on.
@@ -325,18 +326,19 @@ class BackgroundPush:
         if self._job is None or self._thread is None:
             return PushStatistics()
         limit_s = self._job.rules.close_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
-        self._close(limit_s)
+        self._close(limit_s, is_alone=is_alone)
         return self.statistics()
 
     def close_before_kill(self, left_s: float) -> None:
         """Push the newest checkpoint first, even if no rule selects it, and close within ``left_s`` seconds."""
         self._close(max(left_s, 0.0), is_killed=True)
 
-    def _close(self, limit_s: float | None, *, is_killed: bool = False) -> None:
+    def _close(self, limit_s: float | None, *, is_killed: bool = False, is_alone: bool = False) -> None:
         """End once, and warn. With ``is_killed``, the end takes at most ``limit_s``."""
         job, thread = self._job, self._thread
         if job is None or thread is None or self._request.is_closing:
             return
+        self._ask(is_alone=is_alone)
         self._end(thread, limit_s, is_killed=is_killed)
         now = self.statistics()
         if now.backlog:

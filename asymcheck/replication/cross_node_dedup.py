@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from asymcheck.errors import GivenUpError
 from asymcheck.format.manifest import Manifest
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.pack_index import digests_of
@@ -72,11 +73,15 @@ def wait_for_others(
     names: set[Digest],
     report: Callable[[], object],
     is_ending: Callable[[], bool],
+    is_alone: Callable[[], bool] = lambda: False,
 ) -> None:
     """Wait until ``names`` are at the location, other stores have committed their parts, or uploads have stalled.
 
     ``report`` is called regularly, and may raise to stop the wait. In a process that ``is_ending``, new packs do not
     extend the wait.
+
+    Raises:
+        GivenUpError: this machine ``is_alone``, so parts of other stores may never arrive.
     """
     missing, seen, pause_s = set(names), set[PackId](), _POLL_S[0]
     own, all_ranks = {name.rank for name in listing.manifests}, set(range(listing.world_size))
@@ -102,5 +107,7 @@ def wait_for_others(
         if new and not is_ending():
             last_pack, pause_s = now, _POLL_S[0]
         report()
+        if is_alone():
+            raise GivenUpError("another rank has ended, and its machine has not pushed its part")
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _POLL_S[1])

@@ -60,12 +60,14 @@ def push(
     progress: Progress | None = None,
     encoder: Encoder | None = None,
     is_ending: Callable[[], bool] = lambda: False,
+    is_alone: Callable[[], bool] = lambda: False,
 ) -> Moved:
     """Copy checkpoints of ``local`` to a location in the given order; skip checkpoints that are whole there.
 
     The head records of their runs are published, too. A checkpoint that cannot be copied does not stop the others.
     ``progress`` is called with the payload bytes sent and to be sent for the current checkpoint, and may raise to stop.
-    ``encoder`` is that of an earlier push to the same location. ``is_ending`` tells that the process should end soon.
+    ``encoder`` is that of an earlier push to the same location. ``is_ending`` tells that the process should end soon,
+    and ``is_alone`` that the other machines of the job may send nothing more.
 
     Raises:
         InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError: a checkpoint of the
@@ -93,7 +95,8 @@ def push(
                 continue
             there.check()
             older = there.older(local, listing) if encoder.wants_bases else None
-            _Push(local, remote, listing, part, moved, progress, encoder, older, publish, is_ending).carry_out()
+            ends = is_ending, is_alone
+            _Push(local, remote, listing, part, moved, progress, encoder, older, publish, *ends).carry_out()
             there.note(listing)
         except (HeadRecordError, InvalidInputError) as error:
             # Every other checkpoint of the run would fail, too.
@@ -184,6 +187,7 @@ class _Push:
     older: CheckpointFiles | None
     publish_heads: Callable[[str], object]
     is_ending: Callable[[], bool]
+    is_alone: Callable[[], bool]
     damaged: set[Digest] = dataclasses.field(default_factory=set)
     reported: tuple[int, ...] = (0, 0)
     # Temporary names of uploaded manifests.
@@ -208,7 +212,7 @@ class _Push:
             if held:
                 # Other stores send these partitions. Partitions that do not arrive are sent with the rest.
                 self._send(manifests, held)
-                wait_for_others(self.remote, self.listing, held, self._report, self.is_ending)
+                wait_for_others(self.remote, self.listing, held, self._report, self.is_ending, self.is_alone)
             relied = self._send_all(manifests, staging)
             self.publish_heads(run)
             self._remove_damaged(data)

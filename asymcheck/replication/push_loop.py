@@ -445,7 +445,15 @@ class PushLoop:
             self._note(sending_step=checkpoint.step, done_bytes=done, total_bytes=total, bytes_per_s=speed)
 
         with timed("push", 0, details), self._watching(remote, listing):
-            moved = push(self._local, remote, [listing], note, self._encoder, lambda: self._is_ending)
+            moved = push(
+                self._local,
+                remote,
+                [listing],
+                note,
+                self._encoder,
+                lambda: self._is_ending,
+                lambda: self._request.is_alone,
+            )
         return moved
 
     def _prune(self) -> None:

@@ -45,6 +45,8 @@ class PushRequest:
     """Whether to push the newest checkpoint before all others, even if no rule selects it."""
     claim: LeaseClaim | None = None
     """Claim to the lease of the run."""
+    is_alone: bool = False
+    """Whether another rank of the job has ended, so that its machine may send nothing more."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,6 +80,8 @@ class ResumeCoordinator:
         self._pushes = push is not None
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.is_first = ranks.rank == 0
+        self.lacks_ranks = False
+        """Whether another rank had ended or did not respond when the last session ended."""
         self._session: Session | None = None
         # Tensors that a checkpoint overwrote before it was found to be damaged, in this restore.
         self._overwritten: tuple[str, ...] = ()
@@ -114,8 +116,12 @@ class ResumeCoordinator:
         """End the session; the next use begins a new rendezvous."""
         session, self._session = self._session, None
         if session is not None:
-            with contextlib.suppress(RanksError):
+            try:
                 session.leave()
+                self.lacks_ranks = session.lacks_ranks
+            except RanksError:
+                # The process with the key-value store has ended.
+                self.lacks_ranks = True
 
     def restore(
         self,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch.distributed as dist
 
 from asymcheck.distributed import Session
-from asymcheck.errors import RanksMissingError
+from asymcheck.distributed.kv_store import KeyReader
+from asymcheck.errors import RanksError, RanksMissingError
 from tests.distributed.test_coordinator import joined, sessions_of
 
 _PATIENCE_S = 10.0
@@ -116,6 +117,32 @@ def test_ranks_wait_briefly_for_a_missing_rank_0(meet: Meet) -> None:
     first.post((1, 1), b"late")
     time.after(_LATER_S, lambda: first.post((3, 1), b"in time"))
     assert other.agree((3, 1), b"1", joined, "test") == b"in time"
+
+
+@pytest.mark.parametrize("is_ending", [False, True])
+def test_a_rank_that_does_not_leave_counts_as_missing_after_an_error(meet: Meet, is_ending: bool) -> None:
+    """Test that otherwise, another rank may leave later."""
+    _, (first, _) = meet(2)
+    first.is_ending = lambda: is_ending
+    first.leave()
+    assert first.lacks_ranks == is_ending
+
+
+def test_a_rank_that_fails_notices_that_the_key_value_store_has_ended(
+    meet: Meet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test a store that accepts values without a response."""
+    _, (_, other) = meet(2)
+
+    def refused(_reader: KeyReader, _keys: Sequence[str]) -> bool:
+        message = "the key-value store does not respond"
+        raise RanksError(message)
+
+    monkeypatch.setattr(KeyReader, "has", refused)
+    other.leave()
+    other.is_ending = lambda: True
+    with pytest.raises(RanksError, match="does not respond"):
+        other.leave()
 
 
 def test_missing_ranks_are_shared_between_threads(meet: Meet) -> None:

@@ -26,6 +26,7 @@ from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.replication.collect_remote import RemotePruner
 from asymcheck.replication.cross_node_dedup import wait_for_others
+from asymcheck.replication.push_status import PushRequest
 from asymcheck.storage.local_files import Files
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.remote import RemoteTier, parse_location
@@ -247,6 +248,21 @@ def test_a_push_that_ends_does_not_wait_for_packs_of_the_next_training(
         finally:
             loop.end()  # a second call cancels the upload
     assert len(list((tmp_path / "there" / "manifests" / "default").glob("*2-*/*"))) == 1
+
+
+def test_a_push_does_not_wait_for_a_machine_whose_rank_has_ended(
+    stores: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test close() after the loss of a rank: no partition of the other machine will arrive."""
+    monkeypatch.setattr(Manifest, "elsewhere", lambda manifest: set(manifest.partitions()))
+    with Store.open(stores[0], config=CONFIG, create=True) as store:
+        loop = store.training.push_loop(Push((tmp_path / "there").as_uri()))
+        loop.apply(PushRequest(is_closing=True, is_alone=True))
+        began = time.monotonic()
+        loop.run()
+        assert time.monotonic() - began < module.PATIENCE_S
+        assert "another rank has ended" in loop.status().statistics.problem
+        assert loop.status().statistics.backlog > 0
 
 
 def test_a_push_notes_which_checkpoint_another_machine_begins(

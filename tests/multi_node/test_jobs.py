@@ -162,6 +162,17 @@ def test_swapped_machines_do_not_start_from_scratch(launch: Launch, tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_the_only_checkpoint_of_a_lost_machine_is_never_abandoned(launch: Launch, tmp_path: Path) -> None:
+    """Test each start with a new store, which looks like a store that took part in no checkpoint yet."""
+    launch("trained", tmp_path, 1, world_size=2, PER_MACHINE=1).wait()
+    shutil.rmtree(tmp_path / "machine-1")
+    for _ in range(2):
+        for one in launch("trained", tmp_path, 1, world_size=2, PER_MACHINE=1).wait():
+            assert "the parts of rank 1 are missing" in str(one["refused"])
+    assert steps_in(store_of(tmp_path, 0)) == [0]
+
+
+@pytest.mark.slow
 def test_a_rollback_opens_its_generation_on_all_machines_and_each_deletes(launch: Launch, tmp_path: Path) -> None:
     """Test that all stores know the line of later saves, and that each applies its retention."""
     for one in launch("rolled", tmp_path, world_size=2, PER_MACHINE=1, KEEP=2).wait():

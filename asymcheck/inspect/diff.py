@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from asymcheck.inspect.norms import NormSums, TensorNorms, without_norms
 from asymcheck.inspect.values import plain_values, shortened
 from asymcheck.restore.partition_locator import PartitionLocator, PartitionSet
 from asymcheck.restore.resolve import by_save_id, find_readable, needed_by, read_manifests
-from asymcheck.restore.tensor_reader import PartitionCache, TensorStream
+from asymcheck.restore.tensor_reader import TensorStream, partition_reader
 from asymcheck.state.names import in_order, matches, no_match, unique_name
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
@@ -273,11 +273,11 @@ class _Comparison:
         try:
             with PartitionLocator(self.tier, PartitionSet.of_lengths(partitions), dict.fromkeys(hints)) as sources:
                 order = {digest: index for index, digest in enumerate(sources.in_reading_order(list(partitions)))}
-                cache = PartitionCache(sources, list(partitions))
+                read = partition_reader(sources)
                 # Read in pack order, so that tensors that share partitions follow each other.
                 for pair in sorted(pairs, key=lambda pair: _first_position(pair, order)):
                     sums = NormSums(pair.a.dtype, pair.b.dtype, pair.b.role)
-                    for compared in _compare_blocks(pair, cache, sums):
+                    for compared in _compare_blocks(pair, read, sums):
                         meter.add(compared)
                     result = sums.result()
                     if result.differing or pair.kind != "value":
@@ -297,10 +297,10 @@ class _Comparison:
         return changes, len(names) - len(changed)
 
 
-def _compare_blocks(pair: _Pair, cache: PartitionCache, sums: NormSums) -> Iterator[int]:
+def _compare_blocks(pair: _Pair, read: Callable[[Digest], memoryview], sums: NormSums) -> Iterator[int]:
     """Add two tensors to ``sums`` block by block. Yield the bytes of each block."""
     sizes = [DTYPE_BYTES[row.dtype] for row in (pair.a, pair.b)]
-    streams = [TensorStream(row, cache) for row in (pair.a, pair.b)]
+    streams = [TensorStream(row, read) for row in (pair.a, pair.b)]
     blocks = [np.empty(_BLOCK_ELEMENTS * size, dtype=np.uint8) for size in sizes]
     remaining = pair.a.nbytes // sizes[0]
     while remaining:

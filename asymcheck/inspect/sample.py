@@ -15,7 +15,7 @@ from asymcheck.policies.advice import Facts
 from asymcheck.restore.lineage import read_line
 from asymcheck.restore.partition_locator import PartitionLocator, PartitionSet
 from asymcheck.restore.resolve import read_manifests
-from asymcheck.restore.tensor_reader import PartitionCache, TensorStream
+from asymcheck.restore.tensor_reader import TensorStream, partition_reader
 from asymcheck.storage.nvme import CheckpointFiles, NvmeTier
 from asymcheck.types import Sample
 
@@ -103,9 +103,9 @@ def _read(tier: NvmeTier, manifests: list[Manifest], rows: list[TensorRow], leng
     sampled = bytearray()
     with PartitionLocator(tier, PartitionSet.of_lengths(lengths), hints, must_be_complete=False) as sources:
         if lengths and all(map(sources.find, lengths)):
-            cache = PartitionCache(sources, list(lengths))
+            read = partition_reader(sources)
             for row in rows:
                 block = np.empty(min(length, row.nbytes), dtype=np.uint8)
-                TensorStream(row, cache).read_into(block)
+                TensorStream(row, read).read_into(block)
                 sampled += block.tobytes()
     return bytes(sampled)

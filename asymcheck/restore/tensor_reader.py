@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -11,44 +12,27 @@ import numpy.typing as npt
 from asymcheck.format.manifest import TensorRow
 from asymcheck.restore.frame_reader import read_any
 from asymcheck.restore.partition_locator import PartitionLocator
-from asymcheck.storage.nvme import Slot
 from asymcheck.types import Digest
 
-# One for each of two tensors that are compared, and as many that they may share with the next tensors.
-_KEPT = 4
+_KEPT = 3
+"""Number of partitions in the cache: one for each of two tensors that are compared, and one of the next tensors."""
 
 
-class PartitionCache:
-    """Reader of partitions with a small cache, because consecutive tensors often share a partition."""
+def partition_reader(sources: PartitionLocator) -> Callable[[Digest], memoryview]:
+    """Return a function that returns the verified bytes of a partition, as :func:`read_any` does.
 
-    def __init__(self, sources: PartitionLocator, digests: Sequence[Digest]) -> None:
-        """Read only ``digests`` from ``sources``."""
-        self._sources = sources
-        self._slot_bytes = sources.payload_bytes(digests)[0]
-        self._kept: OrderedDict[Digest, tuple[Slot, memoryview]] = OrderedDict()
-
-    def read(self, digest: Digest) -> memoryview:
-        """Return the verified bytes of a partition. They stay valid until two other partitions were read.
-
-        Raises:
-            DamagedPartitionError: no copy of the partition is intact.
-        """
-        if digest in self._kept:
-            self._kept.move_to_end(digest)
-            return self._kept[digest][1]
-        slot = self._kept.popitem(last=False)[1][0] if len(self._kept) == _KEPT else Slot(self._slot_bytes)
-        data = read_any(self._sources, digest, slot)
-        self._kept[digest] = (slot, data)
-        return data
+    It has a small cache, because consecutive tensors often share a partition.
+    """
+    return functools.lru_cache(_KEPT)(partial(read_any, sources))
 
 
 class TensorStream:
     """Sequential reader of one tensor."""
 
-    def __init__(self, row: TensorRow, cache: PartitionCache) -> None:
-        """Read the tensor of a manifest's row."""
+    def __init__(self, row: TensorRow, read: Callable[[Digest], memoryview]) -> None:
+        """Read the tensor of a manifest's row; ``read`` returns the bytes of a partition."""
         self._row = row
-        self._cache = cache
+        self._read = read
         self._extent = 0
         self._used = 0
 
@@ -67,7 +51,7 @@ class TensorStream:
             extent = self._row.extents[self._extent]
             count = min(extent.length - self._used, len(block) - filled)
             start = extent.offset + self._used
-            data = self._cache.read(extent.digest)[start : start + count]
+            data = self._read(extent.digest)[start : start + count]
             block[filled : filled + count] = np.frombuffer(data, dtype=np.uint8)
             filled += count
             self._used += count

@@ -14,6 +14,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -21,13 +22,13 @@ import torch
 from asymcheck.convert.export_target import DraftSink, FileRegion, TargetFile
 from asymcheck.convert.part import leaves_of
 from asymcheck.convert.source_file import first_line
-from asymcheck.convert.torch_file import Archive, data_start, map_leaves
+from asymcheck.convert.torch_file import Archive, data_start
 from asymcheck.errors import InvalidInputError, StorageError
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.format.tree import join_name
 from asymcheck.restore.read_plan import ByteTarget
-from asymcheck.restore.state_template import RowRef
+from asymcheck.restore.state_template import RowRef, map_leaves
 from asymcheck.restore.tensor_stream import CheckpointOutline
 from asymcheck.state.dtypes import TORCH_DTYPES
 from asymcheck.storage.local_files import translated
@@ -72,7 +73,7 @@ class TorchSink(DraftSink):
                 return hollow.setdefault(leaf.row, hollow_tensor(outline.tensors[leaf.row]))
             return leaf.item() if isinstance(leaf, np.generic) else leaf
 
-        state = map_leaves(shape, make)
+        state = map_leaves(shape, make, attrgetter("content"))
         self._file = file = self._draft.file(size=self.nbytes)
         with _writing(file), skip_data():
             torch.save(state, file.path)

@@ -7,14 +7,9 @@ from pathlib import Path
 
 import safetensors
 
+from asymcheck.convert.export_target import NewTensor
 from asymcheck.convert.hugging_face import read_folder
-from asymcheck.convert.safetensors_format import (
-    DTYPE_TAGS,
-    NewTensor,
-    SafetensorsHeader,
-    encode_header,
-    read_header,
-)
+from asymcheck.convert.safetensors_format import DTYPE_TAGS, SafetensorsHeader, encode_header, read_header
 from asymcheck.convert.source_file import SourceFile
 
 U8 = {"dtype": "U8", "shape": [], "data_offsets": [0, 1]}

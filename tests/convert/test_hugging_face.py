@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from asymcheck.convert import hugging_face
 from asymcheck.convert.convert import foreign_state
+from asymcheck.convert.export_target import NewTensor
 from asymcheck.convert.hugging_face import INDEX_NAME, Shard, encode_index, other_files, plan_shards
-from asymcheck.convert.safetensors_format import NewTensor
 from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, StorageError
 from tests.convert.files import byte_tensor, folder_of, write
 

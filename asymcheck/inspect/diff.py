@@ -6,10 +6,13 @@ Tensors with equal digests are not read. Other tensors are streamed, with a few 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from asymcheck.errors import DamagedPartitionError, InvalidInputError, MissingPartitionError
 from asymcheck.format import layout
@@ -18,9 +21,9 @@ from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.inspect.history import describe_by, known_line
 from asymcheck.inspect.norms import NormSums, TensorNorms, without_norms
 from asymcheck.inspect.values import plain_values, shortened
+from asymcheck.restore.frame_reader import read_any
 from asymcheck.restore.partition_locator import PartitionLocator, PartitionSet
 from asymcheck.restore.resolve import by_save_id, find_readable, needed_by, read_manifests
-from asymcheck.restore.tensor_reader import TensorStream, partition_reader
 from asymcheck.state.names import in_order, matches, no_match, unique_name
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
@@ -29,6 +32,11 @@ from asymcheck.types import Checkpoint, Digest, Progress, ProgressMeter
 # Small enough that torch converts a block in this thread. Measured: on busy cores, its thread pool is tens of times
 # slower.
 _BLOCK_ELEMENTS = 1 << 15
+_KEPT = 3
+"""Number of partitions in the cache: one for each of the two tensors, and one that they share with the next tensors."""
+
+_Read = Callable[[Digest], memoryview]
+"""Return the verified bytes of a partition."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,7 +281,7 @@ class _Comparison:
         try:
             with PartitionLocator(self.tier, PartitionSet.of_lengths(partitions), dict.fromkeys(hints)) as sources:
                 order = {digest: index for index, digest in enumerate(sources.in_reading_order(list(partitions)))}
-                read = partition_reader(sources)
+                read = functools.lru_cache(_KEPT)(partial(read_any, sources))
                 # Read in pack order, so that tensors that share partitions follow each other.
                 for pair in sorted(pairs, key=lambda pair: _first_position(pair, order)):
                     sums = NormSums(pair.a.dtype, pair.b.dtype, pair.b.role)
@@ -297,10 +305,38 @@ class _Comparison:
         return changes, len(names) - len(changed)
 
 
-def _compare_blocks(pair: _Pair, read: Callable[[Digest], memoryview], sums: NormSums) -> Iterator[int]:
+class _TensorStream:
+    """Sequential reader of one tensor."""
+
+    def __init__(self, row: TensorRow, read: _Read) -> None:
+        self._row = row
+        self._read = read
+        self._extent = 0
+        self._used = 0
+
+    def read_into(self, block: npt.NDArray[np.uint8]) -> None:
+        """Fill a block with the next bytes. The block must not be longer than the rest of the tensor."""
+        if self._row.inline is not None:
+            block[:] = np.frombuffer(self._row.inline, dtype=np.uint8)[self._used : self._used + len(block)]
+            self._used += len(block)
+            return
+        filled = 0
+        while filled < len(block):
+            extent = self._row.extents[self._extent]
+            count = min(extent.length - self._used, len(block) - filled)
+            start = extent.offset + self._used
+            data = self._read(extent.digest)[start : start + count]
+            block[filled : filled + count] = np.frombuffer(data, dtype=np.uint8)
+            filled += count
+            self._used += count
+            if self._used == extent.length:
+                self._extent, self._used = self._extent + 1, 0
+
+
+def _compare_blocks(pair: _Pair, read: _Read, sums: NormSums) -> Iterator[int]:
     """Add two tensors to ``sums`` block by block. Yield the bytes of each block."""
     sizes = [DTYPE_BYTES[row.dtype] for row in (pair.a, pair.b)]
-    streams = [TensorStream(row, read) for row in (pair.a, pair.b)]
+    streams = [_TensorStream(row, read) for row in (pair.a, pair.b)]
     blocks = [np.empty(_BLOCK_ELEMENTS * size, dtype=np.uint8) for size in sizes]
     remaining = pair.a.nbytes // sizes[0]
     while remaining:

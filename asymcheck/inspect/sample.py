@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-import numpy as np
-
 from asymcheck.errors import FormatError, RecoveryError, StorageError
 from asymcheck.format import registry
 from asymcheck.format.manifest import Manifest, TensorRow
 from asymcheck.measurement import NOISE, measure, noise_samples
 from asymcheck.policies.advice import Facts
+from asymcheck.restore.frame_reader import read_any
 from asymcheck.restore.lineage import read_line
 from asymcheck.restore.partition_locator import PartitionLocator, PartitionSet
 from asymcheck.restore.resolve import read_manifests
-from asymcheck.restore.tensor_reader import TensorStream, partition_reader
 from asymcheck.storage.nvme import CheckpointFiles, NvmeTier
 from asymcheck.types import Sample
 
@@ -103,9 +101,10 @@ def _read(tier: NvmeTier, manifests: list[Manifest], rows: list[TensorRow], leng
     sampled = bytearray()
     with PartitionLocator(tier, PartitionSet.of_lengths(lengths), hints, must_be_complete=False) as sources:
         if lengths and all(map(sources.find, lengths)):
-            read = partition_reader(sources)
             for row in rows:
-                block = np.empty(min(length, row.nbytes), dtype=np.uint8)
-                TensorStream(row, read).read_into(block)
-                sampled += block.tobytes()
+                first = bytearray()
+                for extent in row.extents:
+                    if len(first) < length:
+                        first += read_any(sources, extent.digest)[extent.offset : extent.offset + extent.length]
+                sampled += first[:length]
     return bytes(sampled)

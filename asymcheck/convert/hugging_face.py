@@ -26,7 +26,7 @@ from asymcheck.convert.part import MODEL, Part, encode_tied
 from asymcheck.convert.rename import Renames
 from asymcheck.convert.safetensors_format import SafetensorsHeader, encode_header, read_header, shown
 from asymcheck.convert.source_file import SourceFile
-from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, StorageError, StructureError, listed
+from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, StructureError, listed
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.record import parse_json
 from asymcheck.restore.read_plan import ByteTarget
@@ -77,7 +77,6 @@ def read_folder(folder: Path, opened: Callable[[Path], SourceFile]) -> Safetenso
     Raises:
         ForeignFileError: the folder has no such weights, names files outside of the folder, or contradicts itself; or
             a file breaks a rule of its format.
-        NotFoundError: the folder does not exist.
         StorageError: the operating system refused to read the folder.
     """
     names = _entries(folder)
@@ -156,14 +155,8 @@ def encode_index(shards: Sequence[Shard]) -> bytes:
 
 
 def _entries(folder: Path) -> list[str]:
-    try:
+    with translated("list", folder):
         return sorted(os.listdir(folder))
-    except FileNotFoundError as error:
-        raise NotFoundError(f"folder {folder} does not exist; check the path") from error
-    except NotADirectoryError as error:
-        raise ForeignFileError(folder, "a file, not a folder", "give the folder that contains the file") from error
-    except OSError as error:
-        raise StorageError(f"cannot list {folder}: {error.strerror}; check its permissions and the device") from error
 
 
 def _single_name(folder: Path, names: Sequence[str]) -> str:

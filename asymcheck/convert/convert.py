@@ -248,12 +248,6 @@ def _kind_of(path: Path) -> str:
         return "unknown" if named == "folder" else named
 
 
-def import_checkpoint(store: Store, path: Path, *, step: int = 0, run: str = DEFAULT_RUN) -> Checkpoint:
-    """Save the content of a foreign file in bounded memory; see :func:`foreign_state`."""
-    with foreign_state(path) as state:
-        return store.save(state, step=step, run=run)
-
-
 def _state_of_folder(path: Path, opened: Callable[[Path], SourceFile]) -> object:
     """Return the weights of a model folder, with its metadata and small files."""
     metadata: Mapping[str, str] = {}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -28,6 +27,7 @@ from asymcheck.state.names import in_order, matches, no_match, unique_name
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.types import Checkpoint, Digest, Progress, ProgressMeter
+from asymcheck.validation import parse_which
 
 # Small enough that torch converts a block in this thread. Measured: on busy cores, its thread pool is tens of times
 # slower.
@@ -357,10 +357,6 @@ def _first_position(pair: _Pair, order: Mapping[Digest, int]) -> tuple[int, int]
     return -1, 0
 
 
-_STEP = re.compile(r"[0-9]{1,12}\Z", re.ASCII)
-_SAVE = re.compile(r"save:([0-9a-f]{1,32})\Z")
-
-
 def find_checkpoint(tier: ReadTier, name: int | str, run: str) -> tuple[CheckpointFiles, list[CheckpointFiles]]:
     """Return the checkpoint with a name: ``STEP``, ``save:DIGITS``, or either after ``RUN@``.
 
@@ -381,17 +377,12 @@ def find_checkpoint(tier: ReadTier, name: int | str, run: str) -> tuple[Checkpoi
     if "@" in text:
         run, text = text.split("@", 1)
     layout.check_run(run)
-    if _STEP.match(text):
-        chosen, _ = find_readable(tier, run, int(text))
-        same_step = [listing for listing in tier.manifests.checkpoints(run) if listing.ref.step == int(text)]
-        return chosen, [listing for listing in reversed(same_step) if listing.ref != chosen.ref]
-    digits = _SAVE.match(text)
-    if digits is None:
-        raise InvalidInputError(
-            f"invalid checkpoint name {str(name)!r}: use STEP or save:DIGITS (the first hexadecimal digits of a save "
-            "id), alone or after RUN@"
-        )
-    return by_save_id(tier, run, digits[1]), []
+    which = parse_which(text)
+    if isinstance(which, str):
+        return by_save_id(tier, run, which.removeprefix("save:")), []
+    chosen, _ = find_readable(tier, run, which)
+    same_step = [listing for listing in tier.manifests.checkpoints(run) if listing.ref.step == which]
+    return chosen, [listing for listing in reversed(same_step) if listing.ref != chosen.ref]
 
 
 class Side:

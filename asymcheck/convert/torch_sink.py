@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import mmap
 import struct
 import zipfile
@@ -25,7 +24,6 @@ from asymcheck.convert.source_file import first_line
 from asymcheck.convert.torch_file import Archive, data_start
 from asymcheck.errors import InvalidInputError, StorageError
 from asymcheck.format.manifest import TensorRow
-from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.format.tree import join_name
 from asymcheck.restore.read_plan import ByteTarget
 from asymcheck.restore.state_template import RowRef, map_leaves
@@ -117,11 +115,10 @@ def hollow_tensor(row: TensorRow) -> torch.Tensor:
         raise InvalidInputError(
             f"tensor {row.name} has dtype {row.dtype}, which torch {torch.__version__} lacks; install a newer torch"
         )
-    length = math.prod(row.shape) * DTYPE_BYTES[row.dtype]
-    if length < _MAPPED_BYTES:
+    if row.nbytes < _MAPPED_BYTES:
         return torch.empty(row.shape, dtype=dtype, device="cpu")
     # The kernel refuses ordinary memory for a tensor that is larger than the memory of the machine.
-    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    memory = mmap.mmap(-1, row.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     return torch.frombuffer(memory, dtype=dtype).view(row.shape)
 
 

@@ -70,10 +70,6 @@ def read_folder(folder: Path, opened: Callable[[Path], SourceFile]) -> Safetenso
     Index and shards must name the same tensors. ``total_size`` in the index is ignored, because many published values
     are wrong and no reader depends on it.
 
-    Args:
-        folder: the folder.
-        opened: callback that opens a weights file.
-
     Raises:
         ForeignFileError: the folder has no such weights, names files outside of the folder, or contradicts itself; or
             a file breaks a rule of its format.
@@ -281,12 +277,8 @@ class SafetensorsSink(DraftSink):
     ) -> None:
         """Write the tensors of a part to ``draft``.
 
-        Args:
-            draft: the new file or folder.
-            part: dotted name of the part; None means the whole state.
-            max_shard_bytes: maximum of tensor bytes in one file of a folder; None means a single file.
-            files: files to copy into the folder, which replace small files of the checkpoint.
-            renames: changes of tensor names.
+        A file of a folder has at most ``max_shard_bytes`` of tensors; None means a single file. ``files`` are copied
+        into the folder, and replace small files of the checkpoint.
         """
         super().__init__(draft, part, renames)
         self._max_shard_bytes = max_shard_bytes

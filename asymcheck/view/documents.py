@@ -129,11 +129,9 @@ class Documents:
     def collect(self, *, verify: bool, compare: tuple[str, str, str] | None) -> dict[str, object]:
         """Return the documents of a static page, by name; those of runs, by name and run.
 
-        A document that cannot be computed is replaced by ``{"error": message}``, except a comparison.
-
-        Args:
-            verify: also read and check every byte.
-            compare: run, A and B of a comparison, as in :meth:`asymcheck.Store.diff`.
+        A document that cannot be computed is replaced by ``{"error": message}``, except a comparison. With ``verify``,
+        also read and check every byte. ``compare`` has run, A and B of a comparison, as in
+        :meth:`asymcheck.Store.diff`.
 
         Raises:
             AsymcheckError: the checkpoints of ``compare`` do not exist or cannot be compared.

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 _T = TypeVar("_T")
+_STEP = re.compile(r"[0-9]{1,18}", re.ASCII)
 _SAVE_NAME = re.compile(r"save:[0-9a-f]{1,32}")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
 # One slash suffices, because pathlib.Path("hdfs://host") is "hdfs:/host".
@@ -80,6 +81,11 @@ def check_which(step: object) -> int | str:
     if not _SAVE_NAME.fullmatch(step):
         raise InvalidInputError(f"step {step!r:.100}: give a step, or save:DIGITS with the first digits of a save id")
     return step
+
+
+def parse_which(text: str) -> int | str:
+    """Return the selection of a checkpoint from text, as :func:`check_which`."""
+    return check_which(int(text) if _STEP.fullmatch(text) else text)
 
 
 def check_part(part: object) -> None:

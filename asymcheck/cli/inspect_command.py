@@ -15,6 +15,7 @@ from asymcheck.cli.locations import Locations, list_locations, note_unflushed_ca
 from asymcheck.cli.merge_command import show_sources
 from asymcheck.cli.options import Report, command, parse_checkpoint, ring_options, show_remote_option, store_argument
 from asymcheck.config import DEFAULT_RUN
+from asymcheck.format.spans import shown_spans, spans_of
 from asymcheck.inspect.inventory import StoredPartition, StoredTensor, StoredValue, merge_of
 from asymcheck.inspect.values import shortened
 from asymcheck.restore.resolve import check_run_exists
@@ -280,16 +281,5 @@ def _location(tensor: StoredTensor) -> str:
             missing += 1
         else:
             packs.setdefault(partition.pack[:_HEX_SHOWN], []).append(partition.frame)
-    locations = [f"pack {pack} frame {_frames(frames)}" for pack, frames in packs.items()]
+    locations = [f"pack {pack} frame {shown_spans(spans_of(frames))}" for pack, frames in packs.items()]
     return ", ".join([*locations, *([f"{missing} MISSING"] if missing else [])])
-
-
-def _frames(frames: list[int]) -> str:
-    """Format frame numbers as ranges, for example ``1-3, 7``."""
-    runs: list[list[int]] = []
-    for number in sorted(frames):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

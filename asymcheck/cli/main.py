@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import click
-from click.shell_completion import get_completion_class
+from click.shell_completion import shell_complete
 
 from asymcheck.cli import output
 from asymcheck.cli.doctor_command import doctor
@@ -38,9 +38,6 @@ from asymcheck.errors import (
     UnreachableRemoteWarning,
 )
 
-_PROGRAM = "asymcheck"
-_COMPLETION_VARIABLE = "_ASYMCHECK_COMPLETE"
-
 
 @click.command(epilog=HELP, short_help="Print a shell completion script.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
@@ -53,11 +50,7 @@ def completion(ctx: click.Context, shell: str) -> None:
     zsh:  eval "$(asymcheck completion zsh)"                         in ~/.zshrc
     fish: asymcheck completion fish > ~/.config/fish/completions/asymcheck.fish
     """
-    root = ctx.find_root().command
-    completion_class = get_completion_class(shell)
-    if completion_class is None:
-        raise click.UsageError(f"click has no completion for {shell}")
-    click.echo(completion_class(root, {}, _PROGRAM, _COMPLETION_VARIABLE).source())
+    shell_complete(ctx.find_root().command, {}, "asymcheck", "_ASYMCHECK_COMPLETE", f"{shell}_source")
 
 
 _WARNINGS = (

@@ -20,11 +20,10 @@ from asymcheck.config import DEFAULT_RUN, RING_FOLDER, RING_FOLDER_VARIABLE, Sto
 from asymcheck.errors import AsymcheckError, InvalidInputError
 from asymcheck.policies.retention import Best
 from asymcheck.store import Store
-from asymcheck.validation import check_which
+from asymcheck.validation import parse_which
 
 _F = TypeVar("_F", bound=Callable[..., object])
 
-_STEP = re.compile(r"[0-9]{1,18}", re.ASCII)
 _SIZE = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,9}))? ?([KMGT]?B|[KMGT]iB|)\Z", re.ASCII)
 _POWERS = "KMGT"
 _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?(s|min|h|d|)\Z", re.ASCII)
@@ -118,7 +117,7 @@ def parse_checkpoint(_ctx: click.Context, _param: click.Parameter, text: str | N
     if text is None:
         return None
     try:
-        return check_which(int(text) if _STEP.fullmatch(text) else text)
+        return parse_which(text)
     except InvalidInputError as error:
         raise click.BadParameter(str(error)) from error
 

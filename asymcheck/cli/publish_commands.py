@@ -180,13 +180,7 @@ def _follow_releases(location: str, target: Path, part: str | None, poll_s: floa
 
 
 def _write_release(location: str, target: Path, part: str | None, written: int = 0) -> Document:
-    """Write the newest release, unless the file already has it; return the document.
-
-    Args:
-        location: the location of the releases.
-        target: the file.
-        part: the part of the state to write, or None for the whole state.
-        written: number of the release in the file, or 0.
+    """Write the newest release, unless the file already has it, whose release is ``written``; return the document.
 
     Raises:
         StoreNotFoundError, CheckpointNotFoundError: there is no release, or the location was deleted or replaced.

@@ -23,10 +23,8 @@ def run_on_ray(call: Callable[[Shard], _R], count: int | None, progress: Progres
     The cluster is the one that RAY_ADDRESS names, or that runs on this machine, or else a new one on this machine. Ray
     starts a shard again, up to three times, if its worker or its machine is lost.
 
-    Args:
-        call: a function of this package, or a partial of one. Its result can be pickled.
-        count: number of shards.
-        progress: callback with the number of complete shards, and of all shards.
+    ``call`` is a function of this package, or a partial of one. ``progress`` is called with the number of complete
+    shards, and of all shards.
 
     Raises:
         InvalidInputError: Ray is not installed, or has no such cluster.

@@ -56,7 +56,7 @@ def view(
     random token. Press Ctrl-C to stop it.
     """
     # Other commands do not need an HTTP server.
-    from asymcheck.view.documents import Documents, Source
+    from asymcheck.view.documents import Documents
     from asymcheck.view.page import static_page
     from asymcheck.view.server import PageServer
 
@@ -66,7 +66,7 @@ def view(
         raise click.UsageError("--overwrite requires --export")
     if export is not None and (opens or port):
         raise click.UsageError("--export starts no server: leave out --open and --port")
-    with contextlib.closing(Documents(Source(store, remote, ring_folder, trace), document_of)) as documents:
+    with contextlib.closing(Documents(store, remote, ring_folder, trace, document_of)) as documents:
         if export is not None:
             if export.exists() and not export.is_file():
                 raise InvalidInputError(f"cannot replace {export}: it is not a file; choose another name")

@@ -11,7 +11,7 @@ from pathlib import Path
 from asymcheck.config import DEFAULT_RUN
 from asymcheck.convert.dcp_folder import is_dcp_folder, read_dcp_folder
 from asymcheck.convert.deepspeed_folder import is_deepspeed_folder, read_deepspeed_folder
-from asymcheck.convert.export_target import Draft, check_target, format_of
+from asymcheck.convert.export_target import Draft, NewTensor, check_target, format_of
 from asymcheck.convert.hugging_face import INDEX_NAME, SafetensorsSink, other_files, read_folder, torch_weights
 from asymcheck.convert.part import MODEL, SOURCE, TIED, keep_parts, leaves_of
 from asymcheck.convert.rename import Renames, rename_tensors
@@ -58,17 +58,7 @@ class Planned:
     run: str
     step: int
     nbytes: int
-    tensors: tuple[PlannedTensor, ...]  # tied tensors count once
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedTensor:
-    """A tensor that would be written."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
+    tensors: tuple[NewTensor, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,23 +138,22 @@ def export_checkpoint(  # noqa: PLR0913 - options of the command
         path=output.path,
         format=format_of(output.path),
         checkpoint=restored.checkpoint,
-        tensors=sink.tensors,
-        nbytes=sink.nbytes,
+        tensors=len(sink.tensors),
+        nbytes=sum(tensor.nbytes for tensor in sink.tensors),
         left_out=tuple(sink.left_out),
         skipped=restored.skipped,
         hints=tuple(sink.hints),
     )
     if not output.is_dry_run:
         return done
-    names = tuple(PlannedTensor(name, row.dtype, tuple(row.shape), row.nbytes) for name, row in sink.names)
-    planned = Planned(done.path, done.checkpoint.run, done.checkpoint.step, done.nbytes, names)
+    planned = Planned(done.path, done.checkpoint.run, done.checkpoint.step, done.nbytes, tuple(sink.tensors))
     return PlannedExport(**vars(done), planned=planned)
 
 
 def plan_import(state: object, path: Path, *, step: int, run: str) -> Planned:
     """Return the tensors that saving ``state`` to the store at ``path`` would write."""
     columns = flatten(state).columns
-    tensors = map(PlannedTensor, columns.names, columns.dtypes, columns.shapes, columns.sizes)
+    tensors = map(NewTensor, columns.names, columns.dtypes, columns.shapes, columns.sizes)
     return Planned(path, run, step, sum(columns.sizes), tuple(tensors))
 
 
@@ -257,12 +246,6 @@ def _kind_of(path: Path) -> str:
                 return "torch"
         named = format_of(path)
         return "unknown" if named == "folder" else named
-
-
-def import_checkpoint(store: Store, path: Path, *, step: int = 0, run: str = DEFAULT_RUN) -> Checkpoint:
-    """Save the content of a foreign file in bounded memory; see :func:`foreign_state`."""
-    with foreign_state(path) as state:
-        return store.save(state, step=step, run=run)
 
 
 def _state_of_folder(path: Path, opened: Callable[[Path], SourceFile]) -> object:

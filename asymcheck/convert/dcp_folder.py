@@ -17,10 +17,11 @@ import numpy as np
 
 from asymcheck.convert.restricted_pickle import load_pickle
 from asymcheck.convert.source_file import SourceFile
-from asymcheck.convert.torch_file import map_leaves, read_torch_file
+from asymcheck.convert.torch_file import read_torch_file
 from asymcheck.errors import ForeignFileError, StructureError, TruncatedError
 from asymcheck.format.registry import DTYPE_BYTES, TREE_DEPTH_MAX
 from asymcheck.format.tree import Key
+from asymcheck.restore.state_template import map_leaves
 from asymcheck.state.boxes import Box, Crossing, Region, tile
 from asymcheck.state.dtypes import TORCH_NAMES
 from asymcheck.state.leaves import TensorBytes

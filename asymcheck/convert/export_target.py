@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Final
 from asymcheck.errors import InvalidInputError, OutOfSpaceError, ReadOnlyStoreError, listed
 from asymcheck.format.digest import sum8
 from asymcheck.format.layout import DESCRIPTOR_NAME
-from asymcheck.format.manifest import TensorRow
 from asymcheck.storage.local_files import Files, translated
 from asymcheck.storage.process_identity import is_dead, this_process
 from asymcheck.types import Owner
@@ -257,15 +256,23 @@ class Draft:
         _remove(self.path)
 
 
+@dataclasses.dataclass(frozen=True)
+class NewTensor:
+    """A tensor to write. Tied tensors are one."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
 class DraftSink:
     """Base of sinks that write a checkpoint, or one part of it, to a draft."""
 
     def __init__(self, draft: Draft, part: str | None, renames: Renames = ()) -> None:
         """Write the part with this dotted name to ``draft``; None means the whole state."""
         self._draft, self._part, self._renames = draft, part, renames
-        self.names: list[tuple[str, TensorRow]] = []  # new names of the tensors that are written
-        self.tensors = 0  # number of tensors written; tied tensors count once
-        self.nbytes = 0  # bytes of these tensors
+        self.tensors: list[NewTensor] = []  # tensors that are written
         self.left_out: list[str] = []  # names of plain values that the format cannot store
         self.hints: list[str] = []  # reasons why other programs may not read the output as expected, with remedies
 

@@ -21,21 +21,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from asymcheck.convert.export_target import Draft, DraftSink, FileRegion
+from asymcheck.convert.export_target import Draft, DraftSink, FileRegion, NewTensor
 from asymcheck.convert.part import MODEL, Part, encode_tied
 from asymcheck.convert.rename import Renames
-from asymcheck.convert.safetensors_format import (
-    NewTensor,
-    SafetensorsHeader,
-    encode_header,
-    read_header,
-    shown,
-)
+from asymcheck.convert.safetensors_format import SafetensorsHeader, encode_header, read_header, shown
 from asymcheck.convert.source_file import SourceFile
-from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, StorageError, StructureError, listed
+from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, StructureError, listed
+from asymcheck.format.manifest import TensorRow
 from asymcheck.format.record import parse_json
 from asymcheck.restore.read_plan import ByteTarget
-from asymcheck.restore.tensor_stream import CheckpointOutline
 from asymcheck.storage.local_files import translated
 
 SUFFIX: Final = ".safetensors"
@@ -76,14 +70,9 @@ def read_folder(folder: Path, opened: Callable[[Path], SourceFile]) -> Safetenso
     Index and shards must name the same tensors. ``total_size`` in the index is ignored, because many published values
     are wrong and no reader depends on it.
 
-    Args:
-        folder: the folder.
-        opened: callback that opens a weights file.
-
     Raises:
         ForeignFileError: the folder has no such weights, names files outside of the folder, or contradicts itself; or
             a file breaks a rule of its format.
-        NotFoundError: the folder does not exist.
         StorageError: the operating system refused to read the folder.
     """
     names = _entries(folder)
@@ -162,14 +151,8 @@ def encode_index(shards: Sequence[Shard]) -> bytes:
 
 
 def _entries(folder: Path) -> list[str]:
-    try:
+    with translated("list", folder):
         return sorted(os.listdir(folder))
-    except FileNotFoundError as error:
-        raise NotFoundError(f"folder {folder} does not exist; check the path") from error
-    except NotADirectoryError as error:
-        raise ForeignFileError(folder, "a file, not a folder", "give the folder that contains the file") from error
-    except OSError as error:
-        raise StorageError(f"cannot list {folder}: {error.strerror}; check its permissions and the device") from error
 
 
 def _single_name(folder: Path, names: Sequence[str]) -> str:
@@ -294,35 +277,29 @@ class SafetensorsSink(DraftSink):
     ) -> None:
         """Write the tensors of a part to ``draft``.
 
-        Args:
-            draft: the new file or folder.
-            part: dotted name of the part; None means the whole state.
-            max_shard_bytes: maximum of tensor bytes in one file of a folder; None means a single file.
-            files: files to copy into the folder, which replace small files of the checkpoint.
-            renames: changes of tensor names.
+        A file of a folder has at most ``max_shard_bytes`` of tensors; None means a single file. ``files`` are copied
+        into the folder, and replace small files of the checkpoint.
         """
         super().__init__(draft, part, renames)
         self._max_shard_bytes = max_shard_bytes
         self._files = files
 
-    def begin(self, outline: CheckpointOutline) -> Mapping[int, ByteTarget]:
+    def begin(self, shape: object, tensors: Mapping[int, TensorRow]) -> Mapping[int, ByteTarget]:
         """Write headers, index and small files; return the regions of the tensors."""
-        part = self._picked(outline.shape, tensors_only=True)
+        part = self._picked(shape, tensors_only=True)
         rows, tied = part.rows_by_name()
         self.left_out = part.plain_names()
         self.hints = self._hints(part)
-        stored = {name: outline.tensors[row] for name, row in rows.items()}
-        tensors = [NewTensor(name, tensor.dtype, tensor.shape, tensor.nbytes) for name, tensor in stored.items()]
-        self.tensors, self.nbytes = len(tensors), sum(tensor.nbytes for tensor in tensors)
-        self.names = list(stored.items())
+        stored = [(name, tensors[row]) for name, row in rows.items()]
+        self.tensors = [NewTensor(name, row.dtype, row.shape, row.nbytes) for name, row in stored]
         metadata = {**_FORMAT, **part.metadata, **encode_tied(tied)}
         targets: dict[int, ByteTarget] = {}
         if self._max_shard_bytes is not None:
             self._draft.check_kept(self._small_file_names(part))
         if self._draft.is_dry_run:
-            encode_header(tensors, metadata)  # checks names and dtypes
+            encode_header(self.tensors, metadata)  # checks names and dtypes
             return {}
-        for shard in self._shards(tensors):
+        for shard in self._shards(self.tensors):
             header, starts = encode_header(shard.tensors, metadata)
             size = len(header) + sum(tensor.nbytes for tensor in shard.tensors)
             file = self._draft.file(shard.name, size)
@@ -330,7 +307,7 @@ class SafetensorsSink(DraftSink):
             for tensor, start in zip(shard.tensors, starts, strict=True):
                 targets[rows[tensor.name]] = FileRegion(file, start)
         if self._max_shard_bytes is not None:
-            targets.update(self._write_small_files(part, outline))
+            targets.update(self._write_small_files(part, tensors))
         return targets
 
     def _shards(self, tensors: Sequence[NewTensor]) -> list[Shard]:
@@ -361,14 +338,14 @@ class SafetensorsSink(DraftSink):
             )
         return hints
 
-    def _write_small_files(self, part: Part, outline: CheckpointOutline) -> dict[int, ByteTarget]:
+    def _write_small_files(self, part: Part, tensors: Mapping[int, TensorRow]) -> dict[int, ByteTarget]:
         given = {path.name for path in self._files}
         for path in self._files:
             with translated("read", path):
                 data = path.read_bytes()
             self._draft.file(path.name, len(data)).write(0, data)
         return {
-            ref.row: FileRegion(self._draft.file(name, outline.tensors[ref.row].nbytes), 0)
+            ref.row: FileRegion(self._draft.file(name, tensors[ref.row].nbytes), 0)
             for name, ref in part.files.items()
             if name not in given
         }

@@ -26,8 +26,9 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
+from asymcheck.convert.export_target import NewTensor
 from asymcheck.convert.source_file import SourceFile
 from asymcheck.errors import ForeignFileError, InvalidInputError, StructureError
 from asymcheck.format.record import parse_json
@@ -95,15 +96,6 @@ class SafetensorsHeader:
 
     tensors: tuple[FileTensor, ...]  # ordered by file name, then by offset
     metadata: dict[str, str]
-
-
-class NewTensor(NamedTuple):
-    """A tensor to write."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
 
 
 def read_header(file: SourceFile) -> SafetensorsHeader:

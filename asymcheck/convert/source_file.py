@@ -23,11 +23,7 @@ class SourceFile(contextlib.AbstractContextManager["SourceFile"]):
     """
 
     def __init__(self, path: Path, on_read: Callable[[int], None] | None = None) -> None:
-        """Open ``path``.
-
-        Args:
-            path: the file.
-            on_read: callback with the number of bytes of each read.
+        """Open ``path``; ``on_read`` is called with the number of bytes of each read.
 
         Raises:
             NotFoundError: the file does not exist.

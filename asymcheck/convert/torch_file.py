@@ -34,9 +34,9 @@ from asymcheck.errors import (
     listed,
 )
 from asymcheck.format.tree import join_name
+from asymcheck.restore.state_template import map_leaves
 from asymcheck.state.dtypes import TORCH_NAMES
 from asymcheck.state.leaves import TensorBytes, flat_bytes
-from asymcheck.state.typed_values import TypedValue
 
 _REMEDY = "load the file in your own program, and save the result with Store.save()"
 _FETCH = "fetch or write the file again"
@@ -65,8 +65,6 @@ _SUGGESTED = 4  # parts in an error message
 _KEY = "_asymcheck_key"  # attribute of a storage without memory: its key in the file
 _PICKLE = "data.pkl"
 _BYTE_ORDER = "byteorder"
-
-_METADATA = "_metadata"  # the attribute in which ``Module.state_dict()`` keeps the versions of modules
 
 _PICKLE_MARK = b"\x80"
 TORCH_MARKS: Final = (_LOCAL_MAGIC, _PICKLE_MARK)
@@ -518,17 +516,3 @@ class _View(TensorBytes):
         aligned = mapped.clone() if self._start % layout.element_size() else mapped
         view = aligned.view(layout.dtype).as_strided(layout.shape, layout.stride())
         return flat_bytes(view.conj() if layout.is_conj() else view)
-
-
-def map_leaves(value: Any, make: Callable[[object], object]) -> Any:  # noqa: ANN401 - a nested state
-    """Return a nested state of plain containers, with the result of ``make`` in place of each leaf."""
-    if type(value) in (dict, OrderedDict, Counter):
-        copy = type(value)({key: map_leaves(item, make) for key, item in value.items()})
-        if hasattr(value, _METADATA):
-            setattr(copy, _METADATA, map_leaves(getattr(value, _METADATA), make))
-        return copy
-    if isinstance(value, TypedValue):
-        return map_leaves(value.content, make)
-    if type(value) in (list, tuple):
-        return type(value)(map_leaves(item, make) for item in value)
-    return make(value)

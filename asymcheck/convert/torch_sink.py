@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import mmap
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
 import numpy as np
 import torch
 
-from asymcheck.convert.export_target import DraftSink, FileRegion, TargetFile
+from asymcheck.convert.export_target import DraftSink, FileRegion, NewTensor, TargetFile
 from asymcheck.convert.part import leaves_of
 from asymcheck.convert.source_file import first_line
-from asymcheck.convert.torch_file import Archive, data_start, map_leaves
+from asymcheck.convert.torch_file import Archive, data_start
 from asymcheck.errors import InvalidInputError, StorageError
 from asymcheck.format.manifest import TensorRow
-from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.format.tree import join_name
 from asymcheck.restore.read_plan import ByteTarget
-from asymcheck.restore.state_template import RowRef
-from asymcheck.restore.tensor_stream import CheckpointOutline
+from asymcheck.restore.state_template import RowRef, map_leaves
 from asymcheck.state.dtypes import TORCH_DTYPES
 from asymcheck.storage.local_files import translated
 
@@ -48,7 +46,7 @@ class TorchSink(DraftSink):
     Numpy arrays become tensors, and numpy scalars become Python numbers, because ``weights_only`` refuses both.
     """
 
-    def begin(self, outline: CheckpointOutline) -> Mapping[int, ByteTarget]:
+    def begin(self, shape: object, tensors: Mapping[int, TensorRow]) -> Mapping[int, ByteTarget]:
         """Write the file with empty storages; return the regions of the storages."""
         # The oldest supported versions of torch have no skip_data.
         skip_data = getattr(torch.serialization, "skip_data", None)
@@ -59,29 +57,29 @@ class TorchSink(DraftSink):
             )
         hollow: dict[int, torch.Tensor] = {}
         order: list[int] = []
-        shape = self._picked(outline.shape).shape
+        shape = self._picked(shape).shape
         rows = {leaf.row: join_name(path) for path, leaf in leaves_of(shape) if isinstance(leaf, RowRef)}
-        self.names = [(name, outline.tensors[row]) for row, name in rows.items()]
-        self.tensors, self.nbytes = len(rows), sum(row.nbytes for _, row in self.names)
+        named = [(name, tensors[number]) for number, name in rows.items()]
+        self.tensors = [NewTensor(name, row.dtype, row.shape, row.nbytes) for name, row in named]
         if self._draft.is_dry_run:
             return {}
 
         def make(leaf: object) -> object:
             if isinstance(leaf, RowRef):
                 order.append(leaf.row)
-                return hollow.setdefault(leaf.row, hollow_tensor(outline.tensors[leaf.row]))
+                return hollow.setdefault(leaf.row, hollow_tensor(tensors[leaf.row]))
             return leaf.item() if isinstance(leaf, np.generic) else leaf
 
-        state = map_leaves(shape, make)
-        self._file = file = self._draft.file(size=self.nbytes)
+        state = map_leaves(shape, make, attrgetter("content"))
+        self._file = file = self._draft.file(size=sum(tensor.nbytes for tensor in self.tensors))
         with _writing(file), skip_data():
             torch.save(state, file.path)
         with translated("read", file.path), file.path.open("rb") as written:
             archive = Archive(file.path, written, is_trusted=True)
             leaves: list[object] = []
             map_leaves(archive.state, leaves.append)
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            starts = {row: archive.record_of(tensor)[1] for row, tensor in zip(order, tensors, strict=True)}
+            written_tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            starts = {row: archive.record_of(tensor)[1] for row, tensor in zip(order, written_tensors, strict=True)}
         return {row: FileRegion(file, start) for row, start in starts.items()}
 
     def finish(self) -> None:
@@ -117,11 +115,10 @@ def hollow_tensor(row: TensorRow) -> torch.Tensor:
         raise InvalidInputError(
             f"tensor {row.name} has dtype {row.dtype}, which torch {torch.__version__} lacks; install a newer torch"
         )
-    length = math.prod(row.shape) * DTYPE_BYTES[row.dtype]
-    if length < _MAPPED_BYTES:
+    if row.nbytes < _MAPPED_BYTES:
         return torch.empty(row.shape, dtype=dtype, device="cpu")
     # The kernel refuses ordinary memory for a tensor that is larger than the memory of the machine.
-    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    memory = mmap.mmap(-1, row.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     return torch.frombuffer(memory, dtype=dtype).view(row.shape)
 
 

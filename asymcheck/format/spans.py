@@ -48,7 +48,11 @@ def read_spans(header: Mapping[str, object], where: str) -> Spans | None:
     return tuple((first, last) for first, last in spans)
 
 
+def shown_spans(spans: Spans) -> str:
+    """Return ranges as text, for example ``0-3, 8``."""
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
 def named_spans(spans: Spans) -> str:
-    """Return ranges as text, for example ``ranks 0-3, 8``."""
-    noun = "rank" if len(ranks_in(spans)) == 1 else "ranks"
-    return f"{noun} {', '.join(str(first) if first == last else f'{first}-{last}' for first, last in spans)}"
+    """Return ranges of ranks as text, for example ``ranks 0-3, 8``."""
+    return f"{'rank' if len(ranks_in(spans)) == 1 else 'ranks'} {shown_spans(spans)}"

@@ -6,10 +6,12 @@ Tensors with equal digests are not read. Other tensors are streamed, with a few 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from asymcheck.errors import DamagedPartitionError, InvalidInputError, MissingPartitionError
 from asymcheck.format import layout
@@ -18,17 +20,23 @@ from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.inspect.history import describe_by, known_line
 from asymcheck.inspect.norms import NormSums, TensorNorms, without_norms
 from asymcheck.inspect.values import plain_values, shortened
+from asymcheck.restore.frame_reader import read_any
 from asymcheck.restore.partition_locator import PartitionLocator, PartitionSet
 from asymcheck.restore.resolve import by_save_id, find_readable, needed_by, read_manifests
-from asymcheck.restore.tensor_reader import PartitionCache, TensorStream
 from asymcheck.state.names import in_order, matches, no_match, unique_name
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.types import Checkpoint, Digest, Progress, ProgressMeter
+from asymcheck.validation import parse_which
 
 # Small enough that torch converts a block in this thread. Measured: on busy cores, its thread pool is tens of times
 # slower.
 _BLOCK_ELEMENTS = 1 << 15
+_KEPT = 3
+"""Number of partitions in the cache: one for each of the two tensors, and one that they share with the next tensors."""
+
+_Read = Callable[[Digest], memoryview]
+"""Return the verified bytes of a partition."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,11 +281,11 @@ class _Comparison:
         try:
             with PartitionLocator(self.tier, PartitionSet.of_lengths(partitions), dict.fromkeys(hints)) as sources:
                 order = {digest: index for index, digest in enumerate(sources.in_reading_order(list(partitions)))}
-                cache = PartitionCache(sources, list(partitions))
+                read = functools.lru_cache(_KEPT)(partial(read_any, sources))
                 # Read in pack order, so that tensors that share partitions follow each other.
                 for pair in sorted(pairs, key=lambda pair: _first_position(pair, order)):
                     sums = NormSums(pair.a.dtype, pair.b.dtype, pair.b.role)
-                    for compared in _compare_blocks(pair, cache, sums):
+                    for compared in _compare_blocks(pair, read, sums):
                         meter.add(compared)
                     result = sums.result()
                     if result.differing or pair.kind != "value":
@@ -297,10 +305,38 @@ class _Comparison:
         return changes, len(names) - len(changed)
 
 
-def _compare_blocks(pair: _Pair, cache: PartitionCache, sums: NormSums) -> Iterator[int]:
+class _TensorStream:
+    """Sequential reader of one tensor."""
+
+    def __init__(self, row: TensorRow, read: _Read) -> None:
+        self._row = row
+        self._read = read
+        self._extent = 0
+        self._used = 0
+
+    def read_into(self, block: npt.NDArray[np.uint8]) -> None:
+        """Fill a block with the next bytes. The block must not be longer than the rest of the tensor."""
+        if self._row.inline is not None:
+            block[:] = np.frombuffer(self._row.inline, dtype=np.uint8)[self._used : self._used + len(block)]
+            self._used += len(block)
+            return
+        filled = 0
+        while filled < len(block):
+            extent = self._row.extents[self._extent]
+            count = min(extent.length - self._used, len(block) - filled)
+            start = extent.offset + self._used
+            data = self._read(extent.digest)[start : start + count]
+            block[filled : filled + count] = np.frombuffer(data, dtype=np.uint8)
+            filled += count
+            self._used += count
+            if self._used == extent.length:
+                self._extent, self._used = self._extent + 1, 0
+
+
+def _compare_blocks(pair: _Pair, read: _Read, sums: NormSums) -> Iterator[int]:
     """Add two tensors to ``sums`` block by block. Yield the bytes of each block."""
     sizes = [DTYPE_BYTES[row.dtype] for row in (pair.a, pair.b)]
-    streams = [TensorStream(row, cache) for row in (pair.a, pair.b)]
+    streams = [_TensorStream(row, read) for row in (pair.a, pair.b)]
     blocks = [np.empty(_BLOCK_ELEMENTS * size, dtype=np.uint8) for size in sizes]
     remaining = pair.a.nbytes // sizes[0]
     while remaining:
@@ -319,10 +355,6 @@ def _first_position(pair: _Pair, order: Mapping[Digest, int]) -> tuple[int, int]
         if row.extents:
             return order[row.extents[0].digest], row.extents[0].offset
     return -1, 0
-
-
-_STEP = re.compile(r"[0-9]{1,12}\Z", re.ASCII)
-_SAVE = re.compile(r"save:([0-9a-f]{1,32})\Z")
 
 
 def find_checkpoint(tier: ReadTier, name: int | str, run: str) -> tuple[CheckpointFiles, list[CheckpointFiles]]:
@@ -345,17 +377,12 @@ def find_checkpoint(tier: ReadTier, name: int | str, run: str) -> tuple[Checkpoi
     if "@" in text:
         run, text = text.split("@", 1)
     layout.check_run(run)
-    if _STEP.match(text):
-        chosen, _ = find_readable(tier, run, int(text))
-        same_step = [listing for listing in tier.manifests.checkpoints(run) if listing.ref.step == int(text)]
-        return chosen, [listing for listing in reversed(same_step) if listing.ref != chosen.ref]
-    digits = _SAVE.match(text)
-    if digits is None:
-        raise InvalidInputError(
-            f"invalid checkpoint name {str(name)!r}: use STEP or save:DIGITS (the first hexadecimal digits of a save "
-            "id), alone or after RUN@"
-        )
-    return by_save_id(tier, run, digits[1]), []
+    which = parse_which(text)
+    if isinstance(which, str):
+        return by_save_id(tier, run, which.removeprefix("save:")), []
+    chosen, _ = find_readable(tier, run, which)
+    same_step = [listing for listing in tier.manifests.checkpoints(run) if listing.ref.step == which]
+    return chosen, [listing for listing in reversed(same_step) if listing.ref != chosen.ref]
 
 
 class Side:

@@ -176,12 +176,7 @@ class _References:
     def forget_deleted(self, tier: NvmeTier, missing: Sequence[int]) -> bool:
         """Remove checkpoints with a manifest or a partition that is missing because of a deletion since the listing.
 
-        Args:
-            tier: the store.
-            missing: number of missing partitions of each checkpoint.
-
-        Returns:
-            Whether a checkpoint was removed.
+        ``missing`` has the number of missing partitions of each checkpoint. Return whether a checkpoint was removed.
         """
         kept = []
         for number, (item, listing, lacks) in enumerate(zip(self.checkpoints, self.listings, missing, strict=True)):

@@ -64,7 +64,7 @@ class NormSums:
                 return
         # A sum that overflows is infinite, which is the correct result.
         with np.errstate(over="ignore", invalid="ignore"):
-            numbers_a, numbers_b = _numbers(a, dtype_a), _numbers(b, dtype_b)
+            numbers_a, numbers_b = numbers_of(a, dtype_a), numbers_of(b, dtype_b)
             finite_a, finite_b = np.isfinite(numbers_a), np.isfinite(numbers_b)
             sizes = np.abs(numbers_b - numbers_a)[finite_a & finite_b]
             if dtype_a != dtype_b:
@@ -106,7 +106,8 @@ def _unsupported_by_torch(dtype: str) -> str:
     return "" if dtype in TORCH_DTYPES else f"torch {torch.__version__} has no {dtype}"
 
 
-def _numbers(data: npt.NDArray[np.uint8], dtype: str) -> Numbers:
+def numbers_of(data: npt.NDArray[np.uint8], dtype: str) -> Numbers:
+    """Return the values of stored elements, exactly except for large integers."""
     is_complex = dtype.startswith("complex")
     numpy_dtype = NUMPY_DTYPES.get(dtype)
     numbers: Numbers

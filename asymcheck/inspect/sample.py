@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 from pathlib import Path
-
-import numpy as np
 
 from asymcheck.errors import FormatError, RecoveryError, StorageError
 from asymcheck.format import registry
 from asymcheck.format.manifest import Manifest, TensorRow
 from asymcheck.measurement import NOISE, measure, noise_samples
 from asymcheck.policies.advice import Facts
+from asymcheck.restore.frame_reader import read_any
 from asymcheck.restore.lineage import read_line
 from asymcheck.restore.partition_locator import PartitionLocator, PartitionSet
 from asymcheck.restore.resolve import read_manifests
-from asymcheck.restore.tensor_reader import PartitionCache, TensorStream
 from asymcheck.storage.nvme import CheckpointFiles, NvmeTier
-from asymcheck.types import CheckpointRef, Sample
+from asymcheck.types import Sample
 
 _SAMPLE_BYTES = 8 << 20
 _QUICK_SAMPLE_BYTES = 1 << 20
 _TENSORS = 8
 """Maximum number of tensors in a sample, so that one unusual tensor does not dominate."""
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointSample:
-    """Sample of the newest checkpoint of a store."""
-
-    run: str
-    ref: CheckpointRef
-    state_bytes: int
-    """Bytes of all tensors."""
-    samples: tuple[Sample, ...]
-    """One sample for each role and float dtype with bytes outside the manifest."""
 
 
 def measure_store(tier: NvmeTier, ring_folder: Path, *, quick: bool = False) -> Facts:
@@ -49,52 +35,44 @@ def measure_store(tier: NvmeTier, ring_folder: Path, *, quick: bool = False) -> 
     """
     tier.check_writable()
     nbytes = _QUICK_SAMPLE_BYTES if quick else _SAMPLE_BYTES
-    sampled = sample(tier, nbytes)
-    if sampled is None or not sampled.samples:
+    samples, described, state_bytes = sample(tier, nbytes)
+    if not samples:
         samples, described = noise_samples(nbytes), NOISE
-    else:
-        samples, described = sampled.samples, f"step {sampled.ref.step} of run {sampled.run}"
-    state_bytes = None if sampled is None else sampled.state_bytes
     return measure(tier, samples, described, state_bytes, ring_folder, quick=quick)
 
 
-def sample(tier: NvmeTier, bytes_each: int) -> CheckpointSample | None:
-    """Read up to ``bytes_each`` bytes of each role and dtype. Return None if no checkpoint is readable.
+def sample(tier: NvmeTier, bytes_each: int) -> tuple[tuple[Sample, ...], str, int | None]:
+    """Return up to ``bytes_each`` bytes of each role and dtype, the name of the checkpoint, and the size of its state.
 
-    The run with the newest save is sampled. Damaged partitions are skipped; ``verify`` reports them.
+    The run with the newest save is sampled. If no checkpoint is readable, the result has no samples and no size.
+    Damaged partitions are skipped; ``verify`` reports them.
     """
-    newest = _newest(tier)
-    if newest is None:
-        return None
-    try:
-        manifests = read_manifests(tier, newest[0])
-        samples = _samples(tier, manifests, _older(tier, newest[1:]), bytes_each)
-    except (FormatError, RecoveryError, StorageError):
-        return None
-    state_bytes = sum(manifest.total_bytes for manifest in manifests)
-    return CheckpointSample(newest[0].run, newest[0].ref, state_bytes, samples)
+    line = _newest(tier)
+    if line:
+        with contextlib.suppress(FormatError, RecoveryError, StorageError):
+            manifests = read_manifests(tier, line[0])
+            samples = _samples(tier, manifests, _older(tier, line[1:]), bytes_each)
+            described = f"step {line[0].ref.step} of run {line[0].run}"
+            return samples, described, sum(manifest.total_bytes for manifest in manifests)
+    return (), "", None
 
 
-def _newest(tier: NvmeTier) -> list[CheckpointFiles] | None:
-    """Return the checkpoints on the line of the run with the newest save, newest first."""
+def _newest(tier: NvmeTier) -> list[CheckpointFiles]:
+    """Return the complete checkpoints on the line of the run with the newest save, newest first."""
     lines: list[list[CheckpointFiles]] = []
     for run in tier.manifests.runs():
-        try:
+        with contextlib.suppress(FormatError, RecoveryError):
             line = read_line(tier, run)
-        except (FormatError, RecoveryError):
-            continue
-        listings = [
-            listing for listing in tier.manifests.checkpoints(run) if listing.ref in line and listing.is_complete
-        ]
-        lines.append(sorted(listings, key=lambda listing: listing.ref, reverse=True))
-    return max(filter(None, lines), key=lambda line: line[0].ref.save_id, default=None)
+            listings = tier.manifests.checkpoints(run)
+            complete = [listing for listing in listings if listing.ref in line and listing.is_complete]
+            lines.append(sorted(complete, key=lambda listing: listing.ref, reverse=True))
+    return max(filter(None, lines), key=lambda line: line[0].ref.save_id, default=[])
 
 
 def _older(tier: NvmeTier, listings: list[CheckpointFiles]) -> list[Manifest]:
-    try:
+    with contextlib.suppress(FormatError, RecoveryError, StorageError):
         return read_manifests(tier, listings[0]) if listings else []
-    except (FormatError, RecoveryError, StorageError):
-        return []
+    return []
 
 
 def _samples(tier: NvmeTier, manifests: list[Manifest], older: list[Manifest], bytes_each: int) -> tuple[Sample, ...]:
@@ -123,9 +101,10 @@ def _read(tier: NvmeTier, manifests: list[Manifest], rows: list[TensorRow], leng
     sampled = bytearray()
     with PartitionLocator(tier, PartitionSet.of_lengths(lengths), hints, must_be_complete=False) as sources:
         if lengths and all(map(sources.find, lengths)):
-            cache = PartitionCache(sources, list(lengths))
             for row in rows:
-                block = np.empty(min(length, row.nbytes), dtype=np.uint8)
-                TensorStream(row, cache).read_into(block)
-                sampled += block.tobytes()
+                first = bytearray()
+                for extent in row.extents:
+                    if len(first) < length:
+                        first += read_any(sources, extent.digest)[extent.offset : extent.offset + extent.length]
+                sampled += first[:length]
     return bytes(sampled)

@@ -17,6 +17,7 @@ import torch
 
 from asymcheck.errors import InvalidInputError
 from asymcheck.format.digest import digest
+from asymcheck.inspect.norms import numbers_of
 from asymcheck.merging import METHODS, SCHEDULES
 from asymcheck.state.dtypes import TORCH_DTYPES
 
@@ -28,8 +29,7 @@ BLOCK_ELEMENTS = 1 << 15
 
 _FLOATS = ("float16", "float32", "float64")
 _ELEMENTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
-_BRAIN = "bfloat16"
-_ROUNDED_BY_TORCH = (_BRAIN, "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+_ROUNDED_BY_TORCH = ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _PARALLEL = 0.9995
 _TINY_NORM = 1e-8
 _LEVELS = 1 << 16
@@ -327,12 +327,7 @@ def is_mergeable(dtype: str) -> bool:
 
 def widen(data: Bytes, dtype: str) -> Block:
     """Return the values of stored elements, exactly. A complex number is two values."""
-    dtype = _ELEMENTS.get(dtype, dtype)
-    if dtype in _FLOATS:
-        return data.view(dtype).astype(np.float64)
-    if dtype == _BRAIN:
-        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    values: Block = torch.from_numpy(data).view(TORCH_DTYPES[dtype]).to(torch.float64).numpy()
+    values: Block = numbers_of(data, _ELEMENTS.get(dtype, dtype))  # type: ignore[assignment]  # no dtype here is complex
     return values
 
 

@@ -1,7 +1,7 @@
 """Search for the settings of the best merge by Bayesian optimisation (optuna).
 
 With two sources, the search is the pairwise one for checkpoints of one training: ``theta = w x_2 + (1 - w) x_1`` with
-``w`` from a lower bound to 1. Each trial merges into a temporary store, exports the model, and runs a command on it.
+``w`` from 0.5 to 1. Each trial merges into a temporary store, exports the model, and runs a command on it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ FOLDER = "{folder}"
 """Placeholder in the command for the folder of the model."""
 _STARTS = 4
 _PAIR = 2
+_LEAST_WEIGHT = 0.5
+"""Smallest weight of the newer of two sources, for the method ``weighted``."""
 _SHOWN = 500
 _SEARCHED = {
     "ema": {"alpha": (0.0, 1.0)},
@@ -50,8 +52,6 @@ class Evaluation:
     """Number of trials, including those of earlier calls."""
     maximize: bool = False
     """Whether a larger number is better."""
-    least_weight: float = 0.5
-    """Smallest weight of the newer of two sources, for the method ``weighted``."""
     part: str | None = "model"
     """Part of the state to export; None for all."""
     files_from: Path | None = None
@@ -86,10 +86,9 @@ def search(  # noqa: PLR0913 - arguments of merge()
 ) -> Searched:
     """Search the settings of ``method`` whose merge has the best number, and save that merge.
 
-    Trials need space for two models beside the store. Their temporary stores are removed. ``evaluation`` has the
-    command and the bounds of the search. ``method`` is ``weighted``, ``ema``, ``slerp``, ``ties`` or ``dare``. ``note``
-    is called with the number of each trial, its result and its settings. The other arguments are those of
-    :func:`asymcheck.merge`.
+    Trials need space for two models beside the store. Their temporary stores are removed. ``method`` is ``weighted``,
+    ``ema``, ``slerp``, ``ties`` or ``dare``. ``note`` is called with the number of each trial, its result and its
+    settings. The other arguments are those of :func:`asymcheck.merge`.
 
     Raises:
         InvalidInputError: optuna is missing, the method has nothing to search, or the command failed.
@@ -97,7 +96,7 @@ def search(  # noqa: PLR0913 - arguments of merge()
     """
     if FOLDER not in evaluation.command:
         raise InvalidInputError(f"evaluation command {evaluation.command!r} has no {FOLDER}; add it as an argument")
-    ranges = _ranges(method, len(steps), evaluation)
+    ranges = _ranges(method, len(steps))
     names = [named(store, item) for item in steps]
     start = None if base is None else named(store, base)
     given = [*names, *([] if start is None else [start])]
@@ -112,21 +111,21 @@ def search(  # noqa: PLR0913 - arguments of merge()
         shares = [parameters[name] for name in ranges]
         return {"weights": tuple([1 - shares[0], shares[0]] if len(names) == _PAIR else shares)}
 
-    while len(study.get_trials(states=complete)) < evaluation.trials:
-        trial = study.ask()
+    def value_of(trial: Any) -> float:  # noqa: ANN401 - optuna may be missing
         settings = settings_of({name: trial.suggest_float(name, *bounds) for name, bounds in ranges.items()})
-        with (
-            _failing(study, trial, optuna.trial.TrialState.FAIL),
-            tempfile.TemporaryDirectory(prefix=".asymcheck-merge-", dir=store.path.parent) as temporary,
-        ):
+        with tempfile.TemporaryDirectory(prefix=".asymcheck-merge-", dir=store.path.parent) as temporary:
             folder = Path(temporary)
             with Store.open(folder / "store", config=store.resources.tier.config, create=True) as scratch:
                 merge(scratch, names, method=method, base=start, run=run, **settings)
                 output = Output(folder / "model", files_from=evaluation.files_from)
                 export_checkpoint(scratch, output, run=MERGED_RUN, part=evaluation.part)
-            value = _evaluated(evaluation.command, folder / "model")
-        study.tell(trial, value)
-        note(trial.number, value, settings)
+            return _evaluated(evaluation.command, folder / "model")
+
+    def note_trial(_study: object, trial: Any) -> None:  # noqa: ANN401 - as above
+        note(trial.number, trial.value, settings_of(trial.params))
+
+    left = evaluation.trials - len(study.get_trials(states=complete))
+    study.optimize(value_of, left, callbacks=[note_trial])
     settings = settings_of(study.best_params)
     merged = merge(store, names, method=method, base=start, run=run, to_run=to_run, step=step, **settings)
     return Searched(merged, study.best_value, len(study.get_trials(states=complete)), settings)
@@ -139,9 +138,9 @@ def _identity(source: SourceName, run: str) -> str:
     return f"{source.store.location} {files.run} {files.ref.save_id.hex()}"
 
 
-def _ranges(method: str, sources: int, evaluation: Evaluation) -> dict[str, tuple[float, float]]:
+def _ranges(method: str, sources: int) -> dict[str, tuple[float, float]]:
     if method == "weighted" and sources == _PAIR:
-        return {"weight": (evaluation.least_weight, 1.0)}
+        return {"weight": (_LEAST_WEIGHT, 1.0)}
     if method == "weighted":
         return {f"weight_{number}": (0.0, 1.0) for number in range(sources)}
     if method not in _SEARCHED:
@@ -155,7 +154,8 @@ def _optuna() -> Any:  # noqa: ANN401 - optuna may be missing
         import optuna
     except ImportError as error:
         raise InvalidInputError("a search needs optuna; pip install 'asymcheck[merge]'") from error
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # The error of a failed trial is raised.
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
 
 
@@ -172,16 +172,6 @@ def _study(optuna: Any, evaluation: Evaluation, subject: Sequence[str]) -> Any: 
     seed = len(study.trials)
     study.sampler = optuna.samplers.GPSampler(seed=seed, n_startup_trials=_STARTS)
     return study
-
-
-@contextlib.contextmanager
-def _failing(study: Any, trial: Any, state: object) -> Iterator[None]:  # noqa: ANN401 - optuna may be missing
-    """Record a trial as failed if the block raises."""
-    try:
-        yield
-    except BaseException:
-        study.tell(trial, state=state)
-        raise
 
 
 def _evaluated(command: str, folder: Path) -> float:

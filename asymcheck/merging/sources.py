@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
+import torch
 
 from asymcheck.errors import (
     AsymcheckError,
@@ -23,11 +23,12 @@ from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.inspect.diff import find_checkpoint
 from asymcheck.merging.methods import Bytes
 from asymcheck.replication.partial_copy import source_record
-from asymcheck.restore.read_plan import Demand, ReadPlan, execute, read_parts
+from asymcheck.restore.assemble import Assembly
+from asymcheck.restore.read_plan import Demand, execute, read_parts
 from asymcheck.restore.reshard import StoredPiece, box_of
 from asymcheck.restore.resolve import Resolved, resolve_one
 from asymcheck.restore.state_template import like_mapping, rows_in
-from asymcheck.state.boxes import Box, Region
+from asymcheck.state.boxes import Box
 from asymcheck.store import Store
 
 _OPTIMIZER_ROLES = frozenset({"first_moment", "second_moment", "gradient", "rng"})
@@ -146,9 +147,12 @@ class Source:
                 f"{self} has {listed(extra, _SHOWN)}, which {newest} lacks; merge checkpoints of one architecture"
             )
 
-    def read(self, plan: ReadPlan) -> None:
-        """Execute a plan on the bytes of this checkpoint."""
-        execute(plan, self.resolved)
+    def read(self, demand: Demand) -> Bytes:
+        """Read bytes of this checkpoint."""
+        assembly = Assembly([demand], torch.device("cpu"), self.resolved.sources)
+        execute(assembly, self.resolved)
+        data: Bytes = assembly.tensor(demand).numpy()
+        return data
 
     def record(self, weight: float | None) -> dict[str, object]:
         """Describe the checkpoint in the manifest of the merged one."""
@@ -188,20 +192,6 @@ def _has_optimizer(shape: object) -> bool:
     return _is_optimizer(shape) or any(map(_has_optimizer, items))
 
 
-class _Buffer:
-    """Target of a plan: consecutive bytes in memory."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.data = np.empty(nbytes, dtype=np.uint8)
-
-    def put(self, start: int, data: memoryview) -> None:
-        self.data[start : start + len(data)] = np.frombuffer(data, dtype=np.uint8)
-
-    def put_regions(self, regions: Iterable[Region], data: memoryview) -> None:
-        for region in regions:
-            region.copy(data, self.data)
-
-
 class SourceTensor:
     """A whole tensor of a source, of which ranges are read."""
 
@@ -239,22 +229,14 @@ class SourceTensor:
             DamagedPartitionError: no copy of a partition is intact.
         """
         if self.is_whole and self.row.inline is None:
-            return self._read_extents(start, length)
-        box, first = _box_around(self._whole, start, length, self.width)
-        demand = Demand.of(self.source.parts, self.number, box)
-        target = _Buffer(demand.row.nbytes)
-        self.source.read(ReadPlan({demand: target}))
-        return target.data[start - first : start - first + length]
-
-    def _read_extents(self, start: int, length: int) -> Bytes:
-        extents = tuple(self._extents(start, length))
-        shape = (length // self.width,)
-        row = dataclasses.replace(
-            self.row, shape=shape, global_shape=shape, offset=(0,), nbytes=length, inline=None, extents=extents
-        )
-        target = _Buffer(length)
-        self.source.read(ReadPlan({Demand(row, [StoredPiece(row, None)]): target}))
-        return target.data
+            row = dataclasses.replace(self.row, nbytes=length, extents=tuple(self._extents(start, length)))
+            first, demand = start, Demand(row, [StoredPiece(row, None)])
+        else:
+            box, first = _box_around(self._whole, start, length, self.width)
+            demand = Demand.of(self.source.parts, self.number, box)
+        # Bytes, because this version of torch may lack the dtype.
+        demand.row = dataclasses.replace(demand.row, dtype="uint8", shape=(demand.row.nbytes,))
+        return self.source.read(demand)[start - first : start - first + length]
 
 
 def _box_around(whole: Box, start: int, length: int, width: int) -> tuple[Box, int]:

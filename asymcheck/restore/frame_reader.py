@@ -74,12 +74,8 @@ def read_any(
 ) -> memoryview:
     """Read a partition from its first intact copy, and return the plain bytes.
 
-    Args:
-        sources: the open packs.
-        name: digest of the partition.
-        slot: memory for the frame; by default new memory.
-        room: memory for the plain bytes of the first copy.
-        first: the copy to read first; by default the first one in ``sources``.
+    The frame is read into ``slot``, by default into new memory. The plain bytes of the first copy may be read into
+    ``room``. ``first`` is the copy to read first, by default the first one in ``sources``.
 
     Raises:
         DamagedPartitionError: no copy is intact; the message names packs and frames.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import PurePath
+from typing import TypeVar
 
 from asymcheck.errors import (
     INCONCLUSIVE,
@@ -22,7 +22,7 @@ from asymcheck.errors import (
     listed,
     warn_user,
 )
-from asymcheck.events import Detail, timed
+from asymcheck.events import timed
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.spans import named_spans
 from asymcheck.restore.lineage import check_generations, read_line
@@ -30,6 +30,8 @@ from asymcheck.restore.partition_locator import PartitionLocator
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.types import CheckpointRef
+
+_T = TypeVar("_T")
 
 _SHOWN = 3
 _STEPS_SHOWN = 8
@@ -98,18 +100,11 @@ def find_readable(tier: ReadTier, run: str, step: int | str | None) -> tuple[Che
         SkippedCheckpointWarning: a newer checkpoint is unfinished or damaged.
     """
     skipped: list[str] = []
-    skips = SkippedCheckpoints(skipped)
-    for listing in candidates(tier, run, step):
-        try:
-            manifests = read_manifests(tier, listing)
-        except (UnsupportedFormatError, *INCONCLUSIVE):
-            raise
-        except (FormatError, RecoveryError, StorageError) as error:
-            skips.add(listing.ref, str(error))
-            continue
+    readable = _each(candidates(tier, run, step), skipped, lambda listing: (listing, read_manifests(tier, listing)))
+    for found in readable:
         for reason in skipped:
             warn_user(f"run {run!r}: skipped {reason}", SkippedCheckpointWarning)
-        return listing, manifests
+        return found
     raise inconsistent(tier, run, step, skipped, "read")
 
 
@@ -178,12 +173,20 @@ def resolve_each(
         LockTimeoutError: another process has locked a pack for too long.
         TooManyFilesError: a checkpoint needs more packs than this process may open.
     """
+
+    def resolve(listing: CheckpointFiles) -> Resolved:
+        with timed("find", 0, lambda: {"run": listing.run, "step": listing.ref.step}):
+            return resolve_one(tier, listing, whole=whole)
+
+    return _each(listings, skipped, resolve)
+
+
+def _each(listings: list[CheckpointFiles], skipped: list[str], read: Callable[[CheckpointFiles], _T]) -> Iterator[_T]:
+    """Yield the results of ``read`` for checkpoints in order; append the reasons for damaged ones to ``skipped``."""
     skips = SkippedCheckpoints(skipped)
     for listing in listings:
         try:
-            with timed("find", 0, partial(_named, listing)):
-                resolved = resolve_one(tier, listing, whole=whole)
-            yield resolved
+            yield read(listing)
         except (UnsupportedFormatError, LockTimeoutError, *INCONCLUSIVE):
             # The checkpoint is intact, so using an older one would silently lose training.
             raise
@@ -212,10 +215,6 @@ class SkippedCheckpoints:
             self._first, self._reason, self._older = ref, reason, 0
             self._entry = f"{ref}: {reason}"
         self._skipped.append(self._entry)
-
-
-def _named(listing: CheckpointFiles) -> Detail:
-    return {"run": listing.run, "step": listing.ref.step}
 
 
 def resolve_one(tier: ReadTier, listing: CheckpointFiles, *, whole: bool = False) -> Resolved:

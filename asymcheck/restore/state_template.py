@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ def _metadata(mapping: object) -> object:
     return getattr(mapping, _METADATA, None)
 
 
-def _set_metadata(mapping: OrderedDict[Key, object], metadata: object) -> None:
+def _set_metadata(mapping: object, metadata: object) -> None:
     setattr(mapping, _METADATA, metadata)
 
 
@@ -132,21 +132,23 @@ def replace_rows(
     shape: object, make: Callable[[RowRef], object], typed: Callable[[TypedValue], object] = _unchanged
 ) -> object:
     """Return a copy of a shape with every placeholder replaced; ``typed`` is called on typed values after that."""
-    if isinstance(shape, RowRef):
-        return make(shape)
-    if isinstance(shape, TypedValue):
-        return typed(dataclasses.replace(shape, content=replace_rows(shape.content, make, typed)))
-    if isinstance(shape, OrderedDict):
-        ordered = OrderedDict((key, replace_rows(value, make, typed)) for key, value in shape.items())
-        if _metadata(shape) is not None:
-            _set_metadata(ordered, replace_rows(_metadata(shape), make, typed))
-        return ordered
-    if isinstance(shape, dict):
-        items = {key: replace_rows(value, make, typed) for key, value in shape.items()}
-        return Counter(items) if type(shape) is Counter else items
-    if type(shape) in (list, tuple):
-        return type(shape)(replace_rows(value, make, typed) for value in shape)  # type: ignore[call-arg, attr-defined]  # the type was just compared
-    return shape
+    return map_leaves(shape, lambda leaf: make(leaf) if isinstance(leaf, RowRef) else leaf, typed)
+
+
+def map_leaves(
+    value: object, make: Callable[[object], object], typed: Callable[[TypedValue], object] = _unchanged
+) -> Any:  # noqa: ANN401 - a nested state
+    """Return a copy of a nested state with the result of ``make`` in place of each leaf; see :func:`replace_rows`."""
+    if isinstance(value, TypedValue):
+        return typed(dataclasses.replace(value, content=map_leaves(value.content, make, typed)))
+    if type(value) in (dict, OrderedDict, Counter):
+        copy = type(value)({key: map_leaves(item, make, typed) for key, item in value.items()})  # type: ignore[call-arg, attr-defined]  # the type was just compared
+        if _metadata(value) is not None:
+            _set_metadata(copy, map_leaves(_metadata(value), make, typed))
+        return copy
+    if type(value) in (list, tuple):
+        return type(value)(map_leaves(item, make, typed) for item in value)  # type: ignore[call-arg, attr-defined]  # as above
+    return make(value)
 
 
 def _array(tensor: torch.Tensor) -> object:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,19 +21,14 @@ _GATHERED_BYTES = 256 << 20
 """Maximum bytes of tensors that are assembled in memory at once. A larger tensor is assembled alone."""
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckpointOutline:
-    """A checkpoint without its bytes."""
-
-    shape: object  # state with a placeholder (RowRef) in place of each tensor
-    tensors: Mapping[int, TensorRow]  # by number of the placeholder
-
-
 class Sink(Protocol):
     """Receiver of a checkpoint, for instance a file of another format."""
 
-    def begin(self, outline: CheckpointOutline) -> Mapping[int, ByteTarget]:
-        """Prepare for a checkpoint; return the targets of tensor bytes by row. Tensors without a target are skipped."""
+    def begin(self, shape: object, tensors: Mapping[int, TensorRow]) -> Mapping[int, ByteTarget]:
+        """Prepare for a checkpoint; return the targets of tensor bytes by row. Tensors without a target are skipped.
+
+        ``shape`` has placeholders (RowRef) instead of tensors, and ``tensors`` describes them by their numbers.
+        """
 
     def finish(self) -> object:
         """Finish after all bytes have arrived; return the result."""
@@ -81,7 +75,7 @@ def hand_on(
     parts, shape = read_parts(manifests, rank, tensors)
     demands = demands_of(parts, shape, whole=rank is None)
     try:
-        targets = sink.begin(CheckpointOutline(shape, {number: demand.row for number, demand in demands.items()}))
+        targets = sink.begin(shape, {number: demand.row for number, demand in demands.items()})
         wanted = {demands[number]: target for number, target in targets.items()}
         # Tensors whose bytes arrive out of order are assembled in memory, in batches.
         direct = [demand for demand in wanted if demand.in_runs]

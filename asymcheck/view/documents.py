@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from asymcheck.errors import AsymcheckError, InvalidInputError
+from asymcheck.errors import AsymcheckError, CheckpointNotFoundError, InvalidInputError
 from asymcheck.inspect.documents import jsonable
+from asymcheck.inspect.history import History, Known, read_history
 from asymcheck.storage.remote import is_uri
 from asymcheck.store import Store
-from asymcheck.view.histories import Histories
 from asymcheck.view.trace_summary import TraceFile
 
 DocumentOf = Callable[..., object]
@@ -25,40 +25,90 @@ _SIDE = re.compile(r"(save:)?[0-9a-f]{1,32}\Z")
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """Store and files that the page shows."""
+class RunState:
+    """State of a run, from names of files."""
 
-    store: str
-    """Path or URI of the store."""
-    remote: str | None
-    """URI of the remote location to which the store is pushed."""
-    ring_folder: Path
-    trace: Path | None
+    run: str
+    version: int
+    """A number that changes with the checkpoints or generations of the run."""
+    checkpoints: int
+    read: int
+    """Number of complete checkpoints whose manifests were read. A slow first read shows its progress here."""
+    newest_step: int | None
+
+
+class Histories:
+    """Histories of all runs of one store or remote location. Threads may share it."""
+
+    def __init__(self, store: Store, interval_s: float) -> None:
+        """Follow ``store``, and list its folders at most once in ``interval_s`` seconds."""
+        self._tier = store.resources.tier
+        self._interval_s = interval_s
+        self._known: dict[str, Known] = {}
+        self._read: dict[str, tuple[int, History]] = {}
+        self._locks: dict[str, threading.Lock] = {}
+        self._listing = threading.Lock()
+        self._listed_s = -interval_s
+        self._states: list[RunState] = []
+
+    def states(self) -> list[RunState]:
+        """Return the state of each run."""
+        with self._listing:
+            if time.monotonic() - self._listed_s >= self._interval_s:
+                self._states = [self._state(run) for run in self._tier.manifests.runs()]
+                self._listed_s = time.monotonic()
+        return [dataclasses.replace(state, read=len(self._known.get(state.run, ()))) for state in self._states]
+
+    def _state(self, run: str) -> RunState:
+        manifests, known = self._tier.manifests, self._known.setdefault(run, {})
+        refs, heads = manifests.refs(run), manifests.heads(run)
+        # Manifests of other ranks may complete a checkpoint later.
+        incomplete = [manifests.listing(run, ref).manifests for ref in refs if ref not in known] if known else []
+        version = hash((tuple(refs), tuple(heads), tuple(incomplete)))
+        newest = max(refs, key=lambda ref: ref.save_id, default=None)
+        return RunState(run, version & 0xFFFFFFFF, len(refs), 0, None if newest is None else newest.step)
+
+    def history(self, run: str) -> History:
+        """Return the history of a run with all its checkpoints.
+
+        Raises:
+            CheckpointNotFoundError: the store has no such run.
+        """
+        version = next((state.version for state in self.states() if state.run == run), None)
+        if version is None:
+            raise CheckpointNotFoundError(f"store {self._tier.root} has no run {run!r:.100}; reload the page")
+        with self._locks.setdefault(run, threading.Lock()):
+            before = self._read.get(run)
+            if before is None or before[0] != version:
+                history = read_history(self._tier, run, everything=True, known=self._known[run])
+                self._read[run] = version, history
+            return self._read[run][1]
 
 
 class Documents:
     """Documents of one store, by name. Threads may share it."""
 
-    def __init__(self, source: Source, document_of: DocumentOf) -> None:
-        """Open the store.
+    def __init__(
+        self, store: str, remote: str | None, ring_folder: Path, trace: Path | None, document_of: DocumentOf
+    ) -> None:
+        """Open the store at a path or URI; ``remote`` is the URI of the location to which it is pushed.
 
         Raises:
             StoreNotFoundError, FormatError, RemoteUnreachableError: as :meth:`asymcheck.Store.open`.
         """
-        self._source = source
-        self._document_of = document_of
-        self._store = Store.open(source.store, read_only=True)
-        self._histories = Histories(self._store, _REMOTE_INTERVAL_S if is_uri(source.store) else _LOCAL_INTERVAL_S)
+        self._location, self._uri, self._ring_folder, self._document_of = store, remote, ring_folder, document_of
+        self._store = Store.open(store, read_only=True)
+        self._histories = Histories(self._store, _REMOTE_INTERVAL_S if is_uri(store) else _LOCAL_INTERVAL_S)
         self._remote: Store | None = None
         self._remote_histories: Histories | None = None
         self._remote_lock = threading.Lock()
-        self._trace = None if source.trace is None else TraceFile(source.trace)
+        self._trace = None if trace is None else TraceFile(trace)
         # One command that reads much at a time, so that the page does not compete with a training for the drive.
         self._heavy = threading.Lock()
         self._verified: dict[str, object] | None = None
         self._by_name: dict[str, Callable[[Query], object]] = {
             "state": lambda _query: self._state(),
-            "log": lambda query: self._log(self._source.store, self._histories, query),
+            "log": lambda query: self._log(self._location, self._histories, query),
             "remote": self._remote_log,
             "memory": lambda _query: self._memory(),
             "du": lambda _query: self._read("du", run=None),
@@ -79,11 +129,9 @@ class Documents:
     def collect(self, *, verify: bool, compare: tuple[str, str, str] | None) -> dict[str, object]:
         """Return the documents of a static page, by name; those of runs, by name and run.
 
-        A document that cannot be computed is replaced by ``{"error": message}``, except a comparison.
-
-        Args:
-            verify: also read and check every byte.
-            compare: run, A and B of a comparison, as in :meth:`asymcheck.Store.diff`.
+        A document that cannot be computed is replaced by ``{"error": message}``, except a comparison. With ``verify``,
+        also read and check every byte. ``compare`` has run, A and B of a comparison, as in
+        :meth:`asymcheck.Store.diff`.
 
         Raises:
             AsymcheckError: the checkpoints of ``compare`` do not exist or cannot be compared.
@@ -98,7 +146,7 @@ class Documents:
         if verify:
             get("verify")
         runs = [state.run for state in self._histories.states()]
-        remote_runs = [] if self._source.remote is None else runs
+        remote_runs = [] if self._uri is None else runs
         return {
             "state": get("state"),
             "log": {run: get("log", run=run) for run in runs},
@@ -117,13 +165,13 @@ class Documents:
 
     def _read(self, command: str, **options: object) -> object:
         with self._heavy:
-            return self._document_of(command, store=self._source.store, **options)
+            return self._document_of(command, store=self._location, **options)
 
     def _state(self) -> object:
         return {
             "store": self._store.location,
-            "is_remote": is_uri(self._source.store),
-            "remote": self._source.remote,
+            "is_remote": is_uri(self._location),
+            "remote": self._uri,
             "runs": self._histories.states(),
             "verified": self._verified,
             "trace": None if self._trace is None else self._trace.version(),
@@ -135,22 +183,19 @@ class Documents:
         return {"store": name, "history": histories.history(query.get("run", "")), "remote": None, "there": None}
 
     def _remote_log(self, query: Query) -> object:
-        uri = self._source.remote
-        if uri is None:
+        if self._uri is None:
             raise InvalidInputError("the page has no remote location; start asymcheck view with --remote URI")
         with self._remote_lock:
             if self._remote_histories is None:
-                self._remote = Store.open(uri, read_only=True)
+                self._remote = Store.open(self._uri, read_only=True)
                 self._remote_histories = Histories(self._remote, _REMOTE_INTERVAL_S)
-        return self._log(uri, self._remote_histories, query)
+        return self._log(self._uri, self._remote_histories, query)
 
     def _memory(self) -> object:
         of_tensors = {"step": None, "pattern": None, "values": False, "where": False}
-        of_rings = {"run": None, "tier": "memory", "ring_folder": self._source.ring_folder}
+        of_rings = {"run": None, "tier": "memory", "ring_folder": self._ring_folder}
         # Without the lock, so that the page follows the store during a verification.
-        return self._document_of(
-            "inspect", store=self._source.store, remote=None, follows=False, **of_rings, **of_tensors
-        )
+        return self._document_of("inspect", store=self._location, remote=None, follows=False, **of_rings, **of_tensors)
 
     def _verify(self) -> object:
         started_ns = time.time_ns()

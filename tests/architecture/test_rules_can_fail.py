@@ -32,7 +32,7 @@ BROKEN: dict[str, list[Sources]] = {
         {"asymcheck/commit/transaction.py": "from asymcheck.restore.resolve import resolve"},
         {"asymcheck/distributed/deep.py": "from asymcheck.measurement import measure"},
         {"asymcheck/policies/batching.py": "from asymcheck.storage.nvme.pack_writer import Pack"},
-        {"asymcheck/checkpointer.py": "from asymcheck.convert.convert import import_checkpoint"},
+        {"asymcheck/checkpointer.py": "from asymcheck.convert.convert import foreign_state"},
         {"asymcheck/codecs/delta.py": "import asymcheck.state.partition_plan"},
     ],
     "lowest_layer": [

@@ -13,6 +13,7 @@ from rich.console import Console
 
 import asymcheck
 from asymcheck.cli import exit_status
+from asymcheck.format.spans import shown_spans, spans_of
 from asymcheck.types import Part
 from tests.cli.conftest import Outcome
 
@@ -176,9 +177,7 @@ def test_an_empty_store_says_so(call: Call, store_path: Path) -> None:
 )
 def test_frame_numbers_are_shown_as_ranges(frames: tuple[list[int], str]) -> None:
     """Test that consecutive frame numbers are joined."""
-    from asymcheck.cli.inspect_command import _frames
-
-    assert _frames(frames[0]) == frames[1]
+    assert shown_spans(spans_of(frames[0])) == frames[1]
 
 
 def test_plain_values(call: Call, store_path: Path) -> None:

@@ -7,15 +7,19 @@ from pathlib import Path
 
 import safetensors
 
+from asymcheck import Checkpoint, Store
+from asymcheck.convert.convert import foreign_state
+from asymcheck.convert.export_target import NewTensor
 from asymcheck.convert.hugging_face import read_folder
-from asymcheck.convert.safetensors_format import (
-    DTYPE_TAGS,
-    NewTensor,
-    SafetensorsHeader,
-    encode_header,
-    read_header,
-)
+from asymcheck.convert.safetensors_format import DTYPE_TAGS, SafetensorsHeader, encode_header, read_header
 from asymcheck.convert.source_file import SourceFile
+
+
+def import_checkpoint(store: Store, path: Path, *, step: int = 0, run: str = "default") -> Checkpoint:
+    """Save the content of a foreign file."""
+    with foreign_state(path) as state:
+        return store.save(state, step=step, run=run)
+
 
 U8 = {"dtype": "U8", "shape": [], "data_offsets": [0, 1]}
 """Entry of a tensor of one byte."""

@@ -14,10 +14,11 @@ import torch.distributed.checkpoint as dcp
 
 from asymcheck import Store
 from asymcheck.convert import convert, hugging_face, safetensors_format
-from asymcheck.convert.convert import foreign_state, import_checkpoint
+from asymcheck.convert.convert import foreign_state
 from asymcheck.convert.safetensors_format import SafetensorsHeader
 from asymcheck.convert.source_file import SourceFile
 from asymcheck.errors import ForeignFileError
+from tests.convert.files import import_checkpoint
 from tests.store.equality import assert_same
 
 CHANGED = "changed while it was read"

@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 
 from asymcheck import RngState, Store
-from asymcheck.convert.convert import Output, export_checkpoint, foreign_state, import_checkpoint
+from asymcheck.convert.convert import Output, export_checkpoint, foreign_state
 from asymcheck.convert.part import TIED
 from asymcheck.errors import (
     ForeignFileError,
@@ -29,6 +29,7 @@ from asymcheck.errors import (
     OutOfSpaceError,
     StorageError,
 )
+from tests.convert.files import import_checkpoint
 from tests.store.equality import assert_same
 
 BIG = 600_000
@@ -166,7 +167,7 @@ OFFSETS = """
 import sys, torch
 from pathlib import Path
 from asymcheck import Store
-from asymcheck.convert.convert import import_checkpoint
+from asymcheck.convert.convert import foreign_state
 path = Path(sys.argv[1])
 with Store.open(path / "store", create=True) as store:
     for pad in range(16):
@@ -174,7 +175,8 @@ with Store.open(path / "store", create=True) as store:
         views = {"turned": numbers.t(), "conj": numbers.conj(), "expanded": numbers[1, 1].expand(3)}
         state = {"x" * pad: 0, **views}
         torch.save(state, path / "a.pt", _use_new_zipfile_serialization=False)
-        import_checkpoint(store, path / "a.pt", step=pad)
+        with foreign_state(path / "a.pt") as read:
+            store.save(read, step=pad)
         loaded = store.load(pad)
         assert all(torch.equal(state[name], loaded[name]) for name in views), pad
 """
@@ -445,7 +447,7 @@ PEAK = """
 import sys, resource, torch
 from pathlib import Path
 from asymcheck import Store
-from asymcheck.convert.convert import Output, export_checkpoint, foreign_state, import_checkpoint
+from asymcheck.convert.convert import Output, export_checkpoint, foreign_state
 
 def peak():
     return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) // 1024
@@ -455,11 +457,13 @@ with Store.open(folder / "store", create=True) as store, Store.open(folder / "ot
     # Whatever torch imports on first use is not counted.
     store.save({"a": torch.ones(5)}, step=0, run="small")
     export_checkpoint(store, Output(folder / f"small-{sys.argv[2]}"), run="small")
-    import_checkpoint(other, folder / f"small-{sys.argv[2]}", run="small")
+    with foreign_state(folder / f"small-{sys.argv[2]}") as state:
+        other.save(state, step=0, run="small")
     before = peak()
     export_checkpoint(store, Output(folder / sys.argv[2]))
     exported = peak()
-    import_checkpoint(other, folder / sys.argv[2])
+    with foreign_state(folder / sys.argv[2]) as state:
+        other.save(state, step=0)
     print(exported - before, peak() - exported)
 """
 

@@ -20,11 +20,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from asymcheck import Store
 from asymcheck.cli.main import commands
-from asymcheck.convert.convert import foreign_state, import_checkpoint
+from asymcheck.convert.convert import foreign_state
 from asymcheck.convert.dcp_folder import _METADATA, _Joined, _read_metadata
 from asymcheck.errors import AsymcheckError, ForeignFileError
 from asymcheck.state.boxes import Box
 from asymcheck.state.leaves import TensorBytes
+from tests.convert.files import import_checkpoint
 from tests.integrations.test_dcp import example
 from tests.store.equality import assert_same
 

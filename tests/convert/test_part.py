@@ -11,8 +11,9 @@ import safetensors.torch
 import torch
 
 from asymcheck import Store
-from asymcheck.convert.convert import Output, export_checkpoint, import_checkpoint
+from asymcheck.convert.convert import Output, export_checkpoint
 from asymcheck.errors import InvalidInputError
+from tests.convert.files import import_checkpoint
 from tests.store.equality import assert_same
 
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asymcheck.convert import safetensors_format
-from asymcheck.convert.safetensors_format import DTYPE_TAGS, NewTensor, encode_header
+from asymcheck.convert.export_target import NewTensor
+from asymcheck.convert.safetensors_format import DTYPE_TAGS, encode_header
 from asymcheck.errors import InvalidInputError
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.state.dtypes import TORCH_DTYPES

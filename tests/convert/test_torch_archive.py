@@ -15,10 +15,11 @@ import torch
 
 from asymcheck import Store
 from asymcheck.convert import restricted_pickle, torch_file
-from asymcheck.convert.convert import Output, export_checkpoint, import_checkpoint
+from asymcheck.convert.convert import Output, export_checkpoint
 from asymcheck.convert.torch_sink import hollow_tensor
 from asymcheck.errors import AsymcheckError, ForeignFileError
 from asymcheck.format.manifest import TensorRow
+from tests.convert.files import import_checkpoint
 from tests.store.equality import assert_same
 
 PICKLE = "data.pkl"

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from asymcheck import Checkpointer, Store
-from asymcheck.convert.convert import import_checkpoint
 from asymcheck.errors import (
     InconsistentCheckpointError,
     InvalidInputError,
@@ -32,6 +31,7 @@ from asymcheck.errors import (
 )
 from asymcheck.integrations.dcp import AsymcheckReader, AsymcheckWriter
 from asymcheck.types import CheckpointRef, SaveId
+from tests.convert.files import import_checkpoint
 from tests.store.equality import assert_same
 from tests.zygote import Zygote
 

@@ -91,10 +91,9 @@ def test_samples_are_bytes_of_the_newest_checkpoint(store_path: Path) -> None:
             store.save(_state(step), step=step)
         store.save({"model": {"weight": torch.zeros(5000)}}, step=9, run="older")
         store.save(_state(4), step=4)
-        sampled = sample(store.resources.tier, 100_000)
-    assert sampled is not None
-    assert (sampled.run, sampled.ref.step) == ("default", 4)
-    found = {(one.role, one.dtype): one for one in sampled.samples}
+        samples, described, _ = sample(store.resources.tier, 100_000)
+    assert described == "step 4 of run default"
+    found = {(one.role, one.dtype): one for one in samples}
     assert set(found) == {
         ("weights", "float32"),
         ("weights", "bfloat16"),
@@ -113,9 +112,7 @@ def test_a_sample_takes_several_tensors(store_path: Path) -> None:
     tensors = {f"t{number}": torch.full((100_000,), float(number)) for number in range(3)}
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         store.save({"model": tensors}, step=1)
-        sampled = sample(store.resources.tier, 150_000)
-    assert sampled is not None
-    (only,) = sampled.samples
+        (only,), *_ = sample(store.resources.tier, 150_000)
     assert set(np.frombuffer(only.plain, dtype=np.float32).tolist()) == {0.0, 1.0, 2.0}
     assert only.older is None
 
@@ -126,9 +123,8 @@ def test_a_sample_of_tensors_that_share_a_partition(store_path: Path) -> None:
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         store.save({"model": tensors}, step=1)
         assert len({one.partitions[0].digest for one in store.tensors()[1]}) == 1
-        sampled = sample(store.resources.tier, 1 << 20)
-    assert sampled is not None
-    assert sampled.samples[0].plain == b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
+        samples, *_ = sample(store.resources.tier, 1 << 20)
+    assert samples[0].plain == b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
 
 
 @pytest.mark.slow
@@ -141,7 +137,7 @@ def test_a_damaged_partition_is_no_sample(store_path: Path) -> None:
     data[3 * 4096 + 100] ^= 1
     pack.write_bytes(data)
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
-        assert sample(store.resources.tier, 1 << 20) is None
+        assert sample(store.resources.tier, 1 << 20)[0] == ()
         assert measure_store(store.resources.nvme, ring_folder_of(None), quick=True).sample == NOISE
 
 

@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from asymcheck import Store, StoreConfig, TensorShard
-from asymcheck.convert.convert import Output, export_checkpoint, import_checkpoint
+from asymcheck.convert.convert import Output, export_checkpoint
 from asymcheck.errors import InvalidInputError
 from asymcheck.restore import tensor_stream
+from tests.convert.files import import_checkpoint
 from tests.reshard.ranks import cut_in_grid, save_ranks
 from tests.store.equality import assert_same, tensor_bytes
 

@@ -15,7 +15,7 @@ import torch
 
 import asymcheck
 from asymcheck.cli.view_command import document_of
-from asymcheck.view.documents import Documents, Source
+from asymcheck.view.documents import Documents
 from asymcheck.view.server import PageServer
 
 Serve = Callable[..., contextlib.AbstractContextManager[PageServer]]
@@ -46,8 +46,8 @@ def serve(tmp_path: Path) -> Serve:
 
     @contextlib.contextmanager
     def run(store: Path | str, *, remote: str | None = None, trace: Path | None = None) -> Iterator[PageServer]:
-        source = Source(str(store), remote, tmp_path, trace)
-        with contextlib.closing(Documents(source, document_of)) as documents, PageServer(documents, 0) as server:
+        opened = Documents(str(store), remote, tmp_path, trace, document_of)
+        with contextlib.closing(opened) as documents, PageServer(documents, 0) as server:
             thread = threading.Thread(target=server.serve_forever, args=(0.02,))
             thread.start()
             try:

@@ -23,17 +23,12 @@ def read_pack_index(files: RemoteFiles, path: PurePosixPath, pack_id: PackId) ->
     """Read header and index of a pack.
 
     Raises:
-        MissingPartitionError: there is no such pack.
+        FileNotFoundError: there is no such pack.
         FormatError: header or index is damaged and no frame was found, or the pack needs a newer program.
         RemoteUnreachableError: the location does not answer.
     """
     kept = OpenedFile()
-    try:
-        return find_frames(lambda offset, length: files.read_range(path, offset, length, kept), path.name, pack_id)
-    except FileNotFoundError as error:
-        if files.stat(path) is None:
-            raise MissingPartitionError(f"pack {path.name} does not exist in {files.location}") from error
-        raise MissingPartitionError(f"pack {path.name} was replaced during the read in {files.location}") from error
+    return find_frames(lambda offset, length: files.read_range(path, offset, length, kept), path.name, pack_id)
 
 
 @dataclasses.dataclass(eq=False)

@@ -23,16 +23,19 @@ _POLL_S = 0.005
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _REPLACE_ATTEMPTS = 8
+_CREATE_ATTEMPTS = 8
+# Longer than another process holds the lock of a file that it only inspects.
+_INSPECTION_S = 1.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Files:
     """File operations that raise the errors of this package. Thread-safe."""
 
-    def open_new(self, path: Path) -> int:
+    def open_new(self, path: Path, mode: int = 0o644) -> int:
         """Create ``path`` for reading and writing; return a descriptor. The file must not exist."""
         with translated("create", path):
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
 
     def open_existing(self, path: Path) -> int:
         """Open ``path`` for reading and writing; return a descriptor. The path must not be a link."""
@@ -451,3 +454,17 @@ DESCRIPTORS = Descriptors()
 os.register_at_fork(
     before=DESCRIPTORS.hold, after_in_parent=DESCRIPTORS.release, after_in_child=DESCRIPTORS.close_in_child
 )
+
+
+def create_locked(files: Files, target: Path, mode: int = 0o644) -> int:
+    """Create and lock a file. Retry if another process removes the file before it is locked."""
+    for _ in range(_CREATE_ATTEMPTS):
+        descriptor = DESCRIPTORS.open(files.open_new, target, mode)
+        if wait_lock(descriptor, _INSPECTION_S, exclusive=True) and is_same_file(descriptor, target):
+            return descriptor
+        DESCRIPTORS.close(descriptor)
+        files.unlink(target)
+    raise StorageError(
+        f"{target} was locked or removed by another process {_CREATE_ATTEMPTS} times while it was being created; try "
+        "again"
+    )

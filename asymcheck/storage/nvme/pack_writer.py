@@ -16,14 +16,11 @@ from asymcheck.events import emit, timed
 from asymcheck.format import layout, registry
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.pack import PackHeader, encode_index, encode_pack_header, entries_of, location_of, round_up
-from asymcheck.storage.local_files import DESCRIPTORS, Files, OpenFile, is_same_file, try_lock, wait_lock
+from asymcheck.storage.local_files import DESCRIPTORS, Files, OpenFile, create_locked, is_same_file, try_lock
 from asymcheck.storage.slots import Slot
 from asymcheck.types import Digest, Location, PackId
 
 _INDEX_BYTES = 1 << 20
-_CREATE_ATTEMPTS = 8
-# Longer than a collection or verification holds the lock of a file that it only inspects.
-_INSPECTION_S = 1.0
 
 
 class PackWriter:
@@ -130,17 +127,6 @@ class PackWriter:
             self._files.unlink(self._path)
         finally:
             self.close()
-
-
-def create_locked(files: Files, target: Path) -> int:
-    """Create and lock a file. Retry if a collection removes the file before it is locked."""
-    for _ in range(_CREATE_ATTEMPTS):
-        descriptor = DESCRIPTORS.open(files.open_new, target)
-        if wait_lock(descriptor, _INSPECTION_S, exclusive=True) and is_same_file(descriptor, target):
-            return descriptor
-        DESCRIPTORS.close(descriptor)
-        files.unlink(target)
-    raise StorageError(f"{target} was removed {_CREATE_ATTEMPTS} times while it was being created; try again")
 
 
 class Pool:

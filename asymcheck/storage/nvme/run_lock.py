@@ -16,9 +16,8 @@ from pathlib import Path
 from asymcheck.errors import RunInUseError
 from asymcheck.format import layout
 from asymcheck.storage import process_identity
-from asymcheck.storage.local_files import DESCRIPTORS, Files, is_same_file, translated, try_lock
+from asymcheck.storage.local_files import DESCRIPTORS, Files, create_locked, is_same_file, translated, try_lock
 from asymcheck.storage.nvme.manifests import removed_store
-from asymcheck.storage.nvme.pack_writer import create_locked
 from asymcheck.types import Owner
 
 _logger = logging.getLogger(__name__)

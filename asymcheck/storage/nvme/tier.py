@@ -34,12 +34,20 @@ from asymcheck.format.record import (
 )
 from asymcheck.format.registry import SHIFTED_PAYLOAD, missing_writer_features
 from asymcheck.storage.interfaces import StoreTier
-from asymcheck.storage.local_files import DESCRIPTORS, Files, OpenFile, is_same_file, translated, try_lock
+from asymcheck.storage.local_files import (
+    DESCRIPTORS,
+    Files,
+    OpenFile,
+    create_locked,
+    is_same_file,
+    translated,
+    try_lock,
+)
 from asymcheck.storage.nvme.catalog import Catalog, CatalogUsers, Populate, open_catalog, release_catalog
 from asymcheck.storage.nvme.drives import needs_slot, refuse_network
 from asymcheck.storage.nvme.manifests import ManifestFiles, removed_store
 from asymcheck.storage.nvme.pack_reader import PackFile, open_pack, peek
-from asymcheck.storage.nvme.pack_writer import PackWriter, Pool, create_locked
+from asymcheck.storage.nvme.pack_writer import PackWriter, Pool
 from asymcheck.storage.pack_index import PackIndex
 from asymcheck.storage.slots import Slot
 from asymcheck.types import Owner, PackId

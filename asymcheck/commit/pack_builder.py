@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import bisect
 import threading
 import time
-from collections.abc import Callable, Sequence
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Callable, Iterable, Sequence
 
 from asymcheck.config import WRITER
 from asymcheck.errors import AsymcheckError, StorageError, UnsupportedFormatError
 from asymcheck.format import registry
 from asymcheck.format.frame import FrameDescriptor
-from asymcheck.format.pack import Entries, PackHeader
+from asymcheck.format.pack import PackHeader
 from asymcheck.storage import damaged_frames
 from asymcheck.storage.nvme import Catalog, NvmeTier, PackWriter
 from asymcheck.types import Digest, Location, PackId
@@ -25,11 +23,9 @@ class KnownPartitions:
     def __init__(self, tier: NvmeTier, catalog: Catalog) -> None:
         self._tier = tier
         self._catalog = catalog
-        self._indexes: dict[PackId, tuple[npt.NDArray[np.uint64], Entries] | None] = {}
         self._gone: set[PackId] = set()
         self.unread: AsymcheckError | None = None
         """Last error of a pack that may be intact but could not be read."""
-        self._lock = threading.Lock()
 
     def chain(self, name: Digest) -> list[Location]:
         """Return the locations of a partition and its bases, down to a base that is stored whole.
@@ -54,37 +50,26 @@ class KnownPartitions:
         return []
 
     def _is_stored(self, name: Digest, location: Location) -> bool:
-        index = None if location.pack_id in self._gone else self._index(location.pack_id)
-        if index is None or damaged_frames.is_damaged(location.pack_id, location.offset):
+        if location.pack_id in self._gone or damaged_frames.is_damaged(location.pack_id, location.offset):
             return False
-        offsets, entries = index
-        row = int(np.searchsorted(offsets, np.uint64(location.offset)))
-        if row == len(offsets) or offsets[row] != location.offset:
-            return False
-        digest, base, _, _, length, kind, *_ = entries[row].item()
-        return (digest, length, kind, base) == (name, location.plain_length, location.kind, location.base_digest)
-
-    def forget(self, packs: Sequence[PackId]) -> None:
-        """Exclude packs that garbage collection has freed from all later lookups."""
-        with self._lock:
-            self._gone.update(packs)
-
-    def _index(self, pack_id: PackId) -> tuple[npt.NDArray[np.uint64], Entries] | None:
-        """Return the offsets and entries of a pack index; None if its partitions must be written again."""
-        with self._lock:
-            if pack_id not in self._indexes:
-                self._indexes[pack_id] = self._read_index(pack_id)
-            return self._indexes[pack_id]
-
-    def _read_index(self, pack_id: PackId) -> tuple[npt.NDArray[np.uint64], Entries] | None:
         try:
-            index = self._tier.index_of(pack_id)
+            index = self._tier.index_of(location.pack_id)
         except AsymcheckError as error:
-            # The pack is missing, locked for removal, or damaged.
+            # The pack is missing, locked for removal, or damaged. A second attempt would wait for the lock again.
+            self.forget([location.pack_id])
             if isinstance(error, (StorageError, UnsupportedFormatError)):
                 self.unread = error
-            return None
-        return (index.entries["offset"].copy(), index.entries) if index.damage is None else None
+            return False
+        row = bisect.bisect_left(index.entries["offset"], location.offset)
+        if index.damage is not None or row == len(index.entries):
+            return False
+        digest, base, offset, _, length, kind, *_ = index.entries[row].item()
+        known = name, location.base_digest, location.offset, location.plain_length, location.kind
+        return (digest, base, offset, length, kind) == known
+
+    def forget(self, packs: Iterable[PackId]) -> None:
+        """Exclude packs that garbage collection has freed from all later lookups."""
+        self._gone.update(packs)
 
 
 def _deltas(chain: Sequence[Location]) -> int:

@@ -140,15 +140,6 @@ class Files:
                 raise
             return True
 
-    def write_small(self, path: Path, data: bytes) -> None:
-        """Create ``path`` with ``data`` and make the content durable, but not the directory entry."""
-        descriptor = self.open_new(path)
-        try:
-            self.pwrite(descriptor, [memoryview(data)], 0, path)
-            self.sync(descriptor, path)
-        finally:
-            os.close(descriptor)
-
     @contextlib.contextmanager
     def temporary(self, path: Path, data: bytes) -> Iterator[None]:
         """Create a file with durable ``data`` for the ``with`` block, then remove it.

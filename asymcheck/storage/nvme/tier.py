@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from asymcheck.config import WRITER, StoreConfig
@@ -30,7 +31,6 @@ from asymcheck.format.record import (
     Descriptor,
     decode_descriptor,
     encode_descriptor,
-    repaired_record,
 )
 from asymcheck.format.registry import SHIFTED_PAYLOAD, missing_writer_features
 from asymcheck.storage.interfaces import StoreTier
@@ -45,7 +45,7 @@ from asymcheck.storage.local_files import (
 )
 from asymcheck.storage.nvme.catalog import Catalog, CatalogUsers, Populate, open_catalog, release_catalog
 from asymcheck.storage.nvme.drives import needs_slot, refuse_network
-from asymcheck.storage.nvme.manifests import ManifestFiles, removed_store
+from asymcheck.storage.nvme.manifests import ManifestFiles, removed_store, repair_record
 from asymcheck.storage.nvme.pack_reader import PackFile, open_pack, peek
 from asymcheck.storage.nvme.pack_writer import PackWriter, Pool
 from asymcheck.storage.pack_index import PackIndex
@@ -248,14 +248,9 @@ class NvmeTier(StoreTier):
     def repair_descriptor(self) -> bool:
         """Rewrite the store descriptor if one of its copies is damaged; return whether it was."""
         path = self.root / layout.DESCRIPTOR_NAME
-        data = self.files.read_small(path, RECORD_BYTES) or b""
-        whole = repaired_record(data)
-        if whole in (None, data):
-            return False
-        decode_descriptor(whole, f"store descriptor {path}")
-        self.files.replace_record(path, whole)
+        is_repaired = repair_record(self.files, path, partial(decode_descriptor, where=f"store descriptor {path}"))
         self.damaged_descriptor_copies = 0
-        return True
+        return is_repaired
 
     def open_pack_to_repair(self, pack_id: PackId) -> PackFile:
         """Open a complete pack with a thorough scan for frames; see :func:`open_pack`."""

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from asymcheck.errors import (
 )
 from asymcheck.format import layout
 from asymcheck.format.frame import FrameDescriptor
+from asymcheck.format.pack import PackHeader
 from asymcheck.format.record import (
     RECORD_BYTES,
     REMOTE_LAYOUT,
@@ -32,7 +33,7 @@ from asymcheck.format.record import (
     decode_descriptor,
     encode_descriptor,
 )
-from asymcheck.format.registry import SHIFTED_PAYLOAD, missing_writer_features
+from asymcheck.format.registry import BLOCK_BYTES, SHIFTED_PAYLOAD, missing_writer_features
 from asymcheck.storage.interfaces import StoreTier
 from asymcheck.storage.local_files import (
     DESCRIPTORS,
@@ -50,7 +51,7 @@ from asymcheck.storage.nvme.pack_reader import PackFile, open_pack, peek
 from asymcheck.storage.nvme.pack_writer import PackWriter, Pool
 from asymcheck.storage.pack_index import PackIndex
 from asymcheck.storage.slots import Slot
-from asymcheck.types import Owner, PackId
+from asymcheck.types import Digest, Location, Owner, PackId
 
 _logger = logging.getLogger(__name__)
 _INDEX_BYTES = 64 << 20
@@ -282,11 +283,27 @@ class NvmeTier(StoreTier):
             raise removed_store(self.root) from error
 
     @contextlib.contextmanager
-    def provisional_pack(self, needed_bytes: int, is_entered: Callable[[], bool]) -> Iterator[PackWriter]:
-        """Start a pack that is locked for the ``with`` block, and removed at its end unless ``is_entered()``."""
-        writer = self.start_pack(needed_bytes)
+    def provisional_pack(
+        self, nbytes: int, frames: Iterable[tuple[Slot, FrameDescriptor]], is_entered: Callable[[], bool]
+    ) -> Iterator[tuple[PackHeader | None, dict[tuple[Digest, bytes], Location]]]:
+        """Write frames of ``nbytes`` bytes into a complete pack, which is locked for the ``with`` block.
+
+        Yields its header, None without frames, and the locations of the frames by their digest and that of their base.
+        The pack is removed at the end of the block unless ``is_entered()``.
+        """
+        if not nbytes:
+            yield None, {}
+            return
+        writer = self.start_pack(nbytes)
         try:
-            yield writer
+            for slot, descriptor in frames:
+                writer.write(slot, descriptor)
+            if writer.length > BLOCK_BYTES:
+                header, locations = writer.seal(time.time_ns(), WRITER)
+                yield header, {(name, location.base_digest): location for name, location in locations}
+            else:
+                writer.abandon()
+                yield None, {}
         finally:
             if not is_entered():
                 # No other process could open the pack yet. If the removal fails, a harmless second copy stays.

@@ -11,7 +11,7 @@ from asymcheck.config import WRITER
 from asymcheck.errors import AsymcheckError, StorageError, UnsupportedFormatError
 from asymcheck.format import registry
 from asymcheck.format.frame import FrameDescriptor
-from asymcheck.format.pack import PackHeader
+from asymcheck.format.pack import PackHeader, location_of
 from asymcheck.storage import damaged_frames
 from asymcheck.storage.nvme import Catalog, NvmeTier, PackWriter
 from asymcheck.types import Digest, Location, PackId
@@ -63,9 +63,8 @@ class KnownPartitions:
         row = bisect.bisect_left(index.entries["offset"], location.offset)
         if index.damage is not None or row == len(index.entries):
             return False
-        digest, base, offset, _, length, kind, *_ = index.entries[row].item()
-        known = name, location.base_digest, location.offset, location.plain_length, location.kind
-        return (digest, base, offset, length, kind) == known
+        is_same = location_of(location.pack_id, index.entries, row) == location
+        return is_same and index.entries["digest"][row].tobytes() == name
 
     def forget(self, packs: Iterable[PackId]) -> None:
         """Exclude packs that garbage collection has freed from all later lookups."""

@@ -132,7 +132,7 @@ class StoreSweep:
     def _remove_temporaries(self) -> None:
         """Remove unfinished packs and trim the pool first, because the next steps need space on a full disk."""
         if self.dry_run:
-            self.result.removed_temporaries = len(self._tier.stale_temporaries())
+            self.result.removed_temporaries = len(self._tier.leftovers())
         else:
             self._tier.make_pool()
             self.result.removed_temporaries = self._tier.remove_stale_temporaries()

@@ -373,18 +373,14 @@ class NvmeTier(StoreTier):
         """Find the frames of a locked or damaged pack; see :func:`asymcheck.storage.nvme.pack_reader.peek`."""
         return peek(self.files, self.packs, pack_id)
 
-    def stale_temporaries(self) -> list[Path]:
-        """Return temporary files of packs and records whose writer is dead."""
+    def leftovers(self) -> list[str]:
+        """Return the temporary files of packs and records whose writer is dead, as paths relative to the store."""
         stale = []
         for path in self._temporaries():
             with self.locked(path, exclusive=False) as is_locked:
                 if is_locked:
-                    stale.append(path)
+                    stale.append(str(path.relative_to(self.root)))
         return stale
-
-    def leftovers(self) -> list[str]:
-        """Return the paths of stale temporary files, relative to the store."""
-        return [str(path.relative_to(self.root)) for path in self.stale_temporaries()]
 
     def foreign(self) -> list[str]:
         """Return the paths, relative to the store, of files that do not belong to the store."""

@@ -33,7 +33,7 @@ class PackIndex:
     damage: FormatError | None
     """Damage of the header or the index, if the frames were found by scanning; else None."""
     stamped: tuple[int, ...] = ()
-    """Sequence numbers in the frame headers, if a scan found the frames. A thorough scan may leave gaps."""
+    """Sequence numbers in the frame headers, if they may differ from the positions: after a scan, and in a ring."""
 
 
 def digests_of(entries: Entries) -> list[Digest]:

@@ -21,7 +21,7 @@ from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.format.ring_records import CAPTURES_OFFSET, DURABLE, CaptureEntry, RingHeader, decode_ring_header
 from asymcheck.format.spans import ranks_in
 from asymcheck.storage.interfaces import StoreTier
-from asymcheck.storage.local_files import DESCRIPTORS, is_same_file, translated, try_lock
+from asymcheck.storage.local_files import DESCRIPTORS, Files, is_same_file, translated, try_lock
 from asymcheck.storage.manifests import ManifestReader
 from asymcheck.storage.process_identity import describe, is_dead, is_exiting
 from asymcheck.storage.shm.ring_reader import RingReader
@@ -166,8 +166,7 @@ def _locked(path: Path) -> Iterator[Literal["used", "unmade", "damaged", "gone"]
     A process locks a ring immediately after it creates the file, so an unlocked ring is not being created.
     """
     try:
-        with translated("open", path):
-            descriptor = DESCRIPTORS.open(os.open, path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = DESCRIPTORS.open(Files().open_read, path)
     except FileNotFoundError:
         yield "gone"
         return

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Container, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from asymcheck.codecs.decode import base_reader, decode_checked
 from asymcheck.errors import (
-    INCONCLUSIVE,
     AsymcheckError,
     BaseDamagedError,
     FormatError,
@@ -90,17 +90,10 @@ class FrameScanner:
         slot = Slot(int(pack.entries["stored_length"].max(initial=0)))
         pack.expect(wanted)
         for sequence in wanted:
-            copy, name, problem = PartitionCopy(pack, sequence), digests[sequence], None
-            try:
-                if name in undecoded:
-                    read_frame(copy, slot)
-                else:
-                    read_checked(copy, name, slot, self._read_base)
-            except INCONCLUSIVE:
-                raise
-            except AsymcheckError as error:
-                problem = error
-            yield Frame(sequence, name, problem, slot)
+            copy, name = PartitionCopy(pack, sequence), digests[sequence]
+            read = partial(read_checked, copy, name, slot, self._read_base)
+            found = result_or_error(partial(read_frame, copy, slot) if name in undecoded else read)
+            yield Frame(sequence, name, found if isinstance(found, AsymcheckError) else None, slot)
 
     def salvage(self, pack: OpenPack, sequence: int, name: Digest, slot: Slot) -> FrameDescriptor | None:
         """Read a frame of which the header may be damaged. Return its descriptor if the payload has the digest.

@@ -24,6 +24,7 @@ from asymcheck.errors import (
     MissingPartitionError,
     RecoveryError,
     StorageError,
+    result_or_error,
 )
 from asymcheck.executor import begin, share
 from asymcheck.format.layout import ManifestName
@@ -252,13 +253,8 @@ class _Push:
         """Remove unreadable manifests with the names of this checkpoint, because a publish never replaces a file."""
         run, ref = self.listing.run, self.listing.ref
         for name in data.keys() & set(self.found.manifests):
-            try:
-                self.remote.manifests.read_bytes(run, ref, name)
-            except MissingPartitionError:
-                continue
-            except INCONCLUSIVE:
-                raise
-            except (FormatError, StorageError):
+            problem = result_or_error(self.remote.manifests.read_bytes, run, ref, name)
+            if isinstance(problem, AsymcheckError) and not isinstance(problem, MissingPartitionError):
                 self.remote.files.delete(self.remote.manifests.directory(run, ref) / str(name))
 
     def _report(self, *progress: int) -> None:

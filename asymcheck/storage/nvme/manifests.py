@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path, PurePath
 
 from asymcheck.errors import (
-    INCONCLUSIVE,
+    AsymcheckError,
     FormatError,
     HeadRecordError,
-    MissingPartitionError,
     StorageError,
     UnsupportedFormatError,
+    result_or_error,
 )
 from asymcheck.events import emit
 from asymcheck.format import layout
@@ -95,12 +95,10 @@ class ManifestFiles(ManifestReader):
         present = {name.rank for name in listing.manifests}
         for name in listing.manifests:
             if name.digest not in self._spans:
-                try:
-                    self._spans[name.digest] = self.read(listing.run, listing.ref, name).header.store_ranks
-                except INCONCLUSIVE:
-                    raise
-                except (FormatError, MissingPartitionError, StorageError):
+                manifest = result_or_error(self.read, listing.run, listing.ref, name)
+                if isinstance(manifest, AsymcheckError):
                     continue
+                self._spans[name.digest] = manifest.header.store_ranks
             spans = self._spans[name.digest]
             # A manifest that was copied from another store may name other ranks.
             if spans is None or present.issuperset(ranks_in(spans)):

@@ -32,7 +32,7 @@ from asymcheck.format.manifest import SCHEMA, Manifest
 from asymcheck.format.registry import KIND_FULL
 from asymcheck.format.tree import check as check_tree
 from asymcheck.fsck.frame_scanner import FrameScanner, each_manifest, each_pack
-from asymcheck.restore.resolve import candidates, check_run_exists
+from asymcheck.restore.resolve import candidates, check_run_exists, what_is_missing
 from asymcheck.state.boxes import Box, tile
 from asymcheck.storage.base_frames import bases_in
 from asymcheck.storage.interfaces import OpenPack, ReadTier, StoreTier
@@ -279,7 +279,7 @@ class _Checker:
             where = layout.checkpoint_path(run, listing.ref)
             is_own = self.shard.has(listing.ref.save_id)
             if is_own and not listing.is_complete:
-                self._add("incomplete-checkpoint", Severity.WARNING, "I4", where, _describe_incomplete(listing), [name])
+                self._add("incomplete-checkpoint", Severity.WARNING, "I4", where, what_is_missing(listing), [name])
             coverage = TensorCoverage() if is_own and listing.is_whole and listing.world_size > 1 else None
             intact = 0
             for manifest_name, manifest in each_manifest(self.tier, listing):
@@ -492,13 +492,6 @@ class _Checker:
     def _is_missing(self, name: Digest) -> bool:
         """Tell whether a manifest names the partition, or a needed partition cannot be decoded without it."""
         return not self.bases or name in self.named or any(name in self.bases[other] for other in self.undecodable)
-
-
-def _describe_incomplete(listing: CheckpointFiles) -> str:
-    if not listing.world_size:
-        return "manifests disagree on the world size"
-    wanted = len(listing.manifests) + len(listing.missing_ranks)
-    return f"{len(listing.manifests)} of {wanted} manifests exist: the save is unfinished"
 
 
 def _check_line(tier: ReadTier, run: str) -> Iterator[Finding]:

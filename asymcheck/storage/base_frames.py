@@ -29,10 +29,7 @@ OpenPackOf = Callable[[PackId], OpenPack]
 def bases_in(entries: Entries) -> dict[Digest, Digest]:
     """Return the digests of the frames that need a base, with the digest of the base."""
     based = entries[entries["kind"] != registry.KIND_FULL]
-    return {
-        Digest(name.tobytes()): Digest(base.tobytes())
-        for name, base in zip(based["digest"], based["base_digest"], strict=True)
-    }
+    return dict(zip(based["digest"].tolist(), based["base_digest"].tolist(), strict=True))
 
 
 class BaseFrames:

@@ -21,7 +21,7 @@ from asymcheck.storage.shm.orphaned_rings import (
     inspect_ring,
     list_rings,
     open_orphaned_ring,
-    remove_unreadable_ring,
+    unreadable_ring,
 )
 from asymcheck.types import PackId
 
@@ -332,7 +332,7 @@ def collect_rings(tier: NvmeTier, folder: Path, *, discard: bool, dry_run: bool)
 
 def _remove(ring: RingFile) -> bool:
     if ring.problem:
-        return remove_unreadable_ring(ring.path, damaged=not ring.is_unmade) != "used"
+        return unreadable_ring(ring.path, remove=("unmade",) if ring.is_unmade else ("unmade", "damaged")) != "used"
     try:
         reader = open_orphaned_ring(ring.path)
     except FileNotFoundError:

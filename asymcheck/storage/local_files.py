@@ -22,7 +22,6 @@ from asymcheck.errors import OutOfSpaceError, ReadOnlyStoreError, StorageError, 
 _POLL_S = 0.005
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_REPLACE_ATTEMPTS = 8
 _CREATE_ATTEMPTS = 8
 # Longer than another process holds the lock of a file that it only inspects.
 _INSPECTION_S = 1.0
@@ -146,9 +145,8 @@ class Files:
 
         The file is locked, so that garbage collection does not take it for the leftover of a crash.
         """
-        descriptor = DESCRIPTORS.open(self.open_new, path)
+        descriptor = create_locked(self, path)
         try:
-            try_lock(descriptor, exclusive=True)
             self.pwrite(descriptor, [memoryview(data)], 0, path)
             self.sync(descriptor, path)
             yield
@@ -165,22 +163,14 @@ class Files:
         """
         temporary = path.with_name(f"{os.urandom(8).hex()}.tmp")
         with self.temporary(temporary, data):
-            try:
-                return self.link(temporary, path)
-            except FileNotFoundError:
-                # Garbage collection removed the file before it was locked.
-                return False
+            return self.link(temporary, path)
 
     def replace_record(self, path: Path, data: bytes) -> None:
         """Replace the content of ``path`` durably and atomically."""
-        for _ in range(_REPLACE_ATTEMPTS):
-            temporary = path.with_name(f"{os.urandom(8).hex()}.tmp")
-            with contextlib.suppress(FileNotFoundError), self.temporary(temporary, data):
-                self.rename(temporary, path)
-                self.sync_directory(path.parent)
-                return
-        # Garbage collection removed the file before it was locked, each time.
-        raise StorageError(f"replace {path}: the temporary file was removed {_REPLACE_ATTEMPTS} times; try again")
+        temporary = path.with_name(f"{os.urandom(8).hex()}.tmp")
+        with self.temporary(temporary, data):
+            self.rename(temporary, path)
+            self.sync_directory(path.parent)
 
     def reading_ahead(self, _paths: Iterable[PurePath], _limit: int) -> contextlib.AbstractContextManager[None]:
         """Return a context manager without effect, because drives read small files at once."""

@@ -107,7 +107,7 @@ class RemoteFallback:
 
 
 class FallbackManifests(ManifestReader):
-    """Manifests and head records of a local store and its remote location. Bytes of manifests are read locally."""
+    """Manifests and head records of a local store. Lost ones are read from its remote location."""
 
     def __init__(self, near: NvmeTier, far: RemoteFallback) -> None:
         """Read ``near``, the local store, first."""
@@ -161,29 +161,25 @@ class FallbackManifests(ManifestReader):
         names = sorted({*near.manifests, *theirs}, key=lambda name: (name.rank, name.digest))
         return CheckpointFiles(near.run, near.ref, tuple(names))
 
-    def read(self, run: str, ref: CheckpointRef, name: ManifestName) -> Manifest:
-        """Read one manifest, from the remote location if the local copy is missing or damaged."""
-        found = result_or_error(self._near.read, run, ref, name)
-        if _is_lost(found) and (far := self._far.tier()) is not None:
-            copy = result_or_error(far.manifests.read, run, ref, name)
+    def read_bytes(self, run: str, ref: CheckpointRef, name: ManifestName) -> bytes:
+        """Return the content of a manifest, from the remote location if the local copy is missing or damaged."""
+        found = result_or_error(self._near.read_bytes, run, ref, name)
+        if isinstance(found, AsymcheckError) and (far := self._far.tier()) is not None:
+            copy = result_or_error(far.manifests.read_bytes, run, ref, name)
             found = found if isinstance(copy, AsymcheckError) else copy
         if isinstance(found, AsymcheckError):
             raise found
         return found
 
     def read_all(self, listing: CheckpointFiles) -> list[Manifest]:
-        """Read the manifests of all ranks; read missing or damaged ones from the remote location."""
-        self._read.add((listing.run, listing.ref))
-        manifests = result_or_error(self._near.read_all, listing)
-        if _is_lost(manifests):
-            run, ref, far = listing.run, listing.ref, self._far.tier()
-            missing = sorted({*listing.manifests} - {*self._near.listing(run, ref).manifests}, key=str)
-            absent = dataclasses.replace(listing, manifests=tuple(missing))
-            with contextlib.nullcontext() if far is None else far.manifests.reading([absent]):
-                return [self.read(run, ref, name) for name in listing.manifests]
-        if isinstance(manifests, AsymcheckError):
-            raise manifests
-        return manifests
+        """Read the manifests of all ranks, and read those that the local store lacks ahead."""
+        run, ref = listing.run, listing.ref
+        self._read.add((run, ref))
+        missing = {*listing.manifests} - {*self._near.listing(run, ref).manifests}
+        absent = dataclasses.replace(listing, manifests=tuple(sorted(missing, key=str)))
+        far = self._far.tier() if missing else None
+        with contextlib.nullcontext() if far is None else far.manifests.reading([absent]):
+            return super().read_all(listing)
 
     def is_local(self) -> bool:
         """Tell whether the local store has manifests of any checkpoint that was read."""
@@ -207,17 +203,12 @@ class FallbackManifests(ManifestReader):
     def read_head(self, run: str, generation: int) -> tuple[HeadRecord, int] | None:
         """Return a head record, from the remote location if the local copy is missing or damaged."""
         head = result_or_error(self._near.read_head, run, generation)
-        if head is None or _is_lost(head):
+        if head is None or (isinstance(head, AsymcheckError) and not isinstance(head, UnsupportedFormatError)):
             with contextlib.suppress(RemoteUnreachableError):
                 head = self._far.ask(lambda far: far.manifests.read_head(run, generation)) or head
         if isinstance(head, AsymcheckError):
             raise head
         return head
-
-
-def _is_lost(found: object) -> bool:
-    """Tell whether a file of the local store is missing or damaged, so that the remote location may have a copy."""
-    return isinstance(found, AsymcheckError) and not isinstance(found, UnsupportedFormatError)
 
 
 class FallbackTier(ReadTier):

@@ -17,8 +17,9 @@ from asymcheck.format.layout import ManifestName
 from asymcheck.storage.remote.client_interface import Entry
 from asymcheck.storage.remote.deadline import within
 from asymcheck.storage.remote.manifests import RemoteManifests
-from asymcheck.storage.remote.ranges import OpenedFile, RangeMemory
+from asymcheck.storage.remote.ranges import OpenedFile
 from asymcheck.storage.remote.remote_files import RemoteFiles
+from asymcheck.storage.slots import SlotPool
 from asymcheck.storage.throughput import RateLimit
 from asymcheck.types import CheckpointRef, Part
 from tests.remote.conftest import CONFIG, check_location, check_state, config, state_of
@@ -188,7 +189,7 @@ def test_a_restore_reads_neighbours_together(store: Path, folder: str, monkeypat
     original = RemoteFiles.read_range
 
     def read(
-        self: RemoteFiles, path: PurePosixPath, offset: int, length: int, *kept: OpenedFile | RangeMemory | None
+        self: RemoteFiles, path: PurePosixPath, offset: int, length: int, *kept: OpenedFile | SlotPool | None
     ) -> tuple[memoryview, int]:
         if path.parent.name == "packs":
             reads.append(length)

@@ -13,9 +13,9 @@ from asymcheck.errors import MissingPartitionError, TruncatedError
 from asymcheck.format.pack import entry_length
 from asymcheck.storage.interfaces import OpenPack
 from asymcheck.storage.pack_index import PackIndex, find_frames
-from asymcheck.storage.remote.ranges import OpenedFile, RangeMemory
+from asymcheck.storage.remote.ranges import OpenedFile
 from asymcheck.storage.remote.remote_files import RemoteFiles
-from asymcheck.storage.slots import Slot
+from asymcheck.storage.slots import Slot, SlotPool
 from asymcheck.types import PackId
 
 
@@ -49,7 +49,7 @@ class ReadAhead:
     def __init__(self, files: RemoteFiles) -> None:
         """Read with the threads of ``files``."""
         self.threads = files.readers
-        self.memory = RangeMemory(files.config.piece_bytes, files.config.reads)
+        self.memory = SlotPool(files.config.reads, files.config.piece_bytes)
         self.lock = threading.Lock()
         """Guards all pieces."""
         self._reads = files.config.reads

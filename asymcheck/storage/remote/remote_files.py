@@ -36,8 +36,9 @@ from asymcheck.storage.remote.clients import connect
 from asymcheck.storage.remote.deadline import OverdueCalls, tried, within
 from asymcheck.storage.remote.location import RemoteLocation
 from asymcheck.storage.remote.object_stores import short_text
-from asymcheck.storage.remote.ranges import OpenedFile, RangeMemory, read_range
+from asymcheck.storage.remote.ranges import OpenedFile, read_range
 from asymcheck.storage.remote.readers import Readers, result_of
+from asymcheck.storage.slots import SlotPool
 from asymcheck.storage.throughput import Throughput
 
 _T = TypeVar("_T")
@@ -174,7 +175,7 @@ class RemoteFiles:
         offset: int,
         length: int,
         kept: OpenedFile | None = None,
-        memory: RangeMemory | None = None,
+        memory: SlotPool | None = None,
     ) -> tuple[memoryview, int]:
         """Return ``length`` bytes from ``offset``, fewer at the end of the file, and the size of the file.
 

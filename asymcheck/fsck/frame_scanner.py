@@ -33,7 +33,7 @@ from asymcheck.storage.interfaces import OpenPack, ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.slots import Slot
-from asymcheck.types import Digest, Location, PackId, Progress
+from asymcheck.types import Digest, Location, PackId, Progress, ProgressMeter
 
 LISTINGS = 8
 """Maximum number of listings of packs in a scan. A training may move partitions during each of them."""
@@ -217,18 +217,16 @@ def read_indexes(tier: NvmeTier) -> ScanResult:
 def scan_packs(tier: NvmeTier, progress: Progress | None = None) -> ScanResult:
     """Read and check every frame of every pack."""
     scan, scanner = ScanResult(), FrameScanner(tier, tier.open_pack_to_repair)
-    sizes: dict[PackId, int] = {}
-    done = 0
+    meter, listed = ProgressMeter(progress), set[PackId]()
     for _ in range(LISTINGS):
-        new = [pack_id for pack_id in tier.pack_ids() if pack_id not in sizes]
-        sizes |= {pack_id: 0 if progress is None else tier.pack_bytes(pack_id) for pack_id in new}
+        sizes = {pack_id: tier.pack_bytes(pack_id) for pack_id in tier.pack_ids() if pack_id not in listed}
+        listed.update(sizes)
+        meter.total += sum(sizes.values())
         is_missing = False
-        for pack_id, pack in each_pack(new, tier.open_pack_to_repair):
+        for pack_id, pack in each_pack(sizes, tier.open_pack_to_repair):
             is_missing = is_missing or isinstance(pack, MissingPartitionError)
             scan.add(pack_id, pack, scanner)
-            done += sizes[pack_id]
-            if progress is not None:
-                progress(done, sum(sizes.values()))
+            meter.add(sizes[pack_id])
         # A collection may have copied the partitions of a removed pack into a pack that is not listed yet.
         if not is_missing:
             break

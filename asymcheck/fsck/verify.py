@@ -40,7 +40,7 @@ from asymcheck.storage.base_frames import bases_in
 from asymcheck.storage.interfaces import OpenPack, ReadTier, StoreTier
 from asymcheck.storage.manifests import CheckpointFiles, generations
 from asymcheck.storage.pack_index import digests_of
-from asymcheck.types import Digest, PackId, Progress
+from asymcheck.types import Digest, PackId, Progress, ProgressMeter
 from asymcheck.validation import check_step
 
 _COLUMNS = ("name", "dtype", "global_shape", "shape")
@@ -310,10 +310,9 @@ class _Checker:
             return
         # Unneeded partitions are not decoded, because their bases may have been collected.
         garbage = self.bases.keys() - self.needs.keys()
-        total, done = sum(sizes.values()), 0
-        for pack_id, pack in self._each_pack([pack_id for pack_id, size in sizes.items() if size], report=False):
-            self._check_frames(pack, garbage, done, total)
-            done += sizes[pack_id]
+        meter = ProgressMeter(self.progress, sum(sizes.values()))
+        for _, pack in self._each_pack([pack_id for pack_id, size in sizes.items() if size], report=False):
+            self._check_frames(pack, garbage, meter)
 
     def _assign(self, pack_id: PackId, pack: OpenPack) -> None:
         """Assign the partitions of a pack to shards in long stretches. The first pack of a partition decides."""
@@ -404,7 +403,7 @@ class _Checker:
         names = enumerate(pack.digests())
         return [i for i, name in names if (chosen is None or name in chosen) and self._is_own(name)]
 
-    def _check_frames(self, pack: OpenPack, garbage: set[Digest], done: int, total: int) -> None:
+    def _check_frames(self, pack: OpenPack, garbage: set[Digest], meter: ProgressMeter) -> None:
         read: list[int] = []
         for sequence, name, problem, _ in self.scanner.frames(pack, self._frames_to_check(pack), garbage):
             if problem is None:
@@ -412,9 +411,7 @@ class _Checker:
             elif not (self.busy and isinstance(problem, BaseDamagedError)):  # A locked pack may store the base.
                 place = f"{layout.PACKS}/{pack.path.name} frame {sequence}"
                 self.damaged.setdefault(name, []).append((place, str(problem)))
-            done += int(pack.entries["stored_length"][sequence])
-            if self.progress is not None:
-                self.progress(done, total)
+            meter.add(int(pack.entries["stored_length"][sequence]))
         self._record_intact(pack, read)
 
     def _check_partitions(self) -> None:

@@ -35,7 +35,7 @@ from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.slots import Slot
 from asymcheck.types import Digest, Location, PackId, Progress, ProgressMeter
 
-LISTINGS = 8
+_LISTINGS = 8
 """Maximum number of listings of packs in a scan. A training may move partitions during each of them."""
 
 Opened = OpenPack | AsymcheckError
@@ -51,6 +51,25 @@ def each_pack(pack_ids: Iterable[PackId], open_pack: OpenPackOf) -> Iterator[tup
         else:
             with contextlib.closing(pack):
                 yield pack_id, pack
+
+
+def every_pack(
+    tier: NvmeTier, open_pack: OpenPackOf, progress: Progress | None = None
+) -> Iterator[tuple[PackId, Opened]]:
+    """Open all packs one after the other, including those that appear meanwhile in place of removed ones."""
+    meter, listed = ProgressMeter(progress), set[PackId]()
+    for _ in range(_LISTINGS):
+        sizes = {pack_id: tier.pack_bytes(pack_id) for pack_id in tier.pack_ids() if pack_id not in listed}
+        listed.update(sizes)
+        meter.total += sum(sizes.values())
+        is_missing = False
+        for pack_id, pack in each_pack(sizes, open_pack):
+            is_missing = is_missing or isinstance(pack, MissingPartitionError)
+            yield pack_id, pack
+            meter.add(sizes[pack_id])
+        # A collection may have copied the partitions of a removed pack into a pack that is not listed yet.
+        if not is_missing:
+            break
 
 
 def each_manifest(tier: ReadTier, listing: CheckpointFiles) -> Iterator[tuple[ManifestName, Manifest | AsymcheckError]]:
@@ -217,17 +236,6 @@ def read_indexes(tier: NvmeTier) -> ScanResult:
 def scan_packs(tier: NvmeTier, progress: Progress | None = None) -> ScanResult:
     """Read and check every frame of every pack."""
     scan, scanner = ScanResult(), FrameScanner(tier, tier.open_pack_to_repair)
-    meter, listed = ProgressMeter(progress), set[PackId]()
-    for _ in range(LISTINGS):
-        sizes = {pack_id: tier.pack_bytes(pack_id) for pack_id in tier.pack_ids() if pack_id not in listed}
-        listed.update(sizes)
-        meter.total += sum(sizes.values())
-        is_missing = False
-        for pack_id, pack in each_pack(sizes, tier.open_pack_to_repair):
-            is_missing = is_missing or isinstance(pack, MissingPartitionError)
-            scan.add(pack_id, pack, scanner)
-            meter.add(sizes[pack_id])
-        # A collection may have copied the partitions of a removed pack into a pack that is not listed yet.
-        if not is_missing:
-            break
+    for pack_id, pack in every_pack(tier, tier.open_pack_to_repair, progress):
+        scan.add(pack_id, pack, scanner)
     return scan

@@ -231,7 +231,7 @@ class _Push:
     def _stage(self, data: Mapping[ManifestName, bytes], names: Iterable[ManifestName]) -> None:
         """Upload manifests under temporary names."""
         for name in names:
-            self.staged[name] = self.remote.manifests.stage(self.listing.run, self.listing.ref, name, data[name])
+            self.staged[name] = self.remote.manifests.stage(self.listing.run, self.listing.ref, data[name])
 
     def _send_all(self, manifests: Sequence[Manifest], staging: Future[None]) -> set[PackId]:
         """Send missing partitions, and wait for the manifests; return the packs that the checkpoint relies on."""

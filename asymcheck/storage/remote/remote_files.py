@@ -52,7 +52,6 @@ _NO_CREDENTIALS = ("169.254.169.254", "metadata.google.internal")
 """Addresses of the service that gives credentials to cloud machines. Clients ask there last."""
 _SAFE_MODE = ("safemode", "safe mode")
 _DAMAGED = ("checksum",)
-_SMALL_CLOSED = "remote.small_closed"
 _SLOW_BYTES_PER_S = 1e6
 """Throughput of a slow link: the deadline of a put grows by the time of its bytes."""
 _READS = ("access ", "list ", "read ")
@@ -320,19 +319,9 @@ class RemoteFiles:
 
         return self._attempt(path, upload)
 
-    def put_small(self, path: PurePosixPath, data: bytes, *, event: str = _SMALL_CLOSED) -> bool:
+    def put_small(self, path: PurePosixPath, data: bytes, *, event: str = "remote.small_closed") -> bool:
         """Put a small file create-only, and read it back in a file system; return False if the name is taken."""
         return self.put(path, partial(self._small, path, data), partial(self._check_small, path, data, event))
-
-    def stage_small(self, path: PurePosixPath, data: bytes) -> PurePosixPath:
-        """Write a small temporary file in a file system, and read it back; return its path."""
-
-        def upload(temporary: PurePosixPath) -> PurePosixPath:
-            with self._small(path, data, temporary) as (pieces, _):
-                self._check_small(path, data, _SMALL_CLOSED, temporary, self.write(temporary, pieces))
-            return temporary
-
-        return self._attempt(path, upload)
 
     @contextlib.contextmanager
     def _small(self, path: PurePosixPath, data: bytes, _: PurePosixPath) -> Iterator[Content]:
@@ -345,7 +334,7 @@ class RemoteFiles:
         if self.read_small(stored, len(data)) != data:
             raise StorageError(f"{self.url(stored)}: the content read back differs from the content written")
 
-    def _attempt(self, path: PurePosixPath, upload: Callable[[PurePosixPath], _T]) -> _T:
+    def _attempt(self, path: PurePosixPath, upload: Callable[[PurePosixPath], bool]) -> bool:
         """Upload a file under a random temporary name. Retry under another name after a transient failure."""
         number = 1
         while True:

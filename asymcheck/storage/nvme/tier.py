@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -94,7 +95,7 @@ class NvmeTier(StoreTier):
         self.packs = root / layout.PACKS
         self._catalog: Catalog | None = None
         self._catalog_lock = threading.Lock()
-        self._indexes: dict[PackId, _CachedIndex] = {}
+        self._indexes: OrderedDict[PackId, _CachedIndex] = OrderedDict()
         self._index_bytes = 0
         self._indexes_lock = threading.Lock()
         if not read_only:
@@ -349,25 +350,18 @@ class NvmeTier(StoreTier):
             raise MissingPartitionError(f"pack {path.name} does not exist") from error
         file = (status.st_ino, status.st_size, status.st_ctime_ns)
         with self._indexes_lock:
-            cached = self._taken(pack_id)
-        if cached is None or cached[0] != file:
-            with contextlib.closing(self.open_pack(pack_id)) as pack:
-                cached = file, PackIndex(pack.header, pack.entries, pack.damage)
-        with self._indexes_lock:
-            # Another thread may have read the same index.
-            self._taken(pack_id)
+            cached = self._indexes.pop(pack_id, None)
+            self._index_bytes -= 0 if cached is None else cached[1].entries.nbytes
+            if cached is None or cached[0] != file:
+                with contextlib.closing(self.open_pack(pack_id)) as pack:
+                    cached = file, PackIndex(pack.header, pack.entries, pack.damage)
             # The least recently used pack comes first.
             self._indexes[pack_id] = cached
             self._index_bytes += cached[1].entries.nbytes
             while self._index_bytes > _INDEX_BYTES and len(self._indexes) > 1:
-                self._taken(next(iter(self._indexes)))
+                _, dropped = self._indexes.popitem(last=False)
+                self._index_bytes -= dropped[1].entries.nbytes
         return cached[1]
-
-    def _taken(self, pack_id: PackId) -> _CachedIndex | None:
-        """Take an index out of the cache."""
-        cached = self._indexes.pop(pack_id, None)
-        self._index_bytes -= 0 if cached is None else cached[1].entries.nbytes
-        return cached
 
     def peek(self, pack_id: PackId) -> PackIndex:
         """Find the frames of a locked or damaged pack; see :func:`asymcheck.storage.nvme.pack_reader.peek`."""

@@ -312,6 +312,7 @@ class Catalog:
         for folder in (path, path / "open"):
             files.make_directory(folder)
         self._marks = CatalogUsers(files, path / "open")
+        self._damage_note = path / "open" / "damaged"
         self._lock_descriptor = DESCRIPTORS.open(files.open_lock, path / "writer.lock")
         # Waiting writers hold a shared lock on this folder, which ends with their process.
         self._waiting_descriptor = DESCRIPTORS.open(files.open_read, path / "open")
@@ -331,10 +332,6 @@ class Catalog:
                     self._set_aside_if_damaged()
                     self._open(store_id, populate)
             stack.pop_all()
-
-    @property
-    def _damage_note(self) -> Path:
-        return self.path / "open" / "damaged"
 
     def _open(self, store_id: bytes, populate: Populate) -> None:
         with contextlib.ExitStack() as stack:

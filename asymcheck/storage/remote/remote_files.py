@@ -84,6 +84,8 @@ class RemoteFiles:
         self.config = config
         self._client = client = connect(location, config)
         self._objects = client if isinstance(client, ObjectStore) else None
+        self.renames = self._objects is None
+        """Whether the location is a file system, which can rename files; object stores cannot."""
         # Object stores have none of its operations, which only their own callers use.
         self._files = cast("FileSystem", client)
         self.kind: str = self._client.kind
@@ -94,11 +96,6 @@ class RemoteFiles:
         """Threads for reads ahead."""
         self._ahead: dict[PurePath, Future[bytes | None]] = {}
         self._overdue = _overdue.setdefault(str(location), OverdueCalls())
-
-    @property
-    def renames(self) -> bool:
-        """Whether the location is a file system, which can rename files; object stores cannot."""
-        return self._objects is None
 
     def url(self, path: PurePath) -> str:
         """Return the URI of a file for messages."""

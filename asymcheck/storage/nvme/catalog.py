@@ -456,11 +456,9 @@ class Catalog:
         """
         return {key for key, owner in self.dead_pins().items() if pins.get(key) == owner}
 
-    @contextlib.contextmanager
-    def read(self) -> Iterator[Transaction]:
+    def read(self) -> contextlib.AbstractContextManager[Transaction]:
         """Begin a read transaction. Keep it short, because it keeps old pages alive."""
-        with self._transaction(write=False) as transaction:
-            yield transaction
+        return self._transaction(write=False)
 
     @contextlib.contextmanager
     def write(self, *, gives_way: bool = False) -> Iterator[Transaction]:

@@ -15,9 +15,9 @@ import pytest
 
 from asymcheck import Store
 from asymcheck.config import RemoteConfig
+from asymcheck.storage.remote.client_interface import OpenedFile
 from asymcheck.storage.remote.deadline import within
 from asymcheck.storage.remote.location import parse_location
-from asymcheck.storage.remote.ranges import OpenedFile
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from asymcheck.storage.slots import SlotPool
 from tests.remote.conftest import CONFIG, REMOTE, check_state

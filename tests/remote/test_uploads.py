@@ -13,10 +13,9 @@ import pytest
 from asymcheck import RemoteConfig, Store
 from asymcheck.commit.save_request import new_save_id
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError, StorageError
-from asymcheck.storage.remote.client_interface import Entry
+from asymcheck.storage.remote.client_interface import Entry, OpenedFile
 from asymcheck.storage.remote.deadline import within
 from asymcheck.storage.remote.manifests import RemoteManifests
-from asymcheck.storage.remote.ranges import OpenedFile
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from asymcheck.storage.slots import SlotPool
 from asymcheck.storage.throughput import RateLimit

@@ -13,7 +13,7 @@ from asymcheck.errors import MissingPartitionError, TruncatedError
 from asymcheck.format.pack import entry_length
 from asymcheck.storage.interfaces import OpenPack
 from asymcheck.storage.pack_index import PackIndex, find_frames
-from asymcheck.storage.remote.ranges import OpenedFile
+from asymcheck.storage.remote.client_interface import OpenedFile
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from asymcheck.storage.slots import Slot, SlotPool
 from asymcheck.types import PackId

@@ -31,12 +31,11 @@ from asymcheck.errors import (
 from asymcheck.events import emit
 from asymcheck.executor import begin
 from asymcheck.format import layout
-from asymcheck.storage.remote.client_interface import Entry, FileSystem, ObjectStore, Writable
+from asymcheck.storage.remote.client_interface import Entry, FileSystem, ObjectStore, OpenedFile, Writable
 from asymcheck.storage.remote.clients import connect
 from asymcheck.storage.remote.deadline import OverdueCalls, tried, within
 from asymcheck.storage.remote.location import RemoteLocation
 from asymcheck.storage.remote.object_stores import short_text
-from asymcheck.storage.remote.ranges import OpenedFile, read_range
 from asymcheck.storage.remote.readers import Readers, result_of
 from asymcheck.storage.slots import SlotPool
 from asymcheck.storage.throughput import Throughput
@@ -185,7 +184,7 @@ class RemoteFiles:
         action = f"read {length} bytes from {offset} of"
         keeps = OpenedFile() if kept is None else kept
         if self._objects is None:
-            read = partial(read_range, self._files, str(path), offset, length, keeps, memory)
+            read = partial(self._files.read_range, str(path), offset, length, keeps, memory)
         else:
             read = partial(self._objects.read, str(path), offset, length)
 

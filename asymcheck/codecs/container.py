@@ -7,6 +7,8 @@ before it allocates memory or reads the data.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 import struct
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -80,15 +82,9 @@ def cut(segments: Iterable[Segment], chunk_bytes: int) -> list[Chunk]:
 
 def merge_segments(segments: Iterable[Segment], chunk_bytes: int) -> list[Segment]:
     """Join adjacent segments of the same width and type. Return one segment of bytes if they have too many planes."""
-    result: list[Segment] = []
-    for segment in segments:
-        if segment.length == 0:
-            continue
-        last = result[-1] if result else None
-        if last is not None and (last.width, last.is_float) == (segment.width, segment.is_float):
-            result[-1] = dataclasses.replace(last, length=last.length + segment.length)
-        else:
-            result.append(segment)
+    whole = (segment for segment in segments if segment.length)
+    alike = itertools.groupby(whole, key=operator.attrgetter("width", "is_float"))
+    result = [Segment(sum(segment.length for segment in same), *kind) for kind, same in alike]
     planes = sum(-(-segment.length // chunk_bytes) * segment.width for segment in result)
     if planes > registry.CODEC_PLANES_MAX:
         return [Segment(sum(segment.length for segment in result), 1)]

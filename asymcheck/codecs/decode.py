@@ -20,7 +20,6 @@ from asymcheck.errors import (
     RecoveryError,
     StorageError,
     StructureError,
-    UnsupportedCodecError,
     UnsupportedFormatError,
 )
 from asymcheck.events import timed
@@ -43,7 +42,7 @@ def decode(
     The caller checks the digest of the result.
 
     Args:
-        descriptor: descriptor of the frame.
+        descriptor: descriptor of the frame, which was checked.
         payload: its payload.
         base: plain bytes of the partition ``descriptor.base_digest``, whose digest was checked.
         where: the frame in error messages.
@@ -59,11 +58,6 @@ def decode(
         return memoryview(zstd.decompress(payload, length, where))
     if descriptor.codec == registry.CODEC_BYTE_PLANES:
         return _decode_planes(payload, length, None, where, room)
-    if descriptor.codec not in registry.SUPPORTED_CODECS:
-        name = registry.CODECS.get(descriptor.codec, "unknown")
-        raise UnsupportedCodecError(
-            f"{where}: codec {descriptor.codec} ({name}) is not supported: install a newer asymcheck"
-        )
     if base is None:
         raise StructureError(f"{where}: cannot decode without the base, partition {descriptor.base_digest.hex()}")
     if descriptor.codec == registry.CODEC_DELTA:

@@ -6,6 +6,7 @@ Measurements are kept by kind of bytes: the role of the tensors and the type of 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import threading
 import time
@@ -252,12 +253,8 @@ def _measured(
 
 def _try(plain: memoryview, contents: Contents, base: Base | None) -> EncodingSample:
     """Encode a piece from the middle of the longest run of elements of one kind."""
-    start, longest = 0, (0, contents.segments[0])
-    for segment in contents.segments:
-        if segment.length > longest[1].length:
-            longest = start, segment
-        start += segment.length
-    first, segment = longest
+    starts = itertools.accumulate((segment.length for segment in contents.segments), initial=0)
+    first, segment = max(zip(starts, contents.segments, strict=False), key=lambda run: run[1].length)
     length = min(segment.length, CHUNK_BYTES)
     # Multiples of 16 bytes keep elements whole, whatever their width.
     offset = first + (segment.length - length) // 2 // 16 * 16

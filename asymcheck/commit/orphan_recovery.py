@@ -32,9 +32,9 @@ from asymcheck.storage.nvme import Catalog, NvmeTier, run_with_slots
 from asymcheck.storage.shm.orphaned_rings import (
     list_rings,
     open_orphaned_ring,
-    remove_unreadable_ring,
     restore_command,
     ring_header,
+    unreadable_ring,
     wait_for_orphaned_ring,
 )
 from asymcheck.storage.shm.ring_reader import RingPack, RingReader
@@ -155,7 +155,7 @@ class _Adoption:
             except FileNotFoundError:
                 continue
             except FormatError as error:
-                if remove_unreadable_ring(path) == "damaged":
+                if unreadable_ring(path, remove=("unmade",)) == "damaged":
                     self._note(None, None, f"{error}; {_KEPT}")
                 continue
             if reader is None:

@@ -1,90 +1,23 @@
-"""Write the frames of one save into packs, and store each partition once."""
+"""Write the frames of one save into packs, and store each partition once.
+
+The catalog locates stored partitions, and the index of the pack confirms each location.
+"""
 
 from __future__ import annotations
 
+import bisect
 import threading
 import time
 from collections.abc import Callable, Sequence
-
-import numpy as np
-import numpy.typing as npt
 
 from asymcheck.config import WRITER
 from asymcheck.errors import AsymcheckError, StorageError, UnsupportedFormatError
 from asymcheck.format import registry
 from asymcheck.format.frame import FrameDescriptor
-from asymcheck.format.pack import Entries, PackHeader
+from asymcheck.format.pack import PackHeader, location_of
 from asymcheck.storage import damaged_frames
 from asymcheck.storage.nvme import Catalog, NvmeTier, PackWriter
 from asymcheck.types import Digest, Location, PackId
-
-
-class KnownPartitions:
-    """Lookup of stored partitions: the catalog locates a partition, and the index of its pack confirms the location."""
-
-    def __init__(self, tier: NvmeTier, catalog: Catalog) -> None:
-        self._tier = tier
-        self._catalog = catalog
-        self._indexes: dict[PackId, tuple[npt.NDArray[np.uint64], Entries] | None] = {}
-        self._gone: set[PackId] = set()
-        self.unread: AsymcheckError | None = None
-        """Last error of a pack that may be intact but could not be read."""
-        self._lock = threading.Lock()
-
-    def chain(self, name: Digest) -> list[Location]:
-        """Return the locations of a partition and its bases, down to a base that is stored whole.
-
-        Return an empty list if the partition or one of its bases must be written.
-        """
-        chain: list[Location] = []
-        with self._catalog.read() as transaction:
-            # The longest chain is a derived partition, the maximum number of deltas, and a whole partition.
-            while len(chain) < registry.DELTA_DEPTH_MAX + 2:
-                location = transaction.location(name)
-                if location is None or not self._is_stored(name, location):
-                    return []
-                if chain and location.kind == registry.KIND_DERIVED:
-                    # Another tensor with the same bytes was stored as a derived partition, which cannot be a base.
-                    return []
-                chain.append(location)
-                if location.kind == registry.KIND_FULL:
-                    # While the partition was garbage, its base may have been stored again with a longer chain.
-                    return chain if _deltas(chain) <= registry.DELTA_DEPTH_MAX else []
-                name = Digest(location.base_digest)
-        return []
-
-    def _is_stored(self, name: Digest, location: Location) -> bool:
-        index = None if location.pack_id in self._gone else self._index(location.pack_id)
-        if index is None or damaged_frames.is_damaged(location.pack_id, location.offset):
-            return False
-        offsets, entries = index
-        row = int(np.searchsorted(offsets, np.uint64(location.offset)))
-        if row == len(offsets) or offsets[row] != location.offset:
-            return False
-        digest, base, _, _, length, kind, *_ = entries[row].item()
-        return (digest, length, kind, base) == (name, location.plain_length, location.kind, location.base_digest)
-
-    def forget(self, packs: Sequence[PackId]) -> None:
-        """Exclude packs that garbage collection has freed from all later lookups."""
-        with self._lock:
-            self._gone.update(packs)
-
-    def _index(self, pack_id: PackId) -> tuple[npt.NDArray[np.uint64], Entries] | None:
-        """Return the offsets and entries of a pack index; None if its partitions must be written again."""
-        with self._lock:
-            if pack_id not in self._indexes:
-                self._indexes[pack_id] = self._read_index(pack_id)
-            return self._indexes[pack_id]
-
-    def _read_index(self, pack_id: PackId) -> tuple[npt.NDArray[np.uint64], Entries] | None:
-        try:
-            index = self._tier.index_of(pack_id)
-        except AsymcheckError as error:
-            # The pack is missing, locked for removal, or damaged.
-            if isinstance(error, (StorageError, UnsupportedFormatError)):
-                self.unread = error
-            return None
-        return (index.entries["offset"].copy(), index.entries) if index.damage is None else None
 
 
 def _deltas(chain: Sequence[Location]) -> int:
@@ -99,8 +32,11 @@ class PackBuilder:
 
     def __init__(self, tier: NvmeTier, catalog: Catalog) -> None:
         """Write packs to ``tier``, and reuse partitions that ``catalog`` locates."""
-        self._tier = tier
-        self._known = KnownPartitions(tier, catalog)
+        self._tier, self._catalog = tier, catalog
+        # Packs that garbage collection has freed, or that could not be read.
+        self._gone: set[PackId] = set()
+        self.unread: AsymcheckError | None = None
+        """Last error of a pack that may be intact but could not be read; its partitions are treated as missing."""
         self._lock = threading.Lock()
         self._current: PackWriter | None = None
         self._needed_bytes = 0
@@ -147,7 +83,7 @@ class PackBuilder:
             if name in self._claimed:
                 return False
             self._claimed.add(name)
-        chain = self._known.chain(name)
+        chain = self._chain(name)
         with self._lock:
             if chain:
                 self.reused[name] = chain[0]
@@ -155,6 +91,45 @@ class PackBuilder:
             else:
                 self._new.add(name)
         return not chain
+
+    def _chain(self, name: Digest) -> list[Location]:
+        """Return the locations of a partition and its bases, down to a base that is stored whole.
+
+        Return an empty list if the partition or one of its bases must be written.
+        """
+        chain: list[Location] = []
+        with self._catalog.read() as transaction:
+            # The longest chain is a derived partition, the maximum number of deltas, and a whole partition.
+            while len(chain) < registry.DELTA_DEPTH_MAX + 2:
+                location = transaction.location(name)
+                if location is None or not self._is_stored(name, location):
+                    return []
+                if chain and location.kind == registry.KIND_DERIVED:
+                    # Another tensor with the same bytes was stored as a derived partition, which cannot be a base.
+                    return []
+                chain.append(location)
+                if location.kind == registry.KIND_FULL:
+                    # While the partition was garbage, its base may have been stored again with a longer chain.
+                    return chain if _deltas(chain) <= registry.DELTA_DEPTH_MAX else []
+                name = Digest(location.base_digest)
+        return []
+
+    def _is_stored(self, name: Digest, location: Location) -> bool:
+        if location.pack_id in self._gone or damaged_frames.is_damaged(location.pack_id, location.offset):
+            return False
+        try:
+            index = self._tier.index_of(location.pack_id)
+        except AsymcheckError as error:
+            # The pack is missing, locked for removal, or damaged. A second attempt would wait for the lock again.
+            self._gone.add(location.pack_id)
+            if isinstance(error, (StorageError, UnsupportedFormatError)):
+                self.unread = error
+            return False
+        row = bisect.bisect_left(index.entries["offset"], location.offset)
+        if index.damage is not None or row == len(index.entries):
+            return False
+        is_same = location_of(location.pack_id, index.entries, row) == location
+        return is_same and index.entries["digest"][row].tobytes() == name
 
     def rely(self, name: Digest, base: Digest, codec: int) -> bool:
         """Register a base for a claimed partition; return False if the base cannot be used.
@@ -166,7 +141,7 @@ class PackBuilder:
             if base in self._new:
                 # This save keeps its own partitions, but the chain length of a delta on them may not be known yet.
                 return not is_delta and self._derive(name, base)
-        chain = self._known.chain(base)
+        chain = self._chain(base)
         if not chain or chain[0].kind == registry.KIND_DERIVED or _deltas(chain) + is_delta > registry.DELTA_DEPTH_MAX:
             return False
         with self._lock:
@@ -212,7 +187,7 @@ class PackBuilder:
     def take_back(self, packs: Sequence[PackId]) -> list[Digest]:
         """Forget reused partitions in packs that garbage collection has freed; return the digests to write again."""
         # The catalog may list the packs of this save by now. A lookup there would wait for a lock that this save holds.
-        self._known.forget([*packs, *self.packs])
+        self._gone.update(packs, self.packs)
         freed = set(packs)
         lost = {name for name, location in self.reused.items() if location.pack_id in freed}
         lost |= {name for name, chain in self.relied.items() if any(location.pack_id in freed for location in chain)}
@@ -221,11 +196,6 @@ class PackBuilder:
             self.relied.pop(name, None)
             self._claimed.discard(name)
         return sorted(lost)
-
-    @property
-    def unread(self) -> AsymcheckError | None:
-        """Last error of a pack that could not be read; its partitions are treated as missing."""
-        return self._known.unread
 
     def needed_packs(self) -> set[PackId]:
         """Return the packs of other saves that hold reused partitions or bases of this save."""

@@ -29,25 +29,18 @@ class DigestSet:
             is_same = first_halves[1:] == first_halves[:-1]
             if not np.any(is_same & (second_halves[1:] != second_halves[:-1])):
                 self.first = order[np.concatenate([[True], ~is_same])]
-                keys = keys[self.first]
             else:
-                _, self.first = np.unique(digests.view(_DIGEST_DTYPE), return_index=True)
-                keys = digests.view(_DIGEST_DTYPE)[self.first]
-        else:
-            keys = keys[self.first]
-        self._keys = keys
-        self._digests = digests[self.first]
-
-    @property
-    def column(self) -> npt.NDArray[np.void]:
+                keys = digests.view(_DIGEST_DTYPE)
+                _, self.first = np.unique(keys, return_index=True)
+        self._keys = keys[self.first]
+        self.column = digests[self.first]
         """All digests, by id."""
-        return self._digests
 
     def __len__(self) -> int:
-        return len(self._digests)
+        return len(self.column)
 
     def __getitem__(self, number: int) -> Digest:
-        return Digest(self._digests[number].tobytes())
+        return Digest(self.column[number].tobytes())
 
     def numbers(self, digests: npt.NDArray[np.void]) -> npt.NDArray[np.intp]:
         """Return the id of each of ``digests``, or -1 for digests that are not in the set."""
@@ -59,7 +52,7 @@ class DigestSet:
         positions = np.empty(len(keys), dtype=np.intp)
         positions[order] = np.searchsorted(self._keys, keys[order])
         positions = np.minimum(positions, len(self) - 1)
-        is_equal = _words(self._digests[positions]) == _words(digests)
+        is_equal = _words(self.column[positions]) == _words(digests)
         return np.where(is_equal[:, 0] & is_equal[:, 1], positions, -1)
 
     def number(self, digest: Digest) -> int:

@@ -248,22 +248,13 @@ class Manifest:
 
     def extents(self, index: int) -> tuple[Extent, ...]:
         """Return the extents of one row."""
-        return tuple(
-            Extent(
-                Digest(self.extent_digests[i].tobytes()),
-                int(self.extent_offsets[i]),
-                int(self.extent_lengths[i]),
-                int(self.extent_partition_lengths[i]),
-            )
-            for i in range(int(self.extent_starts[index]), int(self.extent_starts[index + 1]))
-        )
+        columns = self.extent_digests, self.extent_offsets, self.extent_lengths, self.extent_partition_lengths
+        own = slice(*self.extent_starts[index : index + 2])
+        return tuple(Extent(*values) for values in zip(*(column[own].tolist() for column in columns), strict=True))
 
     def partitions(self) -> dict[Digest, int]:
         """Return the digests of all partitions in the manifest, with their plain lengths."""
-        digests = self.extent_digests.tobytes()
-        size = registry.DIGEST_BYTES
-        lengths = self.extent_partition_lengths.tolist()
-        return {Digest(digests[i * size : (i + 1) * size]): length for i, length in enumerate(lengths)}
+        return dict(zip(self.extent_digests.tolist(), self.extent_partition_lengths.tolist(), strict=True))
 
     def elsewhere(self) -> set[Digest]:
         """Return the partitions that another store of the job pushes, as far as the hint says."""

@@ -9,6 +9,7 @@ import re
 import reprlib
 import struct
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from typing import Any, Protocol, TypeVar, cast
 
 from asymcheck.errors import LimitError, StructureError, UnsupportedFeatureError
@@ -83,8 +84,9 @@ def encode_integer(value: int) -> Node:
     """Return the node of an integer; raise LimitError if it has too many digits."""
     if -_EXACT_INTEGER < value < _EXACT_INTEGER:
         return value
-    # A decimal digit has less than four bits. Refuse far too large integers before the slow conversion to decimal.
-    text = _decimal(value) if value.bit_length() <= 4 * registry.INTEGER_DIGITS_MAX else None
+    # A decimal digit has less than four bits. Refuse far too large integers before the slow conversion to decimal, for
+    # which Python limits str() to 4,300 digits.
+    text = str(Decimal(value)) if value.bit_length() <= 4 * registry.INTEGER_DIGITS_MAX else None
     if text is None or len(text.removeprefix("-")) > registry.INTEGER_DIGITS_MAX:
         raise LimitError(f"integer of more than {registry.INTEGER_DIGITS_MAX} digits: convert it with int.to_bytes")
     return ["i", text]
@@ -294,7 +296,7 @@ def value_features(node: Node, *, in_set: bool = False) -> set[str]:
 
 def join_name(path: Sequence[Key]) -> str:
     """Return the dotted name of a leaf."""
-    return ".".join(_decimal(key) if isinstance(key, int) else key for key in path)
+    return ".".join(str(Decimal(key)) if isinstance(key, int) else key for key in path)
 
 
 def _is_pair(value: object) -> bool:
@@ -305,20 +307,8 @@ def _float_hex(value: float) -> str:
     return struct.pack(">d", value).hex()
 
 
-# Python refuses to convert integers of more than 4,300 digits at once, because that takes quadratic time.
 _DIGITS = 4000
-_PIECE = 10**_DIGITS
-
-
-def _decimal(value: int) -> str:
-    if -_PIECE < value < _PIECE:
-        return str(value)
-    sign, value = ("-", -value) if value < 0 else ("", value)
-    pieces = []
-    while value >= _PIECE:
-        value, low = divmod(value, _PIECE)
-        pieces.append(f"{low:0{_DIGITS}d}")
-    return sign + str(value) + "".join(reversed(pieces))
+"""Python refuses to convert integers of more than 4,300 digits at once, because that takes quadratic time."""
 
 
 def _natural(digits: str) -> int:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Container, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from asymcheck.codecs.decode import base_reader, decode_checked
 from asymcheck.errors import (
-    INCONCLUSIVE,
     AsymcheckError,
     BaseDamagedError,
     FormatError,
@@ -33,9 +33,9 @@ from asymcheck.storage.interfaces import OpenPack, ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.slots import Slot
-from asymcheck.types import Digest, Location, PackId, Progress
+from asymcheck.types import Digest, Location, PackId, Progress, ProgressMeter
 
-LISTINGS = 8
+_LISTINGS = 8
 """Maximum number of listings of packs in a scan. A training may move partitions during each of them."""
 
 Opened = OpenPack | AsymcheckError
@@ -51,6 +51,25 @@ def each_pack(pack_ids: Iterable[PackId], open_pack: OpenPackOf) -> Iterator[tup
         else:
             with contextlib.closing(pack):
                 yield pack_id, pack
+
+
+def every_pack(
+    tier: NvmeTier, open_pack: OpenPackOf, progress: Progress | None = None
+) -> Iterator[tuple[PackId, Opened]]:
+    """Open all packs one after the other, including those that appear meanwhile in place of removed ones."""
+    meter, listed = ProgressMeter(progress), set[PackId]()
+    for _ in range(_LISTINGS):
+        sizes = {pack_id: tier.pack_bytes(pack_id) for pack_id in tier.pack_ids() if pack_id not in listed}
+        listed.update(sizes)
+        meter.total += sum(sizes.values())
+        is_missing = False
+        for pack_id, pack in each_pack(sizes, open_pack):
+            is_missing = is_missing or isinstance(pack, MissingPartitionError)
+            yield pack_id, pack
+            meter.add(sizes[pack_id])
+        # A collection may have copied the partitions of a removed pack into a pack that is not listed yet.
+        if not is_missing:
+            break
 
 
 def each_manifest(tier: ReadTier, listing: CheckpointFiles) -> Iterator[tuple[ManifestName, Manifest | AsymcheckError]]:
@@ -90,17 +109,10 @@ class FrameScanner:
         slot = Slot(int(pack.entries["stored_length"].max(initial=0)))
         pack.expect(wanted)
         for sequence in wanted:
-            copy, name, problem = PartitionCopy(pack, sequence), digests[sequence], None
-            try:
-                if name in undecoded:
-                    read_frame(copy, slot)
-                else:
-                    read_checked(copy, name, slot, self._read_base)
-            except INCONCLUSIVE:
-                raise
-            except AsymcheckError as error:
-                problem = error
-            yield Frame(sequence, name, problem, slot)
+            copy, name = PartitionCopy(pack, sequence), digests[sequence]
+            read = partial(read_checked, copy, name, slot, self._read_base)
+            found = result_or_error(partial(read_frame, copy, slot) if name in undecoded else read)
+            yield Frame(sequence, name, found if isinstance(found, AsymcheckError) else None, slot)
 
     def salvage(self, pack: OpenPack, sequence: int, name: Digest, slot: Slot) -> FrameDescriptor | None:
         """Read a frame of which the header may be damaged. Return its descriptor if the payload has the digest.
@@ -224,19 +236,6 @@ def read_indexes(tier: NvmeTier) -> ScanResult:
 def scan_packs(tier: NvmeTier, progress: Progress | None = None) -> ScanResult:
     """Read and check every frame of every pack."""
     scan, scanner = ScanResult(), FrameScanner(tier, tier.open_pack_to_repair)
-    sizes: dict[PackId, int] = {}
-    done = 0
-    for _ in range(LISTINGS):
-        new = [pack_id for pack_id in tier.pack_ids() if pack_id not in sizes]
-        sizes |= {pack_id: 0 if progress is None else tier.pack_bytes(pack_id) for pack_id in new}
-        is_missing = False
-        for pack_id, pack in each_pack(new, tier.open_pack_to_repair):
-            is_missing = is_missing or isinstance(pack, MissingPartitionError)
-            scan.add(pack_id, pack, scanner)
-            done += sizes[pack_id]
-            if progress is not None:
-                progress(done, sum(sizes.values()))
-        # A collection may have copied the partitions of a removed pack into a pack that is not listed yet.
-        if not is_missing:
-            break
+    for pack_id, pack in every_pack(tier, tier.open_pack_to_repair, progress):
+        scan.add(pack_id, pack, scanner)
     return scan

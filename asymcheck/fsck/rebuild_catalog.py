@@ -7,7 +7,6 @@ it includes their changes.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
@@ -16,6 +15,7 @@ from asymcheck.format import layout, registry
 from asymcheck.format.catalog_records import manifest_key
 from asymcheck.fsck.frame_scanner import PackContent, ScanResult, read_indexes
 from asymcheck.storage.nvme import Catalog, NvmeTier, Transaction
+from asymcheck.storage.reachability import is_manifest_deleted
 from asymcheck.types import Digest, Location, PackId
 
 
@@ -147,9 +147,8 @@ class _Changes:
 
     def _compare_manifests(self, listed: Mapping[bytes, int], entered: set[bytes]) -> None:
         # Keep manifests committed since the listing, because collection relies on them. Remove deleted manifests.
-        root = self._tier.root / layout.MANIFESTS
         keys = entered | listed.keys()
-        gone = {key for key in keys if not os.path.lexists(os.path.normpath(root / os.fsdecode(key)))}
+        gone = {key for key in keys if is_manifest_deleted(self._tier, key)}
         self._put_manifests = {
             key: size
             for key, size in listed.items()

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Iterator, Mapping
 
-from asymcheck.config import WRITER
 from asymcheck.errors import AsymcheckError, BaseDamagedError, DigestMismatchError, FormatError, LockTimeoutError
 from asymcheck.events import emit
 from asymcheck.format import layout, registry
 from asymcheck.format.digest import ZERO_DIGEST
+from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.manifest import Manifest
-from asymcheck.format.pack import PackHeader, entry_length
+from asymcheck.format.pack import PackHeader, frame_lengths
 from asymcheck.fsck.frame_scanner import FrameScanner, PackContent, ScanResult, each_manifest, scan_packs
 from asymcheck.fsck.rebuild_catalog import Rebuilt, reconcile
 from asymcheck.restore.resolve import what_is_missing
 from asymcheck.storage.manifests import generations
-from asymcheck.storage.nvme import Catalog, CheckpointFiles, NvmeTier, PackWriter, Slot, Transaction
+from asymcheck.storage.nvme import Catalog, CheckpointFiles, NvmeTier, Slot, Transaction
 from asymcheck.storage.reachability import pinned_packs
 from asymcheck.types import Digest, Location, PackId, Progress, counted
 
@@ -297,8 +296,10 @@ class Replacement:
             entered_digests = self._catalog_digests(transaction)
         if obstacle or (self._keep and not self._copies and not entered_digests):
             return obstacle
+        nbytes = int(frame_lengths(self._content.entries[list(self._copies.values())]).sum())
+        new_pack = self._tier.provisional_pack(nbytes, self._salvaged(), lambda: self._entered)
         try:
-            with self._new_pack() as (header, locations), self._tier.locked(self._path) as held:
+            with new_pack as (header, locations), self._tier.locked(self._path) as held:
                 obstacle = self._enter(header, locations) if held else _HELD
                 if not obstacle and not self._keep:
                     # Do not recycle the file: its blocks may be bad.
@@ -332,29 +333,16 @@ class Replacement:
             if location is not None and location.pack_id == self._pack_id
         ]
 
-    @contextlib.contextmanager
-    def _new_pack(self) -> Iterator[tuple[PackHeader | None, dict[_Copy, Location]]]:
-        """Write the frames to copy into a complete pack, locked for the ``with`` block.
-
-        The new pack is removed at the end of the block unless it was entered into the catalog.
-        """
-        if not self._copies:
-            yield None, {}
-            return
-        entries = self._content.entries[list(self._copies.values())]
-        with self._tier.provisional_pack(sum(map(entry_length, entries)), lambda: self._entered) as writer:
-            self._copy_frames(writer, int(entries["stored_length"].max()))
-            header, locations = writer.seal(time.time_ns(), WRITER)
-            yield header, {(name, location.base_digest): location for name, location in locations}
-
-    def _copy_frames(self, writer: PackWriter, longest: int) -> None:
+    def _salvaged(self) -> Iterator[tuple[Slot, FrameDescriptor]]:
+        """Read the frames to copy from the damaged pack."""
         with contextlib.closing(self._tier.open_pack_to_repair(self._pack_id)) as pack:
-            slot, scanner = Slot(longest), FrameScanner(self._tier, self._tier.open_pack_to_repair)
+            slot = Slot(int(self._content.entries["stored_length"].max()))
+            scanner = FrameScanner(self._tier, self._tier.open_pack_to_repair)
             for (name, _), sequence in self._copies.items():
                 descriptor = scanner.salvage(pack, sequence, name, slot) if sequence < len(pack.entries) else None
                 if descriptor is None:
                     raise DigestMismatchError(f"digest mismatch in frame {sequence} of pack {self._pack_id.hex()}")
-                writer.write(slot, descriptor)
+                yield slot, descriptor
 
     def _enter(self, header: PackHeader | None, locations: Mapping[_Copy, Location]) -> str:
         """Update the catalog in one transaction. Return the obstacle, or an empty string."""

@@ -21,7 +21,7 @@ from asymcheck.storage.shm.orphaned_rings import (
     inspect_ring,
     list_rings,
     open_orphaned_ring,
-    remove_unreadable_ring,
+    unreadable_ring,
 )
 from asymcheck.types import PackId
 
@@ -132,7 +132,7 @@ class StoreSweep:
     def _remove_temporaries(self) -> None:
         """Remove unfinished packs and trim the pool first, because the next steps need space on a full disk."""
         if self.dry_run:
-            self.result.removed_temporaries = len(self._tier.stale_temporaries())
+            self.result.removed_temporaries = len(self._tier.leftovers())
         else:
             self._tier.make_pool()
             self.result.removed_temporaries = self._tier.remove_stale_temporaries()
@@ -332,7 +332,7 @@ def collect_rings(tier: NvmeTier, folder: Path, *, discard: bool, dry_run: bool)
 
 def _remove(ring: RingFile) -> bool:
     if ring.problem:
-        return remove_unreadable_ring(ring.path, damaged=not ring.is_unmade) != "used"
+        return unreadable_ring(ring.path, remove=("unmade",) if ring.is_unmade else ("unmade", "damaged")) != "used"
     try:
         reader = open_orphaned_ring(ring.path)
     except FileNotFoundError:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from asymcheck.config import WRITER
 from asymcheck.errors import FormatError, MissingPartitionError, OutOfSpaceError, StorageError
 from asymcheck.events import emit
 from asymcheck.format import registry
@@ -18,7 +17,7 @@ from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.pack import PackHeader, location_of
 from asymcheck.restore.frame_reader import read_stored
 from asymcheck.restore.partition_locator import PartitionCopy
-from asymcheck.storage.nvme import Catalog, NvmeTier, PackWriter, Slot, Transaction
+from asymcheck.storage.nvme import Catalog, NvmeTier, Slot, Transaction
 from asymcheck.storage.reachability import HeldFrames, StoreReachability, pinned_packs
 from asymcheck.types import Digest, Location, PackId
 
@@ -207,7 +206,10 @@ class _Batch:
 
     def carry_out(self, retire: Callable[[Sequence[PackId]], object], done: Repacked) -> None:
         """Copy, enter, retire."""
-        with self._new_pack() as header, contextlib.ExitStack() as locks:
+        expected = sum(int(self._held[pack_id].lengths[numbers].sum()) for pack_id, numbers in self._frames.items())
+        frames = itertools.chain.from_iterable(itertools.starmap(self._read, self._frames.items()))
+        new_pack = self._tier.provisional_pack(expected, frames, lambda: self._entered)
+        with new_pack as (header, self._copied), contextlib.ExitStack() as locks:
             # Read manifests committed during the copy now, before taking the locks that block readers.
             self._needed.refresh()
             free = [
@@ -224,27 +226,6 @@ class _Batch:
                 retire(freed)
                 done.packs += len(freed)
         self._kept.add(self._copied.items() if self._entered else ())
-
-    @contextlib.contextmanager
-    def _new_pack(self) -> Iterator[PackHeader | None]:
-        """Copy frames into a complete pack, locked for the ``with`` block. Remove the pack unless it was entered."""
-        expected = sum(int(self._held[pack_id].lengths[numbers].sum()) for pack_id, numbers in self._frames.items())
-        if not expected:
-            yield None
-            return
-        with self._tier.provisional_pack(expected, lambda: self._entered) as writer:
-            header, locations = self._copy_frames(writer)
-            self._copied = {(name, location.base_digest): location for name, location in locations}
-            yield header
-
-    def _copy_frames(self, writer: PackWriter) -> tuple[PackHeader | None, list[tuple[Digest, Location]]]:
-        for pack_id, numbers in self._frames.items():
-            for slot, descriptor in self._read(pack_id, numbers):
-                writer.write(slot, descriptor)
-        if writer.length == registry.BLOCK_BYTES:
-            writer.abandon()
-            return None, []
-        return writer.seal(time.time_ns(), WRITER)
 
     def _read(self, pack_id: PackId, numbers: Sequence[int]) -> Iterator[tuple[Slot, FrameDescriptor]]:
         """Yield checked frames in their stored encoding. Stop at the first damaged frame, so that the pack is kept."""

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from asymcheck.commit.transaction import remove
@@ -206,11 +206,9 @@ class MaintenanceThread:
             else:
                 self._failure, self._reported = None, ""
 
-    @contextlib.contextmanager
-    def still(self) -> Iterator[None]:
+    def still(self) -> contextlib.AbstractContextManager[object]:
         """Wait for a running prune, and block pruning in the ``with`` block."""
-        with self._lock:
-            yield
+        return self._lock
 
     def new_failure(self) -> Exception | None:
         """Return the failure of the last pruning, once for each message."""

@@ -20,12 +20,11 @@ from asymcheck.format import layout, registry
 from asymcheck.format.digest_set import DigestSet
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import frame_lengths
-from asymcheck.fsck.frame_scanner import LISTINGS, Opened, each_manifest, each_pack
+from asymcheck.fsck.frame_scanner import Opened, each_manifest, every_pack
 from asymcheck.inspect.history import known_line
 from asymcheck.restore.resolve import check_run_exists
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import NvmeTier
-from asymcheck.types import PackId
 
 _Ints = npt.NDArray[np.int64]
 _STAT_BLOCK = 512
@@ -218,17 +217,8 @@ class _FrameTable:
 
     def add_packs(self, tier: NvmeTier) -> None:
         """Add the frames of all packs."""
-        added: set[PackId] = set()
-        for _ in range(LISTINGS):
-            new = [pack_id for pack_id in tier.pack_ids() if pack_id not in added]
-            added.update(new)
-            is_missing = False
-            for pack_id, pack in each_pack(new, tier.open_pack):
-                is_missing = is_missing or isinstance(pack, MissingPartitionError)
-                self.add(tier.pack_path(pack_id), pack)
-            # A collection may have copied the partitions of a removed pack into a pack that is not listed yet.
-            if not is_missing:
-                break
+        for pack_id, pack in every_pack(tier, tier.open_pack):
+            self.add(tier.pack_path(pack_id), pack)
 
     def add(self, path: Path, pack: Opened) -> None:
         if isinstance(pack, MissingPartitionError):

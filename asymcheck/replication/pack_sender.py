@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 import numpy as np
 
 from asymcheck.config import WRITER
-from asymcheck.errors import FormatError, GivenUpError, MissingPartitionError, StorageError
+from asymcheck.errors import FormatError, GivenUpError, StorageError
 from asymcheck.events import emit
 from asymcheck.executor import begin, together
 from asymcheck.format import layout, registry
@@ -237,7 +237,7 @@ class PackSender:
             for sequence, frame in enumerate(index.entries if self._config.read_back else ()):
                 data, _ = files.read_range(path, int(frame["offset"]), entry_length(frame))
                 check_frame(data, header.pack_id, sequence, f"frame {sequence} of {where}")
-        except (FormatError, MissingPartitionError) as error:
+        except FormatError as error:
             raise StorageError(f"{where}: the uploaded pack is damaged: {error}") from error
         emit("remote.pack_checked", path.name)
 

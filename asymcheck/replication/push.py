@@ -24,6 +24,7 @@ from asymcheck.errors import (
     MissingPartitionError,
     RecoveryError,
     StorageError,
+    result_or_error,
 )
 from asymcheck.executor import begin, share
 from asymcheck.format.layout import ManifestName
@@ -234,7 +235,7 @@ class _Push:
     def _stage(self, data: Mapping[ManifestName, bytes], names: Iterable[ManifestName]) -> None:
         """Upload manifests under temporary names."""
         for name in names:
-            self.staged[name] = self.remote.manifests.stage(self.listing.run, self.listing.ref, name, data[name])
+            self.staged[name] = self.remote.manifests.stage(self.listing.run, self.listing.ref, data[name])
 
     def _send_all(self, manifests: Sequence[Manifest], staging: Future[None]) -> set[PackId]:
         """Send missing partitions, and wait for the manifests; return the packs that the checkpoint relies on."""
@@ -256,13 +257,8 @@ class _Push:
         """Remove unreadable manifests with the names of this checkpoint, because a publish never replaces a file."""
         run, ref = self.listing.run, self.listing.ref
         for name in data.keys() & set(self.found.manifests):
-            try:
-                self.remote.manifests.read_bytes(run, ref, name)
-            except MissingPartitionError:
-                continue
-            except INCONCLUSIVE:
-                raise
-            except (FormatError, StorageError):
+            problem = result_or_error(self.remote.manifests.read_bytes, run, ref, name)
+            if isinstance(problem, AsymcheckError) and not isinstance(problem, MissingPartitionError):
                 self.remote.files.delete(self.remote.manifests.directory(run, ref) / str(name))
 
     def _report(self, *progress: int) -> None:

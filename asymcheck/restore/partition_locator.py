@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from asymcheck.errors import (
-    INCONCLUSIVE,
     AsymcheckError,
     LockTimeoutError,
     MissingPartitionError,
     UnsupportedFormatError,
+    result_or_error,
 )
 from asymcheck.format import registry
 from asymcheck.format.digest_set import DigestSet, as_column
@@ -170,15 +170,12 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
     def _open(self, pack_id: PackId) -> OpenPack | None:
         if pack_id in self._packs or pack_id in self._problems:
             return None
-        try:
-            self._packs[pack_id] = self.tier.open_pack(pack_id)
-        except INCONCLUSIVE:
-            # The pack is intact. Treating this as damage would restore an older checkpoint instead of the newest.
-            raise
-        except AsymcheckError as error:
-            self._problems[pack_id] = error
+        pack = result_or_error(self.tier.open_pack, pack_id)
+        if isinstance(pack, AsymcheckError):
+            self._problems[pack_id] = pack
             return None
-        return self._packs[pack_id]
+        self._packs[pack_id] = pack
+        return pack
 
     def _take(self, pack: OpenPack) -> bool:
         """Note the missing partitions that the pack has; return whether there are any."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from asymcheck.errors import (
-    INCONCLUSIVE,
+    AsymcheckError,
     FormatError,
     MissingPartitionError,
     RemoteUnreachableError,
@@ -19,6 +19,7 @@ from asymcheck.errors import (
     TooManyFilesError,
     UnreachableRemoteWarning,
     UnsupportedFormatError,
+    result_or_error,
     warn_user,
 )
 from asymcheck.format.layout import ManifestName
@@ -106,7 +107,7 @@ class RemoteFallback:
 
 
 class FallbackManifests(ManifestReader):
-    """Manifests and head records of a local store and its remote location. Bytes of manifests are read locally."""
+    """Manifests and head records of a local store. Lost ones are read from its remote location."""
 
     def __init__(self, near: NvmeTier, far: RemoteFallback) -> None:
         """Read ``near``, the local store, first."""
@@ -160,36 +161,25 @@ class FallbackManifests(ManifestReader):
         names = sorted({*near.manifests, *theirs}, key=lambda name: (name.rank, name.digest))
         return CheckpointFiles(near.run, near.ref, tuple(names))
 
-    def read(self, run: str, ref: CheckpointRef, name: ManifestName) -> Manifest:
-        """Read one manifest, from the remote location if the local copy is missing or damaged."""
-        try:
-            return self._near.read(run, ref, name)
-        except (UnsupportedFormatError, *INCONCLUSIVE):
-            raise
-        except (FormatError, MissingPartitionError, StorageError) as error:
-            far = self._far.tier()
-            if far is None:
-                raise
-            try:
-                return far.manifests.read(run, ref, name)
-            except INCONCLUSIVE:
-                raise
-            except (FormatError, MissingPartitionError, StorageError):
-                raise error from None
+    def read_bytes(self, run: str, ref: CheckpointRef, name: ManifestName) -> bytes:
+        """Return the content of a manifest, from the remote location if the local copy is missing or damaged."""
+        found = result_or_error(self._near.read_bytes, run, ref, name)
+        if isinstance(found, AsymcheckError) and (far := self._far.tier()) is not None:
+            copy = result_or_error(far.manifests.read_bytes, run, ref, name)
+            found = found if isinstance(copy, AsymcheckError) else copy
+        if isinstance(found, AsymcheckError):
+            raise found
+        return found
 
     def read_all(self, listing: CheckpointFiles) -> list[Manifest]:
-        """Read the manifests of all ranks; read missing or damaged ones from the remote location."""
-        self._read.add((listing.run, listing.ref))
-        try:
-            return self._near.read_all(listing)
-        except (UnsupportedFormatError, *INCONCLUSIVE):
-            raise
-        except (FormatError, MissingPartitionError, StorageError):
-            run, ref, far = listing.run, listing.ref, self._far.tier()
-            missing = sorted({*listing.manifests} - {*self._near.listing(run, ref).manifests}, key=str)
-            absent = dataclasses.replace(listing, manifests=tuple(missing))
-            with contextlib.nullcontext() if far is None else far.manifests.reading([absent]):
-                return [self.read(run, ref, name) for name in listing.manifests]
+        """Read the manifests of all ranks, and read those that the local store lacks ahead."""
+        run, ref = listing.run, listing.ref
+        self._read.add((run, ref))
+        missing = {*listing.manifests} - {*self._near.listing(run, ref).manifests}
+        absent = dataclasses.replace(listing, manifests=tuple(sorted(missing, key=str)))
+        far = self._far.tier() if missing else None
+        with contextlib.nullcontext() if far is None else far.manifests.reading([absent]):
+            return super().read_all(listing)
 
     def is_local(self) -> bool:
         """Tell whether the local store has manifests of any checkpoint that was read."""
@@ -212,21 +202,13 @@ class FallbackManifests(ManifestReader):
 
     def read_head(self, run: str, generation: int) -> tuple[HeadRecord, int] | None:
         """Return a head record, from the remote location if the local copy is missing or damaged."""
-        problem: FormatError | None = None
-        try:
-            head = self._near.read_head(run, generation)
-            if head is not None:
-                return head
-        except UnsupportedFormatError:
-            raise
-        except FormatError as error:
-            problem = error
-        with contextlib.suppress(RemoteUnreachableError):
-            if (far_head := self._far.ask(lambda far: far.manifests.read_head(run, generation))) is not None:
-                return far_head
-        if problem is not None:
-            raise problem
-        return None
+        head = result_or_error(self._near.read_head, run, generation)
+        if head is None or (isinstance(head, AsymcheckError) and not isinstance(head, UnsupportedFormatError)):
+            with contextlib.suppress(RemoteUnreachableError):
+                head = self._far.ask(lambda far: far.manifests.read_head(run, generation)) or head
+        if isinstance(head, AsymcheckError):
+            raise head
+        return head
 
 
 class FallbackTier(ReadTier):

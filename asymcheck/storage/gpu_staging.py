@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import torch
 
@@ -60,91 +59,67 @@ class Staging:
             self._allocator.give_back(region.start, region.taken)
 
 
-class Mark(Protocol):
-    """Point in a queue of a device, such as a CUDA event."""
-
-    def passed(self) -> bool:
-        """Tell whether the device has reached the mark."""
-
-    def wait(self) -> None:
-        """Block until the device has reached the mark. Releases the GIL."""
-
-    def seconds_after(self, earlier: Mark) -> float:
-        """Return the seconds between an earlier mark and this one. The device must have reached both."""
-
-
-class Link(Protocol):
-    """Queues and pinned memory of one device."""
-
-    def mark(self) -> Mark:
-        """Return a mark at the current end of the calling thread's training queue."""
-
-    def queue(self, work: Callable[[], None], after: Mark) -> Mark:
-        """Run ``work`` on the copy queue after a mark; return the mark of its end."""
-
-    def is_recorded(self) -> bool:
-        """Tell whether the calling thread is recording a CUDA graph instead of running operations."""
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Run ``work`` on the training's queue."""
-
-    def pin(self, memory: memoryview) -> bool:
-        """Pin host memory for fast asynchronous copies; return whether the memory is pinned."""
-
-    def unpin(self, memory: memoryview) -> None:
-        """Undo :meth:`pin`."""
-
-    def hold(self, until: Mark) -> None:
-        """Make later work in the training's queue wait for a mark, without blocking the host."""
-
-
-class _CudaMark:
-    """CUDA event with timing, so that windows can be measured on the device."""
+class Mark:
+    """Point in a queue of a CUDA device: an event with timing, so that windows can be measured on the device."""
 
     def __init__(self, device: torch.device) -> None:
+        """Record the current point of the calling thread's queue."""
         self._device = device
         # Blocking: a waiting thread sleeps, instead of spinning on a core that the training needs.
         self.event = torch.cuda.Event(enable_timing=True, blocking=True)
         self.event.record(torch.cuda.current_stream(device))
 
     def passed(self) -> bool:
+        """Tell whether the device has reached the mark."""
         with _on(self._device):
             return bool(self.event.query())
 
     def wait(self) -> None:
+        """Block until the device has reached the mark. Releases the GIL."""
         with _on(self._device):
             self.event.synchronize()
 
     def seconds_after(self, earlier: Mark) -> float:
-        return float(_event_of(earlier).elapsed_time(self.event)) / 1000
+        """Return the seconds between an earlier mark and this one. The device must have reached both."""
+        return float(earlier.event.elapsed_time(self.event)) / 1000
 
 
-class _CudaLink:
-    """CUDA device. Copies run on a stream of the lowest priority, so that training comes first."""
+class Link:
+    """Queues and pinned memory of a CUDA device. Copies run on a stream of the lowest priority: training comes first.
+
+    Tests replace both classes by a simulated device.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        """Create the stream for copies."""
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=0)
 
     def mark(self) -> Mark:
-        return _CudaMark(self._device)
+        """Return a mark at the current end of the calling thread's training queue."""
+        return Mark(self._device)
 
     def queue(self, work: Callable[[], None], after: Mark) -> Mark:
+        """Run ``work`` on the copy queue after a mark; return the mark of its end."""
         with _on(self._device), torch.cuda.stream(self._stream):
-            self._stream.wait_event(_event_of(after))
+            self._stream.wait_event(after.event)
             work()
-            return _CudaMark(self._device)
+            return Mark(self._device)
 
     def is_recorded(self) -> bool:
+        """Tell whether the calling thread is recording a CUDA graph instead of running operations."""
         return torch.cuda.is_current_stream_capturing()
 
     def run(self, work: Callable[[], None]) -> None:
+        """Run ``work`` on the training's queue."""
         work()
 
     def hold(self, until: Mark) -> None:
-        torch.cuda.current_stream(self._device).wait_event(_event_of(until))
+        """Make later work in the training's queue wait for a mark, without blocking the host."""
+        torch.cuda.current_stream(self._device).wait_event(until.event)
 
     def pin(self, memory: memoryview) -> bool:
+        """Pin host memory for fast asynchronous copies; return whether the memory is pinned."""
         reason: object
         with _on(self._device):
             try:
@@ -165,13 +140,9 @@ class _CudaLink:
         return not reason
 
     def unpin(self, memory: memoryview) -> None:
+        """Undo :meth:`pin`."""
         with _on(self._device):
             torch.cuda.cudart().cudaHostUnregister(_address(memory))
-
-
-def _event_of(mark: Mark) -> torch.cuda.Event:
-    assert isinstance(mark, _CudaMark), "a mark of another kind of link"  # noqa: S101 - for the reader and mypy
-    return mark.event
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -186,7 +157,7 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[None]:
 @functools.cache
 def cuda_link(device: torch.device) -> Link:
     """Return the link of a CUDA device, one per device and process."""
-    return _CudaLink(device)
+    return Link(device)
 
 
 def catch_up(devices: Iterable[torch.device]) -> None:

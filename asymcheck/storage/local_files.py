@@ -22,17 +22,19 @@ from asymcheck.errors import OutOfSpaceError, ReadOnlyStoreError, StorageError, 
 _POLL_S = 0.005
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_REPLACE_ATTEMPTS = 8
+_CREATE_ATTEMPTS = 8
+# Longer than another process holds the lock of a file that it only inspects.
+_INSPECTION_S = 1.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Files:
     """File operations that raise the errors of this package. Thread-safe."""
 
-    def open_new(self, path: Path) -> int:
+    def open_new(self, path: Path, mode: int = 0o644) -> int:
         """Create ``path`` for reading and writing; return a descriptor. The file must not exist."""
         with translated("create", path):
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
 
     def open_existing(self, path: Path) -> int:
         """Open ``path`` for reading and writing; return a descriptor. The path must not be a link."""
@@ -137,24 +139,14 @@ class Files:
                 raise
             return True
 
-    def write_small(self, path: Path, data: bytes) -> None:
-        """Create ``path`` with ``data`` and make the content durable, but not the directory entry."""
-        descriptor = self.open_new(path)
-        try:
-            self.pwrite(descriptor, [memoryview(data)], 0, path)
-            self.sync(descriptor, path)
-        finally:
-            os.close(descriptor)
-
     @contextlib.contextmanager
     def temporary(self, path: Path, data: bytes) -> Iterator[None]:
         """Create a file with durable ``data`` for the ``with`` block, then remove it.
 
         The file is locked, so that garbage collection does not take it for the leftover of a crash.
         """
-        descriptor = DESCRIPTORS.open(self.open_new, path)
+        descriptor = create_locked(self, path)
         try:
-            try_lock(descriptor, exclusive=True)
             self.pwrite(descriptor, [memoryview(data)], 0, path)
             self.sync(descriptor, path)
             yield
@@ -171,22 +163,14 @@ class Files:
         """
         temporary = path.with_name(f"{os.urandom(8).hex()}.tmp")
         with self.temporary(temporary, data):
-            try:
-                return self.link(temporary, path)
-            except FileNotFoundError:
-                # Garbage collection removed the file before it was locked.
-                return False
+            return self.link(temporary, path)
 
     def replace_record(self, path: Path, data: bytes) -> None:
         """Replace the content of ``path`` durably and atomically."""
-        for _ in range(_REPLACE_ATTEMPTS):
-            temporary = path.with_name(f"{os.urandom(8).hex()}.tmp")
-            with contextlib.suppress(FileNotFoundError), self.temporary(temporary, data):
-                self.rename(temporary, path)
-                self.sync_directory(path.parent)
-                return
-        # Garbage collection removed the file before it was locked, each time.
-        raise StorageError(f"replace {path}: the temporary file was removed {_REPLACE_ATTEMPTS} times; try again")
+        temporary = path.with_name(f"{os.urandom(8).hex()}.tmp")
+        with self.temporary(temporary, data):
+            self.rename(temporary, path)
+            self.sync_directory(path.parent)
 
     def reading_ahead(self, _paths: Iterable[PurePath], _limit: int) -> contextlib.AbstractContextManager[None]:
         """Return a context manager without effect, because drives read small files at once."""
@@ -451,3 +435,17 @@ DESCRIPTORS = Descriptors()
 os.register_at_fork(
     before=DESCRIPTORS.hold, after_in_parent=DESCRIPTORS.release, after_in_child=DESCRIPTORS.close_in_child
 )
+
+
+def create_locked(files: Files, target: Path, mode: int = 0o644) -> int:
+    """Create and lock a file. Retry if another process removes the file before it is locked."""
+    for _ in range(_CREATE_ATTEMPTS):
+        descriptor = DESCRIPTORS.open(files.open_new, target, mode)
+        if wait_lock(descriptor, _INSPECTION_S, exclusive=True) and is_same_file(descriptor, target):
+            return descriptor
+        DESCRIPTORS.close(descriptor)
+        files.unlink(target)
+    raise StorageError(
+        f"{target} was locked or removed by another process {_CREATE_ATTEMPTS} times while it was being created; try "
+        "again"
+    )

@@ -50,10 +50,8 @@ class CheckpointFiles:
     @property
     def is_complete(self) -> bool:
         """Whether there is exactly one manifest for each rank that saves into this store."""
-        if self.store_ranks is None:
-            return self.is_whole
-        ranks = [name.rank for name in self.manifests]
-        return self.world_size > 0 and len(ranks) == len(set(ranks)) and set(ranks) >= set(ranks_in(self.store_ranks))
+        is_unambiguous = len({name.rank for name in self.manifests}) == len(self.manifests)
+        return self.world_size > 0 and is_unambiguous and not self.missing_ranks
 
     def of_ranks(self, spans: Spans | None) -> CheckpointFiles:
         """Return only the manifests of the given ranks, as in a store of these ranks; None for all ranks."""

@@ -33,13 +33,13 @@ class PackIndex:
     damage: FormatError | None
     """Damage of the header or the index, if the frames were found by scanning; else None."""
     stamped: tuple[int, ...] = ()
-    """Sequence numbers in the frame headers, if a scan found the frames. A thorough scan may leave gaps."""
+    """Sequence numbers in the frame headers, if they may differ from the positions: after a scan, and in a ring."""
 
 
 def digests_of(entries: Entries) -> list[Digest]:
     """Return the digests of all frames of an index, in order."""
-    raw = entries["digest"].tobytes()
-    return [Digest(raw[i : i + registry.DIGEST_BYTES]) for i in range(0, len(raw), registry.DIGEST_BYTES)]
+    digests: list[Digest] = entries["digest"].tolist()
+    return digests
 
 
 def find_frames(read: ReadRange, name: str, pack_id: PackId, *, thorough: bool = False) -> PackIndex:

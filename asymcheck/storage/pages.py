@@ -86,10 +86,8 @@ def are_huge(address: int, nbytes: int) -> bool:
             count = fcntl.ioctl(pagemap, _PAGEMAP_SCAN, bytearray(argument))
     except OSError:
         return False
-    huge = 0
-    for number in range(count):
-        first, last, _ = _SCAN_REGION.unpack_from(regions, number * _SCAN_REGION.size)
-        huge += int(last) - int(first)
+    found = _SCAN_REGION.iter_unpack(regions.raw[: count * _SCAN_REGION.size])
+    huge: int = sum(last - first for first, last, _ in found)
     return huge >= _HUGE_SHARE * (end - start)
 
 

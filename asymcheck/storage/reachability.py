@@ -116,9 +116,7 @@ class Reachability(abc.ABC):
         return len({key.rpartition(b"/")[0] for key in self._digests})
 
     def _count(self, digests: bytes, change: int) -> None:
-        size = registry.DIGEST_BYTES
-        for start in range(0, len(digests), size):
-            name = Digest(digests[start : start + size])
+        for name in np.frombuffer(digests, dtype=f"V{registry.DIGEST_BYTES}").tolist():
             users = self._users.get(name, 0) + change
             if users:
                 self._users[name] = users

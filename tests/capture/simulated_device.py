@@ -18,7 +18,7 @@ from asymcheck.state.leaves import Source
 from asymcheck.storage.gpu_staging import Link, Mark
 
 
-class SimulatedMark:
+class SimulatedMark(Mark):
     """A point in one of the queues."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class SimulatedMark:
         return self.at_s - earlier.at_s
 
 
-class SimulatedDevice:
+class SimulatedDevice(Link):
     """A link whose queues wait for a random delay before each operation, up to the given maximum."""
 
     def __init__(self, training_s: float, copies_s: float, seed: int = 0) -> None:

@@ -35,10 +35,10 @@ class Failing(Files):
             with translated(action, path):
                 raise OSError(self.number, os.strerror(self.number))
 
-    def open_new(self, path: Path) -> int:
+    def open_new(self, path: Path, mode: int = 0o644) -> int:
         """Fail or open."""
         self._check("create", path)
-        return super().open_new(path)
+        return super().open_new(path, mode)
 
     def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
         """Fail or write."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from asymcheck import Store
 from asymcheck.errors import OutOfSpaceError
+from asymcheck.format import layout
 from asymcheck.storage.local_files import Files
 from asymcheck.storage.nvme import NvmeTier
 from tests.checkpointer.loops import CONFIG
@@ -58,12 +60,13 @@ class SmallDrive(Files):
             raise OutOfSpaceError(f"no space for {path.name}")
         super().pwrite(descriptor, buffers, offset, path)
 
-    def write_small(self, path: Path, data: bytes) -> None:
+    def temporary(self, path: Path, data: bytes) -> contextlib.AbstractContextManager[None]:
         """Write; the second manifest is the first file for which there is no space."""
-        if len([*path.parents[1].iterdir()]) == 2 and not self.has_failed:
+        is_manifest = path.parents[2].name == layout.MANIFESTS
+        if is_manifest and len([*path.parents[1].iterdir()]) == 2 and not self.has_failed:
             self.has_failed = True
             raise OutOfSpaceError(f"no space for {path.name}")
-        super().write_small(path, data)
+        return super().temporary(path, data)
 
 
 def open_on(disk: Files, path: Path) -> Store:

@@ -57,10 +57,10 @@ class WatchedFiles(Files):
         """Call ``before`` for every operation. If it raises, the operation does not happen."""
         self._before = before
 
-    def open_new(self, path: Path) -> int:
+    def open_new(self, path: Path, mode: int = 0o644) -> int:
         """Notify, then create."""
         self._before("open_new", path)
-        return super().open_new(path)
+        return super().open_new(path, mode)
 
     def open_existing(self, path: Path) -> int:
         """Notify, then open."""

@@ -32,9 +32,9 @@ class RecordingFiles(Files):
         """Append to ``log``."""
         self.log = log
 
-    def open_new(self, path: Path) -> int:
+    def open_new(self, path: Path, mode: int = 0o644) -> int:
         """Create and log."""
-        descriptor = super().open_new(path)
+        descriptor = super().open_new(path, mode)
         self.log.append(("create", path))
         return descriptor
 

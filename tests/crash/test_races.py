@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from asymcheck import events
-from asymcheck.commit.pack_builder import KnownPartitions
+from asymcheck.commit.pack_builder import PackBuilder
 from asymcheck.errors import RecoveryError, StorageError
 from asymcheck.events import Event
 from asymcheck.storage.local_files import Files
 from asymcheck.storage.nvme import Transaction
 from asymcheck.storage.reachability import StoreReachability
 from asymcheck.store import Store
-from asymcheck.types import Digest, Location
+from asymcheck.types import Digest, Location, PackId
 from tests.crash.actions import open_store
 from tests.crash.states import fingerprint, make_state
 from tests.crash.survival import check_steps
@@ -132,7 +132,14 @@ def test_collection_takes_packs_at_every_attempt(stores: tuple[Store, Store], mo
     store, _ = stores
     store.save(make_state(0), step=0)
     monkeypatch.setattr(Transaction, "pack_state", lambda _self, _pack: None)
-    monkeypatch.setattr(KnownPartitions, "forget", lambda _self, _packs: None)
+    take_back = PackBuilder.take_back
+
+    def find_again(self: PackBuilder, packs: Sequence[PackId]) -> list[Digest]:
+        lost = take_back(self, packs)
+        self._gone.clear()
+        return lost
+
+    monkeypatch.setattr(PackBuilder, "take_back", find_again)
     with pytest.raises(StorageError, match="removed partitions 8 times"):
         store.save(make_state(0), step=1)
     monkeypatch.undo()
@@ -175,9 +182,9 @@ class _Creating(Files):
 
     act: Callable[[], object] | None = None
 
-    def open_new(self, path: Path) -> int:
+    def open_new(self, path: Path, mode: int = 0o644) -> int:
         """Create, then act."""
-        descriptor = super().open_new(path)
+        descriptor = super().open_new(path, mode)
         if self.act is not None and path.parent.name in ("packs", "default"):
             act, self.act = self.act, None
             act()

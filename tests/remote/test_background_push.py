@@ -25,7 +25,6 @@ from asymcheck.errors import (
     StorageError,
     UnreachableRemoteWarning,
 )
-from asymcheck.format.layout import ManifestName
 from asymcheck.gc.collect import Collected
 from asymcheck.replication.background_push import BackgroundPush
 from asymcheck.replication.collect_remote import RemoteSweep
@@ -190,10 +189,10 @@ def test_one_that_the_location_does_not_take_does_not_hold_up_the_others(
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     original = RemoteManifests.stage
 
-    def stage(manifests: RemoteManifests, run: str, ref: CheckpointRef, name: ManifestName, data: bytes) -> object:
+    def stage(manifests: RemoteManifests, run: str, ref: CheckpointRef, data: bytes) -> object:
         if ref.step == 2:
             raise StorageError("it does not fit")
-        return original(manifests, run, ref, name, data)
+        return original(manifests, run, ref, data)
 
     monkeypatch.setattr(RemoteManifests, "stage", stage)
     with Store.open(store, config=CONFIG, create=True) as opened, by_thread(opened, folder) as pushing:

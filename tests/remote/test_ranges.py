@@ -15,10 +15,11 @@ import pytest
 
 from asymcheck import Store
 from asymcheck.config import RemoteConfig
+from asymcheck.storage.remote.client_interface import OpenedFile
 from asymcheck.storage.remote.deadline import within
 from asymcheck.storage.remote.location import parse_location
-from asymcheck.storage.remote.ranges import OpenedFile, RangeMemory
 from asymcheck.storage.remote.remote_files import RemoteFiles
+from asymcheck.storage.slots import SlotPool
 from tests.remote.conftest import CONFIG, REMOTE, check_state
 
 CONTENT = bytes(range(256)) * 1024
@@ -55,21 +56,21 @@ def address(view: memoryview) -> int:
 
 def test_memory_is_reused_after_the_last_view() -> None:
     """Test a view of any part."""
-    memory = RangeMemory(4096, 2)
-    original = memory.take(4096)
+    memory = SlotPool(2, 4096)
+    original = memory.lend(4096)
     first, part = address(original), original[100:200][10:]
     del original
-    other = memory.take(4096)
+    other = memory.lend(4096)
     assert address(other) != first
     del part
-    assert address(memory.take(100)) == first
+    assert address(memory.lend(100)) == first
 
 
 def test_no_more_memory_is_kept_than_was_asked_for() -> None:
     """Test that further memory is freed, and that memory larger than a piece is never kept."""
-    memory = RangeMemory(4096, 2)
-    views = [memory.take(10) for _ in range(5)]
-    assert len(memory.take(5000)) == 5000
+    memory = SlotPool(2, 4096)
+    views = [memory.lend(10) for _ in range(5)]
+    assert len(memory.lend(5000)) == 5000
     views.clear()
     assert len(memory._free) == 2
 
@@ -78,19 +79,20 @@ def test_a_location_that_is_closed_keeps_no_memory(pushed: Path, folder: str) ->
     """Test that memory of a restore is kept for the next restore, until the location is closed."""
     with Store.open(folder, config=CONFIG, create=True) as remote:
         check_state(remote.load(), 2)
-        (memory,) = (one for one in gc.get_objects() if type(one) is RangeMemory and one._free)
+        memory = remote.resources.tier._ahead.memory
+        assert memory._free
     assert memory._free == []
-    view = memory.take(10)
+    view = memory.lend(10)
     del view
     assert memory._free == []
 
 
 def test_a_read_that_fails_keeps_no_memory() -> None:
     """Test that the memory is freed before the next garbage collection."""
-    memory = RangeMemory(4096, 2)
+    memory = SlotPool(2, 4096)
 
     def fail() -> None:
-        view = memory.take(10)
+        view = memory.lend(10)
         raise OSError(len(view))
 
     gc.disable()
@@ -104,8 +106,8 @@ def test_a_read_that_fails_keeps_no_memory() -> None:
 
 
 @pytest.mark.slow(quick=["file-memory1"])
-@pytest.mark.parametrize("memory", [None, RangeMemory(1 << 14, 2)])
-def test_ranges_read_with_and_without_such_memory(files: RemoteFiles, memory: RangeMemory | None) -> None:
+@pytest.mark.parametrize("memory", [None, SlotPool(2, 1 << 14)])
+def test_ranges_read_with_and_without_such_memory(files: RemoteFiles, memory: SlotPool | None) -> None:
     """Test ranges inside, at the end, beyond it, and larger than a piece, with all results kept."""
     ranges = [(start, 5000) for start in range(0, 40_000, 5000)] + [(260_000, 5000), (300_000, 10), (0, len(CONTENT))]
     opened_file = OpenedFile()

@@ -120,7 +120,7 @@ def test_existing_and_missing_names_are_answers(tmp_path: Path) -> None:
 
 def test_a_small_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
     """Test that a file of one byte more is reported as too long, without reading the rest."""
-    FILES.write_small(tmp_path / "x", b"0123456789")
+    (tmp_path / "x").write_bytes(b"0123456789")
     assert FILES.read_small(tmp_path / "x", 10) == b"0123456789"
     assert FILES.read_small(tmp_path / "x", 4) == b"01234"
 

@@ -29,7 +29,7 @@ from asymcheck.format.ring_records import (
     encode_ring_header,
 )
 from asymcheck.storage.shm import ring_reader
-from asymcheck.storage.shm.orphaned_rings import remove_unreadable_ring
+from asymcheck.storage.shm.orphaned_rings import unreadable_ring
 from asymcheck.storage.shm.ring_reader import RingReader
 from asymcheck.types import SaveId
 from tests.storage.ring_cases import BLOCK, HEADER, SAVE, found, make_ring, payloads, put
@@ -281,5 +281,5 @@ def test_a_ring_of_a_newer_program_stays(path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(UnsupportedVersionError):
         RingReader(path)
-    assert remove_unreadable_ring(path) == "damaged"
+    assert unreadable_ring(path, remove=("unmade",)) == "damaged"
     assert path.read_bytes() == data

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from asymcheck.errors import InvalidInputError, LimitError, LockTimeoutError, OutOfSpaceError, StorageError
+from asymcheck.errors import InvalidInputError, LimitError, OutOfSpaceError, StorageError
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, payload_offset
 from asymcheck.format.layout import ring_name
 from asymcheck.format.ring_records import CAPTURES_MAX, COMPLETE, DATA_OFFSET, DURABLE, CaptureEntry
 from asymcheck.storage import local_files
 from asymcheck.storage.local_files import try_lock
-from asymcheck.storage.shm import ring_writer as ring_module
 from asymcheck.storage.shm.orphaned_rings import list_rings
 from asymcheck.storage.shm.ring_reader import RingReader
 from asymcheck.storage.shm.ring_writer import Ring
@@ -306,7 +305,7 @@ def test_a_forked_child_keeps_no_lock(tmp_path: Path) -> None:
 def test_reader_does_not_break_the_creation_of_a_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test a search for orphaned rings, which briefly holds the lock and removes the file."""
     path = tmp_path / ring_name(HEADER.store_id, HEADER.ring_id)
-    wait, looks = ring_module.wait_lock, 0
+    wait, looks = local_files.wait_lock, 0
 
     def looked_at(descriptor: int, timeout_s: float, *, exclusive: bool) -> bool:
         nonlocal looks
@@ -318,7 +317,7 @@ def test_reader_does_not_break_the_creation_of_a_ring(tmp_path: Path, monkeypatc
             threading.Timer(0.1, os.close, [other]).start()
         return wait(descriptor, timeout_s, exclusive=exclusive)
 
-    monkeypatch.setattr(ring_module, "wait_lock", looked_at)
+    monkeypatch.setattr(local_files, "wait_lock", looked_at)
     ring = make_ring(tmp_path)
     assert looks == 2
     with RingReader(ring.path) as reader:
@@ -328,9 +327,9 @@ def test_reader_does_not_break_the_creation_of_a_ring(tmp_path: Path, monkeypatc
 
 def test_a_lock_that_another_keeps_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test that a ring is not created without its lock, because another process would recover it."""
-    monkeypatch.setattr(ring_module, "_LOCK_S", 0.0)
+    monkeypatch.setattr(local_files, "_INSPECTION_S", 0.0)
     monkeypatch.setattr(local_files, "try_lock", lambda *_, **__: False)
-    with pytest.raises(LockTimeoutError, match="another process held the lock"):
+    with pytest.raises(StorageError, match="was locked or removed by another process 8 times"):
         make_ring(tmp_path)
     assert os.listdir(tmp_path) == []
 

@@ -312,6 +312,7 @@ class Catalog:
         for folder in (path, path / "open"):
             files.make_directory(folder)
         self._marks = CatalogUsers(files, path / "open")
+        self._damage_note = path / "open" / "damaged"
         self._lock_descriptor = DESCRIPTORS.open(files.open_lock, path / "writer.lock")
         # Waiting writers hold a shared lock on this folder, which ends with their process.
         self._waiting_descriptor = DESCRIPTORS.open(files.open_read, path / "open")
@@ -331,10 +332,6 @@ class Catalog:
                     self._set_aside_if_damaged()
                     self._open(store_id, populate)
             stack.pop_all()
-
-    @property
-    def _damage_note(self) -> Path:
-        return self.path / "open" / "damaged"
 
     def _open(self, store_id: bytes, populate: Populate) -> None:
         with contextlib.ExitStack() as stack:
@@ -459,11 +456,9 @@ class Catalog:
         """
         return {key for key, owner in self.dead_pins().items() if pins.get(key) == owner}
 
-    @contextlib.contextmanager
-    def read(self) -> Iterator[Transaction]:
+    def read(self) -> contextlib.AbstractContextManager[Transaction]:
         """Begin a read transaction. Keep it short, because it keeps old pages alive."""
-        with self._transaction(write=False) as transaction:
-            yield transaction
+        return self._transaction(write=False)
 
     @contextlib.contextmanager
     def write(self, *, gives_way: bool = False) -> Iterator[Transaction]:

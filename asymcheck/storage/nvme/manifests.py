@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from pathlib import Path, PurePath
 
 from asymcheck.errors import (
-    INCONCLUSIVE,
+    AsymcheckError,
     FormatError,
     HeadRecordError,
-    MissingPartitionError,
     StorageError,
     UnsupportedFormatError,
+    result_or_error,
 )
 from asymcheck.events import emit
 from asymcheck.format import layout
@@ -38,6 +39,22 @@ def removed_store(root: Path) -> StorageError:
         f"store {root} does not exist any more: was it moved, removed, or its drive unmounted? "
         "Restore the directory, then open the store again"
     )
+
+
+def repair_record(files: Files, path: Path, decode: Callable[[bytes], object]) -> bool:
+    """Rewrite a record if one of its copies is damaged or truncated; return whether it was.
+
+    Raises:
+        FormatError: no copy is intact, or ``decode`` refuses the intact copy.
+    """
+    data = files.read_small(path, RECORD_BYTES) or b""
+    whole = repaired_record(data)
+    if whole == data:
+        return False
+    # Raises if no copy is intact.
+    decode(whole or data)
+    files.replace_record(path, whole or data)
+    return True
 
 
 class ManifestFiles(ManifestReader):
@@ -78,12 +95,10 @@ class ManifestFiles(ManifestReader):
         present = {name.rank for name in listing.manifests}
         for name in listing.manifests:
             if name.digest not in self._spans:
-                try:
-                    self._spans[name.digest] = self.read(listing.run, listing.ref, name).header.store_ranks
-                except INCONCLUSIVE:
-                    raise
-                except (FormatError, MissingPartitionError, StorageError):
+                manifest = result_or_error(self.read, listing.run, listing.ref, name)
+                if isinstance(manifest, AsymcheckError):
                     continue
+                self._spans[name.digest] = manifest.header.store_ranks
             spans = self._spans[name.digest]
             # A manifest that was copied from another store may name other ranks.
             if spans is None or present.issuperset(ranks_in(spans)):
@@ -118,14 +133,10 @@ class ManifestFiles(ManifestReader):
             # Sync even if another rank created the directory, because that rank may not have synced yet.
             self._files.sync_directory(directory.parent)
             emit("manifest.directory_created", directory.name)
-            try:
-                self._files.write_small(temporary, data)
+            with self._files.temporary(temporary, data):
                 emit("manifest.written", temporary.name)
                 emit("manifest.synced", temporary.name)
                 self._files.rename(temporary, directory / str(name))
-            except BaseException:
-                self._files.unlink(temporary)
-                raise
             emit("manifest.renamed", str(name))
             self._files.sync_directory(directory)
         except FileNotFoundError as error:
@@ -210,14 +221,7 @@ class ManifestFiles(ManifestReader):
             FormatError: no copy is intact, or the record contradicts its path.
         """
         path = self._heads / run / layout.head_name(generation)
-        data = self._files.read_small(path, RECORD_BYTES) or b""
-        whole = repaired_record(data)
-        if whole == data:
-            return False
-        # Raises if no copy is intact.
-        decode_head_of(run, generation, whole or data)
-        self._files.replace_record(path, whole or data)
-        return True
+        return repair_record(self._files, path, partial(decode_head_of, run, generation))
 
     def publish_head(self, head: HeadRecord) -> bool:
         """Write a head record durably; return False if the generation has a head record."""

@@ -16,14 +16,11 @@ from asymcheck.events import emit, timed
 from asymcheck.format import layout, registry
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.pack import PackHeader, encode_index, encode_pack_header, entries_of, location_of, round_up
-from asymcheck.storage.local_files import DESCRIPTORS, Files, OpenFile, is_same_file, try_lock, wait_lock
+from asymcheck.storage.local_files import DESCRIPTORS, Files, OpenFile, create_locked, is_same_file, try_lock
 from asymcheck.storage.slots import Slot
 from asymcheck.types import Digest, Location, PackId
 
 _INDEX_BYTES = 1 << 20
-_CREATE_ATTEMPTS = 8
-# Longer than a collection or verification holds the lock of a file that it only inspects.
-_INSPECTION_S = 1.0
 
 
 class PackWriter:
@@ -40,17 +37,13 @@ class PackWriter:
         self._directory = directory
         self._path = directory / layout.pack_temporary_name(pack_id)
         self._lock = threading.Lock()
-        self._end = registry.BLOCK_BYTES
+        self.length = registry.BLOCK_BYTES
+        """Bytes of the header and of all frames so far."""
         self._frames: list[tuple[FrameDescriptor, int]] = []
         self._recycled = recycled
         self._file = OpenFile(files, self._path, descriptor)
         self._file.use_direct()
         emit("pack.created", self._path.name)
-
-    @property
-    def length(self) -> int:
-        """Bytes of the header and of all frames so far."""
-        return self._end
 
     def write(self, slot: Slot, descriptor: FrameDescriptor) -> None:
         """Append a frame whose payload is in ``slot``."""
@@ -83,8 +76,8 @@ class PackWriter:
 
     def _append(self, descriptor: FrameDescriptor) -> tuple[int, int]:
         with self._lock:
-            sequence, offset = len(self._frames), self._end
-            self._end += descriptor.frame_length
+            sequence, offset = len(self._frames), self.length
+            self.length += descriptor.frame_length
             self._frames.append((descriptor, offset))
         return sequence, offset
 
@@ -95,15 +88,15 @@ class PackWriter:
             The header, and the digests and locations of all frames.
         """
         entries = entries_of(self._frames)
-        header = PackHeader(self.pack_id, len(entries), self._end, created_ns, writer)
+        header = PackHeader(self.pack_id, len(entries), self.length, created_ns, writer)
         index = encode_index(self.pack_id, entries)
-        self._pwrite_aligned(index, self._end)
+        self._pwrite_aligned(index, self.length)
         self._pwrite_aligned(encode_pack_header(header), 0)
         if self._recycled and os.fstat(self._file.descriptor).st_size > 2 * header.pack_length:
             # A recycled file keeps its old tail for the next pack in the same file, unless the tail is too long.
             self._files.truncate(self._file.descriptor, header.pack_length, self._path)
         emit("pack.index_written", self._path.name)
-        with timed("sync", self._end, lambda: {"pack": self._path.name}):
+        with timed("sync", self.length, lambda: {"pack": self._path.name}):
             self._file.sync()
         emit("pack.synced", self._path.name)
         final = self._directory / layout.pack_name(self.pack_id)
@@ -130,17 +123,6 @@ class PackWriter:
             self._files.unlink(self._path)
         finally:
             self.close()
-
-
-def create_locked(files: Files, target: Path) -> int:
-    """Create and lock a file. Retry if a collection removes the file before it is locked."""
-    for _ in range(_CREATE_ATTEMPTS):
-        descriptor = DESCRIPTORS.open(files.open_new, target)
-        if wait_lock(descriptor, _INSPECTION_S, exclusive=True) and is_same_file(descriptor, target):
-            return descriptor
-        DESCRIPTORS.close(descriptor)
-        files.unlink(target)
-    raise StorageError(f"{target} was removed {_CREATE_ATTEMPTS} times while it was being created; try again")
 
 
 class Pool:

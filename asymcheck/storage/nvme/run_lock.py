@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from asymcheck.errors import RunInUseError
+from asymcheck.errors import RunInUseError, StructureError
 from asymcheck.format import layout
+from asymcheck.format.catalog_records import owner_from_json
 from asymcheck.storage import process_identity
-from asymcheck.storage.local_files import DESCRIPTORS, Files, is_same_file, translated, try_lock
+from asymcheck.storage.local_files import DESCRIPTORS, Files, create_locked, is_same_file, translated, try_lock
 from asymcheck.storage.nvme.manifests import removed_store
-from asymcheck.storage.nvme.pack_writer import create_locked
 from asymcheck.types import Owner
 
 _logger = logging.getLogger(__name__)
@@ -51,11 +51,8 @@ class Trainer:
         """Return the trainer that a lock file or a lease names; None if the content cannot be read."""
         try:
             entry = json.loads(data or b"")
-            owner = Owner(
-                int(entry["pid"]), int(entry["start_ticks"]), str(entry["boot_id"]), str(entry["pid_namespace"])
-            )
-            trainer = cls(owner, str(entry["host"]), int(entry["started_ns"]))
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            trainer = cls(owner_from_json(entry, "trainer"), str(entry["host"]), int(entry["started_ns"]))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError, StructureError):
             return None
         # A hostile lease may have a time without a date, or a host name that controls the terminal.
         return trainer if trainer.host.isprintable() and 0 <= trainer.started_ns < _NS_MAX else None

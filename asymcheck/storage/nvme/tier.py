@@ -8,7 +8,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from asymcheck.config import WRITER, StoreConfig
@@ -23,6 +25,7 @@ from asymcheck.errors import (
 )
 from asymcheck.format import layout
 from asymcheck.format.frame import FrameDescriptor
+from asymcheck.format.pack import PackHeader
 from asymcheck.format.record import (
     RECORD_BYTES,
     REMOTE_LAYOUT,
@@ -30,19 +33,26 @@ from asymcheck.format.record import (
     Descriptor,
     decode_descriptor,
     encode_descriptor,
-    repaired_record,
 )
-from asymcheck.format.registry import SHIFTED_PAYLOAD, missing_writer_features
+from asymcheck.format.registry import BLOCK_BYTES, SHIFTED_PAYLOAD, missing_writer_features
 from asymcheck.storage.interfaces import StoreTier
-from asymcheck.storage.local_files import DESCRIPTORS, Files, OpenFile, is_same_file, translated, try_lock
+from asymcheck.storage.local_files import (
+    DESCRIPTORS,
+    Files,
+    OpenFile,
+    create_locked,
+    is_same_file,
+    translated,
+    try_lock,
+)
 from asymcheck.storage.nvme.catalog import Catalog, CatalogUsers, Populate, open_catalog, release_catalog
 from asymcheck.storage.nvme.drives import needs_slot, refuse_network
-from asymcheck.storage.nvme.manifests import ManifestFiles, removed_store
+from asymcheck.storage.nvme.manifests import ManifestFiles, removed_store, repair_record
 from asymcheck.storage.nvme.pack_reader import PackFile, open_pack, peek
-from asymcheck.storage.nvme.pack_writer import PackWriter, Pool, create_locked
+from asymcheck.storage.nvme.pack_writer import PackWriter, Pool
 from asymcheck.storage.pack_index import PackIndex
 from asymcheck.storage.slots import Slot
-from asymcheck.types import Owner, PackId
+from asymcheck.types import Digest, Location, Owner, PackId
 
 _logger = logging.getLogger(__name__)
 _INDEX_BYTES = 64 << 20
@@ -85,7 +95,7 @@ class NvmeTier(StoreTier):
         self.packs = root / layout.PACKS
         self._catalog: Catalog | None = None
         self._catalog_lock = threading.Lock()
-        self._indexes: dict[PackId, _CachedIndex] = {}
+        self._indexes: OrderedDict[PackId, _CachedIndex] = OrderedDict()
         self._index_bytes = 0
         self._indexes_lock = threading.Lock()
         if not read_only:
@@ -240,14 +250,9 @@ class NvmeTier(StoreTier):
     def repair_descriptor(self) -> bool:
         """Rewrite the store descriptor if one of its copies is damaged; return whether it was."""
         path = self.root / layout.DESCRIPTOR_NAME
-        data = self.files.read_small(path, RECORD_BYTES) or b""
-        whole = repaired_record(data)
-        if whole in (None, data):
-            return False
-        decode_descriptor(whole, f"store descriptor {path}")
-        self.files.replace_record(path, whole)
+        is_repaired = repair_record(self.files, path, partial(decode_descriptor, where=f"store descriptor {path}"))
         self.damaged_descriptor_copies = 0
-        return True
+        return is_repaired
 
     def open_pack_to_repair(self, pack_id: PackId) -> PackFile:
         """Open a complete pack with a thorough scan for frames; see :func:`open_pack`."""
@@ -279,11 +284,27 @@ class NvmeTier(StoreTier):
             raise removed_store(self.root) from error
 
     @contextlib.contextmanager
-    def provisional_pack(self, needed_bytes: int, is_entered: Callable[[], bool]) -> Iterator[PackWriter]:
-        """Start a pack that is locked for the ``with`` block, and removed at its end unless ``is_entered()``."""
-        writer = self.start_pack(needed_bytes)
+    def provisional_pack(
+        self, nbytes: int, frames: Iterable[tuple[Slot, FrameDescriptor]], is_entered: Callable[[], bool]
+    ) -> Iterator[tuple[PackHeader | None, dict[tuple[Digest, bytes], Location]]]:
+        """Write frames of ``nbytes`` bytes into a complete pack, which is locked for the ``with`` block.
+
+        Yields its header, None without frames, and the locations of the frames by their digest and that of their base.
+        The pack is removed at the end of the block unless ``is_entered()``.
+        """
+        if not nbytes:
+            yield None, {}
+            return
+        writer = self.start_pack(nbytes)
         try:
-            yield writer
+            for slot, descriptor in frames:
+                writer.write(slot, descriptor)
+            if writer.length > BLOCK_BYTES:
+                header, locations = writer.seal(time.time_ns(), WRITER)
+                yield header, {(name, location.base_digest): location for name, location in locations}
+            else:
+                writer.abandon()
+                yield None, {}
         finally:
             if not is_entered():
                 # No other process could open the pack yet. If the removal fails, a harmless second copy stays.
@@ -329,42 +350,31 @@ class NvmeTier(StoreTier):
             raise MissingPartitionError(f"pack {path.name} does not exist") from error
         file = (status.st_ino, status.st_size, status.st_ctime_ns)
         with self._indexes_lock:
-            cached = self._taken(pack_id)
-        if cached is None or cached[0] != file:
-            with contextlib.closing(self.open_pack(pack_id)) as pack:
-                cached = file, PackIndex(pack.header, pack.entries, pack.damage)
-        with self._indexes_lock:
-            # Another thread may have read the same index.
-            self._taken(pack_id)
+            cached = self._indexes.pop(pack_id, None)
+            self._index_bytes -= 0 if cached is None else cached[1].entries.nbytes
+            if cached is None or cached[0] != file:
+                with contextlib.closing(self.open_pack(pack_id)) as pack:
+                    cached = file, PackIndex(pack.header, pack.entries, pack.damage)
             # The least recently used pack comes first.
             self._indexes[pack_id] = cached
             self._index_bytes += cached[1].entries.nbytes
             while self._index_bytes > _INDEX_BYTES and len(self._indexes) > 1:
-                self._taken(next(iter(self._indexes)))
+                _, dropped = self._indexes.popitem(last=False)
+                self._index_bytes -= dropped[1].entries.nbytes
         return cached[1]
-
-    def _taken(self, pack_id: PackId) -> _CachedIndex | None:
-        """Take an index out of the cache."""
-        cached = self._indexes.pop(pack_id, None)
-        self._index_bytes -= 0 if cached is None else cached[1].entries.nbytes
-        return cached
 
     def peek(self, pack_id: PackId) -> PackIndex:
         """Find the frames of a locked or damaged pack; see :func:`asymcheck.storage.nvme.pack_reader.peek`."""
         return peek(self.files, self.packs, pack_id)
 
-    def stale_temporaries(self) -> list[Path]:
-        """Return temporary files of packs and records whose writer is dead."""
+    def leftovers(self) -> list[str]:
+        """Return the temporary files of packs and records whose writer is dead, as paths relative to the store."""
         stale = []
         for path in self._temporaries():
             with self.locked(path, exclusive=False) as is_locked:
                 if is_locked:
-                    stale.append(path)
+                    stale.append(str(path.relative_to(self.root)))
         return stale
-
-    def leftovers(self) -> list[str]:
-        """Return the paths of stale temporary files, relative to the store."""
-        return [str(path.relative_to(self.root)) for path in self.stale_temporaries()]
 
     def foreign(self) -> list[str]:
         """Return the paths, relative to the store, of files that do not belong to the store."""

@@ -8,6 +8,8 @@ import dataclasses
 from pathlib import PurePosixPath
 from typing import Literal, Protocol
 
+from asymcheck.storage.slots import SlotPool
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -44,6 +46,13 @@ class Readable(Protocol):
 
     def read_into(self, memory: memoryview, offset: int) -> int:
         """Read from ``offset`` into ``memory``; return the bytes read, which may be fewer than requested."""
+
+
+class OpenedFile:
+    """Cache of an open file for repeated reads, if the client can keep files open."""
+
+    def __init__(self) -> None:
+        self.file: Readable | None = None
 
 
 class Client(abc.ABC):
@@ -109,6 +118,21 @@ class FileSystem(Client):
     def reading(self, path: str) -> contextlib.AbstractContextManager[Readable]:
         """Open a complete file for the ``with`` block; see :attr:`keeps_files`."""
 
+    def read_range(
+        self, path: str, offset: int, length: int, kept: OpenedFile, memory: SlotPool | None
+    ) -> tuple[memoryview, int]:
+        """Return ``length`` bytes from ``offset``, fewer at the end of the file, and the size of the file."""
+        if (file := kept.file) is not None:
+            try:
+                return _read(file, offset, length, memory), file.size
+            except Exception:  # noqa: BLE001 - blocks move and tokens expire, so any error means to reopen the file
+                kept.file = None
+        with self.reading(path) as file:
+            data = _read(file, offset, length, memory)
+            if self.keeps_files:
+                kept.file = file
+            return data, file.size
+
     @abc.abstractmethod
     def create(self, path: str) -> Writable:
         """Open a new file for writing."""
@@ -136,3 +160,15 @@ class FileSystem(Client):
 
         By default, do nothing: pyarrow and some file systems of fsspec remove the content, too.
         """
+
+
+def _read(file: Readable, offset: int, length: int, memory: SlotPool | None) -> memoryview:
+    count = max(0, min(length, file.size - offset))
+    data = memoryview(bytearray(count)) if memory is None else memory.lend(count)
+    done = 0
+    while done < count:
+        more = file.read_into(data[done:], offset + done)
+        if not more:
+            break
+        done += more
+    return data[:done]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
@@ -44,9 +45,11 @@ class RemoteManifests(ManifestReader):
         listings = [listed(run, ref, names[folder]) for folder, ref in refs.items() if ref is not None]
         return sorted((listing for listing in listings if listing.manifests), key=lambda listing: listing.ref)
 
-    def stage(self, run: str, ref: CheckpointRef, name: ManifestName, data: bytes) -> PurePosixPath:
+    def stage(self, run: str, ref: CheckpointRef, data: bytes) -> PurePosixPath:
         """Write a manifest under a temporary name and return the path, so that :meth:`publish` only renames."""
-        return self._files.stage_small(self.directory(run, ref) / str(name), data)
+        staged = self.directory(run, ref) / f"{os.urandom(16).hex()}{layout.TEMPORARY}"
+        self._files.put_small(staged, data)
+        return staged
 
     def unstage(self, staged: PurePosixPath) -> None:
         """Remove a staged manifest that will not be published."""

@@ -13,9 +13,9 @@ from asymcheck.errors import MissingPartitionError, TruncatedError
 from asymcheck.format.pack import entry_length
 from asymcheck.storage.interfaces import OpenPack
 from asymcheck.storage.pack_index import PackIndex, find_frames
-from asymcheck.storage.remote.ranges import OpenedFile, RangeMemory
+from asymcheck.storage.remote.client_interface import OpenedFile
 from asymcheck.storage.remote.remote_files import RemoteFiles
-from asymcheck.storage.slots import Slot
+from asymcheck.storage.slots import Slot, SlotPool
 from asymcheck.types import PackId
 
 
@@ -23,17 +23,12 @@ def read_pack_index(files: RemoteFiles, path: PurePosixPath, pack_id: PackId) ->
     """Read header and index of a pack.
 
     Raises:
-        MissingPartitionError: there is no such pack.
+        FileNotFoundError: there is no such pack.
         FormatError: header or index is damaged and no frame was found, or the pack needs a newer program.
         RemoteUnreachableError: the location does not answer.
     """
     kept = OpenedFile()
-    try:
-        return find_frames(lambda offset, length: files.read_range(path, offset, length, kept), path.name, pack_id)
-    except FileNotFoundError as error:
-        if files.stat(path) is None:
-            raise MissingPartitionError(f"pack {path.name} does not exist in {files.location}") from error
-        raise MissingPartitionError(f"pack {path.name} was replaced during the read in {files.location}") from error
+    return find_frames(lambda offset, length: files.read_range(path, offset, length, kept), path.name, pack_id)
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,7 +49,7 @@ class ReadAhead:
     def __init__(self, files: RemoteFiles) -> None:
         """Read with the threads of ``files``."""
         self.threads = files.readers
-        self.memory = RangeMemory(files.config.piece_bytes, files.config.reads)
+        self.memory = SlotPool(files.config.reads, files.config.piece_bytes)
         self.lock = threading.Lock()
         """Guards all pieces."""
         self._reads = files.config.reads

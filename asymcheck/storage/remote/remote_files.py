@@ -31,13 +31,13 @@ from asymcheck.errors import (
 from asymcheck.events import emit
 from asymcheck.executor import begin
 from asymcheck.format import layout
-from asymcheck.storage.remote.client_interface import Entry, FileSystem, ObjectStore, Writable
+from asymcheck.storage.remote.client_interface import Entry, FileSystem, ObjectStore, OpenedFile, Writable
 from asymcheck.storage.remote.clients import connect
 from asymcheck.storage.remote.deadline import OverdueCalls, tried, within
 from asymcheck.storage.remote.location import RemoteLocation
 from asymcheck.storage.remote.object_stores import short_text
-from asymcheck.storage.remote.ranges import OpenedFile, RangeMemory, read_range
 from asymcheck.storage.remote.readers import Readers, result_of
+from asymcheck.storage.slots import SlotPool
 from asymcheck.storage.throughput import Throughput
 
 _T = TypeVar("_T")
@@ -51,7 +51,6 @@ _NO_CREDENTIALS = ("169.254.169.254", "metadata.google.internal")
 """Addresses of the service that gives credentials to cloud machines. Clients ask there last."""
 _SAFE_MODE = ("safemode", "safe mode")
 _DAMAGED = ("checksum",)
-_SMALL_CLOSED = "remote.small_closed"
 _SLOW_BYTES_PER_S = 1e6
 """Throughput of a slow link: the deadline of a put grows by the time of its bytes."""
 _READS = ("access ", "list ", "read ")
@@ -84,6 +83,8 @@ class RemoteFiles:
         self.config = config
         self._client = client = connect(location, config)
         self._objects = client if isinstance(client, ObjectStore) else None
+        self.renames = self._objects is None
+        """Whether the location is a file system, which can rename files; object stores cannot."""
         # Object stores have none of its operations, which only their own callers use.
         self._files = cast("FileSystem", client)
         self.kind: str = self._client.kind
@@ -94,11 +95,6 @@ class RemoteFiles:
         """Threads for reads ahead."""
         self._ahead: dict[PurePath, Future[bytes | None]] = {}
         self._overdue = _overdue.setdefault(str(location), OverdueCalls())
-
-    @property
-    def renames(self) -> bool:
-        """Whether the location is a file system, which can rename files; object stores cannot."""
-        return self._objects is None
 
     def url(self, path: PurePath) -> str:
         """Return the URI of a file for messages."""
@@ -174,7 +170,7 @@ class RemoteFiles:
         offset: int,
         length: int,
         kept: OpenedFile | None = None,
-        memory: RangeMemory | None = None,
+        memory: SlotPool | None = None,
     ) -> tuple[memoryview, int]:
         """Return ``length`` bytes from ``offset``, fewer at the end of the file, and the size of the file.
 
@@ -188,7 +184,7 @@ class RemoteFiles:
         action = f"read {length} bytes from {offset} of"
         keeps = OpenedFile() if kept is None else kept
         if self._objects is None:
-            read = partial(read_range, self._files, str(path), offset, length, keeps, memory)
+            read = partial(self._files.read_range, str(path), offset, length, keeps, memory)
         else:
             read = partial(self._objects.read, str(path), offset, length)
 
@@ -319,19 +315,9 @@ class RemoteFiles:
 
         return self._attempt(path, upload)
 
-    def put_small(self, path: PurePosixPath, data: bytes, *, event: str = _SMALL_CLOSED) -> bool:
+    def put_small(self, path: PurePosixPath, data: bytes, *, event: str = "remote.small_closed") -> bool:
         """Put a small file create-only, and read it back in a file system; return False if the name is taken."""
         return self.put(path, partial(self._small, path, data), partial(self._check_small, path, data, event))
-
-    def stage_small(self, path: PurePosixPath, data: bytes) -> PurePosixPath:
-        """Write a small temporary file in a file system, and read it back; return its path."""
-
-        def upload(temporary: PurePosixPath) -> PurePosixPath:
-            with self._small(path, data, temporary) as (pieces, _):
-                self._check_small(path, data, _SMALL_CLOSED, temporary, self.write(temporary, pieces))
-            return temporary
-
-        return self._attempt(path, upload)
 
     @contextlib.contextmanager
     def _small(self, path: PurePosixPath, data: bytes, _: PurePosixPath) -> Iterator[Content]:
@@ -344,7 +330,7 @@ class RemoteFiles:
         if self.read_small(stored, len(data)) != data:
             raise StorageError(f"{self.url(stored)}: the content read back differs from the content written")
 
-    def _attempt(self, path: PurePosixPath, upload: Callable[[PurePosixPath], _T]) -> _T:
+    def _attempt(self, path: PurePosixPath, upload: Callable[[PurePosixPath], bool]) -> bool:
         """Upload a file under a random temporary name. Retry under another name after a transient failure."""
         number = 1
         while True:

@@ -274,7 +274,7 @@ class RemoteTier(StoreTier):
 
     def _read_index(self, pack_id: PackId) -> PackIndex:
         for path in self._paths(pack_id):
-            with contextlib.suppress(MissingPartitionError):
+            with contextlib.suppress(FileNotFoundError):
                 index = read_pack_index(self.files, path, pack_id)
                 if index.damage is None:
                     self.keep_index(index)

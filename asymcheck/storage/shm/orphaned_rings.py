@@ -8,7 +8,7 @@ import os
 import shlex
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +21,7 @@ from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.format.ring_records import CAPTURES_OFFSET, DURABLE, CaptureEntry, RingHeader, decode_ring_header
 from asymcheck.format.spans import ranks_in
 from asymcheck.storage.interfaces import StoreTier
-from asymcheck.storage.local_files import DESCRIPTORS, is_same_file, translated, try_lock
+from asymcheck.storage.local_files import DESCRIPTORS, Files, is_same_file, translated, try_lock
 from asymcheck.storage.manifests import ManifestReader
 from asymcheck.storage.process_identity import describe, is_dead, is_exiting
 from asymcheck.storage.shm.ring_reader import RingReader
@@ -148,34 +148,27 @@ def _holder(path: Path) -> str:
     return "a process that is not visible to this process"
 
 
-def remove_unreadable_ring(path: Path, *, damaged: bool = False) -> Literal["used", "unmade", "damaged", "gone"]:
-    """Remove a ring without a readable header, if its process was killed during creation; return the state of the ring.
-
-    With ``damaged``, also remove a ring that may contain captures. A ring in use stays.
-    """
-    with _locked(path) as state:
-        if state == "unmade" or (damaged and state == "damaged"):
-            path.unlink(missing_ok=True)
-        return state
+Unreadable = Literal["used", "unmade", "damaged", "gone"]
+"""State of a ring without a readable header: ``unmade`` if its process was killed during creation, so that it is empty,
+and ``damaged`` if it may contain captures."""
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[Literal["used", "unmade", "damaged", "gone"]]:
-    """Lock a ring without a readable header; yield its state.
+def unreadable_ring(path: Path, remove: Container[Unreadable] = ()) -> Unreadable:
+    """Return the state of a ring without a readable header, and remove the ring if its state is in ``remove``.
 
     A process locks a ring immediately after it creates the file, so an unlocked ring is not being created.
     """
     try:
-        with translated("open", path):
-            descriptor = DESCRIPTORS.open(os.open, path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = DESCRIPTORS.open(Files().open_read, path)
     except FileNotFoundError:
-        yield "gone"
-        return
+        return "gone"
     try:
         if not (try_lock(descriptor, exclusive=True) and is_same_file(descriptor, path)):
-            yield "used"
-        else:
-            yield "damaged" if _may_hold_captures(descriptor) else "unmade"
+            return "used"
+        state: Unreadable = "damaged" if _may_hold_captures(descriptor) else "unmade"
+        if state in remove:
+            path.unlink(missing_ok=True)
+        return state
     finally:
         DESCRIPTORS.close(descriptor)
 
@@ -290,18 +283,18 @@ def inspect_ring(path: Path, manifests: ManifestReader, *, check: bool) -> RingF
 
 def _unread(path: Path, size: int, problem: str) -> RingFile | None:
     problems = {"used": "a process is creating it", "unmade": "its process was killed while creating it"}
-    with _locked(path) as state:
-        if state == "gone":
-            return None
-        store_id, _ = parse_ring_name(path.name) or (b"", b"")
-        return RingFile(
-            path,
-            store_id.hex(),
-            is_alive=state == "used",
-            nbytes=size,
-            problem=problems.get(state, problem),
-            is_unmade=state == "unmade",
-        )
+    state = unreadable_ring(path)
+    if state == "gone":
+        return None
+    store_id, _ = parse_ring_name(path.name) or (b"", b"")
+    return RingFile(
+        path,
+        store_id.hex(),
+        is_alive=state == "used",
+        nbytes=size,
+        problem=problems.get(state, problem),
+        is_unmade=state == "unmade",
+    )
 
 
 def _capture(reader: RingReader, entry: CaptureEntry, manifests: ManifestReader, *, check: bool) -> RingCapture:

@@ -33,7 +33,7 @@ from asymcheck.format.ring_records import (
     decode_ring_header,
 )
 from asymcheck.storage.interfaces import OpenPack
-from asymcheck.storage.local_files import DESCRIPTORS, translated, try_lock, unlock
+from asymcheck.storage.local_files import DESCRIPTORS, Files, translated, try_lock, unlock
 from asymcheck.storage.pack_index import PackIndex
 from asymcheck.storage.pages import map_file
 from asymcheck.storage.slots import Slot
@@ -54,10 +54,7 @@ class RingReader(contextlib.AbstractContextManager["RingReader"]):
             StorageError, FormatError: the file cannot be read, or is not a ring.
         """
         self.path = path
-        with translated("open", path):
-            # O_NONBLOCK: a pipe with the name of a ring must not block the reader.
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-            self._descriptor = DESCRIPTORS.open(os.open, path, flags)
+        self._descriptor = DESCRIPTORS.open(Files().open_read, path)
         try:
             self.is_owned = not try_lock(self._descriptor, exclusive=hold)
             if not hold:
@@ -210,12 +207,10 @@ class RingPack(OpenPack):
     def __init__(self, reader: RingReader) -> None:
         ring, entries = reader.header, reader.entries
         header = PackHeader(PackId(ring.ring_id), len(entries), ring.data_bytes, ring.created_ns, ring.writer)
-        super().__init__(PackIndex(header, entries, None), reader.path)
+        # A frame in a ring is numbered by its block.
+        blocks = tuple((entries["offset"] // registry.BLOCK_BYTES).tolist())
+        super().__init__(PackIndex(header, entries, None, blocks), reader.path)
         self._reader = reader
-
-    def stamped(self, sequence: int) -> int:
-        """Return the sequence number in the header of a frame, which is its block number in a ring."""
-        return int(self.entries["offset"][sequence]) // registry.BLOCK_BYTES
 
     def read_frame(self, sequence: int, slot: Slot) -> memoryview:  # noqa: ARG002 - used by other tiers
         """Return frame ``sequence`` in the memory of the ring, without checks."""

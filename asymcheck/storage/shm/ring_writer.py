@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from asymcheck.errors import AsymcheckError, InvalidInputError, LockTimeoutError, OutOfSpaceError, StorageError
+from asymcheck.errors import AsymcheckError, InvalidInputError, OutOfSpaceError, StorageError
 from asymcheck.events import emit
 from asymcheck.format import registry
 from asymcheck.format.frame import HEADER_BYTES, FrameDescriptor, encode_header, frame_length, payload_offset
@@ -31,7 +31,7 @@ from asymcheck.format.ring_records import (
     encode_ring_header,
 )
 from asymcheck.storage.allocator import Allocator
-from asymcheck.storage.local_files import DESCRIPTORS, is_same_file, translated, wait_lock
+from asymcheck.storage.local_files import DESCRIPTORS, Files, create_locked, translated
 from asymcheck.storage.pages import map_file, populate, use_huge_pages
 from asymcheck.types import PackId, SaveId
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     # This module loads torch, which takes seconds. Reading a ring does not need torch.
     from asymcheck.storage.gpu_staging import Link
 
-_LOCK_S = 10.0
 _GROWTH_BYTES = 64 << 20
 """Memory reserved per request. At 1 to 8 GB/s, as measured, reserving 6 GB at once would block the first step."""
 
@@ -73,7 +72,11 @@ class Ring:
         self.path = folder / ring_name(header.store_id, header.ring_id)
         size = DATA_OFFSET + header.data_bytes
         reserved = min(size, _GROWTH_BYTES)
-        self._descriptor = self._open_locked()
+        try:
+            # Another process would take an unlocked ring for orphaned.
+            self._descriptor = create_locked(Files(), self.path, 0o600)
+        except FileNotFoundError as error:
+            raise StorageError(f"{folder} does not exist: create it, or choose another ring_folder") from error
         try:
             os.ftruncate(self._descriptor, size)
             status = os.statvfs(folder)
@@ -149,29 +152,6 @@ class Ring:
                 self._allocator.give_back(start, end - start)
                 self._changed.notify_all()
             start = end
-
-    def _open_locked(self) -> int:
-        """Create and lock the file. Another process takes an unlocked ring for orphaned.
-
-        Retry if another process removes the file before it is locked.
-        """
-        while True:
-            try:
-                with translated("create", self.path):
-                    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-                    descriptor = DESCRIPTORS.open(os.open, self.path, flags, 0o600)
-            except FileNotFoundError as error:
-                folder = self.path.parent
-                raise StorageError(f"{folder} does not exist: create it, or choose another ring_folder") from error
-            if not wait_lock(descriptor, _LOCK_S, exclusive=True):
-                self.path.unlink(missing_ok=True)
-                DESCRIPTORS.close(descriptor)
-                raise LockTimeoutError(
-                    f"cannot lock ring {self.path}: another process held the lock for {_LOCK_S:g} seconds; try again"
-                )
-            if is_same_file(descriptor, self.path):
-                return descriptor
-            DESCRIPTORS.close(descriptor)
 
     def pin(self, link: Link) -> None:
         """Pin the memory for copies from a device. Only the first call tries, and pins for all devices."""

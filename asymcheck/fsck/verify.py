@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -25,7 +24,6 @@ from asymcheck.errors import (
     LimitError,
     LockTimeoutError,
     MissingPartitionError,
-    StateMismatchError,
     result_or_error,
 )
 from asymcheck.format import layout
@@ -34,8 +32,8 @@ from asymcheck.format.manifest import SCHEMA, Manifest
 from asymcheck.format.registry import KIND_FULL
 from asymcheck.format.tree import check as check_tree
 from asymcheck.fsck.frame_scanner import FrameScanner, each_manifest, each_pack
-from asymcheck.restore.reshard import ShardSet
 from asymcheck.restore.resolve import candidates, check_run_exists, what_is_missing
+from asymcheck.state.boxes import Box, tile
 from asymcheck.storage.base_frames import bases_in
 from asymcheck.storage.interfaces import OpenPack, ReadTier, StoreTier
 from asymcheck.storage.manifests import CheckpointFiles, generations
@@ -43,30 +41,62 @@ from asymcheck.storage.pack_index import digests_of
 from asymcheck.types import Digest, PackId, Progress, ProgressMeter
 from asymcheck.validation import check_step
 
-_COLUMNS = ("name", "dtype", "global_shape", "shape")
+_COLUMNS = ("name", "aliases", "dtype", "global_shape", "offset", "shape")
+_Key = tuple[str, str, tuple[int, ...]]
+"""Identity of a tensor across ranks: name, dtype, and shape of the whole tensor."""
 
 
-def incomplete_tensors(manifests: Sequence[Manifest]) -> dict[str, str]:
-    """Return the tensors whose parts do not cover them, with the missing elements.
+class TensorCoverage:
+    """The parts of each tensor that the ranks of one checkpoint saved."""
 
-    A name of several tensors of one rank is skipped, because it does not identify a tensor across ranks.
-    """
-    shards, problems = ShardSet(manifests), dict[str, str]()
-    seen: set[tuple[str, str, tuple[int, ...]]] = set()
-    rows = [
-        zip(*(manifest.columns[SCHEMA.get_field_index(name)].to_pylist() for name in _COLUMNS), strict=True)
-        for manifest in manifests
-    ]
-    for number, (name, dtype, whole, shape) in enumerate(itertools.chain.from_iterable(rows)):
-        key = name, dtype, tuple(whole)
-        if shape != whole and key not in seen:
-            seen.add(key)
-            try:
-                shards.pieces(number, shards.whole(number))
-            except (StateMismatchError, LimitError) as error:
-                if isinstance(error, LimitError) or str(error) in shards.gaps:
-                    problems[name] = str(error)
-    return problems
+    def __init__(self) -> None:
+        self._whole: set[_Key] = set()
+        # Offset and shape of each part, packed into bytes because many ranks have many parts.
+        self._parts: dict[_Key, bytearray] = {}
+        self._aliases: dict[_Key, set[str]] = {}
+        self._ambiguous: set[str] = set()
+
+    def add(self, manifest: Manifest) -> None:
+        """Add the parts of one rank."""
+        names_of_rank: set[str] = set()
+        columns = (manifest.columns[SCHEMA.get_field_index(name)].to_pylist() for name in _COLUMNS)
+        for name, aliases, dtype, whole, offset, shape in zip(*columns, strict=True):
+            names = dict.fromkeys([name, *aliases])
+            self._ambiguous |= names_of_rank.intersection(names)
+            names_of_rank.update(names)
+            keys = [(alias, dtype, tuple(whole)) for alias in names]
+            if shape == whole:
+                self._whole.update(keys)
+                continue
+            part = np.array([*offset, *shape], dtype=np.int64).tobytes()
+            for key in keys:
+                self._parts.setdefault(key, bytearray()).extend(part)
+            self._aliases.setdefault(keys[0], set()).update(aliases)
+
+    def incomplete(self) -> Iterator[tuple[str, str]]:
+        """Yield each tensor whose parts do not cover it, with the missing elements.
+
+        Names of several tensors of one rank are skipped, because they do not identify a tensor across ranks.
+        """
+        for key, aliases in self._aliases.items():
+            name, dtype, whole = key
+            names = {name, *aliases}
+            keys = [(alias, dtype, whole) for alias in names]
+            if self._whole.isdisjoint(keys) and self._ambiguous.isdisjoint(names):
+                try:
+                    missing = tile(Box.of_whole(whole), self._boxes(keys)).missing
+                except LimitError as error:
+                    yield name, str(error)
+                else:
+                    if missing is not None:
+                        yield name, f"no saved part has {missing}"
+
+    def _boxes(self, keys: list[_Key]) -> list[Box]:
+        whole = keys[0][2]
+        dims = len(whole)
+        rows = np.frombuffer(b"".join(self._parts[key] for key in keys), dtype=np.int64).reshape(-1, 2 * dims)
+        parts: list[list[int]] = np.unique(rows, axis=0).tolist()
+        return [Box(whole, tuple(part[:dims]), tuple(part[dims:])) for part in parts]
 
 
 _TENSORS_SHOWN = 3
@@ -250,7 +280,8 @@ class _Checker:
             is_own = self.shard.has(listing.ref.save_id)
             if is_own and not listing.is_complete:
                 self._add("incomplete-checkpoint", Severity.WARNING, "I4", where, what_is_missing(listing), [name])
-            intact: list[Manifest] = []
+            coverage = TensorCoverage() if is_own and listing.is_whole and listing.world_size > 1 else None
+            intact = 0
             for manifest_name, manifest in each_manifest(self.tier, listing):
                 if isinstance(manifest, Manifest):
                     self._record_needs(manifest, name)
@@ -263,14 +294,16 @@ class _Checker:
                 except AsymcheckError as error:
                     self._add("damaged-manifest", Severity.ERROR, "I3", f"{where}/{manifest_name}", str(error), [name])
                 else:
-                    intact.append(manifest)
+                    intact += 1
+                    if coverage is not None:
+                        coverage.add(manifest)
             # Parts are incomplete if a manifest was deleted since the listing.
-            if is_own and listing.is_whole and len(intact) == len(listing.manifests) > 1:
-                self._check_coverage(intact, where)
+            if coverage is not None and intact == len(listing.manifests):
+                self._check_coverage(coverage, where)
 
-    def _check_coverage(self, manifests: Sequence[Manifest], where: str) -> None:
+    def _check_coverage(self, coverage: TensorCoverage, where: str) -> None:
         """Check that parts cover their tensors (§A11.4). No invariant: as many ranks can restore their parts."""
-        incomplete = incomplete_tensors(manifests)
+        incomplete = dict(coverage.incomplete())
         if incomplete:
             first, problem = next(iter(incomplete.items()))
             more = f" ({len(incomplete) - 1} more tensors are incomplete)" if len(incomplete) > 1 else ""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from asymcheck.errors import StateMismatchError
 from asymcheck.format.manifest import SCHEMA, Manifest, TensorRow
 from asymcheck.format.registry import DTYPE_BYTES
+from asymcheck.restore.state_template import read_shape
 from asymcheck.state.boxes import Box, Crossing, tile
 
 _Outline = tuple[str, Box]
@@ -56,7 +57,7 @@ class ShardSet:
     @property
     def own_shape(self) -> object:
         """Shape of the state in the rank's own manifest."""
-        return _shape(self._manifests[0])
+        return read_shape(self._manifests[0])
 
     def shapes(self) -> list[object]:
         """Return the distinct states of the ranks, the own first.
@@ -70,7 +71,7 @@ class ShardSet:
             tree = manifest.header.tree
             if not any(tree == other for other in (*trees[:1], *trees[1:][-1:])):
                 trees.append(tree)
-                shapes.append(_shape(manifest, first))
+                shapes.append(read_shape(manifest, first))
         return shapes
 
     def row(self, number: int) -> TensorRow:
@@ -162,13 +163,6 @@ class ShardSet:
     def _position(self, number: int) -> int:
         # Several manifests without tensors may begin at this number; the last one is meant.
         return bisect.bisect_right(self._firsts, number) - 1
-
-
-def _shape(manifest: Manifest, first: int = 0) -> object:
-    # To find the parts of tensors, a check of a store does not need torch.
-    from asymcheck.restore.state_template import read_shape  # noqa: PLC0415 - loads torch, which takes seconds
-
-    return read_shape(manifest, first)
 
 
 def _column(manifest: Manifest, name: str) -> list:  # type: ignore[type-arg]  # to_pylist is untyped; the schema was compared

@@ -350,14 +350,16 @@ class NvmeTier(StoreTier):
             raise MissingPartitionError(f"pack {path.name} does not exist") from error
         file = (status.st_ino, status.st_size, status.st_ctime_ns)
         with self._indexes_lock:
-            cached = self._indexes.pop(pack_id, None)
-            self._index_bytes -= 0 if cached is None else cached[1].entries.nbytes
-            if cached is None or cached[0] != file:
-                with contextlib.closing(self.open_pack(pack_id)) as pack:
-                    cached = file, PackIndex(pack.header, pack.entries, pack.damage)
+            cached = self._indexes.get(pack_id)
+        if cached is None or cached[0] != file:
+            # Not with the lock, because this waits while another process holds the pack.
+            with contextlib.closing(self.open_pack(pack_id)) as pack:
+                cached = file, PackIndex(pack.header, pack.entries, pack.damage)
+        with self._indexes_lock:
+            before = self._indexes.pop(pack_id, None)
             # The least recently used pack comes first.
             self._indexes[pack_id] = cached
-            self._index_bytes += cached[1].entries.nbytes
+            self._index_bytes += cached[1].entries.nbytes - (0 if before is None else before[1].entries.nbytes)
             while self._index_bytes > _INDEX_BYTES and len(self._indexes) > 1:
                 _, dropped = self._indexes.popitem(last=False)
                 self._index_bytes -= dropped[1].entries.nbytes

@@ -31,7 +31,7 @@ from asymcheck.policies.push_selection import check_seconds
 from asymcheck.policies.retention import Retention
 from asymcheck.publish.snapshot import Snapshot
 from asymcheck.replication.collect_remote import RemotePruner
-from asymcheck.replication.push import encoder_for, push
+from asymcheck.replication.push import encoder_for, open_location, push
 from asymcheck.state.walk import flatten
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
@@ -228,7 +228,8 @@ class Publisher(contextlib.AbstractContextManager["Publisher"]):
     def _remote(self) -> RemoteTier:
         if self._far is None:
             assert self._location is not None  # noqa: S101 - for the reader and mypy
-            self._far = RemoteTier(self._location, self._store.resources.tier.config, create=True)
+            spool = self._store.resources.nvme
+            self._far = open_location(spool, self._location, spool.config)
             self._far_encoder = encoder_for(self._far)
             self._far_pruner = RemotePruner(self._far, RUN, Retention(keep_last=self.rules.keep))
         return self._far

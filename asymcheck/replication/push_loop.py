@@ -42,7 +42,7 @@ from asymcheck.replication.checkpoint_cache import CheckpointCache, RemotePresen
 from asymcheck.replication.collect_remote import RemotePruner
 from asymcheck.replication.cross_node_dedup import SentParts
 from asymcheck.replication.head_records import publish_heads
-from asymcheck.replication.push import encoder_for, push
+from asymcheck.replication.push import encoder_for, open_location, push
 from asymcheck.replication.push_status import Failure, Mailbox, PushJob, PushRequest, PushStatus, decoded
 from asymcheck.replication.run_lease import LeaseStatus, RunLease
 from asymcheck.replication.transfer_stats import Moved
@@ -352,7 +352,7 @@ class PushLoop:
         return [*self._known.placed(elsewhere, self._generation), *common]
 
     def _connect(self) -> RemoteTier:
-        remote = RemoteTier(parse_location(self._rules.remote), self._job.config, create=True)
+        remote = open_location(self._local, parse_location(self._rules.remote), self._job.config)
         try:
             known = CheckpointCache(remote, self._run, metrics=self._rules.asks_for_metrics)
             present = known.refresh()

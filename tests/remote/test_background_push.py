@@ -309,7 +309,7 @@ def test_a_push_lists_no_older_checkpoints_at_the_location(
 
 
 def test_nothing_is_pushed_to_a_location_that_was_emptied(store: Path, folder: str) -> None:
-    """Test that no checkpoint counts as pushed at a location that nobody could open, until a new start creates it."""
+    """Test that no checkpoint counts as pushed at a location that nobody could open, until the user creates it."""
     top = Path(folder.removeprefix("file://"))
     with Store.open(store, config=CONFIG) as opened:
         loop = opened.training.push_loop(Push(folder))
@@ -321,8 +321,13 @@ def test_nothing_is_pushed_to_a_location_that_was_emptied(store: Path, folder: s
         opened.save(state_of(3), step=3)
         assert not loop._round()
         assert "has no asymcheck.store any more" in loop.status().statistics.problem
+        restarted = opened.training.push_loop(Push(folder))
+        assert not restarted._round()
+        assert "has no asymcheck.store any more" in restarted.status().statistics.problem
         assert not [file for file in top.rglob("*") if file.is_file()]
-        assert opened.training.push_loop(Push(folder))._round()
+        opened.push(folder, create=True)
+        assert loop._round()
+        assert restarted._round()
     check_location(folder, 1, 2, 3)
 
 

@@ -161,9 +161,12 @@ class Publisher(contextlib.AbstractContextManager["Publisher"]):
         """
         return self.commit(self.take(state), step)
 
-    def take(self, state: object) -> dict[str, object]:
-        """Copy the selected tensors, cast, so that the training may continue; see :meth:`publish`."""
-        return self._snapshot.take(state)
+    def take(self, state: object, *, copies: bool = True) -> dict[str, object]:
+        """Copy the selected tensors, cast, so that the training may continue; see :meth:`publish`.
+
+        Without ``copies``, tensors that need no cast are not copied. Nothing may change them any more.
+        """
+        return self._snapshot.take(state, copies=copies)
 
     def last_step(self) -> int | None:
         """Return the training step of the newest release at the location; None if there is none.
@@ -219,11 +222,13 @@ class Publisher(contextlib.AbstractContextManager["Publisher"]):
             return
         newest = listed[-1]
         self._newest = newest.ref
+        self._deltas = _metric(self._store.resources.nvme, newest, _DELTAS, self.rules.full_every)
+        if self._deltas + 1 >= self.rules.full_every:
+            return
         # A damaged release is no base. The next release is then full.
         with contextlib.suppress(FormatError, RecoveryError, InvalidInputError):
             state = self._store.load(f"save:{newest.ref.save_id.hex()}", run=RUN)
             self._earlier = EarlierState.of(flatten(state), self._store.resources.nvme.config)
-            self._deltas = _metric(self._store.resources.nvme, newest, _DELTAS, self.rules.full_every)
 
     def _remote(self) -> RemoteTier:
         if self._far is None:

@@ -39,7 +39,7 @@ from asymcheck.policies.retention import Retention
 from asymcheck.replication.collect_remote import collect_remote
 from asymcheck.replication.heal import can_be_healed, heal
 from asymcheck.replication.pull import pull
-from asymcheck.replication.push import push
+from asymcheck.replication.push import open_location, push
 from asymcheck.replication.transfer_plan import selected
 from asymcheck.replication.transfer_stats import Moved
 from asymcheck.restore.resolve import available, check_run_exists
@@ -400,6 +400,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         *,
         run: str | None = None,
         everything: bool = False,
+        create: bool = False,
         progress: Progress | None = None,
     ) -> Moved:
         """Copy a checkpoint to a remote location, where it survives the loss of this machine.
@@ -408,24 +409,26 @@ class Store(contextlib.AbstractContextManager["Store"]):
         may save to this store and push to the location at the same time.
 
         Args:
-            remote: URI, such as ``hdfs://namenode:port/path``, ``s3://bucket/prefix`` or ``file:///path``; created if
-                missing.
+            remote: URI, such as ``hdfs://namenode:port/path``, ``s3://bucket/prefix`` or ``file:///path``. The first
+                push of a store creates it.
             step: a step, or ``save:DIGITS``; None for the newest consistent checkpoint.
             run: name of the run; by default ``"default"``, or all runs with ``everything``.
             everything: copy all complete checkpoints on the line instead of one ``step``.
+            create: create the location again if it was emptied since an earlier push.
             progress: callback, run with the bytes sent and the total bytes of the current checkpoint.
 
         Raises:
             CheckpointNotFoundError, InconsistentCheckpointError, DamagedPartitionError, MissingPartitionError,
             FormatError: the checkpoint cannot be copied.
-            RemoteUnreachableError: the location did not answer in time; its content is unknown.
+            RemoteUnreachableError: the location did not answer in time, or an earlier push created it and it is missing
+                now; its content is unknown.
             StorageError: the location failed. Committed checkpoints stay there.
             InvalidInputError: the location has another training job with that run name, or no client supports its URI.
         """
         self._tier.check_usable()
         step = _selected_step(step, everything=everything)
         listings = selected(self._tier, _known_run(run), step, everything=everything)
-        far = RemoteTier(parse_location(remote), self._tier.config, create=True)
+        far = open_location(self._tier, parse_location(remote), self._tier.config, create=check_flag("create", create))
         with contextlib.closing(far), timed("push", 0, lambda: {"location": str(far.location)}):
             return push(self._tier, far, listings, progress)
 

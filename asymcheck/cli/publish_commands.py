@@ -115,7 +115,11 @@ class _Newest:
         for reason in restored.skipped:
             output.note(f"skipped {reason}")
         self.has_skipped = bool(restored.skipped)
-        release = self._publisher.publish(restored.state, restored.checkpoint.step)
+        step_of_training = restored.checkpoint.step
+        copies = self._publisher.take(restored.state, copies=False)
+        # Free the tensors that were cast.
+        del restored
+        release = self._publisher.commit(copies, step_of_training)
         return {"location": self._publisher.rules.location, **dataclasses.asdict(release)}
 
     def publish_newer(self) -> Document | None:

@@ -56,6 +56,7 @@ def _selection_options(function: Callable[..., Any]) -> Callable[..., Any]:
     "--follow", "follows", is_flag=True, help="Push each checkpoint as it becomes durable, until Ctrl-C or SIGTERM."
 )
 @click.option("--every", type=int, help="With --follow: push steps that are multiples of this.")
+@click.option("--create", is_flag=True, help="Create a location that was emptied since an earlier push.")
 @click.option("--limit-rate", metavar="SIZE", callback=parse_size, help="Send at most SIZE per second, such as 50MB.")
 def push(
     store: str,
@@ -65,11 +66,13 @@ def push(
     everything: bool,
     follows: bool,
     every: int | None,
+    create: bool,
     limit_rate: int | None,
 ) -> Report:
     """Copy checkpoints of STORE to LOCATION, where they survive the loss of this machine.
 
     LOCATION is hdfs://namenode:port/path, s3://bucket/prefix, file:///path (a shared file system), or another URI.
+    The first push creates LOCATION. Later pushes refuse a missing LOCATION, because its file system may not be mounted.
     Data that is already at LOCATION is not sent again. An interrupted push continues where it stopped.
 
     --follow pushes the checkpoints of one run, newest first, and waits for new ones. If STORE does not exist yet, the
@@ -86,12 +89,14 @@ def push(
     config = StoreConfig(remote=RemoteConfig(bytes_per_s=limit_rate))
     if follows and (everything or step is not None):
         raise click.UsageError("--follow pushes all checkpoints: leave out --all and --step")
+    if follows and create:
+        raise click.UsageError("--create applies to a push without --follow only")
     if every is not None and not follows:
         raise click.UsageError("--every applies to --follow only")
     if follows:
         return _follow_store(store, Push(location, every=every), run or DEFAULT_RUN, config)
     with Store.open(store, read_only=True, config=config) as opened, output.progress("push") as progress:
-        done = opened.push(location, step, run=run, everything=everything, progress=progress)
+        done = opened.push(location, step, run=run, everything=everything, create=create, progress=progress)
     return Report(done, partial(_show_moved, done, "sent"))
 
 

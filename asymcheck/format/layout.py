@@ -7,6 +7,7 @@ import re
 
 from asymcheck.errors import InvalidInputError
 from asymcheck.format import registry
+from asymcheck.format.digest import digest
 from asymcheck.types import CheckpointRef, Digest, PackId, SaveId
 
 DESCRIPTOR_NAME = "asymcheck.store"
@@ -126,6 +127,11 @@ def head_path(run: str, generation: int) -> str:
 def lock_name(run: str) -> str:
     """Return the file name of the lock of a run."""
     return f"{run}.lock"
+
+
+def location_name(location: str) -> str:
+    """Return the file name of the note that a store was pushed to the location with this URI."""
+    return f"{digest(location.encode()).hex()}.location"
 
 
 def lease_name(number: int) -> str:

@@ -31,7 +31,7 @@ from asymcheck.policies.push_selection import check_seconds
 from asymcheck.policies.retention import Retention
 from asymcheck.publish.snapshot import Snapshot
 from asymcheck.replication.collect_remote import RemotePruner
-from asymcheck.replication.push import encoder_for, push
+from asymcheck.replication.push import encoder_for, open_location, push
 from asymcheck.state.walk import flatten
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
@@ -161,9 +161,12 @@ class Publisher(contextlib.AbstractContextManager["Publisher"]):
         """
         return self.commit(self.take(state), step)
 
-    def take(self, state: object) -> dict[str, object]:
-        """Copy the selected tensors, cast, so that the training may continue; see :meth:`publish`."""
-        return self._snapshot.take(state)
+    def take(self, state: object, *, copies: bool = True) -> dict[str, object]:
+        """Copy the selected tensors, cast, so that the training may continue; see :meth:`publish`.
+
+        Without ``copies``, tensors that need no cast are not copied. Nothing may change them any more.
+        """
+        return self._snapshot.take(state, copies=copies)
 
     def last_step(self) -> int | None:
         """Return the training step of the newest release at the location; None if there is none.
@@ -219,16 +222,19 @@ class Publisher(contextlib.AbstractContextManager["Publisher"]):
             return
         newest = listed[-1]
         self._newest = newest.ref
+        self._deltas = _metric(self._store.resources.nvme, newest, _DELTAS, self.rules.full_every)
+        if self._deltas + 1 >= self.rules.full_every:
+            return
         # A damaged release is no base. The next release is then full.
         with contextlib.suppress(FormatError, RecoveryError, InvalidInputError):
             state = self._store.load(f"save:{newest.ref.save_id.hex()}", run=RUN)
             self._earlier = EarlierState.of(flatten(state), self._store.resources.nvme.config)
-            self._deltas = _metric(self._store.resources.nvme, newest, _DELTAS, self.rules.full_every)
 
     def _remote(self) -> RemoteTier:
         if self._far is None:
             assert self._location is not None  # noqa: S101 - for the reader and mypy
-            self._far = RemoteTier(self._location, self._store.resources.tier.config, create=True)
+            spool = self._store.resources.nvme
+            self._far = open_location(spool, self._location, spool.config)
             self._far_encoder = encoder_for(self._far)
             self._far_pruner = RemotePruner(self._far, RUN, Retention(keep_last=self.rules.keep))
         return self._far

@@ -29,13 +29,17 @@ class Snapshot:
         self._kept: Copies = {}
         self._spare: Copies = {}
         self._taken: Copies = {}
+        self._copies_all = True
 
-    def take(self, state: object) -> dict[str, object]:
+    def take(self, state: object, *, copies: bool = True) -> dict[str, object]:
         """Return nested mappings with copies of the selected tensors. Tied tensors stay tied.
+
+        Without ``copies``, only tensors that are cast are copied, because the caller will not change the others.
 
         Raises:
             InvalidInputError: no tensor matches, a tensor is sharded, or cannot be stored.
         """
+        self._copies_all = copies
         self._taken, tied = {}, dict[tuple[object, ...], torch.Tensor]()
         # Kept to the end, because a new tensor at the address of a freed one would count as tied to it.
         called: Called = {}
@@ -77,6 +81,8 @@ class Snapshot:
         copy = None if key is None else tied.get(key)
         if copy is None:
             dtype = self._dtype if self._dtype is not None and value.is_floating_point() else value.dtype
+            if not self._copies_all and dtype == value.dtype:
+                return value
             copy = self._spare.pop(name, None)
             if copy is None or (copy.dtype, copy.shape) != (dtype, value.shape):
                 copy = torch.empty(value.shape, dtype=dtype, device="cpu")

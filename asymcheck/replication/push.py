@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import PurePosixPath
 
 from asymcheck.commit.encoder import Encoder
+from asymcheck.config import StoreConfig
 from asymcheck.errors import (
     INCONCLUSIVE,
     AsymcheckError,
@@ -24,6 +25,7 @@ from asymcheck.errors import (
     MissingPartitionError,
     RecoveryError,
     StorageError,
+    StoreNotFoundError,
     result_or_error,
 )
 from asymcheck.executor import begin, share
@@ -41,11 +43,36 @@ from asymcheck.restore.partition_locator import PartitionLocator
 from asymcheck.restore.resolve import read_manifests
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles, batches
-from asymcheck.storage.remote import RemoteTier
+from asymcheck.storage.nvme import NvmeTier
+from asymcheck.storage.remote import RemoteLocation, RemoteTier
+from asymcheck.storage.remote.tier import lost_location
 from asymcheck.types import CheckpointRef, Digest, PackId, Progress
 
 _ATTEMPTS = 8
 _OLDER_TRIED = 8
+
+
+def open_location(
+    local: ReadTier, location: RemoteLocation, config: StoreConfig, *, create: bool = False
+) -> RemoteTier:
+    """Open the location of a push. Create it, unless the store ``local`` was pushed there before.
+
+    With ``create``, also create a location of earlier pushes.
+
+    Raises:
+        RemoteUnreachableError: the location of earlier pushes is missing or empty, or does not answer. A mount point
+            without its file system looks like that.
+        StoreNotFoundError, FormatError, InvalidInputError: as for :class:`RemoteTier`.
+    """
+    store = local if isinstance(local, NvmeTier) else None
+    is_known = store is not None and store.was_pushed_to(str(location))
+    try:
+        remote = RemoteTier(location, config, create=create or not is_known)
+    except StoreNotFoundError as error:
+        raise (lost_location(location) if error.is_empty else error) from error
+    if store is not None and not is_known:
+        store.note_push_to(str(location))
+    return remote
 
 
 def encoder_for(remote: RemoteTier) -> Encoder:

@@ -42,7 +42,7 @@ from asymcheck.replication.checkpoint_cache import CheckpointCache, RemotePresen
 from asymcheck.replication.collect_remote import RemotePruner
 from asymcheck.replication.cross_node_dedup import SentParts
 from asymcheck.replication.head_records import publish_heads
-from asymcheck.replication.push import encoder_for, push
+from asymcheck.replication.push import encoder_for, open_location, push
 from asymcheck.replication.push_status import Failure, Mailbox, PushJob, PushRequest, PushStatus, decoded
 from asymcheck.replication.run_lease import LeaseStatus, RunLease
 from asymcheck.replication.transfer_stats import Moved
@@ -101,6 +101,9 @@ class PushLoop:
         self._generation = 0
         # Sent checkpoints that the retention of the location has deleted.
         self._pruned: set[str] = set()
+        # Checkpoints of earlier listings that had to be pushed, and the first one that was deleted before.
+        self._awaited: list[Checkpoint] = []
+        self._missed: Checkpoint | None = None
         # Listed at the location, but not verified yet.
         self._unverified: dict[str, CheckpointFiles] = {}
         # Reasons why checkpoints cannot be read, and the times of the next attempts on the monotonic clock.
@@ -182,6 +185,11 @@ class PushLoop:
         if self._failure is None and self._reasons:
             return f"damaged checkpoint: {self._reasons[-1]}"
         problem = self._failure or self._prune_failure
+        if problem is None and self._missed is not None:
+            return (
+                f"step {self._missed.step} was deleted from the store before it was pushed, and maybe later steps, "
+                "because saves are faster than pushes. Choose a greater Push(every=…), or a greater Push(hold=…)"
+            )
         return self._parts.late() if problem is None else str(problem)
 
     def add_interval(self, interval: Interval) -> None:
@@ -332,6 +340,7 @@ class PushLoop:
             damaged, now = self._damaged, time.monotonic()
             self._reasons = [damaged[row.save_id][0] for row in selected if row.save_id in damaged]
             ready = [row for row in selected if row.save_id not in damaged or damaged[row.save_id][1] <= now]
+            self._note_missed(local, remote, ready, now_ns)
             # Until this loop has listed the location, the findings of an earlier one remain valid.
             if self._remote is not None or not self._status.is_connected:
                 there = [row.ref for row in remote if row.on_line is not False and row.ref not in self._parts]
@@ -340,6 +349,25 @@ class PushLoop:
                 waiting = tuple(row.save_id for row in ready[-max(_WAITING, self._rules.hold) :])
                 self._change(newest_seen=max(local, default=""), waiting=waiting)
             return ready
+
+    def _note_missed(
+        self, local: Mapping[str, Checkpoint], remote: list[Checkpoint], ready: list[Checkpoint], now_ns: int
+    ) -> None:
+        """Count the checkpoints that were deleted from the store, although they still had to be pushed."""
+        kept = {row.save_id for row in (*local.values(), *remote)}
+        gone = [row for row in self._awaited if row.save_id not in kept]
+        self._awaited = ready
+        if self._remote is None or self._status.sending is not None:
+            # The location may have them, or get one now.
+            self._awaited = [*gone, *ready]
+            return
+        # The retention of the location would have deleted some by now.
+        present = [*local.values(), *self._known.placed(gone, 0)]
+        names = {row.save_id for row in gone}
+        missed = [row for row in due(self._rules, present, remote, now_ns) if row.save_id in names]
+        if missed:
+            self._missed = self._missed or missed[0]
+            self._note(missed=self._status.statistics.missed + len(missed))
 
     def _remote_checkpoints(self, local: Mapping[str, Checkpoint]) -> list[Checkpoint]:
         """Return the checkpoints that are or were at the location. The store decides whether they are on the line."""
@@ -352,7 +380,7 @@ class PushLoop:
         return [*self._known.placed(elsewhere, self._generation), *common]
 
     def _connect(self) -> RemoteTier:
-        remote = RemoteTier(parse_location(self._rules.remote), self._job.config, create=True)
+        remote = open_location(self._local, parse_location(self._rules.remote), self._job.config)
         try:
             known = CheckpointCache(remote, self._run, metrics=self._rules.asks_for_metrics)
             present = known.refresh()

@@ -42,6 +42,8 @@ class PushStatistics:
     """Durable checkpoints that wait for their upload."""
     damaged: int = 0
     """Due checkpoints that are damaged in the store, and must be repaired first."""
+    missed: int = 0
+    """Due checkpoints that were deleted from the store before their upload."""
     sent_bytes: int = 0
     """Payload bytes sent."""
     failures: int = 0

@@ -122,7 +122,7 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
             UnsupportedFormatError: a pack that may hold partitions requires a newer version of asymcheck.
             LockTimeoutError: a pack that may hold partitions was locked by another process for too long.
             MissingPartitionError: partitions were not found; the message names unreadable packs, with reasons.
-            TooManyFilesError: this process may not open that many packs.
+            TooManyFilesError: this process has reached its limit of open files.
         """
         self.tier = tier  # where the packs are
         self._needs = needs

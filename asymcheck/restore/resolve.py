@@ -171,7 +171,7 @@ def resolve_each(
     Raises:
         UnsupportedFormatError: a checkpoint requires a newer version of asymcheck.
         LockTimeoutError: another process has locked a pack for too long.
-        TooManyFilesError: a checkpoint needs more packs than this process may open.
+        TooManyFilesError: this process has reached its limit of open files.
     """
 
     def resolve(listing: CheckpointFiles) -> Resolved:

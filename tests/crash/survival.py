@@ -125,7 +125,8 @@ def leftovers(store: Store) -> list[str]:
     expected |= {root / name for name in (layout.HEADS, layout.MANIFESTS, layout.PACKS, layout.POOL)}
     manifests = set()
     if (root / layout.LOCKS).exists():
-        expected |= {root / layout.LOCKS, *(root / layout.LOCKS).glob("*.lock")}
+        notes = (root / layout.LOCKS).glob("*.location")
+        expected |= {root / layout.LOCKS, *(root / layout.LOCKS).glob("*.lock"), *notes}
     for run in tier.manifests.runs():
         heads = root / layout.HEADS / run
         if tier.manifests.heads(run):

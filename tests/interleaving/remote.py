@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -12,6 +13,7 @@ from typing import TypeVar
 
 from asymcheck.config import DEFAULT_RUN, RemoteConfig
 from asymcheck.executor import carry_out
+from asymcheck.format import layout
 from asymcheck.replication import pack_sender, push
 from asymcheck.storage.remote import deadline
 from asymcheck.storage.remote.readers import Readers
@@ -82,6 +84,8 @@ def push_before(*steps: int) -> Callable[[Path], None]:
         with Store.open(store_path, config=CONFIG) as store:
             for step in steps:
                 store.push(uri_of(store_path.parent), step)
+        # The log of the store's making does not have the note of the location.
+        shutil.rmtree(store_path / layout.LOCKS)
         for path in (store_path.parent / "remote").rglob("*"):
             os.utime(path, (_LONG_AGO_S, _LONG_AGO_S))
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import asymcheck
 from asymcheck import Checkpointer, Grace, Publish, Publisher, Store, Subscriber
+from asymcheck.cli.main import commands
 from asymcheck.config import Compression, StoreConfig
 from asymcheck.errors import (
     InconsistentCheckpointError,
@@ -30,6 +32,7 @@ from asymcheck.errors import (
 )
 from asymcheck.format.layout import ManifestName
 from asymcheck.publish.release import Release
+from asymcheck.publish.snapshot import Snapshot
 from asymcheck.storage.manifests import ManifestReader
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.storage.remote.manifests import RemoteManifests
@@ -205,6 +208,37 @@ def test_restarted_publisher_and_absent_subscriber_continue(tmp_path: Path) -> N
     assert update is not None
     assert update.number == 5
     check(served, 5)
+
+
+def test_weights_of_a_store_are_not_copied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that the command publishes the tensors that it has read, and reads no earlier release for a full one."""
+    trained = model()
+    with Store.open(tmp_path / "store", create=True) as store:
+        for step in (1, 2):
+            train_to(trained, step)
+            store.save({"model": trained}, step=step)
+    taken, take, load = [], Snapshot.take, Store.load
+
+    def noted(snapshot: Snapshot, state: dict[str, dict[str, torch.Tensor]], *, copies: bool = True) -> object:
+        selected = take(snapshot, state, copies=copies)
+        taken.append(selected["model"]["counter"].data_ptr() == state["model"]["counter"].data_ptr())  # type: ignore[index]  # mappings
+        return selected
+
+    def refused(*_arguments: object, **_more: object) -> object:
+        raise AssertionError("an earlier release is read")
+
+    monkeypatch.setattr(Snapshot, "take", noted)
+    monkeypatch.setattr(Store, "load", refused)
+    for step in (1, 2):
+        command = ["publish", str(tmp_path / "store"), "--to", str(tmp_path / "to"), "--step", str(step)]
+        done = CliRunner().invoke(commands, [*command, "--full-every", "1"])
+        assert done.exit_code == 0, done.output
+    assert taken == [True, True]
+    monkeypatch.setattr(Store, "load", load)
+    served = model()
+    with Subscriber(str(tmp_path / "to"), served) as subscriber:
+        subscriber.update()
+    check(served, 2)
 
 
 def test_single_buffer_and_kept_addresses_update_in_place(tmp_path: Path) -> None:

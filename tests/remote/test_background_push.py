@@ -29,6 +29,7 @@ from asymcheck.gc.collect import Collected
 from asymcheck.replication.background_push import BackgroundPush
 from asymcheck.replication.collect_remote import RemoteSweep
 from asymcheck.replication.push_loop import PushLoop
+from asymcheck.replication.push_status import PushRequest
 from asymcheck.replication.transfer_stats import Moved
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
@@ -308,7 +309,7 @@ def test_a_push_lists_no_older_checkpoints_at_the_location(
 
 
 def test_nothing_is_pushed_to_a_location_that_was_emptied(store: Path, folder: str) -> None:
-    """Test that no checkpoint counts as pushed at a location that nobody could open, until a new start creates it."""
+    """Test that no checkpoint counts as pushed at a location that nobody could open, until the user creates it."""
     top = Path(folder.removeprefix("file://"))
     with Store.open(store, config=CONFIG) as opened:
         loop = opened.training.push_loop(Push(folder))
@@ -320,9 +321,33 @@ def test_nothing_is_pushed_to_a_location_that_was_emptied(store: Path, folder: s
         opened.save(state_of(3), step=3)
         assert not loop._round()
         assert "has no asymcheck.store any more" in loop.status().statistics.problem
+        restarted = opened.training.push_loop(Push(folder))
+        assert not restarted._round()
+        assert "has no asymcheck.store any more" in restarted.status().statistics.problem
         assert not [file for file in top.rglob("*") if file.is_file()]
-        assert opened.training.push_loop(Push(folder))._round()
+        opened.push(folder, create=True)
+        assert loop._round()
+        assert restarted._round()
     check_location(folder, 1, 2, 3)
+
+
+def test_a_chosen_checkpoint_that_was_deleted_before_its_push_is_reported(store: Path, folder: str) -> None:
+    """Test that the report leaves out checkpoints that were pushed, and those that the location would not keep."""
+    with Store.open(store, config=CONFIG) as opened:
+        loop = opened.training.push_loop(Push(folder, keep=Retention(keep_last=1, keep_every=5)))
+        assert loop._round()
+        for step in range(3, 9):
+            opened.save(state_of(step), step=step)
+            loop.apply(PushRequest(looks=step))
+        for step in range(1, 8):
+            opened.delete(step)
+        assert loop._round()
+        now = loop.status().statistics
+        assert (now.missed, now.newest_step) == (1, 8)
+        assert now.problem.startswith("step 5 was deleted from the store before it was pushed")
+        assert loop._round()
+        assert loop.status().statistics.missed == 1
+    check_location(folder, 8)
 
 
 def test_checkpoints_that_neither_side_keeps_are_forgotten(store: Path, folder: str) -> None:

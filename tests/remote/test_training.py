@@ -380,3 +380,24 @@ def test_a_rollback_does_not_wait_for_the_location(
         assert checkpointer.rollback().step == 1
         monkeypatch.undo()
         assert [head.generation for head in store.training.heads("default")] == [2, 3]
+
+
+def test_the_next_training_does_not_push_to_the_drive_under_a_missing_mount(store: Path, folder: str) -> None:
+    """Test a restart before the shared file system is mounted: the push goes on once it is."""
+    top = Path(folder.removeprefix("file://"))
+    with Store.open(store, config=CONFIG) as opened:
+        opened.push(folder)
+        mounted = top.rename(top.with_name("mounted"))
+        state = state_of(2)
+        with Checkpointer(opened, state, every=1, push=Push(folder), keep=None) as checkpointer:
+            with warnings.catch_warnings():
+                # Each of these calls may be the first to warn.
+                warnings.simplefilter("ignore", UnreachableRemoteWarning)
+                checkpointer.restore()
+                train(checkpointer, state, 3)
+                with pytest.raises(RemoteUnreachableError, match=r"unmounted\? Mount it again"):
+                    checkpointer.wait("remote")
+            assert not top.exists()
+            mounted.rename(top)
+            checkpointer.wait("remote")
+    check_location(folder, 1, 2, 3)

@@ -382,6 +382,7 @@ def test_the_layout_is_that_of_the_code() -> None:
         f"packs/{layout.pack_temporary_name(PackId(bytes(16)))}",
         f"pool/{layout.pack_name(PackId(bytes(16)))}",
         f"locks/{layout.lock_name('r')}",
+        f"locks/{'0' * 32}.location",
     } | {path for path in shown if path.startswith("catalog")} - {"catalog/"}
 
 

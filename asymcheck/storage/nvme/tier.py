@@ -202,6 +202,22 @@ class NvmeTier(StoreTier):
         if made:
             self.files.sync_directory(self.root)
 
+    def was_pushed_to(self, location: str) -> bool:
+        """Tell whether this store was pushed to the location with this URI."""
+        return self.files.read_small(self._note_of(location), 0) is not None
+
+    def note_push_to(self, location: str) -> None:
+        """Note durably that this store is pushed to a location. A store that cannot be written gets no note."""
+        path = self._note_of(location)
+        with contextlib.suppress(StorageError, FileNotFoundError):
+            if self.files.make_directory(path.parent):
+                self.files.sync_directory(self.root)
+            if self.files.publish_record(path, location.encode()):
+                self.files.sync_directory(path.parent)
+
+    def _note_of(self, location: str) -> Path:
+        return self.root / layout.LOCKS / layout.location_name(location)
+
     def make_pool(self) -> None:
         """Create the pool again if it was removed, for example to free space.
 

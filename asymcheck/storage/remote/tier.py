@@ -53,6 +53,14 @@ class PackListing(NamedTuple):
     announced: dict[PackId, list[Entry]]  # announcements; an object store has them beside the packs
 
 
+def lost_location(location: RemoteLocation) -> RemoteUnreachableError:
+    """Return the error for a location of earlier pushes that is missing or empty."""
+    return RemoteUnreachableError(
+        f"{location} has no asymcheck.store any more: was it emptied, or unmounted? Mount it again. If it was emptied "
+        f"on purpose, run asymcheck push STORE {location} --create"
+    )
+
+
 class RemoteTier(StoreTier):
     """Open remote location."""
 
@@ -130,10 +138,7 @@ class RemoteTier(StoreTier):
         Files that are pushed there now could not be opened later.
         """
         if self.files.read_small(self._top / layout.DESCRIPTOR_NAME, RECORD_BYTES) is None:
-            raise RemoteUnreachableError(
-                f"{self.location} has no asymcheck.store any more: was it emptied, or unmounted? Mount it again. If it "
-                "was emptied on purpose, start the training again, which then creates it"
-            )
+            raise lost_location(self.location)
 
     def _create(self) -> bytes:
         for name in (layout.HEADS, layout.MANIFESTS, layout.PACKS):

@@ -54,6 +54,7 @@ poll_option = click.option(
 @click.option("--run", default=DEFAULT_RUN, show_default=True, help="Run of the checkpoint.")
 @click.option("--full-every", type=int, default=8, show_default=True, help="Make one of this many releases full.")
 @click.option("--keep", type=int, default=3, show_default=True, help="Number of newest releases to keep.")
+@click.option("--create", is_flag=True, help="Create a remote location that was emptied since the last release.")
 @follow_option
 @poll_option
 def publish(
@@ -65,6 +66,7 @@ def publish(
     run: str,
     full_every: int,
     keep: int,
+    create: bool,
     follow: bool,
     poll_s: float,
 ) -> Report:
@@ -90,7 +92,7 @@ def publish(
     cast = None if dtype is None else getattr(torch, dtype)
     rules = Publish(location, tensors, dtype=cast, full_every=full_every, keep=keep)
     opened = open_existing(store) if is_uri(location) else Store.open(store, read_only=True)
-    with opened, Publisher(rules, opened) as publisher:
+    with opened, Publisher(rules, opened, create=create) as publisher:
         newest = _Newest(opened, run, publisher)
         if follow:
             _repeat(newest.publish_newer, _show_release, poll_s)

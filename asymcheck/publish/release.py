@@ -122,12 +122,13 @@ def _metric(tier: ReadTier, listing: CheckpointFiles, name: str, default: int) -
 class Publisher(contextlib.AbstractContextManager["Publisher"]):
     """Publishes releases to one location. Not thread-safe. Close it, or use it in a ``with`` block."""
 
-    def __init__(self, rules: Publish, spool: Store | None = None) -> None:
+    def __init__(self, rules: Publish, spool: Store | None = None, *, create: bool = False) -> None:
         """Open the location, or create it.
 
         Args:
             rules: the location and the tensors.
             spool: writable store in which releases for a remote location are committed first. The caller closes it.
+            create: create a remote location again that was emptied since the last release from ``spool``.
 
         Raises:
             InvalidInputError: the location is remote, and there is no spool on a local drive.
@@ -135,6 +136,7 @@ class Publisher(contextlib.AbstractContextManager["Publisher"]):
         """
         self.rules = rules
         self._snapshot = Snapshot(rules.tensors, rules.dtype)
+        self._create = create
         self._location = parse_location(rules.location) if is_uri(rules.location) else None
         if self._location is not None and spool is None:
             raise InvalidInputError(
@@ -234,7 +236,7 @@ class Publisher(contextlib.AbstractContextManager["Publisher"]):
         if self._far is None:
             assert self._location is not None  # noqa: S101 - for the reader and mypy
             spool = self._store.resources.nvme
-            self._far = open_location(spool, self._location, spool.config)
+            self._far = open_location(spool, self._location, spool.config, create=self._create)
             self._far_encoder = encoder_for(self._far)
             self._far_pruner = RemotePruner(self._far, RUN, Retention(keep_last=self.rules.keep))
         return self._far

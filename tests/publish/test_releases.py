@@ -80,6 +80,21 @@ def test_failed_collection_at_a_remote_location_is_reported(tmp_path: Path) -> N
             assert publish(publisher, trained, 2).number == 2
 
 
+def test_a_location_that_was_emptied_is_only_created_again_on_request(tmp_path: Path) -> None:
+    """Test that a location whose file system is not mounted gets no releases."""
+    releases, trained = tmp_path / "releases", model()
+    rules = Publish(releases.as_uri())
+    with Store.open(tmp_path / "store", create=True) as store:
+        with Publisher(rules, store) as publisher:
+            publish(publisher, trained, 1)
+        shutil.rmtree(releases)
+        with Publisher(rules, store) as publisher, pytest.raises(RemoteUnreachableError, match="--create"):
+            publish(publisher, trained, 2)
+        assert not releases.exists()
+        with Publisher(rules, store, create=True) as publisher:
+            assert publish(publisher, trained, 2).number == 2
+
+
 def test_a_release_reads_only_manifests_of_releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test that the cost of a release does not grow with the checkpoints of the training in the same store."""
     read: list[str] = []

@@ -36,7 +36,7 @@ def test_a_location_of_earlier_pushes_is_not_created_again(store: Path, any_loca
         # Begin a push that is killed before its first pack. On some file systems, the test cannot remove more.
         with contextlib.closing(open_location(opened.resources.tier, where, CONFIG)) as tier:
             tier.files.delete(tier.files.top / DESCRIPTOR_NAME)
-        with pytest.raises(RemoteUnreachableError, match=r"push STORE .* --create"):
+        with pytest.raises(RemoteUnreachableError, match=r"--create of asymcheck push"):
             opened.push(any_location)
         with pytest.raises(StoreNotFoundError):
             Store.open(any_location, config=CONFIG)

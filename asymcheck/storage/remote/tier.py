@@ -57,7 +57,7 @@ def lost_location(location: RemoteLocation) -> RemoteUnreachableError:
     """Return the error for a location of earlier pushes that is missing or empty."""
     return RemoteUnreachableError(
         f"{location} has no asymcheck.store any more: was it emptied, or unmounted? Mount it again. If it was emptied "
-        f"on purpose, run asymcheck push STORE {location} --create"
+        "on purpose, create it with the option --create of asymcheck push or asymcheck publish"
     )
 
 

@@ -136,6 +136,9 @@ def _module_misfits(
             yield f"{key}: is not in {where}{did_you_mean(key, stored, state)}"
             continue
         item = stored[key]
+        if isinstance(value, torch.Tensor) and value.device.type == "meta":
+            yield f"{key}: is on the meta device and has no memory; call to_empty(device=…) before the restore"
+            continue
         if isinstance(value, torch.Tensor) and isinstance(item, RowRef):
             row = row_of(item.row)
             if tuple(value.shape) != row.global_shape:

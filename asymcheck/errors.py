@@ -366,7 +366,7 @@ class CaptureWarning(UserWarning):
 
 
 class StaleStateWarning(UserWarning):
-    """A checkpoint is identical to the previous one. Was the live state passed?"""
+    """A checkpoint is identical to the previous one, or a part of the state is a copy. Was the live state passed?"""
 
 
 class LostCheckpointWarning(UserWarning):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from asymcheck.config import CaptureConfig, Grace
-from asymcheck.errors import InvalidInputError, NotFoundError
+from asymcheck.errors import InvalidInputError, NotFoundError, StaleStateWarning, warn_user
 from asymcheck.format import registry
 from asymcheck.types import Part
 
@@ -116,9 +116,20 @@ def check_glob(pattern: object) -> None:
 
 
 def check_state(state: dict[str, object]) -> dict[str, object]:
-    """Return the state of a Checkpointer: a dict, into which a restore can write plain values."""
+    """Return the state of a Checkpointer: a dict, into which a restore can write plain values.
+
+    Warns:
+        StaleStateWarning: a part is a copy of an optimizer's state.
+    """
     if type(state) is not dict:
         raise InvalidInputError(f"state: give a dict such as {{'model': model}}, not {type(state).__name__}")
+    for key, part in state.items():
+        if isinstance(part, dict) and part.keys() == {"state", "param_groups"} and not part["state"]:
+            warn_user(
+                f"state[{key!r}] looks like optimizer.state_dict() before the first step: a copy without moments, "
+                "which later steps and restores do not connect with the optimizer. Give the optimizer itself",
+                StaleStateWarning,
+            )
     return state
 
 

@@ -165,7 +165,7 @@ def _single_name(folder: Path, names: Sequence[str]) -> str:
         problem = f"{len(candidates)} files end in {SUFFIX}, but neither {SINGLE_NAME} nor {INDEX_NAME} exists"
         remedy = "give one of the files, or fetch the index"
         raise ForeignFileError(folder, f"{problem}: {shown(candidates)}", remedy)
-    remedy = "give a folder with safetensors weights or pytorch_model.bin"
+    remedy = "give a folder with safetensors weights or pytorch_model.bin, or one file, such as a .pt file"
     raise ForeignFileError(folder, f"no file ends in {SUFFIX}", remedy)
 
 

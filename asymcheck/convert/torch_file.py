@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import operator
 import shlex
 import struct
 import sys
@@ -61,7 +62,7 @@ _LEGACY_PICKLES: Final = 5
 _ELEMENTS: Final = struct.Struct("<q")  # number of elements before a storage in such a file
 _LEGACY_BYTES_MAX: Final = 1 << 28  # maximum size of the pickles before the tensors in a file from before torch 1.6
 
-_SUGGESTED = 4  # parts in an error message
+_SUGGESTED = 8  # parts in an error message
 _KEY = "_asymcheck_key"  # attribute of a storage without memory: its key in the file
 _PICKLE = "data.pkl"
 _BYTE_ORDER = "byteorder"
@@ -195,13 +196,12 @@ def _supported_parts(path: Path, state: object, file_bytes: int, parts: Sequence
     holder, advice = f"the part {listed(parts)}" if parts else "the file", ""
     if not parts and isinstance(state, dict):
         supported = [
-            f"--part {shlex.quote(join_name((key,)))}"
+            (not any(isinstance(leaf, torch.Tensor) for leaf in _leaves(path, value, file_bytes)), key)
             for key, value in state.items()
-            if type(key) in (str, int)
-            and not _unknown_class(path, value, file_bytes)
-            and any(isinstance(leaf, torch.Tensor) for leaf in _leaves(path, value, file_bytes))
+            if type(key) in (str, int) and not _unknown_class(path, value, file_bytes)
         ]
-        advice = " ".join(supported[:_SUGGESTED])
+        supported.sort(key=operator.itemgetter(0))  # Parts with tensors come first.
+        advice = " ".join(f"--part {shlex.quote(join_name((key,)))}" for _, key in supported[:_SUGGESTED])
     advice = advice and f"pass {advice} to import only parts without such objects, or "
     raise ForeignFileError(
         path, f"{holder} holds a pickled object of {name}, which is never executed", f"{advice}{_REMEDY}"

@@ -64,9 +64,8 @@ class Repaired:
 
 
 _RETRY = "run the repair again when no other process uses it"
-_DELETE = "delete that step, or restore another step (step=…)"
-_INCOMPLETE = f"wait if other ranks may still be saving it; otherwise {_DELETE}"
-_SAVE_AGAIN = f"save a state with the same bytes again, {_DELETE}"
+_INCOMPLETE = "wait if other ranks may still be saving it; otherwise "
+_SAVE_AGAIN = "save a state with the same bytes again, "
 _NAME_STEP = "restore a named step (step=…) or save (save:DIGITS); training continues from there"
 
 
@@ -148,14 +147,15 @@ class _Repairer:
     def _check_manifests(self, run: str) -> None:
         for listing in self._tier.manifests.checkpoints(run):
             checkpoint, where = f"run {run}, {listing.ref}", layout.checkpoint_path(run, listing.ref)
+            remedy, lost = _without(listing), (checkpoint,)
             self._checkpoints.append(listing)
             if not listing.is_complete:
                 problem = what_is_missing(listing)
-                self._left.append(Unrepaired("incomplete-checkpoint", where, problem, _INCOMPLETE, (checkpoint,)))
+                self._left.append(Unrepaired("incomplete-checkpoint", where, problem, _INCOMPLETE + remedy, lost))
             for name, manifest in each_manifest(self._tier, listing):
                 if isinstance(manifest, AsymcheckError):
                     path = f"{where}/{name}"
-                    self._left.append(Unrepaired("damaged-manifest", path, str(manifest), _DELETE, (checkpoint,)))
+                    self._left.append(Unrepaired("damaged-manifest", path, str(manifest), remedy, lost))
 
     def _correct_catalog(self, scan: ScanResult) -> None:
         changed = reconcile(self._tier, self._catalog, scan).changed
@@ -225,7 +225,12 @@ class _Repairer:
                 checkpoint, message = f"run {listing.run}, {listing.ref}", f"partition {lost[0]} is lost{unless}"
                 if len(lost) > 1:
                     message = f"{len(lost)} partitions are lost{unless}; the first is {lost[0]}"
-                self._left.append(Unrepaired("lost-partitions", checkpoint, message, _SAVE_AGAIN, (checkpoint,)))
+                remedy = _SAVE_AGAIN + _without(listing)
+                self._left.append(Unrepaired("lost-partitions", checkpoint, message, remedy, (checkpoint,)))
+
+
+def _without(listing: CheckpointFiles) -> str:
+    return f"delete that checkpoint ({listing.deletion}), or restore another step (step=…)"
 
 
 _Copy = tuple[Digest, bytes]

@@ -124,7 +124,8 @@ class InPlaceFill:
             more = f"\n  … and {len(self._problems) - _SHOWN} more" if len(self._problems) > _SHOWN else ""
             fits = all(problem.endswith(tuple(parts.gaps)) for problem in self._problems)
             what = f"{name} lacks parts of tensors" if fits else f"the given state does not fit {name}"
-            advice = "" if fits else ". Build the objects as they were saved, or choose another run"
+            advice = "Build the objects as they were saved, choose another run, or load what fits: load(tensors=…)"
+            advice = "" if fits else f". {advice}"
             raise StateMismatchError(f"{what}; nothing was overwritten{advice}:\n  {shown}{more}")
 
     @property
@@ -311,7 +312,8 @@ class InPlaceFill:
         instances = functools.cache(lambda: instances_in(self._state, state))
         shape = with_classes(state_for(current, mappings, state), state, instances)
         self._problems += [
-            ".".join(filter(None, (name, problem))) for problem in misfits(current, shape, self._parts.row)
+            ".".join(filter(None, (name, problem)))
+            for problem in misfits(current, shape, self._parts.row, self._stored_where)
         ]
         self.differences += [
             f"{name or '<root>'}: {difference}" for difference in differences(current, shape, self._parts.row)
@@ -381,7 +383,9 @@ class InPlaceFill:
             elif self._returns and _is_plain(value):
                 added.append(key)
             else:
-                self._refuse((*path, key), f"is not in {self._stored_where}{did_you_mean(key, mappings[0], current)}")
+                advice = did_you_mean(key, mappings[0], current)
+                later = "; add it to the state after the restore" if self._grows and not advice else ""
+                self._refuse((*path, key), f"is not in {self._stored_where}{advice}{later}")
         if not (self._grows and path) and (unused := [key for key in mappings[0] if key not in current]):
             where = f"{join_name(path)}: " if path else ""
             # Nobody asks for a part of a state with an empty mapping, so this is reported even if not strict.

@@ -39,8 +39,8 @@ class Lineage:
         return limit is None or ref <= limit
 
 
-_NAME_A_STEP = "name the step to restore (step=…)"
-_NAME_ANOTHER = "it was saved more than once: name one of the saves (save:DIGITS, see asymcheck inspect)"
+_NAME_A_STEP = "name the step to restore (step=… or --step)"
+_NAME_ANOTHER = "it was saved more than once: name one of the saves (save:DIGITS, see asymcheck log --all)"
 
 
 def read_line(tier: ReadTier, run: str, generation: int | None = None, *, step: int | None = None) -> Lineage:

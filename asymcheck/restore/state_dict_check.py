@@ -36,15 +36,17 @@ _ADVICE = (
 )
 
 
-def misfits(current: object, stored: Mapping[Key, object], row_of: Callable[[int], TensorRow]) -> Iterator[str]:
+def misfits(
+    current: object, stored: Mapping[Key, object], row_of: Callable[[int], TensorRow], where: str
+) -> Iterator[str]:
     """Yield the reasons why an object will refuse a stored state; ``row_of`` returns its tensors.
 
-    Yields nothing if only the object itself can decide.
+    ``where`` names the checkpoint. Yields nothing if only the object itself can decide.
     """
     if isinstance(current, Distributed):
         yield from current.misfits(stored)
     elif isinstance(current, torch.nn.Module) and _module_loads_by_name(current):
-        yield from _module_misfits(current, stored, row_of)
+        yield from _module_misfits(current, stored, row_of, where)
     elif isinstance(current, torch.optim.Optimizer) and _optimizer_loads_by_group(current):
         given, kept = _group_sizes(current.param_groups), _group_sizes(stored.get("param_groups"))
         if given != kept:
@@ -126,14 +128,17 @@ def _optimizer_loads_by_group(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _module_misfits(
-    module: torch.nn.Module, stored: Mapping[Key, object], row_of: Callable[[int], TensorRow]
+    module: torch.nn.Module, stored: Mapping[Key, object], row_of: Callable[[int], TensorRow], where: str
 ) -> Iterator[str]:
     state = module.state_dict()
     for key, value in state.items():
         if key not in stored:
-            yield f"{key}: is not in the checkpoint{did_you_mean(key, stored, state)}"
+            yield f"{key}: is not in {where}{did_you_mean(key, stored, state)}"
             continue
         item = stored[key]
+        if isinstance(value, torch.Tensor) and value.device.type == "meta":
+            yield f"{key}: is on the meta device and has no memory; call to_empty(device=…) before the restore"
+            continue
         if isinstance(value, torch.Tensor) and isinstance(item, RowRef):
             row = row_of(item.row)
             if tuple(value.shape) != row.global_shape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 from typing import Protocol
@@ -41,6 +42,12 @@ class CheckpointFiles:
         """Number of ranks of the checkpoint; 0 if there is no manifest or the manifests disagree."""
         sizes = {name.world_size for name in self.manifests}
         return sizes.pop() if len(sizes) == 1 else 0
+
+    @property
+    def deletion(self) -> str:
+        """Command that deletes this checkpoint; the generation spares other checkpoints of the step."""
+        step, generation = self.ref.step, self.ref.generation
+        return f"asymcheck delete STORE {step} --run {shlex.quote(self.run)} --generation {generation}"
 
     @property
     def is_whole(self) -> bool:

@@ -100,7 +100,7 @@ class Reachability(abc.ABC):
                             continue
                         raise InconsistentCheckpointError(
                             f"{self._refusal}, because the partitions of a damaged manifest are unknown: {error}; "
-                            "delete that checkpoint first"
+                            f"delete that checkpoint first: {listing.deletion}"
                         ) from error
                     self._digests[key] = b"".join(manifest.partitions())
                     self._count(self._digests[key], 1)

@@ -318,6 +318,20 @@ def test_a_state_that_does_not_change_is_noticed(store: Store, config: CaptureCo
         checkpointer.wait()
 
 
+def test_a_copy_of_an_optimizer_is_noticed(store: Store) -> None:
+    """Test the warning for ``optimizer.state_dict()``, a copy that would be saved without moments."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.warns(StaleStateWarning, match=r"state\['optimizer'\] looks like optimizer.state_dict\(\)"):
+        Checkpointer(store, {"model": model, "optimizer": optimizer.state_dict()}).close()
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StaleStateWarning)
+        Checkpointer(store, {"model": model, "optimizer": optimizer.state_dict()}).close()  # shares the moments
+        Checkpointer(store, {"model": model, "optimizer": optimizer}).close()
+
+
 def test_a_small_tensor_that_changes_is_a_change(store: Store, config: CaptureConfig) -> None:
     """Test that bytes in the manifest itself count as a change, like bytes in partitions."""
     _, _, loop = linear_loop()

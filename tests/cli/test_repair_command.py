@@ -6,7 +6,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+import torch
+
+import asymcheck
 from asymcheck.cli import exit_status
+from asymcheck.errors import InconsistentCheckpointError
 from tests.cli.conftest import Outcome
 from tests.cli.test_verify_command import flip, largest_pack
 
@@ -45,6 +50,25 @@ def test_unrepaired_damage(call: Call, store: Path) -> None:
     assert isinstance(repaired, dict)
     assert repaired["done"] == []
     assert {one["kind"] for one in repaired["left"]} == {"lost-partitions"}
+
+
+def test_the_advised_deletion_spares_repeated_steps(call: Call, store: Path) -> None:
+    """Test that the advice after a damage deletes only the damaged checkpoint, not a later one of the same step."""
+    (manifest,) = store.glob(f"manifests/default/00000001-{30:012d}-*/*.manifest")
+    with asymcheck.Store.open(store) as opened:
+        opened.save({"model": {"weight": torch.ones(3)}}, step=30)  # The training has repeated the step.
+        flip(manifest, 200)
+        with pytest.raises(InconsistentCheckpointError, match="delete that checkpoint first") as refused:
+            opened.gc()
+    (line,) = [line for line in call("verify", store, "--repair").out.splitlines() if line.startswith("remaining: ")]
+    command = "asymcheck delete STORE 30 --run default --generation 1"
+    assert command in line
+    assert str(refused.value).endswith(command)
+    words = command.replace("STORE", str(store)).split()[1:]
+    assert call(*words, "--yes").status == exit_status.OK
+    with asymcheck.Store.open(store) as opened:
+        assert [(one.step, one.generation) for one in opened.checkpoints() if one.step == 30] == [(30, 2)]
+        opened.gc()
 
 
 def test_a_repair_is_of_the_whole_store(call: Call, store: Path) -> None:

@@ -103,7 +103,8 @@ def test_records_beyond_repair(path: Path) -> None:
         left = {one.kind: one for one in repaired.left}
         assert set(left) == {"damaged-head", "damaged-manifest"}
         assert "step=" in left["damaged-head"].remedy
-        assert "delete that step" in left["damaged-manifest"].remedy
+        command = "asymcheck delete STORE 0 --run default --generation 1"
+        assert f"delete that checkpoint ({command})" in left["damaged-manifest"].remedy
         assert left["damaged-manifest"].checkpoints[0].startswith("run default, step 0 ")
     assert (head.read_bytes(), manifest.read_bytes()) == before
     assert readable(path) == {1, 2}

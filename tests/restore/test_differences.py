@@ -186,6 +186,23 @@ def test_name_that_only_resembles_a_stored_one_is_suggested(path: Path) -> None:
             store.load(into={"model": layer})
 
 
+def test_new_part_of_a_state_is_added_after_the_restore(path: Path) -> None:
+    """Test the advice for a part that an earlier version of a training did not have, and that it works."""
+    with Store.open(path) as store:
+        state = _trained() | {"later": torch.zeros(3)}
+        with Checkpointer(store, state, every=1) as checkpointer:
+            with pytest.raises(StateMismatchError, match="later: is not in the checkpoint; add it to the state after"):
+                checkpointer.restore()
+            later = state.pop("later")
+            restored = checkpointer.restore()
+            assert restored is not None
+            state["later"] = later
+            checkpointer.step(restored.step + 1)
+        loaded = store.load()
+        assert isinstance(loaded, dict)
+        assert set(loaded) == set(state)
+
+
 def test_names_that_become_equal_without_wrappers_are_not_mapped(store_path: Path) -> None:
     """Test a module that has a real part with the name of a wrapper."""
     saved = torch.nn.ModuleDict(

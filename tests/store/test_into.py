@@ -189,6 +189,16 @@ def test_default_device_of_the_program_takes_no_part(store: Store) -> None:
     assert torch.equal(target, stored)
 
 
+def test_modules_on_the_meta_device_are_refused(store: Store) -> None:
+    """Test that a model without memory, which torch loads in silence, does not seem to be restored."""
+    store.save({"model": torch.nn.Linear(3, 2)}, step=1)
+    model = torch.nn.Linear(3, 2, device="meta")
+    with pytest.raises(StateMismatchError, match=r"model.weight: is on the meta device.*call to_empty\(device=…\)"):
+        store.load(into={"model": model})
+    store.load(into={"model": model.to_empty(device="cpu")})
+    assert_same(model.state_dict(), store.load()["model"])
+
+
 def test_arrays_and_tensors_of_the_same_memory_are_filled(store: Store) -> None:
     """Test a buffer that the state has as an array, as a view of the array, and as a tensor."""
 

@@ -131,6 +131,9 @@ def test_excluding_a_requested_tensor_is_a_mismatch(store: Store) -> None:
     with pytest.raises(StateMismatchError, match="b: is not in the checkpoint, or not in the selection 'a'"):
         store.load(tensors="a", into=into)
     assert into["a"].sum() == 0
+    store.save({"model": torch.nn.Linear(2, 2)}, step=2)
+    with pytest.raises(StateMismatchError, match=r"model.bias: is not in the checkpoint, or not in the selection"):
+        store.load(tensors="model.weight", into={"model": torch.nn.Linear(2, 2)})
 
 
 def test_a_bare_tensor_has_the_empty_name(store: Store) -> None:

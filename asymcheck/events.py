@@ -138,21 +138,16 @@ Watcher = Callable[[Interval], None]
 _watchers: list[Watcher] = []
 
 
-class _Timed(contextlib.AbstractContextManager[None]):
-    __slots__ = ("_began", "_detail", "_name", "_size")
-
-    def __init__(self, name: str, size: int, detail: Callable[[], Detail] | None) -> None:
-        self._name, self._size, self._detail = name, size, detail
-        self._began = 0.0
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        ended = time.perf_counter()
-        detail = self._detail
-        failed = {} if kind is None else {"failed": kind.__name__}
-        report(self._name, self._began, ended, self._size, lambda: {**(detail() if detail else {}), **failed})
+@contextlib.contextmanager
+def _timed(name: str, size: int, detail: Callable[[], Detail] | None) -> Iterator[None]:
+    began, failed = time.perf_counter(), dict[str, str]()
+    try:
+        yield
+    except BaseException as error:
+        failed["failed"] = type(error).__name__
+        raise
+    finally:
+        report(name, began, time.perf_counter(), size, lambda: {**(detail() if detail else {}), **failed})
 
 
 _UNWATCHED = contextlib.nullcontext()
@@ -168,7 +163,7 @@ def timed(
         size: payload bytes.
         detail: called at the end if there are watchers. An exception in the block adds ``failed``, its class.
     """
-    return _Timed(name, size, detail) if _watchers else _UNWATCHED
+    return _timed(name, size, detail) if _watchers else _UNWATCHED
 
 
 def is_watched() -> bool:

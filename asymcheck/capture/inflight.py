@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from asymcheck.events import Detail, report
 from asymcheck.format.manifest import Manifest
 from asymcheck.policies.interval import TrainingPace, span
 from asymcheck.state.names import role_of
-from asymcheck.state.partition_plan import Partition, Plan
+from asymcheck.state.partition_plan import Originals, Partition, Plan
 from asymcheck.state.walk import FlatState
 from asymcheck.storage.shm.ring_writer import RingSlot
 from asymcheck.types import CheckpointRef, Digest, counted, readable_size
@@ -115,6 +116,11 @@ class Capture:
     def partitions(self) -> Sequence[Partition]:
         """The partitions of the plan."""
         return self.plan.cut.partitions
+
+    @functools.cached_property
+    def originals(self) -> Originals:
+        """Candidates for partitions that are rounded copies of others."""
+        return Originals(self.partitions, self.dtypes, self.shapes)
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:

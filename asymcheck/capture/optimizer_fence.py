@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from operator import eq
+from itertools import chain, compress
+from operator import not_
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -21,8 +21,6 @@ from asymcheck.state.shards import Distributed, is_dtensor, locals_of
 
 _T = TypeVar("_T")
 _NO_OBJECTS = PLAIN_TENSORS | {type(None), bool, int, float, str, bytes, np.ndarray}
-_NOWHERE = frozenset({0})
-"""Address of tensors without memory."""
 _DEFERRED_ON = ("cpu", "cuda")
 """Device types with deferred copies; a later copy on other devices would need synchronization events."""
 
@@ -64,9 +62,10 @@ class OptimizerOwnership:
     """
 
     def __init__(self) -> None:
-        self._ownership: _Ownership | None = None
+        self._keys: list[tuple[object, ...] | None] = []
+        self._storages: list[tuple[int, int]] = []  # start and end of the memory of each owned tensor
         self._modules: list[nn.Module] = []
-        self._embeddings: list[nn.Module] = []
+        self._embeddings: list[Any] = []
 
     def deferred_rows(
         self,
@@ -75,89 +74,41 @@ class OptimizerOwnership:
         parts: Iterable[Distributed] = (),
         modules: Sequence[nn.Module] = (),
     ) -> tuple[bool, ...]:
-        """Return whether each leaf is deferred; reuse the last result if the state has the same tensors."""
-        owned = [tensor for optimizer in optimizers for tensor in _tensors_of(optimizer)]
-        owned += [tensor for part in parts for tensor in part.owned()]
-        row_by_id = {id(leaf.source): row for row, leaf in enumerate(leaves)}
-        objects, rest = self._owned_rows(owned, row_by_id)
-        if self._ownership is None or modules != self._modules or not self._ownership.holds_for(leaves, objects, rest):
-            self._modules = [*modules]
-            self._embeddings = [part for module in modules for part in module.modules() if hasattr(part, "max_norm")]
-            self._ownership = _Ownership(leaves, *self._owned_rows(owned, row_by_id))
-        return self._ownership.rows
-
-    def _owned_rows(
-        self, owned: Sequence[torch.Tensor], row_by_id: Mapping[int, int]
-    ) -> tuple[list[int], list[torch.Tensor]]:
-        """Return the row of each optimizer tensor (-1 for none), and the tensors without a row."""
-        scaled = {id(module.weight) for module in self._embeddings if getattr(module, "max_norm", None) is not None}
-        if scaled:
-            owned = [tensor for tensor in owned if id(tensor) not in scaled]
-        # Most leaves are the same objects as in the optimizers. Only the other tensors need a memory comparison.
-        objects = [row_by_id.get(name, -1) for name in map(id, owned)]
-        return objects, [tensor for tensor, row in zip(owned, objects, strict=True) if row < 0]
-
-
-class _Ownership:
-    """Deferred rows of one state, and the facts that show whether the next state has the same rows."""
-
-    def __init__(self, leaves: Sequence[Leaf], objects: list[int], rest: Sequence[torch.Tensor]) -> None:
-        """Select the deferred ``leaves``, given the rows of optimizer tensors and the tensors without a row."""
-        self._keys = [leaf.key for leaf in leaves]
-        self._objects, self._rest = objects, [*map(identity_key, rest)]
-        # One object may have several rows, as parts of several sharded tensors.
-        memory = {*self._rest, *(self._keys[row] for row in objects if row >= 0)} - {None}
-        starts: dict[int, int] = {}
-        self._ends: dict[int, int] = {}
-        others: list[Source] = []
-        for row, leaf in enumerate(leaves):
-            if leaf.key not in memory:
-                others.append(leaf.source)
-            elif isinstance(leaf.source, torch.Tensor) and _may_be_deferred(leaf.source):
-                storage = leaf.source.untyped_storage()
-                starts[row] = storage.data_ptr()
-                self._ends[starts[row]] = starts[row] + storage.nbytes()
-        mixed = _shared(others, self._ends)
-        self._is_mixed = mixed != _NOWHERE
-        self.rows = tuple([starts.get(row, 0) not in mixed for row in range(len(leaves))])
-        """Whether each leaf is deferred."""
-        self._arrays = {row for row, leaf in enumerate(leaves) if not isinstance(leaf.source, torch.Tensor)}
-        self._others = {row for row, key in enumerate(self._keys) if key not in memory}
-
-    def holds_for(self, leaves: Sequence[Leaf], objects: list[int], rest: Sequence[torch.Tensor]) -> bool:
-        """Return whether another state has the same deferred rows."""
-        keys = [leaf.key for leaf in leaves]
-        if len(keys) != len(self._keys) or objects != self._objects:
-            return False
-        # Both lists have the same length, because as many objects have no row.
-        if not all(map(eq, self._rest, map(identity_key, rest))):
-            return False
+        """Return whether each leaf is deferred."""
+        tensors = [tensor for optimizer in optimizers for tensor in _tensors_of(optimizer)]
+        tensors += [tensor for part in parts for tensor in part.owned()]
+        # Most tensors of optimizers are the same objects as in the state. Only the others need their own key.
+        key_by_id = {id(leaf.source): leaf.key for leaf in leaves}
+        memory = {key_by_id.get(id(tensor)) or identity_key(tensor) for tensor in tensors} - {None}
+        is_owned = [leaf.key in memory for leaf in leaves]
+        owned = [*compress(leaves, is_owned)]
+        keys = [leaf.key for leaf in owned]
         # The flattener reuses the key objects, so this comparison is fast.
-        moved = set[int]() if keys == self._keys else {row for row, key in enumerate(keys) if key != self._keys[row]}
-        # The key of an array is its id(), which a new array may have inherited.
-        moved |= self._arrays
-        if not moved:
-            return True
-        # Values that no optimizer owns may be replaced in each step, such as generator states. If shared memory is
-        # involved, compute the rows again: a tensor whose memory is no longer shared becomes deferred.
-        if self._is_mixed or not moved <= self._others or not {*self._rest}.isdisjoint(keys[row] for row in moved):
-            return False
-        if _shared((leaves[row].source for row in moved), self._ends) != _NOWHERE:
-            return False
-        self._keys = keys
-        return True
+        if keys != self._keys or modules != self._modules:
+            self._keys, self._modules = keys, [*modules]
+            self._storages = [_storage(leaf.source) for leaf in owned]
+            self._embeddings = [part for module in modules for part in module.modules() if hasattr(part, "max_norm")]
+        scaled = _in_memory([module.weight for module in self._embeddings if module.max_norm is not None])
+        others = [leaf.source for leaf in compress(leaves, map(not_, is_owned))]
+        shared, storages = _shared([*others, *scaled], dict(self._storages)), iter(self._storages)
+        return tuple([is_own and next(storages)[0] not in shared for is_own in is_owned])
 
 
-def _may_be_deferred(tensor: torch.Tensor) -> bool:
+def _storage(source: Source) -> tuple[int, int]:
+    """Return start and end of the memory of a tensor; zeros if the tensor may not be deferred."""
+    if not isinstance(source, torch.Tensor):
+        return 0, 0
+    storage = source.untyped_storage()
     # Another process may change shared memory at any time. CUDA tensors always report is_shared().
-    kind = tensor.device.type
-    return kind in _DEFERRED_ON and not (kind == "cpu" and tensor.is_shared())
+    if source.device.type not in _DEFERRED_ON or (source.device.type == "cpu" and storage.is_shared()):
+        return 0, 0
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 def _shared(sources: Iterable[Source], ends: Mapping[int, int]) -> set[int]:
     """Return 0 and the start addresses of the memory ranges that contain one of ``sources``."""
     starts = sorted(ends)
-    shared = {*_NOWHERE}
+    shared = {0}
     for source in sources:
         address = _address(source)
         index = bisect.bisect(starts, address) - 1
@@ -182,9 +133,12 @@ def _tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
     state_by_parameter = getattr(optimizer, "state", {})
     states = [state for parameter in parameters if (state := state_by_parameter.get(parameter)) is not None]
     values = [*parameters, *chain.from_iterable(state.values() for state in states)]
-    # Other tensor types have no memory that can be compared. For a DTensor, the optimizer changes the local part, and
-    # the state contains the memory of that part.
-    return locals_of([value for value in values if type(value) in PLAIN_TENSORS or is_dtensor(value)])
+    return _in_memory(values)
+
+
+def _in_memory(values: Iterable[object]) -> list[torch.Tensor]:
+    """Return the tensors that have memory of this process; for a DTensor, its local part, as in the state."""
+    return locals_of([value for value in values if type(value) in PLAIN_TENSORS or is_dtensor(value)])  # type: ignore[misc]  # they are tensors
 
 
 def _calls_closure_first(optimizer: Optimizer) -> bool:

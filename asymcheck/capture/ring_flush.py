@@ -23,7 +23,6 @@ from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor, frame_length
 from asymcheck.format.manifest import encode, manifest_of
 from asymcheck.format.registry import CODEC_DELTA
-from asymcheck.state.partition_plan import Originals, Plan
 from asymcheck.storage.nvme import Catalog, NvmeTier
 from asymcheck.storage.shm.ring_writer import Ring, RingSlot
 from asymcheck.types import Digest
@@ -34,54 +33,6 @@ Placing = Callable[[Capture], LineagePosition]
 _WRITERS = 2
 _PATIENCE_S = 0.2
 """Seconds that the next capture waits for a collection, because freed packs are overwritten faster than new files."""
-
-
-class Bases:
-    """Finder of base partitions in a ring. Thread-safe."""
-
-    def __init__(self, ring: Ring) -> None:
-        """Find bases in ``ring``."""
-        self._ring = ring
-        self._lock = threading.Lock()
-        self._plan: Plan | None = None
-        self._originals = Originals((), (), ())
-
-    def may_be_derived(self, capture: Capture, number: int) -> bool:
-        """Tell whether a partition may be a rounded copy of others of its capture."""
-        return next(self._originals_of(capture).candidates(number), None) is not None
-
-    def of(self, capture: Capture, number: int, older: Capture | None) -> list[Base]:
-        """Return possible bases of a partition that is complete in the ring.
-
-        ``older`` is an earlier capture. The caller keeps the frames of both captures in the ring.
-        """
-        own = self._read(capture, number)
-        if own is None:
-            return []
-        _, plain = own
-        dtype = capture.dtypes[capture.partitions[number].pieces[0].row]
-        original = original_of(plain, dtype, number, self._originals_of(capture), partial(self._read, capture))
-        bases = [] if original is None else [original]
-        if older is not None and older.plan is capture.plan:
-            previous = self._read(older, number)
-            if previous is not None and len(previous[1]) == len(plain):
-                bases.append(Base(CODEC_DELTA, *previous))
-        return bases
-
-    def _read(
-        self, capture: Capture, number: int, start: int = 0, length: int | None = None
-    ) -> tuple[Digest, memoryview] | None:
-        name, slot = capture.digests[number], capture.slots[number]
-        if name is None or slot is None:
-            return None
-        return name, self._ring.payload(slot)[start : None if length is None else start + length]
-
-    def _originals_of(self, capture: Capture) -> Originals:
-        with self._lock:
-            if self._plan is not capture.plan:
-                self._plan = capture.plan
-                self._originals = Originals(capture.partitions, capture.dtypes, capture.shapes)
-            return self._originals
 
 
 class RingFlusher:
@@ -104,7 +55,6 @@ class RingFlusher:
         """
         self._encoder, self._two_phase = encoder, two_phase
         self._ring, self._tier, self._catalog, self._placing = ring, tier, catalog, placing
-        self._bases = Bases(ring)
         self._rows = ManifestBuilder()
         self._inflight: set[Capture] = set()
         self._last = -math.inf, -math.inf
@@ -252,7 +202,7 @@ class RingFlusher:
         # Ordered by cost.
         may_be_derived = (
             self._encoder.wants_bases
-            and self._bases.may_be_derived(capture, number)
+            and next(capture.originals.candidates(number), None) is not None
             and self._encoder.searches_original(capture.contents(number))
         )
         return capture.postponed if may_be_derived else None
@@ -298,12 +248,34 @@ class RingFlusher:
             for read in reads:
                 read.readers += 1
         try:
-            older = reads[1] if len(reads) > 1 else None
-            yield self._bases.of(capture, number, older) if reads else []
+            yield self._find_bases(number, *reads) if reads else []
         finally:
             with self._lock:
                 for read in reads:
                     read.readers -= 1
+
+    def _find_bases(self, number: int, capture: Capture, older: Capture | None = None) -> list[Base]:
+        """Return possible bases of a partition that is complete in the ring; ``older`` is an earlier capture."""
+        own = self._read(capture, number)
+        if own is None:
+            return []
+        _, plain = own
+        dtype = capture.dtypes[capture.partitions[number].pieces[0].row]
+        original = original_of(plain, dtype, number, capture.originals, partial(self._read, capture))
+        bases = [] if original is None else [original]
+        if older is not None and older.plan is capture.plan:
+            previous = self._read(older, number)
+            if previous is not None and len(previous[1]) == len(plain):
+                bases.append(Base(CODEC_DELTA, *previous))
+        return bases
+
+    def _read(
+        self, capture: Capture, number: int, start: int = 0, length: int | None = None
+    ) -> tuple[Digest, memoryview] | None:
+        name, slot = capture.digests[number], capture.slots[number]
+        if name is None or slot is None:
+            return None
+        return name, self._ring.payload(slot)[start : None if length is None else start + length]
 
     def let_stream(self, capture: Capture) -> bool:
         """Switch a capture to streaming if it is alone in the ring; return whether that made room.

@@ -23,7 +23,7 @@ from asymcheck.config import DEFAULT_RUN
 from asymcheck.errors import InvalidInputError, StateMismatchError, UnsupportedValueError
 from asymcheck.format.tree import Key
 from asymcheck.integrations.trainer_callback import groups_of, set_groups
-from asymcheck.state.shards import TensorShard
+from asymcheck.state.shards import Distributed, TensorShard
 from asymcheck.store import Store
 
 _STAGES = (1, 2, 3)
@@ -66,7 +66,7 @@ class _Range:
             target.local.copy_(restored)
 
 
-class EngineState:
+class EngineState(Distributed):
     """State of a DeepSpeed engine, for :class:`asymcheck.Checkpointer` on each rank.
 
     Example::

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
 from asymcheck.errors import UnsupportedValueError
 from asymcheck.format.tree import Key
 from asymcheck.state.boxes import Box, strides_of
+from asymcheck.state.leaves import PLAIN_TENSORS
 from asymcheck.types import Stateful
 
 if TYPE_CHECKING:
@@ -53,26 +55,30 @@ class TensorShard:
         return Box(tuple(self.global_shape), tuple(self.offset), tuple(self.local.shape))
 
 
-@runtime_checkable
-class Distributed(Stateful, Protocol):
+class Distributed(Stateful, abc.ABC):
     """Object in the state of several ranks that needs more than ``state_dict()``, such as a DeepSpeed engine.
 
     Stored states have placeholders instead of tensors.
     """
 
     @property
+    @abc.abstractmethod
     def optimizer(self) -> torch.optim.Optimizer:
         """Optimizer that changes :meth:`owned`."""
 
+    @abc.abstractmethod
     def owned(self) -> Iterable[torch.Tensor]:
         """Yield tensors of the state that only a step of :attr:`optimizer` changes."""
 
+    @abc.abstractmethod
     def misfits(self, stored: Mapping[Key, object]) -> Iterable[str]:
         """Yield the reasons why the object will refuse a stored state."""
 
+    @abc.abstractmethod
     def missing(self, stored: Mapping[Key, object]) -> Iterable[tuple[object, TensorShard]]:
         """Yield placeholders of tensors that do not exist yet, each with a shard of the same layout."""
 
+    @abc.abstractmethod
     def settle(self) -> None:
         """Run collective steps after all ranks were restored."""
 
@@ -85,7 +91,7 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 def locals_of(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the local data of tensors, some of which may be DTensors. Training waits for this in each step."""
-    if not any(map(is_dtensor, values)):
+    if PLAIN_TENSORS.issuperset(map(type, values)):
         return [*values]
     with torch.no_grad():
         return [value.to_local() if is_dtensor(value) else value for value in values]

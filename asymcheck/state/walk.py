@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
-from typing import TypeGuard
+from operator import attrgetter, is_
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from asymcheck.state.boxes import Box
 from asymcheck.state.dtypes import TORCH_NAMES
 from asymcheck.state.leaves import PLAIN_TENSORS, Leaf, Source, TensorBytes, identity_key, make_leaf
 from asymcheck.state.numpy_dtypes import numpy_name
-from asymcheck.state.shards import TensorShard, is_dtensor, shard_of
+from asymcheck.state.shards import TensorShard, is_dtensor, layout_of, shard_of
 from asymcheck.state.typed_values import TypedValue, is_nested, remedy_for, typed_value
 from asymcheck.state.zero_redundancy import local_part
 from asymcheck.types import Stateful, is_stateful
@@ -61,6 +61,8 @@ class FlatState:
 
 Called = dict[int, tuple[Stateful, object]]
 """Objects and their ``state_dict()`` by id. The objects are kept, so that ids stay unique."""
+Mappings = dict[str | None, tuple[str, list[Node], list[Node], list[Any]]]
+"""Tag, keys, content and node of mappings, by name."""
 
 
 def flatten(state: object) -> FlatState:
@@ -73,9 +75,7 @@ def flatten(state: object) -> FlatState:
     Raises:
         UnsupportedValueError: a value cannot be stored; the error names its path.
     """
-    walker = Walker({})
-    tree = walker.node(state, None, 0)
-    return FlatState(tree, walker.leaves, Columns.of(walker.leaves))
+    return Walker({}).flatten(state)
 
 
 class Walker:
@@ -84,10 +84,21 @@ class Walker:
     def __init__(self, called: Called) -> None:
         """Start a walk. Objects in ``called`` are not called again."""
         self.leaves: list[Leaf] = []  # tensors by row
-        self.visits: list[tuple[object, int]] = []  # every occurrence of a tensor, and its row
+        # For each occurrence of a tensor: its bytes, then name, group and box (None for a whole tensor), and its node.
+        self.sources: list[Source] = []
+        self.places: list[tuple[str, str, Box | None]] = []
+        self.nodes: list[list[Any]] = []
+        self.layouts: dict[int, tuple[Box, tuple[object, ...]]] = {}  # box and layout of DTensors, by occurrence
+        self.mappings: Mappings = {}
+        self._known_mappings: Mappings = {}  # of an earlier walk
         self._called = called
         self._rows: dict[tuple[object, ...], int] = {}
         self._group = ""  # first part of the name
+
+    def flatten(self, state: object) -> FlatState:
+        """Return the result of :func:`flatten`."""
+        tree = self.node(state, None, 0)
+        return FlatState(tree, self.leaves, Columns.of(self.leaves))
 
     def node(self, value: object, name: str | None, depth: int) -> Node:
         """Return the node of a value."""
@@ -103,7 +114,7 @@ class Walker:
             self._group = name or ""
         # Frequent types come first. Comparing types is faster than isinstance().
         if kind in PLAIN_TENSORS and not value.is_nested:  # type: ignore[attr-defined]  # as below
-            return self._tensor(value, name or "", value)  # type: ignore[arg-type]  # the type was just compared
+            return self._tensor(value, name or "")  # type: ignore[arg-type]  # the type was just compared
         if kind in _MAPPINGS:
             return self._mapping(value, name, depth)  # type: ignore[arg-type]  # as above
         if kind is list or kind is tuple:
@@ -112,7 +123,7 @@ class Walker:
         if kind is TensorShard or is_dtensor(value):
             return self._shard(value, name or "")
         if isinstance(value, (torch.Tensor, np.ndarray, TensorBytes)) and not is_nested(value):
-            return self._tensor(value, name or "", value)
+            return self._tensor(value, name or "")
         if is_to_be_called(value):
             return self._stateful(value, name, depth)
         parts = typed_value(value)
@@ -142,39 +153,52 @@ class Walker:
         return self._mapping(state, name, depth)  # type: ignore[arg-type]  # the type was just compared
 
     def _mapping(self, value: Mapping[object, object], name: str | None, depth: int) -> Node:
-        pairs: list[Node] = []
+        keys: list[Node] = []
+        content: list[Node] = []
+        prefix = below(name, "")
         part: str
         for key, item in value.items():
             # ASCII strings, which are most, are always valid.
             node, part = (key, key) if type(key) is str and key.isascii() else self._key(key, name)
-            pairs.append([node, self.node(item, below(name, part), depth + 1)])
-        if type(value) is not OrderedDict:
-            return ["d", pairs]
-        # Module.state_dict() stores versions of modules in an attribute of the mapping, for load_state_dict().
-        metadata = getattr(value, "_metadata", None)
-        if metadata is None:
-            return ["o", pairs]
-        return ["m", pairs, self.node(metadata, below(name, "_metadata"), depth + 1)]
+            keys.append(node)
+            content.append(self.node(item, prefix + part, depth + 1))
+        tag = "d"
+        if type(value) is OrderedDict:
+            tag = "o"
+            # Module.state_dict() stores versions of modules in an attribute of the mapping, for load_state_dict().
+            metadata = getattr(value, "_metadata", None)
+            if metadata is not None:
+                tag = "m"
+                content.append(self.node(metadata, prefix + "_metadata", depth + 1))
+        known = self._known_mappings.get(name)
+        # Keys may be compared by value: none is a bool, which would equal 1.
+        if known is None or tag != known[0] or keys != known[1] or not all(map(is_, content, known[2])):
+            pairs = [[*pair] for pair in zip(keys, content, strict=False)]
+            known = tag, keys, content, [tag, pairs, *content[len(keys) :]]
+        self.mappings[name] = known
+        return known[3]
 
     def _key(self, key: object, name: str | None) -> tuple[object, str]:
         """Return the node of a key, and its part of the dotted names."""
         if type(key) is str:
             return self._scalar(key, name), key
         if type(key) is int:
-            return self._scalar(key, name), join_name((key,))
+            node = self._scalar(key, name)
+            return node, str(key) if node is key else join_name((key,))
         raise UnsupportedValueError(name or "", f"mapping key {key!r} is neither str nor int; use str(key) or int(key)")
 
     def _shard(self, value: object, name: str) -> Node:
         if is_dtensor(value):
             shard = shard_of(value, name)
             box = Box.shared(shard.global_shape, shard.offset, (*shard.local.shape,))
-            return self._tensor(shard.local, name, value, box)
+            self.layouts[len(self.sources)] = box, layout_of(value)
+            return self._tensor(shard.local, name, box)
         given: TensorShard = value  # type: ignore[assignment]  # all others are
         if not given.box.is_valid:
             raise UnsupportedValueError(name, f"the shard {given.box} is not inside of its whole tensor")
-        return self._tensor(given.local, name, value, given.box)
+        return self._tensor(given.local, name, given.box)
 
-    def _tensor(self, value: Source, name: str, given: object, box: Box | None = None) -> Node:
+    def _tensor(self, value: Source, name: str, box: Box | None = None) -> Node:
         tag = "N" if isinstance(value, np.ndarray) else "T"
         # Described first, because an unsupported tensor may have no address.
         leaf = make_leaf(value, name, self._group, box)
@@ -187,8 +211,11 @@ class Walker:
             self.leaves.append(leaf)
             if key is not None:
                 self._rows[key] = row
-        self.visits.append((given, row))
-        return [tag, row]
+        node: list[Any] = [tag, row]
+        self.sources.append(value)
+        self.places.append((name, self._group, box))
+        self.nodes.append(node)
+        return node
 
     def _plain(self, value: object, name: str | None) -> Node:
         if isinstance(value, torch.Size):

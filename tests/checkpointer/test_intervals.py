@@ -35,7 +35,7 @@ def test_no_intervals_are_created_without_watchers(
         monkeypatch.setattr(events, name, make)
 
     counted("Interval")
-    counted("_Timed")
+    counted("_timed")
     assert_every_step_is_right(store, linear_loop()[2], 3, config)
     assert made == []
     with (
@@ -43,7 +43,7 @@ def test_no_intervals_are_created_without_watchers(
         Checkpointer(store, linear_loop()[2].state, run="b", every=1, keep=None) as checkpointer,
     ):
         checkpointer.step(0)
-    assert set(made) == {"Interval", "_Timed"}
+    assert set(made) == {"Interval", "_timed"}
 
 
 def test_every_name_is_listed_and_every_listed_name_occurs(

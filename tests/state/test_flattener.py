@@ -307,7 +307,7 @@ def test_changing_values_do_not_trigger_a_walk(change: str) -> None:
 
 
 def test_numbers_of_a_generator_do_not_trigger_a_walk() -> None:
-    """Test that a generator, whose state is a new tensor each time, keeps the template of the other values."""
+    """Test that a generator, whose state is a new tensor each time, keeps the description of the other values."""
     value = {"draws": torch.Generator(), "numpy": np.random.default_rng(1), **state()}
     flattener = Flattener()
     flattener.flatten(value)

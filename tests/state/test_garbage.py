@@ -87,7 +87,7 @@ def _versions(*modules: tuple[object, object]) -> OrderedDict[object, object]:
     ],
 )
 def test_module_versions_equal_a_walk(metadata: object) -> None:
-    """Test the versions of modules in the first states, and in states that are compared with a template."""
+    """Test the versions of modules in the first states, and in states that are compared with an earlier one."""
     flattener, weight = Flattener(), torch.ones(2)
     for _ in range(4):
         state: OrderedDict[str, object] = OrderedDict(weight=weight)
@@ -98,7 +98,7 @@ def test_module_versions_equal_a_walk(metadata: object) -> None:
 
 
 def test_a_version_that_equals_the_previous_one_has_its_own_node() -> None:
-    """Test True and 1.0 after versions of 1, with which a template compares them."""
+    """Test True and 1.0 after versions of 1, which are equal to them."""
     flattener, weight = Flattener(), torch.ones(2)
     for version in (1, 1, 1, True, 1, 1, 1, 1.0):
         state: OrderedDict[str, object] = OrderedDict(weight=weight)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import ParamSpec, TypeVar
 
-from asymcheck.errors import OutOfSpaceError, ReadOnlyStoreError, StorageError, TooManyFilesError
+from asymcheck.errors import LockTimeoutError, OutOfSpaceError, ReadOnlyStoreError, StorageError, TooManyFilesError
 
 _POLL_S = 0.005
 _P = ParamSpec("_P")
@@ -445,7 +445,7 @@ def create_locked(files: Files, target: Path, mode: int = 0o644) -> int:
             return descriptor
         DESCRIPTORS.close(descriptor)
         files.unlink(target)
-    raise StorageError(
-        f"{target} was locked or removed by another process {_CREATE_ATTEMPTS} times while it was being created; try "
-        "again"
+    raise LockTimeoutError(
+        f"cannot create {target}: {_CREATE_ATTEMPTS} times, another process held the lock of the new file, or removed "
+        "it; try again"
     )

@@ -103,7 +103,11 @@ def test_second_signal_cancels_the_upload(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--follow", "--all"], "leave out --all"), (["--every", "2"], "--every applies to --follow only")],
+    [
+        (["--follow", "--all"], "leave out --all"),
+        (["--every", "2"], "--every applies to --follow only"),
+        (["--follow", "--create"], "without --follow only"),
+    ],
 )
 def test_contradicting_options_of_a_push_are_refused(store_path: Path, options: list[str], message: str) -> None:
     """Test the status of a wrong command line."""

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 import asymcheck
 from asymcheck import Checkpointer, Grace, Publish, Publisher, Store, Subscriber
+from asymcheck.cli import exit_status
 from asymcheck.cli.main import commands
 from asymcheck.config import Compression, StoreConfig
 from asymcheck.errors import (
@@ -91,8 +92,13 @@ def test_a_location_that_was_emptied_is_only_created_again_on_request(tmp_path: 
         with Publisher(rules, store) as publisher, pytest.raises(RemoteUnreachableError, match="--create"):
             publish(publisher, trained, 2)
         assert not releases.exists()
-        with Publisher(rules, store, create=True) as publisher:
-            assert publish(publisher, trained, 2).number == 2
+        store.save({"model": trained}, step=3)
+    command = ["publish", str(tmp_path / "store"), "--to", rules.location]
+    refused = CliRunner().invoke(commands, command)
+    assert (refused.exit_code, "--create" in refused.output) == (exit_status.STORAGE, True)
+    assert CliRunner().invoke(commands, [*command, "--create"]).exit_code == 0
+    with Store.open(rules.location) as created:
+        assert [release.step for release in created.checkpoints("release")] == [2]
 
 
 def test_a_release_reads_only_manifests_of_releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

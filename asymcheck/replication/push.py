@@ -123,8 +123,8 @@ def push(
                 continue
             there.check()
             older = there.older(local, listing) if encoder.wants_bases else None
-            ends = is_ending, is_alone
-            _Push(local, remote, listing, part, moved, progress, encoder, older, publish, *ends).carry_out()
+            one = _Push(local, remote, listing, part, moved, progress, encoder, older, publish, is_ending, is_alone)
+            one.carry_out()
             there.note(listing)
         except (HeadRecordError, InvalidInputError) as error:
             # Every other checkpoint of the run would fail, too.

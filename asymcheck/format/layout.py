@@ -20,6 +20,7 @@ LOCKS = "locks"
 TOP_LEVEL = frozenset({DESCRIPTOR_NAME, HEADS, MANIFESTS, PACKS, POOL, CATALOG, LOCKS})
 REMOTE_TOP_LEVEL = frozenset({DESCRIPTOR_NAME, HEADS, MANIFESTS, PACKS, LOCKS})
 TEMPORARY = ".tmp"
+PACK_PREFIX_BYTES = 4
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z", re.ASCII)
 _PACK = re.compile(r"([0-9a-f]{32})\.pack\Z")
@@ -65,6 +66,11 @@ def is_run(name: str) -> bool:
 def pack_name(pack_id: PackId) -> str:
     """Return the file name of a complete pack."""
     return f"{pack_id.hex()}.pack"
+
+
+def pack_prefix(first_rank: int) -> bytes:
+    """Return the first bytes of the ids of the remote packs of a store, whose lowest rank is given (SPEC.md §C1)."""
+    return digest(str(first_rank).encode())[:PACK_PREFIX_BYTES]
 
 
 def pack_path(pack_id: PackId) -> str:

@@ -27,6 +27,11 @@ def ranks_in(spans: Spans) -> list[int]:
     return [rank for first, last in spans for rank in range(first, last + 1)]
 
 
+def first_of(spans: Spans | None) -> int:
+    """Return the first rank in ranges; None stands for all ranks."""
+    return spans[0][0] if spans else 0
+
+
 def read_spans(header: Mapping[str, object], where: str) -> Spans | None:
     """Return the ``store_ranks`` of a manifest header, or None if the header has none."""
     if "store_ranks" not in header:

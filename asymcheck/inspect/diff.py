@@ -21,7 +21,7 @@ from asymcheck.inspect.history import describe_by, known_line
 from asymcheck.inspect.norms import NormSums, TensorNorms, without_norms
 from asymcheck.inspect.values import plain_values, shortened
 from asymcheck.restore.frame_reader import read_any
-from asymcheck.restore.partition_locator import PartitionLocator, PartitionSet
+from asymcheck.restore.partition_locator import Hints, PartitionLocator, PartitionSet
 from asymcheck.restore.resolve import by_save_id, find_readable, needed_by, read_manifests
 from asymcheck.state.names import in_order, matches, no_match, unique_name
 from asymcheck.storage.interfaces import ReadTier
@@ -276,10 +276,10 @@ class _Comparison:
                     f"partition {extent.digest.hex()} has two lengths in the manifests: run asymcheck verify",
                     extent.digest,
                 )
-        hints = [pack for side in (self.a, self.b) for manifest in side.manifests for pack in manifest.header.packs]
+        hints = Hints.of_manifests([*self.a.manifests, *self.b.manifests])
         meter = ProgressMeter(progress, sum(pair.a.nbytes + pair.b.nbytes for pair in pairs))
         try:
-            with PartitionLocator(self.tier, PartitionSet.of_lengths(partitions), dict.fromkeys(hints)) as sources:
+            with PartitionLocator(self.tier, PartitionSet.of_lengths(partitions), hints) as sources:
                 order = {digest: index for index, digest in enumerate(sources.in_reading_order(list(partitions)))}
                 read = functools.lru_cache(_KEPT)(partial(read_any, sources))
                 # Read in pack order, so that tensors that share partitions follow each other.

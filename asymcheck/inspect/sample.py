@@ -12,7 +12,7 @@ from asymcheck.measurement import NOISE, measure, noise_samples
 from asymcheck.policies.advice import Facts
 from asymcheck.restore.frame_reader import read_any
 from asymcheck.restore.lineage import read_line
-from asymcheck.restore.partition_locator import PartitionLocator, PartitionSet
+from asymcheck.restore.partition_locator import Hints, PartitionLocator, PartitionSet
 from asymcheck.restore.resolve import read_manifests
 from asymcheck.storage.nvme import CheckpointFiles, NvmeTier
 from asymcheck.types import Sample
@@ -97,7 +97,7 @@ def _samples(tier: NvmeTier, manifests: list[Manifest], older: list[Manifest], b
 def _read(tier: NvmeTier, manifests: list[Manifest], rows: list[TensorRow], length: int) -> bytes:
     """Read the first bytes of tensors from verified partitions. Return nothing if a partition is missing."""
     lengths = {extent.digest: extent.partition_length for row in rows for extent in row.extents}
-    hints = dict.fromkeys(pack for manifest in manifests for pack in manifest.header.packs)
+    hints = Hints.of_manifests(manifests)
     sampled = bytearray()
     with PartitionLocator(tier, PartitionSet.of_lengths(lengths), hints, must_be_complete=False) as sources:
         if lengths and all(map(sources.find, lengths)):

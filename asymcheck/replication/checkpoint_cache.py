@@ -15,6 +15,7 @@ from asymcheck.errors import (
     UnsupportedFormatError,
     result_or_error,
 )
+from asymcheck.format import layout
 from asymcheck.format.manifest import Manifest
 from asymcheck.inspect.history import describe_by
 from asymcheck.replication.decodable_frames import DecodableFrames
@@ -126,11 +127,13 @@ class RemotePresence:
 
     def expect(self, listings: Iterable[CheckpointFiles]) -> None:
         """Read the manifests of checkpoints for :meth:`has`, then list the packs once for all of them."""
-        manifests = self._remote.manifests
+        listings, manifests = [*listings], self._remote.manifests
         self._needs = {(listing.run, listing.ref): self._needed(listing) for listing in manifests.each(listings)}
         # Packs are listed after the manifests were read. A collection that has not announced a pack by then will see
         # these manifests, and keep the pack.
-        self._lasting = list(self._remote.lasting_packs()) if self._needs else []
+        lasting = list(self._remote.lasting_packs()) if self._needs else []
+        prefixes = tuple({layout.pack_prefix(listing.first_rank) for listing in listings})
+        self._lasting = sorted(lasting, key=lambda pack_id: not pack_id.startswith(prefixes))
         if not self._indexes.keys() <= set(self._lasting):
             self._indexes, self._frames = {}, DecodableFrames(())
 

@@ -55,10 +55,20 @@ class PackSender:
     """Uploads the packs of one checkpoint."""
 
     def __init__(
-        self, remote: RemoteTier, total: int, moved: Moved, progress: Progress, reencoder: Reencoder | None
+        self,
+        remote: RemoteTier,
+        prefix: bytes,
+        total: int,
+        moved: Moved,
+        progress: Progress,
+        reencoder: Reencoder | None,
     ) -> None:
-        """Send ``total`` bytes of payload to ``remote``, encoded by ``reencoder`` if given."""
+        """Send ``total`` bytes of payload to ``remote``, encoded by ``reencoder`` if given.
+
+        The ids of the packs begin with ``prefix``.
+        """
         self._remote = remote
+        self._prefix = prefix
         self._config = remote.config.remote
         self._reencoder = reencoder
         self._moved = moved
@@ -174,7 +184,7 @@ class PackSender:
             StorageError: all attempts failed.
             FormatError, MissingPartitionError: a frame could not be read.
         """
-        index = _new_pack(frames)
+        index = _new_pack(frames, self._prefix)
         final = self._remote.packs / layout.pack_name(index.header.pack_id)
 
         @contextlib.contextmanager
@@ -242,12 +252,13 @@ class PackSender:
         emit("remote.pack_checked", path.name)
 
 
-def _new_pack(frames: Sequence[Frame]) -> PackIndex:
+def _new_pack(frames: Sequence[Frame], prefix: bytes) -> PackIndex:
     """Lay out a new pack, so that header and index are known before the first byte is sent."""
     entries: Entries = np.array([frame.entry for frame in frames], dtype=ENTRY_DTYPE)
     entries["offset"] = np.cumsum([registry.BLOCK_BYTES, *frame_lengths(entries)[:-1].tolist()])
     end = int(entries[-1]["offset"]) + entry_length(entries[-1])
-    return PackIndex(PackHeader(PackId(os.urandom(16)), len(entries), end, time.time_ns(), WRITER), entries, None)
+    pack_id = PackId((prefix + os.urandom(16))[:16])
+    return PackIndex(PackHeader(pack_id, len(entries), end, time.time_ns(), WRITER), entries, None)
 
 
 def _cut(frames: Sequence[Frame], size: int) -> list[Sequence[Frame]]:

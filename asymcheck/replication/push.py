@@ -29,6 +29,7 @@ from asymcheck.errors import (
     result_or_error,
 )
 from asymcheck.executor import begin, share
+from asymcheck.format import layout
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.replication.checkpoint_cache import RemotePresence
@@ -221,6 +222,11 @@ class _Push:
     # Temporary names of uploaded manifests.
     staged: dict[ManifestName, PurePosixPath] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Begin with the packs of this store: others hold parts of other ranks, and may be thousands."""
+        self.prefix = layout.pack_prefix(self.listing.first_rank)
+        self.sought = (self.prefix,)
+
     def carry_out(self) -> None:
         """Upload missing packs, then head records, then manifests; repeat if a collection removes needed packs."""
         run, ref = self.listing.run, self.listing.ref
@@ -238,6 +244,7 @@ class _Push:
         try:
             held = held_back(manifests, self.listing)
             if held:
+                self.sought = (b"",)
                 # Other stores send these partitions. Partitions that do not arrive are sent with the rest.
                 self._send(manifests, held)
                 wait_for_others(self.remote, self.listing, held, self._report, self.is_ending, self.is_alone)
@@ -315,13 +322,13 @@ class _Push:
         self, local: PartitionLocator, names: Sequence[Digest], manifests: Sequence[Manifest], older: Older
     ) -> set[PackId]:
         # Listed at each attempt, to find the packs of earlier attempts.
-        indexes = self.remote.read_indexes(self.remote.reliable_packs())
+        indexes = self.remote.read_indexes(self.remote.reliable_packs(self.sought))
         planner = TransferPlanner(local, DecodableFrames(indexes.values()), self.damaged)
         planner.choose(names)
         reencoder = None
         if self.remote.config.remote.compression != "off":
             reencoder = Reencoder(self.encoder, planner, manifests, older)
-        sender = PackSender(self.remote, planner.stored, self.moved, self._report, reencoder)
+        sender = PackSender(self.remote, self.prefix, planner.stored, self.moved, self._report, reencoder)
         # The base of a frame arrives before the frame.
         new = sender.send(planner.full) | sender.send_in_order(planner.based)
         self.moved.reused_partitions += planner.reused

@@ -31,7 +31,7 @@ def older_of(local: ReadTier, listing: CheckpointFiles | None) -> Iterator[Older
     opened = None if listing is None else result_or_error(_open_older, local, listing)
     if opened is None or isinstance(opened, AsymcheckError):
         # A deleted or damaged older checkpoint only costs compression.
-        opened = (), PartitionLocator(local, PartitionSet.of_lengths({}), ())
+        opened = (), PartitionLocator(local, PartitionSet.of_lengths({}))
     with opened[1]:
         yield opened
 

@@ -28,6 +28,7 @@ from asymcheck.errors import (
 from asymcheck.events import timed
 from asymcheck.format.digest import digest
 from asymcheck.format.manifest import Manifest
+from asymcheck.format.spans import Spans
 from asymcheck.restore.assemble import Assembly, holds
 from asymcheck.restore.in_place import InPlaceFill
 from asymcheck.restore.read_plan import Demand, demands_of, execute, execute_in_memory, read_parts
@@ -233,10 +234,10 @@ def _with_advice(resolved: Resolved, parts: ShardSet, separator: str) -> Iterato
         raise StateMismatchError(f"{error}{separator}{advice}") from error
 
 
-def load_part(tier: ReadTier, run: str, ref: CheckpointRef, wanted: LoadRequest) -> Loaded:
+def load_part(tier: ReadTier, run: str, ref: CheckpointRef, wanted: LoadRequest, ranks: Spans | None = None) -> Loaded:
     """Fill the state of one rank from its own shards, even if shards of other ranks are missing in this store.
 
-    All ranks of a job have to do so with the same checkpoint.
+    All ranks of a job have to do so with the same checkpoint. With ``ranks``, only their shards are read.
 
     Raises:
         InconsistentCheckpointError, MissingPartitionError, DamagedPartitionError, FormatError, StorageError: this store
@@ -245,12 +246,12 @@ def load_part(tier: ReadTier, run: str, ref: CheckpointRef, wanted: LoadRequest)
         PartialRestoreError: damage was found after some tensors were overwritten.
         RefusedStateError: an object refused its state.
     """
-    listing = tier.manifests.listing(run, ref)
+    listing = tier.manifests.listing(run, ref).of_ranks(ranks)
     if not listing.world_size:
         raise InconsistentCheckpointError(f"{tier.root}: nothing of {ref} is here")
-    ranks = [name.rank for name in listing.manifests]
+    present = [name.rank for name in listing.manifests]
     own = (wanted.rank or 0) % listing.world_size
-    if own not in ranks or len(ranks) != len(set(ranks)):
+    if own not in present or len(present) != len(set(present)):
         raise InconsistentCheckpointError(f"{tier.root}: what rank {own} saved at {ref} is not here")
     resolved = resolve_manifests(tier, listing, tier.manifests.read_all(listing))
     with resolved.sources:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +18,10 @@ from asymcheck.errors import (
     UnsupportedFormatError,
     result_or_error,
 )
-from asymcheck.format import registry
+from asymcheck.format import layout, registry
 from asymcheck.format.digest_set import DigestSet, as_column
 from asymcheck.format.manifest import Manifest
+from asymcheck.format.spans import first_of
 from asymcheck.storage.interfaces import OpenPack, ReadTier
 from asymcheck.types import Digest, PackId
 
@@ -110,11 +112,25 @@ class PartitionSet:
         return cls(as_column(list(lengths)), np.fromiter(lengths.values(), dtype=np.int64))
 
 
+class Hints(NamedTuple):
+    """Packs to search first."""
+
+    packs: tuple[PackId, ...] = ()  # of the store that wrote the manifests
+    prefixes: frozenset[bytes] = frozenset()  # of the ids of packs at a remote location
+
+    @classmethod
+    def of_manifests(cls, manifests: Iterable[Manifest]) -> Hints:
+        """Return the hints in manifests."""
+        headers = [manifest.header for manifest in manifests]
+        packs = dict.fromkeys(pack_id for header in headers for pack_id in header.packs)
+        return cls(tuple(packs), frozenset(layout.pack_prefix(first_of(header.store_ranks)) for header in headers))
+
+
 class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
     """Open packs that hold a set of partitions. Close it, or use it in a ``with`` block."""
 
     def __init__(
-        self, tier: ReadTier, needs: PartitionSet, hints: Iterable[PackId], *, must_be_complete: bool = True
+        self, tier: ReadTier, needs: PartitionSet, hints: Hints | None = None, *, must_be_complete: bool = True
     ) -> None:
         """Find all partitions and their bases, in the packs of ``hints`` first.
 
@@ -126,7 +142,7 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
         """
         self.tier = tier  # where the packs are
         self._needs = needs
-        self._hints = tuple(hints)
+        self._hints = hints or Hints()
         self._packs: dict[PackId, OpenPack] = {}
         self._problems: dict[PackId, AsymcheckError] = {}
         self._scanned: dict[PackId, AsymcheckError] = {}
@@ -152,7 +168,7 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
         cls, tier: ReadTier, manifests: Sequence[Manifest], *, must_be_complete: bool = True
     ) -> PartitionLocator:
         """Find the partitions of manifests, in the packs that these name first."""
-        hints = dict.fromkeys(pack_id for manifest in manifests for pack_id in manifest.header.packs)
+        hints = Hints.of_manifests(manifests)
         return cls(tier, PartitionSet.of_manifests(manifests), hints, must_be_complete=must_be_complete)
 
     def _search(self) -> None:
@@ -200,10 +216,11 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
         for pack, frames in self._by_pack(self._places):
             if pack.entries["kind"].any():
                 wanted |= _bases_of(pack, frames)
-        # Other packs are only searched if hinted and near packs do not hold all bases.
-        self._bases = self._with_their_bases(wanted, lambda _: self.tier.hinted(self._hints))
-        if not all(self._bases.values()):
-            self._bases = self._with_their_bases(wanted, self._everywhere)
+        # Each is searched only if the packs before it do not hold all bases.
+        for pack_ids in (lambda _: self.tier.hinted(self._hints.packs), self._near, self._everywhere):
+            self._bases = self._with_their_bases(wanted, pack_ids)
+            if all(self._bases.values()):
+                return
 
     def _with_their_bases(
         self, wanted: set[Digest], pack_ids: Callable[[DigestSet], Iterable[PackId]]
@@ -224,22 +241,31 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
     def _everywhere(self, digests: DigestSet) -> Iterator[PackId]:
         """Yield all packs that may hold some partitions once, near ones first, so that callers can stop early."""
         seen: set[PackId] = set()
-        for pack_id in self.tier.hinted(self._hints):
+        for pack_id in self._near(digests):
             if pack_id not in seen:
                 seen.add(pack_id)
                 yield pack_id
         # Repeated while new packs appear, because a listed pack may have been copied into another one and removed.
         while new := [pack_id for pack_id in self.tier.pack_ids() if pack_id not in seen]:
             seen.update(new)
-            new = self.tier.may_hold(new, digests)
-            announced = 0
-            for number, pack_id in enumerate(new):
-                # Few at first, because most searches end at one of the first packs.
-                until = number + min(number + 1, self.tier.config.remote.reads)
-                # Known packs are not opened again, and each read of the index of a damaged one is a scan.
-                self.tier.expect([expected for expected in new[announced:until] if not self._is_known(expected)])
-                announced = until
-                yield pack_id
+            yield from self._announced(new, digests)
+
+    def _near(self, digests: DigestSet) -> Iterator[PackId]:
+        """Yield the packs of the hints that may hold some partitions."""
+        yield from self.tier.hinted(self._hints.packs)
+        yield from self._announced(self.tier.with_prefixes(self._hints.prefixes), digests)
+
+    def _announced(self, pack_ids: list[PackId], digests: DigestSet) -> Iterator[PackId]:
+        """Yield packs that may hold some partitions, and announce the next ones to the tier."""
+        pack_ids = self.tier.may_hold(pack_ids, digests)
+        announced = 0
+        for number, pack_id in enumerate(pack_ids):
+            # Few at first, because most searches end at one of the first packs.
+            until = number + min(number + 1, self.tier.config.remote.reads)
+            # Known packs are not opened again, and each read of the index of a damaged one is a scan.
+            self.tier.expect([expected for expected in pack_ids[announced:until] if not self._is_known(expected)])
+            announced = until
+            yield pack_id
 
     def _is_known(self, pack_id: PackId) -> bool:
         return pack_id in self._packs or pack_id in self._problems or pack_id in self._closed

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from asymcheck.errors import (
@@ -250,6 +250,12 @@ class FallbackTier(ReadTier):
             if not new:
                 return
 
+    def with_prefixes(self, prefixes: Collection[bytes]) -> list[PackId]:
+        """Return packs of the remote location. Raise RemoteUnreachableError if it does not answer."""
+        far = self._far.ask(lambda far: far.with_prefixes(prefixes)) or []
+        self._far_ids |= frozenset(far)
+        return far
+
     def expect(self, pack_ids: Sequence[PackId]) -> None:
         """Begin to read the indexes of packs of the remote location."""
         far_ids = [pack_id for pack_id in pack_ids if pack_id in self._far_ids and not self._near.pack_bytes(pack_id)]
@@ -287,6 +293,10 @@ class OverlayTier(ReadTier):
     def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:
         """Return the packs of the overlay, then those that the tier reads first."""
         return [*self._packs, *self._tier.hinted(pack_ids)]
+
+    def with_prefixes(self, prefixes: Collection[bytes]) -> list[PackId]:
+        """Return the packs of the tier whose ids begin with one of the prefixes."""
+        return self._tier.with_prefixes(prefixes)
 
     def expect(self, pack_ids: Sequence[PackId]) -> None:
         """Announce the packs of the tier that will be opened next."""

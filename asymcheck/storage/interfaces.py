@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import PurePath
 
 from asymcheck.config import StoreConfig
@@ -97,6 +97,10 @@ class ReadTier(abc.ABC):
     def hinted(self, pack_ids: Iterable[PackId]) -> Iterable[PackId]:
         """Return the packs to search first, given the packs that a manifest names as hints."""
         return pack_ids
+
+    def with_prefixes(self, prefixes: Collection[bytes]) -> list[PackId]:  # noqa: ARG002 - used by remote tiers
+        """Return the packs at a remote location whose ids begin with one of the prefixes, newest first."""
+        return []
 
     def may_hold(self, pack_ids: list[PackId], digests: DigestSet) -> list[PackId]:  # noqa: ARG002 - used by remote tiers
         """Return the packs without those that are known to hold none of these partitions."""

@@ -17,7 +17,7 @@ from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.manifest_reader import ManifestCache, decode_manifest, decode_manifests
 from asymcheck.format.record import RECORD_BYTES, HeadRecord, decode_head
-from asymcheck.format.spans import Spans, ranks_in
+from asymcheck.format.spans import Spans, first_of, ranks_in
 from asymcheck.types import CheckpointRef, SaveId
 
 _BATCH_FILES, _BATCH_BYTES = 64, 16 << 20
@@ -59,6 +59,11 @@ class CheckpointFiles:
         """Whether there is exactly one manifest for each rank that saves into this store."""
         is_unambiguous = len({name.rank for name in self.manifests}) == len(self.manifests)
         return self.world_size > 0 and is_unambiguous and not self.missing_ranks
+
+    @property
+    def first_rank(self) -> int:
+        """Lowest rank that saves into this store."""
+        return first_of(self.store_ranks)
 
     def of_ranks(self, spans: Spans | None) -> CheckpointFiles:
         """Return only the manifests of the given ranks, as in a store of these ranks; None for all ranks."""

@@ -325,7 +325,7 @@ class ResumeCoordinator:
 
     def _read_part(self, ref: CheckpointRef, into: object, *, strict: bool) -> Checkpoint:
         wanted = LoadRequest("*", into, check_device(None), rank=self.rank, grows=True, strict=strict)
-        return _restored_part(self._store, self._run, ref, wanted)
+        return _restored_part(self._store, self._run, ref, wanted, self.session().store_ranks)
 
     def _try(
         self,
@@ -433,7 +433,9 @@ class ResumeCoordinator:
         return returned
 
 
-def _restored_part(store: Store, run: str, ref: CheckpointRef, wanted: LoadRequest) -> Checkpoint:
+def _restored_part(
+    store: Store, run: str, ref: CheckpointRef, wanted: LoadRequest, store_ranks: Spans | None
+) -> Checkpoint:
     """Fill a state with the part that one rank saved, from this store or from its remote."""
     store.training.fence()
     opened = store.resources
@@ -441,11 +443,14 @@ def _restored_part(store: Store, run: str, ref: CheckpointRef, wanted: LoadReque
     overwritten: tuple[str, ...] = ()
     # The local store first, so that an intact part needs no remote access.
     local, remote = opened.nvme, opened.remote
-    tiers: list[ReadTier] = [local, *([] if remote is None else [FallbackTier(local, remote)])]
+    attempts: list[tuple[ReadTier, Spans | None]] = [(local, None)]
+    if remote is not None:
+        # All ranks only if the shards are cut in another way now: they may be in a hundred times more packs.
+        attempts += [(FallbackTier(local, remote), ranks) for ranks in (store_ranks, None)]
     with timed("restore", 0, lambda: {"run": run}):
-        for tier in tiers:
+        for tier, ranks in attempts:
             try:
-                loaded = load_part(opened.with_memory(tier), run, ref, wanted)
+                loaded = load_part(opened.with_memory(tier), run, ref, wanted, ranks)
             except (UnsupportedFormatError, RefusedStateError, *INCONCLUSIVE) as error:
                 error.overwritten = error.overwritten or overwritten
                 raise

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from asymcheck.executor import begin
 from asymcheck.replication import background_push, push_loop
 from asymcheck.replication.background_push import BackgroundPush
 from asymcheck.replication.push_status import Mailbox, PushJob
+from asymcheck.storage.remote.remote_files import RemoteFiles
 from tools.local_hdfs import LocalHdfs
 from tools.local_objects import BUCKET, LocalObjects, variables
 from tools.local_sftp import LocalSftp
@@ -210,3 +211,17 @@ def lose_packs(store: Path) -> None:
     """Remove all packs."""
     for pack in (store / "packs").iterdir():
         pack.unlink()
+
+
+@pytest.fixture
+def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record the operations at locations."""
+    done: list[str] = []
+    original: Callable[..., Any] = RemoteFiles._do
+
+    def do(files: RemoteFiles, action: str, *arguments: object) -> object:
+        done.append(action)
+        return original(files, action, *arguments)
+
+    monkeypatch.setattr(RemoteFiles, "_do", do)
+    return done

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import pytest
 
@@ -50,20 +48,6 @@ def locations(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         pack.touch()
         os.utime(pack, (step, step))
     return f"file://{base}/one", f"file://{base}/many"
-
-
-@pytest.fixture
-def operations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the operations at locations."""
-    done: list[str] = []
-    original: Callable[..., Any] = RemoteFiles._do
-
-    def do(files: RemoteFiles, action: str, *arguments: object) -> object:
-        done.append(action)
-        return original(files, action, *arguments)
-
-    monkeypatch.setattr(RemoteFiles, "_do", do)
-    return done
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from pyarrow.fs import S3FileSystem
 from asymcheck import Checkpointer, Push, Store
 from asymcheck.errors import InvalidInputError, ReadOnlyStoreError, StorageError
 from asymcheck.storage.remote.location import parse_location
+from asymcheck.storage.remote.object_stores import _ObstoreClient
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from tests.remote.conftest import CONFIG, REMOTE, check_location, check_state, config, save_steps
 from tools import local_azure, local_gcs, local_objects
@@ -87,6 +88,29 @@ def test_checkpoints_return_from_an_object_store(store: Path, bucket: str, tmp_p
     with Store.open(tmp_path / "other", config=CONFIG, create=True) as other:
         other.pull(bucket, everything=True)
         check_state(other.load(2), 2)
+
+
+def test_names_with_a_prefix_are_listed(bucket: str) -> None:
+    """Test that a listing by prefix has the names that begin with it, and no others."""
+    files = RemoteFiles(parse_location(bucket), REMOTE)
+    names = ["0a.pack", "0b00.pack", "0b01.doomed", "0b01.pack", "0c.pack"]
+    for name in names:
+        files.put_small(files.top / "packs" / name, b"")
+    listed = {
+        prefix: [entry.path.name for entry in files.walk(files.top / "packs", prefix=prefix)]
+        for prefix in ("0b", "0a", "0c", "0", "1")
+    }
+    assert listed == {prefix: [name for name in names if name.startswith(prefix)] for prefix in listed}
+
+
+@pytest.mark.parametrize("server", ["objects"], indirect=True)
+def test_a_service_that_lists_names_in_any_order(bucket: str, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test pushes and restores if listings by prefix end too early."""
+    monkeypatch.setattr(_ObstoreClient, "beginning", lambda *_: [])
+    push(store, bucket)
+    save_steps(store, 3)
+    push(store, bucket)
+    check_location(bucket, 1, 2, 3)
 
 
 @pytest.mark.parametrize("server", ["objects"], indirect=True)

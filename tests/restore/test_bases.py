@@ -26,7 +26,7 @@ from asymcheck.errors import (
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import HEADER_BYTES, decode_header
 from asymcheck.fsck.verify import Severity
-from asymcheck.restore.partition_locator import PartitionCopy, PartitionLocator, PartitionSet
+from asymcheck.restore.partition_locator import Hints, PartitionCopy, PartitionLocator, PartitionSet
 from asymcheck.storage.nvme import NvmeTier, Slot
 from asymcheck.types import PackId
 from tests.damage.flips import flip
@@ -171,7 +171,7 @@ def test_bases_are_looked_for_where_the_manifest_says(
     open_pack = tier.open_pack
     monkeypatch.setattr(tier, "open_pack", lambda pack_id: opened.append(pack_id) or open_pack(pack_id))
     wanted = PartitionSet.of_lengths({digest(plain_of(2)): 4 * COUNT})
-    with PartitionLocator(tier, wanted, [packs[step] for step in hinted]) as sources:
+    with PartitionLocator(tier, wanted, Hints(tuple(packs[step] for step in hinted))) as sources:
         assert [len(sources.base_copies(digest(plain_of(step)))) for step in range(2)] == [1, 1]
         assert set(opened) == (set(packs.values()) if len(hinted) == 3 else set(tier.pack_ids()))
         # Packs are opened once for partitions and once for bases, for any chain; then the two packs with a base again.

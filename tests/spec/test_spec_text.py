@@ -455,3 +455,9 @@ def test_the_encodings_of_planes_are_the_code() -> None:
     (chunks,) = (row["meaning"] for row in table("planes_header") if row["field"] == "chunk_bytes")
     bounds = (container.CHUNK_BYTES_MIN, container.CHUNK_BYTES_MAX)
     assert chunks == "a multiple of {0}, from {0} to {1}".format(*bounds)
+
+
+def test_prefixes_of_remote_packs() -> None:
+    """Test the two examples in the text."""
+    assert f"The prefix of rank 0 is `{layout.pack_prefix(0).hex()}`" in spec_text.text()
+    assert f"that of rank 8 is `{layout.pack_prefix(8).hex()}`" in spec_text.text()

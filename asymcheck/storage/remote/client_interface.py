@@ -76,6 +76,10 @@ class Client(abc.ABC):
     def children(self, path: str) -> list[Entry]:
         """Return the entries in a directory; none for a file."""
 
+    def beginning(self, path: str, prefix: str) -> list[Entry]:
+        """Return the entries in a directory whose names begin with ``prefix``."""
+        return [entry for entry in self.children(path) if entry.path.name.startswith(prefix)]
+
     def walk(self, path: str) -> list[Entry]:
         """Return the entries in and below a directory. Directories that are removed meanwhile are skipped."""
         entries = self.children(path)

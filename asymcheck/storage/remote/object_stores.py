@@ -67,6 +67,17 @@ class _ObstoreClient(ObjectStore):
         folders = [Entry(PurePosixPath("/", prefix), False, 0, 0) for prefix in listed["common_prefixes"]]
         return [*folders, *_entries_below(path, listed["objects"])]
 
+    def beginning(self, path: str, prefix: str) -> list[Entry]:
+        found: list[Entry] = []
+        with self.translated():
+            # The client lists whole folders only. Names come in order, so those with the prefix follow it.
+            for chunk in self._obstore.list(self._store, f"{_key(path)}/", offset=f"{_key(path)}/{prefix}"):
+                new = [entry for entry in _entries_below(path, chunk) if entry.path.name.startswith(prefix)]
+                found += new
+                if len(new) < len(chunk):
+                    break
+        return found
+
     def walk(self, path: str) -> list[Entry]:
         """Return the files in and below a directory, by one request for each 1,000 files."""
         with self.translated():

@@ -126,11 +126,15 @@ class RemoteFiles:
         """Return the entry at ``path``; None if there is none."""
         return self._do("access", path, partial(self._client.stat, str(path)))
 
-    def walk(self, path: PurePath, *, recursive: bool = False) -> list[Entry]:
-        """Return the sorted entries in a directory, with ``recursive`` also below it; empty if it is missing."""
+    def walk(self, path: PurePath, *, prefix: str = "", recursive: bool = False) -> list[Entry]:
+        """Return the sorted entries in a directory, with ``recursive`` also below it; empty if it is missing.
+
+        With ``prefix``, return only the entries in the directory whose names begin with it.
+        """
         walk = self._client.walk if recursive else self._client.children
+        list_entries = partial(self._client.beginning, str(path), prefix) if prefix else partial(walk, str(path))
         try:
-            entries = self._do("list", path, partial(walk, str(path)))
+            entries = self._do("list", path, list_entries)
         except FileNotFoundError:
             return []
         # Comparing the paths themselves takes several times longer, and a location may have thousands of packs.

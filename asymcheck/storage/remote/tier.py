@@ -7,11 +7,11 @@ import copy
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import PurePosixPath
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -44,6 +44,11 @@ from asymcheck.storage.remote.readers import result_of
 from asymcheck.storage.remote.remote_files import RemoteFiles
 from asymcheck.types import PackId
 
+_T = TypeVar("_T")
+
+_PREFIXES_MAX = 8
+"""Maximum number of listings by prefix; for more prefixes, all packs are listed."""
+
 
 class PackListing(NamedTuple):
     """Files of packs by one listing, newest first. A pack that was renamed meanwhile may be in both mappings."""
@@ -59,6 +64,14 @@ def lost_location(location: RemoteLocation) -> RemoteUnreachableError:
         f"{location} has no asymcheck.store any more: was it emptied, or unmounted? Mount it again. If it was emptied "
         "on purpose, create it with the option --create of asymcheck push or asymcheck publish"
     )
+
+
+def _begins(pack_id: PackId, prefixes: Collection[bytes]) -> bool:
+    return pack_id.startswith(tuple(prefixes))
+
+
+def _only(packs: dict[PackId, _T], prefixes: Collection[bytes]) -> dict[PackId, _T]:
+    return {pack_id: value for pack_id, value in packs.items() if _begins(pack_id, prefixes)}
 
 
 class RemoteTier(StoreTier):
@@ -165,13 +178,16 @@ class RemoteTier(StoreTier):
             "each other's files; use a service or version that supports them"
         )
 
-    def list_packs(self) -> PackListing:
-        """List the packs once."""
+    def list_packs(self, prefixes: Collection[bytes] = (b"",)) -> PackListing:
+        """List the packs whose ids begin with one of the prefixes, by default all."""
         lasting: dict[PackId, Entry] = {}
         doomed: dict[PackId, Entry] = {}
         announced: dict[PackId, list[Entry]] = {}
+        # Other locations list a folder as a whole.
+        listed = (b"",) if self.files.renames or len(prefixes) > _PREFIXES_MAX else prefixes
+        entries = [entry for prefix in listed for entry in self.files.walk(self.packs, prefix=prefix.hex())]
         # Newest first, because the newest checkpoint needs them.
-        for entry in sorted(self.files.walk(self.packs), key=lambda entry: -entry.mtime_ns):
+        for entry in sorted(entries, key=lambda entry: -entry.mtime_ns):
             if (pack_id := layout.parse_pack_name(entry.path.name)) is not None:
                 lasting[pack_id] = entry
             elif (pack_id := layout.parse_doomed_name(entry.path.name)) is not None:
@@ -180,12 +196,14 @@ class RemoteTier(StoreTier):
         if not self.files.renames:
             doomed = {pack_id: lasting.pop(pack_id) for pack_id in announced if pack_id in lasting}
         with self._lock:
-            self._doomed = doomed
+            self._doomed = {pack_id: known for pack_id, known in self._doomed.items() if not _begins(pack_id, listed)}
+            self._doomed |= doomed
             # Forget the indexes of removed packs, because a training may push for weeks.
             for pack_id in self._indexes.keys() - lasting.keys() - doomed.keys():
-                del self._indexes[pack_id]
+                if _begins(pack_id, listed):
+                    del self._indexes[pack_id]
             self._loading = {pack_id: loading for pack_id, loading in self._loading.items() if not loading.done()}
-        return PackListing(lasting, doomed, announced)
+        return PackListing(_only(lasting, prefixes), _only(doomed, prefixes), _only(announced, prefixes))
 
     def lasting_packs(self) -> dict[PackId, Entry]:
         """Return the files of all complete packs, newest first."""
@@ -198,9 +216,16 @@ class RemoteTier(StoreTier):
         packs = self.list_packs()
         return [*packs.lasting, *packs.doomed]
 
-    def reliable_packs(self) -> dict[PackId, Entry]:
+    def with_prefixes(self, prefixes: Collection[bytes]) -> list[PackId]:
+        """Return the ids of the readable packs that begin with one of the prefixes, newest first."""
+        if self._listed is not None:
+            return [pack_id for pack_id in self._listed if _begins(pack_id, prefixes)]
+        packs = self.list_packs(prefixes)
+        return [*packs.lasting, *packs.doomed]
+
+    def reliable_packs(self, prefixes: Collection[bytes] = (b"",)) -> dict[PackId, Entry]:
         """Return the files of the packs on which a push may rely, because :meth:`reprieve` can keep them."""
-        packs = self.list_packs()
+        packs = self.list_packs(prefixes)
         return {**(packs.doomed if self.files.renames else {}), **packs.lasting}
 
     def listed(self) -> RemoteTier:
@@ -216,13 +241,17 @@ class RemoteTier(StoreTier):
 
     def reprieve(self, pack_ids: Iterable[PackId]) -> set[PackId]:
         """Withdraw announced removals of packs by any process; return the packs that were removed."""
-        reliable = self.reliable_packs()
+        lost = set(pack_ids)
+        # The first listing may be too short where a service does not list names in order.
+        for prefixes in ({pack_id[: layout.PACK_PREFIX_BYTES] for pack_id in lost}, (b"",)):
+            reliable = self.reliable_packs(prefixes) if lost else {}
+            lost = {pack_id for pack_id in lost if not self._keep(pack_id, reliable.get(pack_id))}
+        return lost
 
-        def is_lost(pack_id: PackId) -> bool:
-            entry, path = reliable.get(pack_id), self.packs / layout.pack_name(pack_id)
-            return entry is None or (entry.path != path and not self.files.rename(entry.path, path))
-
-        return set(filter(is_lost, pack_ids))
+    def _keep(self, pack_id: PackId, entry: Entry | None) -> bool:
+        """Rename a pack back to its final name; return whether it has that name now."""
+        path = self.packs / layout.pack_name(pack_id)
+        return entry is not None and (entry.path == path or self.files.rename(entry.path, path))
 
     def _paths(self, pack_id: PackId) -> Iterator[PurePosixPath]:
         """Yield possible paths of a pack, likely ones first. Collections rename the packs that they will remove."""
@@ -231,7 +260,7 @@ class RemoteTier(StoreTier):
             known = self._doomed.get(pack_id)
         if known is not None:
             yield known.path
-        packs = self.list_packs()
+        packs = self.list_packs((pack_id,))
         for listed in (packs.lasting, packs.doomed):
             if pack_id in listed:
                 yield listed[pack_id].path

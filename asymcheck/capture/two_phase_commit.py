@@ -32,7 +32,7 @@ from asymcheck.format.record import head_from_json, head_to_json, parent_from_js
 from asymcheck.policies.interval import TrainingPace
 from asymcheck.state.partition_plan import Plan
 from asymcheck.storage.nvme import ManifestFiles
-from asymcheck.types import CheckpointRef, Digest, SaveId
+from asymcheck.types import Digest, SaveId
 
 _SAVES = "saves"
 _DIGESTS, _STORED, _COMMITTED = range(1, 4)
@@ -42,6 +42,7 @@ _SHARED_FOR_BY_STORES = 25
 """The same with one store per machine, where nothing else detects replicas that diverge."""
 _DIVERGED_MAX = 8
 """Maximum number of diverged partitions that one rank reports for one checkpoint."""
+_KEY_BYTES = 8
 
 
 class Writes(Protocol):
@@ -52,36 +53,6 @@ class Writes(Protocol):
 
     def write(self, capture: Capture, number: int) -> bool:
         """Write a partition; return whether the store did not have it."""
-
-
-_KEY_BYTES = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Divergence:
-    """A partition that no longer equals its replica on another rank."""
-
-    rank: int
-    """Rank that detected the difference."""
-    owner: int
-    """Rank of the other replica."""
-    tensor: str
-    """Name of the first tensor in the partition."""
-    tensors: int
-    """Number of tensors in the partition."""
-    start: int
-    """First byte of the partition in this tensor."""
-    equal_until: int
-    """Last step at which both were equal."""
-
-    def text(self, run: str, step: int) -> str:
-        """Return a message about the checkpoint of ``step``."""
-        more = "" if self.tensors == 1 else f" (or one of {self.tensors - 1} other tensors in its partition)"
-        first, second = sorted((self.owner, self.rank))
-        return (
-            f"step {step} of run {run!r}: tensor {self.tensor}{more} differs between ranks {first} and {second} from "
-            f"byte {self.start} on, but was equal until step {self.equal_until}. The data of each rank was saved"
-        )
 
 
 @dataclasses.dataclass
@@ -111,7 +82,7 @@ class Replicas:
         self._shared: _Shared | None = None
         self._identities: list[bytes] = []
         self._named: tuple[object, ...] = ()
-        self._diverged: list[Divergence] = []
+        self._diverged: list[dict[str, object]] = []
 
     def report(self, capture: Capture, *, places: bool) -> bytes:
         """Return the report to rank 0 on the partitions of a complete capture, optionally with their places."""
@@ -124,7 +95,8 @@ class Replicas:
     def take(self, capture: Capture, shares: ReplicaAssignment) -> None:
         """Apply the decision of rank 0."""
         step = capture.request.step
-        self._diverged += [self._divergence(capture, *difference) for difference in shares.differences]
+        for difference in shares.differences:
+            self._note_divergence(capture, *difference)
         identities, digests = self._identities_of(capture), list(capture.digests)
         self._shared = _Shared(identities, shares.owners, digests, shares.elsewhere, step)
 
@@ -158,15 +130,22 @@ class Replicas:
         owner, shared.owners[number] = shared.owners[number], self._rank
         shared.elsewhere[number] = False
         if number in shared.changed:
-            self._diverged.append(self._divergence(capture, number, owner, shared.step))
+            self._note_divergence(capture, number, owner, shared.step)
 
-    def _divergence(self, capture: Capture, number: int, other: int, equal_until: int) -> Divergence:
-        pieces = capture.partitions[number].pieces
-        name, count = capture.names[pieces[0].row], len({piece.row for piece in pieces})
-        return Divergence(self._rank, other, name, count, pieces[0].start, equal_until)
+    def _note_divergence(self, capture: Capture, number: int, owner: int, equal_until: int) -> None:
+        """Note that a partition differs from the replica of rank ``owner``, which was equal until a step."""
+        first, *others = dict.fromkeys(piece.row for piece in capture.partitions[number].pieces)
+        more = f" (or one of {len(others)} other tensors in its partition)" if others else ""
+        low, high = sorted((owner, self._rank))
+        text = (
+            f"step {capture.request.step} of run {capture.request.run!r}: tensor {capture.names[first]}{more} differs "
+            f"between ranks {low} and {high} from byte {capture.partitions[number].pieces[0].start} on, but was equal "
+            f"until step {equal_until}. The data of each rank was saved"
+        )
+        self._diverged.append({"owner": owner, "text": text})
 
-    def end(self, capture: Capture) -> list[Divergence]:
-        """Finish a capture; return the partitions that have diverged."""
+    def end(self, capture: Capture) -> list[dict[str, object]]:
+        """Finish a capture; return the owner and a message for each partition that has diverged."""
         diverged, self._diverged = self._diverged, []
         if self._shared is not None:
             self._shared.step = capture.request.step
@@ -294,7 +273,7 @@ class TwoPhaseCommit:
             self._take_from_others(capture, writes, is_unassigned=is_unassigned)
             elsewhere = self._replicas.elsewhere(capture)
             ref = capture.transaction.commit_capture(capture.manifest, lambda: place, elsewhere, metrics)
-            self._all_committed(capture, ref, at)
+            self._all_committed(capture, at)
             capture.ref = ref
         except (RankFailedError, RanksMissingError):
             # All ranks know.
@@ -359,7 +338,7 @@ class TwoPhaseCommit:
             if not (is_new and is_unassigned):
                 self._replicas.compare(capture, number, differs=is_new)
 
-    def _all_committed(self, capture: Capture, ref: CheckpointRef, at: tuple[int, int]) -> None:
+    def _all_committed(self, capture: Capture, at: tuple[int, int]) -> None:
         """Wait until all ranks have published their manifests, which makes the checkpoint durable."""
 
         def decide(reports: list[Any]) -> object:
@@ -369,12 +348,12 @@ class TwoPhaseCommit:
             capture.paces = list(dict.fromkeys(paces))
             return [divergence for report in reports for divergence in report["diverged"]][:_DIVERGED_MAX]
 
-        diverged = [dataclasses.asdict(divergence) for divergence in self._replicas.end(capture)[:_DIVERGED_MAX]]
+        diverged = self._replicas.end(capture)[:_DIVERGED_MAX]
         pace = None if capture.request.pace is None else dataclasses.asdict(capture.request.pace)
         is_outdated = bool(diverged) or not self._replicas.knows(capture)
         own = {"is_outdated": is_outdated, "diverged": diverged, "pace": pace}
         every = self._committing.agree_json(at, own, decide, self._what(capture, "commit"))
         # Rank 0 reports all divergences, other ranks only their own.
         rank = self._session.rank
-        reported = every if self.is_first else [*diverged, *(fields for fields in every if fields["owner"] == rank)]
-        capture.diverged = [Divergence(**fields).text(self._run, ref.step) for fields in reported]
+        reported = every if self.is_first else [*diverged, *(one for one in every if one["owner"] == rank)]
+        capture.diverged = [one["text"] for one in reported]

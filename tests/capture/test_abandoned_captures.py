@@ -13,7 +13,7 @@ import pytest
 from asymcheck import Store
 from asymcheck.capture.inflight import Capture
 from asymcheck.capture.ring_flush import RingFlusher
-from asymcheck.capture.two_phase_commit import TwoPhaseCommit
+from asymcheck.capture.two_phase_commit import TwoPhaseCommit, Writes
 from asymcheck.commit.pack_builder import PackBuilder
 from asymcheck.commit.save_request import new_save_id
 from asymcheck.commit.transaction import RingTransaction
@@ -24,18 +24,6 @@ from asymcheck.storage.local_files import DESCRIPTORS
 from asymcheck.storage.nvme import NvmeTier, PackWriter
 from asymcheck.storage.process_identity import is_let_go, this_process
 from asymcheck.types import PackId
-
-
-class _Writes:
-    """A writer that refuses everything."""
-
-    def write_soon(self, capture: Capture, number: int) -> None:
-        """Refuse."""
-        raise AssertionError(capture, number)
-
-    def write(self, capture: Capture, number: int) -> bool:
-        """Refuse."""
-        raise AssertionError(capture, number)
 
 
 def test_ranks_wait_for_pending_writes_before_an_abort() -> None:
@@ -50,7 +38,7 @@ def test_ranks_wait_for_pending_writes_before_an_abort() -> None:
     capture = SimpleNamespace(save_round=save_round, error=error, writes=[write])
     capture.wait = partial(Capture.wait, cast(Capture, capture))
     with pytest.raises(TornCaptureError):
-        joint.commit(cast(Capture, capture), _Writes())
+        joint.commit(cast(Capture, capture), cast(Writes, None))
     assert waited
     assert told == [error]
 

@@ -16,9 +16,7 @@ from asymcheck.errors import (
     DamagedPartitionError,
     FormatError,
     MissingPartitionError,
-    SkippedCheckpointWarning,
     StorageError,
-    warn_user,
 )
 from asymcheck.format import registry
 from asymcheck.format.digest_set import as_column
@@ -28,7 +26,7 @@ from asymcheck.inspect.history import known_line
 from asymcheck.replication.decodable_frames import DecodableFrames
 from asymcheck.restore.frame_reader import read_any, read_stored
 from asymcheck.restore.partition_locator import PartitionCopy, PartitionLocator
-from asymcheck.restore.resolve import candidates, check_run_exists, inconsistent, resolve_each
+from asymcheck.restore.resolve import check_run_exists, first, resolve_one
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.slots import Slot
@@ -51,14 +49,12 @@ def selected(tier: ReadTier, run: str | None, step: int | str | None, *, everyth
     """
     if everything:
         return _all(tier, run)
-    run, skipped = run or DEFAULT_RUN, list[str]()
-    listings = candidates(tier, run, step)
-    for resolved in resolve_each(tier, listings, skipped, whole=False):
-        resolved.sources.close()
-        for reason in skipped:
-            warn_user(f"run {resolved.run!r}: skipped {reason}", SkippedCheckpointWarning)
-        return [listing for listing in listings if listing.ref == resolved.ref]
-    raise inconsistent(tier, run, step, skipped, "copied")
+
+    def checked(listing: CheckpointFiles) -> list[CheckpointFiles]:
+        resolve_one(tier, listing).sources.close()
+        return [listing]
+
+    return first(tier, run or DEFAULT_RUN, step, checked, "copied")
 
 
 def _all(tier: ReadTier, run: str | None) -> list[CheckpointFiles]:

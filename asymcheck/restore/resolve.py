@@ -99,13 +99,20 @@ def find_readable(tier: ReadTier, run: str, step: int | str | None) -> tuple[Che
     Warns:
         SkippedCheckpointWarning: a newer checkpoint is unfinished or damaged.
     """
+    return first(tier, run, step, lambda listing: (listing, read_manifests(tier, listing)), "read")
+
+
+def first(tier: ReadTier, run: str, step: int | str | None, read: Callable[[CheckpointFiles], _T], action: str) -> _T:
+    """Return the result of ``read`` for the first candidate for which it does not raise; see :func:`find_readable`.
+
+    The error, if there is no such candidate, says that none can be ``action``, such as ``copied``.
+    """
     skipped: list[str] = []
-    readable = _each(candidates(tier, run, step), skipped, lambda listing: (listing, read_manifests(tier, listing)))
-    for found in readable:
+    for found in _each(candidates(tier, run, step), skipped, read):
         for reason in skipped:
             warn_user(f"run {run!r}: skipped {reason}", SkippedCheckpointWarning)
         return found
-    raise inconsistent(tier, run, step, skipped, "read")
+    raise inconsistent(tier, run, step, skipped, action)
 
 
 def inconsistent(
@@ -161,12 +168,10 @@ def check_run_exists(root: PurePath | str, run: str, runs: Collection[str]) -> N
         raise CheckpointNotFoundError(f"store {root} has no run {run!r}{alternatives((), runs)}")
 
 
-def resolve_each(
-    tier: ReadTier, listings: list[CheckpointFiles], skipped: list[str], *, whole: bool = True
-) -> Iterator[Resolved]:
+def resolve_each(tier: ReadTier, listings: list[CheckpointFiles], skipped: list[str]) -> Iterator[Resolved]:
     """Yield the consistent checkpoints of ``listings`` in order; append reasons for the others to ``skipped``.
 
-    The consumer closes the ``sources`` of each. Without ``whole``, the shards of the ranks of this store suffice.
+    The consumer closes the ``sources`` of each.
 
     Raises:
         UnsupportedFormatError: a checkpoint requires a newer version of asymcheck.
@@ -176,7 +181,7 @@ def resolve_each(
 
     def resolve(listing: CheckpointFiles) -> Resolved:
         with timed("find", 0, lambda: {"run": listing.run, "step": listing.ref.step}):
-            return resolve_one(tier, listing, whole=whole)
+            return resolve_one(tier, listing, whole=True)
 
     return _each(listings, skipped, resolve)
 

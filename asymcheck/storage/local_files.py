@@ -437,6 +437,21 @@ os.register_at_fork(
 )
 
 
+@contextlib.contextmanager
+def locked(opener: Callable[[Path], int], path: Path, *, exclusive: bool = True) -> Iterator[int | None]:
+    """Open a file or folder, and try to lock it for the ``with`` block; yield its descriptor.
+
+    Yields None if another holder has the lock, or if ``path`` names another file by now.
+    """
+    descriptor = DESCRIPTORS.open(opener, path)
+    try:
+        with translated("lock", path):
+            is_locked = try_lock(descriptor, exclusive=exclusive) and is_same_file(descriptor, path)
+        yield descriptor if is_locked else None
+    finally:
+        DESCRIPTORS.close(descriptor)
+
+
 def create_locked(files: Files, target: Path, mode: int = 0o644) -> int:
     """Create and lock a file. Retry if another process removes the file before it is locked."""
     for _ in range(_CREATE_ATTEMPTS):

@@ -182,7 +182,7 @@ def test_recycling_under_a_reader_is_noticed(store_path: Path, monkeypatch: pyte
                 patch.setattr(
                     "asymcheck.storage.nvme.pack_writer.try_lock", lambda _descriptor, *, exclusive: exclusive
                 )
-                patch.setattr("asymcheck.storage.nvme.tier.try_lock", lambda _descriptor, *, exclusive: exclusive)
+                patch.setattr("asymcheck.storage.local_files.try_lock", lambda _descriptor, *, exclusive: exclusive)
                 writer.delete(0)
                 assert writer.gc().freed_packs == 2
                 for step in (2, 4, 6):

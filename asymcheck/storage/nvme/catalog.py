@@ -41,7 +41,7 @@ from asymcheck.events import emit
 from asymcheck.format import catalog_records as codec
 from asymcheck.format import layout, registry
 from asymcheck.storage import process_identity
-from asymcheck.storage.local_files import DESCRIPTORS, Files, refuse_link, reserve, try_lock, unlock, wait_lock
+from asymcheck.storage.local_files import DESCRIPTORS, Files, locked, refuse_link, reserve, try_lock, unlock, wait_lock
 from asymcheck.types import Digest, Location, Owner, PackId
 
 # Errors that do not indicate damage of the file.
@@ -268,15 +268,12 @@ class CatalogUsers:
             return True
         # A living process that does not lock the mark uses another store, of which this one is a copy.
         try:
-            descriptor = DESCRIPTORS.open(self._files.open_read, self._path(owner))
+            with locked(self._files.open_read, self._path(owner), exclusive=False) as descriptor:
+                return descriptor is not None
         except FileNotFoundError:
             return True
         except StorageError:
             return False
-        try:
-            return try_lock(descriptor, exclusive=False)
-        finally:
-            DESCRIPTORS.close(descriptor)
 
     def _path(self, owner: Owner) -> Path:
         namespace = owner.pid_namespace.replace("/", "_")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime as dt
 import json
@@ -10,14 +9,14 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from asymcheck.errors import RunInUseError, StructureError
 from asymcheck.format import layout
 from asymcheck.format.catalog_records import owner_from_json
 from asymcheck.storage import process_identity
-from asymcheck.storage.local_files import DESCRIPTORS, Files, create_locked, is_same_file, translated, try_lock
+from asymcheck.storage.local_files import DESCRIPTORS, Files, create_locked, is_same_file, locked
 from asymcheck.storage.nvme.manifests import removed_store
 from asymcheck.types import Owner
 
@@ -109,29 +108,19 @@ class RunLock:
         while True:
             # Otherwise, a training that holds the file of a dead one to replace it looks like a leftover of that one.
             with (
-                self._try_lock(self._files.open_read, self._path.parent) as is_alone,
-                self._try_lock(self._files.open_lock, self._path) as is_free,
+                locked(self._files.open_read, self._path.parent) as alone,
+                locked(self._files.open_lock, self._path) as free,
             ):
                 trainer = self._trainer()
-                if is_alone and (is_free or takeover or _may_replace(trainer)):
+                if alone is not None and (free is not None or takeover or _may_replace(trainer)):
                     self._replace()
                     return
             if time.monotonic() >= deadline:
                 raise RunInUseError(self._run, str(trainer or "another process"), self._last_step())
-            if is_alone and not is_logged:
+            if alone is not None and not is_logged:
                 _logger.warning("run %s is in use by %s; waiting up to %g s", self._run, trainer, timeout_s)
                 is_logged = True
             time.sleep(_POLL_S)
-
-    @contextlib.contextmanager
-    def _try_lock(self, opener: Callable[[Path], int], path: Path) -> Iterator[bool]:
-        """Lock the present file or folder for the ``with`` block; yield False if another process holds it."""
-        with translated("lock", path):
-            descriptor = DESCRIPTORS.open(opener, path)
-            try:
-                yield try_lock(descriptor, exclusive=True) and is_same_file(descriptor, path)
-            finally:
-                DESCRIPTORS.close(descriptor)
 
     def _replace(self) -> None:
         """Replace the file by a new, locked one. A trainer that holds the old file notices in :meth:`check`."""

@@ -36,15 +36,7 @@ from asymcheck.format.record import (
 )
 from asymcheck.format.registry import BLOCK_BYTES, SHIFTED_PAYLOAD, missing_writer_features
 from asymcheck.storage.interfaces import StoreTier
-from asymcheck.storage.local_files import (
-    DESCRIPTORS,
-    Files,
-    OpenFile,
-    create_locked,
-    is_same_file,
-    translated,
-    try_lock,
-)
+from asymcheck.storage.local_files import Files, OpenFile, create_locked, locked, translated
 from asymcheck.storage.nvme.catalog import Catalog, CatalogUsers, Populate, open_catalog, release_catalog
 from asymcheck.storage.nvme.drives import needs_slot, refuse_network
 from asymcheck.storage.nvme.manifests import ManifestFiles, removed_store, repair_record
@@ -436,15 +428,11 @@ class NvmeTier(StoreTier):
     @contextlib.contextmanager
     def locked(self, path: Path, *, exclusive: bool = True) -> Iterator[bool]:
         """Try to lock a file for the ``with`` block; yield whether the lock was acquired."""
-        try:
-            descriptor = DESCRIPTORS.open(self.files.open_read, path)
-        except FileNotFoundError:
-            yield False
-            return
-        try:
-            yield try_lock(descriptor, exclusive=exclusive) and is_same_file(descriptor, path)
-        finally:
-            DESCRIPTORS.close(descriptor)
+        with contextlib.ExitStack() as stack:
+            is_locked = False
+            with contextlib.suppress(FileNotFoundError):
+                is_locked = stack.enter_context(locked(self.files.open_read, path, exclusive=exclusive)) is not None
+            yield is_locked
 
     def close(self) -> None:
         """Close the catalog. Closing twice is allowed."""

@@ -21,7 +21,7 @@ from asymcheck.format.registry import BLOCK_BYTES
 from asymcheck.format.ring_records import CAPTURES_OFFSET, DURABLE, CaptureEntry, RingHeader, decode_ring_header
 from asymcheck.format.spans import ranks_in
 from asymcheck.storage.interfaces import StoreTier
-from asymcheck.storage.local_files import DESCRIPTORS, Files, is_same_file, translated, try_lock
+from asymcheck.storage.local_files import Files, locked, translated
 from asymcheck.storage.manifests import ManifestReader
 from asymcheck.storage.process_identity import describe, is_dead, is_exiting
 from asymcheck.storage.shm.ring_reader import RingReader
@@ -159,18 +159,15 @@ def unreadable_ring(path: Path, remove: Container[Unreadable] = ()) -> Unreadabl
     A process locks a ring immediately after it creates the file, so an unlocked ring is not being created.
     """
     try:
-        descriptor = DESCRIPTORS.open(Files().open_read, path)
+        with locked(Files().open_read, path) as descriptor:
+            if descriptor is None:
+                return "used"
+            state: Unreadable = "damaged" if _may_hold_captures(descriptor) else "unmade"
+            if state in remove:
+                path.unlink(missing_ok=True)
+            return state
     except FileNotFoundError:
         return "gone"
-    try:
-        if not (try_lock(descriptor, exclusive=True) and is_same_file(descriptor, path)):
-            return "used"
-        state: Unreadable = "damaged" if _may_hold_captures(descriptor) else "unmade"
-        if state in remove:
-            path.unlink(missing_ok=True)
-        return state
-    finally:
-        DESCRIPTORS.close(descriptor)
 
 
 def _may_hold_captures(descriptor: int) -> bool:

@@ -110,11 +110,6 @@ def is_record_temporary(name: str) -> bool:
     return _RECORD_TEMPORARY.match(name) is not None
 
 
-def catalog_set_aside_name(time_ns: int) -> str:
-    """Return the directory name of a damaged catalog that was replaced."""
-    return f"{CATALOG}.damaged-{time_ns}{TEMPORARY}"
-
-
 def is_catalog_set_aside(name: str) -> bool:
     """Tell whether a directory name is that of a replaced damaged catalog."""
     return _CATALOG_SET_ASIDE.match(name) is not None

@@ -49,7 +49,9 @@ def test_no_more_than_so_many_read_at_the_same_time() -> None:
             running -= 1
         return number
 
-    assert list(Readers(3).map(read, range(30))) == list(range(30))
+    readers = Readers(3)
+    readings = [readers.submit(read, number) for number in range(30)]
+    assert [reading.result(60) for reading in readings] == list(range(30))
     assert most == 3
 
 
@@ -79,7 +81,7 @@ def test_after_the_end_nothing_is_begun() -> None:
     readers = Readers(1)
     first, second = readers.submit(read), readers.submit(read)
     assert begun.wait(60)
-    readers.shutdown(cancel_futures=True)
+    readers.close()
     with pytest.raises(ClosedStoreError):
         readers.submit(read)
     released.set()

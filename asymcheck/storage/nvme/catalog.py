@@ -4,7 +4,7 @@ LMDB maps its file without checksums. Damage can therefore read back as wrong va
 
 - Every value has a checksum, and restores do not read the catalog.
 - After an unclean end, the catalog is rebuilt from the packs. If other processes use it, a child process checks it.
-- An error in use is recorded. The next start then moves the file aside and rebuilds the catalog.
+- An error in use is recorded. The next start then drops the file and rebuilds the catalog.
 - A failed commit changes nothing, but LMDB then refuses all transactions. The next transaction reopens the environment.
   The next start rebuilds the catalog, because LMDB reports some damage only as a failed write.
 
@@ -39,7 +39,7 @@ from asymcheck.errors import (
 )
 from asymcheck.events import emit
 from asymcheck.format import catalog_records as codec
-from asymcheck.format import layout, registry
+from asymcheck.format import registry
 from asymcheck.storage import process_identity
 from asymcheck.storage.local_files import DESCRIPTORS, Files, locked, refuse_link, reserve, try_lock, unlock, wait_lock
 from asymcheck.types import Digest, Location, Owner, PackId
@@ -319,14 +319,14 @@ class Catalog:
             stack.callback(self._take_mark_back)
             with self._writer_lock():
                 self._refuse_same_pid()
-                self._set_aside_if_damaged(rebuild=rebuild)
+                self._drop_unless_trusted(rebuild=rebuild)
                 self._marks.put()
                 try:
                     self._open(store_id, populate)
                 except CatalogError:
                     if not os.path.lexists(self._damage_note):
                         raise
-                    self._set_aside_if_damaged()
+                    self._drop_unless_trusted()
                     self._open(store_id, populate)
             stack.pop_all()
 
@@ -405,10 +405,10 @@ class Catalog:
                 "namespace, uses it. Run the containers in one PID namespace, or give each container a separate store"
             )
 
-    def _set_aside_if_damaged(self, *, rebuild: bool = False) -> None:
+    def _drop_unless_trusted(self, *, rebuild: bool = False) -> None:
         dead, alive = self._marks.other_marks()
         noted = os.path.lexists(self._damage_note)
-        if (dead or rebuild) and not alive and not noted:
+        if not alive and (dead or rebuild or noted):
             # Rebuild without a check. A check cannot find all damage, because LMDB asserts more when it writes. Reading
             # the indexes of all packs takes about as long as the check.
             for name in _FILES:
@@ -416,17 +416,11 @@ class Catalog:
         elif (self.path / "data.mdb").exists() and (
             noted or (dead and not _is_intact(self.path, self._config.catalog_map_bytes))
         ):
-            if alive:
-                raise CatalogError(
-                    f"catalog {self.path} is damaged and in use by "
-                    f"{', '.join(map(process_identity.describe, alive.values()))}; "
-                    "stop these processes: the next start rebuilds it"
-                )
-            aside = self.path.with_name(layout.catalog_set_aside_name(time.time_ns()))
-            aside.mkdir()
-            for name in _FILES:
-                with contextlib.suppress(FileNotFoundError):
-                    (self.path / name).rename(aside / name)
+            raise CatalogError(
+                f"catalog {self.path} is damaged and in use by "
+                f"{', '.join(map(process_identity.describe, alive.values()))}; "
+                "stop these processes: the next start rebuilds it"
+            )
         self._damage_note.unlink(missing_ok=True)
         # While other processes use the catalog, keep the marks of dead processes for a later start.
         for marker in () if alive else dead:
@@ -482,7 +476,7 @@ class Catalog:
 
     @contextlib.contextmanager
     def _lmdb_errors(self) -> Iterator[None]:
-        """Translate LMDB errors. Record damage, so that the next start moves the catalog aside."""
+        """Translate LMDB errors. Record damage, so that the next start drops the catalog."""
         try:
             yield
         except lmdb.Error as error:

@@ -75,7 +75,7 @@ class ReadAhead:
 
     def close(self) -> None:
         """Stop the prefetch and release its memory."""
-        self.threads.shutdown(cancel_futures=True)
+        self.threads.close()
         self.memory.let_go()
 
 

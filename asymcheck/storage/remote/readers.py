@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,8 +16,8 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class Readers(Executor):
-    """Executor with at most ``count`` daemon threads, which end when the queue is empty.
+class Readers:
+    """At most ``count`` daemon threads, which end when the queue is empty.
 
     Python joins the threads of concurrent.futures at exit, which could block on a slow location.
     """
@@ -28,7 +28,7 @@ class Readers(Executor):
         self._lock = threading.Lock()
         self._is_shut = False
 
-    def submit(self, call: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+    def submit(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         """Queue ``call``."""
         future: Future[_T] = Future()
         with self._lock:
@@ -49,11 +49,11 @@ class Readers(Executor):
                 future, call = self._waiting.popleft()
             carry_out(future, call)
 
-    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - signature of Executor
+    def close(self) -> None:
         """Start no more calls, without waiting for running calls."""
         with self._lock:
             self._is_shut = True
-            cancelled = list(self._waiting) if cancel_futures else []
+            cancelled = list(self._waiting)
         for future, _ in cancelled:
             future.cancel()
 

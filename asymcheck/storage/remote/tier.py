@@ -322,16 +322,10 @@ class RemoteTier(StoreTier):
 
     def read_indexes(self, pack_ids: Iterable[PackId]) -> dict[PackId, PackIndex | None]:
         """Read the indexes of packs in parallel; None for a pack that is missing or has no readable index."""
-
-        def index_of(pack_id: PackId) -> PackIndex | None:
-            index = result_or_error(self._index, pack_id)
-            return index if isinstance(index, PackIndex) else None
-
-        with self._lock:
-            found: dict[PackId, PackIndex | None] = {pack_id: self._indexes.get(pack_id) for pack_id in pack_ids}
-        # A thread for each index that is known already would dominate the cost of a push to thousands of packs.
-        unread = [pack_id for pack_id, index in found.items() if index is None]
-        return {**found, **dict(zip(unread, self._ahead.threads.map(index_of, unread), strict=True))}
+        wanted = list(pack_ids)
+        self.expect(wanted)
+        found = {pack_id: result_or_error(self._index, pack_id) for pack_id in wanted}
+        return {pack_id: index if isinstance(index, PackIndex) else None for pack_id, index in found.items()}
 
     def usage(self) -> tuple[int, int, int, int]:
         """Return number and bytes of the packs, then zeros, because remote locations have no pool."""

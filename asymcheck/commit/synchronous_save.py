@@ -142,11 +142,16 @@ class Flusher:
             if known is not None:
                 digests[number] = known
                 if self._transaction.claim(known):
-                    self._transaction.write(self._copied(partition, number, slot, known), partial(_write, slot))
+                    name, payload = self._copy(partition, number, slot)
+                    if name != known:
+                        raise _torn([self._leaves[partition.pieces[0].row]])
+                    self._transaction.write(FrameDescriptor.identity(name, len(payload)), partial(_write, slot))
             elif in_place is not None:
                 digests[number] = self._put_in_place(partition, number, slot, in_place)
             else:
-                kept = self._kept(partition)
+                # Memory that the next save uses as a base does not change, and needs no copy.
+                is_kept = self._earlier is not None and len(partition.pieces) == 1
+                kept = self._bytes_in_place(partition, 0, None) if is_kept else None
                 name, payload = self._copy(partition, number, slot, kept)
                 digests[number] = name
                 dtype = self._dtypes[partition.pieces[0].row]
@@ -223,13 +228,11 @@ class Flusher:
         before = sample.copy()
         with timed("digest", partition.length, lambda: {"partition": number}):
             name = digest(in_place)
-        is_new, contents = True, self._contents(partition)
 
         def write(writer: PackWriter, descriptor: FrameDescriptor) -> None:
             writer.write_in_place(in_place, descriptor, slot)
 
-        with timed("write", partition.length, lambda: {"partition": number, "known": not is_new}):
-            is_new = self._transaction.add(name, in_place, contents, write, shift=_shift_of(in_place))
+        self._put(partition, number, name, in_place, write, shift=_shift_of(in_place))
         if not np.array_equal(sample, before):
             raise _torn([self._leaves[partition.pieces[0].row]])
         return name
@@ -245,24 +248,19 @@ class Flusher:
         with timed("digest", partition.length, lambda: {"partition": number}):
             return digest(payload), payload
 
-    def _kept(self, partition: Partition) -> memoryview | None:
-        """Return a partition in place if its memory does not change, because the next save uses it as a base."""
-        is_kept = self._earlier is not None and len(partition.pieces) == 1
-        return self._bytes_in_place(partition, 0, None) if is_kept else None
-
-    def _copied(self, partition: Partition, number: int, slot: Slot, known: Digest) -> FrameDescriptor:
-        """Copy a partition with a known digest into ``slot``, and describe its unencoded frame."""
-        name, payload = self._copy(partition, number, slot)
-        if name != known:
-            raise _torn([self._leaves[partition.pieces[0].row]])
-        return FrameDescriptor.identity(name, len(payload))
-
     def _put(
-        self, partition: Partition, number: int, name: Digest, plain: memoryview, write: WriteFrame, bases: list[Base]
+        self,
+        partition: Partition,
+        number: int,
+        name: Digest,
+        plain: memoryview,
+        write: WriteFrame,
+        bases: Sequence[Base] = (),
+        shift: int = 0,
     ) -> None:
         is_new, contents = True, self._contents(partition)
         with timed("write", partition.length, lambda: {"partition": number, "known": not is_new}):
-            is_new = self._transaction.add(name, plain, contents, write, bases)
+            is_new = self._transaction.add(name, plain, contents, write, bases, shift)
 
     def _contents(self, partition: Partition) -> Contents:
         return contents_of(partition.pieces, self._leaves[partition.pieces[0].row].role, self._dtypes)

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
+
+import numpy as np
 
 from asymcheck.codecs.decode import base_reader, decode_checked
 from asymcheck.errors import (
@@ -22,13 +25,13 @@ from asymcheck.errors import (
     UnsupportedFormatError,
     result_or_error,
 )
+from asymcheck.format import registry
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.pack import Entries, PackHeader, described, location_of
 from asymcheck.restore.frame_reader import read_checked, read_frame
 from asymcheck.restore.partition_locator import PartitionCopy
-from asymcheck.storage.base_frames import BaseFrames, OpenPackOf
 from asymcheck.storage.interfaces import OpenPack, ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import NvmeTier
@@ -38,6 +41,13 @@ from asymcheck.types import Digest, Location, PackId, Progress, ProgressMeter
 _LISTINGS = 8
 """Maximum number of listings of packs in a scan. A training may move partitions during each of them."""
 
+_ATTEMPTS = 3
+"""Limit on rescans: garbage may lack its base for good, and a training keeps adding packs."""
+_NAME = f"S{registry.DIGEST_BYTES}"
+"""Type of a digest in an array that can be sorted."""
+
+OpenPackOf = Callable[[PackId], OpenPack]
+"""Open a complete pack for reading."""
 Opened = OpenPack | AsymcheckError
 """An open pack, or the error of opening it."""
 
@@ -79,6 +89,67 @@ def each_manifest(tier: ReadTier, listing: CheckpointFiles) -> Iterator[tuple[Ma
         manifest = result_or_error(tier.manifests.read, run, ref, name)
         if not isinstance(manifest, MissingPartitionError) or name in tier.manifests.listing(run, ref).manifests:
             yield name, manifest
+
+
+class BaseFrames:
+    """Frames in the packs of ``tier``, to be found by digest. Packs are scanned at the first lookup. For one thread."""
+
+    def __init__(self, tier: ReadTier, open_pack: OpenPackOf | None = None) -> None:
+        """Find bases as readers do. With ``open_pack``, for a repair, also use frames with a damaged header."""
+        self._tier, self._open_pack = tier, open_pack or tier.open_pack
+        self._is_repair = open_pack is not None
+        self._packs: dict[PackId, int] = {}
+        # Digests of all frames in order, with the number of the pack and of the frame.
+        self._names = np.empty(0, dtype=_NAME)
+        self._places = np.empty((0, 2), dtype=np.int64)
+        self._missed: Counter[Digest] = Counter()
+
+    def copies_of(self, name: Digest) -> Iterator[Callable[[], tuple[FrameDescriptor, memoryview, str]]]:
+        """Yield a reader for each copy of a base frame. Readers return the checked descriptor, payload and frame name.
+
+        Readers raise FormatError, MissingPartitionError, or StorageError. Request the next copy only if no earlier
+        copy could be read.
+        """
+        known = self._locations(name)
+        yield from (partial(self._read, *location) for location in known)
+        self._missed[name] += 1
+        if self._missed[name] <= _ATTEMPTS:
+            # A repack may have copied the base into a new pack.
+            self._scan()
+            yield from (partial(self._read, *location) for location in self._locations(name) if location not in known)
+
+    def _locations(self, name: Digest) -> list[tuple[PackId, int]]:
+        if not self._packs:
+            self._scan()
+        key = np.frombuffer(name, dtype=_NAME)
+        first, end = (int(np.searchsorted(self._names, key, side)[0]) for side in ("left", "right"))
+        pack_ids = list(self._packs)
+        return [(pack_ids[pack], frame) for pack, frame in self._places[first:end].tolist()]
+
+    def _scan(self) -> None:
+        """Add the frames of new packs."""
+        names, places = [self._names], [self._places]
+        for pack_id in self._tier.pack_ids():
+            if pack_id not in self._packs:
+                number = self._packs[pack_id] = len(self._packs)
+                pack = result_or_error(self._open_pack, pack_id)
+                if not isinstance(pack, AsymcheckError):
+                    with contextlib.closing(pack):
+                        names.append(np.frombuffer(pack.entries["digest"].tobytes(), dtype=_NAME))
+                    frames = np.arange(len(names[-1]))
+                    places.append(np.column_stack((np.full_like(frames, number), frames)))
+        if len(names) > 1:
+            joined = np.concatenate(names)
+            order = np.argsort(joined, kind="stable")
+            self._names, self._places = joined[order], np.concatenate(places)[order]
+
+    def _read(self, pack_id: PackId, sequence: int) -> tuple[FrameDescriptor, memoryview, str]:
+        with contextlib.closing(self._open_pack(pack_id)) as pack:
+            copy = PartitionCopy(pack, sequence)
+            slot = Slot(copy.stored_length)
+            if self._is_repair:
+                return *described(copy.entry, pack.read_frame(sequence, slot)), str(copy)
+            return read_frame(copy, slot)
 
 
 class Frame(NamedTuple):

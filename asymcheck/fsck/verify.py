@@ -34,10 +34,9 @@ from asymcheck.format.tree import check as check_tree
 from asymcheck.fsck.frame_scanner import FrameScanner, each_manifest, each_pack
 from asymcheck.restore.resolve import candidates, check_run_exists, what_is_missing
 from asymcheck.state.boxes import Box, tile
-from asymcheck.storage.base_frames import bases_in
 from asymcheck.storage.interfaces import OpenPack, ReadTier, StoreTier
 from asymcheck.storage.manifests import CheckpointFiles, generations
-from asymcheck.storage.pack_index import digests_of
+from asymcheck.storage.pack_index import bases_in, digests_of
 from asymcheck.types import Digest, PackId, Progress, ProgressMeter
 from asymcheck.validation import check_step
 

@@ -14,8 +14,7 @@ from asymcheck.gc.collect import Collected
 from asymcheck.gc.retention_runner import newest_consistent
 from asymcheck.policies.retention import Retention, Verdict, choose_kept
 from asymcheck.replication.checkpoint_cache import CheckpointCache
-from asymcheck.storage.base_frames import bases_in
-from asymcheck.storage.pack_index import digests_of
+from asymcheck.storage.pack_index import bases_in, digests_of
 from asymcheck.storage.reachability import HeldFrames, Reachability
 from asymcheck.storage.remote import RemoteTier
 from asymcheck.types import Checkpoint, Digest, PackId

@@ -42,6 +42,12 @@ def digests_of(entries: Entries) -> list[Digest]:
     return digests
 
 
+def bases_in(entries: Entries) -> dict[Digest, Digest]:
+    """Return the digests of the frames that need a base, with the digest of the base."""
+    based = entries[entries["kind"] != registry.KIND_FULL]
+    return dict(zip(based["digest"].tolist(), based["base_digest"].tolist(), strict=True))
+
+
 def find_frames(read: ReadRange, name: str, pack_id: PackId, *, thorough: bool = False) -> PackIndex:
     """Read and check header and index of a pack. If they are damaged, find the frames by scanning.
 

@@ -30,8 +30,8 @@ from asymcheck.format.pack import Entries, frame_lengths
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.local_files import translated
 from asymcheck.storage.manifests import CheckpointFiles
-from asymcheck.storage.nvme import Catalog, NvmeTier, Transaction, bases_in
-from asymcheck.storage.pack_index import digests_of
+from asymcheck.storage.nvme import Catalog, NvmeTier, Transaction
+from asymcheck.storage.pack_index import bases_in, digests_of
 from asymcheck.types import CheckpointRef, Digest, PackId
 
 _ATTEMPTS = 8

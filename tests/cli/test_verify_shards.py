@@ -22,9 +22,9 @@ import asymcheck
 from asymcheck.fsck import verify
 from asymcheck.fsck.frame_scanner import Frame, FrameScanner
 from asymcheck.fsck.verify import Finding, Severity, Shard, in_order
-from asymcheck.storage.base_frames import bases_in
 from asymcheck.storage.interfaces import OpenPack, StoreTier
 from asymcheck.storage.nvme import NvmeTier
+from asymcheck.storage.pack_index import bases_in
 from asymcheck.storage.remote import RemoteTier, parse_location
 from asymcheck.types import Part
 from tests.cli.conftest import Outcome, run_command

@@ -10,8 +10,8 @@ import torch
 from asymcheck import Checkpointer, Store
 from asymcheck.format import registry
 from asymcheck.fsck.verify import Severity
-from asymcheck.storage.nvme import NvmeTier, bases_in
-from asymcheck.storage.pack_index import digests_of
+from asymcheck.storage.nvme import NvmeTier
+from asymcheck.storage.pack_index import bases_in, digests_of
 from asymcheck.types import PackId
 from tests.store.deltas import CONFIG, entries_of, noise, pack_of_the_delta
 

@@ -1,6 +1,5 @@
 """Local store on NVMe: packs written by direct I/O, manifest files, and the LMDB catalog."""
 
-from asymcheck.storage.base_frames import bases_in
 from asymcheck.storage.local_files import Files, OpenFile
 from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme.catalog import Catalog, Transaction
@@ -22,7 +21,6 @@ __all__ = [
     "Slot",
     "SlotPool",
     "Transaction",
-    "bases_in",
     "run_with_slots",
     "scratch",
     "seal_scratch_pack",

@@ -29,6 +29,7 @@ from asymcheck.errors import (
 from asymcheck.format import layout
 from asymcheck.format.digest import digest
 from asymcheck.format.manifest import SCHEMA, Manifest
+from asymcheck.format.pack import Entries
 from asymcheck.format.registry import KIND_FULL
 from asymcheck.format.tree import check as check_tree
 from asymcheck.fsck.frame_scanner import FrameScanner, each_manifest, each_pack
@@ -327,17 +328,18 @@ class _Checker:
 
         A shallow check trusts intact indexes and reads no frames.
         """
-        pack_ids, sizes = sorted(self.tier.pack_ids()), {}
-        for pack_id, pack in self._each_pack(pack_ids, report=True):
+        indexes: dict[PackId, Entries] = {}
+        for pack_id, pack in self._each_pack(sorted(self.tier.pack_ids()), report=True):
             self._assign(pack_id, pack)
-            sizes[pack_id] = self._bytes_to_check(pack_id, pack)
+            indexes[pack_id] = pack.entries
             for name, base in bases_in(pack.entries).items():
                 self.bases.setdefault(name, set()).add(base)
             if not self.deep:
                 self._record_intact(pack, range(len(pack.entries)))
         if self.bases:
             self._add_bases()
-            sizes = self._check_bases(pack_ids)
+            self._find_undecodable(indexes.values())
+        sizes = {pack_id: self._bytes_to_check(pack_id, entries) for pack_id, entries in indexes.items()}
         if not self.deep:
             return
         # Unneeded partitions are not decoded, because their bases may have been collected.
@@ -359,20 +361,18 @@ class _Checker:
         owner = self.owners.get(name, -1)
         return self.shard.count == 1 or (self.shard.has(name) if owner < 0 else owner == self.shard.index)
 
-    def _check_bases(self, pack_ids: Sequence[PackId]) -> dict[PackId, int]:
-        """Find the partitions that cannot be decoded, because a base is in no pack. Return the bytes to check."""
-        absent, full, sizes = set[Digest]().union(*self.bases.values()), set[Digest](), dict[PackId, int]()
-        for pack_id, pack in self._each_pack(pack_ids, report=False):
-            sizes[pack_id] = self._bytes_to_check(pack_id, pack)
-            absent.difference_update(pack.digests())
-            full.update(self.bases.keys() & digests_of(pack.entries[pack.entries["kind"] == KIND_FULL]))
+    def _find_undecodable(self, indexes: Iterable[Entries]) -> None:
+        """Find the partitions that cannot be decoded, because a base is in no pack."""
+        absent, full = set[Digest]().union(*self.bases.values()), set[Digest]()
+        for entries in indexes:
+            absent.difference_update(digests_of(entries))
+            full.update(self.bases.keys() & digests_of(entries[entries["kind"] == KIND_FULL]))
         broken = absent
         while broken:
             based = {name for name, bases in self.bases.items() if bases <= absent | self.undecodable}
             broken = based - full - self.undecodable
             self.undecodable |= broken
         self.undecodable &= self.needs.keys()
-        return sizes
 
     def _each_pack(self, pack_ids: Sequence[PackId], *, report: bool) -> Iterator[tuple[PackId, OpenPack]]:
         """Open packs one at a time. Report locked packs, and with ``report`` also damaged packs."""
@@ -424,20 +424,20 @@ class _Checker:
                     changed.add(base)
             new = changed & self.bases.keys()
 
-    def _bytes_to_check(self, pack_id: PackId, pack: OpenPack) -> int:
+    def _bytes_to_check(self, pack_id: PackId, entries: Entries) -> int:
         """Return the bytes of the frames to check. Note the index for :meth:`content` if any shard checks a frame."""
-        if self.step is None or not self.needs.keys().isdisjoint(pack.digests()):
-            self.indexes[pack_id] = digest(pack.entries.tobytes())
-        return sum(int(pack.entries["stored_length"][i]) for i in self._frames_to_check(pack))
+        if self.step is None or not self.needs.keys().isdisjoint(digests_of(entries)):
+            self.indexes[pack_id] = digest(entries.tobytes())
+        return int(entries["stored_length"][self._frames_to_check(entries)].sum())
 
-    def _frames_to_check(self, pack: OpenPack) -> list[int]:
+    def _frames_to_check(self, entries: Entries) -> list[int]:
         chosen = None if self.step is None else self.needs.keys()
-        names = enumerate(pack.digests())
+        names = enumerate(digests_of(entries))
         return [i for i, name in names if (chosen is None or name in chosen) and self._is_own(name)]
 
     def _check_frames(self, pack: OpenPack, garbage: set[Digest], meter: ProgressMeter) -> None:
         read: list[int] = []
-        for sequence, name, problem, _ in self.scanner.frames(pack, self._frames_to_check(pack), garbage):
+        for sequence, name, problem, _ in self.scanner.frames(pack, self._frames_to_check(pack.entries), garbage):
             if problem is None:
                 read.append(sequence)
             elif not (self.busy and isinstance(problem, BaseDamagedError)):  # A locked pack may store the base.

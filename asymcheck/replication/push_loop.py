@@ -527,29 +527,6 @@ def follow(loop: PushLoop, tick: Callable[[PushStatus], None], *, lets_signals_e
             done.result()
 
 
-class _Server:
-    """The child process of a training: it applies the requests, and writes the status."""
-
-    def __init__(self, requests: Mailbox, statuses: Mailbox, parent: int, loop: PushLoop) -> None:
-        self._requests, self._statuses, self._parent, self._loop = requests, statuses, parent, loop
-        self._written: PushStatus | None = None
-        self._is_orphaned = False
-
-    def tick(self, status: PushStatus) -> None:
-        """Apply a new request, and write the status if it has changed."""
-        if os.getppid() != self._parent:
-            if not self._is_orphaned:
-                self._is_orphaned = True
-                self._loop.end()
-            return
-        request = self._requests.read(PushRequest)
-        if request is not None:
-            self._loop.apply(request)
-        if status != self._written:
-            self._statuses.write(status)
-            self._written = status
-
-
 def serve(requests: int, statuses: int, parent: int) -> None:
     """Push for the process ``parent`` as the job on standard input says, until either ends.
 
@@ -582,7 +559,25 @@ def run_child(requests: Mailbox, statuses: Mailbox, job: PushJob, parent: int) -
     except AsymcheckError as error:
         statuses.write(dataclasses.replace(job.before, answered=-1, failure=Failure.of(error)))
         return 1
-    follow(loop, _Server(requests, statuses, parent, loop).tick)
+    written: PushStatus | None = None
+    is_orphaned = False
+
+    def tick(status: PushStatus) -> None:
+        """Apply a new request, and write the status if it has changed."""
+        nonlocal written, is_orphaned
+        if os.getppid() != parent:
+            if not is_orphaned:
+                is_orphaned = True
+                loop.end()
+            return
+        request = requests.read(PushRequest)
+        if request is not None:
+            loop.apply(request)
+        if status != written:
+            statuses.write(status)
+            written = status
+
+    follow(loop, tick)
     return 0
 
 

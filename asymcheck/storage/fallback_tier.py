@@ -148,11 +148,13 @@ class FallbackManifests(ManifestReader):
 
     def listing(self, run: str, ref: CheckpointRef) -> CheckpointFiles:
         """Return the manifests of one checkpoint."""
-        near = self._joined(self._near.listing(run, ref))
+        return self._joined(self._near.listing(run, ref), self._ask(lambda far: far.manifests.listing(run, ref)))
+
+    def _ask(self, question: Callable[[RemoteTier], _T]) -> _T | None:
+        """Ask the remote location; return None if it is empty or does not answer."""
         with contextlib.suppress(RemoteUnreachableError):
-            if (far := self._far.ask(lambda far: far.manifests.listing(run, ref))) is not None:
-                return self._joined(near, far)
-        return near
+            return self._far.ask(question)
+        return None
 
     def _joined(self, near: CheckpointFiles, far: CheckpointFiles | None = None) -> CheckpointFiles:
         """Return the union of the manifests of two listings of one checkpoint, which should have all ranks."""
@@ -187,25 +189,19 @@ class FallbackManifests(ManifestReader):
 
     def heads(self, run: str) -> list[int]:
         """Return the generations that have a head record in either place."""
-        near = self._near.heads(run)
-        with contextlib.suppress(RemoteUnreachableError):
-            return sorted({*near, *(self._far.ask(lambda far: far.manifests.heads(run)) or ())})
-        return near
+        return sorted({*self._near.heads(run), *(self._ask(lambda far: far.manifests.heads(run)) or ())})
 
     def reading_heads(self, run: str, generations: Iterable[int]) -> contextlib.AbstractContextManager[None]:
         """Return a context manager in which the head records that the local store lacks are read ahead."""
         missing = sorted({*generations} - {*self._near.heads(run)})
-        ahead = None
-        with contextlib.suppress(RemoteUnreachableError):
-            ahead = self._far.ask(lambda far: far.manifests.reading_heads(run, missing)) if missing else None
+        ahead = self._ask(lambda far: far.manifests.reading_heads(run, missing)) if missing else None
         return ahead or contextlib.nullcontext()
 
     def read_head(self, run: str, generation: int) -> tuple[HeadRecord, int] | None:
         """Return a head record, from the remote location if the local copy is missing or damaged."""
         head = result_or_error(self._near.read_head, run, generation)
         if head is None or (isinstance(head, AsymcheckError) and not isinstance(head, UnsupportedFormatError)):
-            with contextlib.suppress(RemoteUnreachableError):
-                head = self._far.ask(lambda far: far.manifests.read_head(run, generation)) or head
+            head = self._ask(lambda far: far.manifests.read_head(run, generation)) or head
         if isinstance(head, AsymcheckError):
             raise head
         return head

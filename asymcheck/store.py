@@ -36,7 +36,7 @@ from asymcheck.inspect.history import History, describe, is_on_line, known_line,
 from asymcheck.inspect.inventory import StoredTensor, StoredValue, inventory, values
 from asymcheck.opened_store import OpenedStore
 from asymcheck.policies.retention import Retention
-from asymcheck.replication.collect_remote import collect_remote
+from asymcheck.replication.collect_remote import RemoteSweep
 from asymcheck.replication.heal import can_be_healed, heal
 from asymcheck.replication.pull import pull
 from asymcheck.replication.push import open_location, push
@@ -362,7 +362,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         """
         self._tier.check_usable()
         if isinstance(self._tier, RemoteTier):
-            return collect_remote(self._tier, dry_run=dry_run)
+            return RemoteSweep(self._tier, dry_run=dry_run).carry_out()
         return collect(self.resources.writable(), self.resources.catalog(), dry_run=dry_run)
 
     def repair(self, progress: Progress | None = None) -> Repaired:

@@ -23,19 +23,6 @@ _COLLECT_S = 3600.0
 """Minimum seconds between two collections. Each reads all manifests, and frees only files older than a day."""
 
 
-def collect_remote(remote: RemoteTier, *, dry_run: bool = False) -> Collected:
-    """Remove unreachable packs, and files of interrupted uploads; safe while other machines upload.
-
-    Files younger than ``grace_s`` stay.
-
-    Raises:
-        InconsistentCheckpointError: a manifest or an index is unreadable, so reachability is unknown; no pack was
-            removed.
-        RemoteUnreachableError: the location does not respond.
-    """
-    return RemoteSweep(remote, dry_run=dry_run).carry_out()
-
-
 class RemoteReachability(Reachability):
     """Reachable partitions of a remote location."""
 
@@ -72,7 +59,7 @@ class RemoteReachability(Reachability):
 class RemoteSweep:
     """Collection at a remote location: garbage is renamed to announce its removal, and removed under this name."""
 
-    def __init__(self, remote: RemoteTier, *, dry_run: bool) -> None:
+    def __init__(self, remote: RemoteTier, *, dry_run: bool = False) -> None:
         self.reachable, self.dry_run, self.result = RemoteReachability(remote), dry_run, Collected()
         self._remote = remote
         self._before_ns = time.time_ns() - int(remote.config.remote.grace_s * 1e9)
@@ -82,7 +69,15 @@ class RemoteSweep:
         """Whether a later collection may remove garbage that is too young, or whose removal was announced."""
 
     def carry_out(self) -> Collected:
-        """Collect; see :func:`collect_remote`."""
+        """Remove unreachable packs, and files of interrupted uploads; safe while other machines upload.
+
+        Files younger than ``grace_s`` stay.
+
+        Raises:
+            InconsistentCheckpointError: a manifest or an index is unreadable, so reachability is unknown; no pack was
+                removed.
+            RemoteUnreachableError: the location does not respond.
+        """
         self._remove_temporaries()
         self._find_garbage()
         if self.dry_run:
@@ -232,7 +227,7 @@ class RemotePruner:
 
     def _collect(self, *, found_more: bool) -> None:
         try:
-            sweep = RemoteSweep(self._remote, dry_run=False)
+            sweep = RemoteSweep(self._remote)
             collected = sweep.carry_out()
         except AsymcheckError as error:
             self.failure = error

@@ -59,8 +59,7 @@ def fetch(
             place(name, plain)
 
     ordered = sources.in_reading_order(digests)
-    sources.expect(ordered)
-    largest, total = sources.payload_bytes(digests)
+    largest, total = sources.expect(ordered)
     threads = tier.config.slots if total > _ONE_THREAD_BYTES else 1
     run_with_slots(ordered, read, slots=tier.slots, payload_bytes=largest, threads=threads, name="fetch")
 

@@ -378,11 +378,6 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
         is_whole = copy.plain_length == length
         return copy.pack.direct_shift(copy.sequence) if is_whole else None
 
-    def payload_bytes(self, digests: Sequence[Digest]) -> tuple[int, int]:
-        """Return the payload bytes of the longest frame of ``digests``, and of all of them."""
-        lengths = [pack.entries["stored_length"][frames] for pack, frames in self._by_pack(self._places_of(digests))]
-        return max((int(some.max(initial=0)) for some in lengths), default=0), sum(int(some.sum()) for some in lengths)
-
     def other_copies(self, digest: Digest, damaged: Sequence[PartitionCopy]) -> Iterator[PartitionCopy]:
         """Yield the copies of a partition except ``damaged`` ones, near ones first. Thread-safe."""
         digests = DigestSet(as_column([digest]))
@@ -396,11 +391,15 @@ class PartitionLocator(contextlib.AbstractContextManager["PartitionLocator"]):
         order = np.argsort(self._places_of(digests), kind="stable")
         return [digests[place] for place in order.tolist()]
 
-    def expect(self, digests: Sequence[Digest]) -> None:
-        """Announce the frames that will be read to their packs."""
+    def expect(self, digests: Sequence[Digest]) -> tuple[int, int]:
+        """Announce the frames to be read to their packs; return the payload bytes of the longest one, and of all."""
+        longest = total = 0
         for pack, frames in self._by_pack(self._places_of(digests)):
             if len(frames):
                 pack.expect(frames.tolist())
+                lengths = pack.entries["stored_length"][frames]
+                longest, total = max(longest, int(lengths.max())), total + int(lengths.sum())
+        return longest, total
 
     def _places_of(self, digests: Sequence[Digest]) -> npt.NDArray[np.int64]:
         return self._places[self._needs.digests.numbers(as_column(digests))]

@@ -24,7 +24,7 @@ from asymcheck.format.manifest import encode
 from asymcheck.format.record import HeadRecord
 from asymcheck.fsck.verify import verify
 from asymcheck.inspect.history import Known, read_history
-from asymcheck.replication.collect_remote import collect_remote
+from asymcheck.replication.collect_remote import RemoteSweep
 from asymcheck.restore.lineage import read_line
 from asymcheck.restore.partition_locator import PartitionLocator
 from asymcheck.storage.manifests import CheckpointFiles
@@ -138,7 +138,9 @@ def test_manifests_of_all_ranks_overlap(remote: RemoteTier, small_reads: Overlap
     assert small_reads.most > 2
 
 
-@pytest.mark.parametrize("reader", [collect_remote, verify, partial(read_history, run="default")])
+@pytest.mark.parametrize(
+    "reader", [lambda remote: RemoteSweep(remote).carry_out(), verify, partial(read_history, run="default")]
+)
 def test_manifests_of_many_checkpoints_overlap(
     remote: RemoteTier, small_reads: Overlap, reader: Callable[[RemoteTier], object]
 ) -> None:

@@ -15,7 +15,7 @@ from asymcheck.capture.background_saver import BackgroundSaver, Statistics
 from asymcheck.capture.inflight import Capture, CheckpointReport
 from asymcheck.capture.signals import ExitHandler
 from asymcheck.commit.orphan_recovery import Agree
-from asymcheck.config import DEFAULT_RUN, CaptureConfig, Grace
+from asymcheck.config import DEFAULT_RUN, SECONDS, CaptureConfig, Grace, check_choice, check_number, check_type
 from asymcheck.distributed.ranks import RanksGiven, find_ranks
 from asymcheck.errors import (
     AbandonedCheckpointsWarning,
@@ -36,8 +36,8 @@ from asymcheck.errors import (
 )
 from asymcheck.gc.retention_runner import MaintenanceThread, Pruner
 from asymcheck.policies.interval import AutoInterval, ChosenInterval
-from asymcheck.policies.push_selection import Push, check_seconds, mismatch
-from asymcheck.policies.retention import Retention, check_retention
+from asymcheck.policies.push_selection import Push, mismatch
+from asymcheck.policies.retention import Retention
 from asymcheck.publish.background import BackgroundPublisher
 from asymcheck.publish.release import Publish
 from asymcheck.replication.transfer_stats import PushStatistics
@@ -49,7 +49,6 @@ from asymcheck.training.save_reporting import SaveReporting, close_after
 from asymcheck.types import Checkpoint
 from asymcheck.validation import (
     check_capture,
-    check_choice,
     check_flag,
     check_grace,
     check_state,
@@ -150,7 +149,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if not isinstance(store, Store):
             raise InvalidInputError(f"store {store!r:.100}: give what Store.open(location) returned")
         self._store, self._state, self._run = store, check_state(state), run
-        keep = None if keep is None else check_retention(keep)
+        if keep is not None:
+            check_type("keep", keep, Retention)
         raises = check_choice("on_error", on_error, get_args(OnError)) == "raise"
         self._reporting = SaveReporting(run, on_checkpoint, raises=raises)
         self._config = check_capture(capture)
@@ -488,7 +488,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         if self._preemption is None:
             raise InvalidInputError("preempt() needs Checkpointer(…, save_on_signal=True), on all ranks")
-        self._preemption.notice(check_seconds("seconds_left", seconds_left), "preempt() was called")
+        check_number("seconds_left", seconds_left, *SECONDS)
+        self._preemption.notice(seconds_left, "preempt() was called")
 
     @property
     def preempted(self) -> bool:

@@ -7,9 +7,9 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal, TypeVar, get_args
 
 from asymcheck.errors import InvalidInputError
 from asymcheck.format import registry
@@ -28,7 +28,9 @@ RING_FOLDER = "/dev/shm"
 """Default folder of rings, unless the environment variable or the program names another."""
 
 Compression = Literal["auto", "smallest", "off"]
-COMPRESSIONS: tuple[Compression, ...] = ("auto", "smallest", "off")
+Proof = Literal["full", "sampled", "off"]
+Schedule = Literal["immediate", "asymmetric", "symmetric", "eager"]
+COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
 
 
 _INDEX_ENTRY_BYTES = 64
@@ -36,10 +38,11 @@ _INDEX_ENTRY_BYTES = 64
 # Half of the capacity of a pack index if every frame has one block.
 _PACK_BYTES_MAX = registry.PACK_INDEX_BYTES_MAX // _INDEX_ENTRY_BYTES * registry.BLOCK_BYTES // 2
 
-_Limits = Mapping[str, tuple[float, float]]
-"""Minimum and maximum of each number of a configuration."""
+_T = TypeVar("_T")
+Limits = Mapping[str, tuple[float, float]]
+"""Minimum and maximum of the numbers of a configuration. A field whose minimum is an integer takes only integers."""
 
-_STORE_LIMITS: _Limits = {
+_STORE_LIMITS: Limits = {
     "partition_bytes": (registry.BLOCK_BYTES, registry.PARTITION_BYTES_MAX),
     "bundle_below_bytes": (0, registry.PARTITION_BYTES_MAX),
     "deferred_bytes_min": (registry.BLOCK_BYTES, registry.PARTITION_BYTES_MAX // 2),
@@ -49,14 +52,14 @@ _STORE_LIMITS: _Limits = {
     "slots": (1, 1024),
     "pack_bytes": (1, _PACK_BYTES_MAX),
     "pool_bytes": (0, math.inf),
-    "repack_waste": (0, 1),
+    "repack_waste": (0.0, 1),
     "catalog_map_bytes": (MIB, 1 << 46),
     "catalog_readers": (1, 1 << 20),
-    "lock_timeout_s": (0, math.inf),
-    "read_lock_timeout_s": (0, math.inf),
+    "lock_timeout_s": (0.0, math.inf),
+    "read_lock_timeout_s": (0.0, math.inf),
     "commit_attempts": (1, math.inf),
 }
-_REMOTE_LIMITS: _Limits = {
+_REMOTE_LIMITS: Limits = {
     "attempts": (1, 1000),
     "pack_bytes": (1, 1 << 40),
     "encoded_bytes": (1, 1 << 40),
@@ -65,37 +68,49 @@ _REMOTE_LIMITS: _Limits = {
     "piece_bytes": (registry.BLOCK_BYTES, 1 << 30),
     "gap_bytes": (0, 1 << 30),
     "deadline_s": (1e-3, 1e12),
-    "grace_s": (0, 1e12),
-    "retry_s": (0, 1e12),
+    "grace_s": (0.0, 1e12),
+    "retry_s": (0.0, 1e12),
     "lease_s": (0.1, 86_400),
     "bytes_per_s": (1, math.inf),
 }
-_CAPTURE_LIMITS: _Limits = {
+SECONDS = (0.0, threading.TIMEOUT_MAX)
+"""Limits of a time that a thread can wait [s]."""
+_CAPTURE_LIMITS: Limits = {
     "ring_bytes": (1, 1 << 46),  # at most the size of a file that a process can map
     "staging_bytes": (0, 1 << 46),
 }
 
 
-def _check(config: StoreConfig | RemoteConfig | CaptureConfig, limits: _Limits) -> None:
-    """Raise InvalidInputError, naming the field, for a number outside its limits or an unknown choice."""
-    hints = get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        value, kind = getattr(config, field.name), hints[field.name]
-        choices = [
-            choice for part in (kind, *get_args(kind)) if get_origin(part) is Literal for choice in get_args(part)
-        ]
-        least, most = limits.get(field.name, (-math.inf, math.inf))
-        number = (int, float) if isinstance(field.default, float) else (int,)
-        if value is None and field.default is None:
-            continue
-        if choices and value not in choices:
-            wanted = ", ".join(map(repr, choices))
-        elif field.name in limits and not (type(value) in number and least <= value <= most):
-            wanted = f"{'a number' if float in number else 'an integer'} from {least} to {most}"
-        else:
-            continue
-        or_none = ", or None" if field.default is None else ""
-        raise InvalidInputError(f"{field.name} {value!r:.100}: give {wanted}{or_none}")
+def check_number(name: str, value: object, least: float, most: float, *, or_none: bool = False) -> None:
+    """Raise InvalidInputError for a number outside its limits. With an integer ``least``, a float is refused, too."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
+    if is_number and not (isinstance(value, float) and isinstance(least, int)):
+        return
+    kind = "an integer" if isinstance(least, int) else "a number"
+    limits = f"from {least} to {most}" if math.isfinite(most) else f"of at least {least}"
+    raise InvalidInputError(f"{name} {value!r:.100}: give {kind} {limits}{', or None' if or_none else ''}")
+
+
+def check_numbers(options: object, limits: Limits) -> None:
+    """Check the numbers of a configuration. A field whose default is None may be None."""
+    for name, (least, most) in limits.items():
+        value, or_none = getattr(options, name), getattr(type(options), name) is None
+        if value is not None or not or_none:
+            check_number(name, value, least, most, or_none=or_none)
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
+    """Return one of ``choices``, or raise InvalidInputError."""
+    if not isinstance(value, str) or value not in choices:
+        raise InvalidInputError(f"{name} {value!r:.100}: give {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}")
+    return value
+
+
+def check_type(name: str, value: object, kind: type[_T]) -> _T:
+    """Return a value of the public type ``kind``, or raise InvalidInputError."""
+    if not isinstance(value, kind):
+        raise InvalidInputError(f"{name}={value!r:.100}: give asymcheck.{kind.__name__}(…)")
+    return value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,7 +181,10 @@ class RemoteConfig:
         words = [word for item in options.items() for word in item] if isinstance(options, Mapping) else [options]
         if not all(isinstance(word, str) for word in words):
             raise InvalidInputError(f"options {self.options!r:.100}: give a mapping of strings to strings")
-        _check(self, _REMOTE_LIMITS)
+        check_numbers(self, _REMOTE_LIMITS)
+        check_choice("compression", self.compression, COMPRESSIONS)
+        if self.client is not None:
+            check_choice("client", self.client, ("hdfs-native", "libhdfs"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +253,8 @@ class StoreConfig:
 
     def __post_init__(self) -> None:
         """Raise InvalidInputError, naming the field, if a store cannot work with a value."""
-        _check(self, _STORE_LIMITS)
+        check_numbers(self, _STORE_LIMITS)
+        check_choice("compression", self.compression, COMPRESSIONS)
         for name in ("partition_bytes", "deferred_bytes_min", "deferred_bytes_max"):
             if getattr(self, name) % registry.BLOCK_BYTES:
                 raise InvalidInputError(f"{name} {getattr(self, name)}: give a multiple of {registry.BLOCK_BYTES}")
@@ -249,10 +268,7 @@ class StoreConfig:
             raise InvalidInputError(
                 f"bundle_below_bytes {self.bundle_below_bytes}: give at most partition_bytes, {self.partition_bytes}"
             )
-        if not isinstance(self.remote, RemoteConfig):
-            raise InvalidInputError(
-                f"remote {self.remote!r:.100}: give asymcheck.RemoteConfig(…); pass a URI as Store.open(…, remote=…)"
-            )
+        check_type("remote", self.remote, RemoteConfig)
 
 
 def ring_folder_of(given: str | os.PathLike[str] | None) -> Path:
@@ -272,14 +288,14 @@ class CaptureConfig:
     """
     ring_folder: str = dataclasses.field(default_factory=lambda: str(ring_folder_of(None)))
     """Folder of the ring, in a file system in memory; ``ASYMCHECK_RING_FOLDER`` in the environment sets the default."""
-    proof: Literal["full", "sampled", "off"] = "sampled"
+    proof: Proof = "sampled"
     """How much of the source is digested in ``step()`` and compared with the captured bytes, to detect torn captures.
 
     ``sampled`` digests all bytes of the first two captures, and a sixteenth in later ones. A device computes checksums
     instead. Version counters and addresses of all tensors are compared, too. Tensors that have changed are copied
     inside ``step()`` from then on. ``full`` digests everything in each capture. ``off`` compares nothing.
     """
-    schedule: Literal["immediate", "asymmetric", "symmetric", "eager"] = "immediate"
+    schedule: Schedule = "immediate"
     """When to copy the tensors that only an optimizer changes.
 
     ``immediate`` begins all copies when ``step()`` returns. ``asymmetric`` (AsymCheck) spreads them over the forward
@@ -295,7 +311,9 @@ class CaptureConfig:
 
     def __post_init__(self) -> None:
         """Raise InvalidInputError, naming the field, if a value is invalid."""
-        _check(self, _CAPTURE_LIMITS)
+        check_numbers(self, _CAPTURE_LIMITS)
+        check_choice("proof", self.proof, get_args(Proof))
+        check_choice("schedule", self.schedule, get_args(Schedule))
         if not isinstance(self.ring_folder, (str, Path)):
             raise InvalidInputError(f"ring_folder {self.ring_folder!r:.100}: give the path of a directory")
 
@@ -318,10 +336,7 @@ class Grace:
 
     def __post_init__(self) -> None:
         """Raise InvalidInputError, naming the field, if a value is invalid."""
-        for name in ("seconds", "poll_s"):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 < value <= threading.TIMEOUT_MAX:
-                raise InvalidInputError(f"{name}={value!r:.100}: give a positive number of seconds")
+        check_numbers(self, {"seconds": (1e-3, threading.TIMEOUT_MAX), "poll_s": (1e-3, threading.TIMEOUT_MAX)})
         possible = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
         if type(self.signals) is not tuple or not set(self.signals) <= possible:
             raise InvalidInputError(f"signals={self.signals!r:.100}: give a tuple such as (signal.SIGTERM,)")

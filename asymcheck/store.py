@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from asymcheck.commit.save_request import LineagePosition, SaveRequest
 from asymcheck.commit.transaction import remove
-from asymcheck.config import DEFAULT_RUN, PARTIAL_RUN, StoreConfig
+from asymcheck.config import DEFAULT_RUN, PARTIAL_RUN, StoreConfig, check_type
 from asymcheck.errors import (
     CheckpointNotFoundError,
     InvalidInputError,
@@ -49,7 +49,6 @@ from asymcheck.storage.remote import RemoteLocation, RemoteTier, is_uri, parse_l
 from asymcheck.training_services import TrainingServices, place
 from asymcheck.types import Checkpoint, CheckpointRef, Part, Progress, Restored
 from asymcheck.validation import (
-    check_config,
     check_device,
     check_flag,
     check_glob,
@@ -100,7 +99,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         """
         if check_flag("create", create) and check_flag("read_only", read_only):
             raise InvalidInputError("create=True with read_only=True: give one of them")
-        config = check_config("config", config, StoreConfig)
+        config = StoreConfig() if config is None else check_type("config", config, StoreConfig)
         if is_uri(location):
             if remote is not None:
                 raise InvalidInputError(
@@ -343,8 +342,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         """
         tier = self.resources.writable()
         check_run_exists(self.location, layout.check_run(run), self.runs())
-        if not isinstance(retention, Retention):
-            raise InvalidInputError(f"retention {retention!r:.100}: give asymcheck.Retention(keep_last=…)")
+        check_type("retention", retention, Retention)
         pruner = Pruner(tier, self.resources.catalog(), run, retention, partial(self._may_be_lacking, run))
         return pruner.prune(time.time_ns(), dry_run=dry_run, always_collect=True)
 

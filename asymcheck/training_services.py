@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from asymcheck.commit.save_request import LineagePosition, SaveRequest
-from asymcheck.config import DEFAULT_RUN, CaptureConfig, ring_folder_of
+from asymcheck.config import DEFAULT_RUN, CaptureConfig, check_type, ring_folder_of
 from asymcheck.errors import InvalidInputError, RemoteUnreachableError
 from asymcheck.events import timed
 from asymcheck.format import layout
@@ -18,7 +18,7 @@ from asymcheck.format.manifest import ManifestHeader
 from asymcheck.format.record import HeadRecord
 from asymcheck.opened_store import OpenedStore
 from asymcheck.policies.interval import TrainingPace
-from asymcheck.policies.push_selection import Push, check_push
+from asymcheck.policies.push_selection import Push
 from asymcheck.replication.background_push import BackgroundPush
 from asymcheck.replication.push_loop import PushLoop
 from asymcheck.replication.push_status import PushJob
@@ -164,7 +164,7 @@ class TrainingServices:
     def _push_job(self, rules: Push, run: str, poll_s: float, *, prunes: bool) -> PushJob:
         tier = self.opened.tier
         tier.check_usable()
-        parse_location(check_push(rules).remote)  # Refuse an invalid URI now, not in the child.
+        parse_location(check_type("push", rules, Push).remote)  # Refuse an invalid URI now, not in the child.
         source = str(tier.root) if isinstance(tier, RemoteTier) else os.path.abspath(tier.root)
         return PushJob(source, tier.config, rules, layout.check_run(run), poll_s, prunes)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from asymcheck.config import CaptureConfig, Grace
+from asymcheck.config import CaptureConfig, Grace, check_type
 from asymcheck.errors import InvalidInputError, NotFoundError, StaleStateWarning, warn_user
 from asymcheck.format import registry
 from asymcheck.types import Part
@@ -20,7 +20,6 @@ from asymcheck.types import Part
 if TYPE_CHECKING:
     import torch
 
-_T = TypeVar("_T")
 _STEP = re.compile(r"[0-9]{1,18}", re.ASCII)
 _SAVE_NAME = re.compile(r"save:[0-9a-f]{1,32}")
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")
@@ -88,10 +87,9 @@ def parse_which(text: str) -> int | str:
     return check_which(int(text) if _STEP.fullmatch(text) else text)
 
 
-def check_part(part: object) -> None:
+def check_part(part: Part) -> None:
     """Refuse an invalid part of a checkpoint."""
-    if not isinstance(part, Part):
-        raise InvalidInputError(f"part={part!r:.100}: give Part(rank, world_size, save_id)")
+    check_type("part", part, Part)
     are_integers = {type(part.rank), type(part.world_size)} == {int}
     if not are_integers or not 0 <= part.rank < part.world_size <= registry.WORLD_SIZE_MAX:
         raise InvalidInputError(
@@ -133,15 +131,6 @@ def check_state(state: dict[str, object]) -> dict[str, object]:
     return state
 
 
-def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
-    """Return one of ``choices``."""
-    if value not in choices:
-        raise InvalidInputError(
-            f"{name}={value!r:.100}: give {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}",
-        )
-    return str(value)
-
-
 def check_flag(name: str, value: object) -> bool:
     """Return a bool."""
     if type(value) is not bool:
@@ -158,13 +147,6 @@ def check_grace(value: object) -> Grace | None:
     return Grace() if value else None
 
 
-def check_config(name: str, value: object, kind: type[_T]) -> _T:
-    """Return a configuration of type ``kind``, by default ``kind()``."""
-    if value is not None and not isinstance(value, kind):
-        raise InvalidInputError(f"{name}={value!r:.100}: give asymcheck.{kind.__name__}(…), or None")
-    return kind() if value is None else value
-
-
 def check_capture(value: object) -> CaptureConfig:
     """Return the configuration of captures, by default ``CaptureConfig()``.
 
@@ -173,7 +155,7 @@ def check_capture(value: object) -> CaptureConfig:
     """
     if value is None:
         return CaptureConfig()
-    capture = check_config("capture", value, CaptureConfig)
+    capture = check_type("capture", value, CaptureConfig)
     if not os.path.isdir(capture.ring_folder):
         raise NotFoundError(
             f"ring_folder {str(capture.ring_folder)!r} is not a directory; create it in a file system in memory, or "

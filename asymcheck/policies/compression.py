@@ -11,8 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from asymcheck.config import COMPRESSIONS, Compression
-from asymcheck.errors import InvalidInputError
+from asymcheck.config import Compression
 from asymcheck.format.registry import CODEC_DELTA, CODEC_DERIVED, CODEC_IDENTITY
 
 WORTH_RATIO = 1.02
@@ -45,8 +44,6 @@ def choose_codec(mode: Compression, sampled: Mapping[int, EncodingSample], link_
         sampled: ratio and speed of the available codecs, by number.
         link_bytes_per_s: write speed of one thread to the target; None if unknown.
     """
-    if mode not in COMPRESSIONS:
-        raise InvalidInputError(f"compression {mode!r}: give {', '.join(map(repr, COMPRESSIONS))}")
     if mode == "off":
         return Choice(CODEC_IDENTITY, "compression is off")
     if mode == "auto" and link_bytes_per_s is None:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from datetime import timedelta
 
+from asymcheck.config import check_number
 from asymcheck.errors import InvalidInputError
 
 _STAY = 1.25
@@ -34,10 +35,8 @@ class AutoInterval:
 
     def __post_init__(self) -> None:
         """Refuse invalid goals."""
-        overhead: object = self.overhead
+        check_number("overhead", self.overhead, 1e-9, 1)
         mtbf: object = self.mtbf
-        if isinstance(overhead, bool) or not isinstance(overhead, (int, float)) or not 0 < overhead <= 1:
-            raise InvalidInputError(f"overhead={overhead!r:.100}: give a number above 0 and at most 1")
         if not isinstance(mtbf, timedelta) or mtbf <= timedelta():
             raise InvalidInputError(f"mtbf={mtbf!r:.100}: give a timedelta above zero")
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import threading
 from collections.abc import Sequence
 
+from asymcheck.config import SECONDS, Limits, check_numbers, check_type
 from asymcheck.errors import InvalidInputError
 from asymcheck.policies.retention import Best, Retention, best_by, check_best, choose_kept
 from asymcheck.types import Checkpoint
 
 _NS = 1e9
+_LIMITS: Limits = {"every": (1, math.inf), "every_s": SECONDS, "hold": (0, math.inf), "close_s": SECONDS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,18 +48,9 @@ class Push:
         """Refuse invalid rules."""
         if type(self.remote) is not str:
             raise InvalidInputError(f"remote {self.remote!r:.100}: give a URI, such as hdfs://namenode:8020/runs")
-        if self.every is not None and (type(self.every) is not int or self.every < 1):
-            raise InvalidInputError(
-                f"every={self.every!r:.100}: give the number of steps between two pushes, 1 or more"
-            )
-        if self.every_s is not None:
-            check_seconds("every_s", self.every_s)
-        if self.close_s is not None:
-            check_seconds("close_s", self.close_s)
-        if type(self.hold) is not int or self.hold < 0:
-            raise InvalidInputError(f"hold={self.hold!r:.100}: give a number of checkpoints, 0 or more")
-        if self.keep is not None and not isinstance(self.keep, Retention):
-            raise InvalidInputError(f"keep={self.keep!r:.100}: give asymcheck.Retention(keep_last=…), or None")
+        check_numbers(self, _LIMITS)
+        if self.keep is not None:
+            check_type("keep", self.keep, Retention)
         if self.best is not None:
             check_best("best", self.best)
 
@@ -66,20 +58,6 @@ class Push:
     def asks_for_metrics(self) -> bool:
         """Whether a decision needs the metrics of checkpoints."""
         return self.best is not None or (self.keep is not None and self.keep.keep_best is not None)
-
-
-def check_seconds(name: str, seconds: object) -> float:
-    """Return a number of seconds that a thread can wait, or raise."""
-    if type(seconds) not in (int, float) or not 0 <= seconds <= threading.TIMEOUT_MAX:  # type: ignore[operator]  # a number
-        raise InvalidInputError(f"{name}={seconds!r:.100}: give seconds, from 0 to {threading.TIMEOUT_MAX:.0f}")
-    return float(seconds)  # type: ignore[arg-type]  # as above
-
-
-def check_push(push: object) -> Push:
-    """Return ``push`` if it is a Push, or raise."""
-    if not isinstance(push, Push):
-        raise InvalidInputError(f"push={push!r:.100}: give asymcheck.Push('hdfs://…', every=…), or None")
-    return push
 
 
 def mismatch(push: Push, every: int | None) -> str | None:

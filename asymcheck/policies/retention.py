@@ -9,6 +9,7 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import Literal
 
+from asymcheck.config import check_numbers
 from asymcheck.errors import InvalidInputError
 from asymcheck.types import Checkpoint
 
@@ -48,10 +49,7 @@ class Retention:
 
     def __post_init__(self) -> None:
         """Refuse invalid rules."""
-        for name in ("keep_last", "keep_every"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise InvalidInputError(f"{name}={value!r:.100}: give an integer, 1 or more")
+        check_numbers(self, {"keep_last": (1, math.inf), "keep_every": (1, math.inf)})
         if self.keep_best is not None:
             check_best("keep_best", self.keep_best)
         span: object = self.keep_for
@@ -74,13 +72,6 @@ def check_best(field: str, best: object) -> None:
         raise InvalidInputError(
             f"{field}={best!r:.100}: give a metric and a number, such as ('loss', 3), or ('accuracy', 1, 'max')"
         )
-
-
-def check_retention(keep: object) -> Retention:
-    """Return ``keep`` if it is a Retention, or raise."""
-    if not isinstance(keep, Retention):
-        raise InvalidInputError(f"keep={keep!r:.100}: give asymcheck.Retention(keep_last=…), or None")
-    return keep
 
 
 @dataclasses.dataclass(frozen=True)

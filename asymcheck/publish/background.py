@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future, wait
 from functools import partial
 
+from asymcheck.config import check_type
 from asymcheck.errors import AsymcheckError, GivenUpError, InvalidInputError, PublishError, PublishWarning, warn_user
 from asymcheck.executor import begin
 from asymcheck.publish.release import Publish, Publisher, Release
@@ -26,8 +27,8 @@ class BackgroundPublisher:
         Raises:
             InvalidInputError: ``rules`` are no rules.
         """
-        if rules is not None and not isinstance(rules, Publish):
-            raise InvalidInputError(f"publish={rules!r:.100}: give asymcheck.Publish(location, …), or None")
+        if rules is not None:
+            check_type("publish", rules, Publish)
         self._rules = rules if publishes else None
         self._raises = raises
         self._store = store

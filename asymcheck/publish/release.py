@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from functools import partial
 from typing import TYPE_CHECKING
 
 from asymcheck.commit.encoder import Encoder
 from asymcheck.commit.synchronous_save import EarlierState, save
-from asymcheck.config import COMPRESSIONS, Compression
+from asymcheck.config import COMPRESSIONS, SECONDS, Compression, Limits, check_choice, check_numbers
 from asymcheck.errors import (
     AsymcheckError,
     FormatError,
@@ -27,7 +28,6 @@ from asymcheck.errors import (
 from asymcheck.events import timed
 from asymcheck.format import registry
 from asymcheck.gc.retention_runner import Pruner
-from asymcheck.policies.push_selection import check_seconds
 from asymcheck.policies.retention import Retention
 from asymcheck.publish.snapshot import Snapshot
 from asymcheck.replication.collect_remote import RemotePruner
@@ -49,7 +49,12 @@ RUN = "release"
 TRAINING_STEP = "training_step"
 _DELTAS = "deltas"
 """Metric: number of releases since the last full one."""
-_FULL_EVERY_MAX = registry.DELTA_DEPTH_MAX + 1
+_LIMITS: Limits = {
+    "every": (1, math.inf),
+    "full_every": (1, registry.DELTA_DEPTH_MAX + 1),
+    "keep": (1, math.inf),
+    "close_s": SECONDS,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,15 +80,8 @@ class Publish:
 
     def __post_init__(self) -> None:
         """Refuse invalid rules."""
-        for name, most in (("every", None), ("full_every", _FULL_EVERY_MAX), ("keep", None)):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1 or (most is not None and value > most):
-                limit = "1 or more" if most is None else f"1 to {most}"
-                raise InvalidInputError(f"Publish({name}={value!r:.100}): give an integer, {limit}")
-        if self.compression not in COMPRESSIONS:
-            raise InvalidInputError(f"Publish(compression={self.compression!r:.100}): give one of {COMPRESSIONS}")
-        if self.close_s is not None:
-            check_seconds("close_s", self.close_s)
+        check_numbers(self, _LIMITS)
+        check_choice("compression", self.compression, COMPRESSIONS)
         check_glob(self.tensors)
         if self.dtype is not None and not getattr(self.dtype, "is_floating_point", False):
             raise InvalidInputError(f"Publish(dtype={self.dtype!r:.100}): give a floating-point dtype, or None")

@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Iterable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from asymcheck.config import check_choice
 from asymcheck.errors import (
     InconsistentCheckpointError,
     InvalidInputError,
@@ -136,8 +137,7 @@ class Subscriber(contextlib.AbstractContextManager["Subscriber"]):
         Raises:
             InvalidInputError: an argument is invalid.
         """
-        if buffering not in ("auto", "double", "single"):
-            raise InvalidInputError(f"buffering={buffering!r:.100}: give 'auto', 'double' or 'single'")
+        check_choice("buffering", buffering, get_args(Buffering))
         if not isinstance(into, (dict, torch.nn.Module)):
             raise InvalidInputError(f"into={into!r:.100}: give a module, or a dict of tensors and modules")
         self.location = location

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 
+from asymcheck.config import SECONDS, check_number
 from asymcheck.errors import (
     AbandonedCheckpointsWarning,
     AsymcheckError,
@@ -31,7 +32,7 @@ from asymcheck.errors import (
 )
 from asymcheck.events import relay
 from asymcheck.gc.retention_runner import MaintenanceThread
-from asymcheck.policies.push_selection import check_seconds, due, held
+from asymcheck.policies.push_selection import due, held
 from asymcheck.replication.checkpoint_cache import CheckpointCache
 from asymcheck.replication.push_loop import GIVE_UP_S, RETRY_S
 from asymcheck.replication.push_status import (
@@ -325,7 +326,9 @@ class BackgroundPush:
         """
         if self._job is None or self._thread is None:
             return PushStatistics()
-        limit_s = self._job.rules.close_s if timeout_s is None else check_seconds("timeout_s", timeout_s)
+        if timeout_s is not None:
+            check_number("timeout_s", timeout_s, *SECONDS)
+        limit_s = self._job.rules.close_s if timeout_s is None else timeout_s
         self._close(limit_s, is_alone=is_alone)
         return self.statistics()
 

@@ -379,8 +379,8 @@ def test_a_step_may_be_a_numpy_integer(store: Store) -> None:
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"proof": "Full"}, "proof 'Full': give 'full', 'sampled', 'off'"),
-        ({"schedule": "even"}, "schedule 'even': give 'immediate', 'asymmetric', 'symmetric', 'eager'"),
+        ({"proof": "Full"}, "proof 'Full': give 'full', 'sampled' or 'off'"),
+        ({"schedule": "even"}, "schedule 'even': give 'immediate', 'asymmetric', 'symmetric' or 'eager'"),
         ({"ring_bytes": "2G"}, "ring_bytes '2G': give an integer"),
         ({"ring_bytes": 0}, "ring_bytes 0: give an integer"),
         ({"ring_bytes": 1 << 63}, f"ring_bytes {1 << 63}: give an integer from 1 to {1 << 46}, or None"),

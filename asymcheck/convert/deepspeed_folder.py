@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from asymcheck.convert.part import MODEL
@@ -41,27 +42,12 @@ _SAVE_AGAIN = "save the checkpoint again with engine.save_checkpoint()"
 _LOAD = "load the folder with engine.load_checkpoint(), and save the engine with a Checkpointer"
 
 
-class _StandIn:
-    """Object that ignores the pickled state."""
-
-    def __init__(self, *_arguments: object) -> None:
-        pass
-
-    def __setstate__(self, _state: object) -> None:
-        pass
-
-
-class _Stage(int):
-    """Stage of ZeRO, which DeepSpeed writes as an enumeration."""
-
-    __slots__ = ()
-
-
 _STAND_INS: Mapping[str, type] = {
-    "deepspeed.runtime.zero.config.ZeroStageEnum": _Stage,
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler": _StandIn,
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _StandIn,
-    "deepspeed.utils.tensor_fragment.fragment_address": _StandIn,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": int,
+    # Plain objects with the pickled attributes, which are not read.
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": SimpleNamespace,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": SimpleNamespace,
+    "deepspeed.utils.tensor_fragment.fragment_address": SimpleNamespace,
 }
 
 

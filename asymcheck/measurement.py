@@ -39,7 +39,7 @@ def measure(
     """Measure memory, codecs on ``samples``, and the drive of a writable store.
 
     All files are removed; garbage collection removes files of a killed measurement. ``described`` is the source of the
-    samples, and ``state_bytes`` the size of the newest checkpoint, if any.
+    samples, empty without samples. ``state_bytes`` is the size of the newest checkpoint, if any.
 
     Raises:
         OutOfSpaceError: the drive has too little space.
@@ -148,27 +148,6 @@ def _encoders(sample: Sample) -> Iterator[tuple[int, Callable[[], Encoded]]]:
     if sample.older is not None and sample.older != sample.plain:
         base, older = memoryview(sample.older), digest(sample.older)
         yield registry.CODEC_DELTA, lambda: encode_delta(name, plain, segments, older, base)
-
-
-NOISE = "synthetic float noise, because the store has no checkpoint with tensors"
-
-
-def noise_samples(bytes_each: int) -> tuple[Sample, ...]:
-    """Return samples of normally distributed floats: weights, moments, and a previous checkpoint."""
-    rng = np.random.default_rng(0)
-    count = bytes_each // 4
-    weights = rng.normal(0, 0.02, count).astype(np.float32)
-    older = weights - rng.normal(0, 1e-5, count).astype(np.float32)
-    first = rng.normal(0, 1e-4, count).astype(np.float32)
-    half, older_half = (
-        (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16).tobytes() for values in (weights, older)
-    )
-    return (
-        Sample("weights", "float32", weights.tobytes(), older.tobytes()),
-        Sample("weights", "bfloat16", half, older_half),
-        Sample("first_moment", "float32", first.tobytes()),
-        Sample("second_moment", "float32", np.square(first).tobytes()),
-    )
 
 
 _ROUNDS_MIN = 3

@@ -22,8 +22,7 @@ from asymcheck.config import StoreConfig
 from asymcheck.inspect.sample import measure_store
 from asymcheck.measurement import planned_bytes
 from asymcheck.policies.advice import IDENTITY, Advice, Facts, Situation, advise, rate
-
-_WHOLE_MS_S = 0.1  # times from this length on are shown in whole milliseconds
+from asymcheck.policies.interval import span
 
 _PACK_BYTES_MAX: Final = 4 << 30
 """Largest pack to recommend."""
@@ -89,9 +88,9 @@ def _show_facts(facts: Facts) -> None:
         ("overwrite a file, with fsync", rate(drive.durable_write_bytes_per_s)),
         ("write a new file, with fsync", rate(drive.durable_new_bytes_per_s)),
         ("read a file", rate(drive.read_bytes_per_s)),
-        ("durable write of one block, median", _ms(drive.write_latency_median_s)),
-        ("durable write of one block, 95th percentile", _ms(drive.write_latency_p95_s)),
-        ("pack flush latency, without data transfer", _ms(drive.flush_latency_s)),
+        ("durable write of one block, median", span(drive.write_latency_median_s)),
+        ("durable write of one block, 95th percentile", span(drive.write_latency_p95_s)),
+        ("pack flush latency, without data transfer", span(drive.flush_latency_s)),
         ("memory available for a ring", output.size(facts.ring_room_bytes)),
     ]
     if facts.device_copy_bytes_per_s is not None:
@@ -100,6 +99,8 @@ def _show_facts(facts: Facts) -> None:
 
 
 def _show_codecs(facts: Facts) -> None:
+    if not facts.codecs:
+        return
     click.echo(f"codecs on {facts.sample}, 1 thread")
     rows = [
         {
@@ -119,19 +120,18 @@ def _show_advice(advice: Advice, store: str) -> None:
     situation, batch, interval, ring = advice.situation, advice.batch, advice.interval, advice.ring
     present = output.size(situation.pack_bytes)
     click.echo(
-        f"advice for checkpoints of {output.size(situation.state_bytes)} and one failure every "
-        f"{output.duration(round(situation.mtbf_s * 1e9))}"
+        f"advice for checkpoints of {output.size(situation.state_bytes)} and one failure every {span(situation.mtbf_s)}"
     )
     output.print_entry(
         f"pack_bytes {batch.pack_bytes} ({output.size(batch.pack_bytes)})",
         [
-            f"durable in {_time(batch.flush_s)}; {_time(batch.present_flush_s)} with packs of {present}",
+            f"durable in {span(batch.flush_s)}; {span(batch.present_flush_s)} with packs of {present}",
             batch.reason,
         ],
     )
-    output.print_entry(f"stall of at most {_time(advice.stall.stall_s)}", [advice.stall.reason])
+    output.print_entry(f"stall of at most {span(advice.stall.stall_s)}", [advice.stall.reason])
     output.print_entry(
-        f"a checkpoint every {_time(interval.interval_s)}",
+        f"a checkpoint every {span(interval.interval_s)}",
         [
             f"{interval.lost_share:.2%} of the training time is lost to checkpoints and failures, without restarts",
             interval.reason,
@@ -160,11 +160,3 @@ capture = asymcheck.CaptureConfig(ring_bytes={advice.ring.ring_bytes})
 store = asymcheck.Store.open({store!r}, config=config, create=True)
 interval = asymcheck.AutoInterval(mtbf=timedelta(seconds={advice.situation.mtbf_s:.0f}))
 checkpointer = asymcheck.Checkpointer(store, state, every=interval, capture=capture)"""
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms" if seconds >= _WHOLE_MS_S else f"{seconds * 1e3:.3g} ms"
-
-
-def _time(seconds: float) -> str:
-    return output.duration(round(seconds * 1e9)) if seconds >= 1 else _ms(seconds)

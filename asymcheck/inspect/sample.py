@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from asymcheck.errors import FormatError, RecoveryError, StorageError
+from asymcheck.errors import FormatError, NotFoundError, RecoveryError, StorageError
 from asymcheck.format import registry
 from asymcheck.format.manifest import Manifest, TensorRow
-from asymcheck.measurement import NOISE, measure, noise_samples
+from asymcheck.measurement import measure
 from asymcheck.policies.advice import Facts
 from asymcheck.restore.frame_reader import read_any
-from asymcheck.restore.lineage import read_line
 from asymcheck.restore.partition_locator import Hints, PartitionLocator, PartitionSet
-from asymcheck.restore.resolve import read_manifests
+from asymcheck.restore.resolve import candidates, read_manifests
 from asymcheck.storage.nvme import CheckpointFiles, NvmeTier
 from asymcheck.types import Sample
 
@@ -26,8 +25,9 @@ _TENSORS = 8
 def measure_store(tier: NvmeTier, ring_folder: Path, *, quick: bool = False) -> Facts:
     """Measure memory, codecs and the drive in about ten seconds, or with ``quick`` less precisely in one.
 
-    Measures codecs on tensors of the newest checkpoint. Writes some hundred MB into a temporary file inside the store
-    and removes it; after a kill, garbage collection removes it. Does not change checkpoints.
+    Measures codecs on tensors of the newest checkpoint, and no codecs without a checkpoint. Writes some hundred MB into
+    a temporary file inside the store and removes it; after a kill, garbage collection removes it. Does not change
+    checkpoints.
 
     Raises:
         OutOfSpaceError: the drive has too little free space for the measurement.
@@ -35,10 +35,7 @@ def measure_store(tier: NvmeTier, ring_folder: Path, *, quick: bool = False) -> 
     """
     tier.check_writable()
     nbytes = _QUICK_SAMPLE_BYTES if quick else _SAMPLE_BYTES
-    samples, described, state_bytes = sample(tier, nbytes)
-    if not samples:
-        samples, described = noise_samples(nbytes), NOISE
-    return measure(tier, samples, described, state_bytes, ring_folder, quick=quick)
+    return measure(tier, *sample(tier, nbytes), ring_folder, quick=quick)
 
 
 def sample(tier: NvmeTier, bytes_each: int) -> tuple[tuple[Sample, ...], str, int | None]:
@@ -61,11 +58,8 @@ def _newest(tier: NvmeTier) -> list[CheckpointFiles]:
     """Return the complete checkpoints on the line of the run with the newest save, newest first."""
     lines: list[list[CheckpointFiles]] = []
     for run in tier.manifests.runs():
-        with contextlib.suppress(FormatError, RecoveryError):
-            line = read_line(tier, run)
-            listings = tier.manifests.checkpoints(run)
-            complete = [listing for listing in listings if listing.ref in line and listing.is_complete]
-            lines.append(sorted(complete, key=lambda listing: listing.ref, reverse=True))
+        with contextlib.suppress(NotFoundError, FormatError, RecoveryError):
+            lines.append([listing for listing in candidates(tier, run, None) if listing.is_complete])
     return max(filter(None, lines), key=lambda line: line[0].ref.save_id, default=[])
 
 

@@ -18,7 +18,7 @@ from asymcheck.errors import InvalidInputError
 
 _STAY = 1.25
 """A chosen interval stays until the optimum differs by this factor, at which the extra loss is below 3 %."""
-_MINUTE, _HOUR = 60.0, 3600.0
+_WHOLE_SECOND, _MINUTE, _HOUR = 0.9995, 60.0, 3600.0  # three digits of a shorter time are less than 1,000 ms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ def choose_interval(aim: AutoInterval, facts: TrainingPace, present: ChosenInter
 
 def span(seconds: float) -> str:
     """Format a time, for instance ``1.5 ms`` or ``3 h``."""
-    if seconds < 1:
+    if seconds < _WHOLE_SECOND:
         return f"{seconds * 1e3:.3g} ms"
     if seconds < _MINUTE:
         return f"{seconds:.3g} s"

@@ -16,7 +16,7 @@ import torch
 import asymcheck
 from asymcheck.config import ring_folder_of
 from asymcheck.inspect.sample import measure_store, sample
-from asymcheck.measurement import NOISE, QUICK, measure_drive, planned_bytes
+from asymcheck.measurement import QUICK, measure_drive, planned_bytes
 from asymcheck.storage.nvme import Files, NvmeTier, scratch
 
 SMALL = asymcheck.StoreConfig(partition_bytes=65536, bundle_below_bytes=4096)
@@ -70,18 +70,12 @@ def store_bytes(step: int) -> int:
 
 
 @pytest.mark.slow
-def test_an_empty_store_is_measured_on_noise(store_path: Path) -> None:
-    """Test that the facts report the noise."""
+def test_an_empty_store_has_no_codecs_to_measure(store_path: Path) -> None:
+    """Test that memory and drive are measured, and that no codec is measured on made-up data."""
     with asymcheck.Store.open(store_path, create=True) as store:
         facts = measure_store(store.resources.nvme, ring_folder_of(None), quick=True)
-    assert facts.sample == NOISE
-    assert "synthetic" in NOISE
-    assert facts.state_bytes is None
-    assert {one.role for one in facts.codecs} == {"weights", "first_moment", "second_moment"}
-    planes = {(one.role, one.dtype): one.ratio for one in facts.codecs if one.codec == "byte-planes"}
-    # Exponents of noise shrink, and mantissas do not.
-    assert 1.1 < planes["weights", "float32"] < 1.3
-    assert 1.3 < planes["weights", "bfloat16"] < 1.6
+    assert (facts.sample, facts.codecs, facts.state_bytes) == ("", (), None)
+    assert facts.drive.durable_write_bytes_per_s > 0
 
 
 def test_samples_are_bytes_of_the_newest_checkpoint(store_path: Path) -> None:
@@ -129,7 +123,7 @@ def test_a_sample_of_tensors_that_share_a_partition(store_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_damaged_partition_is_no_sample(store_path: Path) -> None:
-    """Test that the measurement continues on noise, because it does not search for damage."""
+    """Test that the measurement continues without codecs, because it does not search for damage."""
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         store.save({"model": {"weight": torch.randn(50_000)}}, step=1)
     (pack,) = (store_path / "packs").iterdir()
@@ -138,7 +132,7 @@ def test_a_damaged_partition_is_no_sample(store_path: Path) -> None:
     pack.write_bytes(data)
     with asymcheck.Store.open(store_path, config=SMALL, create=True) as store:
         assert sample(store.resources.tier, 1 << 20)[0] == ()
-        assert measure_store(store.resources.nvme, ring_folder_of(None), quick=True).sample == NOISE
+        assert measure_store(store.resources.nvme, ring_folder_of(None), quick=True).codecs == ()
 
 
 def test_full_drive_is_reported_first(store_path: Path) -> None:

@@ -7,7 +7,6 @@ import struct
 from collections.abc import Iterable
 
 from asymcheck.errors import (
-    BadMagicError,
     ChecksumError,
     LimitError,
     StructureError,
@@ -16,7 +15,7 @@ from asymcheck.errors import (
 )
 from asymcheck.format import registry
 from asymcheck.format.digest import ZERO_DIGEST, Buffer, is_zero, sum8
-from asymcheck.format.registry import check_binary_version
+from asymcheck.format.registry import check_sealed
 from asymcheck.types import Digest, PackId
 
 DESCRIPTOR = struct.Struct("<8sHBBB3s16sQQ8s16sI12s8s")
@@ -102,12 +101,8 @@ def decode_header(data: Buffer, where: str) -> FrameHeader:
         raise TruncatedError(f"{where}: header has {len(data)} of {HEADER_BYTES} bytes")
     raw = bytes(data[:HEADER_BYTES])
     fields = DESCRIPTOR.unpack_from(raw)
-    magic, _, kind, codec, algorithm, reserved, name, plain, stored, stored_sum, base, offset, params, own_sum = fields
-    if magic != registry.FRAME_MAGIC:
-        raise BadMagicError(f"{where}: not a frame (wrong magic)")
-    check_binary_version(raw[:_SUMMED_BYTES], own_sum, where)
-    if own_sum != sum8(raw[:_SUMMED_BYTES]):
-        raise ChecksumError(f"{where}: header checksum mismatch")
+    _, _, kind, codec, algorithm, reserved, name, plain, stored, stored_sum, base, offset, params, own_sum = fields
+    check_sealed(raw[:_SUMMED_BYTES], own_sum, registry.FRAME_MAGIC, "frame", where)
     if reserved != _RESERVED:
         raise StructureError(f"{where}: reserved header bytes are not zero")
     check_encoding(kind, codec, algorithm, where)

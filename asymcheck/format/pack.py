@@ -9,11 +9,11 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from asymcheck.errors import BadMagicError, ChecksumError, LimitError, StructureError, TruncatedError
+from asymcheck.errors import ChecksumError, LimitError, StructureError, TruncatedError
 from asymcheck.format import registry
 from asymcheck.format.digest import ZERO_DIGEST, Buffer, is_zero, sum8
 from asymcheck.format.frame import FrameDescriptor, check_encoding, frame_length, payload_offset
-from asymcheck.format.registry import check_binary_version
+from asymcheck.format.registry import check_sealed
 from asymcheck.types import Digest, Location, PackId
 
 PACK_HEADER = struct.Struct("<8sH6s16sQQQQQ32s16s8s")
@@ -88,13 +88,9 @@ def decode_pack_header(data: Buffer, where: str) -> PackHeader:
     if len(data) < registry.BLOCK_BYTES:
         raise TruncatedError(f"{where}: pack header has {len(data)} of {registry.BLOCK_BYTES} bytes")
     raw = bytes(data[: registry.BLOCK_BYTES])
-    magic, _, reserved_a, pack_id, *lengths, created_ns, writer, reserved_b, own_sum = PACK_HEADER.unpack_from(raw)
+    _, _, reserved_a, pack_id, *lengths, created_ns, writer, reserved_b, own_sum = PACK_HEADER.unpack_from(raw)
     count, index_offset, index_length, pack_length = lengths
-    if magic != registry.PACK_MAGIC:
-        raise BadMagicError(f"{where}: not a pack (wrong magic)")
-    check_binary_version(raw[:_HEADER_SUMMED], own_sum, where)
-    if own_sum != sum8(raw[:_HEADER_SUMMED]):
-        raise ChecksumError(f"{where}: pack header checksum mismatch")
+    check_sealed(raw[:_HEADER_SUMMED], own_sum, registry.PACK_MAGIC, "pack", where)
     if not (is_zero(reserved_a) and is_zero(reserved_b) and is_zero(raw[PACK_HEADER.size :])):
         raise StructureError(f"{where}: reserved bytes or padding of the pack header are not zero")
     if index_length > registry.PACK_INDEX_BYTES_MAX:
@@ -123,12 +119,8 @@ def decode_index(data: Buffer, header: PackHeader, where: str) -> Entries:
     """Read and check the pack index and its padding."""
     if len(data) < round_up(header.index_length):
         raise TruncatedError(f"{where}: pack index has {len(data)} of {round_up(header.index_length)} bytes")
-    magic, _, entry_size, reserved_a, pack_id, count, reserved_b, entries_sum, own_sum = INDEX_HEADER.unpack_from(data)
-    if magic != registry.PACK_INDEX_MAGIC:
-        raise BadMagicError(f"{where}: no pack index at the offset in the pack header")
-    check_binary_version(bytes(data[:_INDEX_SUMMED]), own_sum, f"{where}: pack index")
-    if own_sum != sum8(bytes(data[:_INDEX_SUMMED])):
-        raise ChecksumError(f"{where}: pack index header checksum mismatch")
+    _, _, entry_size, reserved_a, pack_id, count, reserved_b, entries_sum, own_sum = INDEX_HEADER.unpack_from(data)
+    check_sealed(bytes(data[:_INDEX_SUMMED]), own_sum, registry.PACK_INDEX_MAGIC, "pack index", where)
     if entry_size != ENTRY_DTYPE.itemsize or reserved_a or any(reserved_b):
         raise StructureError(f"{where}: wrong reserved bytes or entry size in the pack index")
     if pack_id != header.pack_id or count != header.frame_count:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from asymcheck.errors import ChecksumError, UnsupportedFeatureError, UnsupportedVersionError
+from asymcheck.errors import BadMagicError, ChecksumError, UnsupportedFeatureError, UnsupportedVersionError
 from asymcheck.format.digest import sum8
 
 FORMAT_MIN_READ: Final = 1
@@ -126,17 +126,21 @@ def check_version(version: int, where: str) -> None:
         )
 
 
-def check_binary_version(summed: bytes, own_sum: bytes, where: str) -> None:
-    """Refuse a binary structure whose version is outside the readable range.
+def check_sealed(summed: bytes, own_sum: bytes, magic: bytes, kind: str, where: str) -> None:
+    """Check the magic number, the version and the checksum of a binary structure of a ``kind``, such as a frame.
 
     If the checksum over ``summed`` is right with a known version in place of the version, the version field is damaged.
     """
+    if not summed.startswith(magic):
+        raise BadMagicError(f"{where}: not a {kind} (wrong magic)")
     version = int.from_bytes(summed[_VERSION], "little")
     for known in range(FORMAT_MIN_READ, FORMAT_MAX_READ + 1):
         version_bytes = known.to_bytes(2, "little")
         if version != known and sum8(summed[: _VERSION.start] + version_bytes + summed[_VERSION.stop :]) == own_sum:
             raise ChecksumError(f"{where}: checksum mismatch in format version {version}, which was {known}")
     check_version(version, where)
+    if own_sum != sum8(summed):
+        raise ChecksumError(f"{where}: {kind} header checksum mismatch")
 
 
 def check_reader_features(features: Iterable[str], where: str) -> None:

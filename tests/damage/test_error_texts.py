@@ -87,7 +87,7 @@ def test_a_damaged_frame_header_and_padding(small: SmallStore) -> None:
     """Test that the error names the damaged structure and the tensor."""
     path, sequence, offset = _frame_of(small, 2, "model.embed")
     where = f"frame {sequence} of pack {path.stem}"
-    for at, what in ((0, "not a frame"), (16, "header checksum mismatch"), (110, "placement checksum")):
+    for at, what in ((0, "not a frame"), (16, "frame header checksum mismatch"), (110, "placement checksum")):
         with flipped(path, (offset + at) * 8):
             assert re.fullmatch(
                 rf"{WHICH}: {where}: {what}.*; needed by tensor model\.embed of {WHICH}; run asymcheck verify",

@@ -6,8 +6,8 @@ from asymcheck.errors import ChecksumError, UnsupportedFeatureError, Unsupported
 from asymcheck.format import registry
 from asymcheck.format.digest import sum8
 from asymcheck.format.registry import (
-    check_binary_version,
     check_reader_features,
+    check_sealed,
     check_version,
     missing_writer_features,
 )
@@ -39,13 +39,13 @@ def _sealed(version: int) -> tuple[bytes, bytes]:
 
 def test_a_sealed_version_in_the_range_passes() -> None:
     """Test an intact structure of a known version."""
-    check_binary_version(*_sealed(registry.FORMAT_WRITE), "frame")
+    check_sealed(*_sealed(registry.FORMAT_WRITE), b"ASYMTEST", "test", "frame")
 
 
 def test_a_sealed_version_of_the_future_is_believed() -> None:
     """Test a newer version with a valid checksum."""
     with pytest.raises(UnsupportedVersionError):
-        check_binary_version(*_sealed(2), "frame")
+        check_sealed(*_sealed(2), b"ASYMTEST", "test", "frame")
 
 
 @pytest.mark.parametrize("bit", range(16))
@@ -54,7 +54,7 @@ def test_a_flipped_bit_in_the_version_is_damage(bit: int) -> None:
     summed, own = _sealed(registry.FORMAT_WRITE)
     number = registry.FORMAT_WRITE ^ 1 << bit
     with pytest.raises(ChecksumError, match="which was 1"):
-        check_binary_version(summed[:8] + number.to_bytes(2, "little") + summed[10:], own, "frame")
+        check_sealed(summed[:8] + number.to_bytes(2, "little") + summed[10:], own, b"ASYMTEST", "test", "frame")
 
 
 def test_unknown_reader_features_are_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from asymcheck.commit.encoder import Encoder
@@ -61,10 +62,7 @@ class OpenedStore:
 
     def catalog(self) -> Catalog:
         """Open the catalog; rebuild a missing one."""
-        return self.nvme.open_catalog(self._populate)
-
-    def _populate(self, transaction: Transaction) -> None:
-        rebuild(self.nvme, transaction)
+        return self.nvme.open_catalog(partial(rebuild, self.nvme))
 
     def with_catalog(self, use: Callable[[Catalog, Rebuilt | None], _T], *, fresh: bool = False) -> _T:
         """Call ``use`` with the catalog. If the catalog is damaged, reopen and rebuild it, and call ``use`` again."""

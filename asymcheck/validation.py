@@ -87,9 +87,10 @@ def parse_which(text: str) -> int | str:
     return check_which(int(text) if _STEP.fullmatch(text) else text)
 
 
-def check_part(part: Part) -> None:
+def check_part(part: object) -> None:
     """Refuse an invalid part of a checkpoint."""
-    check_type("part", part, Part)
+    if not isinstance(part, Part):
+        raise InvalidInputError(f"part={part!r:.100}: give Part(rank, world_size, save_id)")
     are_integers = {type(part.rank), type(part.world_size)} == {int}
     if not are_integers or not 0 <= part.rank < part.world_size <= registry.WORLD_SIZE_MAX:
         raise InvalidInputError(

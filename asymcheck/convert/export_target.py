@@ -31,6 +31,7 @@ from asymcheck.validation import check_no_uri
 if TYPE_CHECKING:
     from asymcheck.convert.part import Part
     from asymcheck.convert.rename import Renames
+    from asymcheck.format.manifest import TensorRow
 
 _FILES = Files()
 _SAFETENSORS = ".safetensors"
@@ -264,6 +265,11 @@ class NewTensor:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+
+    @classmethod
+    def of(cls, name: str, row: TensorRow) -> NewTensor:
+        """Return a stored tensor under a new name."""
+        return cls(name, row.dtype, row.shape, row.nbytes)
 
 
 class DraftSink:

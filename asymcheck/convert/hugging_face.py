@@ -26,9 +26,8 @@ from asymcheck.convert.part import MODEL, Part, encode_tied
 from asymcheck.convert.rename import Renames
 from asymcheck.convert.safetensors_format import SafetensorsHeader, encode_header, read_header, shown
 from asymcheck.convert.source_file import SourceFile
-from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, StructureError, listed
+from asymcheck.errors import ForeignFileError, InvalidInputError, NotFoundError, listed
 from asymcheck.format.manifest import TensorRow
-from asymcheck.format.record import parse_json
 from asymcheck.restore.read_plan import ByteTarget
 from asymcheck.storage.local_files import translated
 
@@ -177,12 +176,7 @@ def _weight_map(folder: Path, names: Sequence[str]) -> dict[str, str]:
             raise ForeignFileError(
                 path, f"the index has {file.size} bytes, more than the maximum of {OTHER_BYTES_MAX}", _FETCH_AGAIN
             )
-        text = file.read_bytes(0, file.size)
-    try:
-        index = parse_json(text, "the index")
-    except StructureError as error:
-        # The error is not chained, because its cause would keep the whole text in memory.
-        raise ForeignFileError(path, str(error), _FETCH_AGAIN) from None
+        index = file.read_json(0, file.size, "the index", _FETCH_AGAIN)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise ForeignFileError(path, "not a JSON object with a non-empty weight_map", _FETCH_AGAIN)
@@ -290,8 +284,7 @@ class SafetensorsSink(DraftSink):
         rows, tied = part.rows_by_name()
         self.left_out = part.plain_names()
         self.hints = self._hints(part)
-        stored = [(name, tensors[row]) for name, row in rows.items()]
-        self.tensors = [NewTensor(name, row.dtype, row.shape, row.nbytes) for name, row in stored]
+        self.tensors = [NewTensor.of(name, tensors[row]) for name, row in rows.items()]
         metadata = {**_FORMAT, **part.metadata, **encode_tied(tied)}
         targets: dict[int, ByteTarget] = {}
         if self._max_shard_bytes is not None:

@@ -30,8 +30,7 @@ from typing import Final
 
 from asymcheck.convert.export_target import NewTensor
 from asymcheck.convert.source_file import SourceFile
-from asymcheck.errors import ForeignFileError, InvalidInputError, StructureError
-from asymcheck.format.record import parse_json
+from asymcheck.errors import ForeignFileError, InvalidInputError
 from asymcheck.format.registry import DTYPE_BYTES
 
 HEADER_BYTES_MAX: Final = 100_000_000  # limit of the format
@@ -108,23 +107,20 @@ def read_header(file: SourceFile) -> SafetensorsHeader:
         ForeignFileError: the file breaks a rule of the format, or uses a dtype that asymcheck does not store.
         StorageError: the operating system refused to read the file.
     """
-    path, text = file.path, _read_text(file)
-    try:
-        header = parse_json(text, "the header")
-    except StructureError as error:
-        # The error is not chained, because its cause would keep the whole text, up to 100 MB, in memory.
-        raise ForeignFileError(path, str(error), _FETCH_AGAIN) from None
+    path, length = file.path, _header_bytes(file)
+    header = file.read_json(_LENGTH_BYTES, length, "the header", _FETCH_AGAIN)
     if not isinstance(header, dict):
         raise ForeignFileError(path, "the header is not a JSON object", _FETCH_AGAIN)
     metadata = _metadata(path, header.pop(METADATA_KEY, None))
-    data_start = _LENGTH_BYTES + len(text)
+    data_start = _LENGTH_BYTES + length
     tensors = [_tensor(path, name, entry, data_start) for name, entry in header.items()]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.nbytes))
     _check_cover(path, tensors, data_start, file.size)
     return SafetensorsHeader(tuple(tensors), metadata)
 
 
-def _read_text(file: SourceFile) -> bytes:
+def _header_bytes(file: SourceFile) -> int:
+    """Return the length of the header, which is inside of the file and begins as an object."""
     path = file.path
     if file.size < _LENGTH_BYTES:
         raise ForeignFileError(path, f"truncated: {file.size} bytes are too few for a safetensors file", _FETCH_AGAIN)
@@ -136,7 +132,7 @@ def _read_text(file: SourceFile) -> bytes:
         raise ForeignFileError(path, problem, _FETCH_AGAIN)
     if file.read_bytes(_LENGTH_BYTES, min(length, 1)) != b"{":
         raise ForeignFileError(path, "the header does not begin with '{'", _CHECK)
-    return file.read_bytes(_LENGTH_BYTES, length)
+    return length
 
 
 def _metadata(path: Path, value: object) -> dict[str, str]:

@@ -9,7 +9,8 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from asymcheck.errors import ForeignFileError, NotFoundError
+from asymcheck.errors import ForeignFileError, NotFoundError, StructureError
+from asymcheck.format.record import parse_json
 from asymcheck.state.leaves import TensorBytes
 from asymcheck.storage.local_files import OPEN_SOURCE, Files, translated
 
@@ -64,6 +65,15 @@ class SourceFile(contextlib.AbstractContextManager["SourceFile"]):
         data = bytearray(length)
         self.read(start, memoryview(data))
         return bytes(data)
+
+    def read_json(self, start: int, length: int, what: str, remedy: str) -> object:
+        """Parse a range of the file as JSON. ``what`` is its name in errors."""
+        text = self.read_bytes(start, length)
+        try:
+            return parse_json(text, what)
+        except StructureError as error:
+            # The error is not chained, because its cause would keep the whole text, up to 100 MB, in memory.
+            raise ForeignFileError(self.path, str(error), remedy) from None
 
     def check(self) -> None:
         """Check that the file has not changed since it was opened."""

@@ -186,7 +186,7 @@ class Transaction:
         return None if value is None else codec.unseal(b"store_id", value)
 
 
-Populate = Callable[[Transaction], None]
+Populate = Callable[[Transaction], object]
 
 
 class CatalogUsers:

@@ -56,8 +56,6 @@ _INFLATED_BYTES_MAX: Final = 1 << 28
 _INFLATION_MAX: Final = 8
 """Maximum bytes of a compressed record per byte of the file, beyond :data:`_INFLATED_SMALL`."""
 _INFLATED_SMALL: Final = 1 << 24
-_ANY_COST: Final = 1 << 62
-"""Size of a file that justifies the cost of any pickle."""
 _LEGACY_PICKLES: Final = 5
 _ELEMENTS: Final = struct.Struct("<q")  # number of elements before a storage in such a file
 _LEGACY_BYTES_MAX: Final = 1 << 28  # maximum size of the pickles before the tensors in a file from before torch 1.6
@@ -343,17 +341,8 @@ class _RangedFile(io.RawIOBase):
 class Archive:
     """Zip archive that ``torch.save`` writes: its state, and the positions of its storages."""
 
-    def __init__(
-        self,
-        path: Path,
-        file: IO[bytes],
-        stand_ins: Mapping[str, type] = MappingProxyType({}),
-        *,
-        is_trusted: bool = False,
-    ) -> None:
+    def __init__(self, path: Path, file: IO[bytes], stand_ins: Mapping[str, type]) -> None:
         """Read everything except the storages of ``file``, which must stay open.
-
-        The number of tensors and values in a file of this process (``is_trusted``) is not limited.
 
         Raises:
             ForeignFileError: the file is damaged, or was written with another byte order.
@@ -361,13 +350,12 @@ class Archive:
         """
         self._path, self._file = path, file
         self._size = file.seek(0, io.SEEK_END)
-        self._justifies = _ANY_COST if is_trusted else self._size
         with zipfile.ZipFile(file) as packed:
             self._members = self._members_by_name(packed.infolist())
         order = self._content(_BYTE_ORDER) if _BYTE_ORDER in self._members else b"little"
         _check_byte_order(path, order.decode(errors="replace"))
         find = partial(_find_class, stand_ins)
-        self.state = load_pickle(io.BytesIO(self._content(_PICKLE)), self._justifies, find, _storage)
+        self.state = load_pickle(io.BytesIO(self._content(_PICKLE)), self._size, find, _storage)
 
     def record_of(self, tensor: torch.Tensor) -> tuple[str, int, int]:
         """Return the name, the first byte and the length of the record with the storage of a tensor."""
@@ -403,7 +391,7 @@ class Archive:
 
     def _check_layout(self, members: Sequence[zipfile.ZipInfo]) -> None:
         """Refuse too many records, and records that share bytes, which make a small file look large."""
-        if len(members) > objects_max(self._justifies):
+        if len(members) > objects_max(self._size):
             raise ForeignFileError(self._path, f"{len(members):,} records are too many for its size", _REMEDY)
         ordered = sorted(members, key=lambda member: member.header_offset)
         for member, following in itertools.pairwise(ordered):

@@ -21,7 +21,7 @@ import torch
 from asymcheck.convert.export_target import DraftSink, FileRegion, NewTensor, TargetFile
 from asymcheck.convert.part import leaves_of
 from asymcheck.convert.source_file import first_line
-from asymcheck.convert.torch_file import Archive, data_start
+from asymcheck.convert.torch_file import data_start
 from asymcheck.errors import InvalidInputError, StorageError
 from asymcheck.format.manifest import TensorRow
 from asymcheck.format.tree import join_name
@@ -56,17 +56,14 @@ class TorchSink(DraftSink):
                 ".safetensors"
             )
         hollow: dict[int, torch.Tensor] = {}
-        order: list[int] = []
         shape = self._picked(shape).shape
         rows = {leaf.row: join_name(path) for path, leaf in leaves_of(shape) if isinstance(leaf, RowRef)}
-        named = [(name, tensors[number]) for number, name in rows.items()]
-        self.tensors = [NewTensor(name, row.dtype, row.shape, row.nbytes) for name, row in named]
+        self.tensors = [NewTensor.of(name, tensors[row]) for row, name in rows.items()]
         if self._draft.is_dry_run:
             return {}
 
         def make(leaf: object) -> object:
             if isinstance(leaf, RowRef):
-                order.append(leaf.row)
                 return hollow.setdefault(leaf.row, hollow_tensor(tensors[leaf.row]))
             return leaf.item() if isinstance(leaf, np.generic) else leaf
 
@@ -74,13 +71,11 @@ class TorchSink(DraftSink):
         self._file = file = self._draft.file(size=sum(tensor.nbytes for tensor in self.tensors))
         with _writing(file), skip_data():
             torch.save(state, file.path)
-        with translated("read", file.path), file.path.open("rb") as written:
-            archive = Archive(file.path, written, is_trusted=True)
-            leaves: list[object] = []
-            map_leaves(archive.state, leaves.append)
-            written_tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            starts = {row: archive.record_of(tensor)[1] for row, tensor in zip(order, written_tensors, strict=True)}
-        return {row: FileRegion(file, start) for row, start in starts.items()}
+        with translated("read", file.path), zipfile.ZipFile(file.path) as archive, file.path.open("rb") as content:
+            members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
+            # torch numbers storages in the order in which it finds them, which is that of `make`.
+            starts = [data_start(file.path, members[f"data/{number}"], content) for number in range(len(hollow))]
+        return {row: FileRegion(file, start) for row, start in zip(hollow, starts, strict=True)}
 
     def finish(self) -> None:
         """Write the checksums, and rename the file to its target."""

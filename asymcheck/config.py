@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import os
 import signal
@@ -92,9 +93,10 @@ def check_number(name: str, value: object, least: float, most: float, *, or_none
 
 
 def check_numbers(options: object, limits: Limits) -> None:
-    """Check the numbers of a configuration. A field whose default is None may be None."""
+    """Check the numbers of a configuration. A field may be None if its annotation says so."""
+    annotations = inspect.get_annotations(type(options))
     for name, (least, most) in limits.items():
-        value, or_none = getattr(options, name), getattr(type(options), name) is None
+        value, or_none = getattr(options, name), "None" in str(annotations[name])
         if value is not None or not or_none:
             check_number(name, value, least, most, or_none=or_none)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asymcheck import Checkpoint, Push, Retention
+from asymcheck import Checkpoint, Publish, Push, Retention
 from asymcheck.errors import InvalidInputError
 from asymcheck.policies.push_selection import due, held, mismatch
 
@@ -160,6 +160,14 @@ def test_newest_waiting_and_current_upload_are_held() -> None:
     }
     assert held(Push(WHERE, hold=0), ids, None) == {}
     assert held(Push(WHERE, hold=0), ids, None, ids[2]) == {ids[2]: "begun by another machine"}
+
+
+def test_numbers_may_be_none_where_that_means_something() -> None:
+    """Test rules without limits, also where the default is a number."""
+    assert Push(WHERE, every=None, every_s=None, close_s=None).close_s is None
+    assert Publish(WHERE, close_s=None).close_s is None
+    with pytest.raises(InvalidInputError, match=r"hold None: give an integer of at least 0$"):
+        Push(WHERE, hold=None)  # type: ignore[arg-type]  # wrong on purpose
 
 
 @pytest.mark.parametrize(

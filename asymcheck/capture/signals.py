@@ -61,6 +61,9 @@ def end_by_default(number: int) -> None:
     """End the process by a signal that ends it if the program has no handler."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
+    if os.getpid() == 1:
+        # Linux ignores a signal without a handler that the first process of a container sends to itself.
+        os._exit(128 + number)
 
 
 class Listener(Protocol):

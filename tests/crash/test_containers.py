@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from asymcheck import Store
+from tests.checkpointer.loops import folder_for_rings
 
 _KILLED = """
 import os, signal, sys
@@ -37,6 +40,19 @@ with Store.open(sys.argv[1], create=True) as store:
         store.gc()
     print("saved", flush=True)
     sys.stdin.readline()
+"""
+_TRAINING = """
+import os, sys, time
+import torch
+from asymcheck import CaptureConfig, Checkpointer, Store
+
+with Store.open(sys.argv[1], create=True) as store:
+    capture = CaptureConfig(ring_folder=sys.argv[2])
+    options = {"save_on_signal": True} if sys.argv[3] == "grace" else {}
+    with Checkpointer(store, {"w": torch.ones(100_000)}, every=1, capture=capture, **options) as checkpointer:
+        checkpointer.step(7)
+        print(os.getpid(), flush=True)
+        time.sleep(60)
 """
 
 
@@ -97,3 +113,25 @@ def test_containers_save_to_one_store_when_their_numbers_differ(store_path: Path
             assert [one.step for one in store.checkpoints(run)] == [0, 1, 2, 3, 4]
             assert torch.equal(store.load(run=run)["w"], torch.full((100_000,), 4.0))
     assert list((store_path / "catalog" / "open").iterdir()) == []
+
+
+@pytest.mark.slow(quick=["plain"])
+@pytest.mark.parametrize("way", ["plain", "grace"])
+def test_sigterm_ends_the_first_process_of_a_container(store_path: Path, tmp_path: Path, way: str) -> None:
+    """Test that SIGTERM drains and ends a busy process 1, and with ``save_on_signal`` that a second one ends it."""
+    command = [*_container(), sys.executable, "-c", _TRAINING, str(store_path), str(folder_for_rings(tmp_path)), way]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as outer:
+        assert outer.stdout is not None
+        assert outer.stdout.readline() == "1\n"
+        first = int(Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text())
+        os.kill(first, signal.SIGTERM)
+        if way == "grace":
+            # An earlier second signal counts as a copy of the first one.
+            time.sleep(2.1)
+            os.kill(first, signal.SIGTERM)
+        try:
+            assert outer.wait(timeout=30) == 128 + signal.SIGTERM
+        finally:
+            outer.kill()
+    with Store.open(store_path) as store:
+        assert [checkpoint.step for checkpoint in store.checkpoints()] == [7]

@@ -279,6 +279,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
         nvme = self._store.resources.nvme
         self._run_lock.take(nvme.config.lock_timeout_s, takeover=self._takeover)
+        self._store.training.end_replaced(self._run, self._background)
         self._pusher.guard(nvme.descriptor.store_id.hex(), takeover=self._takeover)
         self._takeover = False
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from asymcheck.capture.inflight import Capture
     from asymcheck.commit.orphan_recovery import Agree, RecoveredCapture
     from asymcheck.distributed import Session
+
+_savers: weakref.WeakSet[BackgroundSaver] = weakref.WeakSet()
+"""The background savers of all stores of this process."""
 
 
 def place(tier: NvmeTier, run: str, generation: int | None, before: SaveId | None = None) -> LineagePosition:
@@ -112,8 +116,18 @@ class TrainingServices:
 
         background = BackgroundSaver(tier, self.opened.catalog(), self.opened.encoder, placing, run, config, session)
         self._backgrounds.add(background)
+        _savers.add(background)
         background.on_close = self._backgrounds.discard
         return background
+
+    def end_replaced(self, run: str, own: BackgroundSaver | None) -> None:
+        """Close the savers of earlier Checkpointers of a run, for instance of a notebook cell that is run again.
+
+        Their captures become durable, and their memory is freed. ``own`` is the saver of the new Checkpointer.
+        """
+        for saver in tuple(_savers):
+            if saver.is_replaced_by(own, self.opened.writable(), run):
+                saver.close()
 
     def begin_generation(self, parent: Checkpoint | None, *, run: str = DEFAULT_RUN) -> int:
         """Record durably that training continues from ``parent``, or from nothing if that is None.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -98,7 +99,8 @@ class BackgroundSaver:
         self._tier, self._catalog, self._encoder, self._placing = tier, catalog, encoder, placing
         self._run = run
         self._config = config
-        self._pid = os.getpid()
+        self._pid, self._thread = os.getpid(), threading.current_thread()
+        self._place = os.path.realpath(tier.root), run
         self._captures: list[Capture] = []
         self._ring: Ring | None = None
         self._flusher: RingFlusher | None = None
@@ -129,7 +131,7 @@ class BackgroundSaver:
             UnsupportedValueError: the state contains a value that cannot be stored; no capture was begun.
             AsymcheckError: the copy failed; the capture was discarded.
         """
-        began = time.perf_counter()
+        began, self._thread = time.perf_counter(), threading.current_thread()
         if self._engine is not None:
             # An interrupt during this wait must come before the ranks agree on a number.
             self._engine.fence()
@@ -274,6 +276,12 @@ class BackgroundSaver:
     def _is_forked(self) -> bool:
         """Tell whether this is a forked child, which has no threads and does not own the ring."""
         return os.getpid() != self._pid
+
+    def is_replaced_by(self, another: BackgroundSaver | None, tier: NvmeTier, run: str) -> bool:
+        """Tell whether this thread now trains ``run`` with ``another`` saver, so that this one is not in use any more."""
+        is_in_use = self._thread.is_alive() and self._thread is not threading.current_thread()
+        is_same_run = self._place == (os.path.realpath(tier.root), run)
+        return self is not another and is_same_run and self._session is None and not is_in_use
 
     def settled(self) -> list[Capture]:
         """Return the captures that became durable or lost since the last call."""

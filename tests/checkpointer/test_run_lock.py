@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +17,13 @@ import pytest
 import torch
 
 from asymcheck import Checkpointer, Store, StoreConfig
+from asymcheck.config import CaptureConfig
 from asymcheck.errors import InvalidInputError, RunInUseError, StorageError
 from asymcheck.format import layout
 from asymcheck.storage import process_identity
 from asymcheck.storage.local_files import Files
 from asymcheck.storage.nvme import NvmeTier, run_lock
+from tests.checkpointer.loops import linear_loop, rings
 
 _TRAINER = """
 import sys, torch
@@ -168,6 +171,56 @@ def test_second_checkpointer_of_one_process_takes_the_run_over(store_path: Path)
         new.step(2)
         new.close()
         old.close()
+
+
+def _again(store_path: Path, config: CaptureConfig, step: int) -> tuple[Store, Checkpointer, int | None]:
+    """Run a notebook cell that leaves its Checkpointer open, with a capture that waits for the next optimizer step."""
+    _, _, loop = linear_loop()
+    store = _open(store_path)
+    checkpointer = Checkpointer(store, loop.state, capture=config, every=1)
+    restored = checkpointer.restore()
+    loop.iterate(step)
+    checkpointer.step(step)
+    return store, checkpointer, None if restored is None else restored.step
+
+
+def test_cell_that_is_run_again_finishes_its_earlier_run(
+    store_path: Path, config: CaptureConfig, tmp_path: Path
+) -> None:
+    """Test that the last capture of each run is restored, that its memory is freed, and that old objects can close."""
+    runs = []
+    for step in (1, 2, 3):
+        runs.append(_again(store_path, config, step))
+        assert len(rings(tmp_path)) == 1
+    assert [restored for *_, restored in runs] == [None, 1, 2]
+    for store, checkpointer, _ in runs:
+        checkpointer.close()
+        store.close()
+    assert rings(tmp_path) == []
+
+
+def test_training_of_another_thread_is_not_finished(store_path: Path, config: CaptureConfig, tmp_path: Path) -> None:
+    """Test that the memory stays as long as the thread may call ``step()``."""
+    begun, ends = threading.Event(), threading.Event()
+
+    def train() -> None:
+        store, checkpointer, _ = _again(store_path, config, 1)
+        checkpointer.wait()
+        begun.set()
+        ends.wait()
+        checkpointer.close()
+        store.close()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    begun.wait()
+    store, checkpointer, restored = _again(store_path, config, 2)
+    assert (restored, len(rings(tmp_path))) == (1, 2)
+    ends.set()
+    thread.join()
+    checkpointer.close()
+    store.close()
+    assert rings(tmp_path) == []
 
 
 def test_lock_held_by_a_copy_of_a_dead_process_is_taken_over(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

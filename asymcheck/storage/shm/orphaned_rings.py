@@ -116,11 +116,12 @@ def _open_locked(path: Path, is_dead: IsDead, patience_s: float) -> tuple[RingRe
     """Open and lock a ring; None if it is in use. Also return whether its process is dead or about to be."""
     began = time.monotonic()
     while True:
-        reader = RingReader(path)
-        is_orphaned = is_dead(reader.header.owner) or is_exiting(reader.header.owner)
-        if not reader.is_owned:
-            return reader, is_orphaned
-        reader.close()
+        with contextlib.ExitStack() as opened:
+            reader = opened.enter_context(RingReader(path))
+            is_orphaned = is_dead(reader.header.owner) or is_exiting(reader.header.owner)
+            if not reader.is_owned:
+                opened.pop_all()
+                return reader, is_orphaned
         waited_s = time.monotonic() - began
         if waited_s > (patience_s if is_orphaned else _INSPECTION_S):
             return None, is_orphaned

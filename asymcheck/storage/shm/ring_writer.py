@@ -78,8 +78,9 @@ class Ring:
         except FileNotFoundError as error:
             raise StorageError(f"{folder} does not exist: create it, or choose another ring_folder") from error
         try:
-            os.ftruncate(self._descriptor, size)
-            status = os.statvfs(folder)
+            with translated("enlarge", self.path):
+                os.ftruncate(self._descriptor, size)
+                status = os.statvfs(folder)
             if status.f_bavail * status.f_frsize < size:
                 # Fail now instead of in the middle of a capture.
                 raise self._out_of_space(size)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import ParamSpec, TypeVar
 
+from asymcheck.errors import StorageError
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -33,10 +35,25 @@ def stand_back() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
+def start(thread: threading.Thread) -> None:
+    """Start a thread.
+
+    Raises:
+        StorageError: this process, user or container may have no more threads.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise StorageError(
+            f"cannot start thread {thread.name}: {error}. Raise the limit of processes (ulimit -u), or that of the "
+            "container (pids.max)"
+        ) from error
+
+
 def begin(call: Callable[[], _T], name: str) -> Future[_T]:
     """Run ``call`` on a new thread; return a future of its result."""
     done: Future[_T] = Future()
-    threading.Thread(target=carry_out, args=(done, call), name=f"asymcheck-{name}", daemon=True).start()
+    start(threading.Thread(target=carry_out, args=(done, call), name=f"asymcheck-{name}", daemon=True))
     return done
 
 
@@ -137,6 +154,9 @@ class Workers:
         """Start ``count`` threads of each kind. A single thread keeps the order of tasks.
 
         Threads start at once, because Python starts none during exit handlers.
+
+        Raises:
+            StorageError: a thread could not be started.
         """
         self._in_order = count == 1
         self._lock = threading.Lock()
@@ -152,8 +172,13 @@ class Workers:
             )
             for number, kind in enumerate([True] * count + [False] * count)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                start(thread)
+        except StorageError:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self.close()
+            raise
 
     def submit(self, call: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
         """Queue ``call``; return a future of its result."""

@@ -217,11 +217,16 @@ class BackgroundSaver:
             # Optimizers have no state before the first step. The captures in the old ring become durable first.
             self._end_ring()
         if self._engine is None:
-            self._ring = self._make_ring(folder, given or default_bytes(folder, needed, 0, self._processes), needed)
-            self._flusher = RingFlusher(
-                self._ring, self._tier, self._catalog, self._encoder, self._placing, self._two_phase, self.on_commit
-            )
-            self._engine = CaptureEngine(self._ring, self._flusher, self.detector)
+            with contextlib.ExitStack() as opened:
+                ring = self._make_ring(folder, given or default_bytes(folder, needed, 0, self._processes), needed)
+                opened.callback(ring.close)
+                flusher = RingFlusher(
+                    ring, self._tier, self._catalog, self._encoder, self._placing, self._two_phase, self.on_commit
+                )
+                opened.callback(flusher.close)
+                self._engine = CaptureEngine(ring, flusher, self.detector)
+                opened.pop_all()
+            self._ring, self._flusher = ring, flusher
         if self._ring is not None and self._ring.refused is not None and self._ring is not self._short:
             self._short = self._ring
             effect = "fewer checkpoints can be resumed from memory, and training waits for the drive more often"
@@ -278,7 +283,7 @@ class BackgroundSaver:
         return os.getpid() != self._pid
 
     def is_replaced_by(self, another: BackgroundSaver | None, tier: NvmeTier, run: str) -> bool:
-        """Tell whether this thread now trains ``run`` with ``another`` saver, so that this one is not in use any more."""
+        """Tell whether this thread now trains ``run`` with ``another`` saver, so that this saver is unused."""
         is_in_use = self._thread.is_alive() and self._thread is not threading.current_thread()
         is_same_run = self._place == (os.path.realpath(tier.root), run)
         return self is not another and is_same_run and self._session is None and not is_in_use

@@ -23,6 +23,7 @@ from asymcheck.capture.ring_flush import RingFlusher
 from asymcheck.capture.signals import INTERRUPTS
 from asymcheck.capture.tear_detection import TearDetector
 from asymcheck.events import emit, timed
+from asymcheck.executor import start
 from asymcheck.format.digest import digest
 from asymcheck.format.frame import FrameDescriptor
 from asymcheck.state.leaves import copy_partition
@@ -50,7 +51,7 @@ class CaptureEngine:
         self._settling = threading.Lock()
         self._stopping = self._is_copying = False
         self._thread = threading.Thread(target=self._run, name="asymcheck-capture", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     def begin(self, capture: Capture) -> None:
         """Copy eager tensors, and queue deferred ones for the windows of the plan.

@@ -63,10 +63,14 @@ class RingFlusher:
         self._kept: list[Capture] = []
         self._last_contents: tuple[list[Digest], dict[int, bytes]] = [], {}
         self._lock = threading.Lock()
-        self._writers = Workers("asymcheck-flush", _WRITERS)
-        self._committer = Workers("asymcheck-commit")
         self._on_commit = on_commit
-        self._upkeep = [] if on_commit is None else [Workers("asymcheck-upkeep")]
+        with contextlib.ExitStack() as started:
+            self._writers = Workers("asymcheck-flush", _WRITERS)
+            started.callback(self._writers.close)
+            self._committer = Workers("asymcheck-commit")
+            started.callback(self._committer.close)
+            self._upkeep = [] if on_commit is None else [Workers("asymcheck-upkeep")]
+            started.pop_all()
         self._after_commit: list[Future[object]] = []
 
     def stored(self, capture: Capture, number: int) -> None:

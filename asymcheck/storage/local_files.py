@@ -241,6 +241,8 @@ def translated(action: str, path: PurePath) -> Iterator[None]:
             raise ReadOnlyStoreError(f"{message}; {advice}") from error
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise TooManyFilesError(f"{message}; raise the limit of open files (ulimit -n)") from error
+        if error.errno == errno.EFBIG:
+            raise StorageError(f"{message}; raise the limit of file sizes (ulimit -f)") from error
         # Links to files outside of a store are followed. The path of such a file is a loop of links.
         if error.errno == errno.ELOOP and action != OPEN_SOURCE:
             refuse_link(path)

@@ -13,9 +13,8 @@ import torch
 
 from asymcheck import Checkpointer, Store
 from asymcheck.config import CaptureConfig
-from asymcheck.errors import (
-    ClosedStoreError,
-)
+from asymcheck.errors import ClosedStoreError, StorageError
+from asymcheck.storage.shm import ring_writer
 from tests.checkpointer.disks import Disk, open_on
 from tests.checkpointer.loops import (
     assert_stored,
@@ -104,6 +103,32 @@ def test_an_error_in_the_loop_loses_no_step(store: Store, config: CaptureConfig,
         train()
     assert_stored(store, {0: copy_of(loop.state)})
     assert rings(tmp_path) == []
+
+
+@pytest.mark.parametrize("started", range(10))
+def test_a_limit_of_threads_costs_only_the_steps_it_refuses(
+    store: Store, config: CaptureConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: int
+) -> None:
+    """Test that no ring and no thread stays behind, and that a later step is saved."""
+    _, _, loop = linear_loop()
+    start, allowed, before = threading.Thread.start, iter(range(started)), threading.active_count()
+
+    def start_some(thread: threading.Thread) -> None:
+        if next(allowed, None) is None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(ring_writer, "_GROWTH_BYTES", 1 << 20)
+    with Checkpointer(store, loop.state, capture=config, every=1) as checkpointer:
+        loop.iterate(0)
+        with monkeypatch.context() as limited:
+            limited.setattr(threading.Thread, "start", start_some)
+            with pytest.raises(StorageError, match=r"cannot start thread asymcheck-.*ulimit -u.*pids.max"):
+                checkpointer.step(0)
+        assert (rings(tmp_path), threading.active_count()) == ([], before)
+        loop.iterate(1)
+        checkpointer.step(1)
+    assert_stored(store, {1: copy_of(loop.state)})
 
 
 def test_two_runs_at_once_have_a_ring_each(store: Store, config: CaptureConfig, tmp_path: Path) -> None:

@@ -29,14 +29,16 @@ def main(folder: Path, limit: str, value: int) -> None:
 
     Args:
         folder: folder with the store, in ``store``, and the rings, in ``rings``.
-        limit: ``files``, ``memory`` (address space beyond the current one), ``clock`` (set back after the restore),
-            ``killed`` (as ``clock``, and killed with a capture in memory), or ``none``.
-        value: number of open files, or MiB of address space.
+        limit: ``files``, ``memory`` (address space beyond the current one), ``size`` (of a file), ``clock`` (set back
+            after the restore), ``killed`` (as ``clock``, and killed with a capture in memory), or ``none``.
+        value: number of open files, MiB of address space, or MiB of a file.
     """
     state = {"weight": state_of(-1)}
     if limit == "memory":
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (value << 20),) * 2)
+    if limit == "size":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (value << 20, value << 20))
     if limit == "files":
         resource.setrlimit(resource.RLIMIT_NOFILE, (value, value))
 

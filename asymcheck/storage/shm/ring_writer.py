@@ -14,6 +14,7 @@ import numpy as np
 
 from asymcheck.errors import AsymcheckError, InvalidInputError, OutOfSpaceError, StorageError
 from asymcheck.events import emit
+from asymcheck.executor import start
 from asymcheck.format import registry
 from asymcheck.format.frame import HEADER_BYTES, FrameDescriptor, encode_header, frame_length, payload_offset
 from asymcheck.format.layout import ring_name
@@ -66,7 +67,7 @@ class Ring:
 
         Raises:
             OutOfSpaceError: the folder does not have enough free memory.
-            StorageError: the folder cannot be used.
+            StorageError: the folder cannot be used, or no thread can be started.
         """
         self.header = header
         self.path = folder / ring_name(header.store_id, header.ring_id)
@@ -109,9 +110,7 @@ class Ring:
         self._closing = False
         self._growing: threading.Thread | None = None
         if reserved < size:
-            self._growing = threading.Thread(target=self._grow, args=(reserved, size), name="asymcheck-ring")
-            self._growing.daemon = True
-            self._growing.start()
+            self._grow_later(reserved, size)
         emit("ring.created", self.path.name, size)
 
     def _out_of_space(self, size: int) -> OutOfSpaceError:
@@ -128,6 +127,15 @@ class Ring:
             if error.errno == errno.ENOSPC:
                 raise self._out_of_space(end) from error
             raise StorageError(f"reserve {self.path}: {error.strerror}") from error
+
+    def _grow_later(self, reserved: int, size: int) -> None:
+        self._growing = threading.Thread(target=self._grow, args=(reserved, size), name="asymcheck-ring", daemon=True)
+        try:
+            start(self._growing)
+        except StorageError:
+            self._growing = None
+            self.close()
+            raise
 
     def _grow(self, start: int, size: int) -> None:
         try:

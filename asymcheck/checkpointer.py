@@ -289,11 +289,13 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 f"the Checkpointer of run {self._run!r} was closed; call close() after the last step, or create "
                 "another Checkpointer and call its restore()"
             )
+        # A forked process has no descriptor of the lock of the run.
+        self._store.resources.tier.check_usable()
 
     def _check_may_save(self) -> None:
         """Raise, on all ranks, if the last restore failed halfway, or if another training has taken the run over."""
-        self._check_open()
         try:
+            self._check_open()
             self._run_lock.check()
             self._pusher.check()
             if self._partial_restore is not None:
@@ -303,7 +305,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                     self._partial_restore.overwritten,
                     self._partial_restore.next_step,
                 )
-        except (RunInUseError, PartialRestoreError) as error:
+        except (ClosedStoreError, RunInUseError, PartialRestoreError) as error:
             if self._coordinator is not None:
                 self._coordinator.give_up(error)
             raise

@@ -126,7 +126,8 @@ def use_after_fork(path: str) -> None:
     journal = Journal(Path(path) / "journal")
     store = open_store(Path(path) / "store")
     save(store, journal, 0)
-    checkpointer = Checkpointer(store, make_state(5), every=1, keep=None)
+    checkpointer = Checkpointer(store, make_state(0), every=1, keep=None)
+    checkpointer.restore()
     pid = os.fork()
     if pid == 0:
         _check_forked(store, checkpointer, Path(path) / "store")
@@ -155,7 +156,9 @@ def _check_forked(store: Store, inherited: Checkpointer, path: Path) -> None:
         lambda: store.training.begin_generation(None),
         lambda: Checkpointer(store, make_state(5)),
         lambda: inherited.save(5),
+        lambda: inherited.step(5),
         inherited.restore,
+        inherited.rollback,
     ]
     for use in uses:
         with pytest.raises(ForkedStoreError, match="open it again"):

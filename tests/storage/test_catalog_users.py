@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from asymcheck import Store
 from asymcheck.errors import LockTimeoutError
@@ -89,3 +90,19 @@ def test_catalog_in_a_copy_of_a_store_in_use_is_not_trusted(store_path: Path, tm
                 assert len(list((path / "catalog" / "open").iterdir())) == (1 if path == copied else 2)
         training.communicate("\n", timeout=60)
     assert training.returncode == 0
+
+
+def test_store_that_replaces_a_removed_one_has_its_own_catalog(store_path: Path) -> None:
+    """Test a notebook that removes its store and creates another one, and closes the first one last."""
+    state = {"w": torch.ones(100)}
+    removed = Store.open(store_path, create=True)
+    removed.save(state, step=1)
+    shutil.rmtree(store_path)
+    marks = store_path / "catalog" / "open"
+    with Store.open(store_path, create=True) as store:
+        store.save(state, step=1)
+        (mark,) = marks.iterdir()
+        removed.close()
+        assert list(marks.iterdir()) == [mark]
+        assert store.verify() == []
+    assert list(marks.iterdir()) == []

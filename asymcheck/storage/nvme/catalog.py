@@ -41,7 +41,17 @@ from asymcheck.events import emit
 from asymcheck.format import catalog_records as codec
 from asymcheck.format import registry
 from asymcheck.storage import process_identity
-from asymcheck.storage.local_files import DESCRIPTORS, Files, locked, refuse_link, reserve, try_lock, unlock, wait_lock
+from asymcheck.storage.local_files import (
+    DESCRIPTORS,
+    Files,
+    is_same_file,
+    locked,
+    refuse_link,
+    reserve,
+    try_lock,
+    unlock,
+    wait_lock,
+)
 from asymcheck.types import Digest, Location, Owner, PackId
 
 # Errors that do not indicate damage of the file.
@@ -235,7 +245,8 @@ class CatalogUsers:
             path, descriptor = self._own
             self._own = None
             try:
-                if not as_if_killed:
+                # Another store may have replaced a removed one at this path.
+                if not as_if_killed and is_same_file(descriptor, path):
                     with contextlib.suppress(StorageError):
                         self._files.unlink(path)
             finally:
@@ -603,8 +614,15 @@ def _is_intact(path: Path, map_bytes: int) -> bool:
     return done.returncode == 0
 
 
-_open_catalogs: dict[tuple[int, str], tuple[Catalog, int]] = {}
+_Key = tuple[int, str, int]
+"""Process id, path and inode. An open catalog keeps its inode, even if its store was removed."""
+_open_catalogs: dict[_Key, tuple[Catalog, int]] = {}
 _open_lock = threading.Lock()
+
+
+def _key(path: Path) -> _Key:
+    marks = path / "open"
+    return os.getpid(), os.path.realpath(path), marks.stat().st_ino if marks.exists() else 0
 
 
 def open_catalog(
@@ -614,8 +632,8 @@ def open_catalog(
 
     With ``rebuild``, drop an existing catalog first, unless this or another process has it open.
     """
-    key = (os.getpid(), os.path.realpath(path))
-    if any(open_path == key[1] and pid != key[0] for pid, open_path in _open_catalogs):
+    key = _key(path)
+    if any(open_path == key[1] and pid != key[0] for pid, open_path, _ in _open_catalogs):
         # Opening a second LMDB environment, or closing the inherited one, would drop the locks of the parent.
         raise ForkedStoreError(
             f"cannot write in a forked process: the parent process had opened the catalog {path}. "
@@ -625,6 +643,7 @@ def open_catalog(
         catalog, users = _open_catalogs.get(key, (None, 0))
         if catalog is None:
             catalog = Catalog(files, path, store_id, config, populate, rebuild=rebuild)
+            key = _key(path)
         _open_catalogs[key] = (catalog, users + 1)
         return catalog
 

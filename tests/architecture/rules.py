@@ -136,15 +136,16 @@ def siblings_do_not_import(tree: SourceTree) -> Iterator[Violation]:
 
 
 def lowest_layer(tree: SourceTree) -> Iterator[Violation]:
-    """An import in errors, types or events of anything but the standard library and `types`."""
-    types = f"{PACKAGE}.types"
+    """An import in the lowest layer of anything but the standard library and `types`; the executor may raise errors."""
+    executor, errors = f"{PACKAGE}.executor", f"{PACKAGE}.errors"
     for module in tree.package:
         layer = LAYER_OF.get(package_of(module.name) or "")
         if layer is None or layer.level != 1:
             continue
         for found in module.imports:
-            own_types = is_inside(tree.resolve(found), types)
-            if found.top not in sys.stdlib_module_names and not own_types:
+            allowed = (f"{PACKAGE}.types", *([errors] if module.name == executor else []))
+            is_allowed = any(is_inside(tree.resolve(found), name) for name in allowed)
+            if found.top not in sys.stdlib_module_names and not is_allowed:
                 yield Violation(module.path, found.line, f"the lowest layer imports {found.full_name}")
 
 

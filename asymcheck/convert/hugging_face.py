@@ -237,8 +237,13 @@ def _check_agreement(folder: Path, weight_map: Mapping[str, str], headers: Mappi
             raise ForeignFileError(folder / INDEX_NAME, problem, remedy)
 
 
+def _is_small_name(name: str) -> bool:
+    """Tell whether a name may be that of a small file: neither hidden nor that of weights, which may be pickles."""
+    return name != "" and not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES)
+
+
 def _is_small_other(folder: Path, name: str) -> bool:
-    if name.startswith(".") or name.endswith(_WEIGHT_SUFFIXES) or not _stays_inside(folder, name):
+    if not (_is_small_name(name) and _stays_inside(folder, name)):
         return False
     try:
         status = (folder / name).stat()
@@ -288,6 +293,12 @@ class SafetensorsSink(DraftSink):
         metadata = {**_FORMAT, **part.metadata, **encode_tied(tied)}
         targets: dict[int, ByteTarget] = {}
         if self._max_shard_bytes is not None:
+            for name in part.files:
+                if "/" in name or "\0" in name or not _is_small_name(name):
+                    raise InvalidInputError(
+                        f"cannot export file {name!r:.100} of the checkpoint: the name is not that of a small file in "
+                        "a model folder, such as config.json; write a .safetensors or .pt file"
+                    )
             self._draft.check_kept(self._small_file_names(part))
         if self._draft.is_dry_run:
             encode_header(self.tensors, metadata)  # checks names and dtypes

@@ -32,16 +32,26 @@ def store(store_path: Path) -> Iterator[Store]:
         yield opened
 
 
-@pytest.mark.parametrize("name", ["../evil", "/evil", "a/b", "..", "nul\0"])
-def test_a_file_name_that_leads_out_of_the_folder_is_refused(store: Store, tmp_path: Path, name: str) -> None:
-    """Test a store from an untrusted source."""
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../evil", "/evil", "a/b", "..", ".", "", "nul\0", ".hidden"),
+        *("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "optimizer.pt"),
+    ],
+)
+def test_only_names_of_small_files_are_written_into_a_folder(store: Store, tmp_path: Path, name: str) -> None:
+    """Test a store from others: a file outside of the folder, in the place of the weights, or with a pickle."""
     beside = {"metadata": {}, "files": {name: torch.zeros(3, dtype=torch.uint8)}}
     store.save({"model": {"a": torch.ones(3)}, "safetensors": beside}, step=1)
-    (tmp_path / "below").mkdir()
-    with pytest.raises(InvalidInputError, match="leads out"):
-        export_checkpoint(store, Output(tmp_path / "below" / "out"))
+    below = tmp_path / "below"
+    below.mkdir()
+    with pytest.raises(InvalidInputError, match=r"not that of a small file.*; write a \.safetensors or \.pt file"):
+        export_checkpoint(store, Output(below / "out"))
     assert not (tmp_path / "evil").exists()
-    assert list((tmp_path / "below").iterdir()) == []
+    assert list(below.iterdir()) == []
+    for target in (below / "out.safetensors", below / "out.pt"):
+        export_checkpoint(store, Output(target))
+    assert sorted(path.name for path in below.iterdir()) == ["out.pt", "out.safetensors"]
 
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out"])

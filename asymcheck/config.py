@@ -33,6 +33,8 @@ Proof = Literal["full", "sampled", "off"]
 Schedule = Literal["immediate", "asymmetric", "symmetric", "eager"]
 COMPRESSIONS: tuple[Compression, ...] = get_args(Compression)
 
+CATALOG_READERS_MAX = 1 << 20
+"""Maximum of :attr:`StoreConfig.catalog_readers`."""
 
 _INDEX_ENTRY_BYTES = 64
 """Size of an entry of a pack index [B], as in SPEC.md §A7."""
@@ -55,7 +57,7 @@ _STORE_LIMITS: Limits = {
     "pool_bytes": (0, math.inf),
     "repack_waste": (0.0, 1),
     "catalog_map_bytes": (MIB, 1 << 46),
-    "catalog_readers": (1, 1 << 20),
+    "catalog_readers": (1, CATALOG_READERS_MAX),
     "lock_timeout_s": (0.0, math.inf),
     "read_lock_timeout_s": (0.0, math.inf),
     "commit_attempts": (1, math.inf),

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,24 +39,19 @@ class Files:
 
     def open_existing(self, path: Path) -> int:
         """Open ``path`` for reading and writing; return a descriptor. The path must not be a link."""
-        with translated("open", path):
-            return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return _open(path, "open", os.O_RDWR)
 
     def open_lock(self, path: Path) -> int:
         """Open the lock file ``path``, and create it if it is missing; return a descriptor. It must not be a link."""
-        with translated("open", path):
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        return _open(path, "open", os.O_RDWR | os.O_CREAT)
 
     def open_read(self, path: PurePath) -> int:
         """Open ``path`` for reading; return a descriptor. The path must not be a link.
 
-        O_NONBLOCK keeps a pipe in a copied store from blocking.
-
         Raises:
             FileNotFoundError: there is no such file. Callers handle removed files.
         """
-        with translated("open for reading", path):
-            return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return _open(path, "open for reading", os.O_RDONLY)
 
     def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int, path: Path) -> None:
         """Write all of ``buffers``, one after another, at ``offset``."""
@@ -187,7 +183,7 @@ class Files:
                 size = min(os.fstat(descriptor).st_size, limit + 1)
             data = bytearray(size)
             count = self.pread(descriptor, [memoryview(data)], 0, path)
-            return bytes(data[:count])
+            return bytes(memoryview(data)[:count])
         finally:
             os.close(descriptor)
 
@@ -204,6 +200,17 @@ class Files:
                 return sorted(os.listdir(path))
             except (FileNotFoundError, NotADirectoryError):
                 return []
+
+
+def _open(path: PurePath, action: str, flags: int) -> int:
+    """Open a file or directory below a store. A copied store may have pipes, which block, and endless devices."""
+    with translated(action, path):
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind not in (stat.S_IFREG, stat.S_IFDIR):
+        os.close(descriptor)
+        raise StorageError(f"{action} {path}: it is neither a file nor a directory; remove it")
+    return descriptor
 
 
 def _advance(buffers: list[memoryview], count: int) -> None:
@@ -255,15 +262,20 @@ def refuse_link(path: PurePath) -> None:
         raise StorageError(f"{path} is a symbolic link; a store has none: remove it, or replace it by its target")
 
 
-def reserve(path: Path, size: int) -> None:
+def reserve(path: Path, size: int, limit: int) -> None:
     """Allocate disk blocks for a whole file before it is mapped. A new file gets ``size`` bytes.
 
     A process that touches a mapped page without a disk block is killed (SIGBUS).
+
+    Raises:
+        StorageError: the file has more than ``limit`` bytes. A sparse file in a copied store could fill the drive.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         status = os.fstat(descriptor)
         size = status.st_size or size
+        if size > limit:
+            raise StorageError(f"{path} has {size} bytes, but needs at most {limit}: remove it, if no process uses it")
         if status.st_blocks * 512 < size:
             try:
                 os.posix_fallocate(descriptor, 0, size)

@@ -203,8 +203,7 @@ class ManifestReader:
         data = self._files.read_small(self.directory(run, ref) / str(name), registry.MANIFEST_BYTES_MAX)
         if data is None:
             raise MissingPartitionError(f"{where} was deleted")
-        if len(data) > registry.MANIFEST_BYTES_MAX:
-            raise LimitError(f"{where}: the file has more than {registry.MANIFEST_BYTES_MAX} bytes")
+        check_size(len(data), run, ref, name)
         if digest(data) != name.digest:
             raise ChecksumError(f"{where}: the content does not have the digest in the name")
         return data
@@ -230,6 +229,12 @@ class ManifestReader:
         if data is None:
             return None
         return decode_head_of(run, generation, data)
+
+
+def check_size(nbytes: int, run: str, ref: CheckpointRef, name: ManifestName) -> None:
+    """Raise LimitError if a manifest has more bytes than the format allows."""
+    if nbytes > registry.MANIFEST_BYTES_MAX:
+        raise LimitError(f"{_where(run, ref, name)}: the file has more than {registry.MANIFEST_BYTES_MAX} bytes")
 
 
 def decode_head_of(run: str, generation: int, data: bytes) -> tuple[HeadRecord, int]:

@@ -28,7 +28,7 @@ from typing import Any
 
 import lmdb
 
-from asymcheck.config import StoreConfig
+from asymcheck.config import CATALOG_READERS_MAX, StoreConfig
 from asymcheck.errors import (
     CatalogError,
     ForkedStoreError,
@@ -46,7 +46,6 @@ from asymcheck.storage.local_files import (
     Files,
     is_same_file,
     locked,
-    refuse_link,
     reserve,
     try_lock,
     unlock,
@@ -353,9 +352,13 @@ class Catalog:
             stack.pop_all()
 
     def _open_environment(self) -> lmdb.Environment:
-        _refuse_links(self.path)
+        _check_files(self._files, self.path)
         # Reserve before LMDB opens and maps the file: closing the file later would drop the locks of LMDB.
-        reserve(self.path / "lock.mdb", _READER_BYTES * self._config.catalog_readers + registry.BLOCK_BYTES)
+        size, limit = (
+            _READER_BYTES * readers + registry.BLOCK_BYTES
+            for readers in (self._config.catalog_readers, CATALOG_READERS_MAX)
+        )
+        reserve(self.path / "lock.mdb", size, limit)
         with contextlib.ExitStack() as stack:
             env = lmdb.open(
                 str(self.path),
@@ -425,7 +428,7 @@ class Catalog:
             for name in _FILES:
                 (self.path / name).unlink(missing_ok=True)
         elif (self.path / "data.mdb").exists() and (
-            noted or (dead and not _is_intact(self.path, self._config.catalog_map_bytes))
+            noted or (dead and not _is_intact(self._files, self.path, self._config.catalog_map_bytes))
         ):
             raise CatalogError(
                 f"catalog {self.path} is damaged and in use by "
@@ -596,15 +599,16 @@ class Catalog:
                 raise
 
 
-def _refuse_links(path: Path) -> None:
-    """Raise StorageError if LMDB would open the target of a link."""
+def _check_files(files: Files, path: Path) -> None:
+    """Raise StorageError if LMDB would open the target of a link, or wait for the writer of a pipe."""
     for name in _FILES:
-        refuse_link(path / name)
+        with contextlib.suppress(FileNotFoundError):
+            os.close(files.open_read(path / name))
 
 
-def _is_intact(path: Path, map_bytes: int) -> bool:
+def _is_intact(files: Files, path: Path, map_bytes: int) -> bool:
     """Check every entry of the catalog in ``path`` in a child process, because a damaged map may kill its reader."""
-    _refuse_links(path)
+    _check_files(files, path)
     command = [sys.executable, "-c", _WALK, str(path), str(map_bytes)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:

@@ -24,7 +24,7 @@ from asymcheck.format.layout import ManifestName
 from asymcheck.format.record import RECORD_BYTES, HeadRecord, encode_head, repaired_record
 from asymcheck.format.spans import Spans, ranks_in
 from asymcheck.storage.local_files import Files, translated
-from asymcheck.storage.manifests import CheckpointFiles, ManifestReader, decode_head_of, listed
+from asymcheck.storage.manifests import CheckpointFiles, ManifestReader, check_size, decode_head_of, listed
 from asymcheck.types import CheckpointRef
 
 
@@ -104,6 +104,13 @@ class ManifestFiles(ManifestReader):
             if spans is None or present.issuperset(ranks_in(spans)):
                 return spans
         return next((self._spans.get(name.digest) for name in listing.manifests if name.digest in self._spans), None)
+
+    def read_bytes(self, run: str, ref: CheckpointRef, name: ManifestName) -> bytes:
+        """Return the content of a manifest. A sparse file beyond the limit is refused before memory is allocated."""
+        path = self.directory(run, ref) / str(name)
+        with translated("access", path), contextlib.suppress(FileNotFoundError):
+            check_size(path.lstat().st_size, run, ref, name)
+        return super().read_bytes(run, ref, name)
 
     def directory(self, run: str, ref: CheckpointRef) -> Path:
         """Return the folder of a checkpoint."""

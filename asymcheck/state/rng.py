@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 import random
+import struct
 from typing import Any
 
 import numpy as np
 import torch
+
+from asymcheck.errors import RefusedStateError
+
+MT19937_WORDS = 624
+"""Numbers in the block of a Mersenne Twister."""
+_TORCH_POSITIONS = struct.Struct("<8xi4xQ")
+"""Numbers that are left in the block plus 1, and position of the next one, in the state of a CPU generator of torch."""
+
+
+def set_torch_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    """Set the state of a generator. torch would read numbers beyond the block from foreign memory.
+
+    Raises:
+        RefusedStateError: a number is outside of the block.
+    """
+    state = state.cpu()
+    if generator.device.type == "cpu" and state.nbytes >= _TORCH_POSITIONS.size:
+        left, position = _TORCH_POSITIONS.unpack_from(state.numpy().tobytes())
+        if left + position > MT19937_WORDS + 1:
+            raise RefusedStateError(f"the position {position} of a torch-generator is outside its block", (), None)
+    generator.set_state(state)
 
 
 class RngState:
@@ -32,7 +54,12 @@ class RngState:
         CUDA generators are set when this process has as many devices as the one that saved.
         """
         stored: dict[str, Any] = dict(state_dict)
-        torch.set_rng_state(stored["torch"].cpu())
+        position = stored["numpy"][2]
+        # numpy does not check the position, with which it reads from memory.
+        if type(position) is not int or not 0 <= position <= MT19937_WORDS:
+            problem = f"the position {position!r:.20} of the generator of numpy is outside its block"
+            raise RefusedStateError(problem, (), None)
+        set_torch_state(torch.default_generator, stored["torch"])
         if torch.cuda.is_available() and len(stored["cuda"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all([state.cpu() for state in stored["cuda"]])
         np.random.set_state(tuple(stored["numpy"]))  # noqa: NPY002 - as above

@@ -19,8 +19,8 @@ import torch
 
 from asymcheck.errors import RefusedStateError
 from asymcheck.format.typed_value import BIT_GENERATORS, FACTORIES, MAXLEN_MAX, SETS
+from asymcheck.state.rng import MT19937_WORDS, set_torch_state
 
-_MT19937_WORDS = 624
 _PHILOX_WORDS = 4
 _PATHS: dict[type, tuple[str, str]] = {
     PosixPath: ("path", "posix"),
@@ -294,7 +294,7 @@ def _build_torch_generator(parts: TypedValue) -> object:
         # This machine may lack the device, so only a given generator takes the state.
         return parts.content
     generator = parts.like if isinstance(parts.like, torch.Generator) else torch.Generator()
-    generator.set_state(parts.content.cpu())
+    set_torch_state(generator, parts.content)
     return generator
 
 
@@ -337,7 +337,7 @@ def _build_numpy_generator(parts: TypedValue) -> object:
     content = parts.content
     # numpy does not check these positions, with which it reads from memory.
     positions = [
-        (content.get("state", {}).get("pos", 0), _MT19937_WORDS),
+        (content.get("state", {}).get("pos", 0), MT19937_WORDS),
         (content.get("buffer_pos", 0), _PHILOX_WORDS),
     ]
     if any(type(position) is not int or not 0 <= position <= end for position, end in positions):
@@ -351,8 +351,8 @@ def _build_numpy_generator(parts: TypedValue) -> object:
 
 def _build_python_random(parts: TypedValue) -> object:
     version, words, gauss = parts.content
-    if len(words) != _MT19937_WORDS + 1:
-        raise RefusedStateError(f"a python-random has {_MT19937_WORDS + 1} words, not {len(words)}", (), None)
+    if len(words) != MT19937_WORDS + 1:
+        raise RefusedStateError(f"a python-random has {MT19937_WORDS + 1} words, not {len(words)}", (), None)
     generator = parts.like if isinstance(parts.like, random.Random) else random.Random()  # noqa: S311 - no secret
     generator.setstate((version, tuple(map(int, words)), gauss))
     return generator

@@ -5,6 +5,7 @@ import dataclasses
 import datetime as dt
 import enum
 import random
+import struct
 import subprocess
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from asymcheck import Store
+from asymcheck import RngState, Store
 from asymcheck.errors import RefusedStateError, StateMismatchError, UnsupportedFeatureError, UnsupportedValueError
 from asymcheck.format import layout
 from asymcheck.format.digest import digest
@@ -690,6 +691,34 @@ def test_hostile_generator_state_is_refused(store_path: Path, name: str) -> None
         pytest.raises(RefusedStateError, match=r"-generator|python-random"),
     ):
         store.load(run=HEADER.run)
+
+
+@pytest.mark.parametrize(("left", "position"), [(624, 600), (2, 624), (624, 2)])
+def test_torch_generator_with_a_position_outside_its_block_is_refused(store: Store, left: int, position: int) -> None:
+    """Test positions that torch accepts, although it would then return foreign memory as numbers."""
+    hostile = torch.Generator().get_state()
+    hostile[8:24] = torch.frombuffer(bytearray(struct.pack("<iiQ", left, 1, position)), dtype=torch.uint8)
+    generator = torch.Generator()
+    generator.set_state(hostile)
+    store.save({"rng": generator}, step=1)
+    state = RngState().state_dict()
+    store.save({"rng": {**state, "torch": hostile}}, step=2)
+    store.save({"rng": {**state, "numpy": [*state["numpy"][:2], 10**6, 0, 0.0]}}, step=3)  # type: ignore[index]  # a list
+    with pytest.raises(RefusedStateError, match=f"position {position} of a torch-generator is outside its block"):
+        store.load(1)
+    for step, match in ((2, "torch-generator is outside"), (3, "position 1000000 of the generator of numpy")):
+        with pytest.raises(RefusedStateError, match=match):
+            store.load(step, into={"rng": RngState()})
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 623, 624, 625, 1300])
+def test_torch_generator_at_any_position_is_restored(store: Store, drawn: int) -> None:
+    """Test positions at both ends of a block."""
+    generator = torch.Generator()
+    torch.empty(drawn, dtype=torch.int32).random_(generator=generator)
+    store.save({"rng": generator}, step=1)
+    loaded = store.load()["rng"]  # type: ignore[index]  # the state of the store
+    assert torch.equal(loaded.get_state(), generator.get_state())
 
 
 def test_refused_generator_names_its_path(store_path: Path) -> None:

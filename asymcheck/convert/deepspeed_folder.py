@@ -25,6 +25,7 @@ from asymcheck.state.leaves import TensorBytes
 
 _SHARDED_STAGE = 3  # in this stage, each rank has a shard of every parameter
 _LATEST = "latest"
+_TAG_CHARACTERS_MAX = 255  # no folder has a longer name
 _OPTIMIZER_FILES = "*_optim_states.pt"
 _RANK = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _FOLDER_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")
@@ -63,7 +64,8 @@ def _checkpoint_folder(path: Path) -> Path | None:
     latest = path / _LATEST
     if not latest.is_file():
         return None
-    tag = latest.read_text(errors="replace").strip()
+    with latest.open(errors="replace") as file:
+        tag = file.read(_TAG_CHARACTERS_MAX).strip()
     folder = path / tag
     return folder if tag and Path(tag).name == tag and any(folder.glob(_OPTIMIZER_FILES)) else None
 

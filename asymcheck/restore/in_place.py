@@ -365,11 +365,13 @@ class InPlaceFill:
                 with contextlib.suppress(StateMismatchError):
                     tensors.setdefault(lacking.row, _tensor_of(self._demand(lacking.row, part.box)))
         for ref, parameter in parameters_of(current, stored):
-            if ref.row in tensors or not is_dtensor(parameter) or ref.as_array:
+            if ref.row in tensors or ref.as_array or self._parts.row(ref.row).global_shape != tuple(parameter.shape):
                 continue
-            if self._parts.row(ref.row).global_shape == tuple(parameter.shape):
-                with contextlib.suppress(StateMismatchError):
+            with contextlib.suppress(StateMismatchError):
+                if is_dtensor(parameter):
                     tensors[ref.row] = _part_like(parameter, self._demand(ref.row, shard_of(parameter, "").box))
+                elif not parameter.is_contiguous():
+                    tensors[ref.row] = _laid_out_like(parameter, self._demand(ref.row, self._parts.whole(ref.row)))
 
     def _match_mapping(self, current: dict[Key, object], stored: Sequence[object], path: tuple[Key, ...]) -> Finish:
         mappings = [value for value in stored if isinstance(value, dict)]
@@ -529,6 +531,16 @@ def _uncast(stored: Any, loaded: Any, is_filled: bool) -> Any:  # noqa: ANN401, 
 
 def _tensor_of(demand: Demand) -> Finish:
     return lambda assembly: assembly.tensor(demand)
+
+
+def _laid_out_like(parameter: torch.Tensor, demand: Demand) -> Finish:
+    """Give a tensor the strides of its parameter. Fused optimizers on the CPU pair elements by their addresses."""
+
+    def make(assembly: Assembly) -> torch.Tensor:
+        tensor = assembly.tensor(demand)
+        return torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+    return make
 
 
 def _part_like(parameter: DTensor, demand: Demand) -> Finish:

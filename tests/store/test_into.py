@@ -255,6 +255,28 @@ def test_state_of_an_optimizer_follows_a_model_of_another_dtype(store: Store) ->
     fresh.step()
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_state_of_a_fresh_optimizer_has_the_strides_of_its_parameters(store: Store, *, fused: bool) -> None:
+    """Test weights in channels_last. A fused optimizer on the CPU would pair elements of different positions."""
+
+    def train(model: torch.nn.Conv2d, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.linspace(0, 1, 300).reshape(1, 3, 10, 10)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    models = [torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), fused=fused) for model in models]
+    train(models[0], optimizers[0])
+    store.save({"model": models[0], "optimizer": optimizers[0]}, step=1)
+    store.load(into={"model": models[1], "optimizer": optimizers[1]})
+    for model, optimizer in zip(models, optimizers, strict=True):
+        assert optimizer.state[model.weight]["exp_avg"].stride() == model.weight.stride() == (27, 1, 9, 3)
+        train(model, optimizer)
+    assert_same(models[1].state_dict(), models[0].state_dict())
+    assert_same(optimizers[1].state_dict(), optimizers[0].state_dict())
+
+
 def test_a_fresh_optimizer_takes_over_the_tensors_that_were_read(store: Store) -> None:
     """Test an optimizer without state: the load creates its moments, and does not copy them again."""
     model = torch.nn.Linear(100, 100)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ def differences(current: object, stored: Mapping[Key, object], row_of: Callable[
         yield from _conversions(current, stored, row_of)
     elif isinstance(current, torch.optim.Optimizer) and isinstance(stored.get("param_groups"), list):
         for number, groups in enumerate(zip(current.param_groups, _items(stored["param_groups"]), strict=False)):
-            yield from (f"param_groups.{number}: {problem}" for problem in _group_differences(*groups))
+            problems = _group_differences(*groups, _counters(current))
+            yield from (f"param_groups.{number}: {problem}" for problem in problems)
 
 
 def _conversions(
@@ -102,14 +104,22 @@ def _unlike(what: str, given: object, kept: object) -> str:
     return f"{what}: {lacking} given, but not stored; {extra} stored, but not given" if lacking and extra else ""
 
 
-def _group_differences(given: Mapping[str, object], kept: object) -> Iterator[str]:
-    """Yield the differences between the options of a group of parameters."""
+def _counters(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Return the defaults that no constructor takes: optimizers outside torch keep state in their groups."""
+    kind = type(getattr(optimizer, "optimizer", optimizer))  # Accelerate wraps optimizers
+    arguments = {name for part in kind.__mro__ for name in inspect.signature(part.__init__).parameters}
+    # An optimizer wrapper may have no defaults attribute.
+    return getattr(optimizer, "defaults", {}).keys() - arguments
+
+
+def _group_differences(given: Mapping[str, object], kept: object, counters: Container[str]) -> Iterator[str]:
+    """Yield the differences between the options of a group of parameters, except ``counters``."""
     if not isinstance(kept, dict):
         return
     if unlike := _unlike("options", given, kept):
         yield f"{unlike}. Was it an optimizer of another class?"
     for key in sorted(given.keys() & kept.keys() - _SCHEDULED_OPTIONS):
-        if key in _IMPLEMENTATION_OPTIONS and None in (given[key], kept[key]):
+        if key in counters or (key in _IMPLEMENTATION_OPTIONS and None in (given[key], kept[key])):
             continue
         if type(given[key]) in _OPTION_TYPES and type(kept[key]) in _OPTION_TYPES and given[key] != kept[key]:
             yield f"{key} is {given[key]!r} in the given optimizer, and {kept[key]!r} in the checkpoint, which is used"

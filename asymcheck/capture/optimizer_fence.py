@@ -24,6 +24,9 @@ _NO_OBJECTS = PLAIN_TENSORS | {type(None), bool, int, float, str, bytes, np.ndar
 _DEFERRED_ON = ("cpu", "cuda")
 """Device types with deferred copies; a later copy on other devices would need synchronization events."""
 
+_CHANGES_OUTSIDE_STEP = ("eval", "first_step")
+"""Methods that change parameters outside ``step()``: of schedule-free optimizers, and of SAM."""
+
 
 def in_backward() -> bool:
     """Return whether this thread runs a backward pass. torch has no public function, and uses this one itself."""
@@ -187,8 +190,14 @@ class OptimizerFences:
         return arguments[:1], {**options, "closure": closure}
 
     def trusted(self, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-        """Return the optimizers that were not seen to step inside the backward pass."""
-        return [optimizer for optimizer in optimizers if id(optimizer) not in self._inside_backward]
+        """Return the optimizers that change tensors only in ``step()``, and not inside the backward pass."""
+        return [
+            optimizer
+            for optimizer in optimizers
+            # The optimizer of Accelerate has eval() for every optimizer that it wraps.
+            if not any(hasattr(getattr(optimizer, "optimizer", optimizer), name) for name in _CHANGES_OUTSIDE_STEP)
+            and id(optimizer) not in self._inside_backward
+        ]
 
     def remove(self) -> None:
         """Remove the hook."""

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asymcheck.capture.optimizer_fence import OptimizerOwnership
+from asymcheck.capture.optimizer_fence import OptimizerFences, OptimizerOwnership
 from asymcheck.state.flattener import Flattener
 from asymcheck.state.shards import TensorShard
 from asymcheck.state.walk import flatten
@@ -154,6 +154,27 @@ def test_a_wrapper_of_an_optimizer_need_not_have_its_state() -> None:
     weight = torch.nn.Parameter(torch.rand(2))
     leaves = flatten({"weight": weight, "buffer": torch.rand(1)}).leaves
     assert OptimizerOwnership().deferred_rows(leaves, [Wrapper(torch.optim.SGD([weight]))]) == (True, False)
+
+
+def test_methods_of_a_wrapper_do_not_count_as_those_of_its_optimizer() -> None:
+    """Test a wrapper as in Accelerate, which has ``eval()`` for every optimizer."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.optimizer = inner
+
+        def eval(self) -> None:
+            """Do nothing."""
+
+    class Exchanging(torch.optim.SGD):
+        def eval(self) -> None:
+            """Do nothing."""
+
+    weight = torch.nn.Parameter(torch.rand(2))
+    wrappers = [Wrapper(kind([weight])) for kind in (torch.optim.SGD, Exchanging)]
+    fences = OptimizerFences(lambda: None)
+    assert fences.trusted([*wrappers, wrappers[1].optimizer]) == wrappers[:1]
+    fences.remove()
 
 
 def test_an_empty_tensor_is_no_optimizers() -> None:

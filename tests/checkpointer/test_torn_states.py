@@ -189,6 +189,39 @@ def test_loop_sees_the_error_that_ended_it(store: Store, config: CaptureConfig) 
     assert told[0].filename == __file__
 
 
+class _Exchanging(torch.optim.SGD):
+    """Optimizer that exchanges its parameters between steps, as schedule-free optimizers do."""
+
+    def eval(self) -> None:
+        """Exchange each parameter for an average."""
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.mul_(0.5)
+
+    def first_step(self) -> None:
+        """Move each parameter, as SAM does."""
+        self.eval()
+
+
+@pytest.mark.parametrize("method", ["eval", "first_step"])
+def test_optimizer_that_changes_parameters_between_steps_tears_nothing(
+    store: Store, config: CaptureConfig, method: str
+) -> None:
+    """Test that its parameters are copied inside ``step()``."""
+    model = torch.nn.Linear(30, 20)
+    optimizer = _Exchanging(model.parameters(), lr=0.1, momentum=0.9)
+    state, expected = {"model": model, "optimizer": optimizer}, {}
+    with warnings.catch_warnings(), Checkpointer(store, state, capture=config, every=1, keep=None) as checkpointer:
+        warnings.simplefilter("error")
+        for step in range(3):
+            model(torch.ones(30)).sum().backward()
+            optimizer.step()
+            checkpointer.step(step)
+            expected[step] = copy_of(state)
+            getattr(optimizer, method)()
+            checkpointer.wait()
+    assert_stored(store, expected)
+
+
 def test_a_change_that_is_taken_back_is_none(store: Store, config: CaptureConfig) -> None:
     """Test that only content is compared: weights that are exchanged for an evaluation and put back are correct."""
     model, _, loop = linear_loop()

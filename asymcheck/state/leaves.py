@@ -254,7 +254,7 @@ def _problem_of_tensor(tensor: torch.Tensor) -> str:
     if is_lazy(tensor):
         return "the tensor has no shape yet; call its module once before the save"
     if type(tensor) not in PLAIN_TENSORS:
-        return f"tensor subclass {type(tensor).__qualname__} is not supported; use its to_local() or full_tensor()"
+        return f"tensor subclass {type(tensor).__qualname__} is not supported; store its plain tensors"
     if tensor.layout != torch.strided or tensor.is_nested:
         return f"tensors of layout {tensor.layout} are not supported; convert it to a dense tensor"
     if tensor.is_quantized:

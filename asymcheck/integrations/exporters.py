@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
 from asymcheck.capture.inflight import CheckpointReport
+from asymcheck.errors import InvalidInputError
 from asymcheck.events import Interval, watch
 
 if TYPE_CHECKING:
@@ -91,9 +92,14 @@ def prometheus(
             the default registry would collide with those of the node exporter. One registry takes one exporter.
         textfile: file for the textfile collector of the node exporter, replaced after each checkpoint. If it cannot be
             written, a warning is logged, and the training continues.
-    """
-    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, write_to_textfile
 
+    Raises:
+        InvalidInputError: prometheus_client is not installed.
+    """
+    try:
+        from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, write_to_textfile
+    except ImportError as error:
+        raise InvalidInputError("metrics need prometheus_client; pip install 'asymcheck[metrics]'") from error
     known = registry or (REGISTRY if textfile is None else CollectorRegistry())
     gauges = {
         name: Gauge(f"asymcheck_checkpoint_{re.sub('_s$', '_seconds', name)}", text, ["run"], registry=known)
@@ -132,9 +138,14 @@ def spans(tracer: Tracer | None = None, names: Collection[str] = SPANS) -> Itera
     Args:
         tracer: tracer of the spans; None for the one of the global provider.
         names: intervals of :data:`asymcheck.events.INTERVALS` to export; each partition has a ``copy`` and a ``write``.
-    """
-    from opentelemetry.trace import StatusCode, get_tracer
 
+    Raises:
+        InvalidInputError: opentelemetry is not installed.
+    """
+    try:
+        from opentelemetry.trace import StatusCode, get_tracer
+    except ImportError as error:
+        raise InvalidInputError("spans need opentelemetry; pip install 'asymcheck[metrics]'") from error
     chosen = get_tracer("asymcheck") if tracer is None else tracer
 
     def export(interval: Interval) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from asymcheck import Checkpointer, Store
 from asymcheck.capture.inflight import CheckpointReport
 from asymcheck.config import CaptureConfig
+from asymcheck.errors import InvalidInputError
 from asymcheck.integrations import exporters
 from tests.checkpointer.loops import folder_for_rings, linear_loop
 
@@ -30,6 +33,21 @@ def _train(folder: Path, export: exporters.OnCheckpoint) -> list[CheckpointRepor
             checkpointer.step(step)
             checkpointer.wait()
     return reports
+
+
+@pytest.mark.parametrize(
+    ("library", "export"), [("prometheus_client", exporters.prometheus), ("opentelemetry", exporters.spans().__enter__)]
+)
+def test_missing_library_is_named_with_its_extra(
+    library: str, export: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test an environment without the library."""
+    for name in list(sys.modules):
+        if name.split(".")[0] == library:
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(InvalidInputError, match=rf"{library}; pip install 'asymcheck\[metrics\]'"):
+        export()
 
 
 def test_values_have_the_numbers_of_the_report() -> None:

@@ -15,6 +15,7 @@ import fsspec
 import pytest
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.registry import known_implementations
 
 from asymcheck import Store
 from asymcheck.errors import InvalidInputError, ReadOnlyStoreError, RemoteUnreachableError
@@ -192,6 +193,18 @@ def test_unusable_locations_are_refused(location: str, message: str) -> None:
     with pytest.raises(InvalidInputError, match=message) as caught:
         Store.open(location)
     assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize("protocol", ["ssh", "sftp"])
+def test_missing_sshfs_is_named_with_its_extra(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test fsspec without sshfs, which asks for another library."""
+    own = {"class": "fsspec.implementations.sftp.SFTPFileSystem", "err": "install another library"}
+    monkeypatch.setitem(known_implementations, protocol, own)
+    monkeypatch.setattr(sys.modules["fsspec.registry"], "_registry", {})
+    monkeypatch.setitem(sys.modules, "paramiko", None)
+    monkeypatch.delitem(sys.modules, "fsspec.implementations.sftp", raising=False)
+    with pytest.raises(InvalidInputError, match=r"sshfs is not installed; install asymcheck\[sftp\]"):
+        Store.open(f"fsspec+{protocol}://me@host/runs")
 
 
 def test_a_path_that_fsspec_cuts_is_refused(server: LocalSftp) -> None:

@@ -16,6 +16,7 @@ from asymcheck.storage.remote.deadline import within
 from asymcheck.storage.remote.location import FSSPEC, RemoteLocation, refuse_credentials
 
 _T = TypeVar("_T")
+_SFTP = (f"{FSSPEC}ssh", f"{FSSPEC}sftp")
 _ANSWERS = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
 """Errors that show that the connection works."""
 
@@ -45,7 +46,10 @@ class _FsspecClient(FileSystem):
         try:
             system, top = self._connected()
         except (ValueError, ImportError, TypeError) as error:
-            raise InvalidInputError(f"location {location}: fsspec cannot open it: {error}") from error
+            # fsspec itself recommends another library for SFTP.
+            is_sftp = isinstance(error, ImportError) and location.scheme in _SFTP
+            reason = "sshfs is not installed; install asymcheck[sftp]" if is_sftp else f"fsspec cannot open it: {error}"
+            raise InvalidInputError(f"location {location}: {reason}") from error
         if "://" in top:
             raise InvalidInputError(f"location {location}: paths of this protocol are URLs, which asymcheck cannot use")
         if not f"/{top}".endswith(location.path):

@@ -42,6 +42,8 @@ def state(value: float = 1.0) -> dict[str, Any]:
     return {"model": {"w": torch.full((4,), value)}, "step": int(value)}
 
 
+# Since torch 2.14, DCP warns of file systems without fsync, such as the one in memory.
+@pytest.mark.filterwarnings("ignore:fsync not supported:UserWarning")
 @pytest.mark.usefixtures("registered")
 def test_path_selects_run_and_step(store_path: Path, tmp_path: Path) -> None:
     """Test save, async_save and load by path, as programs compose it; folders of DCP are still written and read."""

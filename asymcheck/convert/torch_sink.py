@@ -48,13 +48,6 @@ class TorchSink(DraftSink):
 
     def begin(self, shape: object, tensors: Mapping[int, TensorRow]) -> Mapping[int, ByteTarget]:
         """Write the file with empty storages; return the regions of the storages."""
-        # The oldest supported versions of torch have no skip_data.
-        skip_data = getattr(torch.serialization, "skip_data", None)
-        if skip_data is None:
-            raise InvalidInputError(
-                f"torch {torch.__version__} cannot stream tensors into .pt files; install a newer torch, or use "
-                ".safetensors"
-            )
         hollow: dict[int, torch.Tensor] = {}
         shape = self._picked(shape).shape
         rows = {leaf.row: join_name(path) for path, leaf in leaves_of(shape) if isinstance(leaf, RowRef)}
@@ -69,7 +62,7 @@ class TorchSink(DraftSink):
 
         state = map_leaves(shape, make, attrgetter("content"))
         self._file = file = self._draft.file(size=sum(tensor.nbytes for tensor in self.tensors))
-        with _writing(file), skip_data():
+        with _writing(file), torch.serialization.skip_data():
             torch.save(state, file.path)
         with translated("read", file.path), zipfile.ZipFile(file.path) as archive, file.path.open("rb") as content:
             members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
@@ -94,6 +87,12 @@ def _writing(file: TargetFile) -> Iterator[None]:
     try:
         with translated("write", file.path):
             yield
+    except KeyError as error:
+        # torch 2.5 cannot write the dtypes uint16, uint32 and uint64, which random number generators have.
+        advice = "install a newer torch, or use .safetensors"
+        raise InvalidInputError(
+            f"torch {torch.__version__} could not write {file.path}: {error.args[0]}; {advice}"
+        ) from error
     except RuntimeError as error:
         # Torch hides the error of the operating system. Another write raises that error again.
         with translated("access", file.path):

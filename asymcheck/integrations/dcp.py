@@ -102,7 +102,7 @@ def register() -> None:
         default = getattr(_storage_utils, name, None)
         if default is None:
             raise InvalidInputError(
-                f"torch {torch.__version__} chooses storage in another way than torch 2.4 to 2.13; pass "
+                f"torch {torch.__version__} chooses storage in another way than torch 2.5 to 2.15; pass "
                 f"{ours.__name__}(uri) as storage_writer or storage_reader"
             )
         if not isinstance(default, _Choice):

@@ -107,7 +107,8 @@ def _unlike(what: str, given: object, kept: object) -> str:
 def _counters(optimizer: torch.optim.Optimizer) -> set[str]:
     """Return the defaults that no constructor takes: optimizers outside torch keep state in their groups."""
     kind = type(getattr(optimizer, "optimizer", optimizer))  # Accelerate wraps optimizers
-    arguments = {name for part in kind.__mro__ for name in inspect.signature(part.__init__).parameters}
+    constructors = [vars(part)["__init__"] for part in kind.__mro__ if "__init__" in vars(part)]
+    arguments = {name for constructor in constructors for name in inspect.signature(constructor).parameters}
     # An optimizer wrapper may have no defaults attribute.
     return getattr(optimizer, "defaults", {}).keys() - arguments
 

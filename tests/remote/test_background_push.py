@@ -432,7 +432,7 @@ def test_store_with_an_older_line_decides_nothing(store: Path, folder: str, tmp_
 def test_a_time_that_no_end_can_take(store: Path, folder: str, timeout_s: object) -> None:
     """Test that the error leaves the push running."""
     with Store.open(store, config=CONFIG, create=True) as opened, by_thread(opened, folder) as pushing:
-        with pytest.raises(InvalidInputError, match="timeout_s .*: give a number from 0.0"):
+        with pytest.raises(InvalidInputError, match=r"timeout_s .*: give a number from 0\.0"):
             pushing.close(timeout_s)  # type: ignore[arg-type]  # wrong on purpose
         pushing.wait()
     check_location(folder, 1, 2)

@@ -200,7 +200,7 @@ def test_missing_sshfs_is_named_with_its_extra(protocol: str, monkeypatch: pytes
     """Test fsspec without sshfs, which asks for another library."""
     own = {"class": "fsspec.implementations.sftp.SFTPFileSystem", "err": "install another library"}
     monkeypatch.setitem(known_implementations, protocol, own)
-    monkeypatch.setattr(sys.modules["fsspec.registry"], "_registry", {})
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, protocol, raising=False)
     monkeypatch.setitem(sys.modules, "paramiko", None)
     monkeypatch.delitem(sys.modules, "fsspec.implementations.sftp", raising=False)
     with pytest.raises(InvalidInputError, match=r"sshfs is not installed; install asymcheck\[sftp\]"):

@@ -385,7 +385,7 @@ def test_the_longest_time_that_an_end_can_take(store: Path, folder: str) -> None
 def test_a_time_that_no_end_can_take(store: Path, folder: str) -> None:
     """Test that the error leaves the push running."""
     with Store.open(store, config=CONFIG, create=True) as opened, by_process(opened, folder) as pushing:
-        with pytest.raises(InvalidInputError, match="timeout_s .*: give a number from 0.0"):
+        with pytest.raises(InvalidInputError, match=r"timeout_s .*: give a number from 0\.0"):
             pushing.close(-1)
         pushing.wait()
 

@@ -54,7 +54,7 @@ NAMES = {"asymcheck.store", "heads", "manifests", "packs", "pool"}
 
 def _has_open_catalog(store_path: Path) -> bool:
     """Return whether this process has the catalog of a store open; other tests may have left other catalogs open."""
-    return any(path == os.path.realpath(store_path / "catalog") for _, path in catalog_module._open_catalogs)
+    return any(path == os.path.realpath(store_path / "catalog") for _, path, _ in catalog_module._open_catalogs)
 
 
 def test_a_missing_or_empty_directory_becomes_a_store(tmp_path: Path) -> None:

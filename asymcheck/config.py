@@ -272,7 +272,10 @@ class StoreConfig:
             raise InvalidInputError(
                 f"bundle_below_bytes {self.bundle_below_bytes}: give at most partition_bytes, {self.partition_bytes}"
             )
-        check_type("remote", self.remote, RemoteConfig)
+        if not isinstance(self.remote, RemoteConfig):
+            raise InvalidInputError(
+                f"remote {self.remote!r:.100}: give asymcheck.RemoteConfig(…); pass a URI as Store.open(…, remote=…)"
+            )
 
 
 def ring_folder_of(given: str | os.PathLike[str] | None) -> Path:

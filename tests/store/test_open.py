@@ -306,7 +306,7 @@ def test_invalid_configuration_object_is_refused(store_path: Path, config: objec
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: StoreConfig(remote="hdfs://namenode:8020/there"), "give asymcheck.RemoteConfig"),  # type: ignore[arg-type]  # wrong on purpose
+        (lambda: StoreConfig(remote="hdfs://namenode:8020/there"), "pass a URI as Store.open"),  # type: ignore[arg-type]  # wrong on purpose
         (lambda: RemoteConfig(options=8), "give a mapping"),  # type: ignore[arg-type]  # as above
     ],
 )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import shutil
 import sys
@@ -37,6 +38,8 @@ def main() -> int:
             sys.executable, [sys.executable, "-m", __spec__.parent, *sys.argv[1:]], os.environ | {"PYTHONHASHSEED": "0"}
         )
     torch.set_num_threads(1)
+    # The first optimizer of a process imports this module, which takes a second.
+    importlib.import_module("torch._dynamo")
     base = Path(tempfile.mkdtemp(prefix="interleaving-", dir="/dev/shm"))
     try:
         template = Template(SCENARIOS[options.scenario], base / "template")

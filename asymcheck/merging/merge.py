@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from asymcheck.format.layout import check_run
 from asymcheck.format.manifest import Manifest
 from asymcheck.format.registry import DTYPE_BYTES
 from asymcheck.merging import methods
-from asymcheck.merging.methods import BLOCK_ELEMENTS, Angle, Block, MergeSettings, Threshold
+from asymcheck.merging.methods import BLOCK_ELEMENTS, Angle, Block, Bytes, MergeSettings, Threshold
 from asymcheck.merging.sources import Source, SourceName, SourceTensor, named, opened
 from asymcheck.replication.pull import check_derived_run
 from asymcheck.restore.resolve import read_manifests
@@ -172,8 +173,10 @@ class _Merge:
             (min(_MEMORY_BYTES, most // item.width * item.element_bytes) for item in self._tensors), default=1
         )
         permits = threading.BoundedSemaphore(max(1, _MEMORY_BYTES // max(1, largest)))
+        # Short operations of numpy in many threads wait for the lock of the interpreter: twice the CPU time with eight.
+        turns = threading.BoundedSemaphore(max(1, len(os.sched_getaffinity(0)) // 2))
         for tensor in self._tensors:
-            tensor.prepare(permits, report.add)
+            tensor.prepare(permits, turns, report.add)
         self._measure()
         catalog, encoder = store.resources.catalog(), store.resources.encoder
         placing = partial(place, tier, request.run, None)
@@ -246,15 +249,16 @@ class MergedTensor(TensorBytes):
         self._thresholds: list[float] = []
         self._doubled = 2 if self.dtype.startswith("complex") else 1
         self._is_mergeable = all(methods.is_mergeable(item.row.dtype) for item in (newest, *inputs))
+        self._is_short = not any(item.row.dtype in ("float64", "complex128") for item in inputs)
         self.has_master = self._is_mergeable and inputs[len(weights) - 1] is not newest
         """Whether the newest source has a float32 master."""
         self.width = DTYPE_BYTES[self.dtype]
         self.element_bytes = sum(item.width for item in inputs)
         """Bytes of one element in all inputs."""
 
-    def prepare(self, permits: threading.Semaphore, report: Callable[[int], None]) -> None:
-        """Read with ``permits``, and report the bytes that are done."""
-        self._permits, self._report = permits, report
+    def prepare(self, permits: threading.Semaphore, turns: threading.Semaphore, report: Callable[[int], None]) -> None:
+        """Read with ``permits``, compute in ``turns``, and report the bytes that are done."""
+        self._permits, self._turns, self._report = permits, turns, report
 
     def is_equal(self, start: int, length: int) -> bool:
         """Tell whether a range needs no merge, because it has the same stored bytes in all inputs."""
@@ -290,7 +294,8 @@ class MergedTensor(TensorBytes):
         """Fill ``target`` with the merged bytes from ``start`` on."""
         merged, length = np.frombuffer(target, dtype=np.uint8), len(target)
         if self.is_equal(start, length):
-            merged[:] = self.newest.read(start, length)
+            with contextlib.ExitStack() as held:
+                merged[:] = self.newest.read(start, length, held)
         else:
             first, last = start // self.width, -(-(start + length) // self.width)
             for at, values in self._blocks(first, last):
@@ -307,7 +312,7 @@ class MergedTensor(TensorBytes):
         if settings.method == "slerp":
             return methods.combined(values, weights)
         if not settings.uses_base:
-            return methods.linear(values, weights)
+            return methods.linear(values, weights, is_short=self._is_short)
         *values, base = values
         if settings.method == "ties":
             return methods.ties(base, values, weights, self._thresholds, settings.scale)
@@ -322,18 +327,19 @@ class MergedTensor(TensorBytes):
         most = max(BLOCK_ELEMENTS, _MEMORY_BYTES // self.element_bytes)
         for start in range(first, last, most):
             count = min(most, last - start)
-            with self._permits:
-                stored = [item.read(start * item.width, count * item.width) for item in self._inputs]
-                for at in range(0, count, BLOCK_ELEMENTS):
-                    end = min(count, at + BLOCK_ELEMENTS)
-                    parts = zip(self._inputs, stored, strict=True)
-                    yield (
-                        start + at,
-                        [
-                            methods.widen(data[at * item.width : end * item.width], item.row.dtype)
-                            for item, data in parts
-                        ],
-                    )
+            with self._permits, contextlib.ExitStack() as held:
+                stored = [item.read(start * item.width, count * item.width, held) for item in self._inputs]
+                with self._turns:
+                    for at in range(0, count, BLOCK_ELEMENTS):
+                        part = slice(at, min(count, at + BLOCK_ELEMENTS))
+                        yield (
+                            start + at,
+                            [_values(item, data, part) for item, data in zip(self._inputs, stored, strict=True)],
+                        )
+
+
+def _values(item: SourceTensor, data: Bytes, part: slice) -> Block:
+    return methods.widen(data[part.start * item.width : part.stop * item.width], item.row.dtype)
 
 
 def known_cut(leaves: Sequence[Leaf], columns: Columns, config: StoreConfig) -> KnownCut:

@@ -29,6 +29,7 @@ BLOCK_ELEMENTS = 1 << 15
 
 _FLOATS = ("float16", "float32", "float64")
 _ELEMENTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+_HALFWAY = 0x8000
 _ROUNDED_BY_TORCH = ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _PARALLEL = 0.9995
 _TINY_NORM = 1e-8
@@ -172,17 +173,20 @@ def combined(values: Sequence[Block], weights: Sequence[float]) -> Block:
     return total
 
 
-def linear(values: Sequence[Block], weights: Sequence[float]) -> Block:
+def linear(values: Sequence[Block], weights: Sequence[float], *, is_short: bool = False) -> Block:
     """Return ``(w_1 x_1 + … + w_N x_N) / (w_1 + … + w_N)``, added from left to right.
 
     An element that is equal in all sources keeps its value, as in partitions that need no merge. The sum may be
-    rounded, or be not a number if a weight is negative and the element is infinite.
+    rounded, or be not a number if a weight is negative and the element is infinite. It is exact if the weights are 1
+    and the values ``is_short``: of 32 bits or less.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         total = combined(values, weights)
         divisor = math.fsum(weights)
         if divisor != 1:
             np.divide(total, divisor, out=total)
+    if is_short and set(weights) == {1.0}:
+        return total
     bits = [value.view(np.uint64) for value in values]
     np.copyto(total, values[0], where=np.logical_and.reduce([bits[0] == other for other in bits]))
     return total
@@ -337,11 +341,13 @@ def narrow(values: Block, dtype: str) -> Bytes:
     with np.errstate(over="ignore", invalid="ignore"):
         if dtype in _FLOATS:
             return values.astype(dtype).view(np.uint8)
-        # torch rounds float32 values. Rounding to odd there prevents that a value is rounded twice.
         rough = values.astype(np.float32)
-        back = rough.astype(np.float64)
-        bits = rough.view(np.uint32)
-        bits -= np.abs(back) > np.abs(values)
-        bits |= (back != values) & ~np.isnan(values)
+    # torch rounds float32 values. Rounding to odd there prevents that a value is rounded twice. A bfloat16 is the upper
+    # half of a float32, so it matters only if the float32 value is in the middle between two of them.
+    bits = rough.view(np.uint32)
+    at = np.flatnonzero(bits & 0xFFFF == _HALFWAY) if dtype == "bfloat16" else slice(None)
+    exact, back = values[at], rough[at].astype(np.float64)
+    odd = bits[at] - (np.abs(back) > np.abs(exact))
+    bits[at] = odd | ((back != exact) & ~np.isnan(exact))
     rounded: Bytes = torch.from_numpy(rough).to(TORCH_DTYPES[dtype]).view(torch.uint8).numpy()
     return rounded

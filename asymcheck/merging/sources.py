@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
+import numpy as np
 import torch
 
 from asymcheck.errors import (
@@ -24,18 +27,22 @@ from asymcheck.inspect.diff import find_checkpoint
 from asymcheck.merging.methods import Bytes
 from asymcheck.replication.partial_copy import source_record
 from asymcheck.restore.assemble import Assembly
-from asymcheck.restore.read_plan import Demand, execute, read_parts
-from asymcheck.restore.reshard import StoredPiece, box_of
+from asymcheck.restore.frame_reader import read_any
+from asymcheck.restore.read_plan import Demand, execute, naming_tensors, read_parts
+from asymcheck.restore.reshard import box_of
 from asymcheck.restore.resolve import Resolved, resolve_one
 from asymcheck.restore.state_template import like_mapping, rows_in
 from asymcheck.state.boxes import Box
 from asymcheck.store import Store
+from asymcheck.types import Digest
 
 _OPTIMIZER_ROLES = frozenset({"first_moment", "second_moment", "gradient", "rng"})
 _OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
 _MASTERS = ("master", "master_param")
 _HALF = ("bfloat16", "float16")
 _SHOWN = 3
+_SHARED_KEPT = 4
+"""Partitions of a source with several tensors that are kept in memory."""
 
 Span = tuple[object, ...]
 """Identity of stored bytes: equal spans have equal bytes."""
@@ -79,6 +86,8 @@ class Source:
             tensor = SourceTensor(self, number)
             self.tensors.update(dict.fromkeys((tensor.row.name, *tensor.row.aliases), tensor))
         self._masters = self._find_masters()
+        # Small tensors, which are read one after the other, share partitions.
+        self._read_shared = functools.lru_cache(_SHARED_KEPT)(partial(read_any, resolved.sources))
 
     def __str__(self) -> str:
         """Return the name for errors."""
@@ -154,6 +163,21 @@ class Source:
         data: Bytes = assembly.tensor(demand).numpy()
         return data
 
+    def read_extents(self, extents: Iterable[Extent], held: contextlib.ExitStack) -> Bytes:
+        """Read parts of partitions, in the memory of slots that ``held`` gives back."""
+        parts: list[Bytes] = []
+        with naming_tensors(self.resolved):
+            for extent in extents:
+                is_whole = extent.length == extent.partition_length
+                plain = self._read_into_slot(extent.digest, held) if is_whole else self._read_shared(extent.digest)
+                parts.append(np.frombuffer(plain, np.uint8, extent.length, extent.offset))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _read_into_slot(self, digest: Digest, held: contextlib.ExitStack) -> memoryview:
+        sources = self.resolved.sources
+        slots = sources.tier.slots
+        return read_any(sources, digest, held.enter_context(slots.slot(sources.copy(digest).stored_length)))
+
     def record(self, weight: float | None) -> dict[str, object]:
         """Describe the checkpoint in the manifest of the merged one."""
         return source_record(self.store.resources.tier, self.resolved.run, self.resolved.ref, weight)
@@ -222,18 +246,16 @@ class SourceTensor:
                 yield dataclasses.replace(extent, offset=extent.offset + first - position, length=last - first)
             position += extent.length
 
-    def read(self, start: int, length: int) -> Bytes:
-        """Return the bytes of a range, verified.
+    def read(self, start: int, length: int, held: contextlib.ExitStack) -> Bytes:
+        """Return the bytes of a range, verified; they are valid until ``held`` is closed.
 
         Raises:
             DamagedPartitionError: no copy of a partition is intact.
         """
         if self.is_whole and self.row.inline is None:
-            row = dataclasses.replace(self.row, nbytes=length, extents=tuple(self._extents(start, length)))
-            first, demand = start, Demand(row, [StoredPiece(row, None)])
-        else:
-            box, first = _box_around(self._whole, start, length, self.width)
-            demand = Demand.of(self.source.parts, self.number, box)
+            return self.source.read_extents(self._extents(start, length), held)
+        box, first = _box_around(self._whole, start, length, self.width)
+        demand = Demand.of(self.source.parts, self.number, box)
         # Bytes, because this version of torch may lack the dtype.
         demand.row = dataclasses.replace(demand.row, dtype="uint8", shape=(demand.row.nbytes,))
         return self.source.read(demand)[start - first : start - first + length]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -116,12 +117,19 @@ def execute(plan: ReadPlan, resolved: Resolved) -> None:
     Raises:
         DamagedPartitionError: no copy of a partition is intact; names the tensors that need it.
     """
-    try:
+    with naming_tensors(resolved):
         fetch(resolved.sources, list(plan.fills), plan.put, resolved.sources.tier, plan.room)
+    plan.put_inline()
+
+
+@contextlib.contextmanager
+def naming_tensors(resolved: Resolved) -> Iterator[None]:
+    """Add the names of the tensors that need a damaged partition to the error."""
+    try:
+        yield
     except DamagedPartitionError as error:
         needed = needed_by(resolved.manifests, error.digest)
         raise DamagedPartitionError(f"{error}; {needed}", error.digest) from error
-    plan.put_inline()
 
 
 def execute_in_memory(plan: ReadPlan, payload: Callable[[Digest], memoryview]) -> None:

@@ -25,7 +25,9 @@ from asymcheck.errors import (
 from asymcheck.format.manifest import TensorRow
 from asymcheck.inspect.inventory import merge_of
 from asymcheck.merging import merge as merging
+from asymcheck.merging import sources
 from asymcheck.merging.sources import SourceName
+from asymcheck.restore.frame_reader import read_any
 from asymcheck.restore.reshard import ShardSet
 from asymcheck.types import Part
 from tests.merging.conftest import CONFIG, STEPS, model_of, state_of
@@ -166,6 +168,18 @@ def test_memory_limit_does_not_change_the_result(store: asymcheck.Store, monkeyp
     asymcheck.merge(store, STEPS, to_run="again")
     for name in ("embedding", "half"):
         assert torch.equal(merged_model(store)[name], merged_model(store, "again")[name])
+
+
+def test_partitions_of_many_small_tensors_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a hundred tensors in one partition of each of two sources."""
+    read: list[str] = []
+    monkeypatch.setattr(sources, "read_any", lambda *arguments: read.append("partition") or read_any(*arguments))
+    with asymcheck.Store.open(tmp_path, create=True) as store:
+        for step in (1, 2):
+            torch.manual_seed(step)
+            store.save({"model": {str(number): torch.randn(300) for number in range(100)}}, step=step)
+        asymcheck.merge(store, (1, 2))
+    assert len(read) == 2
 
 
 def test_other_stores_runs_and_names_are_sources(store: asymcheck.Store, tmp_path: Path) -> None:

@@ -68,6 +68,14 @@ def test_elements_that_are_equal_in_all_sources_keep_their_value(weights: tuple[
     assert merged.tobytes() == equal.tobytes()
 
 
+@given(st.integers(1, 7), st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
+def test_a_mean_of_short_values_needs_no_comparison(count: int, bits: list[int]) -> None:
+    """Test all float32 bit patterns, equal in all sources: also subnormal numbers, infinities and payloads of NaN."""
+    equal = methods.widen(np.array(bits, dtype=np.uint32).view(np.uint8), "float32")
+    compared, short = (methods.linear([equal] * count, (1.0,) * count, is_short=is_short) for is_short in (False, True))
+    assert compared.tobytes() == equal.tobytes() == short.tobytes()
+
+
 def test_a_source_of_weight_0_has_no_part() -> None:
     """Test infinities in a source of weight 0, also in the sum of SLERP, which has no divisor."""
     values = [np.array([math.inf, math.nan]), np.array([1.0, 2.0])]

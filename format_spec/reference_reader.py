@@ -959,8 +959,9 @@ class Store:
                     if error.kind.startswith("unsupported"):
                         raise
                     checkpoint["reason"] = checkpoint["reason"] or f"{error.kind}: {error}"
-            if not self.has_changed():
-                break
+            else:
+                if not self.has_changed():
+                    break
             self.read_line()
         reasons = [f"step {c['step']}: {c['reason']}" for c in wanted]
         kind = "inconsistent-checkpoint" if wanted else "checkpoint-not-found"

@@ -43,6 +43,10 @@ from asymcheck.types import CheckpointRef, Digest
 _ATTEMPTS = 8
 
 
+class _StaleListing(Exception):  # noqa: N818 - not an error
+    """A checkpoint was skipped, and there is a candidate that was not listed."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Loaded:
     """Result of reading a checkpoint."""
@@ -101,7 +105,11 @@ def read_first(tier: ReadTier, run: str, step: int | str | None, read: Read, *, 
             listings = candidates(tier, run, step)
         skipped.clear()
         is_stale = partial(_has_more, tier, run, step, frozenset(listings)) if attempt + 1 < _ATTEMPTS else None
-        loaded = _first(tier, listings, skipped, read, fall_back=fall_back, is_stale=is_stale)
+        try:
+            loaded = _first(tier, listings, skipped, read, fall_back=fall_back, is_stale=is_stale)
+        except _StaleListing:
+            # Also if the new candidate was withdrawn since: the others have not been read.
+            continue
         if loaded is not None:
             return loaded
         if is_stale is None or not is_stale():
@@ -134,7 +142,10 @@ def _first(
 ) -> Loaded | None:
     """Read the first readable checkpoint; append the reasons for skipped ones to ``skipped``.
 
-    Return None if no checkpoint is readable, or if one was skipped and ``is_stale`` tells of a newer listing.
+    Return None if no checkpoint is readable.
+
+    Raises:
+        _StaleListing: a checkpoint was skipped, and ``is_stale`` tells of a newer listing.
     """
     attempts = resolve_each(tier, listings, skipped)
     spoilt: PartialRestoreError | None = None
@@ -142,7 +153,7 @@ def _first(
         for resolved in attempts:
             with resolved.sources:
                 if skipped and spoilt is None and is_stale is not None and is_stale():
-                    return None
+                    raise _StaleListing
                 try:
                     state = read(resolved)
                 except (RefusedStateError, UnsupportedFormatError):

@@ -1,6 +1,6 @@
 """Test that a reader overtaken by deletions finds a checkpoint if one exists at every moment."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,10 @@ import torch
 from asymcheck import Store, StoreConfig
 from asymcheck.commit.save_request import new_save_id
 from asymcheck.errors import CheckpointNotFoundError, InconsistentCheckpointError
+from asymcheck.restore import load
+from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.local_files import Files
+from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.storage.nvme import NvmeTier
 from asymcheck.types import Part
 
@@ -106,3 +109,25 @@ def test_reader_takes_a_checkpoint_completed_meanwhile(store_path: Path) -> None
                 _save_part(store, step, rank, save_id)
         restored = _reader(store, Completed(store, save_id)).restore()
         assert (restored.checkpoint.step, restored.skipped) == (2, ())
+
+
+def test_a_checkpoint_that_was_withdrawn_hides_no_other(trainer: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test a save that fails after its manifest was seen, beside the deletion of the newest checkpoint."""
+    _save(trainer, 2)
+    find_more = load._has_more
+
+    def withdrawn(tier: ReadTier, run: str, step: int | None, seen: Collection[CheckpointFiles]) -> bool:
+        is_stale = find_more(tier, run, step, seen)
+        if trainer.checkpoints()[-1].step > 1:
+            trainer.delete(3)
+        return is_stale
+
+    class Deleted(Overtaken):
+        def open_read(self, path: Path) -> int:
+            if path.suffix == ".manifest" and "-000000000002-" in str(path):
+                trainer.delete(2)
+                _save(trainer, 3)
+            return Files.open_read(self, path)
+
+    monkeypatch.setattr(load, "_has_more", withdrawn)
+    assert _reader(trainer, Deleted(trainer, 0)).restore().checkpoint.step == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -41,10 +41,6 @@ from asymcheck.storage.manifests import CheckpointFiles
 from asymcheck.types import CheckpointRef, Digest
 
 _ATTEMPTS = 8
-
-
-class _StaleListing(Exception):  # noqa: N818 - not an error
-    """A checkpoint was skipped, and there is a candidate that was not listed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,12 +100,8 @@ def read_first(tier: ReadTier, run: str, step: int | str | None, read: Read, *, 
         with timed("find", 0, lambda: {"run": run}):
             listings = candidates(tier, run, step)
         skipped.clear()
-        is_stale = partial(_has_more, tier, run, step, frozenset(listings)) if attempt + 1 < _ATTEMPTS else None
-        try:
-            loaded = _first(tier, listings, skipped, read, fall_back=fall_back, is_stale=is_stale)
-        except _StaleListing:
-            # Also if the new candidate was withdrawn since: the others have not been read.
-            continue
+        is_stale = _NewerCandidate(tier, run, step, listings) if attempt + 1 < _ATTEMPTS else None
+        loaded = _first(tier, listings, skipped, read, fall_back=fall_back, is_stale=is_stale)
         if loaded is not None:
             return loaded
         if is_stale is None or not is_stale():
@@ -120,15 +112,22 @@ def read_first(tier: ReadTier, run: str, step: int | str | None, read: Read, *, 
     raise inconsistent(tier, run, step, skipped, "restored")
 
 
-def _has_more(tier: ReadTier, run: str, step: int | str | None, seen: Collection[CheckpointFiles]) -> bool:
-    """Tell whether there is a candidate that was not ``seen``.
+class _NewerCandidate:
+    """Tells whether there is a candidate that a listing lacks. A candidate that was seen counts for ever.
 
-    A training may delete the checkpoints of a listing and save others, or complete the newest one (SPEC.md §A12).
+    A training may delete the checkpoints of a listing and save others, or complete the newest one (SPEC.md §A12). A
+    save that fails withdraws its manifest, but the other checkpoints of the listing may not have been read yet.
     """
-    try:
-        return any(listing not in seen for listing in candidates(tier, run, step))
-    except CheckpointNotFoundError:
-        return False
+
+    def __init__(self, tier: ReadTier, run: str, step: int | str | None, listings: Sequence[CheckpointFiles]) -> None:
+        self._candidates, self._seen = partial(candidates, tier, run, step), frozenset(listings)
+        self._is_found = False
+
+    def __call__(self) -> bool:
+        if not self._is_found:
+            with contextlib.suppress(CheckpointNotFoundError):
+                self._is_found = any(listing not in self._seen for listing in self._candidates())
+        return self._is_found
 
 
 def _first(
@@ -142,10 +141,7 @@ def _first(
 ) -> Loaded | None:
     """Read the first readable checkpoint; append the reasons for skipped ones to ``skipped``.
 
-    Return None if no checkpoint is readable.
-
-    Raises:
-        _StaleListing: a checkpoint was skipped, and ``is_stale`` tells of a newer listing.
+    Return None if no checkpoint is readable, or if one was skipped and ``is_stale`` tells of a newer listing.
     """
     attempts = resolve_each(tier, listings, skipped)
     spoilt: PartialRestoreError | None = None
@@ -153,7 +149,7 @@ def _first(
         for resolved in attempts:
             with resolved.sources:
                 if skipped and spoilt is None and is_stale is not None and is_stale():
-                    raise _StaleListing
+                    return None
                 try:
                     state = read(resolved)
                 except (RefusedStateError, UnsupportedFormatError):

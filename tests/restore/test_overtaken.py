@@ -1,6 +1,6 @@
 """Test that a reader overtaken by deletions finds a checkpoint if one exists at every moment."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ from asymcheck import Store, StoreConfig
 from asymcheck.commit.save_request import new_save_id
 from asymcheck.errors import CheckpointNotFoundError, InconsistentCheckpointError
 from asymcheck.restore import load
+from asymcheck.restore.resolve import candidates
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.local_files import Files
 from asymcheck.storage.manifests import CheckpointFiles
@@ -114,13 +115,12 @@ def test_reader_takes_a_checkpoint_completed_meanwhile(store_path: Path) -> None
 def test_a_checkpoint_that_was_withdrawn_hides_no_other(trainer: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Test a save that fails after its manifest was seen, beside the deletion of the newest checkpoint."""
     _save(trainer, 2)
-    find_more = load._has_more
 
-    def withdrawn(tier: ReadTier, run: str, step: int | None, seen: Collection[CheckpointFiles]) -> bool:
-        is_stale = find_more(tier, run, step, seen)
-        if trainer.checkpoints()[-1].step > 1:
+    def withdrawn(tier: ReadTier, run: str, step: int | None) -> list[CheckpointFiles]:
+        listings = candidates(tier, run, step)
+        if any(listing.ref.step == 3 for listing in listings):
             trainer.delete(3)
-        return is_stale
+        return listings
 
     class Deleted(Overtaken):
         def open_read(self, path: Path) -> int:
@@ -129,5 +129,5 @@ def test_a_checkpoint_that_was_withdrawn_hides_no_other(trainer: Store, monkeypa
                 _save(trainer, 3)
             return Files.open_read(self, path)
 
-    monkeypatch.setattr(load, "_has_more", withdrawn)
+    monkeypatch.setattr(load, "candidates", withdrawn)
     assert _reader(trainer, Deleted(trainer, 0)).restore().checkpoint.step == 1

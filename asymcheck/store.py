@@ -262,6 +262,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         fall_back: bool = False,
         grows: bool = False,
         strict: bool = False,
+        world_size: int | None = None,
     ) -> Restored:
         """Load a state as :meth:`load` does, and return it with the checkpoint and the reasons for skipped ones.
 
@@ -276,11 +277,13 @@ class Store(contextlib.AbstractContextManager["Store"]):
                 instead of raising PartialRestoreError.
             grows: also restore entries that mappings inside ``into`` lack, because the training added them later.
             strict: see :meth:`load`.
+            world_size: number of ranks that continue the training; None for a single process.
         """
         from asymcheck.restore.load import LoadRequest, load
 
         step = self.resources.checked(run, step, tensors)
-        wanted = LoadRequest(tensors, into, check_device(device), fall_back, check_rank(rank), grows, strict)
+        device, rank = check_device(device), check_rank(rank)
+        wanted = LoadRequest(tensors, into, device, fall_back, rank, grows, strict, world_size)
         if into is not None:
             self.training.fence()
         with timed("restore", 0, lambda: {"run": run}):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +88,8 @@ class InPlaceFill:
         *,
         grows: bool = False,
         returns: bool = False,
+        merges: bool = False,
+        reshards: bool = False,
         name: str = "the checkpoint",
     ) -> None:
         """Match ``state`` with the part of the stored state that the glob ``tensors`` selects.
@@ -95,14 +97,16 @@ class InPlaceFill:
         With ``grows``, stored entries are added to mappings that lack them, except to the outermost one, because the
         given state may be a part of the stored one. With ``returns``, the same training has saved the state: plain
         values that it added or replaced later are removed or replaced, and so are tensors that replaced a None.
-        ``name`` names the checkpoint in errors.
+        With ``merges``, created values have the entries of all ranks instead of those of the own rank. With
+        ``reshards``, another number of ranks has saved the state, so each rank may have other tensors. ``name`` names
+        the checkpoint in errors.
 
         Raises:
             StateMismatchError: lists all entries that do not fit, or were not saved.
         """
         self._state = state
         self._parts = parts
-        self._grows, self._returns = grows, returns
+        self._grows, self._returns, self._merges, self._reshards = grows, returns, merges, reshards
         self._demands: dict[tuple[int, Box], Demand] = {}
         self._taken: dict[object, tuple[int, Box]] = {}
         self._problems: list[str] = []
@@ -112,7 +116,8 @@ class InPlaceFill:
         stored = select_each(parts.shapes(), tensors)
         fillable = isinstance(state, (torch.Tensor, np.ndarray, TensorShard, Mapping, list, tuple, Stateful))
         fillable |= typed_value(state) is not None and not isinstance(state, _PLAIN)
-        empty = isinstance(state, (Mapping, list, tuple)) and not state and any(map(rows_in, stored))
+        # With several ranks, one of them may have nothing to save.
+        empty = isinstance(state, (Mapping, list, tuple)) and not state and bool(rows_in(stored[0]))
         if not fillable or empty or isinstance(state, type):
             raise InvalidInputError(f"into={state!r:.100}: give a state with tensors to fill")
         self._stored_where = "the checkpoint" + (f", or not in the selection {tensors!r}" if tensors != "*" else "")
@@ -159,7 +164,7 @@ class InPlaceFill:
             return self._match_sequence(current, _contents(stored), path)  # type: ignore[arg-type]  # the type was just compared
         if not isinstance(current, _PLAIN):
             self._refuse(path, f"{type(current).__qualname__} cannot be filled; give None to create it")
-        shape = merge(stored)
+        shape = self._created_from(stored)
         if isinstance(current, frozenset):
             self._check_members(shape, path)
         return self._made(shape, path)
@@ -179,6 +184,10 @@ class InPlaceFill:
         """Note a problem. The result is never called, because a state with problems is refused as a whole."""
         self._problems.append(f"{join_name(path) or '<root>'}: {problem}")
         return lambda _assembly: None
+
+    def _created_from(self, stored: Sequence[object]) -> object:
+        """Return the shape of a value to create. Other ranks may have other values at its place."""
+        return merge(stored) if self._merges else stored[0]
 
     def _made(self, shape: object, path: tuple[Key, ...]) -> Finish:
         """Create a stored value, including its tensors, with the classes of instances in the given state."""
@@ -279,14 +288,14 @@ class InPlaceFill:
         items = parts.content
         # A set, an Enum member or a nested tensor is restored as a whole, and a deque of another length, too.
         is_whole = parts.kind in ("set", "enum", "nested-tensor") or (
-            isinstance(items, list) and not any(_is_like(items, value) for value in contents)
+            isinstance(items, list) and not _is_like(items, contents[0])
         )
         problems = len(self._problems)
         make = None if is_whole else self._match(items, contents, path)
         if make is None or (self._grows and parts.kind == "deque" and len(self._problems) > problems):
             # In a training, the items of a deque move, so that two items at one place may differ in type or shape.
             del self._problems[problems:]
-            make = self._made(merge(contents), path)
+            make = self._made(self._created_from(contents), path)
 
         def finish(assembly: Assembly) -> object:
             value = dataclasses.replace(found, content=make(assembly), like=current)
@@ -324,7 +333,7 @@ class InPlaceFill:
             self._stages.add_optimizer(name, current, shape)
         tensors: _Tensors = {}
         self._match_loosely(state, shape, tensors)
-        self._match_parameters(current, shape, tensors)
+        self._match_parameters(current, state, shape, tensors)
         self._want(shape, path, tensors)
         if self._grows:
             self._note_unknown(shape, path)
@@ -358,16 +367,18 @@ class InPlaceFill:
                 self._take(current, stored.row)
                 tensors.setdefault(stored.row, lambda _assembly: current)
 
-    def _match_parameters(self, current: Stateful, stored: Mapping[Key, object], tensors: _Tensors) -> None:
-        # State that a fresh optimizer lacks is sharded like its parameter.
+    def _match_parameters(
+        self, current: Stateful, state: Mapping[str, object], stored: Mapping[Key, object], tensors: _Tensors
+    ) -> None:
+        # State that a fresh optimizer lacks is sharded like its parameter, and so is a weight of another dtype.
         for lacking, part in current.missing(stored) if isinstance(current, Distributed) else ():
             if isinstance(lacking, RowRef) and self._parts.row(lacking.row).global_shape == part.global_shape:
                 with contextlib.suppress(StateMismatchError):
                     tensors.setdefault(lacking.row, _tensor_of(self._demand(lacking.row, part.box)))
-        for ref, parameter in parameters_of(current, stored):
+        for ref, parameter in parameters_of(current, state, stored):
             if ref.row in tensors or ref.as_array or self._parts.row(ref.row).global_shape != tuple(parameter.shape):
                 continue
-            with contextlib.suppress(StateMismatchError):
+            with contextlib.suppress(StateMismatchError, UnsupportedValueError):
                 if is_dtensor(parameter):
                     tensors[ref.row] = _part_like(parameter, self._demand(ref.row, shard_of(parameter, "").box))
                 elif not parameter.is_contiguous():
@@ -397,12 +408,8 @@ class InPlaceFill:
             )
             problems.append(f"{where}stored, but not in the given state: {listed(unused)}{advice}")
         if self._grows and path:
-            # Only entries of the own rank are added.
-            for key in mappings[0]:
-                if key in current:
-                    continue
-                shapes = [mapping[key] for mapping in mappings if key in mapping]
-                finishes[key] = self._made(merge(shapes), (*path, key))
+            for key, shape in self._added(current, mappings):
+                finishes[key] = self._made(shape, (*path, key))
 
         def finish(assembly: Assembly) -> object:
             for key in added:
@@ -413,11 +420,22 @@ class InPlaceFill:
 
         return finish
 
+    def _added(self, current: dict[Key, object], mappings: Sequence[dict[Key, object]]) -> Iterator[tuple[Key, object]]:
+        """Yield the entries of the own rank that a mapping lacks."""
+        for key in mappings[0]:
+            shapes = [mapping[key] for mapping in mappings if key in mapping]
+            # Another rank may train these tensors now. A second copy of them would become outdated.
+            is_of_others = self._reshards and len(shapes) < len(mappings) and any(map(rows_in, shapes))
+            if key not in current and not is_of_others:
+                yield key, self._created_from(shapes)
+
     def _match_sequence(
         self, current: list[object] | tuple[object, ...], stored: Sequence[object], path: tuple[Key, ...]
     ) -> Finish:
-        alike = [value for value in stored if isinstance(value, (list, tuple)) and _is_like(value, current)]
-        if not alike:
+        sequences = [value for value in stored if isinstance(value, (list, tuple))]
+        alike = [value for value in sequences if _is_like(value, current)]
+        # If only the sequence of another rank has this length, it must not replace that of the own rank.
+        if not alike or alike[0] is not sequences[0]:
             return self._match_other_sequence(current, stored, path)
         finishes = [
             self._match(value, items, (*path, i)) for i, (value, *items) in enumerate(zip(current, *alike, strict=True))

@@ -69,6 +69,7 @@ class LoadRequest:
     rank: int | None = None  # rank that reads; None for the merged state of all ranks
     grows: bool = False  # add stored entries to mappings inside ``into`` that lack them
     strict: bool = False  # raise for differences that torch accepts in silence
+    world_size: int | None = None  # number of ranks that continue the training; None for a single process
 
 
 def load(tier: ReadTier, run: str, step: int | str | None, wanted: LoadRequest) -> Loaded:
@@ -191,7 +192,15 @@ def _load_one(wanted: LoadRequest, resolved: Resolved) -> object:
     parts = ShardSet(resolved.manifests, [manifest.header.rank for manifest in resolved.manifests].index(own))
     with _with_advice(resolved, parts, "\n"):
         name = f"{resolved.ref} of run {resolved.run!r} in store {resolved.sources.tier.root}"
-        filler = InPlaceFill(wanted.into, parts, wanted.tensors, grows=wanted.grows, name=name)
+        filler = InPlaceFill(
+            wanted.into,
+            parts,
+            wanted.tensors,
+            grows=wanted.grows,
+            merges=wanted.rank is None,
+            reshards=wanted.world_size not in (None, header.world_size),
+            name=name,
+        )
     differences = [*filler.omissions, *filler.differences] if wanted.strict else filler.differences
     if differences:
         shown = "\n  ".join(differences)

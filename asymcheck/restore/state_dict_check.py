@@ -33,7 +33,8 @@ _IMPLEMENTATION_OPTIONS = {"foreach", "fused"}
 _OPTION_TYPES = (bool, int, float, str, tuple, type(None))
 _ADVICE = (
     "pipeline stages can only be restored by as many ranks as saved them. For another number, save the optimizer's "
-    "state by parameter names (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict)"
+    "state by parameter names (torch.distributed.checkpoint.state_dict.get_optimizer_state_dict with "
+    "flatten_optimizer_state_dict=True)"
 )
 
 
@@ -214,13 +215,20 @@ def _with_classes(stored: object, current: object, instances: Callable[[], Mappi
     return stored
 
 
-def parameters_of(optimizer: object, stored: Mapping[Key, object]) -> Iterator[tuple[RowRef, torch.Tensor]]:
-    """Yield the tensors of an optimizer's stored state, each with its current parameter."""
+def parameters_of(
+    current: object, state: Mapping[str, object], stored: Mapping[Key, object]
+) -> Iterator[tuple[RowRef, torch.Tensor]]:
+    """Yield the tensors of an object's stored state, each with the current tensor of a module or the parameter."""
+    if isinstance(current, torch.nn.Module):
+        for name, value in state.items():
+            item = stored.get(name)
+            if isinstance(value, torch.Tensor) and isinstance(item, RowRef):
+                yield item, value
     groups, states = stored.get("param_groups"), stored.get("state")
-    if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(groups, list) or not isinstance(states, dict):
+    if not isinstance(current, torch.optim.Optimizer) or not isinstance(groups, list) or not isinstance(states, dict):
         return
     keys = [key for group in groups if isinstance(group, dict) for key in _items(group.get("params"))]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in current.param_groups for parameter in group["params"]]
     for key, parameter in zip(keys, parameters, strict=False):
         for value in _items(states.get(key)):
             if isinstance(value, RowRef):

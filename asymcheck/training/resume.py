@@ -320,11 +320,12 @@ class ResumeCoordinator:
         return ref
 
     def _read(self, ref: CheckpointRef, into: object, *, strict: bool) -> Checkpoint:
-        save = f"save:{ref.save_id.hex()}"
-        return self._store.restore(save, into=into, run=self._run, rank=self.rank, grows=True, strict=strict).checkpoint
+        restore = partial(self._store.restore, run=self._run, rank=self.rank, world_size=self.world_size)
+        return restore(f"save:{ref.save_id.hex()}", into=into, grows=True, strict=strict).checkpoint
 
     def _read_part(self, ref: CheckpointRef, into: object, *, strict: bool) -> Checkpoint:
-        wanted = LoadRequest("*", into, check_device(None), rank=self.rank, grows=True, strict=strict)
+        device, size = check_device(None), self.world_size
+        wanted = LoadRequest("*", into, device, rank=self.rank, grows=True, strict=strict, world_size=size)
         return _restored_part(self._store, self._run, ref, wanted, self.session().store_ranks)
 
     def _try(

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from asymcheck import Store, TensorShard
 from asymcheck.commit.save_request import new_save_id
-from asymcheck.errors import StateMismatchError
+from asymcheck.errors import StateDifferenceWarning, StateMismatchError
 from tests.reshard.ranks import as_rank, distributed, save_rank, save_ranks
 
 OPTIMIZERS = {
@@ -104,6 +104,23 @@ def test_training_goes_on_at_another_number_of_ranks(
                             assert type(found) is type(mine.detach())
                         _assert_part(found, value, rank, wanted)
                 assert torch.equal(model.count, _values(0)["count"])
+
+
+def test_shards_of_another_dtype_are_converted(store_path: Path) -> None:
+    """Test that a module with distributed tensors accepts another dtype with a warning, as a plain module does."""
+    full, full_optimizer = _full("adamw", 3)
+    with Store.open(store_path, create=True) as store:
+        _save(store, "adamw", 3)
+        for rank in range(2):
+            with as_rank(rank, 2):
+                model = Model(_values(1), rank, 2).bfloat16()
+                optimizer = _stepped("adamw", model, 0)
+                with pytest.warns(StateDifferenceWarning, match="converted from float32 to bfloat16"):
+                    store.load(into={"model": model, "optimizer": optimizer}, rank=rank)
+                for name, parameter in full.named_parameters():
+                    mine, moment = model.get_parameter(name), full_optimizer.state[parameter]["exp_avg"]
+                    _assert_part(mine.detach(), parameter.detach().bfloat16(), rank, 2)
+                    _assert_part(optimizer.state[mine]["exp_avg"], moment.bfloat16(), rank, 2)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

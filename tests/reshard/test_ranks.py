@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,6 +49,60 @@ def test_values_and_uncut_tensors_are_those_of_the_rank(store_path: Path) -> Non
         assert_same(store.load(), states[0])
         with pytest.raises(InvalidInputError, match=r"was saved by 3 ranks, so rank 3 does not exist"):
             store.load(rank=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "stored", "others"),
+    [
+        ([0], [1, 2, 3], [9]),
+        ([], [1, 2, 3], []),
+        ([torch.zeros(2)], [torch.ones(2), torch.ones(2)], [torch.full((2,), 9.0)]),
+        (deque([0], maxlen=4), deque([1, 2, 3], maxlen=4), deque([9], maxlen=4)),
+        (deque(), deque([{"a": 1}]), deque([{"b": 9}])),
+        ({}, {"files": {"a": 1}}, {"files": {"b": 9}}),
+        (None, {"a": 1}, {"b": 9}),
+        (None, [{"a": 1}], [{"b": 9}]),
+    ],
+)
+def test_values_of_the_own_rank_are_never_those_of_another(
+    store_path: Path, given: object, stored: object, others: object
+) -> None:
+    """Test values of another length or with other keys on each rank, and a given state that fits only the other."""
+    with Store.open(store_path, create=True) as store:
+        save_ranks(store, [{"x": stored}, {"x": others}])
+        assert_same(store.restore(into={"x": given}, rank=0, grows=True).state, {"x": stored})
+
+
+def test_a_list_that_only_another_rank_has_in_this_length_is_refused(store_path: Path) -> None:
+    """Test a load, which does not change the length of a list."""
+    with Store.open(store_path, create=True) as store:
+        save_ranks(store, [{"x": [1, 2, 3]}, {"x": [9]}])
+        with pytest.raises(StateMismatchError, match="x: a list of 1 is given, but a list of 3 is stored"):
+            store.load(into={"x": [0]}, rank=0)
+
+
+def test_a_rank_may_have_nothing_to_save(store_path: Path) -> None:
+    """Test that the rank restores its empty state, and that an empty state is refused where tensors were saved."""
+    with Store.open(store_path, create=True) as store:
+        save_ranks(store, [{"x": torch.ones(2)}, {}])
+        assert store.restore(into={}, rank=1, grows=True).state == {}
+        with pytest.raises(InvalidInputError, match="give a state with tensors to fill"):
+            store.load(into={}, rank=0)
+
+
+@pytest.mark.parametrize(("world_size", "more"), [(4, {"e1": torch.ones(1)}), (2, {})])
+def test_tensors_of_other_ranks_are_not_added_by_another_number_of_ranks(
+    store_path: Path, world_size: int, more: dict[str, torch.Tensor]
+) -> None:
+    """Test that as many ranks get tensors that the given state lacks, and others only those that all ranks have."""
+    with Store.open(store_path, create=True) as store:
+        save_ranks(
+            store,
+            [{"x": {f"e{rank}": torch.full((1,), rank, dtype=torch.float32), "y": torch.ones(1)}} for rank in range(4)],
+        )
+        given = {"x": {"e3": torch.zeros(1)}}
+        restored = store.restore(into=given, rank=1, grows=True, world_size=world_size)
+        assert_same(restored.state, {"x": {"e3": torch.full((1,), 3.0), **more, "y": torch.ones(1)}})
 
 
 @pytest.mark.parametrize("rank", [-1, 1.5, "0", True, 10**9])

@@ -1,11 +1,16 @@
 """Test pipeline stages: an optimizer never receives the numbered state of another stage."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from asymcheck import Store
 from asymcheck.errors import StateMismatchError
@@ -79,18 +84,22 @@ def test_stage_restores_its_own_optimizer(store: Store, rank: int, layers: Seque
 @pytest.mark.parametrize("rank", range(4))
 def test_moments_by_name_come_back_by_any_number_of_ranks(store: Store, rank: int) -> None:
     """Test the advice of the error."""
-    states = []
+    states, by_name = [], StateDictOptions(flatten_optimizer_state_dict=True)
     for layers in (FIRST, SECOND):
-        state = _trained(layers)
-        named = get_optimizer_state_dict(state["model"], state["optimizer"])  # type: ignore[arg-type]  # module and optimizer
+        state = _trained(layers, partial(torch.optim.Adam, lr=0.5))
+        named = get_optimizer_state_dict(state["model"], state["optimizer"], options=by_name)  # type: ignore[arg-type]  # module and optimizer
         states.append({**state, "optimizer": named})
     save_ranks(store, states)
     model = _stage((FIRST, SECOND)[rank // 2], seed=1)
     optimizer = torch.optim.Adam(model.parameters())
-    named = get_optimizer_state_dict(model, optimizer)
-    store.load(into={"model": model, "optimizer": named}, rank=rank)
-    set_optimizer_state_dict(model, optimizer, named)
+    named = get_optimizer_state_dict(model, optimizer, options=by_name)
+    names = {*named}
+    store.restore(into={"model": model, "optimizer": named}, rank=rank, grows=True, world_size=4)
+    assert not any(isinstance(named[name], torch.Tensor) for name in named.keys() - names)
+    set_optimizer_state_dict(model, optimizer, named, options=by_name)
     _assert_moments(model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    optimizer.step()
 
 
 def test_an_optimizer_without_moments_has_nothing_of_another_stage(store: Store) -> None:

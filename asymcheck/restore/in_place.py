@@ -117,8 +117,8 @@ class InPlaceFill:
         fillable = isinstance(state, (torch.Tensor, np.ndarray, TensorShard, Mapping, list, tuple, Stateful))
         fillable |= typed_value(state) is not None and not isinstance(state, _PLAIN)
         # With several ranks, one of them may have nothing to save.
-        empty = isinstance(state, (Mapping, list, tuple)) and not state and bool(rows_in(stored[0]))
-        if not fillable or empty or isinstance(state, type):
+        is_empty = isinstance(state, (Mapping, list, tuple)) and not state and not reshards and rows_in(stored[0])
+        if not fillable or is_empty or isinstance(state, type):
             raise InvalidInputError(f"into={state!r:.100}: give a state with tensors to fill")
         self._stored_where = "the checkpoint" + (f", or not in the selection {tensors!r}" if tensors != "*" else "")
         self.finish = self._match(state, stored, ())

@@ -16,6 +16,7 @@ from asymcheck.errors import (
     InvalidInputError,
     PartialRestoreError,
     SkippedCheckpointWarning,
+    StateDifferenceWarning,
     StateMismatchError,
 )
 from asymcheck.format.layout import ManifestName
@@ -85,7 +86,9 @@ def test_a_rank_may_have_nothing_to_save(store_path: Path) -> None:
     """Test that the rank restores its empty state, and that an empty state is refused where tensors were saved."""
     with Store.open(store_path, create=True) as store:
         save_ranks(store, [{"x": torch.ones(2)}, {}])
-        assert store.restore(into={}, rank=1, grows=True).state == {}
+        assert store.restore(into={}, rank=1, grows=True, world_size=2).state == {}
+        with pytest.warns(StateDifferenceWarning, match="stored, but not in the given state: x"):
+            assert store.restore(into={}, rank=2, grows=True, world_size=3).state == {}
         with pytest.raises(InvalidInputError, match="give a state with tensors to fill"):
             store.load(into={}, rank=0)
 

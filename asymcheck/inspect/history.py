@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from asymcheck.errors import AsymcheckError, HeadRecordError, result_or_error
 from asymcheck.format.manifest import Manifest
-from asymcheck.restore.lineage import Lineage, check_generations, read_line
+from asymcheck.restore.lineage import Heads, Lineage, check_generations, read_line
 from asymcheck.restore.resolve import check_run_exists, read_manifests
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.manifests import CheckpointFiles
@@ -19,10 +21,10 @@ if TYPE_CHECKING:
     from asymcheck.restore.load import Loaded
 
 
-def known_line(tier: ReadTier, run: str) -> Lineage | None:
-    """Return the line of a run, or None if a head record is lost."""
+def known_line(tier: ReadTier, run: str, known: Heads | None = None) -> Lineage | None:
+    """Return the line of a run, or None if a head record is lost; see :func:`read_line` for ``known``."""
     try:
-        line = read_line(tier, run)
+        line = read_line(tier, run, known=known)
         later = [ref for ref in tier.manifests.refs(run) if ref.generation > line.generation]
         listings = [tier.manifests.listing(run, ref) for ref in later]
         check_generations([listing for listing in listings if listing.manifests], line)
@@ -150,14 +152,18 @@ class _HistoryReader:
     def __init__(self, tier: ReadTier, run: str, known: Known) -> None:
         self.tier, self.run, self.known = tier, run, known
         self.listings = tier.manifests.checkpoints(run) if not known else self._listings()
+        groups = itertools.groupby((listing.ref for listing in self.listings), lambda ref: ref.generation)
+        self._refs_of = {generation: [*refs] for generation, refs in groups}
         self.line: Lineage | None = None
         self.line_problem = ""
         self.complete: list[CheckpointRef] = []
-        self.lines: dict[int, Lineage | None] = {}
+        self.heads: Heads = {}
+        # Neighbours are asked for one after the other, and each line names all generations before it.
+        self._line_of = functools.lru_cache(maxsize=2)(self._read_line)
 
     def read(self, *, everything: bool) -> History:
         try:
-            self.line = read_line(self.tier, self.run)
+            self.line = read_line(self.tier, self.run, known=self.heads)
             check_generations(self.listings, self.line)
         except HeadRecordError as error:
             if not everything:
@@ -219,14 +225,12 @@ class _HistoryReader:
         since = entry.checkpoint.created_ns - int.from_bytes(previous.save_id[:8], "big")
         return dataclasses.replace(entry, step_before=previous.step, since_before_ns=since)
 
-    def _line_of(self, generation: int) -> Lineage | None:
+    def _read_line(self, generation: int) -> Lineage | None:
         """Return the line with ``generation`` as the present generation, or None if a head record is lost."""
-        if generation not in self.lines:
-            try:
-                self.lines[generation] = read_line(self.tier, self.run, generation)
-            except HeadRecordError:
-                self.lines[generation] = None
-        return self.lines[generation]
+        try:
+            return read_line(self.tier, self.run, generation, known=self.heads)
+        except HeadRecordError:
+            return None
 
     def _generation_starts(self, *, everything: bool) -> list[GenerationStart]:
         numbers = self.tier.manifests.heads(self.run)
@@ -257,4 +261,6 @@ class _HistoryReader:
         old, new = self._line_of(before), self._line_of(generation)
         if old is None or new is None:
             return None
-        return sum(listing.ref in old and listing.ref not in new for listing in self.listings)
+        # Most generations are the same in both lines, and a run may have thousands.
+        other = {number for number, limit in old.limits.items() if new.limits.get(number, old) != limit}
+        return sum(ref in old and ref not in new for number in other for ref in self._refs_of.get(number, ()))

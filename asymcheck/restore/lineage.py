@@ -43,23 +43,34 @@ _NAME_A_STEP = "name the step to restore (step=… or --step)"
 _NAME_ANOTHER = "it was saved more than once: name one of the saves (save:DIGITS, see asymcheck log --all)"
 
 
-def read_line(tier: ReadTier, run: str, generation: int | None = None, *, step: int | None = None) -> Lineage:
+Heads = dict[int, HeadRecord]
+"""Head records of a run that were read before, by generation. They never change."""
+
+
+def read_line(
+    tier: ReadTier, run: str, generation: int | None = None, *, step: int | None = None, known: Heads | None = None
+) -> Lineage:
     """Follow the head records of a run back from the current generation, or from ``generation``.
 
-    With ``step``, errors suggest how to restore that step.
+    With ``step``, errors suggest how to restore that step. Records in ``known`` are not read again, and records that
+    are read are added to it.
 
     Raises:
         HeadRecordError: a required record is missing or damaged.
     """
-    numbers = tier.manifests.heads(run)
+    known = {} if known is None else known
+    numbers = tier.manifests.heads(run) if generation is None else []
     present = max(numbers, default=1) if generation is None else generation
     limits: dict[int, CheckpointRef | None] = {}
     generation, limit = present, None
-    with tier.manifests.reading_heads(run, [number for number in numbers if number < present]):
+    with tier.manifests.reading_heads(run, [number for number in numbers if number < present and number not in known]):
         while True:
             limits[generation] = limit
-            head = _read_head(tier, run, generation, step)
-            if head is None or head.parent is None:
+            head = known.get(generation) or _read_head(tier, run, generation, step)
+            if head is None:
+                return Lineage(present, limits)
+            known[generation] = head
+            if head.parent is None:
                 return Lineage(present, limits)
             generation, limit = head.parent.generation, head.parent
 

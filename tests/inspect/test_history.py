@@ -11,7 +11,9 @@ import torch
 import asymcheck
 from asymcheck.config import WRITER
 from asymcheck.errors import CheckpointNotFoundError, HeadRecordError
+from asymcheck.format.record import HeadRecord
 from asymcheck.inspect.history import History
+from asymcheck.storage.nvme.manifests import ManifestFiles
 
 
 @pytest.fixture
@@ -116,6 +118,29 @@ def test_a_lost_head_record(store: asymcheck.Store, store_path: Path) -> None:
     assert len(history.entries) == 7
     assert [opening.abandoned for opening in history.openings] == [None, None]
     assert "both copies" in history.openings[1].problem
+
+
+def test_each_head_record_is_read_twice(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that the cost grows with the number of restarts, and not with its square."""
+    read: list[int] = []
+    original = ManifestFiles.read_head
+
+    def counted(self: ManifestFiles, run: str, generation: int) -> tuple[HeadRecord, int] | None:
+        read.append(generation)
+        return original(self, run, generation)
+
+    with asymcheck.Store.open(store_path, create=True) as store:
+        parents: list[asymcheck.Checkpoint | None] = [None]
+        for step in range(12):
+            # Each fourth training goes back to the checkpoint before the last one.
+            store.training.begin_generation(parents[-2 if step % 4 == 3 else -1])
+            parents.append(store.save({"x": step}, step=step))
+        monkeypatch.setattr(ManifestFiles, "read_head", counted)
+        history = store.history(everything=True)
+    # Once for the lines, and once for the start of the generation.
+    assert sorted(read) == sorted([*range(1, 13)] * 2)
+    assert [start.abandoned for start in reversed(history.openings)] == [0, 0, 0, 1] * 3
+    assert [entry.step_before for entry in reversed(history.entries)] == [None, 0, 1, 1, 3, 4, 5, 5, 7, 8, 9, 9]
 
 
 def test_missing_runs(store: asymcheck.Store, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from asymcheck.format import layout
 from asymcheck.gc.collect import Collected, collect
 from asymcheck.inspect.history import describe_by, known_line
 from asymcheck.policies.retention import Retention, Verdict, choose_kept
-from asymcheck.restore.lineage import Lineage
+from asymcheck.restore.lineage import Heads, Lineage
 from asymcheck.restore.resolve import read_manifests, resolve_one
 from asymcheck.storage.interfaces import ReadTier
 from asymcheck.storage.nvme import Catalog, CheckpointFiles, NvmeTier
@@ -82,6 +82,7 @@ class Pruner:
         """Prune ``run`` by ``retention``; ``held`` returns checkpoints that must be kept."""
         self._tier, self._catalog, self._run, self._retention, self._held = tier, catalog, run, retention, held
         self._needed = StoreReachability(tier)
+        self._heads: Heads = {}
         self._checkpoints: dict[CheckpointRef, _CheckpointFacts] = {}
         self._synced: set[CheckpointRef] = set()
         self._is_unfinished = True
@@ -99,14 +100,14 @@ class Pruner:
             UnsupportedFormatError: a checkpoint needs a newer program. Nothing was deleted.
             InconsistentCheckpointError: a manifest is damaged. Checkpoints were deleted, but no pack was freed.
         """
-        line, listings = known_line(self._tier, self._run), self._listings()
+        line, listings = known_line(self._tier, self._run, self._heads), self._listings()
         verdicts = self._judge(line, listings, now_ns)
         to_delete = [verdict.checkpoint.ref for verdict in verdicts if not verdict.stays]
         if dry_run:
             without = [(self._run, ref) for ref in to_delete]
             return Pruned(self._run, tuple(verdicts), collect(self._tier, self._catalog, dry_run=True, without=without))
         collected = Collected()
-        if to_delete and known_line(self._tier, self._run) != line:
+        if to_delete and known_line(self._tier, self._run, self._heads) != line:
             # Training went back to an earlier checkpoint meanwhile, perhaps to one of these.
             return self.prune(now_ns, always_collect=always_collect)
         if to_delete:

@@ -21,10 +21,12 @@ from asymcheck.errors import (
     SkippedCheckpointWarning,
 )
 from asymcheck.format import layout
+from asymcheck.format.record import HeadRecord
 from asymcheck.gc.collect import Collected
 from asymcheck.gc.retention_runner import Pruner
 from asymcheck.policies.retention import choose_kept
 from asymcheck.storage.local_files import Files
+from asymcheck.storage.nvme.manifests import ManifestFiles
 from tests.store.equality import assert_same, directory_content
 
 MIB = 1 << 20
@@ -233,6 +235,27 @@ def test_pruning_reads_only_new_manifests(store: Store, monkeypatch: pytest.Monk
         pruner.prune(0)
         assert set(read) == {step}
     assert _steps(store) == [0, 2, 4, 6, 8, 10, 12, 13]
+
+
+def test_pruning_reads_only_new_head_records(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that a training that was restarted a thousand times does not read a thousand records for each save."""
+    pruner = Pruner(store.resources.nvme, store.resources.catalog(), "default", Retention(keep_last=1))
+    read: list[int] = []
+    original = ManifestFiles.read_head
+
+    def counted(self: ManifestFiles, run: str, generation: int) -> tuple[HeadRecord, int] | None:
+        read.append(generation)
+        return original(self, run, generation)
+
+    monkeypatch.setattr(ManifestFiles, "read_head", counted)
+    parent = None
+    for generation in range(1, 6):
+        assert store.training.begin_generation(parent) == generation
+        _save(store, 2 * generation, 2 * generation + 1)
+        parent = store.checkpoints()[-1]
+        read.clear()
+        assert len(pruner.prune(0).removed) == min(generation, 2)
+        assert read == [generation]
 
 
 def test_pruning_lists_each_kept_checkpoint_three_times(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

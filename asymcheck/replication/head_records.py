@@ -17,12 +17,23 @@ def publish_heads(local: ReadTier, remote: RemoteTier, run: str) -> None:
         InvalidInputError: another training has used the run name at the location.
         RemoteUnreachableError, StorageError: the location failed.
     """
+    if not (own := local.manifests.heads(run)):
+        return
+    present = set(remote.manifests.heads(run))
+    # Checking the last common record is enough, because it names its parent by a random id. Records without a parent
+    # differ in their time.
+    common = [number for number in own if number in present]
+    numbers = [*common[-1:], *(number for number in own if number not in present)]
     try:
-        heads = [local.manifests.read_head(run, generation) for generation in local.manifests.heads(run)]
+        heads = [local.manifests.read_head(run, number) for number in numbers]
     except FormatError as error:
         raise HeadRecordError(f"{local.root}: {error}; run asymcheck verify {local.root}") from error
     try:
-        remote.manifests.publish_heads([head[0] for head in heads if head is not None])
+        for head in heads:
+            if head is not None and head[0].generation in present:
+                remote.manifests.check_head(head[0])
+            elif head is not None:
+                remote.manifests.publish_head(head[0])
     except UnsupportedFormatError as error:
         raise HeadRecordError(f"{remote.location}: {error}") from error
     except FormatError as error:

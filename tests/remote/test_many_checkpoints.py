@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from pathlib import Path, PurePosixPath
@@ -13,8 +14,11 @@ from asymcheck.format import layout
 from asymcheck.format.digest import digest
 from asymcheck.format.layout import ManifestName
 from asymcheck.format.manifest import encode
+from asymcheck.format.record import HeadRecord
 from asymcheck.replication.checkpoint_cache import CheckpointCache
+from asymcheck.replication.head_records import publish_heads
 from asymcheck.restore.partition_locator import PartitionLocator
+from asymcheck.storage.nvme.manifests import ManifestFiles
 from asymcheck.storage.pack_index import PackIndex
 from asymcheck.storage.remote import RemoteTier, clients, pack_reader, parse_location, tier
 from asymcheck.storage.remote.client_interface import Entry
@@ -126,6 +130,29 @@ def test_a_push_of_all_lists_the_packs_once(tmp_path: Path, folder: str, operati
         assert store.push(folder, everything=True).present == 5
     # The folder of each checkpoint, the packs once, and the head records.
     assert operations.count("list") == of_one + 4
+
+
+def test_a_push_reads_only_new_head_records(tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test that a training that was restarted a thousand times does not read a thousand records for each push."""
+    read: list[int] = []
+    original = ManifestFiles.read_head
+
+    def counted(self: ManifestFiles, run: str, generation: int) -> tuple[HeadRecord, int] | None:
+        read.append(generation)
+        return original(self, run, generation)
+
+    save_steps(tmp_path / "store", 0)
+    with Store.open(tmp_path / "store", config=CONFIG, create=True) as store:
+        (parent,) = store.checkpoints()
+        generations = [store.training.begin_generation(parent) for _ in range(6)]
+        tier = store.resources.tier
+        with contextlib.closing(RemoteTier(parse_location(folder), CONFIG, create=True)) as remote:
+            monkeypatch.setattr(ManifestFiles, "read_head", counted)
+            for expected in (generations, generations[-1:]):
+                read.clear()
+                publish_heads(tier, remote, "default")
+                assert read == expected
+            assert remote.manifests.heads("default") == generations
 
 
 @pytest.mark.slow

@@ -174,7 +174,8 @@ def test_head_records_overlap(remote: RemoteTier, small_reads: Overlap) -> None:
         HeadRecord("default", number, None if number == 1 else refs[number - 2], time.time_ns(), WRITER)
         for number in range(1, GENERATIONS + 1)
     ]
-    remote.manifests.publish_heads(records)
+    for record in records:
+        remote.manifests.publish_head(record)
     small_reads.calls = 0
     assert [*read_line(remote, "default").limits] == [*range(GENERATIONS, 0, -1)]
     assert small_reads.calls == GENERATIONS

@@ -74,29 +74,19 @@ class RemoteManifests(ManifestReader):
             self._files.put_small(path, data)
         emit("remote.manifest_renamed", str(name), len(data))
 
-    def publish_heads(self, heads: Sequence[HeadRecord]) -> None:
-        """Publish the head records of a run that the remote location lacks.
+    def publish_head(self, head: HeadRecord) -> None:
+        """Publish a head record, unless another process has published it; see :meth:`check_head`."""
+        path = self._root / layout.HEADS / head.run / layout.head_name(head.generation)
+        if not self._files.put_small(path, encode_head(head)):
+            self.check_head(head)
+        emit("remote.head_renamed", f"{head.run} generation {head.generation}")
+
+    def check_head(self, head: HeadRecord) -> None:
+        """Compare a head record with that of the location.
 
         Raises:
-            InvalidInputError: a remote head record differs, because two trainings have the same run name.
+            InvalidInputError: they differ, because two trainings have the same run name.
         """
-        if not heads:
-            return
-        run = heads[0].run
-        present = set(self.heads(run))
-        common = [head for head in heads if head.generation in present]
-        for head in common[-1:]:
-            # Checking the last common record is enough, because it names its parent by a random id. Records without a
-            # parent differ in their time.
-            self._check_head(head)
-        for head in heads:
-            if head.generation not in present:
-                path = self._root / layout.HEADS / run / layout.head_name(head.generation)
-                if not self._files.put_small(path, encode_head(head)):
-                    self._check_head(head)
-                emit("remote.head_renamed", f"{run} generation {head.generation}")
-
-    def _check_head(self, head: HeadRecord) -> None:
         published = self.read_head(head.run, head.generation)
         if published is None or not published[0].is_same(head):
             raise InvalidInputError(

@@ -136,7 +136,7 @@ Known = dict[CheckpointRef, tuple[CheckpointFiles, HistoryEntry]]
 def read_history(tier: ReadTier, run: str, *, everything: bool = False, known: Known | None = None) -> History:
     """Return the history of a run. With ``everything``, include abandoned, incomplete and damaged checkpoints.
 
-    Checkpoints in ``known`` are not read again, and complete checkpoints are added to it.
+    Checkpoints in ``known`` are not read again. Complete checkpoints are added to it, and deleted ones are removed.
 
     Raises:
         CheckpointNotFoundError: the store has other runs, but not this one.
@@ -152,6 +152,9 @@ class _HistoryReader:
     def __init__(self, tier: ReadTier, run: str, known: Known) -> None:
         self.tier, self.run, self.known = tier, run, known
         self.listings = tier.manifests.checkpoints(run) if not known else self._listings()
+        # A page may follow a training for weeks.
+        for deleted in known.keys() - {listing.ref for listing in self.listings}:
+            del known[deleted]
         groups = itertools.groupby((listing.ref for listing in self.listings), lambda ref: ref.generation)
         self._refs_of = {generation: [*refs] for generation, refs in groups}
         self.line: Lineage | None = None

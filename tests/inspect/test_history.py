@@ -12,7 +12,7 @@ import asymcheck
 from asymcheck.config import WRITER
 from asymcheck.errors import CheckpointNotFoundError, HeadRecordError
 from asymcheck.format.record import HeadRecord
-from asymcheck.inspect.history import History
+from asymcheck.inspect.history import History, Known, read_history
 from asymcheck.storage.nvme.manifests import ManifestFiles
 
 
@@ -141,6 +141,19 @@ def test_each_head_record_is_read_twice(store_path: Path, monkeypatch: pytest.Mo
     assert sorted(read) == sorted([*range(1, 13)] * 2)
     assert [start.abandoned for start in reversed(history.openings)] == [0, 0, 0, 1] * 3
     assert [entry.step_before for entry in reversed(history.entries)] == [None, 0, 1, 1, 3, 4, 5, 5, 7, 8, 9, 9]
+
+
+def test_deleted_checkpoints_are_forgotten(store_path: Path) -> None:
+    """Test that a page that follows a training for weeks keeps only the checkpoints that exist."""
+    known: Known = {}
+    with asymcheck.Store.open(store_path, create=True) as store:
+        for step in range(4):
+            store.save({"x": step}, step=step)
+            if step > 1:
+                store.delete(step - 2)
+            entries = read_history(store.resources.tier, "default", known=known).entries
+            assert {ref.step for ref in known} == {entry.checkpoint.step for entry in entries}
+    assert {ref.step for ref in known} == {2, 3}
 
 
 def test_missing_runs(store: asymcheck.Store, tmp_path: Path) -> None:

@@ -86,7 +86,8 @@ class FollowedCheckpoints:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._known: dict[str, CheckpointCache] = {}
-        self._sizes: dict[str, int] = {}
+        # Save id and bytes of the newest readable checkpoint of each run.
+        self._sizes: dict[str, tuple[str, int]] = {}
 
     def of(self, run: str) -> list[Checkpoint]:
         """Return the checkpoints of a run, oldest first. Their bytes and metrics are unknown."""
@@ -106,12 +107,14 @@ class FollowedCheckpoints:
         return self._known.setdefault(run, CheckpointCache(self.store.resources.tier, check_run(run), metrics=False))
 
     def _size(self, run: str, item: Checkpoint) -> int | None:
-        listing = self._cache(run).listing(item)
-        if item.save_id not in self._sizes and listing is not None:
-            described = describe(self.store.resources.tier, listing, None)
-            if described.complete:
-                self._sizes[item.save_id] = described.state_bytes
-        return self._sizes.get(item.save_id)
+        listing, (save_id, size) = self._cache(run).listing(item), self._sizes.get(run, ("", 0))
+        if item.save_id == save_id:
+            return size
+        described = None if listing is None else describe(self.store.resources.tier, listing, None)
+        if described is None or not described.complete:
+            return None
+        self._sizes[run] = item.save_id, described.state_bytes
+        return described.state_bytes
 
 
 def _look(

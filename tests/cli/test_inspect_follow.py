@@ -140,6 +140,16 @@ def test_follow_reads_only_the_manifest_of_the_newest_checkpoint(
     assert read == [6, 5, 6, 6]
 
 
+def test_follow_keeps_nothing_of_earlier_checkpoints(tmp_path: Path) -> None:
+    """Test that a view of a training of weeks does not grow."""
+    with asymcheck.Store.open(tmp_path / "store", create=True) as store:
+        followed = follow.FollowedCheckpoints(store)
+        for step in range(3):
+            store.save({"x": torch.zeros(step + 1)}, step=step)
+            assert followed.readable_line("default")[1] == 4 * (step + 1)
+    assert len(followed._sizes) == 1
+
+
 def test_follow_refuses_an_invalid_run(tmp_path: Path) -> None:
     """Test that the command ends, because no look could succeed."""
     asymcheck.Store.open(tmp_path / "store", create=True).close()

@@ -101,7 +101,8 @@ class CheckpointCache:
 
     def _present_line(self) -> Lineage | None:
         heads = self._tier.manifests.heads(self._run)
-        if heads != self._heads:
+        # A record that could not be read may be repaired.
+        if heads != self._heads or self._line is None:
             try:
                 self._line = read_line(self._tier, self._run)
             except HeadRecordError:

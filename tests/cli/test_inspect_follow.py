@@ -150,6 +150,19 @@ def test_follow_keeps_nothing_of_earlier_checkpoints(tmp_path: Path) -> None:
     assert len(followed._sizes) == 1
 
 
+def test_follow_recovers_from_a_head_record_that_was_damaged(tmp_path: Path) -> None:
+    """Test that the line is read again after a repair, although the names of the records are the same."""
+    with asymcheck.Store.open(tmp_path / "store", create=True) as store:
+        store.training.begin_generation(store.save({"x": 1}, step=1))
+        (head,) = (tmp_path / "store" / "heads" / "default").iterdir()
+        intact = head.read_bytes()
+        head.write_bytes(bytes(len(intact)))
+        followed = follow.FollowedCheckpoints(store)
+        assert followed.readable_line("default") == ([], 0)
+        head.write_bytes(intact)
+        assert [item.step for item in followed.readable_line("default")[0]] == [1]
+
+
 def test_follow_refuses_an_invalid_run(tmp_path: Path) -> None:
     """Test that the command ends, because no look could succeed."""
     asymcheck.Store.open(tmp_path / "store", create=True).close()

@@ -27,12 +27,14 @@ _CREATE_ATTEMPTS = 8
 # Longer than another process holds the lock of a file that it only inspects.
 _INSPECTION_S = 1.0
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+FILE_MODE = 0o666
+"""Mode of new files before the umask, which decides whether a group shares the store."""
 
 
 class Files:
     """File operations that raise the errors of this package. Thread-safe."""
 
-    def open_new(self, path: Path, mode: int = 0o644) -> int:
+    def open_new(self, path: Path, mode: int = FILE_MODE) -> int:
         """Create ``path`` for reading and writing; return a descriptor. The file must not exist."""
         with translated("create", path):
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -205,7 +207,7 @@ class Files:
 def _open(path: PurePath, action: str, flags: int) -> int:
     """Open a file or directory below a store. A copied store may have pipes, which block, and endless devices."""
     with translated(action, path):
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, FILE_MODE)
         kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     if kind not in (stat.S_IFREG, stat.S_IFDIR):
         os.close(descriptor)
@@ -245,7 +247,8 @@ def translated(action: str, path: PurePath) -> Iterator[None]:
             raise OutOfSpaceError(f"{message}; free space, or delete checkpoints and run gc") from error
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             advice = _ADVICE.get(action, "the store cannot be written here; to read it, open it with read_only=True")
-            raise ReadOnlyStoreError(f"{message}; {advice}") from error
+            owner = "" if error.errno == errno.EROFS else _owner_of(Path(error.filename or path))
+            raise ReadOnlyStoreError(f"{message}; {owner}{advice}") from error
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise TooManyFilesError(f"{message}; raise the limit of open files (ulimit -n)") from error
         if error.errno == errno.EFBIG:
@@ -254,6 +257,20 @@ def translated(action: str, path: PurePath) -> Iterator[None]:
         if error.errno == errno.ELOOP and action != OPEN_SOURCE:
             refuse_link(path)
         raise StorageError(message) from error
+
+
+def _owner_of(path: Path) -> str:
+    """Name the owner of a file, or else of its folder, as the beginning of advice. Return "" for the user's own files.
+
+    The permission of root has other reasons, such as an immutable file.
+    """
+    user = os.geteuid()
+    for place in (path, path.parent) if user else ():
+        with contextlib.suppress(OSError):
+            if (owner := place.lstat().st_uid) != user:
+                name = place.name or place
+                return f"{name} belongs to user {owner}, not to user {user}: change the user or the owner (chown -R); "
+    return ""
 
 
 def refuse_link(path: PurePath) -> None:
@@ -270,7 +287,7 @@ def reserve(path: Path, size: int, limit: int) -> None:
     Raises:
         StorageError: the file has more than ``limit`` bytes. A sparse file in a copied store could fill the drive.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
     try:
         status = os.fstat(descriptor)
         size = status.st_size or size
@@ -466,7 +483,7 @@ def locked(opener: Callable[[Path], int], path: Path, *, exclusive: bool = True)
         DESCRIPTORS.close(descriptor)
 
 
-def create_locked(files: Files, target: Path, mode: int = 0o644) -> int:
+def create_locked(files: Files, target: Path, mode: int = FILE_MODE) -> int:
     """Create and lock a file. Retry if another process removes the file before it is locked."""
     for _ in range(_CREATE_ATTEMPTS):
         descriptor = DESCRIPTORS.open(files.open_new, target, mode)

@@ -57,7 +57,7 @@ class WatchedFiles(Files):
         """Call ``before`` for every operation. If it raises, the operation does not happen."""
         self._before = before
 
-    def open_new(self, path: Path, mode: int = 0o644) -> int:
+    def open_new(self, path: Path, mode: int = 0o666) -> int:
         """Notify, then create."""
         self._before("open_new", path)
         return super().open_new(path, mode)

@@ -32,7 +32,7 @@ class RecordingFiles(Files):
         """Append to ``log``."""
         self.log = log
 
-    def open_new(self, path: Path, mode: int = 0o644) -> int:
+    def open_new(self, path: Path, mode: int = 0o666) -> int:
         """Create and log."""
         descriptor = super().open_new(path, mode)
         self.log.append(("create", path))

@@ -182,7 +182,7 @@ class _Creating(Files):
 
     act: Callable[[], object] | None = None
 
-    def open_new(self, path: Path, mode: int = 0o644) -> int:
+    def open_new(self, path: Path, mode: int = 0o666) -> int:
         """Create, then act."""
         descriptor = super().open_new(path, mode)
         if self.act is not None and path.parent.name in ("packs", "default"):

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from asymcheck import CaptureConfig, Checkpointer
 from asymcheck.errors import MissingPartitionError, ReadOnlyStoreError, StoreNotFoundError
 from asymcheck.storage.nvme import pack_reader
 from asymcheck.store import Store
@@ -89,7 +91,7 @@ def read_as_nobody(path: str, *, read_only: bool) -> None:
     os.setuid(NOBODY)
     with open_store(Path(path), read_only=read_only) as store:
         _check_reads(store)
-        _check_refuses(store, "read_only=True")
+        _check_refuses(store, "read_only=True" if read_only else rf" belongs to user 0, not to user {NOBODY}: .*chown")
 
 
 @pytest.mark.slow
@@ -107,6 +109,46 @@ def test_another_users_store(folder: Path, read_only: bool, zygote: Zygote) -> N
         before = _snapshot(store)
         zygote.start(read_as_nobody, path=str(store), read_only=read_only).finish()
         assert _snapshot(store) == before
+
+
+def train_as(path: str, user: int, umask: int, step: int) -> None:
+    """Begin or continue the training of a store as a user of the same group. Runs in a child."""
+    ring_folder, state = Path(path).parent / "rings", {"w": torch.zeros(1000)}
+    config = CaptureConfig(ring_folder=ring_folder)
+    # Import all modules before the change of the user, who may not read the interpreter's own files.
+    with Store.open(ring_folder.with_name("other"), create=True) as store:
+        store.save(state, step=0)
+    os.umask(umask)
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(user)
+    with (
+        Store.open(path, create=True) as store,
+        Checkpointer(store, state, every=1, keep=None, capture=config) as checkpointer,
+    ):
+        restored = checkpointer.restore()
+        assert (restored.step if restored else -1) == step - 1
+        checkpointer.step(step)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize(
+    ("users", "umask"),
+    [((NOBODY - 1, NOBODY, NOBODY - 1), 0o002), ((NOBODY, 0, NOBODY), 0o022)],
+    ids=["group", "root"],
+)
+def test_store_of_two_users(users: tuple[int, ...], umask: int, zygote: Zygote) -> None:
+    """Test a store that a group shares by its umask, and one in which root has continued the training of its owner."""
+    with tempfile.TemporaryDirectory() as open_to_all:
+        folder = Path(open_to_all)
+        (folder / "rings").mkdir()
+        for shared in (folder, folder / "rings"):
+            shared.chmod(0o777)
+        if not all(parent.stat().st_mode & 0o001 for parent in folder.parents):
+            pytest.skip(f"{tempfile.gettempdir()} is private")
+        for step, user in enumerate(users):
+            zygote.start(train_as, path=str(folder / "store"), user=user, umask=umask, step=step).finish()
 
 
 def open_as_nobody(path: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import os
 import shutil
 import subprocess
 import sys
@@ -90,6 +91,33 @@ def test_catalog_in_a_copy_of_a_store_in_use_is_not_trusted(store_path: Path, tm
                 assert len(list((path / "catalog" / "open").iterdir())) == (1 if path == copied else 2)
         training.communicate("\n", timeout=60)
     assert training.returncode == 0
+
+
+_COLLECTIONS = """
+import sys
+from asymcheck import Store
+
+for path in sys.argv[1:]:
+    with Store.open(path) as store:
+        store.gc()
+"""
+
+
+def test_hard_linked_copy_has_its_own_catalog(store_path: Path, tmp_path: Path) -> None:
+    """Test that a collection in the original does not remove the pins of a save in a copy of ``cp -al``."""
+    copied = tmp_path / "copy"
+    with Store.open(store_path, create=True) as store:
+        store.save({"w": torch.ones(10_000)}, step=1)
+    shutil.copytree(store_path, copied, copy_function=os.link)
+
+    def collect_in_both() -> int:
+        subprocess.run([sys.executable, "-c", _COLLECTIONS, store_path, copied], check=True)
+        return 1
+
+    with Store.open(copied) as store:
+        store.save({"w": torch.zeros(10_000)}, step=2, generation=collect_in_both)
+        assert store.verify() == []
+        store.load(2)
 
 
 def test_store_that_replaces_a_removed_one_has_its_own_catalog(store_path: Path) -> None:

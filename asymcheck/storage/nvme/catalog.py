@@ -43,6 +43,7 @@ from asymcheck.format import registry
 from asymcheck.storage import process_identity
 from asymcheck.storage.local_files import (
     DESCRIPTORS,
+    FILE_MODE,
     Files,
     is_same_file,
     locked,
@@ -365,6 +366,7 @@ class Catalog:
                 map_size=self._config.catalog_map_bytes,
                 max_readers=self._config.catalog_readers,
                 max_dbs=len(_DATABASES) + 3,
+                mode=FILE_MODE,
                 sync=False,
             )
             stack.callback(env.close)
@@ -422,7 +424,7 @@ class Catalog:
     def _drop_unless_trusted(self, *, rebuild: bool = False) -> None:
         dead, alive = self._marks.other_marks()
         noted = os.path.lexists(self._damage_note)
-        if not alive and (dead or rebuild or noted):
+        if not alive and (dead or rebuild or noted or self._is_shared()):
             # Rebuild without a check. A check cannot find all damage, because LMDB asserts more when it writes. Reading
             # the indexes of all packs takes about as long as the check.
             for name in _FILES:
@@ -439,6 +441,11 @@ class Catalog:
         # While other processes use the catalog, keep the marks of dead processes for a later start.
         for marker in () if alive else dead:
             marker.unlink(missing_ok=True)
+
+    def _is_shared(self) -> bool:
+        """Tell whether a hard-linked copy of the store has the same files, and so would take pins here for dead."""
+        paths = [self.path / name for name in _FILES]
+        return any(path.stat().st_nlink > 1 for path in paths if path.exists())
 
     def dead_pins(self) -> dict[bytes, Owner]:
         """Return the owners of dead pins by key. A pin is dead if its process or its save has ended.

@@ -109,7 +109,7 @@ class RunLock:
             # Otherwise, a training that holds the file of a dead one to replace it looks like a leftover of that one.
             with (
                 locked(self._files.open_read, self._path.parent) as alone,
-                locked(self._files.open_lock, self._path) as free,
+                locked(self._open, self._path) as free,
             ):
                 trainer = self._trainer()
                 if alone is not None and (free is not None or takeover or _may_replace(trainer)):
@@ -121,6 +121,13 @@ class RunLock:
                 _logger.warning("run %s is in use by %s; waiting up to %g s", self._run, trainer, timeout_s)
                 is_logged = True
             time.sleep(_POLL_S)
+
+    def _open(self, path: Path) -> int:
+        # The file may belong to another user, and is only locked, not written.
+        try:
+            return self._files.open_read(path)
+        except FileNotFoundError:
+            return self._files.open_lock(path)
 
     def _replace(self) -> None:
         """Replace the file by a new, locked one. A trainer that holds the old file notices in :meth:`check`."""

@@ -17,7 +17,7 @@ from asymcheck.format.tree import Key
 from asymcheck.format.typed_value import SETS
 from asymcheck.restore.state_template import RowRef, like_mapping, merge, rows_in
 from asymcheck.state.names import did_you_mean
-from asymcheck.state.shards import Distributed
+from asymcheck.state.shards import Distributed, is_dtensor
 from asymcheck.state.typed_values import CLASSES, TypedValue, misfit, typed_value, with_class
 
 # torch has no public names for these. An object with hooks, or its own load_state_dict(), may accept differences.
@@ -218,11 +218,11 @@ def _with_classes(stored: object, current: object, instances: Callable[[], Mappi
 def parameters_of(
     current: object, state: Mapping[str, object], stored: Mapping[Key, object]
 ) -> Iterator[tuple[RowRef, torch.Tensor]]:
-    """Yield the tensors of an object's stored state, each with the current tensor of a module or the parameter."""
+    """Yield stored tensors of an object, each with the present DTensor of a module, or parameter of an optimizer."""
     if isinstance(current, torch.nn.Module):
         for name, value in state.items():
             item = stored.get(name)
-            if isinstance(value, torch.Tensor) and isinstance(item, RowRef):
+            if is_dtensor(value) and isinstance(item, RowRef):
                 yield item, value
     groups, states = stored.get("param_groups"), stored.get("state")
     if not isinstance(current, torch.optim.Optimizer) or not isinstance(groups, list) or not isinstance(states, dict):

@@ -282,7 +282,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         from asymcheck.restore.load import LoadRequest, load
 
         step = self.resources.checked(run, step, tensors)
-        device, rank = check_device(device), check_rank(rank)
+        device, rank, world_size = check_device(device), check_rank(rank), check_rank(world_size, "world_size", 1)
         wanted = LoadRequest(tensors, into, device, fall_back, rank, grows, strict, world_size)
         if into is not None:
             self.training.fence()

@@ -100,11 +100,11 @@ def check_part(part: object) -> None:
         raise InvalidInputError(f"{part!r:.200}: a save id has 32 hexadecimal digits, the same for all ranks")
 
 
-def check_rank(rank: object) -> int | None:
-    """Return a rank as an int; None stays None."""
-    number = None if rank is None else _integer(rank, 0, registry.WORLD_SIZE_MAX)
+def check_rank(rank: object, name: str = "rank", lowest: int = 0) -> int | None:
+    """Return a rank, or a number of ranks, as an int; None stays None."""
+    number = None if rank is None else _integer(rank, lowest, registry.WORLD_SIZE_MAX)
     if number is None and rank is not None:
-        raise InvalidInputError(f"rank {rank!r:.100}: give an integer from 0, or None")
+        raise InvalidInputError(f"{name} {rank!r:.100}: give an integer from {lowest}, or None")
     return number
 
 

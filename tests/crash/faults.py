@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from asymcheck.storage.local_files import Files, translated
+from asymcheck.storage.local_files import FILE_MODE, Files, translated
 from asymcheck.storage.nvme.catalog import Transaction
 
 CHANGES = (
@@ -57,7 +57,7 @@ class WatchedFiles(Files):
         """Call ``before`` for every operation. If it raises, the operation does not happen."""
         self._before = before
 
-    def open_new(self, path: Path, mode: int = 0o666) -> int:
+    def open_new(self, path: Path, mode: int = FILE_MODE) -> int:
         """Notify, then create."""
         self._before("open_new", path)
         return super().open_new(path, mode)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from asymcheck.format import layout
-from asymcheck.storage.local_files import Files
+from asymcheck.storage.local_files import FILE_MODE, Files
 from asymcheck.storage.nvme.catalog import Catalog, Populate
 from tests.crash.states import Journal, Promises, promises
 
@@ -32,7 +32,7 @@ class RecordingFiles(Files):
         """Append to ``log``."""
         self.log = log
 
-    def open_new(self, path: Path, mode: int = 0o666) -> int:
+    def open_new(self, path: Path, mode: int = FILE_MODE) -> int:
         """Create and log."""
         descriptor = super().open_new(path, mode)
         self.log.append(("create", path))

@@ -12,7 +12,7 @@ from asymcheck import events
 from asymcheck.commit.pack_builder import PackBuilder
 from asymcheck.errors import RecoveryError, StorageError
 from asymcheck.events import Event
-from asymcheck.storage.local_files import Files
+from asymcheck.storage.local_files import FILE_MODE, Files
 from asymcheck.storage.nvme import Transaction
 from asymcheck.storage.reachability import StoreReachability
 from asymcheck.store import Store
@@ -182,7 +182,7 @@ class _Creating(Files):
 
     act: Callable[[], object] | None = None
 
-    def open_new(self, path: Path, mode: int = 0o666) -> int:
+    def open_new(self, path: Path, mode: int = FILE_MODE) -> int:
         """Create, then act."""
         descriptor = super().open_new(path, mode)
         if self.act is not None and path.parent.name in ("packs", "default"):

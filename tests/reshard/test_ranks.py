@@ -108,6 +108,16 @@ def test_tensors_of_other_ranks_are_not_added_by_another_number_of_ranks(
         assert_same(restored.state, {"x": {"e3": torch.full((1,), 3.0), **more, "y": torch.ones(1)}})
 
 
+@pytest.mark.parametrize("world_size", [0, 1.5, "2", True])
+def test_invalid_number_of_ranks_is_refused(store_path: Path, world_size: object) -> None:
+    """Test that the error names the argument."""
+    with (
+        Store.open(store_path, create=True) as store,
+        pytest.raises(InvalidInputError, match=r"world_size .*: give an integer from 1, or None"),
+    ):
+        store.restore(world_size=world_size)  # type: ignore[arg-type]  # wrong on purpose
+
+
 @pytest.mark.parametrize("rank", [-1, 1.5, "0", True, 10**9])
 def test_invalid_rank_is_refused(store_path: Path, rank: object) -> None:
     """Test that the error is raised before anything is read."""

@@ -141,7 +141,7 @@ class RemoteConfig:
     pack_bytes: int = 256 * MIB
     """Approximate size at which a pack is closed: HDFS works best with few large files.
 
-    In an object store, a pack has at most 64 MiB.
+    In an object store, a pack has at most 48 MiB.
     """
     compression: Compression = "auto"
     """Lossless compression of plain partitions during a push.

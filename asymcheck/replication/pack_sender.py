@@ -43,7 +43,7 @@ from asymcheck.types import PackId, Progress, ProgressMeter
 
 _PACK_BYTES_MIN = 64 << 20
 """Packs are not made smaller than this to use more streams."""
-_OBJECT_BYTES = 64 << 20
+_OBJECT_BYTES = 48 << 20
 """Maximum size of a pack in an object store, because each upload has a whole pack in memory."""
 _PROBE_BYTES = 32 << 20
 """Bytes that are sent first to measure the speed of the location, which decides whether the rest is encoded."""
@@ -83,8 +83,9 @@ class PackSender:
 
     def send(self, frames: Sequence[Frame]) -> set[PackId]:
         """Upload frames in several packs at the same time; return the ids of the packs."""
-        # While some packs are written, as many others wait until the location completes them.
-        return self._send_groups(self._groups(frames), min(2 * self._config.uploads, len(frames)))
+        # While some packs are written, as many others wait until HDFS completes them.
+        threads = self._config.uploads * (2 if self._remote.files.renames else 1)
+        return self._send_groups(self._groups(frames), min(threads, len(frames)))
 
     def send_in_order(self, frames: Sequence[Frame]) -> set[PackId]:
         """Upload frames in packs, one after the other; return the ids of the packs."""

@@ -32,6 +32,13 @@ def test_a_mounted_file_system(action: str, number: int, kind: type[StorageError
     assert type(found) is kind
 
 
+@pytest.mark.parametrize("answer", ["connection refused", "403 Forbidden"])
+def test_a_client_without_credentials_says_so(answer: str) -> None:
+    """Test any answer of the address at which clients ask for credentials last."""
+    error = OSError(f"Error performing PUT http://169.254.169.254/latest/api/token: {answer}")
+    assert "no credentials were found" in str(refusal("read s3://bucket/x", error, is_local=False))
+
+
 def test_want_of_memory_is_no_damage() -> None:
     """Test that a lack of memory says nothing about the file."""
     assert type(refusal("read file:///x", MemoryError(), is_local=True)) is RemoteUnreachableError

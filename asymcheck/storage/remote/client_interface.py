@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Literal, Protocol
 
@@ -104,8 +105,10 @@ class ObjectStore(Client):
         """Return ``length`` bytes from ``offset``, fewer at the end of the file, and the size of the file."""
 
     @abc.abstractmethod
-    def put(self, path: str, data: bytes | bytearray) -> bool:
+    def put(self, path: str, pieces: Sequence[bytes | memoryview]) -> bool:
         """Put a whole file create-only; return False if the name is taken by a file with other bytes.
+
+        The file consists of the pieces, which are sent without a copy.
 
         Raises:
             RemoteUnreachableError: the service refused the put, but no such file exists; the caller may try again.

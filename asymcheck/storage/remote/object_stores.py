@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import PurePosixPath
 from typing import Any
@@ -100,17 +100,17 @@ class _ObstoreClient(ObjectStore):
             raise RemoteUnreachableError(f"{self._bucket}{path}: {sent}; try again")
         return data, size
 
-    def put(self, path: str, data: bytes | bytearray) -> bool:
+    def put(self, path: str, pieces: Sequence[bytes | memoryview]) -> bool:
         with self.translated():
             try:
-                self._obstore.put(self._store, _key(path), data, mode="create", use_multipart=False)
+                self._obstore.put(self._store, _key(path), pieces, mode="create", use_multipart=False)
             except self._exceptions.AlreadyExistsError:
                 pass
             else:
                 return True
             try:
                 # An earlier request may have stored the object, although its answer was lost.
-                return memoryview(self._obstore.get(self._store, _key(path)).bytes()) == memoryview(data)
+                return memoryview(self._obstore.get(self._store, _key(path)).bytes()) == b"".join(pieces)
             except FileNotFoundError:
                 # S3 answers "conflict" while another put of the name is in progress, which may fail.
                 pass

@@ -307,14 +307,15 @@ class RemoteFiles:
                     count = self.write(temporary, pieces, written)
                 check(temporary, count)
                 return self.publish(temporary, path)
-            with content(path) as (pieces, _):
-                data = bytearray().join(pieces)
+            with content(path) as (made, _):
+                pieces = list(made)
+                count = sum(len(piece) for piece in pieces)
                 # A large object may take longer than other operations.
-                seconds = self.config.deadline_s + len(data) / _SLOW_BYTES_PER_S
-                with self.pace.writing.measure(len(data)):
-                    is_new = self._do("put", path, partial(self._objects.put, str(path), data), seconds)
+                seconds = self.config.deadline_s + count / _SLOW_BYTES_PER_S
+                with self.pace.writing.measure(count):
+                    is_new = self._do("put", path, partial(self._objects.put, str(path), pieces), seconds)
             if is_new and self.config.read_back:
-                check(path, len(data))
+                check(path, count)
             return is_new
 
         return self._attempt(path, upload)
@@ -376,14 +377,14 @@ def refusal(action: str, error: Exception, *, is_local: bool) -> StorageError:
         advice = "; HDFS is in safe mode: try again after safe mode has ended"
     elif number in (errno.ENOSPC, errno.EDQUOT) or says(*_FULL):
         kind, advice = OutOfSpaceError, "; free space or raise the quota there, or delete checkpoints and run gc there"
+    elif says(*_NO_CREDENTIALS):
+        advice = "; no credentials were found: set the environment variables of the provider"
     elif number in (errno.EACCES, errno.EPERM, errno.EROFS) or says(*_DENIED):
         if action.startswith(_READS):
             # Without permission to read, the content of the location is unknown.
             advice = "; this user has no permission to read it"
         else:
             kind, advice = ReadOnlyStoreError, "; this user has no permission to do this"
-    elif says(*_NO_CREDENTIALS):
-        advice = "; no credentials were found: set the environment variables of the provider"
     elif number in (errno.EMFILE, errno.ENFILE):
         kind, advice = TooManyFilesError, "; raise the limit of open files (ulimit -n)"
     elif number == errno.ENOTDIR:

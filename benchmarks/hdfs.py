@@ -18,20 +18,18 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from asymcheck import Push, RemoteConfig, Store, StoreConfig
+from asymcheck import RemoteConfig, Store, StoreConfig
 from asymcheck.executor import stand_back
 from asymcheck.format import layout
-from asymcheck.replication.background_push import BackgroundPush
 from benchmarks import environment, states, training
+from benchmarks.beside_training import PUSH, PUT_FROM_MEMORY, Location, TrainingSlowdown
 from benchmarks.coldness import make_cold
 from benchmarks.report import Report, Row, row
 from tools.local_hdfs import LocalHdfs
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
     # If the client is not installed, the run reports it.
     from benchmarks.hdfs_raw import RawClient
 
-PUSH, PUT, PUT_FROM_MEMORY = "asymcheck push", "raw put", "raw put from memory"
+PUT = "raw put"
 RESTORE, GET, GET_BY_PACKETS = "asymcheck load into", "raw get", "raw get by packets"
 _QUOTIENTS = (
     (PUSH, PUT, "push/raw_put"),
@@ -49,7 +47,6 @@ _QUOTIENTS = (
     (RESTORE, GET_BY_PACKETS, "restore/raw_get_by_packets"),
 )
 TORCH, DCP = "torch.save + put", "torch DCP through fsspec"
-_PLAIN = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +90,7 @@ def run(
                 one = _Throughput(Path(scratch) / "store", cluster.url, state, replicas)
                 times = one.measure(shape.rounds)
                 if replicas == shape.replicas[0]:
-                    rows, more = _TrainingSlowdown(Path(scratch) / "trained", cluster, shape).measure()
+                    rows, more = _trained(Path(scratch) / "trained", cluster, shape)
                     results += rows
                     ratios |= more
             shutil.rmtree(Path(scratch) / f"hdfs-{replicas}")
@@ -136,15 +133,13 @@ class _Throughput:
     """Push and read one state repeatedly, alternating with the raw client."""
 
     def __init__(self, where: Path, url: str, state: dict[str, object], replicas: int) -> None:
-        from benchmarks.hdfs_raw import RawClient  # noqa: PLC0415 - where the client is not installed the run says so
-
         self._remote = RemoteConfig(options={"dfs.replication": str(replicas)})
         self._config = StoreConfig(compression="off", remote=self._remote)
         self._where, self._url, self._state = where, url, state
         self._into = states.empty_like(state)
         self.gigabytes = sum(tensor.nbytes for tensor in states.tensors_of(state)) / 1e9
-        self._raw = RawClient(url, self._remote.uploads, self._remote.piece_bytes)
-        self._reader = RawClient(url, self._remote.reads, self._remote.piece_bytes)
+        self._raw = _raw_client(url, self._remote.uploads, self._remote.piece_bytes)
+        self._reader = _raw_client(url, self._remote.reads, self._remote.piece_bytes)
         self._data = os.urandom(self._remote.pack_bytes + (16 << 20))
 
     def measure(self, rounds: int) -> dict[str, list[float]]:
@@ -211,149 +206,55 @@ class _Throughput:
         return paths
 
 
-@dataclasses.dataclass(frozen=True)
-class _Slowed:
-    """Slowdown of iterations during other work, relative to the iterations before and after it."""
-
-    with_servers: float
-    corrected: float
-    """The slowdown without the processor time of the servers."""
-    iteration_s: float
-
-
-class _TrainingSlowdown:
-    """Measure the disk usage of checkpoints of a real training on HDFS, and the slowdown by pushing them.
-
-    For comparison, measure the slowdown while the client puts the same number of bytes from memory, on threads of
-    equally low priority. This is the minimum cost of sending the bytes.
-    """
-
-    def __init__(self, where: Path, cluster: LocalHdfs, shape: Shape) -> None:
-        from benchmarks.hdfs_raw import RawClient  # noqa: PLC0415 - as above
-
-        self._where, self._cluster, self._shape = where, cluster, shape
-        self._raw = RawClient(cluster.url, 1, 16 << 20)
-        self._run = training.VARIANTS["mixed"](training.pretrained(shape.trained))
-        self._alone: list[float] = []
-
-    def measure(self) -> tuple[list[Row], dict[str, float]]:
-        """Save checkpoints, push each during the training, then put the same number of bytes, and measure."""
-        count, ours = self._shape.checkpoints, list[_Slowed]()
-        raw, sizes = list[_Slowed](), list[int]()
-        url = f"{self._cluster.url}/trained"
-        with (
-            Store.open(self._where, create=True) as store,
-            store.training.push_in_background(Push(url, close_s=None)) as pushing,
-        ):
-            self._run.train(_PLAIN)
-            self._plain(_PLAIN)
-            for number in range(count):
-                self._run.train(1)
-                store.save(self._run.state(), step=number)
-                # Notify the thread as a Checkpointer does, instead of waiting for its next poll.
-                pushing.refresh()
-                ours.append(self._slowdown(partial(_is_pushed, pushing, number + 1)))
-                new = self._raw.sizes("/trained/packs")
-                with _Putting(self._cluster.url, f"/raw-{number}", _without(new, sizes)) as putting:
-                    raw.append(self._slowdown(putting.has_ended))
-                sizes = new
-        sizes, peers = self._raw.sizes("/trained"), self._peers()
-        # Skip the first push and put, which include the setup.
-        ours, raw = ours[1:], raw[1:]
-        results = [
-            row("no push", "iteration", "ms", [one * 1e3 for one in self._alone]),
-            row(PUSH, "iteration beside it", "ms", [one.iteration_s * 1e3 for one in ours]),
-            row(PUSH, "slowdown", "x", [one.corrected for one in ours]),
-            row(PUSH, "slowdown with the servers", "x", [one.with_servers for one in ours]),
-            row(PUT_FROM_MEMORY, "slowdown", "x", [one.corrected for one in raw]),
-            row(PUT_FROM_MEMORY, "slowdown with the servers", "x", [one.with_servers for one in raw]),
-        ]
-        ratios = {
-            "slowdown_while_pushing": statistics.median(one.corrected for one in ours),
-            "slowdown_with_servers": statistics.median(one.with_servers for one in ours),
-            "slowdown_beside_raw_put": statistics.median(one.corrected for one in raw),
-        }
-        for name, file_sizes in {PUSH: sizes, **peers}.items():
-            results.append(row(name, f"{count} checkpoints there", "MB", [sum(file_sizes) / 1e6]))
-            results.append(row(name, f"files of {count} checkpoints", "x", [len(file_sizes)]))
-        for label, name in (("torch_save_put", TORCH), ("dcp_fsspec", DCP)):
-            ratios[f"bytes/{label}"] = sum(sizes) / sum(peers[name])
-            ratios[f"files/{label}"] = len(sizes) / len(peers[name])
-        return results, ratios
-
-    def _peers(self) -> dict[str, list[int]]:
-        """Return the bytes of each file of as many checkpoints of other libraries; only one is written."""
-        from benchmarks import hdfs_fsspec  # noqa: PLC0415 - as above
-
-        file = io.BytesIO()
-        torch.save(self._run.state(), file)
-        self._raw.put_file("/torch/one.pt", file.getvalue())
-        hdfs_fsspec.save(self._run.state(), f"{self._cluster.url}/dcp")
-        folders = {TORCH: "/torch", DCP: "/dcp"}
-        return {name: self._raw.sizes(folder) * self._shape.checkpoints for name, folder in folders.items()}
-
-    def _slowdown(self, has_ended: Callable[[], bool]) -> _Slowed:
-        """Train until some work has ended, and for as long without it."""
-        count, servers = 0, self._cluster.processor_s()
-        began = time.perf_counter()
-        while not has_ended() or not count:
-            self._run.train(1)
-            count += 1
-        took = time.perf_counter() - began
-        # Real servers run on other machines, so their processor time, divided by the number of processors, is
-        # subtracted.
-        without = max(took - (self._cluster.processor_s() - servers) / (os.cpu_count() or 1), 0.0)
-        before = self._alone[-1]
-        alone = statistics.mean((before, self._plain(max(count, _PLAIN)))) * count
-        return _Slowed(took / alone, without / alone, took / count)
-
-    def _plain(self, count: int) -> float:
-        """Return the seconds of an iteration without other work."""
-        began = time.perf_counter()
-        self._run.train(count)
-        self._alone.append((time.perf_counter() - began) / count)
-        return self._alone[-1]
+def _trained(where: Path, cluster: LocalHdfs, shape: Shape) -> tuple[list[Row], dict[str, float]]:
+    """Measure the slowdown of a training by pushes, and the disk usage of its checkpoints on HDFS."""
+    raw, count = _raw_client(cluster.url, 1, 16 << 20), shape.checkpoints
+    location = Location(
+        f"{cluster.url}/trained",
+        lambda: raw.sizes("/trained/packs"),
+        lambda number, sizes: _putting(cluster.url, f"/raw-{number}", sizes),
+        cluster.processor_s,
+    )
+    slowdown = TrainingSlowdown(where, location, shape.trained)
+    results, ratios = slowdown.measure(count)
+    sizes, peers = raw.sizes("/trained"), _peers(raw, cluster.url, slowdown.state(), count)
+    for name, file_sizes in {PUSH: sizes, **peers}.items():
+        results.append(row(name, f"{count} checkpoints there", "MB", [sum(file_sizes) / 1e6]))
+        results.append(row(name, f"files of {count} checkpoints", "x", [len(file_sizes)]))
+    for label, name in (("torch_save_put", TORCH), ("dcp_fsspec", DCP)):
+        ratios[f"bytes/{label}"] = sum(sizes) / sum(peers[name])
+        ratios[f"files/{label}"] = len(sizes) / len(peers[name])
+    return results, ratios
 
 
-class _Putting:
-    """Put bytes on a thread. Use it in a ``with`` block, which ends when all bytes are at the location."""
+def _peers(raw: RawClient, url: str, state: training.State, count: int) -> dict[str, list[int]]:
+    """Return the bytes of each file of ``count`` checkpoints of other libraries; only one is written."""
+    from benchmarks import hdfs_fsspec  # noqa: PLC0415 - where the client is not installed the run says so
 
-    def __init__(self, url: str, folder: str, sizes: Sequence[int]) -> None:
-        self._url, self._folder, self._sizes = url, folder, sizes
-        self._data = bytes(max(sizes))
-        self._thread = ThreadPoolExecutor(1, initializer=stand_back)
+    file = io.BytesIO()
+    torch.save(state, file)
+    raw.put_file("/torch/one.pt", file.getvalue())
+    hdfs_fsspec.save(state, f"{url}/dcp")
+    return {name: raw.sizes(folder) * count for name, folder in {TORCH: "/torch", DCP: "/dcp"}.items()}
+
+
+def _raw_client(url: str, streams: int, piece_bytes: int) -> RawClient:
+    from benchmarks.hdfs_raw import RawClient  # noqa: PLC0415 - as above
+
+    return RawClient(url, streams, piece_bytes)
+
+
+@contextlib.contextmanager
+def _putting(url: str, folder: str, sizes: Sequence[int]) -> Iterator[Callable[[], bool]]:
+    """Put bytes on a thread of low priority, until the end of the block; return whether it has ended."""
+    remote, data = RemoteConfig(), bytes(max(sizes))
+    with ThreadPoolExecutor(1, initializer=stand_back) as thread:
         # The client's threads inherit the low priority of the thread that creates them.
-        self._raw = self._thread.submit(self._connected).result()
-
-    def _connected(self) -> RawClient:
-        from benchmarks.hdfs_raw import RawClient  # noqa: PLC0415 - as above
-
-        remote = RemoteConfig()
-        return RawClient(self._url, remote.uploads, remote.piece_bytes)
-
-    def has_ended(self) -> bool:
-        """Whether all bytes are at the location."""
-        return self._put.done()
-
-    def __enter__(self) -> _Putting:
-        self._put = self._thread.submit(self._raw.put_from_memory, self._folder, self._data, self._sizes)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._put.result()
-        self._raw.remove(self._folder)
-        self._thread.shutdown()
-
-
-def _is_pushed(pushing: BackgroundPush, count: int) -> bool:
-    now = pushing.statistics()
-    if now.problem:
-        raise RuntimeError(now.problem)
-    return now.pushed >= count
-
-
-def _without(sizes: Sequence[int], some: Sequence[int]) -> list[int]:
-    return list((Counter(sizes) - Counter(some)).elements())
+        raw = thread.submit(_raw_client, url, remote.uploads, remote.piece_bytes).result()
+        put = thread.submit(raw.put_from_memory, folder, data, sizes)
+        yield put.done
+        put.result()
+        raw.remove(folder)
 
 
 def _timed(call: Callable[[], object]) -> float:

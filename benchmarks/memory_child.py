@@ -1,5 +1,7 @@
 """Run one operation in a watched process: ``python -m benchmarks.memory_child OPERATION STORE STATE``.
 
+STORE is a path or a location. STATE is a file with the state, or for a push its location.
+
 Prepare, print the current memory, wait for a line, run the operation, report its end, and keep the results until the
 parent process has read the memory a last time.
 """
@@ -20,11 +22,11 @@ from benchmarks import states
 from benchmarks.resident import status_of
 
 
-def main(operation: str, store: Path, state_file: Path) -> None:
+def main(operation: str, store: str, state_file: str) -> None:
     """Run one operation on ``store``; ``state_file`` contains the state."""
     # Import all modules and create all pools first, so that only the memory of the state is measured.
     with (
-        tempfile.TemporaryDirectory(dir=store.parent) as scratch,
+        tempfile.TemporaryDirectory(dir=None if "://" in store else Path(store).parent) as scratch,
         asymcheck.Store.open(Path(scratch) / "warm", create=True) as warm,
     ):
         warm.save({"weights": torch.zeros(1)}, step=1)
@@ -40,12 +42,12 @@ def main(operation: str, store: Path, state_file: Path) -> None:
     del result
 
 
-def _state(state_file: Path) -> object:
+def _state(state_file: str) -> object:
     # Read the file instead of mapping it, so that the state is in private memory, as in a training.
     return torch.load(state_file, weights_only=True)
 
 
-def _save(store: Path, state_file: Path) -> Callable[[], object]:
+def _save(store: str, state_file: str) -> Callable[[], object]:
     state = _state(state_file)
 
     def work() -> object:
@@ -55,7 +57,7 @@ def _save(store: Path, state_file: Path) -> Callable[[], object]:
     return work
 
 
-def _load(store: Path, _state_file: Path) -> Callable[[], object]:
+def _load(store: str, _state_file: str) -> Callable[[], object]:
     def work() -> object:
         with asymcheck.Store.open(store, read_only=True) as opened:
             return opened.load()
@@ -63,7 +65,7 @@ def _load(store: Path, _state_file: Path) -> Callable[[], object]:
     return work
 
 
-def _load_into(store: Path, state_file: Path) -> Callable[[], object]:
+def _load_into(store: str, state_file: str) -> Callable[[], object]:
     state = states.empty_like(_state(state_file))
 
     def work() -> object:
@@ -73,7 +75,15 @@ def _load_into(store: Path, state_file: Path) -> Callable[[], object]:
     return work
 
 
-OPERATIONS = {"save": _save, "load": _load, "load-into": _load_into}
+def _push(store: str, location: str) -> Callable[[], object]:
+    def work() -> object:
+        with asymcheck.Store.open(store) as opened:
+            return opened.push(location)
+
+    return work
+
+
+OPERATIONS = {"save": _save, "load": _load, "load-into": _load_into, "push": _push}
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    main(*sys.argv[1:4])

@@ -1,34 +1,41 @@
-"""``objects``: push to and restore from an S3 server on this machine, compared with put and get of the client.
+"""``objects``: push to and restore from an S3 server on this machine, compared with the client and other libraries.
 
 The server is SeaweedFS (``tools.local_objects``), which shares the drive and the processors with the clients. Absolute
 throughput says little, and ratios of one run say more. The client, obstore, puts objects of the same sizes as the packs
 of the push from memory, with the same number of streams, and gets them in ranges of the same size. It checks and
-commits nothing. A push reads the store from the drive, checks every byte, and commits.
+commits nothing. A push reads the store from the drive, checks every byte, and commits. Other libraries save the state
+from memory (``benchmarks.objects_peers``); those that are not installed are left out.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import multiprocessing
 import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote
 
+import torch
+
 from asymcheck import Checkpointer, Push, RemoteConfig, Store, StoreConfig
+from asymcheck.executor import stand_back
 from asymcheck.format import layout
-from benchmarks import environment, states
+from benchmarks import environment, objects_peers, resident, states, training
+from benchmarks.beside_training import PUSH, Location, TrainingSlowdown
 from benchmarks.coldness import make_cold
-from benchmarks.report import Report, Row, row
+from benchmarks.report import Report, Row, best, rotated, row
 from tools.local_objects import BUCKET, LocalObjects, Proxy, program, variables
 
-PUSH, PUT, RESTORE, GET = "asymcheck push", "raw put", "asymcheck load into", "raw get"
+PUT, RESTORE, GET = "raw put", "asymcheck load into", "raw get"
+_SAVE, _LOAD = "save", "load"
 _BEST_BYTES = 64 << 20
 """Size of a large object."""
 _REQUESTS = 4
@@ -36,11 +43,17 @@ _REQUESTS = 4
 
 
 def run(
-    folder: Path | None, *, quick: bool, layers: int | None = None, state: dict[str, object] | None = None
+    folder: Path | None,
+    *,
+    quick: bool,
+    layers: int | None = None,
+    state: dict[str, object] | None = None,
+    trained: training.Shape | None = None,
 ) -> Report:
     """Measure in a temporary folder inside ``folder``, which also stores the data of the server.
 
     ``layers`` is the number of layers of the GPT-2, whose state with AdamW is pushed; ``state`` replaces it.
+    ``trained`` is the shape of the model of the training that is slowed.
 
     Raises:
         SystemExit: SeaweedFS or obstore is not installed.
@@ -51,26 +64,49 @@ def run(
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         with LocalObjects(Path(scratch) / "server") as server, _use(server.endpoint):
             measured = _Throughput(Path(scratch) / "store", server.endpoint, state)
-            times = measured.measure(2 if quick else 5)
+            times = measured.measure(2 if quick else 4)
             in_training, alone = measured.requests(server.endpoint)
+            results = [
+                _throughput(name, [measured.gigabytes / value for value in values]) for name, values in times.items()
+            ]
+            memory = measured.memory()
+            location = _location(server)
+            shape = trained or (training.QUICK if quick else training.FULL)
+            rows, ratios = TrainingSlowdown(Path(scratch) / "trained", location, shape).measure(6 if quick else 20)
         described = environment.describe(Path(scratch))
     described["state"] = states.describe(state)
     described["store"] = "SeaweedFS on this machine; server and clients share its processors and its drive"
-    results: list[Row] = [
-        row(name, "throughput", "GB/s", [measured.gigabytes / value for value in values])
-        for name, values in times.items()
+    results += [
+        *(row(name, "peak memory", "MB", [peak / 1e6]) for name, peak in memory.items()),
+        row(PUSH, "requests of a checkpoint in a training", "x", [in_training]),
+        row(PUSH, "requests of a push by a new program", "x", [alone]),
+        *rows,
     ]
-    results.append(row(PUSH, "requests of a checkpoint in a training", "x", [in_training]))
-    results.append(row(PUSH, "requests of a push by a new program", "x", [alone]))
-    ratios = {
-        label: statistics.median(raw_s / ours_s for raw_s, ours_s in zip(times[raw], times[ours], strict=True))
-        for ours, raw, label in ((PUSH, PUT, "push/raw_put"), (RESTORE, GET, "restore/raw_get"))
-    }
     bound = _REQUESTS + measured.gigabytes * 1e9 / _BEST_BYTES
-    return Report("objects", described, results, ratios | {"requests_per_checkpoint/bound": in_training / bound})
+    ratios |= {"requests_per_checkpoint/bound": in_training / bound}
+    ratios |= {"push_memory_mib": memory[PUSH] / (1 << 20), "restore_memory_mib": memory[RESTORE] / (1 << 20)}
+    return Report("objects", described, results, _quotients(times) | ratios)
 
 
-@contextmanager
+def _throughput(name: str, values: Sequence[float]) -> Row:
+    is_save = name in (PUSH, PUT) or name.endswith(f", {_SAVE}")
+    return row(name.rpartition(", ")[0] or name, f"throughput of {'saves' if is_save else 'loads'}", "GB/s", values)
+
+
+def _quotients(times: dict[str, list[float]]) -> dict[str, float]:
+    """Return the throughput relative to the client and to the fastest other library."""
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    pairs = [(PUSH, PUT, "push/raw_put"), (RESTORE, GET, "restore/raw_get")]
+    for ours, ending, label in ((PUSH, _SAVE, "push/best_peer"), (RESTORE, _LOAD, "restore/best_peer")):
+        peers = [name for name in times if name.endswith(f", {ending}")]
+        pairs += [(ours, best(medians, peers), label)] if peers else []
+    return {
+        label: statistics.median(theirs_s / ours_s for theirs_s, ours_s in zip(times[theirs], times[ours], strict=True))
+        for ours, theirs, label in pairs
+    }
+
+
+@contextlib.contextmanager
 def _use(endpoint: str) -> Iterator[None]:
     """Set the environment variables of clients, and reset them at the end."""
     new = variables(endpoint)
@@ -86,30 +122,75 @@ def _use(endpoint: str) -> Iterator[None]:
                 os.environ[name] = value
 
 
-class _Throughput:
-    """Push and read one state repeatedly, alternating with the raw client."""
+class _Raw:
+    """The client, obstore, with as many streams and the same piece size as a push or a restore."""
 
-    def __init__(self, where: Path, endpoint: str, state: dict[str, object]) -> None:
+    def __init__(self, endpoint: str) -> None:
+        """Use the server at ``endpoint``."""
         self._obstore: Any = importlib.import_module("obstore")
         stores: Any = importlib.import_module("obstore.store")
-        self._raw = stores.S3Store(BUCKET, endpoint=endpoint, client_options={"allow_http": True, "timeout": "120s"})
+        self._store = stores.S3Store(BUCKET, endpoint=endpoint, client_options={"allow_http": True, "timeout": "120s"})
         self._remote = RemoteConfig()
-        self._config = StoreConfig(compression="off", remote=self._remote)
+
+    def sizes(self, prefix: str) -> list[int]:
+        """Return the bytes of each object whose name begins with ``prefix``."""
+        return [one["size"] for one in self._obstore.list(self._store, prefix).collect()]
+
+    def put(self, prefix: str, sizes: Sequence[int]) -> float:
+        """Put objects of these sizes from memory; return the seconds."""
+        data = memoryview(os.urandom(max(sizes)))
+
+        def put(index: int) -> None:
+            self._obstore.put(self._store, f"{prefix}/{index}", data[: sizes[index]], use_multipart=False)
+
+        return self._threaded(put, range(len(sizes)), self._remote.uploads)
+
+    def get(self, prefix: str, sizes: Sequence[int]) -> float:
+        """Get the objects of :meth:`put` in ranges, and discard the bytes; return the seconds."""
+        step = self._remote.piece_bytes
+        ranges = [(index, start) for index, size in enumerate(sizes) for start in range(0, size, step)]
+
+        def get(one: tuple[int, int]) -> None:
+            index, start = one
+            options = {"range": (start, min(start + step, sizes[index]))}
+            for _ in self._obstore.get(self._store, f"{prefix}/{index}", options=options).stream():
+                pass
+
+        return self._threaded(get, ranges, self._remote.reads)
+
+    def remove(self, prefix: str) -> None:
+        """Delete the objects whose name begins with ``prefix``."""
+        self._obstore.delete(
+            self._store, [one["path"] for one in self._obstore.list(self._store, f"{prefix}/").collect()]
+        )
+
+    def _threaded(self, call: Callable[[Any], None], items: Sequence[object], threads: int) -> float:
+        with ThreadPoolExecutor(threads) as pool:
+            return _timed(lambda: list(pool.map(call, items)))
+
+
+class _Throughput:
+    """Push and read one state repeatedly, alternating with the client and other libraries."""
+
+    def __init__(self, where: Path, endpoint: str, state: dict[str, object]) -> None:
+        self._raw = _Raw(endpoint)
+        self._config = StoreConfig(compression="off")
         self._where, self._state = where, state
-        self._into = states.empty_like(state)
+        self._into = cast("dict[str, object]", states.empty_like(state))
+        self._peers = objects_peers.available(endpoint, os.environ["AWS_REGION"])
         self.gigabytes = sum(tensor.nbytes for tensor in states.tensors_of(state)) / 1e9
 
     def measure(self, rounds: int) -> dict[str, list[float]]:
         """Return the seconds of each, by round, after one warm-up round.
 
         Raises:
-            RuntimeError: the restored state differs from the saved state.
+            RuntimeError: a restored state differs from the saved state.
         """
-        times: dict[str, list[float]] = {name: [] for name in (PUSH, PUT, RESTORE, GET)}
+        times: dict[str, list[float]] = {}
         for number in range(rounds + 1):
             for name, value in self._round(number).items():
                 if number:
-                    times[name].append(value)
+                    times.setdefault(name, []).append(value)
         return times
 
     def _save(self) -> Store:
@@ -122,35 +203,49 @@ class _Throughput:
         return store
 
     def _round(self, number: int) -> dict[str, float]:
-        """Save an entirely new state, push it, put the same number of bytes, and read both."""
-        place = f"s3://{BUCKET}/ours-{number}"
-        with self._save() as store:
-            took = {PUSH: _timed(lambda: store.push(place))}
-        packs = self._obstore.list(self._raw, f"ours-{number}/packs/").collect()
-        sizes = [pack["size"] for pack in packs]
-        data = memoryview(os.urandom(max(sizes)))
-
-        def put(index: int) -> None:
-            self._obstore.put(self._raw, f"raw-{number}/{index}", data[: sizes[index]], use_multipart=False)
-
-        took[PUT] = self._threaded(put, list(range(len(sizes))), self._remote.uploads)
-        with Store.open(place, config=self._config) as remote:
-            took[RESTORE] = _timed(lambda: remote.load(into=self._into))
-        step = self._remote.piece_bytes
-        ranges = [(index, start) for index, size in enumerate(sizes) for start in range(0, size, step)]
-
-        def get(one: tuple[int, int]) -> None:
-            index, start = one
-            options = {"range": (start, min(start + step, sizes[index]))}
-            for _ in self._obstore.get(self._raw, f"raw-{number}/{index}", options=options).stream():
-                pass
-
-        took[GET] = self._threaded(get, ranges, self._remote.reads)
-        if differing := states.differing(self._state, states.named_tensors(self._into)):
-            raise RuntimeError(f"restored {len(differing)} tensors that differ from the saved ones")
-        for name in (f"ours-{number}/", f"raw-{number}/"):
-            self._obstore.delete(self._raw, [one["path"] for one in self._obstore.list(self._raw, name).collect()])
+        """Save an entirely new state, send it by each way, put the same number of bytes, and read all."""
+        self._save().close()
+        took: dict[str, float] = {}
+        for name in rotated([PUSH, *self._peers], number):
+            took |= self._ours(number) if name == PUSH else self._peer(name, number)
         return took
+
+    def _ours(self, number: int) -> dict[str, float]:
+        """Push and restore, then put and get the same number of bytes by the client."""
+        place, raw = f"ours-{number}", f"raw-{number}"
+        with Store.open(self._where, config=self._config) as store:
+            took = {PUSH: _timed(lambda: store.push(f"s3://{BUCKET}/{place}"))}
+        sizes = self._raw.sizes(f"{place}/packs/")
+        took[PUT] = self._raw.put(raw, sizes)
+        with Store.open(f"s3://{BUCKET}/{place}", config=self._config) as remote:
+            took[RESTORE] = _timed(lambda: remote.load(into=self._into))
+        took[GET] = self._raw.get(raw, sizes)
+        objects_peers.check("asymcheck", self._state, self._into)
+        for prefix in (place, raw):
+            self._raw.remove(prefix)
+        return took
+
+    def _peer(self, name: str, number: int) -> dict[str, float]:
+        """Save and load by another library."""
+        peer, place = self._peers[name], f"peer-{number}"
+        url = f"s3://{BUCKET}/{place}"
+        _fill(self._into)
+        took = {f"{name}, {_SAVE}": _timed(lambda: peer.save(self._state, url))}
+        loaded: list[dict[str, object]] = []
+        took[f"{name}, {_LOAD}"] = _timed(lambda: loaded.append(peer.load(self._into, url)))
+        objects_peers.check(name, self._state, loaded[0])
+        self._raw.remove(place)
+        return took
+
+    def memory(self) -> dict[str, int]:
+        """Return the peak memory [B] of a push, and of a load into existing tensors, each in a new process."""
+        url, file = f"s3://{BUCKET}/memory", self._where.with_name("state.pt")
+        self._save().close()
+        torch.save(self._state, file)
+        operations = ((PUSH, ["push", self._where, url]), (RESTORE, ["load-into", url, file]))
+        peaks = {name: resident.of_operation(arguments).resident for name, arguments in operations}
+        self._raw.remove("memory")
+        return peaks
 
     def requests(self, endpoint: str) -> tuple[int, int]:
         """Return the requests of a training for its third checkpoint, and those of a push by a new program."""
@@ -171,9 +266,32 @@ class _Throughput:
             store.push(place, 5)
             return in_training, len(proxy.requests) - began
 
-    def _threaded(self, call: Callable[[Any], None], items: list[Any], threads: int) -> float:
-        with ThreadPoolExecutor(threads) as pool:
-            return _timed(lambda: list(pool.map(call, items)))
+
+def _fill(state: object) -> None:
+    for tensor in states.tensors_of(state):
+        tensor.zero_()
+
+
+def _location(server: LocalObjects) -> Location:
+    """Return the location of the training that is slowed."""
+    raw = _Raw(server.endpoint)
+
+    @contextlib.contextmanager
+    def put(number: int, sizes: Sequence[int]) -> Iterator[Callable[[], bool]]:
+        # In a process of low priority, like the push.
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context, initializer=stand_back) as process:
+            process.submit(_put, server.endpoint, f"warm-{number}", [1]).result()
+            putting = process.submit(_put, server.endpoint, f"raw-{number}", sizes)
+            yield putting.done
+            putting.result()
+        raw.remove(f"raw-{number}")
+
+    return Location(f"s3://{BUCKET}/trained", lambda: raw.sizes("trained/packs/"), put, server.processor_s)
+
+
+def _put(endpoint: str, prefix: str, sizes: Sequence[int]) -> None:
+    _Raw(endpoint).put(prefix, sizes)
 
 
 def _timed(call: Callable[[], object]) -> float:

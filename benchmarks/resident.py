@@ -13,11 +13,6 @@ from pathlib import Path
 
 SAMPLE_S = 0.003
 BEGIN = b"begin\n"
-# Child processes must find these modules in any working directory.
-_ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +71,7 @@ def status_of(pid: int) -> dict[str, int]:
 def of_operation(arguments: Sequence[object]) -> Peak:
     """Run ``benchmarks.memory_child`` with ``arguments`` in a separate process; return the memory of its operation."""
     command = [sys.executable, "-m", "benchmarks.memory_child", *map(str, arguments)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_ENVIRONMENT) as child:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environment()) as child:
         if child.stdin is None or child.stdout is None:
             raise RuntimeError("no pipes to the child")
         # The child is prepared and has reset its peak, so its current memory is the baseline.
@@ -101,7 +96,7 @@ def of_command(command: Sequence[object]) -> Peak:
 
 def _command_peak(arguments: Sequence[object]) -> Peak:
     command = [sys.executable, "-m", "asymcheck", *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=_ENVIRONMENT) as child:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=_environment()) as child:
         sampler = Sampler(child.pid)
         sampler.start()
         child.wait()
@@ -109,3 +104,9 @@ def _command_peak(arguments: Sequence[object]) -> Peak:
     if child.returncode:
         raise RuntimeError(f"{' '.join(command)} failed with status {child.returncode}")
     return Peak(sampler.resident, sampler.private)
+
+
+def _environment() -> dict[str, str]:
+    """Return variables with which a child process finds these modules in any working directory."""
+    paths = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -100,7 +100,7 @@ class LocalObjects:
                     *(weed, "-logtostderr=true", "server", f"-dir={self._folder / 'data'}", "-filer", "-s3", *ports),
                     *("-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
                     *([f"-s3.config={self._folder / 'users.json'}"] if self._has_users else []),
-                    *("-master.volumeSizeLimitMB=256", "-volume.max=100", "-master.telemetry=false"),
+                    *("-master.volumeSizeLimitMB=256", "-volume.max=300", "-master.telemetry=false"),
                     # These interfaces have fixed ports, which another server may use.
                     *("-s3.port.iceberg=0", "-s3.port.lance=0"),
                 ],
@@ -127,6 +127,14 @@ class LocalObjects:
             if status not in known or b'"error"' in text:
                 return False
         return True
+
+    def processor_s(self) -> float:
+        """Return the processor time in seconds that the server has used."""
+        if self._server is None:
+            raise RuntimeError("the server is not running")
+        # The process name may contain any character. State and ten numbers follow it, then user and system time.
+        fields = Path(f"/proc/{self._server.pid}/stat").read_text("utf-8").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def kill(self) -> None:
         """End the server with SIGKILL."""

@@ -72,7 +72,7 @@ def run(
             memory = measured.memory()
             location = _location(server)
             shape = trained or (training.QUICK if quick else training.FULL)
-            rows, ratios = TrainingSlowdown(Path(scratch) / "trained", location, shape).measure(6 if quick else 20)
+            rows, ratios = TrainingSlowdown(Path(scratch) / "trained", location, shape).measure(3 if quick else 20)
         described = environment.describe(Path(scratch))
     described["state"] = states.describe(state)
     described["store"] = "SeaweedFS on this machine; server and clients share its processors and its drive"

@@ -82,7 +82,7 @@ RUNS: dict[str, Callable[[Path], Report]] = {
     "codec": lambda folder: codec.run(folder, quick=True, shape=TINY),
     "bytes": lambda folder: bytes_workload.run(folder, quick=True, shape=TINY, count=2),
     "ranks": lambda folder: ranks.run(folder, quick=True, shape=ranks.Shape((2, 4), 4, 8, (1, 2), 1 << 20, 2)),
-    "objects": lambda folder: objects.run(folder, quick=True, state=states.small()),
+    "objects": lambda folder: objects.run(folder, quick=True, state=states.small(), trained=TINY),
     "merge": lambda folder: merge.run(folder, quick=True, layers=0),
     "reshard": lambda folder: reshard.run(folder, quick=True, layers=0),
     "dedupe": lambda folder: dedupe.run(folder, quick=True, shape=dedupe.Shape((1, 64), 2, (1, 64), 1)),

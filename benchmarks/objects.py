@@ -217,6 +217,7 @@ class _Throughput:
             took = {PUSH: _timed(lambda: store.push(f"s3://{BUCKET}/{place}"))}
         sizes = self._raw.sizes(f"{place}/packs/")
         took[PUT] = self._raw.put(raw, sizes)
+        _fill(self._into)
         with Store.open(f"s3://{BUCKET}/{place}", config=self._config) as remote:
             took[RESTORE] = _timed(lambda: remote.load(into=self._into))
         took[GET] = self._raw.get(raw, sizes)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import base64
 import dataclasses
 import threading
+import time
 import traceback
+import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -19,7 +21,7 @@ import torch
 from pyarrow.fs import S3FileSystem
 
 from asymcheck import Checkpointer, Push, Store
-from asymcheck.errors import InvalidInputError, ReadOnlyStoreError, StorageError
+from asymcheck.errors import InvalidInputError, ReadOnlyStoreError, RemoteUnreachableError, StorageError
 from asymcheck.storage.remote.location import parse_location
 from asymcheck.storage.remote.object_stores import _ObstoreClient
 from asymcheck.storage.remote.remote_files import RemoteFiles
@@ -278,6 +280,80 @@ def test_a_bucket_that_does_not_exist_or_is_not_writable_is_named(
         text = "".join(traceback.format_exception(error.value))
         assert "password" not in text
         assert guessed not in text
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "advice"),
+    [(400, "ExpiredToken", "renew the credentials"), (403, "RequestTimeTooSkewed", "set the clock")],
+)
+def test_a_push_that_is_refused_half_way_continues_later(
+    objects: LocalObjects, store: Path, monkeypatch: pytest.MonkeyPatch, status: int, code: str, advice: str
+) -> None:
+    """Test credentials that expire, and a wrong clock: the error says so, and no reported checkpoint is lost."""
+    location, refuses = f"s3://{BUCKET}/tests/{uuid.uuid4().hex}", False
+
+    def refuse(method: str, path: str, _headers: dict[str, str]) -> tuple[int, bytes] | None:
+        nonlocal refuses
+        refuses |= method == "PUT" and "/manifests/" in unquote(path) and bool(reported)
+        return (status, f"<Error><Code>{code}</Code><Message>Refused.</Message></Error>".encode()) if refuses else None
+
+    reported: list[int] = []
+    with Proxy(objects.endpoint, refuse) as proxy:
+        use(monkeypatch, proxy.endpoint)
+        with Store.open(store, config=config(attempts=1)) as opened:
+            opened.push(location, 1)
+            reported.append(1)
+            with pytest.raises(StorageError, match=f"{code}.*{advice}"):
+                opened.push(location, 2)
+    use(monkeypatch, objects.endpoint)
+    check_location(location, 1)
+    push(store, location)
+    check_location(location, 1, 2)
+
+
+def test_a_slow_link_is_given_up_and_tried_again(
+    objects: LocalObjects, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test answers that come later than the deadline."""
+    location, is_slow = f"s3://{BUCKET}/tests/{uuid.uuid4().hex}", threading.Event()
+
+    def wait(method: str, path: str, _headers: dict[str, str]) -> None:
+        if method == "PUT" and "/packs/" in unquote(path) and is_slow.is_set():
+            time.sleep(3)
+
+    with Proxy(objects.endpoint, wait) as proxy:
+        use(monkeypatch, proxy.endpoint)
+        with Store.open(store, config=config(attempts=2, deadline_s=1.0)) as opened:
+            opened.push(location, 1)
+            is_slow.set()
+            with pytest.raises(RemoteUnreachableError):
+                opened.push(location, 2)
+            check_location(location, 1)
+            is_slow.clear()
+            opened.push(location, 2)
+        check_location(location, 1, 2)
+
+
+def test_a_versioned_bucket(store_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test pushes, a deletion and a collection in a bucket that keeps old versions of its objects."""
+    save_steps(store_path, 1, 2, 3)
+    location = f"s3://{BUCKET}/versioned"
+    with LocalObjects(tmp_path / "server", has_users=False) as server:
+        text = b"<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>"
+        url = f"{server.endpoint}/{BUCKET}"
+        request = urllib.request.Request(f"{url}?versioning", text, method="PUT")  # noqa: S310 - this machine
+        urllib.request.urlopen(request).close()  # noqa: S310 - as above
+        use(monkeypatch, server.endpoint)
+        push(store_path, location)
+        with Store.open(location, config=config(grace_s=0.0)) as remote:
+            remote.delete(1)
+            for _ in range(2):
+                remote.gc()
+        check_location(location, 2, 3)
+        push(store_path, location)
+        check_location(location, 1, 2, 3)
+        with urllib.request.urlopen(f"{url}?versions") as answer:  # noqa: S310 - as above
+            assert b"DeleteMarker" in answer.read()
 
 
 @pytest.mark.parametrize(

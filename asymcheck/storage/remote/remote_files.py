@@ -49,8 +49,12 @@ _FULL = ("quotaexceeded", "quota of", "quota is exceeded", "no space left", "not
 _DENIED = ("permission denied", "accesscontrol", "access denied", "unauthorized", "forbidden")
 _NO_CREDENTIALS = ("169.254.169.254", "metadata.google.internal")
 """Addresses of the service that gives credentials to cloud machines. Clients ask there last."""
+_EXPIRED = ("expiredtoken", "tokenexpired", "token has expired")
+_SKEWED = ("requesttimetooskewed",)
 _SAFE_MODE = ("safemode", "safe mode")
 _DAMAGED = ("checksum",)
+_SHOWN = 500
+"""Maximum length of a reason. Object stores repeat the path, and have the code of the error at the end."""
 _SLOW_BYTES_PER_S = 1e6
 """Throughput of a slow link: the deadline of a put grows by the time of its bytes."""
 _READS = ("access ", "list ", "read ")
@@ -379,6 +383,10 @@ def refusal(action: str, error: Exception, *, is_local: bool) -> StorageError:
         kind, advice = OutOfSpaceError, "; free space or raise the quota there, or delete checkpoints and run gc there"
     elif says(*_NO_CREDENTIALS):
         advice = "; no credentials were found: set the environment variables of the provider"
+    elif says(*_EXPIRED):
+        advice = "; renew the credentials in the environment, and start the program again"
+    elif says(*_SKEWED):
+        advice = "; set the clock of this machine"
     elif number in (errno.EACCES, errno.EPERM, errno.EROFS) or says(*_DENIED):
         if action.startswith(_READS):
             # Without permission to read, the content of the location is unknown.
@@ -391,7 +399,8 @@ def refusal(action: str, error: Exception, *, is_local: bool) -> StorageError:
         kind, advice = StorageError, "; a file has the name of a directory: choose another location"
     elif number not in _UNREACHABLE and ((is_local and isinstance(error, OSError)) or says(*_DAMAGED)):
         kind = StorageError
-    return kind(f"{action}: {text}{advice}")
+    shown = text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} … {text[-_SHOWN // 2 :]}"
+    return kind(f"{action}: {shown}{advice}")
 
 
 def _short(text: str) -> str:
@@ -399,4 +408,4 @@ def _short(text: str) -> str:
     text = short_text(text)
     for sign in ("\\n\\tat ", "\n\tat "):
         text = text.split(sign, 1)[0]
-    return " ".join(text.replace("\\n", " ").split())[:500] or "no reason given"
+    return " ".join(text.replace("\\n", " ").split()) or "no reason given"

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asymcheck.commit.save_request import LineagePosition, SaveRequest
+from asymcheck.commit.save_request import LineagePosition, SaveRequest, new_save_id
 from asymcheck.commit.transaction import remove
 from asymcheck.config import DEFAULT_RUN, PARTIAL_RUN, StoreConfig, check_type
 from asymcheck.errors import (
@@ -172,7 +172,7 @@ class Store(contextlib.AbstractContextManager["Store"]):
         tier = self.resources.writable()
         request = self.training.request(run, step, metrics, part)
         flat = flatten(state)
-        placing = self._placing(tier, request, generation)
+        request, placing = self._placing(tier, request, generation)
         with timed("save", 0, lambda: {"run": run, "step": request.step}):
             saved = save(tier, self.resources.catalog(), self.resources.encoder, flat, request, placing)
         return Checkpoint.of(
@@ -188,11 +188,11 @@ class Store(contextlib.AbstractContextManager["Store"]):
 
     def _placing(
         self, tier: NvmeTier, request: SaveRequest, generation: int | Callable[[], int] | None
-    ) -> Callable[[], LineagePosition]:
+    ) -> tuple[SaveRequest, Callable[[], LineagePosition]]:
         run, step = request.run, request.step
         before = request.save_id if request.world_size > 1 else None
         if callable(generation):
-            return lambda: place(tier, run, generation(), before)
+            return request, lambda: place(tier, run, generation(), before)
         # Now, so that an invalid generation is an error before anything is written.
         placed = place(tier, run, generation, before)
         parent = placed.parent
@@ -203,7 +203,10 @@ class Store(contextlib.AbstractContextManager["Store"]):
                 "step, restore that step with a Checkpointer first",
                 StepOrderWarning,
             )
-        return lambda: placed
+        elif parent is not None and parent > CheckpointRef(placed.generation, step, request.save_id):
+            # The clock was set back since this step was saved before.
+            request = dataclasses.replace(request, save_id=new_save_id(parent.save_id))
+        return request, lambda: placed
 
     def load(
         self,

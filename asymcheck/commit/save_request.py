@@ -11,6 +11,8 @@ from asymcheck.policies.interval import TrainingPace
 from asymcheck.storage.clock import now_ns
 from asymcheck.types import CheckpointRef, SaveId
 
+_NS_MAX = (1 << 64) - 1
+
 
 @dataclasses.dataclass(frozen=True)
 class LineagePosition:
@@ -21,9 +23,10 @@ class LineagePosition:
     """Previous checkpoint on the line; None for the first checkpoint."""
 
 
-def new_save_id() -> SaveId:
-    """Return a new save id: the time in nanoseconds, then 8 random bytes (SPEC.md §A3)."""
-    return SaveId(now_ns().to_bytes(8, "big") + os.urandom(8))
+def new_save_id(after: SaveId | None = None) -> SaveId:
+    """Return a new save id: the time in nanoseconds, then 8 random bytes (SPEC.md §A3). It sorts after ``after``."""
+    after_ns = 0 if after is None else int.from_bytes(after[:8], "big")
+    return SaveId(max(now_ns(), min(after_ns + 1, _NS_MAX)).to_bytes(8, "big") + os.urandom(8))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from asymcheck import Checkpoint, Store
+from asymcheck import Checkpoint, Retention, Store
+from asymcheck.commit import save_request
 from asymcheck.errors import (
     CheckpointNotFoundError,
     HeadRecordError,
@@ -59,6 +60,18 @@ def test_step_saved_twice_has_two_checkpoints(store: Store) -> None:
     assert first.save_id < second.save_id
     assert _value(store.load()) == _value(store.load(3)) == "second"
     assert [c.save_id for c in store.checkpoints()] == [first.save_id, second.save_id]
+
+
+def test_step_saved_again_after_the_clock_was_set_back_is_the_newest(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test two processes that save the same step, and a clock that is an hour behind in the second one."""
+    first = _save(store, 3, "first")
+    monkeypatch.setattr(save_request, "now_ns", lambda: first.created_ns - 3600 * 10**9)
+    second = _save(store, 3, "second")
+    assert first.save_id < second.save_id
+    assert _value(store.load()) == _value(store.load(3)) == "second"
+    assert [c.save_id for c in store.prune(Retention(keep_last=1)).removed] == [first.save_id]
 
 
 def test_resuming_from_an_older_step_abandons_later_ones(store: Store) -> None:

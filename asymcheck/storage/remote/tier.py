@@ -122,7 +122,13 @@ class RemoteTier(StoreTier):
 
     def _without_descriptor(self, *, create: bool) -> bytes:
         """Return the descriptor of a location that seemed to have none. With ``create``, create an empty location."""
-        kept = [name for name in (layout.HEADS, layout.MANIFESTS, layout.PACKS) if self.files.list(self._top / name)]
+        folders = (layout.HEADS, layout.MANIFESTS, layout.PACKS)
+        # Empty folders stay where objects or files were removed by a pattern, and hold nothing that could be lost.
+        kept = [
+            name
+            for name in folders
+            if any(entry.is_file for entry in self.files.walk(self._top / name, recursive=True))
+        ]
         if kept:
             # Another process may have created the location and pushed since the first read.
             data = self.files.read_small(self._top / layout.DESCRIPTOR_NAME, RECORD_BYTES)

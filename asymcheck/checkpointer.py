@@ -34,6 +34,7 @@ from asymcheck.errors import (
     listed,
     warn_user,
 )
+from asymcheck.format import layout
 from asymcheck.gc.retention_runner import MaintenanceThread, Pruner
 from asymcheck.policies.interval import AutoInterval, ChosenInterval
 from asymcheck.policies.push_selection import Push, mismatch
@@ -369,13 +370,20 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if self._coordinator is not None and not self._coordinator.is_first:
             return
         others: list[str] = []
+        has_begun = False
         # The other ranks start, so an outage of the remote is no reason to fail now.
         with contextlib.suppress(RemoteUnreachableError), self._store.resources.source() as source:
             others = [run for run in source.manifests.runs() if run != self._run]
+            has_begun = bool(source.manifests.heads(self._run)) and not source.manifests.checkpoints(self._run)
         there = f", which has other runs: {listed(others)}" if others else ""
+        if has_begun:
+            there = (
+                f", where an earlier training began the run. If its directory {layout.MANIFESTS}/{self._run} was lost, "
+                "stop, and restore it before new checkpoints overwrite the data"
+            )
         # A new run beside others is usual, so this is no warning that a program may turn into an error.
         message = "no checkpoint of run %s in %s%s: starting from scratch"
-        _logger.log(logging.WARNING if others else logging.INFO, message, self._run, self._store.location, there)
+        _logger.log(logging.WARNING if there else logging.INFO, message, self._run, self._store.location, there)
         if not self._warn_of_abandoned(_NONE_RESTORED) and remote is not None and remote.tier() is None:
             warn_user(
                 f"remote {remote.name} is empty; starting a new run. If you expected checkpoints there, stop and check "

@@ -1,6 +1,7 @@
 """Test saves, restores and the line of a Checkpointer in a training loop."""
 
 import logging
+import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -484,6 +485,17 @@ def test_a_new_run_beside_others_is_logged_as_a_warning(store: Store, caplog: py
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "no checkpoint of run defualt" in line
     assert "other runs: default:" in line
+
+
+def test_lost_directory_of_a_run_is_logged_as_a_warning(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """Test that a run whose manifests were removed by hand is not taken for a new run in silence."""
+    _train(store, [0, 1])
+    shutil.rmtree(store.path / "manifests" / "default")
+    with Checkpointer(store, _state()) as checkpointer:
+        assert checkpointer.restore() is None
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "no checkpoint of run default" in line
+    assert "directory manifests/default was lost" in line
 
 
 def test_warnings_are_logged_too(store: Store, caplog: pytest.LogCaptureFixture) -> None:
